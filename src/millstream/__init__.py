@@ -1,0 +1,34 @@
+"""millstream: train on data far larger than memory.
+
+The one public door. Everything is imported when first used, so `import millstream` is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millstream.door import open
+    from millstream.store.traces import Traces
+    from millstream.store.writer import TraceWriter
+
+__version__ = "0.1.0"
+__all__ = ["TraceWriter", "Traces", "__version__", "errors", "open"]
+
+_HOME = {
+    "TraceWriter": "millstream.store.writer",
+    "Traces": "millstream.store.traces",
+    "open": "millstream.door",
+    "errors": "millstream",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return import_module("millstream.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'millstream' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,78 @@
+"""What people see while a command runs: progress on a terminal, one plain line per interval elsewhere. All on stderr."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+INTERVAL_S = 10.0
+
+
+class Progress(Protocol):
+    """Told how far a job has come."""
+
+    def __call__(self, done: int, note: str = "") -> None: ...
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`2.1 GB`: three digits and a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def say(text: str) -> None:
+    """Talk to the person; stdout is for data."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(label: str, total: int, *, unit: str = "records") -> Iterator[Progress]:
+    """A progress display that shows items, rate and time left."""
+    if sys.stderr.isatty():
+        with _bar(label, total, unit) as update:
+            yield update
+        return
+    start = last = time.monotonic()
+
+    def line(done: int, note: str = "") -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= INTERVAL_S:
+            last = now
+            rate = done / (now - start)
+            say(f"{label}: {_amount(done, unit)} of {_amount(total, unit)}, {_amount(rate, unit)}/s {note}".rstrip())
+
+    yield line
+
+
+@contextmanager
+def _bar(label: str, total: int, unit: str) -> Iterator[Progress]:
+    from rich import progress as rich
+    from rich.console import Console
+
+    bytes_columns = (rich.DownloadColumn(), rich.TransferSpeedColumn())
+    count_columns = (rich.MofNCompleteColumn(), rich.TextColumn(unit))
+    columns = bytes_columns if unit == "bytes" else count_columns
+    with rich.Progress(
+        rich.TextColumn(label),
+        rich.BarColumn(),
+        *columns,
+        rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        transient=True,
+    ) as display:
+        task = display.add_task(label, total=total, note="")
+
+        def update(done: int, note: str = "") -> None:
+            display.update(task, completed=done, note=note)
+
+        yield update
+
+
+def _amount(count: float, unit: str) -> str:
+    return format_bytes(count) if unit == "bytes" else f"{count:.0f} {unit}"

@@ -1,0 +1,79 @@
+"""Every exception millstream raises on purpose; the command line prints these in one line.
+
+MillstreamError
+├── StoreError
+│   ├── NotAStore          the path is no trace store
+│   ├── NewerFormat        the store was written by a newer millstream
+│   ├── CorruptRecord      bytes of a record are missing or fail their CRC-32C
+│   ├── CorruptShard       a shard as a whole is missing or unreadable
+│   ├── SchemaMismatch     a record does not fit the store's fields
+│   ├── ConfigMismatch     the store belongs to another configuration
+│   ├── StoreFull          the disk refused more bytes
+│   └── StoreExists        the output is already there
+├── SourceError
+│   ├── BadSource          an input file is broken or of another kind
+│   └── UnsafePickle       an old file asks for code to be run
+└── MissingExtra           an optional dependency is not installed
+
+DamageWarning              something is damaged, but the data could be read from its second copy
+"""
+
+
+class MillstreamError(Exception):
+    """Base of all errors that a user can cause or has to know about."""
+
+
+class StoreError(MillstreamError):
+    """Something about a trace store."""
+
+
+class NotAStore(StoreError):
+    """The path holds no trace store."""
+
+
+class NewerFormat(StoreError):
+    """The store was written in a format newer than this millstream reads."""
+
+
+class CorruptRecord(StoreError):
+    """A record's bytes are missing or fail their checksum; the message names shard, record and field."""
+
+
+class CorruptShard(StoreError):
+    """A whole shard is missing or unreadable."""
+
+
+class SchemaMismatch(StoreError):
+    """A record does not fit the store's fields; the message names field, expected and found."""
+
+
+class ConfigMismatch(StoreError):
+    """The store was written under another configuration."""
+
+
+class StoreFull(StoreError):
+    """The disk (or a quota, or a file size limit) refused more bytes; nothing already appended is lost."""
+
+
+class StoreExists(StoreError):
+    """The output path already holds something."""
+
+
+class SourceError(MillstreamError):
+    """Something about an input file."""
+
+
+class BadSource(SourceError):
+    """An input file is broken or of another kind than it should be."""
+
+
+class UnsafePickle(SourceError):
+    """An old pickle asks for something that is not a tensor or a plain container."""
+
+
+class MissingExtra(MillstreamError):
+    """An optional dependency is not installed; the message holds the command that installs it."""
+
+
+class DamageWarning(UserWarning):
+    """Damage was found and worked around; run `millstream verify` and `millstream repair`."""

@@ -1,0 +1,171 @@
+"""What a record is: named fields, each a tensor or an Arrow scalar. Knows dtypes and axes; knows nothing of files.
+
+A schema is a dict from field name to its kind: a `Tensor` (dtype and axis names; the shape is free) or an Arrow
+type (text, number, list, ...). `pa.null()` means "only None seen so far": the first value decides.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from millstream.errors import SchemaMismatch
+
+if TYPE_CHECKING:
+    import torch
+
+Array = NDArray[np.generic]
+Bytes = NDArray[np.uint8]
+
+# Dtypes torch has and numpy lacks are stored as the bits of an unsigned integer and come back as torch tensors.
+TORCH_ONLY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor field: its dtype by name and its axes by name, as in `float16[layer, token, dim]`."""
+
+    dtype: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(self.axes)}]"
+
+    @property
+    def itemsize(self) -> int:
+        return bits_dtype(self.dtype).itemsize
+
+
+Kind = Tensor | pa.DataType
+Schema = dict[str, Kind]
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """One tensor value as flat bytes in C order."""
+
+    kind: Tensor
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+def bits_dtype(dtype: str) -> "np.dtype[np.generic]":
+    """The numpy dtype that holds the bits of `dtype`."""
+    return np.dtype(TORCH_ONLY.get(dtype, dtype))
+
+
+def parse_schema(schema: Mapping[str, str | Tensor | pa.DataType] | None) -> Schema:
+    """What a user writes, `{"hidden": "float16[layer, token, dim]", "score": "float64"}`, as a schema."""
+    return {name: _parse_kind(name, kind) for name, kind in (schema or {}).items()}
+
+
+def infer_schema(record: Mapping[str, object], given: Schema) -> Schema:
+    """The record's fields in their order, with the kinds that `given` names and the others taken from the values."""
+    for name in given:
+        if name not in record:
+            raise SchemaMismatch(f"field {name!r}: in the given schema, but the first record has no such field")
+    return {name: given.get(name) or infer_kind(name, value) for name, value in record.items()}
+
+
+def infer_kind(name: str, value: object) -> Kind:
+    """The kind of one value. Inferred tensors of three or more axes are taken to be [layer, ...]."""
+    if not name or name.startswith("_"):
+        raise SchemaMismatch(f"field {name!r}: names are not empty and do not begin with '_' (millstream's own do)")
+    raw = as_tensor(name, value)
+    if raw is not None:
+        return raw.kind
+    try:
+        return pa.array([plain(value)]).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+        found = f"{type(value).__name__} ({error})"
+        raise SchemaMismatch(f"field {name!r}: expected a tensor, number, text or list, found {found}") from None
+
+
+def refine(old: Kind, new: Kind) -> Kind | None:
+    """`old` with its unknown (null) parts filled in from `new`, or None where the two do not go together."""
+    if old == new or (isinstance(new, pa.DataType) and pa.types.is_null(new)):
+        return old
+    if isinstance(old, Tensor) or isinstance(new, Tensor):
+        unknown = isinstance(old, pa.DataType) and pa.types.is_null(old)
+        return new if unknown else None
+    if pa.types.is_null(old):
+        return new
+    if pa.types.is_list(old) and pa.types.is_list(new):
+        inner = refine(old.value_type, new.value_type)
+        return pa.list_(inner) if isinstance(inner, pa.DataType) else None
+    if pa.types.is_struct(old) and pa.types.is_struct(new) and [f.name for f in old] == [f.name for f in new]:
+        kinds = [refine(a.type, b.type) for a, b in zip(old, new, strict=True)]
+        if all(isinstance(kind, pa.DataType) for kind in kinds):
+            return pa.struct([(f.name, cast(pa.DataType, kind)) for f, kind in zip(old, kinds, strict=True)])
+    return None
+
+
+def as_tensor(name: str, value: object) -> RawTensor | None:
+    """The flat bytes of a numpy array or torch tensor (copied only when not contiguous on the CPU), else None."""
+    if type(value).__module__ == "torch" or hasattr(value, "__torch_function__"):
+        tensor = cast("torch.Tensor", value).detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = tuple(tensor.shape)
+        import torch
+
+        data = tensor.reshape(-1).view(torch.uint8).numpy()
+    elif isinstance(value, np.ndarray):
+        array = cast(Array, value)
+        dtype, shape = array.dtype.name, array.shape
+        if array.dtype.kind in "US" or (array.dtype.kind not in "biufc" and dtype not in TORCH_ONLY):
+            raise SchemaMismatch(
+                f"field {name!r}: expected a numeric array, found dtype {array.dtype}; give texts as a list of str"
+            )
+        if array.dtype.byteorder == ">":
+            array = array.astype(array.dtype.newbyteorder("<"))
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    else:
+        return None
+    axes = tuple(f"axis{i}" for i in range(len(shape)))
+    if len(axes) >= 3:
+        axes = ("layer", *axes[1:])
+    return RawTensor(Tensor(dtype, axes), shape, cast(Bytes, data))
+
+
+def from_bytes(kind: Tensor, shape: Sequence[int], data: Bytes) -> "Array | torch.Tensor":
+    """The tensor over these bytes, without a copy: a numpy array, or a torch tensor for a dtype numpy lacks."""
+    array = data.view(bits_dtype(kind.dtype)).reshape(shape)
+    if kind.dtype not in TORCH_ONLY:
+        return array
+    import torch
+
+    return torch.from_numpy(array).view(getattr(torch, kind.dtype))
+
+
+def plain(value: object) -> object:
+    """Numpy scalars inside lists and dicts as the Python values Arrow takes."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in cast(Sequence[object], value)]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in cast(dict[str, object], value).items()}
+    return value
+
+
+def _parse_kind(name: str, kind: str | Tensor | pa.DataType) -> Kind:
+    if not isinstance(kind, str):
+        return kind
+    try:
+        if match := re.fullmatch(r"(\w+)\[([\w\s,]*)\]", kind):
+            bits_dtype(match[1])
+            return Tensor(match[1], tuple(axis.strip() for axis in match[2].split(",") if axis.strip()))
+        if match := re.fullmatch(r"list<(.+)>", kind):
+            inner = _parse_kind(name, match[1])
+            if isinstance(inner, pa.DataType):
+                return pa.list_(inner)
+        return pa.type_for_alias(kind)
+    except (TypeError, ValueError):
+        raise SchemaMismatch(
+            f"field {name!r}: {kind!r} is no kind; write 'float16[layer, token, dim]' for a tensor, "
+            "or an Arrow type such as 'string', 'int64', 'list<string>'"
+        ) from None

@@ -1,0 +1,581 @@
+"""Pickle bytes -> trace dicts, one at a time, without running anything. Knows opcodes; knows nothing of file kinds.
+
+A pickle is a program for a small stack machine. Here the machine has only the opcodes that lists, dicts, numbers, texts
+and tensors need, and the functions it may call are the ones in `GLOBALS`, which are all ours and check what they get.
+"""
+
+import io
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from types import FunctionType
+from typing import BinaryIO, ClassVar, NoReturn, TypeGuard, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Trace = dict[str, object]
+Array = NDArray[np.generic]
+DType = np.dtype[np.generic]
+
+MAX_UNCHECKED_BYTES = 1 << 16  # reads up to here may simply fail; larger ones are checked before memory is taken
+MAX_KEPT_TEXT = 4096  # what stays in the memo when a trace is handed out: texts up to here, because keys and constants
+MAX_KEPT_BYTES = 32  # are shared by all traces; bytes up to here, because numpy shares its b"b"
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first of the five pickles in a torch file from before torch 1.6
+
+
+class Refused(Exception):
+    """The pickle asks for something that is not data. Nothing was run."""
+
+
+class SharedObject(Exception):
+    """The pickle goes back to an object of a trace that is already handed out and forgotten."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A flat row of numbers that tensors are cut from; `fetch(first, count)` brings the part that one of them covers."""
+
+    dtype: torch.dtype
+    numel: int
+    fetch: Callable[[int, int], torch.Tensor]
+
+
+# (dtype, key, number of elements) -> the storage that a torch file keeps outside of the pickle
+FindStorage = Callable[[torch.dtype, str, int], Storage]
+
+
+class Input:
+    """A binary file that never takes memory for bytes it does not have. `end` is None where nobody knows it (gzip)."""
+
+    def __init__(self, file: BinaryIO, end: int | None) -> None:
+        self.file = file
+        self.end = end
+
+    def read(self, num_bytes: int) -> bytes:
+        if num_bytes > MAX_UNCHECKED_BYTES:
+            if self.end is None:
+                return bytes(self.read_large(num_bytes))
+            self.check(num_bytes)
+        data = self.file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise EOFError("the file ends too early")
+        return data
+
+    def read_large(self, num_bytes: int) -> bytearray:
+        """Like read, into memory that can be written to, without a second copy."""
+        if self.end is None:
+            data = bytearray()
+            while len(data) < num_bytes:
+                data += self.read(min(num_bytes - len(data), MAX_UNCHECKED_BYTES))
+            return data
+        self.check(num_bytes)
+        data = bytearray(num_bytes)
+        if cast(io.BufferedReader, self.file).readinto(data) < num_bytes:
+            raise EOFError("the file ends too early")
+        return data
+
+    def readline(self) -> bytes:
+        line = self.file.readline(256)  # holds the name of a module or a global
+        if not line.endswith(b"\n"):
+            raise EOFError("the file ends too early")
+        return line
+
+    def check(self, num_bytes: int) -> None:
+        if self.end is not None and num_bytes > self.end - self.file.tell():
+            raise EOFError(f"the file ends too early: {num_bytes:,} bytes announced")
+
+    def at_end(self) -> bool:
+        return self.file.tell() == self.end if self.end is not None else not self.file.read(1)
+
+
+class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
+    """The standard library's pure-Python unpickler, cut down to data. `load()` returns the pickled object."""
+
+    # Made by the base class, which has no stubs for them. `append` is always `stack.append`.
+    stack: list[object]
+    metastack: list[list[object]]
+    memo: dict[int, object]
+    append: Callable[[object], None]
+    pop_mark: Callable[[], list[object]]
+
+    handlers: ClassVar[dict[int, Callable[["Unpickler"], None]]]
+
+    def __init__(self, source: Input, find_storage: FindStorage | None = None) -> None:
+        super().__init__(source.file)
+        self.source = source
+        self.find_storage = find_storage
+        self.read, self.readline = source.read, source.readline
+        self.stack, self.metastack, self.memo = [], [], {}
+        self.append = self.stack.append
+        self.ready: list[Trace] = []
+        self.num_traces = 0
+        self.value: object = None
+
+    def load(self) -> object:
+        for _ in self.run():
+            pass
+        return self.value
+
+    def run(self) -> Iterator[Trace]:
+        """Execute the pickle, yielding what the handlers put into `ready` as soon as it is there."""
+        read, handlers = self.source.file.read, self.handlers
+        while opcode := read(1):
+            if opcode == pickle.STOP:
+                if self.metastack or len(self.stack) != 1:
+                    raise pickle.UnpicklingError("it stops in the middle of an object")
+                self.value = self.stack.pop()
+                return
+            handler = handlers.get(opcode[0])
+            if handler is None:
+                raise pickle.UnpicklingError(f"opcode {opcode!r} is not one that trace files use")
+            handler(self)
+            while self.ready:
+                self.num_traces += 1
+                yield self.ready.pop(0)  # holding no name for it here: the caller may free it
+        raise EOFError("the file ends too early")
+
+    # -- what a hostile file would use
+
+    def find_class(self, module: str, name: str) -> object:
+        try:
+            return GLOBALS[module, name]
+        except KeyError:
+            wanted = f"{module}.{name}"[:200]
+            raise Refused(f"the file asks for the global {wanted!r}") from None
+
+    def load_inst(self) -> NoReturn:
+        module, name = str(self.readline()[:-1], "latin1"), str(self.readline()[:-1], "latin1")
+        raise Refused(f"the file asks for an instance of the global {f'{module}.{name}'!r}")
+
+    def get_extension(self, code: int) -> NoReturn:
+        raise Refused(f"the file asks for the global registered with copyreg as extension {code}")
+
+    def persistent_load(self, pid: object) -> Storage:
+        if self.find_storage is None:
+            raise Refused("the file asks for an object by a persistent id")
+        # torch: ("storage", storage type, key, device it was on, number of elements[, None])
+        if isinstance(pid, tuple):
+            kind, dtype, key, _device, numel, *view = cast(tuple[object, ...], pid)
+            if (
+                kind == "storage"
+                and isinstance(dtype, torch.dtype)
+                and isinstance(key, str)
+                and _is_count(numel)
+                and view in ([], [None])
+            ):
+                return self.find_storage(dtype, key, numel)
+        raise pickle.UnpicklingError("a persistent id that is not a torch storage")
+
+    def load_reduce(self) -> None:
+        args = self.stack.pop()
+        build = self.stack[-1]
+        if type(build) is not FunctionType or type(args) is not tuple:
+            raise Refused(f"the file asks to call {_brief(build)}")
+        self.stack[-1] = build(*cast(tuple[object, ...], args))
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        built = self.stack[-1]
+        if type(built) is np.ndarray:
+            _fill_array(cast(Array, built), state)
+        elif isinstance(built, np.dtype):
+            _set_byte_order(cast(DType, built), state)
+        else:
+            raise Refused(f"the file asks to set the state of {_brief(built)}")
+
+    # -- containers: only the plain ones, and only keys whose hash cannot be made to misbehave
+
+    def load_append(self) -> None:
+        item = self.stack.pop()
+        _plain_list(self.stack[-1]).append(item)
+
+    def load_appends(self) -> None:
+        items = self.pop_mark()
+        _plain_list(self.stack[-1]).extend(items)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        _set_items(self.stack[-1], [key, value])
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        _set_items(self.stack[-1], items)
+
+    def load_bytearray8(self) -> None:
+        num_bytes = int.from_bytes(self.read(8), "little")
+        self.append(self.source.read_large(num_bytes))
+
+    def load_frame(self) -> None:
+        self.read(8)  # frames only say how much to read ahead
+
+
+class TraceUnpickler(Unpickler):
+    """Hands out the dicts of a pickled list, or of {"traces": list}, while it is still reading the list.
+
+    A dict of that list is finished when the next one begins or the list is extended. With `drop`, the large objects made
+    for it then leave the memo, and so nothing here holds them any more; a file that refers to one of them later
+    raises SharedObject and has to be read again without `drop`.
+    """
+
+    def __init__(self, source: Input, find_storage: FindStorage | None = None, *, drop: bool) -> None:
+        super().__init__(source, find_storage)
+        self.drop = drop
+        self.trace_list: list[object] | None = None
+        self.num_memoised = 0
+        self.fresh: list[int] = []  # memo keys made since the last trace was handed out
+
+    def traces(self) -> Iterator[Trace]:
+        yield from self.run()
+        if not self.source.at_end():
+            raise pickle.UnpicklingError("more bytes follow the end of the pickle")
+        if self.trace_list is None:  # one dict by itself, or a tuple
+            value = self.value
+            if isinstance(value, dict):
+                value = cast(Trace, value).get("traces", [cast(Trace, value)])
+            if not isinstance(value, list | tuple):
+                raise pickle.UnpicklingError(f"it holds {_brief(value)}, not a list of traces")
+            for item in cast(list[object], value):
+                trace = _trace(item)
+                self.num_traces += 1
+                yield trace
+
+    def hand_out(self, item: object) -> None:
+        """Item number `num_traces` of the trace list is finished."""
+        self.ready.append(_trace(item))
+        if not self.drop:
+            assert self.trace_list is not None
+            self.trace_list.append(item)
+            return
+        for key in self.fresh:
+            if key in self.memo and not _is_small(self.memo[key]):
+                del self.memo[key]
+        self.fresh.clear()
+
+    def among_traces(self) -> bool:
+        """Whether the stack holds the next items of the trace list: MARK item item ... APPENDS."""
+        outer = self.metastack[-1] if self.metastack else None
+        return bool(outer) and outer[-1] is self.trace_list
+
+    def dict_arrived(self) -> None:
+        """A dict was pushed. Directly on top of a dict it is not a key's value, but the next item."""
+        if len(self.stack) > 1 and isinstance(self.stack[-2], dict) and self.among_traces():
+            self.hand_out(self.stack.pop(-2))
+
+    def load_empty_dictionary(self) -> None:
+        self.append({})
+        self.dict_arrived()
+
+    def load_empty_list(self) -> None:
+        if self.trace_list is None and self.begins_trace_list():
+            self.trace_list = []
+            self.fresh.clear()  # what stands before the list belongs to no trace
+            self.append(self.trace_list)
+        else:
+            self.append([])
+
+    def begins_trace_list(self) -> bool:
+        if not self.metastack and not self.stack:
+            return True
+        # The top-level dict is below "traces" on the stack (one key), or below the mark that opened its items.
+        items = self.stack[1:] if not self.metastack else self.stack
+        below = self.stack[:1] if not self.metastack else self.metastack[0]
+        at_top = len(self.metastack) < 2 and len(below) == 1 and type(below[0]) is dict
+        key = items[-1] if len(items) % 2 else None
+        return at_top and isinstance(key, str) and key == "traces"
+
+    def load_append(self) -> None:
+        if self.trace_list is not None and len(self.stack) > 1 and self.stack[-2] is self.trace_list:
+            self.hand_out(self.stack.pop())
+        else:
+            super().load_append()
+
+    def load_appends(self) -> None:
+        if self.among_traces():
+            for item in self.pop_mark():
+                self.hand_out(item)
+        else:
+            super().load_appends()
+
+    def load_reduce(self) -> None:
+        args = self.stack[-1]
+        super().load_reduce()
+        if self.drop and isinstance(args, tuple) and args and isinstance(args[0], str | bytes):
+            # An array at protocol 2 is a text to be encoded and a pickled tensor a small torch file. Nobody refers to
+            # these again, and each is as large as the array: forgetting them now halves the memory of a trace.
+            for key in islice(reversed(self.fresh), 4):
+                if self.memo.get(key) is args or (self.memo.get(key) is args[0] and not _is_small(args[0])):
+                    del self.memo[key]
+        if isinstance(self.stack[-1], dict):
+            self.dict_arrived()
+
+    # -- the memo
+
+    def remember(self, key: int) -> None:
+        self.memo[key] = self.stack[-1]
+        self.num_memoised = max(self.num_memoised, key + 1)
+        if self.drop:
+            self.fresh.append(key)
+
+    def recall(self, key: int) -> None:
+        value = self.memo.get(key, self)
+        if value is self or (value is self.trace_list and self.drop):
+            if key < self.num_memoised and self.drop:
+                raise SharedObject
+            raise pickle.UnpicklingError(f"memo entry {key} does not exist")
+        self.append(value)
+        if isinstance(value, dict):
+            self.dict_arrived()
+
+    def load_memoize(self) -> None:
+        self.remember(self.num_memoised)
+
+    def load_binput(self) -> None:
+        self.remember(self.read(1)[0])
+
+    def load_long_binput(self) -> None:
+        self.remember(int.from_bytes(self.read(4), "little"))
+
+    def load_binget(self) -> None:
+        self.recall(self.read(1)[0])
+
+    def load_long_binget(self) -> None:
+        self.recall(int.from_bytes(self.read(4), "little"))
+
+
+def _handlers(machine: type[Unpickler]) -> dict[int, Callable[[Unpickler], None]]:
+    """The opcodes that protocols 2 to 5 use for data, and those that `machine` refuses by name."""
+    opcodes = (
+        "PROTO FRAME MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE "
+        "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 "
+        "TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE BUILD BINPUT "
+        "LONG_BINPUT MEMOIZE BINGET LONG_BINGET INST EXT1 EXT2 EXT4 PERSID BINPERSID"
+    )
+    codes = [cast(bytes, getattr(pickle, name))[0] for name in opcodes.split()]
+    return {code: getattr(machine, machine.dispatch[code].__name__) for code in codes}
+
+
+Unpickler.handlers = _handlers(Unpickler)
+TraceUnpickler.handlers = _handlers(TraceUnpickler)
+
+
+def find_legacy_storages(file: BinaryIO, end: int, *, drop: bool) -> tuple[Input, dict[str, tuple[int, int]]]:
+    """For a torch file that is no zip: the pickle of the data, and where each storage's bytes begin and their number.
+
+    Such a file is five pickles and then the storages, so the first pass over the data goes without them.
+    """
+    source = Input(file, end)
+    header = [Unpickler(source).load() for _ in range(3)]  # magic, version of the layout, facts about the machine
+    facts = header[2]
+    if header[:2] != [LEGACY_MAGIC, 1001] or not isinstance(facts, dict) or not cast(Trace, facts)["little_endian"]:
+        raise pickle.UnpicklingError("a torch file of an unknown kind")
+    start = file.tell()
+    itemsizes: dict[str, int] = {}
+
+    def find_nothing(dtype: torch.dtype, key: str, numel: int) -> Storage:
+        itemsizes[key] = dtype.itemsize
+        return Storage(dtype, numel, lambda _first, count: torch.empty(count, dtype=dtype, device="meta"))
+
+    for _ in TraceUnpickler(source, find_nothing, drop=drop).run():
+        pass
+    data = Input(file, file.tell())
+    spans: dict[str, tuple[int, int]] = {}
+    for key in cast(list[str], Unpickler(source).load()):
+        num_bytes = int.from_bytes(source.read(8), "little") * itemsizes[key]
+        source.check(num_bytes)
+        spans[key] = (file.tell(), num_bytes)
+        file.seek(num_bytes, io.SEEK_CUR)
+    file.seek(start)
+    return data, spans
+
+
+# -- the functions a pickle may call: what numpy and torch put there, rewritten to trust nothing
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise Refused("the file asks for the global '_codecs.encode' with something else than latin1")
+    return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+def _ordered_dict() -> OrderedDict[object, object]:
+    return OrderedDict()
+
+
+def _dtype(spec: str, align: object = False, copy: object = True) -> DType:
+    if type(spec) is not str or not re.fullmatch(r"[biufcSU][0-9]{1,9}", spec):
+        raise Refused(f"the file asks for the global 'numpy.dtype' with {_brief(spec)}: not numbers or text")
+    return np.dtype(spec, copy=True)  # a copy, because _set_byte_order changes it in place
+
+
+def _set_byte_order(dtype: DType, state: object) -> None:
+    # (3, order, subarray, names, fields, size, alignment, flags): numpy believes all of it, so all but the order is ours
+    version, order, *rest = cast(tuple[object, ...], state)
+    if version != 3 or order not in ("<", ">", "|", "=") or rest[:3] != [None, None, None]:
+        raise Refused(f"the file asks for the global 'numpy.dtype' with the state {_brief(state)}")
+    own_state = cast(tuple[object, ...], dtype.newbyteorder(cast(str, order)).__reduce__())[2]
+    dtype.__setstate__(own_state)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+
+def _blank_array(kind: object, shape: object, code: object) -> Array:
+    if kind is not _NDARRAY or shape != (0,) or code not in (b"b", "b"):
+        raise Refused(f"the file asks to make an array of {_brief(kind)}")
+    return np.empty(0, np.int8)
+
+
+def _fill_array(array: Array, state: object) -> None:
+    _version, shape, dtype, is_fortran, data = cast(tuple[object, ...], state)
+    if array.size or array.base is not None or type(is_fortran) is not bool or type(data) is not bytes:
+        raise Refused("the file asks to set an array to something else than bytes")
+    _check_array(shape, dtype, len(data))
+    array.__setstate__((1, shape, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType]
+
+
+def _array_of_buffer(
+    data: bytes | bytearray, dtype: DType, shape: tuple[int, ...], order: str, axes: tuple[int, ...] | None = None
+) -> Array:
+    if type(data) not in (bytes, bytearray):
+        raise Refused(f"the file asks for an array over {_brief(data)}")
+    _check_array(shape, dtype, len(data))
+    flat = np.frombuffer(data, dtype)
+    if order == "K" and axes is not None:
+        return flat.reshape(shape).transpose(axes)
+    return flat.reshape(shape, order="F" if order == "F" else "C")
+
+
+def _scalar(dtype: DType, data: bytes) -> np.generic:
+    if type(data) is not bytes:
+        raise Refused(f"the file asks for a number made of {_brief(data)}")
+    _check_array((), dtype, len(data))
+    return np.frombuffer(data, dtype)[0]
+
+
+def _check_array(shape: object, dtype: object, num_bytes: int) -> None:
+    if not isinstance(dtype, np.dtype) or not _are_counts(shape):
+        raise pickle.UnpicklingError("an array without a dtype or a shape")
+    if prod(shape) * dtype.itemsize != num_bytes:
+        raise pickle.UnpicklingError(f"an array of shape {shape} and dtype {dtype} does not have {num_bytes:,} bytes")
+
+
+def _storage_of_bytes(data: bytes) -> Storage:
+    """A tensor in a plain pickle holds its numbers as a whole torch file."""
+    file = io.BytesIO(data)
+    source, spans = find_legacy_storages(file, len(data), drop=False)
+
+    def find(dtype: torch.dtype, key: str, numel: int) -> Storage:
+        start, num_bytes = spans[key]
+        flat = torch.empty(numel, dtype=dtype)
+        flat.view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8, num_bytes, start)
+        return Storage(dtype, numel, lambda first, count: flat[first : first + count])
+
+    storage = Unpickler(source, find).load()
+    if not isinstance(storage, Storage):
+        raise pickle.UnpicklingError("a torch file inside of the pickle that is not a storage")
+    return storage
+
+
+def _tensor(
+    storage: Storage, first: int, shape: tuple[int, ...], strides: tuple[int, ...], *_grad_and_hooks: object
+) -> torch.Tensor:
+    if not isinstance(storage, Storage) or not (_is_count(first) and _are_counts(shape) and _are_counts(strides)):
+        raise pickle.UnpicklingError("a tensor without a storage or a shape")
+    if len(shape) != len(strides):
+        raise pickle.UnpicklingError("a tensor with more axes than strides")
+    # The elements from the first to the last one that the tensor touches
+    count = 0 if 0 in shape else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if first + count > storage.numel:
+        raise pickle.UnpicklingError("a tensor that is larger than its storage")
+    return storage.fetch(first, count).as_strided(shape, strides)
+
+
+class _NDArray:
+    """Stands for the type numpy.ndarray, which a pickle names but may not call."""
+
+
+_NDARRAY = _NDArray()
+
+# All that a pickle can name. numpy 2 renamed numpy.core; Python 2 called builtins __builtin__, and so does protocol 2.
+GLOBALS: dict[tuple[str, str], object] = {
+    ("_codecs", "encode"): _encode,
+    ("__builtin__", "bytes"): _no_bytes,
+    ("builtins", "bytes"): _no_bytes,
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("numpy", "dtype"): _dtype,
+    ("numpy", "ndarray"): _NDARRAY,
+    ("numpy.core.multiarray", "_reconstruct"): _blank_array,
+    ("numpy._core.multiarray", "_reconstruct"): _blank_array,
+    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("numpy.core.numeric", "_frombuffer"): _array_of_buffer,
+    ("numpy._core.numeric", "_frombuffer"): _array_of_buffer,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch.storage", "_load_from_bytes"): _storage_of_bytes,
+    ("torch", "BoolStorage"): torch.bool,
+    ("torch", "ByteStorage"): torch.uint8,
+    ("torch", "CharStorage"): torch.int8,
+    ("torch", "ShortStorage"): torch.int16,
+    ("torch", "IntStorage"): torch.int32,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "ComplexFloatStorage"): torch.complex64,
+    ("torch", "ComplexDoubleStorage"): torch.complex128,
+}
+
+
+# -- small checks
+
+
+def _is_small(value: object) -> bool:
+    """Whether a memo entry outlives its trace."""
+    if isinstance(value, str):
+        return len(value) <= MAX_KEPT_TEXT
+    if isinstance(value, bytes):
+        return len(value) <= MAX_KEPT_BYTES
+    return isinstance(value, np.dtype | np.generic | torch.dtype | FunctionType | _NDArray)
+
+
+def _trace(value: object) -> Trace:
+    if not isinstance(value, dict):
+        raise pickle.UnpicklingError(f"it is {_brief(value)}, not a dict")
+    return cast(Trace, value)
+
+
+def _plain_list(value: object) -> list[object]:
+    if type(value) is not list:
+        raise pickle.UnpicklingError(f"appends to {_brief(value)}")
+    return cast(list[object], value)
+
+
+def _set_items(target: object, items: list[object]) -> None:
+    if type(target) is not dict and type(target) is not OrderedDict:
+        raise pickle.UnpicklingError(f"sets items of {_brief(target)}")
+    keys = items[::2]
+    # Hashing a tuple that is nested a million deep would overflow the C stack.
+    if not all(isinstance(key, str | int | float | bytes | np.generic | None) for key in keys):
+        raise pickle.UnpicklingError("a dict key that is neither text nor number")
+    cast(dict[object, object], target).update(zip(keys, items[1::2], strict=True))
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _are_counts(value: object) -> TypeGuard[tuple[int, ...]]:
+    return type(value) is tuple and len(value) <= 64 and all(map(_is_count, cast(tuple[object, ...], value)))
+
+
+def _brief(value: object) -> str:
+    return repr(value)[:80] if isinstance(value, str | bytes | None) else f"a {type(value).__name__}"

@@ -1,0 +1,122 @@
+"""question_id -> record, in O(1) whatever the number of shards.
+
+A large store keeps `ids.arrow`, one record in the shards' own format (so mapped and checksummed like any other):
+hashes of all ids sorted into buckets, and the place of each. It is only a cache: shards it does not cover are read
+from their sidecars, and a hit is always compared with the id itself.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from millstream.records import Array, Tensor, from_bytes, infer_schema
+from millstream.store.layout import Manifest, ShardInfo, publish
+from millstream.store.maps import Map
+from millstream.store.message import Encoder, arrow_schema, bad_slice, header, read_header, read_row, record_schema
+from millstream.store.recover import ID_FIELD
+from millstream.store.table import load_sidecar
+
+IDS = "ids.arrow"
+COVER_SHARDS = 64  # fewer uncovered shards than this are read from their sidecars faster than an index is kept
+_PER_BUCKET = 4
+
+Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class IdIndex:
+    """Sorted hashes, the place (shard number << 32 | row) of each, and where each bucket of hashes begins."""
+
+    shards: frozenset[tuple[int, int | None]]  # (number, sidecar CRC) of the shards covered
+    hashes: Hashes
+    places: Hashes
+    starts: NDArray[np.int64]
+
+    def find(self, key: object) -> list[tuple[int, int]]:
+        """(shard number, row) of every record that may have this id, in record order."""
+        wanted = _hash(key)
+        bucket = int(wanted) * (len(self.starts) - 1) >> 64
+        low, high = self.starts[bucket : bucket + 2]
+        places = np.sort(self.places[low:high][self.hashes[low:high] == wanted])
+        return [(int(place) >> 32, int(place) & 0xFFFFFFFF) for place in places]
+
+
+def build_index(path: Path, shards: Sequence[ShardInfo], *, old: IdIndex | None = None) -> IdIndex:
+    """An index of all shards; those that `old` covers are taken from it."""
+    covered = old.shards if old else frozenset[tuple[int, int | None]]()
+    new = [shard for shard in shards if _key(shard) not in covered]
+    hashes, places = _hash_shards(path, new)
+    current = {_key(shard) for shard in shards}
+    if old:
+        kept = np.isin(old.places >> np.uint64(32), [number for number, _ in covered & current])
+        hashes = np.concatenate([old.hashes[kept], hashes])
+        places = np.concatenate([old.places[kept], places])
+    order = np.argsort(hashes, kind="stable")
+    hashes, places = hashes[order], places[order]
+    num_buckets = max(1, len(hashes) // _PER_BUCKET)
+    # Bucket b holds the hashes h with h * num_buckets >> 64 == b; its first possible hash is ceil(b * 2**64 / buckets).
+    bounds = np.array([-(-(b << 64) // num_buckets) for b in range(num_buckets)], np.uint64)
+    starts = np.append(np.searchsorted(hashes, bounds), len(hashes))
+    return IdIndex(frozenset(current), hashes, places, starts)
+
+
+def load_index(path: Path) -> IdIndex | None:
+    """The stored index; None when there is none or it does not hold."""
+    try:
+        view = Map(path / IDS).view
+        schema, start = read_header(view)
+    except (OSError, ValueError, pa.ArrowException):
+        return None
+    row = read_row(view, schema, start)
+    if row is None:
+        return None
+    arrays: dict[str, Array] = {}
+    for name, kind in record_schema(schema).items():
+        place = row.tensors.get(name)
+        if not isinstance(kind, Tensor) or place is None or bad_slice(view, place, kind.itemsize) is not None:
+            return None
+        data = view[place.offset : place.offset + place.num_bytes(kind.itemsize)]
+        arrays[name] = np.asarray(from_bytes(kind, place.shape, data))
+    if arrays.keys() != {"shards", "hashes", "places", "starts"}:
+        return None
+    shards = frozenset((int(number), int(crc)) for number, crc in arrays["shards"])
+    return IdIndex(shards, arrays["hashes"], arrays["places"], arrays["starts"])  # pyright: ignore[reportArgumentType]
+
+
+def update_ids(path: Path, manifest: Manifest) -> None:
+    """Bring the stored index up to date when too many shards are not in it."""
+    schema = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
+    old = load_index(path)
+    covered = old.shards if old else frozenset[tuple[int, int | None]]()
+    if ID_FIELD not in schema or sum(_key(shard) not in covered for shard in manifest.shards) < COVER_SHARDS:
+        return
+    index = build_index(path, manifest.shards, old=old)
+    covers = np.array(sorted((n, crc or 0) for n, crc in index.shards), np.int64).reshape(-1, 2)
+    record = {"shards": covers, "hashes": index.hashes, "places": index.places, "starts": index.starts}
+    arrow = arrow_schema(infer_schema(record, {}), compression="none", metadata={})
+    head = header(arrow)
+    parts, _ = Encoder(arrow).encode(record, len(head))
+    publish(path / IDS, b"".join([head, *parts]))
+
+
+def _key(shard: ShardInfo) -> tuple[int, int | None]:
+    return shard.number, shard.sidecar_crc32c
+
+
+def _hash_shards(path: Path, shards: Sequence[ShardInfo]) -> tuple[Hashes, Hashes]:
+    hashes = [np.empty(0, np.uint64)]
+    places = [np.empty(0, np.uint64)]
+    for shard in shards:
+        ids = load_sidecar(path, shard).column(ID_FIELD).to_pylist()
+        hashes.append(np.array([_hash(key) for key in ids], np.uint64))
+        places.append(np.arange(len(ids), dtype=np.uint64) | np.uint64(shard.number << 32))
+    return np.concatenate(hashes), np.concatenate(places)
+
+
+def _hash(key: object) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=8).digest(), "little"))

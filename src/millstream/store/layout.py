@@ -1,0 +1,283 @@
+"""Names in a store's folder, the manifest, and the rules of publishing a file.
+
+The manifest can always be rebuilt from the sealed shards; readers take from it what it knows and look at the shards
+for the rest, so a writer that dies before its manifest loses nothing.
+"""
+
+import base64
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from millstream.config import config_hash
+from millstream.errors import NewerFormat, NotAStore
+from millstream.store.maps import Map
+from millstream.store.message import Seal, read_header, read_seal, record_schema
+from millstream.store.slices import crc32c
+
+FORMAT = "millstream.traces"
+VERSION = 1
+MANIFEST = "manifest.json"
+DAMAGED = "damaged"  # folder where repair sets things aside
+_SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One sealed shard. `seconds` is the time from its creation to its seal."""
+
+    number: int
+    records: int
+    bytes: int
+    seconds: float
+    sidecar_crc32c: int | None  # None: not known, because shard and manifest were both damaged
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store says about itself as a whole."""
+
+    config: dict[str, object] = field(default_factory=dict[str, object])
+    compression: str = "none"
+    arrow_schema: pa.Schema | None = None
+    shards: tuple[ShardInfo, ...] = ()
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.arrow"
+
+
+def sidecar_name(number: int) -> str:
+    return f"shard-{number:05d}.parquet"
+
+
+def open_file(path: Path, number: int) -> Path:
+    """The shard's file while it is being written."""
+    return path / (shard_name(number) + ".open")
+
+
+def list_shards(path: Path) -> tuple[list[int], list[int]]:
+    """Numbers of the sealed and of the open shards in the folder, ascending."""
+    sealed: list[int] = []
+    opened: list[int] = []
+    for name in os.listdir(path):
+        if match := _SHARD.fullmatch(name):
+            (opened if match[2] else sealed).append(int(match[1]))
+    return sorted(sealed), sorted(opened)
+
+
+def check_store(path: Path) -> None:
+    """Raise NotAStore, with the command that may be wanted, unless the folder is a trace store."""
+    if not path.exists():
+        raise NotAStore(f"{path}: no such folder. Write one with ms.TraceWriter({str(path)!r}) or: millstream convert")
+    if not path.is_dir():
+        raise NotAStore(f"{path}: a file, not a trace store. An old trace file? Run: millstream convert {path} traces/")
+    if (path / MANIFEST).exists() or any(list_shards(path)):
+        return
+    old = next((p for pattern in ("*.pkl", "*.pkl.gz", "*.pt") for p in path.glob(pattern)), None)
+    remedy = f"Old trace files are here; run: millstream convert '{path}/*{''.join(old.suffixes)}' OUT" if old else ""
+    raise NotAStore(f"{path}: not a trace store (no {MANIFEST}, no shard-*.arrow). {remedy}".rstrip())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest brought up to date with the sealed shards in the folder."""
+    check_store(path)
+    stored = _parse_manifest(path) or Manifest()
+    known = {shard.number: shard for shard in stored.shards}
+    sealed, _ = list_shards(path)
+    missing = [number for number in known if number not in set(sealed)]
+    shards = {number: known.get(number) or shard_info(path, number) for number in sealed}
+    shards |= {number: known[number] for number in missing}  # keep their numbers; reading them says what is wrong
+    schema, compression, config = stored.arrow_schema, stored.compression, stored.config
+    if sealed and (schema is None or any(number not in known for number in sealed)):
+        newest = shard_schema(path, sealed[-1])
+        if newest is not None:
+            schema = newest
+        if schema is not None and not stored.shards:
+            metadata = schema.metadata or {}
+            compression = metadata.get(b"millstream.compression", b"none").decode()
+            config = json.loads(metadata.get(b"millstream.config", b"{}"))
+    return Manifest(config, compression, schema, tuple(shards[number] for number in sorted(shards)))
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    fields = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fields": {name: str(kind) for name, kind in fields.items()},
+        "config": manifest.config,
+        "config_hash": config_hash(manifest.config),
+        "compression": manifest.compression,
+        "arrow_schema": _encode_schema(manifest.arrow_schema),
+        "shards": [{"name": shard_name(shard.number), **asdict(shard)} for shard in manifest.shards],
+    }
+    content["crc32c"] = crc32c(_canonical(content))
+    publish(path / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def manifest_holds(path: Path) -> bool:
+    """Whether the manifest is there and unchanged since it was written."""
+    return _parse_manifest(path) is not None
+
+
+def shard_info(path: Path, number: int) -> ShardInfo:
+    """A sealed shard as it describes itself, or as its sidecar does when its end is damaged."""
+    file = path / shard_name(number)
+    seal = read_shard_seal(file)
+    try:
+        sidecar = pq.ParquetFile(path / sidecar_name(number))
+        records = sidecar.metadata.num_rows
+        seconds = float((sidecar.schema_arrow.metadata or {}).get(b"millstream.seconds", b"0"))
+    except (OSError, pa.ArrowException):
+        records, seconds = 0, 0.0
+    if seal is None:
+        return ShardInfo(number, records, file.stat().st_size, seconds, None)
+    return ShardInfo(number, seal.records, file.stat().st_size, seconds, seal.sidecar_crc32c)
+
+
+def read_shard_seal(file: Path) -> Seal | None:
+    """The seal at the end of a shard file, if it is whole."""
+    with open(file, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        end = b""
+        wanted = _TAIL_BYTES
+        while True:
+            wanted = min(wanted, size)
+            f.seek(size - wanted)
+            end = f.read(wanted)
+            footer_bytes = int.from_bytes(end[-10:-6], "little")
+            if wanted == size or footer_bytes + 1024 <= wanted or footer_bytes > size:
+                return read_seal(end, size)
+            wanted = footer_bytes + 1024
+
+
+def shard_schema(path: Path, number: int) -> pa.Schema | None:
+    """The Arrow schema at the head of a shard, None when unreadable."""
+    try:
+        schema = read_header(Map(path / shard_name(number)).view)[0]
+    except (OSError, pa.ArrowException):
+        return None
+    _check_version(path, int((schema.metadata or {}).get(b"millstream.version", VERSION)))
+    return schema
+
+
+def publish(file: Path, data: bytes) -> None:
+    """Write a file so that its name always holds either the old bytes or all of the new ones, also after a crash."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.rename(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def claim_shard(path: Path, first: int) -> tuple[int, int]:
+    """A shard number no other writer has, from `first` on, and the descriptor of its new, locked `.open` file."""
+    number = first
+    while True:
+        file = open_file(path, number)
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            number += 1
+            continue
+        _lock(fd, wait=True)
+        # Between create and lock another writer may have taken the file for an interrupted one and removed it; and the
+        # number may have been sealed by a writer that was quicker.
+        if _same_file(fd, file) and not (path / shard_name(number)).exists():
+            return number, fd
+        if _same_file(fd, file):
+            file.unlink()
+        os.close(fd)
+        number += 1
+
+
+@contextmanager
+def abandoned(file: Path) -> Iterator[int | None]:
+    """The descriptor of an `.open` shard that no living writer holds, locked; None when one does."""
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield fd if _lock(fd, wait=False) and _same_file(fd, file) else None
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, *, wait: bool) -> bool:
+    """flock: the kernel drops it when the process dies, however it dies."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # held by another, or a file system without locks: then nothing counts as abandoned
+        return False
+    return True
+
+
+def _same_file(fd: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _parse_manifest(path: Path) -> Manifest | None:
+    """The manifest as stored, None when absent or damaged."""
+    try:
+        content = json.loads((path / MANIFEST).read_bytes())
+        crc = content.pop("crc32c")
+        version = int(content["version"])
+        sound = crc == crc32c(_canonical(content))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if content.get("format") != FORMAT:
+        raise NotAStore(f"{path / MANIFEST}: format {content.get('format')!r}, expected {FORMAT!r}")
+    _check_version(path, version)
+    if not sound:
+        return None
+    shards = tuple(ShardInfo(**{k: v for k, v in shard.items() if k != "name"}) for shard in content["shards"])
+    return Manifest(content["config"], content["compression"], _decode_schema(content["arrow_schema"]), shards)
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version > VERSION:
+        raise NewerFormat(
+            f"{path}: written in format {version}, this millstream reads up to {VERSION}. "
+            "Upgrade: pip install --upgrade millstream"
+        )
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _encode_schema(schema: pa.Schema | None) -> str | None:
+    return base64.b64encode(schema.serialize().to_pybytes()).decode() if schema else None
+
+
+def _decode_schema(text: str | None) -> pa.Schema | None:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text))) if text else None

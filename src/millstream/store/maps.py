@@ -1,0 +1,73 @@
+"""A file mapped into memory, copy-on-write, without holding a file descriptor.
+
+Python's own mmap keeps a descriptor as long as any view lives, so a list of records from many shards would exhaust
+them. MAP_PRIVATE with write permission lets torch take views without its read-only warning; what is written to a
+view stays in this process and never reaches the file.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from millstream.records import Bytes
+
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0x40  # a private mapping larger than RAM must not be refused
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Map:
+    """The bytes of a file as `map.view`; unmapped when the last view of them is gone."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            self.num_bytes = os.fstat(fd).st_size
+            self._memory = _Memory(fd, self.num_bytes)
+        finally:
+            os.close(fd)
+        self.view: Bytes = np.asarray(self._memory)
+
+    def will_need(self, offset: int, num_bytes: int) -> None:
+        """Start reading exactly this range from disk."""
+        # With MADV_RANDOM and no WILLNEED a cold read goes page by page: 50 MB/s against 430-640.
+        start = offset - offset % mmap.PAGESIZE
+        if num_bytes and self.num_bytes:
+            _libc.madvise(self._memory.address + start, offset + num_bytes - start, mmap.MADV_WILLNEED)
+
+
+class _Memory:
+    """The mapping itself; numpy keeps it alive through the array interface."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self.address = 0
+        self._num_bytes = num_bytes
+        if num_bytes:
+            flags = mmap.MAP_PRIVATE | _NORESERVE
+            address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+            if address in (None, ctypes.c_void_p(-1).value):
+                error = ctypes.get_errno()
+                raise OSError(error, f"mmap of {num_bytes} bytes: {os.strerror(error)}")
+            self.address = address
+            # Without it, a cold read of one layer drags in the whole file: 2 GB for 64 MB wanted.
+            _libc.madvise(address, num_bytes, mmap.MADV_RANDOM)
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        # numpy refuses a null address even for no bytes
+        address = self.address or ctypes.addressof(_EMPTY)
+        return {"data": (address, False), "shape": (self._num_bytes,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        if self.address:
+            _libc.munmap(self.address, self._num_bytes)
+
+
+_EMPTY = ctypes.c_uint64()

@@ -1,0 +1,392 @@
+"""One record <-> one Arrow IPC message, and the header, footer and seal around them. Knows bytes, not files.
+
+    "ARROW1\\0\\0" schema | record ... record | end of stream | seal | footer, its length, "ARROW1"
+
+A record is a record batch of one row: the fields, then `_crc32c`, whose eight bytes end the message and hold the
+CRC-32C of all its other bytes but the tensors' data. Those have a CRC a slice, inside the part so covered. The seal
+(which Arrow readers skip) covers header, footer and sidecar: no byte of a sealed shard is unchecked.
+"""
+
+import io
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.errors import SchemaMismatch
+from millstream.records import Bytes, Kind, RawTensor, Schema, Tensor, as_tensor, plain
+from millstream.store.slices import crc32c, store
+
+MAGIC = b"ARROW1\0\0"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+SEAL = struct.Struct("<8sQIIII")  # magic, records, CRC of header, of sidecar, of footer, of this seal so far
+SEAL_MAGIC = b"MILLSEAL"
+CRC_FIELD = "_crc32c"
+_BLOCK = np.dtype([("offset", "<i8"), ("meta_bytes", "<i4"), ("pad", "<i4"), ("body_bytes", "<i8")])
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """Where one tensor lies in the shard file, and how to check it."""
+
+    offset: int
+    shape: tuple[int, ...]
+    crc32c: tuple[int, ...]
+    sizes: tuple[int, ...] | None
+
+    def num_bytes(self, itemsize: int) -> int:
+        return sum(self.sizes) if self.sizes is not None else int(np.prod(self.shape)) * itemsize
+
+    def spans(self, itemsize: int) -> list[tuple[int, int]]:
+        """(offset, stored bytes) of each slice."""
+        total, count = self.num_bytes(itemsize), len(self.crc32c)
+        sizes = self.sizes if self.sizes is not None else (total // count,) * count
+        starts = self.offset + np.cumsum([0, *sizes[:-1]])
+        return [(int(start), size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the sidecar keeps of one record: its place, its scalars and where its tensors are."""
+
+    offset: int
+    num_bytes: int
+    meta_bytes: int
+    values: Mapping[str, object]
+    tensors: Mapping[str, TensorRow | None]
+
+    def moved(self, offset: int) -> "Row":
+        """The same record at another place of another shard."""
+        delta = offset - self.offset
+        tensors = {name: t and replace(t, offset=t.offset + delta) for name, t in self.tensors.items()}
+        return replace(self, offset=offset, tensors=tensors)
+
+
+def arrow_schema(schema: Schema, *, compression: str, metadata: Mapping[str, str]) -> pa.Schema:
+    """The schema of a shard's record batches."""
+    fields = [_arrow_field(name, kind, compression) for name, kind in schema.items()]
+    everything = {"millstream.compression": compression, **metadata}
+    return pa.schema([*fields, pa.field(CRC_FIELD, pa.uint64())], metadata=everything)
+
+
+def record_schema(schema: pa.Schema) -> Schema:
+    """The fields of the records behind a shard's Arrow schema."""
+    return {field.name: _kind(field) for field in schema if field.name != CRC_FIELD}
+
+
+def compression_of(schema: pa.Schema) -> str:
+    return (schema.metadata or {}).get(b"millstream.compression", b"none").decode()
+
+
+class Encoder:
+    """Records -> the buffers of their messages, in one shard's schema. Tensor bytes are passed on, never copied."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self.arrow_schema = schema
+        self.schema = record_schema(schema)
+        self._compression = compression_of(schema)
+        self._sink = _Sink()
+        self._stream = pa.ipc.new_stream(cast(io.IOBase, self._sink), schema)
+        self._stream.write_batch(_empty_batch(schema))
+        self._sink.parts.clear()  # the schema message: the shard's header already holds it
+
+    def encode(self, record: Mapping[str, object], offset: int) -> tuple[list[bytes | pa.Buffer], Row]:
+        """The message of a record that will stand at `offset`, as buffers to write one after the other."""
+        arrays: list[pa.Array[pa.Scalar[pa.DataType]]] = []
+        pending: list[tuple[str, pa.Buffer, TensorRow]] = []
+        values: dict[str, object] = {}
+        tensors: dict[str, TensorRow | None] = {}
+        for name, kind in self.schema.items():
+            if isinstance(kind, Tensor):
+                raw = check_tensor(name, kind, record[name])
+                if raw is None:
+                    tensors[name] = None
+                    arrays.append(pa.nulls(1, self.arrow_schema.field(name).type))
+                    continue
+                stored = store(raw.data, raw.shape, kind.itemsize, self._compression)
+                data = pa.py_buffer(stored.data)
+                row = TensorRow(offset, raw.shape, tuple(stored.crc32c), stored.sizes and tuple(stored.sizes))
+                tensors[name] = row
+                if data.size:
+                    pending.append((name, data, row))
+                arrays.append(_tensor_array(data, row))
+            else:
+                values[name] = plain(record[name])
+                arrays.append(check_scalar(name, kind, values[name]))
+        arrays.append(pa.array([0], pa.uint64()))
+        self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self.arrow_schema))
+        parts, self._sink.parts = self._sink.parts, []
+
+        waiting = iter(pending)
+        expected = next(waiting, None)
+        position, crc = offset, 0
+        for part in parts[:-1]:
+            if expected and isinstance(part, pa.Buffer) and part.address == expected[1].address:
+                tensors[expected[0]], expected = replace(expected[2], offset=position), next(waiting, None)
+            else:
+                crc = crc32c(part, crc)
+            position += len(part)
+        assert expected is None
+        parts[-1] = crc.to_bytes(8, "little")
+        meta_bytes = 8 + int.from_bytes(b"".join(parts[:3])[4:8], "little")
+        return parts, Row(offset, position + 8 - offset, meta_bytes, values, tensors)
+
+
+def header(schema: pa.Schema) -> bytes:
+    return MAGIC + schema.serialize().to_pybytes()
+
+
+def read_header(view: Bytes) -> tuple[pa.Schema, int]:
+    """The shard's schema and where its records begin. Raises pa.ArrowInvalid or OSError on a broken header."""
+    if view[: len(MAGIC)].tobytes() != MAGIC:
+        raise pa.ArrowInvalid("no Arrow magic at the start")
+    source = pa.BufferReader(pa.py_buffer(view[len(MAGIC) :]))
+    return pa.ipc.read_schema(pa.ipc.read_message(source)), len(MAGIC) + source.tell()
+
+
+def tail(schema: pa.Schema, rows: Iterable[Row], *, header_bytes: bytes, sidecar: bytes) -> bytes:
+    """What ends a shard: end of stream, seal and the footer by which Arrow readers find the records."""
+    blocks = np.array([(r.offset, r.meta_bytes, 0, r.num_bytes - r.meta_bytes) for r in rows], _BLOCK)
+    footer = _footer(schema, blocks)
+    seal = SEAL.pack(SEAL_MAGIC, len(blocks), crc32c(header_bytes), crc32c(sidecar), crc32c(footer), 0)[:-4]
+    return END_OF_STREAM + seal + crc32c(seal).to_bytes(4, "little") + footer
+
+
+@dataclass(frozen=True)
+class Seal:
+    """A shard's own word about itself, read from its end."""
+
+    records: int
+    header_crc32c: int
+    sidecar_crc32c: int
+    footer_crc32c: int
+    offset: int
+
+
+def read_seal(end: bytes, file_bytes: int) -> Seal | None:
+    """The seal, from the last bytes of a shard file; None when it is not there or damaged."""
+    footer_bytes = int.from_bytes(end[-10:-6], "little") + 10
+    start = len(end) - footer_bytes - SEAL.size
+    if end[-6:] != MAGIC[:6] or start < 0:
+        return None
+    magic, records, header_crc, sidecar_crc, footer_crc, own = SEAL.unpack_from(end, start)
+    if magic != SEAL_MAGIC or crc32c(end[start : start + SEAL.size - 4]) != own:
+        return None
+    if crc32c(end[-footer_bytes:]) != footer_crc:
+        return None
+    return Seal(records, header_crc, sidecar_crc, footer_crc, file_bytes - footer_bytes - SEAL.size)
+
+
+def walk(view: Bytes, schema: pa.Schema, start: int) -> Iterator[Row | tuple[int, int]]:
+    """Every whole message from `start` on as a Row, and every stretch (offset, end) that is none, in file order.
+
+    Stops at the end of the stream. After an unreadable stretch it finds the next message whose checksum holds.
+    """
+    position, end = start, len(view)
+    while position < end and view[position : position + 8].tobytes() != END_OF_STREAM:
+        row = read_row(view, schema, position)
+        if row is not None:
+            yield row
+            position += row.num_bytes
+            continue
+        following = _resync(view, schema, position + 8)
+        yield position, following
+        position = following
+
+
+def read_row(view: Bytes, schema: pa.Schema, offset: int) -> Row | None:
+    """The record whose message begins at `offset`, or None when it is torn or its own bytes fail their CRC."""
+    base = view.ctypes.data
+    try:
+        marker, meta_bytes = (int(x) for x in view[offset : offset + 8].view("<u4"))
+        if marker != 0xFFFFFFFF:
+            return None
+        message = pa.ipc.read_message(pa.py_buffer(view[offset:]))
+        batch = pa.ipc.read_record_batch(message, schema)
+        batch.validate(full=True)
+        if batch.num_rows != 1:
+            return None
+        values: dict[str, object] = {}
+        tensors: dict[str, TensorRow | None] = {}
+        for index, (name, kind) in enumerate(record_schema(schema).items()):
+            column = batch.column(index)
+            if not isinstance(kind, Tensor):
+                values[name] = column[0].as_py()
+                continue
+            tensors[name] = _tensor_row(cast(pa.StructArray, column), base, default=offset)
+    except (OSError, ValueError, UnicodeDecodeError, pa.ArrowException):
+        return None
+    body = message.body
+    num_bytes = 8 + meta_bytes + (body.size if body else 0)
+    row = Row(offset, num_bytes, 8 + meta_bytes, values, tensors)
+    return row if head_holds(view, row, record_schema(schema)) else None
+
+
+def head_holds(view: Bytes, row: Row, schema: Schema) -> bool:
+    """Whether all bytes of the message but its tensors' data fit the CRC that ends it."""
+    position, end, crc = row.offset, row.offset + row.num_bytes - 8, 0
+    for name, tensor in row.tensors.items():
+        if tensor is None or not (size := tensor.num_bytes(cast(Tensor, schema[name]).itemsize)):
+            continue
+        if not position <= tensor.offset <= tensor.offset + size <= end:
+            return False
+        crc = crc32c(view[position : tensor.offset], crc)
+        position = tensor.offset + size
+    crc = crc32c(view[position:end], crc)
+    return end + 8 <= len(view) and int(view[end : end + 8].view("<u8")[0]) == crc
+
+
+def bad_slice(view: Bytes, tensor: TensorRow, itemsize: int) -> int | None:
+    """The first slice of a tensor that fails its CRC, or None."""
+    for index, ((offset, size), crc) in enumerate(zip(tensor.spans(itemsize), tensor.crc32c, strict=True)):
+        if offset + size > len(view) or crc32c(view[offset : offset + size]) != crc:
+            return index
+    return None
+
+
+def check_tensor(name: str, kind: Tensor, value: object) -> RawTensor | None:
+    """The value as a tensor of this kind; None stays None."""
+    if value is None:
+        return None
+    raw = as_tensor(name, value)
+    if raw is None:
+        raise SchemaMismatch(f"field {name!r}: expected {kind}, found {type(value).__name__}")
+    if raw.kind.dtype != kind.dtype or len(raw.shape) != len(kind.axes):
+        raise SchemaMismatch(f"field {name!r}: expected {kind}, found {raw.kind.dtype} of shape {list(raw.shape)}")
+    return raw
+
+
+def check_scalar(name: str, kind: pa.DataType, value: object) -> "pa.Array[pa.Scalar[pa.DataType]]":
+    """The value as an Arrow array of one element of this type."""
+    if type(value).__module__.partition(".")[0] not in ("torch", "numpy"):
+        try:
+            return pa.array([value], type=kind)
+        except (pa.ArrowException, OverflowError, TypeError, ValueError):
+            pass
+    raise SchemaMismatch(f"field {name!r}: expected {kind}, found {type(value).__name__} {str(value)[:60]!r}")
+
+
+class _Sink:
+    """A file for pyarrow to write to that keeps the buffers instead of copying them."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.parts: list[bytes | pa.Buffer] = []
+
+    def write(self, part: bytes | pa.Buffer) -> int:
+        self.parts.append(part)
+        return len(part)
+
+    def tell(self) -> int:
+        return 0
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+
+def _arrow_field(name: str, kind: Kind, compression: str) -> "pa.Field[pa.DataType]":
+    if not isinstance(kind, Tensor):
+        return pa.field(name, kind)
+    members = [("data", pa.large_binary()), ("shape", pa.list_(pa.int32())), ("crc32c", pa.list_(pa.uint32()))]
+    if compression != "none":
+        members.append(("sizes", pa.list_(pa.int64())))
+    return tensor_field(name, kind, members)
+
+
+def tensor_field(name: str, kind: Tensor, members: list[tuple[str, pa.DataType]]) -> "pa.Field[pa.DataType]":
+    """A struct field that says which tensor it stands for."""
+    metadata = {"millstream.dtype": kind.dtype, "millstream.axes": ",".join(kind.axes)}
+    return pa.field(name, pa.struct(members), metadata=metadata)
+
+
+def _kind(field: "pa.Field[pa.DataType]") -> Kind:
+    metadata = field.metadata or {}
+    if b"millstream.dtype" not in metadata:
+        return field.type
+    axes = metadata[b"millstream.axes"].decode()
+    return Tensor(metadata[b"millstream.dtype"].decode(), tuple(axes.split(",")) if axes else ())
+
+
+def _tensor_array(data: pa.Buffer, row: TensorRow) -> pa.StructArray:
+    offsets = pa.py_buffer(np.array([0, data.size], np.int64))
+    members: list[pa.Array[pa.Scalar[pa.DataType]]] = [
+        pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data]),
+        pa.array([row.shape], pa.list_(pa.int32())),
+        pa.array([row.crc32c], pa.list_(pa.uint32())),
+    ]
+    names = ["data", "shape", "crc32c"]
+    if row.sizes is not None:
+        members.append(pa.array([row.sizes], pa.list_(pa.int64())))
+        names.append("sizes")
+    return pa.StructArray.from_arrays(members, names)
+
+
+def _tensor_row(column: pa.StructArray, base: int, default: int) -> TensorRow | None:
+    if not column[0].is_valid:
+        return None
+    data = column.field("data").buffers()[2]
+    shape, crcs = (tuple(column.field(name)[0].as_py()) for name in ("shape", "crc32c"))
+    sizes = tuple(column.field("sizes")[0].as_py()) if column.type.get_field_index("sizes") >= 0 else None
+    offset = data.address - base if data is not None and data.size else default
+    if any(n < 0 for n in shape) or len(crcs) not in (1, shape[0] if shape else 1):
+        raise ValueError("shape and checksums do not go together")
+    return TensorRow(offset, shape, crcs, sizes)
+
+
+def _resync(view: Bytes, schema: pa.Schema, start: int) -> int:
+    """Where the next message whose checksum holds (or the end of the stream) begins, at or after `start`."""
+    whole = view[start : len(view) - len(view) % 8].view("<u4")[::2]
+    for index in np.flatnonzero(whole == 0xFFFFFFFF):
+        position = start + int(index) * 8
+        if view[position : position + 8].tobytes() == END_OF_STREAM and read_tail_at(view, position):
+            return position
+        if read_row(view, schema, position) is not None:
+            return position
+    return len(view)
+
+
+def read_tail_at(view: Bytes, position: int) -> bool:
+    """Whether a seal follows the end-of-stream mark at `position`."""
+    start = position + len(END_OF_STREAM)
+    return view[start : start + 8].tobytes() == SEAL_MAGIC
+
+
+def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+
+
+def _footer(schema: pa.Schema, blocks: "np.ndarray[tuple[int], np.dtype[np.void]]") -> bytes:
+    """An Arrow file footer for record batches at these places.
+
+    pyarrow writes the footer of as many empty batches; its fixed-size Block structs are then overwritten.
+    """
+    sink = io.BytesIO()
+    empty = _empty_batch(schema)
+    with pa.ipc.new_file(sink, schema) as writer:
+        for _ in blocks:
+            writer.write_batch(empty)
+    raw = sink.getvalue()
+    size = int.from_bytes(raw[-10:-6], "little")
+    footer = bytearray(raw[-10 - size :])
+    (root,) = struct.unpack_from("<I", footer, 0)
+    (to_vtable,) = struct.unpack_from("<i", footer, root)
+    (slot,) = struct.unpack_from("<H", footer, root - to_vtable + 4 + 2 * 3)  # field 3 of Footer: recordBatches
+    if len(blocks):
+        vector = root + slot + struct.unpack_from("<I", footer, root + slot)[0]
+        assert struct.unpack_from("<I", footer, vector)[0] == len(blocks)
+        footer[vector + 4 : vector + 4 + blocks.nbytes] = blocks.tobytes()
+    return bytes(footer)

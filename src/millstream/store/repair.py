@@ -1,0 +1,242 @@
+"""Find damage (`verify`) and leave a store that reads (`repair`). Nothing is deleted that cannot be rebuilt."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from millstream.errors import StoreError
+from millstream.records import Bytes, Schema
+from millstream.store.ids import IDS, load_index, update_ids
+from millstream.store.layout import (
+    MANIFEST,
+    VERSION,
+    Manifest,
+    ShardInfo,
+    abandoned,
+    list_shards,
+    manifest_holds,
+    open_file,
+    read_manifest,
+    read_shard_seal,
+    shard_info,
+    shard_name,
+    sidecar_name,
+    write_manifest,
+)
+from millstream.store.maps import Map
+from millstream.store.message import END_OF_STREAM, Row, Seal, arrow_schema, head_holds, read_header, record_schema
+from millstream.store.recover import (
+    ID_FIELD,
+    LostRecord,
+    Recovery,
+    damaged_fields,
+    read_shard,
+    rebuild,
+    recover_all,
+    set_aside,
+)
+from millstream.store.shard import ShardWriter
+from millstream.store.sidecar import Sidecar
+from millstream.store.slices import crc32c
+
+Progress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing found wrong. `row` is the record within the shard, `number` within the store."""
+
+    file: str
+    what: str
+    row: int | None = None
+    number: int | None = None
+    question_id: object = None
+    field: str | None = None
+
+    def __str__(self) -> str:
+        record = (
+            f", record {self.number} (row {self.row}, {ID_FIELD} {self.question_id!r})" if self.row is not None else ""
+        )
+        return f"{self.file}{record}{f', field {self.field!r}' if self.field else ''}: {self.what}"
+
+
+@dataclass
+class Repair:
+    """What a repair did."""
+
+    recovered: list[Recovery] = field(default_factory=list[Recovery])
+    resealed: list[str] = field(default_factory=list[str])
+    rebuilt: list[str] = field(default_factory=list[str])
+    lost: list[LostRecord] = field(default_factory=list[LostRecord])
+
+
+def verify(path: Path, *, fast: bool = False, progress: Progress = lambda done, note: None) -> Iterator[Damage]:
+    """Every damage in the store. `fast` checks structure (headers, footers, sidecars, manifest), not the records."""
+    manifest = read_manifest(path)
+    if not manifest_holds(path):
+        yield Damage(MANIFEST, "missing or damaged; it can be rebuilt")
+    if (path / IDS).exists() and load_index(path) is None:
+        yield Damage(IDS, "damaged; it can be rebuilt")
+    done = first = 0
+    for shard in manifest.shards:
+        for damage in _Examination(path, shard).damages(first, fast=fast):
+            yield damage
+        done += shard.bytes
+        first += shard.records
+        progress(done, shard_name(shard.number))
+
+
+def repair(path: Path, *, progress: Progress = lambda done, note: None) -> Repair:
+    """Recover interrupted shards, re-seal or rebuild damaged ones, set damaged records aside with their ids."""
+    for number in list_shards(path)[1]:
+        with abandoned(open_file(path, number)) as fd:
+            if fd is None:
+                raise StoreError(f"{open_file(path, number)}: a writer is at work on it. Stop the writer, then repair")
+    result = Repair(recovered=recover_all(path))
+    result.lost = [record for recovery in result.recovered for record in recovery.lost]
+    manifest = read_manifest(path)
+    shards: list[ShardInfo] = []
+    done = 0
+    for shard in manifest.shards:
+        kept = _repair_shard(path, shard, result)
+        if kept is not None:
+            shards.append(kept)
+        done += shard.bytes
+        progress(done, shard_name(shard.number))
+    for leftover in [*path.glob(".*.tmp"), *path.glob(".*.rebuild")]:
+        leftover.unlink()
+    manifest = Manifest(manifest.config, manifest.compression, manifest.arrow_schema, tuple(shards))
+    write_manifest(path, manifest)
+    if (path / IDS).exists() and load_index(path) is None:
+        (path / IDS).unlink()
+    update_ids(path, manifest)
+    return result
+
+
+class _Examination:
+    """One shard looked at whole: what of it holds, what does not."""
+
+    def __init__(self, path: Path, shard: ShardInfo) -> None:
+        self.file = path / shard_name(shard.number)
+        self.shard = shard
+        self.view: Bytes | None = Map(self.file).view if self.file.exists() else None
+        self.seal: Seal | None = read_shard_seal(self.file) if self.view is not None else None
+        self.arrow, self.start = _header(self.view)
+        self.sidecar = _sidecar(path, shard, self.seal)
+        self.header_holds = (
+            self.view is not None
+            and self.arrow is not None
+            and (self.seal is None or crc32c(self.view[: self.start]) == self.seal.header_crc32c)
+        )
+        self.rows: list[Row] = []
+        self.gaps: list[tuple[int, int]] = []
+        self.schema: Schema = {}
+        if self.sidecar is not None:
+            self.rows = [self.sidecar.row(row) for row in range(self.sidecar.num_records)]
+            self.schema = self.sidecar.schema
+        elif self.view is not None and self.arrow is not None:
+            _, self.rows, self.gaps = read_shard(self.view)
+            self.schema = record_schema(self.arrow)
+
+    def structure(self) -> Iterator[str]:
+        """What is wrong with the shard apart from its records."""
+        if self.view is None:
+            yield "the file is missing"
+            return
+        if not self.header_holds:
+            yield "the header is damaged"
+        if self.seal is None:
+            yield "the end of the file (seal, footer) is damaged"
+        elif not self._frames_meet(self.view, self.seal):
+            yield "the records do not fill the file from header to seal"
+        if self.sidecar is None:
+            yield f"its sidecar {sidecar_name(self.shard.number)} is missing or damaged; it can be rebuilt"
+        for start, end in self.gaps:
+            yield f"unreadable from byte {start} to {end}"
+
+    def _frames_meet(self, view: Bytes, seal: Seal) -> bool:
+        edges = [self.start, *(row.offset + row.num_bytes for row in self.rows)]
+        meets = [row.offset for row in self.rows] == edges[:-1] and edges[-1] == seal.offset - len(END_OF_STREAM)
+        return meets and view[edges[-1] : seal.offset].tobytes() == END_OF_STREAM
+
+    def bad_record(self, row: Row) -> list[tuple[str | None, str]]:
+        """(field, what) of everything wrong with one record."""
+        if self.view is None or row.offset + row.num_bytes > len(self.view):
+            return [(None, "its bytes are missing")]
+        found: list[tuple[str | None, str]] = []
+        if not head_holds(self.view, row, self.schema):
+            found.append((None, "its frame or scalars fail their CRC-32C"))
+        fields = damaged_fields(self.view, row, self.schema)
+        return found + [(name, f"slice {index} fails its CRC-32C") for name, index in fields]
+
+    def damages(self, first: int, *, fast: bool) -> Iterator[Damage]:
+        for what in self.structure():
+            yield Damage(self.file.name, what)
+        size = 0 if self.view is None else len(self.view)
+        for index, row in enumerate(self.rows):
+            if fast and row.offset + row.num_bytes <= size:
+                continue
+            for name, what in self.bad_record(row):
+                key = row.values.get(ID_FIELD)
+                yield Damage(self.file.name, what, row=index, number=first + index, question_id=key, field=name)
+
+
+def _repair_shard(path: Path, shard: ShardInfo, result: Repair) -> ShardInfo | None:
+    """The shard as it is after the repair; None when nothing of it could be kept."""
+    seen = _Examination(path, shard)
+    structure = list(seen.structure())
+    bad = {index: found for index, row in enumerate(seen.rows) if (found := seen.bad_record(row))}
+    if not structure and not bad:
+        return shard_info(path, shard.number)
+    lost = [
+        LostRecord(seen.file.name, index, seen.rows[index].values.get(ID_FIELD), "; ".join(what for _, what in found))
+        for index, found in bad.items()
+    ]
+    lost += [LostRecord(seen.file.name, None, None, f"unreadable bytes {a} to {b}") for a, b in seen.gaps]
+    if not seen.rows:
+        lost = [LostRecord(seen.file.name, None, None, f"{shard.records} records: {'; '.join(structure)}")]
+    result.lost += lost
+    good = [row for index, row in enumerate(seen.rows) if index not in bad]
+    sidecar = path / sidecar_name(shard.number)
+    if not good:
+        for file in (seen.file, sidecar):
+            if file.exists():
+                set_aside(path, file, lost if file == seen.file or seen.view is None else [])
+                file.unlink()
+        return None
+    if not lost and seen.header_holds and seen.arrow is not None and not seen.gaps:
+        # All records hold: only what can be derived from them is written anew, behind them.
+        end = good[-1].offset + good[-1].num_bytes
+        fd = os.open(seen.file, os.O_RDWR | os.O_CLOEXEC)
+        writer = ShardWriter(path, shard.number, fd, seen.arrow, rows=good, position=end, file=seen.file)
+        result.resealed.append(seen.file.name)
+        return writer.seal(seconds=shard.seconds)
+    compression = seen.sidecar.compression if seen.sidecar else None
+    metadata = {"millstream.version": str(VERSION)}
+    arrow = (
+        seen.arrow
+        if seen.header_holds
+        else arrow_schema(seen.schema, compression=compression or "none", metadata=metadata)
+    )
+    assert arrow is not None
+    result.rebuilt.append(seen.file.name)
+    return rebuild(path, shard.number, source=seen.file, schema=arrow, rows=good, lost=lost)
+
+
+def _header(view: Bytes | None) -> tuple[pa.Schema | None, int]:
+    try:
+        return read_header(view) if view is not None else (None, 0)
+    except (OSError, ValueError, pa.ArrowException):
+        return None, 0
+
+
+def _sidecar(path: Path, shard: ShardInfo, seal: Seal | None) -> Sidecar | None:
+    expected = seal.sidecar_crc32c if seal else shard.sidecar_crc32c
+    try:
+        data = (path / sidecar_name(shard.number)).read_bytes()
+        return Sidecar(data) if expected in (None, crc32c(data)) else None
+    except (OSError, pa.ArrowException):
+        return None

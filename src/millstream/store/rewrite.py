@@ -1,0 +1,243 @@
+"""Stores -> a new store, by copying shard files or the messages of records. Tensors are never decoded."""
+
+import json
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from millstream.config import parse_bytes
+from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreExists
+from millstream.records import Schema, Tensor, refine
+from millstream.store.ids import update_ids
+from millstream.store.layout import (
+    Manifest,
+    ShardInfo,
+    read_manifest,
+    read_shard_seal,
+    shard_name,
+    sidecar_name,
+    sync_folder,
+    write_manifest,
+)
+from millstream.store.maps import Map
+from millstream.store.message import arrow_schema, head_holds, read_header, record_schema
+from millstream.store.recover import damaged_fields
+from millstream.store.shard import ShardWriter
+from millstream.store.slices import crc32c
+from millstream.store.table import load_sidecar
+from millstream.store.traces import Traces
+
+Progress = Callable[[int, str], None]
+_COPY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Written:
+    """A store that was written: its path and what it holds."""
+
+    path: Path
+    records: int
+    bytes: int
+
+
+def merge(sources: Sequence[Path], out: Path, *, progress: Progress = lambda done, note: None) -> Written:
+    """All records of several stores, in their order, as one store. Whole shard files are copied."""
+    manifests = [read_manifest(source) for source in sources]
+    schema = _common_schema(sources, manifests)
+    configs = [manifest.config for manifest in manifests]
+    config = configs[0] if all(c == configs[0] for c in configs) else {"merged": configs}
+    compression = manifests[0].compression
+    arrow = arrow_schema(schema, compression=compression, metadata={"millstream.config": json.dumps(config)})
+    with _new_store(out) as folder:
+        shards: list[ShardInfo] = []
+        done = 0
+        for source, manifest in zip(sources, manifests, strict=True):
+            for shard in manifest.shards:
+                shards.append(_copy_shard(source, shard, folder, len(shards)))
+                done += shard.bytes
+                progress(done, f"{source.name}/{shard_name(shard.number)}")
+        return _finish(folder, out, Manifest(config, compression, arrow if schema else None, tuple(shards)))
+
+
+def subset_shards(
+    source: Path, out: Path, numbers: Sequence[int], *, progress: Progress = lambda done, note: None
+) -> Written:
+    """Some shards of a store as a store."""
+    manifest = read_manifest(source)
+    known = {shard.number: shard for shard in manifest.shards}
+    missing = [number for number in numbers if number not in known]
+    if missing:
+        raise StoreError(f"{source}: no shard {missing[0]}; it has {_ranges(sorted(known))}")
+    with _new_store(out) as folder:
+        shards: list[ShardInfo] = []
+        for done, number in enumerate(numbers):
+            shards.append(_copy_shard(source, known[number], folder, len(shards)))
+            progress(done + 1, shard_name(number))
+        return _finish(folder, out, replace(manifest, shards=tuple(shards)))
+
+
+def subset_records(
+    traces: Traces,
+    out: Path,
+    numbers: Sequence[int],
+    *,
+    shard_bytes: int | str = "512MB",
+    progress: Progress = lambda done, note: None,
+) -> Written:
+    """Some records of a store, in the order given, as a store. Each message is checked and copied as it stands."""
+    limit = parse_bytes(shard_bytes)
+    source = traces.path
+    with _new_store(out) as folder:
+        shards: list[ShardInfo] = []
+        writer: ShardWriter | None = None
+        written_under: pa.Schema | None = None
+        opened, copied, rows, view, arrow = -1, 0, None, None, None
+        for number in numbers:
+            info, row_number = traces.shard_of(number)
+            if info.number != opened:
+                opened = info.number
+                view = Map(source / shard_name(opened)).view
+                arrow = read_header(view)[0]
+                rows = load_sidecar(source, info)
+            assert rows is not None and view is not None and arrow is not None
+            row = rows.row(row_number)
+            if not head_holds(view, row, rows.schema) or damaged_fields(view, row, rows.schema):
+                raise CorruptRecord(
+                    f"{source / shard_name(opened)}: record {number} (row {row_number}) is damaged. "
+                    f"Run: millstream repair {source}"
+                )
+            changed = written_under is not None and not arrow.equals(written_under)
+            if writer is not None and (changed or writer.num_bytes >= limit):
+                shards.append(writer.seal())
+                writer = None
+            if writer is None:
+                writer, written_under = ShardWriter.create(folder, first=len(shards), schema=arrow), arrow
+            writer.append_message(view[row.offset : row.offset + row.num_bytes], row)
+            copied += 1
+            progress(copied, shard_name(info.number))
+        if writer is not None:
+            shards.append(writer.seal())
+        manifest = read_manifest(source)
+        return _finish(folder, out, replace(manifest, shards=tuple(shards)))
+
+
+def select_where(traces: Traces, where: str) -> list[int]:
+    """Numbers of the records for which an SQL condition over the scalar fields holds.
+
+    The table `traces` has the scalar fields and `number`; lists are JSON text. SQLite evaluates it on disk, so memory
+    stays small and every function and subquery of SQLite is there.
+    """
+    names = [name for name, kind in traces.fields.items() if not isinstance(kind, Tensor)]
+    quoted = ['"' + name.replace('"', '""') + '"' for name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        database = sqlite3.connect(Path(folder) / "scalars.sqlite", isolation_level=None)
+        try:
+            database.execute("PRAGMA journal_mode = OFF")
+            database.execute("PRAGMA synchronous = OFF")
+            database.execute(f"CREATE TABLE traces ({', '.join(['number INTEGER PRIMARY KEY', *quoted])})")
+            database.execute("BEGIN")
+            marks = ", ".join("?" * (len(names) + 1))
+            number = 0
+            for shard in traces.shards:
+                table = load_sidecar(traces.path, shard).table(names)
+                columns = [table.column(name).to_pylist() for name in names]
+                rows = zip(range(number, number + shard.records), *columns, strict=True)
+                database.executemany(f"INSERT INTO traces VALUES ({marks})", map(_sqlite_row, rows))
+                number += shard.records
+            database.execute("COMMIT")
+            database.execute("PRAGMA query_only = ON")
+            try:
+                found = database.execute(f"SELECT number FROM traces WHERE ({where}) ORDER BY number").fetchall()
+            except sqlite3.Error as error:
+                raise StoreError(f"--where {where!r}: {error}. The columns are number, {', '.join(names)}") from None
+        finally:
+            database.close()
+    return [number for (number,) in found]
+
+
+def _sqlite_row(row: Sequence[object]) -> tuple[object, ...]:
+    plain = (type(None), bool, int, float, str, bytes)
+    return tuple(v if isinstance(v, plain) else json.dumps(v, default=str, ensure_ascii=False) for v in row)
+
+
+@contextmanager
+def _new_store(out: Path) -> Iterator[Path]:
+    """A hidden folder to write into; it takes the name `out` when the store is complete."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StoreExists(f"{out}: already there. Choose a new path, or remove it first")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = out.with_name(f".{out.name}.partial")
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _finish(folder: Path, out: Path, manifest: Manifest) -> Written:
+    write_manifest(folder, manifest)
+    update_ids(folder, manifest)
+    sync_folder(folder)
+    if out.exists():
+        out.rmdir()
+    os.rename(folder, out)
+    sync_folder(out.parent)
+    return Written(out, sum(s.records for s in manifest.shards), sum(s.bytes for s in manifest.shards))
+
+
+def _copy_shard(source: Path, shard: ShardInfo, folder: Path, number: int) -> ShardInfo:
+    """One shard under another number. A shard whose ends do not hold is refused rather than copied."""
+    file, sidecar = source / shard_name(shard.number), source / sidecar_name(shard.number)
+    seal = read_shard_seal(file) if file.exists() else None
+    if seal is None or not sidecar.exists() or crc32c(sidecar.read_bytes()) != seal.sidecar_crc32c:
+        raise StoreError(f"{file}: damaged, or its sidecar is. Run first: millstream repair {source}")
+    _copy(sidecar, folder / sidecar_name(number))
+    _copy(file, folder / shard_name(number))
+    return replace(shard, number=number)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy inside the kernel; file systems that can (XFS, btrfs) share the blocks instead."""
+    with open(source, "rb") as a, open(target, "wb") as b:
+        try:
+            while os.copy_file_range(a.fileno(), b.fileno(), _COPY_BYTES):
+                pass
+        except OSError:  # across file systems
+            a.seek(0)
+            b.seek(0)
+            shutil.copyfileobj(a, b, _COPY_BYTES)
+        b.flush()
+        os.fsync(b.fileno())
+
+
+def _common_schema(sources: Sequence[Path], manifests: Sequence[Manifest]) -> Schema:
+    merged: Schema = {}
+    for source, manifest in zip(sources, manifests, strict=True):
+        schema = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
+        if not schema:
+            continue
+        if not merged:
+            merged = schema
+        for name in merged.keys() ^ schema.keys():
+            where = source if name in schema else sources[0]
+            raise SchemaMismatch(f"field {name!r}: only in {where}; stores to merge must have the same fields")
+        for name, kind in schema.items():
+            common = refine(merged[name], kind)
+            if common is None:
+                raise SchemaMismatch(f"field {name!r}: {sources[0]} has {merged[name]}, {source} has {kind}")
+            merged = {**merged, name: common}
+    return merged
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    return f"shards {numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,0 +1,166 @@
+"""The Parquet file beside a shard: scalars and texts of every record, and where its tensors lie.
+
+It can always be rebuilt from the shard. Other tools (polars, duckdb) answer questions about texts and lengths from it
+without touching a tensor.
+"""
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from millstream.errors import SchemaMismatch
+from millstream.records import Schema, Tensor
+from millstream.store.message import Row, TensorRow, compression_of, record_schema, tensor_field
+
+Ints = NDArray[np.int64]
+OFFSET, NUM_BYTES, META_BYTES = "_offset", "_bytes", "_meta_bytes"
+
+
+def sidecar_schema(schema: Schema, compression: str) -> pa.Schema:
+    place = [("offset", pa.int64()), ("shape", pa.list_(pa.int32())), ("crc32c", pa.list_(pa.uint32()))]
+    if compression != "none":
+        place.append(("sizes", pa.list_(pa.int64())))
+    fields = [
+        tensor_field(n, kind, place) if isinstance(kind, Tensor) else pa.field(n, kind) for n, kind in schema.items()
+    ]
+    own = [(OFFSET, pa.int64()), (NUM_BYTES, pa.int64()), (META_BYTES, pa.int32())]
+    return pa.schema([*fields, *(pa.field(name, kind) for name, kind in own)])
+
+
+def check_storable(schema: Schema, compression: str) -> None:
+    """Refuse now what Parquet could not hold when the shard is sealed (an empty dict, for one)."""
+    for name, kind in schema.items():
+        try:
+            to_parquet([], {name: kind}, compression=compression, seconds=0)
+        except pa.ArrowException as error:
+            raise SchemaMismatch(f"field {name!r}: expected a type Parquet can hold, found {kind} ({error})") from None
+
+
+def to_parquet(rows: Sequence[Row], schema: Schema, *, compression: str, seconds: float) -> bytes:
+    """The sidecar of a shard with these rows, as the bytes of a Parquet file."""
+    target = sidecar_schema(schema, compression)
+    columns: dict[str, Iterable[object]] = {
+        name: (
+            [_place(row.tensors[name]) for row in rows]
+            if isinstance(kind, Tensor)
+            else [row.values[name] for row in rows]
+        )
+        for name, kind in schema.items()
+    }
+    columns[OFFSET] = [row.offset for row in rows]
+    columns[NUM_BYTES] = [row.num_bytes for row in rows]
+    columns[META_BYTES] = [row.meta_bytes for row in rows]
+    arrays = [pa.array(columns[field.name], field.type) for field in target]
+    metadata = {"millstream.seconds": repr(seconds), "millstream.compression": compression}
+    table = pa.Table.from_arrays(arrays, schema=target.with_metadata(metadata))
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+class Sidecar:
+    """A sidecar in memory; columns are decoded when asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = pq.ParquetFile(pa.BufferReader(data))
+        arrow = self._file.schema_arrow
+        self.schema = {name: kind for name, kind in record_schema(arrow).items() if not name.startswith("_")}
+        self.compression = compression_of(arrow)
+        self.num_records = self._file.metadata.num_rows
+        self._columns: dict[str, pa.Array[pa.Scalar[pa.DataType]]] = {}
+        self._tensors: dict[str, Places] = {}
+
+    def column(self, name: str) -> "pa.Array[pa.Scalar[pa.DataType]]":
+        """One scalar field of all records."""
+        if name not in self._columns:
+            self._columns[name] = self._read(name)
+        return self._columns[name]
+
+    def tensor(self, name: str) -> "Places | None":
+        """Where one tensor field lies, for all records; None when the shard has only None in it."""
+        if name not in self._tensors:
+            kind = self.schema[name]
+            if not isinstance(kind, Tensor):
+                return None
+            self._tensors[name] = Places.of(self._read(name), kind.itemsize)
+        return self._tensors[name]
+
+    def table(self, names: Sequence[str]) -> pa.Table:
+        """Scalar fields of all records, not kept in memory."""
+        return self._file.read(columns=list(names))
+
+    @cached_property
+    def _own(self) -> tuple[Ints, Ints, Ints]:
+        own = (self._read(name).to_numpy().astype(np.int64) for name in (OFFSET, NUM_BYTES, META_BYTES))
+        return next(own), next(own), next(own)
+
+    def row(self, number: int) -> Row:
+        """All that is known of one record."""
+        offset, num_bytes, meta_bytes = (int(column[number]) for column in self._own)
+        values: dict[str, object] = {}
+        tensors: dict[str, TensorRow | None] = {}
+        for name, kind in self.schema.items():
+            if isinstance(kind, Tensor):
+                places = self.tensor(name)
+                tensors[name] = places.row(number) if places else None
+            else:
+                values[name] = self.column(name)[number].as_py()
+        return Row(offset, num_bytes, meta_bytes, values, tensors)
+
+    def _read(self, name: str) -> "pa.Array[pa.Scalar[pa.DataType]]":
+        column = self._file.read(columns=[name]).column(0).combine_chunks()
+        if isinstance(column, pa.ChunkedArray):  # what pyarrow gives for no rows
+            return column.chunk(0) if column.num_chunks else pa.array([], column.type)
+        return column
+
+
+@dataclass(frozen=True)
+class Places:
+    """Offsets, shapes and checksums of one tensor field of a shard, as flat arrays."""
+
+    offsets: Ints  # -1 where the tensor is None
+    shapes: tuple[Ints, Ints]  # list bounds, values
+    crc32c: tuple[Ints, Ints]
+    sizes: tuple[Ints, Ints] | None
+    itemsize: int
+
+    @staticmethod
+    def of(column: "pa.Array[pa.Scalar[pa.DataType]]", itemsize: int) -> "Places":
+        assert isinstance(column, pa.StructArray)
+        members = {field.name: column.field(field.name) for field in column.type}
+        offsets = members["offset"].fill_null(-1).to_numpy()
+        offsets = np.where(column.is_valid().to_numpy(zero_copy_only=False), offsets, -1)
+        sizes = _lists(members["sizes"]) if "sizes" in members else None
+        return Places(offsets, _lists(members["shape"]), _lists(members["crc32c"]), sizes, itemsize)
+
+    def row(self, number: int) -> TensorRow | None:
+        offset = int(self.offsets[number])
+        if offset < 0:
+            return None
+        sizes = _item(self.sizes, number) if self.sizes else None
+        return TensorRow(offset, _item(self.shapes, number), _item(self.crc32c, number), sizes)
+
+
+def _place(tensor: TensorRow | None) -> dict[str, object] | None:
+    if tensor is None:
+        return None
+    place: dict[str, object] = {"offset": tensor.offset, "shape": tensor.shape, "crc32c": tensor.crc32c}
+    if tensor.sizes is not None:
+        place["sizes"] = tensor.sizes
+    return place
+
+
+def _lists(column: "pa.Array[pa.Scalar[pa.DataType]]") -> tuple[Ints, Ints]:
+    assert isinstance(column, pa.ListArray)
+    return column.offsets.to_numpy().astype(np.int64), column.values.to_numpy().astype(np.int64)
+
+
+def _item(lists: tuple[Ints, Ints], number: int) -> tuple[int, ...]:
+    bounds, values = lists
+    return tuple(values[bounds[number] : bounds[number + 1]].tolist())

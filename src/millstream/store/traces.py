@@ -1,0 +1,282 @@
+"""A trace store as a collection: `len`, by number, by id, and `fetch` of many records' fields at once."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, cast, overload
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from millstream.console import format_bytes
+from millstream.records import Array, Schema, Tensor, bits_dtype, from_bytes
+from millstream.store.ids import IdIndex, build_index, load_index
+from millstream.store.layout import Manifest, ShardInfo, list_shards, read_manifest
+from millstream.store.message import record_schema
+from millstream.store.open_shard import Layers, OpenShard
+from millstream.store.recover import ID_FIELD
+from millstream.store.table import read_table
+
+if TYPE_CHECKING:
+    import torch
+
+Record = dict[str, object]
+Column = "Array | torch.Tensor | list[object]"
+AHEAD = 4  # records whose reading is started before they are wanted, when iterating
+
+
+class Traces:
+    """A trace store open for reading. Opening reads the manifest only; sidecars and shards are read when wanted.
+
+    Safe to use from threads, after fork, and pickled into other processes (it reopens by path). Tensors are views of
+    the mapped files; writing to one changes this process's copy only.
+
+    >>> traces = ms.open("traces/")
+    >>> traces[17]["hidden"].shape, traces.fetch([3, 1, 4], fields=["hidden"], layers=-1)["hidden"].shape
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        verify: Literal["always", "never"] = "always",
+        open_shards: int = 256,
+        shards: Sequence[int] | None = None,
+    ) -> None:
+        if verify not in ("always", "never"):
+            raise ValueError(f"verify must be 'always' or 'never', got {verify!r}")
+        if open_shards < 1:
+            raise ValueError(f"open_shards must be at least 1, got {open_shards}")
+        self.path = Path(path)
+        self._verify: Literal["always", "never"] = verify
+        self._open_shards = open_shards
+        self._load(None if shards is None else set(shards))
+
+    def refresh(self) -> Self:
+        """Take in shards sealed since this was opened."""
+        self._load(None)
+        return self
+
+    def _load(self, only: set[int] | None) -> None:
+        manifest = read_manifest(self.path)
+        if only is not None:
+            kept = tuple(shard for shard in manifest.shards if shard.number in only)
+            manifest = Manifest(manifest.config, manifest.compression, manifest.arrow_schema, kept)
+        self._manifest = manifest
+        self.fields: Schema = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
+        self._starts = np.cumsum([0, *(shard.records for shard in manifest.shards)])
+        # lru_cache in C needs no lock of ours: two threads may at worst open the same shard twice.
+        self._open = lru_cache(maxsize=self._open_shards)(self._open_shard)
+        self._table: pa.Table | None = None
+        self._index: tuple[IdIndex, ...] | None = None
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, number: int) -> Record: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Record]: ...
+    def __getitem__(self, number: int | slice) -> Record | list[Record]:
+        if isinstance(number, slice):
+            return list(self._iterate(range(*number.indices(len(self)))))
+        return self._record(self._check(number))
+
+    def __iter__(self) -> Iterator[Record]:
+        return self._iterate(range(len(self)))
+
+    def fetch(
+        self,
+        numbers: Sequence[int] | NDArray[np.integer],
+        fields: Sequence[str] | None = None,
+        layers: Layers = None,
+    ) -> "dict[str, Array | torch.Tensor | list[object]]":
+        """Columns of many records. Tensors of equal shapes are stacked, others are a list of views.
+
+        `layers` picks slices of the first axis of the fields that have a layer axis: an int drops the axis, a list
+        keeps it. Only what is asked for is read.
+        """
+        names = self._names(fields)
+        if layers is not None and not any(self._has_layers(name) for name in names):
+            raise ValueError(
+                f"layers={layers!r}: none of {', '.join(names)} has a first axis named 'layer'; name it when writing, "
+                "as in TraceWriter(..., schema={'hidden': 'float16[layer, token, dim]'})"
+            )
+        wanted = np.array([self._check(int(number)) for number in numbers], np.int64)
+        shards, rows = self._locate(wanted)
+        opened = [self._open(int(shard)) for shard in shards]
+        tensors = [name for name in names if isinstance(self.fields[name], Tensor)]
+        for shard, row in zip(opened, rows, strict=True):
+            for name in tensors:
+                shard.will_need(int(row), name, layers)
+        columns: dict[str, Array | torch.Tensor | list[object]] = {}
+        for name in names:
+            if name in tensors:
+                columns[name] = self._tensor_column(opened, rows, name, layers)
+            else:
+                columns[name] = _scalar_column([s.value(int(r), name) for s, r in zip(opened, rows, strict=True)])
+        return columns
+
+    def find(self, question_id: object) -> int:
+        """The number of the first record with this id; KeyError when there is none."""
+        if ID_FIELD not in self.fields:
+            raise KeyError(f"{self.path}: its records have no {ID_FIELD!r}, only {', '.join(self.fields)}")
+        if self._index is None:
+            self._index = self._load_index()
+        position = {shard.number: index for index, shard in enumerate(self._manifest.shards)}
+        places = sorted({place for index in self._index for place in index.find(question_id)})
+        for number, row in places:
+            shard = position.get(number)
+            if shard is None or row >= self._manifest.shards[shard].records:
+                continue  # the index covers a shard that has been replaced since
+            if self._open(shard).value(row, ID_FIELD) == question_id:
+                return int(self._starts[shard]) + row
+        raise KeyError(f"{self.path}: no record with {ID_FIELD} {question_id!r}")
+
+    def by_id(self, question_id: object) -> Record:
+        """The first record with this id, found in O(1)."""
+        return self._record(self.find(question_id))
+
+    @property
+    def shards(self) -> tuple[ShardInfo, ...]:
+        """Every sealed shard: number, records, bytes and seconds of writing."""
+        return self._manifest.shards
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The configuration the store was written under."""
+        return self._manifest.config
+
+    @property
+    def compression(self) -> str:
+        return self._manifest.compression
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all sealed shards."""
+        return sum(shard.bytes for shard in self._manifest.shards)
+
+    @property
+    def table(self) -> pa.Table:
+        """All scalars and texts as one Arrow table, read from the sidecars when first asked for."""
+        if self._table is None:
+            self._table = read_table(self.path, self._manifest)
+        return self._table
+
+    @property
+    def ids(self) -> list[object]:
+        """The `question_id` of every record, in record order."""
+        return read_table(self.path, self._manifest, [ID_FIELD]).column(ID_FIELD).to_pylist()
+
+    def shard_of(self, number: int) -> tuple[ShardInfo, int]:
+        """The shard that holds a record, and the record's row in it."""
+        shards, rows = self._locate(np.array([self._check(number)]))
+        return self._manifest.shards[int(shards[0])], int(rows[0])
+
+    def close(self) -> None:
+        """Let go of the mapped files; views already handed out stay valid."""
+        self._open.cache_clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The shards as seen now, so that another process numbers the records the same while a writer goes on.
+        shards = np.array([shard.number for shard in self._manifest.shards], np.int32)
+        return _reopen, (str(self.path), self._verify, self._open_shards, shards.tobytes())
+
+    def __repr__(self) -> str:
+        open_shards = len(list_shards(self.path)[1]) if self.path.exists() else 0
+        unsealed = f", {open_shards} shard(s) not sealed yet" if open_shards else ""
+        fields = ", ".join(f"{name} {kind}" for name, kind in self.fields.items())
+        size = f"{len(self)} records in {len(self.shards)} shards, {format_bytes(self.num_bytes)}"
+        return f"Traces({str(self.path)!r}: {size}{unsealed})\n  {fields}"
+
+    def _check(self, number: int) -> int:
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"record {number} of {len(self)} in {self.path}")
+        return number % len(self)
+
+    def _names(self, fields: Sequence[str] | None) -> list[str]:
+        if isinstance(fields, str):
+            raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
+        for name in fields or ():
+            if name not in self.fields:
+                raise ValueError(f"{self.path}: no field {name!r}; it has {', '.join(self.fields)}")
+        return list(self.fields if fields is None else fields)
+
+    def _has_layers(self, name: str) -> bool:
+        kind = self.fields[name]
+        return isinstance(kind, Tensor) and kind.axes[:1] == ("layer",)
+
+    def _locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        shards = np.searchsorted(self._starts, numbers, side="right") - 1
+        return shards, numbers - self._starts[shards]
+
+    def _open_shard(self, index: int) -> OpenShard:
+        info = self._manifest.shards[index]
+        return OpenShard(self.path, info, first=int(self._starts[index]), verify=self._verify == "always")
+
+    def _record(self, number: int, *, advise: bool = True) -> Record:
+        (index,), (row,) = self._locate(np.array([number]))
+        shard, row = self._open(int(index)), int(row)
+        if advise:
+            self._advise(shard, row)
+        shard.check_record(row)
+        return {
+            name: shard.tensor(row, name) if isinstance(kind, Tensor) else shard.value(row, name)
+            for name, kind in self.fields.items()
+        }
+
+    def _advise(self, shard: OpenShard, row: int) -> None:
+        for name, kind in self.fields.items():
+            if isinstance(kind, Tensor):
+                shard.will_need(row, name, None)
+
+    def _iterate(self, numbers: range) -> Iterator[Record]:
+        for position, number in enumerate(numbers):
+            for ahead in numbers[:AHEAD] if position == 0 else numbers[position + AHEAD - 1 : position + AHEAD]:
+                (index,), (row,) = self._locate(np.array([ahead]))
+                self._advise(self._open(int(index)), int(row))
+            yield self._record(number, advise=False)
+
+    def _tensor_column(
+        self, shards: Sequence[OpenShard], rows: NDArray[np.int64], name: str, layers: Layers
+    ) -> "Array | torch.Tensor | list[object]":
+        kind = cast(Tensor, self.fields[name])
+        places = [(shard, int(row)) for shard, row in zip(shards, rows, strict=True)]
+        shapes = {shard.shape(row, name, layers) for shard, row in places}
+        shape = next(iter(shapes), None)
+        if len(shapes) != 1 or shape is None:
+            return [shard.tensor(row, name, layers) for shard, row in places]
+        size = int(np.prod(shape)) * bits_dtype(kind.dtype).itemsize
+        out = np.empty((len(places), size), np.uint8)
+        for (shard, row), part in zip(places, out, strict=True):
+            shard.copy(row, name, layers, part)
+        return from_bytes(kind, (len(places), *shape), out.reshape(-1))
+
+    def _load_index(self) -> tuple[IdIndex, ...]:
+        """The stored index, if there is one, and one built here of the shards it does not cover."""
+        stored = load_index(self.path)
+        covered = stored.shards if stored else frozenset[tuple[int, int | None]]()
+        shards = tuple(s for s in self._manifest.shards if (s.number, s.sidecar_crc32c) not in covered)
+        rest = build_index(self.path, shards)
+        return (stored, rest) if stored else (rest,)
+
+
+def _reopen(path: str, verify: Literal["always", "never"], open_shards: int, shards: bytes) -> Traces:
+    return Traces(path, verify=verify, open_shards=open_shards, shards=np.frombuffer(shards, np.int32).tolist())
+
+
+def _scalar_column(values: list[object]) -> "Array | list[object]":
+    """Numbers as an array; texts, lists and anything with a None as a list."""
+    if values and all(isinstance(value, bool | int | float) for value in values):
+        return np.array(values)
+    return values

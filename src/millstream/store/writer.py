@@ -1,0 +1,237 @@
+"""Records -> shards, one at a time. After `append` returns, kill -9 loses nothing."""
+
+import json
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import pyarrow as pa
+
+from millstream.config import config_diff, parse_bytes
+from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreFull
+from millstream.records import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, refine
+from millstream.store.ids import update_ids
+from millstream.store.layout import (
+    MANIFEST,
+    VERSION,
+    Manifest,
+    ShardInfo,
+    list_shards,
+    read_manifest,
+    write_manifest,
+)
+from millstream.store.message import arrow_schema, record_schema
+from millstream.store.recover import ID_FIELD, Recovery, recover_all
+from millstream.store.shard import ShardWriter
+from millstream.store.sidecar import check_storable
+from millstream.store.table import read_column
+
+MAX_SHARD_RECORDS = 65_536  # the sidecar rows of one shard are the only thing a writer holds in memory
+
+
+class TraceWriter:
+    """Appends records to a trace store, creating it or continuing it.
+
+    Interrupted shards are recovered first; nothing sealed is rewritten. Several writers may write into one store.
+
+    >>> with TraceWriter("traces/", shard_bytes="512MB") as w:
+    ...     w.append({"question_id": "q1", "question": "...", "hidden": hidden_f16})
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        shard_bytes: int | str = "512MB",
+        shard_records: int | None = None,
+        durability: Literal["process", "power"] = "process",
+        schema: Mapping[str, str | Tensor | pa.DataType] | None = None,
+        compression: Literal["none", "lz4", "zstd"] | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        if durability not in ("process", "power"):
+            raise ValueError(f"durability must be 'process' or 'power', got {durability!r}")
+        if compression not in (None, "none", "lz4", "zstd"):
+            raise ValueError(f"compression must be 'none', 'lz4' or 'zstd', got {compression!r}")
+        if shard_records is not None and shard_records < 1:
+            raise ValueError(f"shard_records must be at least 1, got {shard_records}")
+        self.path = Path(path)
+        self._shard_bytes = parse_bytes(shard_bytes)
+        self._shard_records = min(shard_records or MAX_SHARD_RECORDS, MAX_SHARD_RECORDS)
+        self._durable = durability == "power"
+        self._given = parse_schema(schema)
+        self._shard: ShardWriter | None = None
+        self._ids: set[object] | None = None
+        self._closed = False
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        new = not (self.path / MANIFEST).exists() and not any(list_shards(self.path))
+        if new:
+            self._refuse_foreign_folder()
+            write_manifest(self.path, Manifest(dict(config or {}), compression or "none"))
+        self.recovered: list[Recovery] = recover_all(self.path)
+        manifest = read_manifest(self.path)
+        self.config: dict[str, object] = manifest.config
+        if config is not None and dict(config) != manifest.config:
+            raise ConfigMismatch(
+                f"{self.path}: written under another configuration ({config_diff(manifest.config, config)}). "
+                "Use the old settings, or write to a new folder"
+            )
+        if compression is not None and compression != manifest.compression:
+            raise ConfigMismatch(
+                f"{self.path}: its compression is {manifest.compression!r}, not {compression!r}. "
+                "Leave the option out, or write to a new folder"
+            )
+        self._compression = manifest.compression
+        self._schema: Schema | None = record_schema(manifest.arrow_schema) if manifest.arrow_schema else None
+        for name, kind in self._given.items() if self._schema is not None else ():
+            if (self._schema or {}).get(name) != kind:
+                found = (self._schema or {}).get(name, "no such field")
+                raise SchemaMismatch(f"field {name!r}: the schema given says {kind}, {self.path} has {found}")
+        self._num_sealed = sum(shard.records for shard in manifest.shards)
+        if self.recovered:
+            write_manifest(self.path, manifest)
+        if lost := [record for recovery in self.recovered for record in recovery.lost]:
+            warnings.warn(
+                f"{self.path}: {len(lost)} damaged records were set aside; see {self.path}/damaged/lost.jsonl",
+                DamageWarning,
+                stacklevel=2,
+            )
+
+    def append(self, record: Mapping[str, object]) -> None:
+        """Write one record. When this returns, the record survives the death of this process."""
+        if self._closed:
+            raise ValueError(f"{self.path}: this writer is closed")
+        if self._is_full():
+            self.seal()
+        schema = self._fit(record)
+        if self._shard is not None and schema != self._schema:
+            self.seal()  # a field that was None so far got its type: the next shard knows it
+        self._schema = schema
+        if self._shard is None:
+            self._shard = self._new_shard(schema)
+        self._shard.append(record)
+        if self._durable:
+            self._shard.sync()
+        if self._ids is not None:
+            self._ids.add(record.get(ID_FIELD))
+        if self._is_full():
+            try:
+                self.seal()
+            except StoreFull:
+                pass  # this record is written; the next append or close tries again and then says so
+
+    def extend(self, records: Iterable[Mapping[str, object]]) -> None:
+        """Append every record of an iterable."""
+        for record in records:
+            self.append(record)
+
+    def seal(self) -> None:
+        """Complete the current shard, so that readers see its records. The next append begins a new one."""
+        if self._shard is None:
+            return
+        if not self._shard.rows:
+            self._shard.discard()
+        else:
+            self._num_sealed += self._publish(self._shard.seal()).records
+        self._shard = None
+
+    def close(self) -> None:
+        """Seal what is open and bring manifest and id index up to date."""
+        if self._closed:
+            return
+        self.seal()
+        manifest = read_manifest(self.path)
+        write_manifest(self.path, manifest)
+        update_ids(self.path, manifest)
+        self._closed = True
+
+    @property
+    def done_ids(self) -> set[object]:
+        """Every `question_id` in the store, including what this writer appended: what a resumed job can skip."""
+        if self._ids is None:
+            manifest = read_manifest(self.path)
+            known = ID_FIELD in (record_schema(manifest.arrow_schema) if manifest.arrow_schema else {})
+            self._ids = set(read_column(self.path, manifest, ID_FIELD).to_pylist()) if known else set()
+            self._ids |= {row.values.get(ID_FIELD) for row in (self._shard.rows if self._shard else ())}
+            self._ids.discard(None)
+        return self._ids
+
+    def __len__(self) -> int:
+        return self._num_sealed + (len(self._shard.rows) if self._shard else 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except StoreFull:
+            if error is None:
+                raise
+
+    def __repr__(self) -> str:
+        return f"TraceWriter({str(self.path)!r}: {len(self)} records)"
+
+    def _is_full(self) -> bool:
+        shard = self._shard
+        return shard is not None and (shard.num_bytes >= self._shard_bytes or len(shard.rows) >= self._shard_records)
+
+    def _fit(self, record: Mapping[str, object]) -> Schema:
+        """The schema this record is written under: the store's, with fields that were None so far filled in."""
+        if self._schema is None:
+            schema = infer_schema(record, self._given)
+            check_storable(schema, self._compression)
+            return schema
+        if record.keys() != self._schema.keys():
+            for name in self._schema.keys() - record.keys():
+                raise SchemaMismatch(
+                    f"field {name!r}: expected {self._schema[name]}, found no such field; None is allowed"
+                )
+            for name in record.keys() - self._schema.keys():
+                raise SchemaMismatch(f"field {name!r}: not among the store's fields {', '.join(self._schema)}")
+        refined = {name: _refined(name, kind, record[name]) for name, kind in self._schema.items()}
+        if refined == self._schema:
+            return self._schema
+        check_storable(refined, self._compression)
+        return refined
+
+    def _new_shard(self, schema: Schema) -> ShardWriter:
+        sealed, opened = list_shards(self.path)
+        metadata = {
+            "millstream.version": str(VERSION),
+            "millstream.created": repr(time.time()),
+            "millstream.config": json.dumps(self.config),
+        }
+        arrow = arrow_schema(schema, compression=self._compression, metadata=metadata)
+        return ShardWriter.create(self.path, first=max([-1, *sealed, *opened]) + 1, schema=arrow)
+
+    def _publish(self, shard: ShardInfo) -> ShardInfo:
+        """Manifest last. Another writer may publish at the same time: whatever it leaves out is found in the folder."""
+        write_manifest(self.path, read_manifest(self.path))
+        return shard
+
+    def _refuse_foreign_folder(self) -> None:
+        foreign = next((entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")), None)
+        if foreign is not None:
+            raise ConfigMismatch(
+                f"{self.path}: not a trace store and not empty (it holds {foreign!r}). Write to a new folder"
+            )
+
+
+def _refined(name: str, kind: Kind, value: object) -> Kind:
+    """The kind with unknown parts decided by this value; a value that does not fit is refused when written."""
+    if value is None or isinstance(kind, Tensor) or not _has_null(kind):
+        return kind
+    return refine(kind, infer_kind(name, value)) or kind
+
+
+def _has_null(kind: pa.DataType) -> bool:
+    if pa.types.is_null(kind):
+        return True
+    return any(_has_null(kind.field(i).type) for i in range(kind.num_fields))
