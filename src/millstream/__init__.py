@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from millstream import errors
     from millstream.door import open
     from millstream.store.traces import Traces
     from millstream.store.writer import TraceWriter
@@ -18,7 +19,6 @@ _HOME = {
     "TraceWriter": "millstream.store.writer",
     "Traces": "millstream.store.traces",
     "open": "millstream.door",
-    "errors": "millstream",
 }
 
 

@@ -1,8 +1,8 @@
-"""What people see while a command runs: progress on a terminal, one plain line per interval elsewhere. All on stderr."""
+"""What people see while a command runs: progress on a terminal, plain lines elsewhere, all on stderr."""
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -30,7 +30,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress(label: str, total: int, *, unit: str = "records") -> Iterator[Progress]:
+def progress(label: str, total: int, *, unit: str = "records") -> Generator[Progress]:
     """A progress display that shows items, rate and time left."""
     if sys.stderr.isatty():
         with _bar(label, total, unit) as update:
@@ -50,7 +50,7 @@ def progress(label: str, total: int, *, unit: str = "records") -> Iterator[Progr
 
 
 @contextmanager
-def _bar(label: str, total: int, unit: str) -> Iterator[Progress]:
+def _bar(label: str, total: int, unit: str) -> Generator[Progress]:
     from rich import progress as rich
     from rich.console import Console
 

@@ -138,13 +138,13 @@ def from_bytes(kind: Tensor, shape: Sequence[int], data: Bytes) -> "Array | torc
         return array
     import torch
 
-    return torch.from_numpy(array).view(getattr(torch, kind.dtype))
+    return torch.from_numpy(array).view(getattr(torch, kind.dtype))  # pyright: ignore[reportUnknownMemberType]
 
 
 def plain(value: object) -> object:
     """Numpy scalars inside lists and dicts as the Python values Arrow takes."""
     if isinstance(value, np.generic):
-        return value.item()
+        return cast(object, value.item())
     if isinstance(value, list | tuple):
         return [plain(item) for item in cast(Sequence[object], value)]
     if isinstance(value, dict):

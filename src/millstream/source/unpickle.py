@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from types import FunctionType
-from typing import BinaryIO, ClassVar, NoReturn, TypeGuard, cast
+from typing import BinaryIO, ClassVar, Literal, NoReturn, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class SharedObject(Exception):
 
 @dataclass(frozen=True)
 class Storage:
-    """A flat row of numbers that tensors are cut from; `fetch(first, count)` brings the part that one of them covers."""
+    """A flat row of numbers that tensors are cut from; `fetch(first, count)` brings the part that one covers."""
 
     dtype: torch.dtype
     numel: int
@@ -219,8 +219,8 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
 class TraceUnpickler(Unpickler):
     """Hands out the dicts of a pickled list, or of {"traces": list}, while it is still reading the list.
 
-    A dict of that list is finished when the next one begins or the list is extended. With `drop`, the large objects made
-    for it then leave the memo, and so nothing here holds them any more; a file that refers to one of them later
+    A dict of that list is finished when the next one begins or the list is extended. With `drop`, the large objects
+    made for it then leave the memo, and nothing here holds them any more; a file that refers to one of them later
     raises SharedObject and has to be read again without `drop`.
     """
 
@@ -419,16 +419,17 @@ def _dtype(spec: str, align: object = False, copy: object = True) -> DType:
 
 
 def _set_byte_order(dtype: DType, state: object) -> None:
-    # (3, order, subarray, names, fields, size, alignment, flags): numpy believes all of it, so all but the order is ours
+    # (3, order, subarray, names, fields, size, alignment, flags). numpy believes even the flags, so only the order is
+    # taken from the file and the rest from a dtype of our own.
     version, order, *rest = cast(tuple[object, ...], state)
     if version != 3 or order not in ("<", ">", "|", "=") or rest[:3] != [None, None, None]:
-        raise Refused(f"the file asks for the global 'numpy.dtype' with the state {_brief(state)}")
-    own_state = cast(tuple[object, ...], dtype.newbyteorder(cast(str, order)).__reduce__())[2]
+        raise Refused("the file asks for the global 'numpy.dtype' with fields or an unknown state")
+    own_state = cast(tuple[object, ...], dtype.newbyteorder(cast(Literal["<"], order)).__reduce__())[2]
     dtype.__setstate__(own_state)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 def _blank_array(kind: object, shape: object, code: object) -> Array:
-    if kind is not _NDARRAY or shape != (0,) or code not in (b"b", "b"):
+    if kind is not _NDARRAY or shape != (0,) or code != b"b":
         raise Refused(f"the file asks to make an array of {_brief(kind)}")
     return np.empty(0, np.int8)
 
@@ -484,9 +485,7 @@ def _storage_of_bytes(data: bytes) -> Storage:
     return storage
 
 
-def _tensor(
-    storage: Storage, first: int, shape: tuple[int, ...], strides: tuple[int, ...], *_grad_and_hooks: object
-) -> torch.Tensor:
+def _tensor(storage: object, first: object, shape: object, strides: object, *_grad_and_hooks: object) -> torch.Tensor:
     if not isinstance(storage, Storage) or not (_is_count(first) and _are_counts(shape) and _are_counts(strides)):
         raise pickle.UnpicklingError("a tensor without a storage or a shape")
     if len(shape) != len(strides):
@@ -574,7 +573,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _are_counts(value: object) -> TypeGuard[tuple[int, ...]]:
-    return type(value) is tuple and len(value) <= 64 and all(map(_is_count, cast(tuple[object, ...], value)))
+    return type(value) is tuple and all(map(_is_count, cast(tuple[object, ...], value)))
 
 
 def _brief(value: object) -> str:

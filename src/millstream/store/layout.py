@@ -9,7 +9,8 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ class ShardInfo:
 class Manifest:
     """What a store says about itself as a whole."""
 
-    config: dict[str, object] = field(default_factory=dict[str, object])
+    config: Mapping[str, object] = field(default_factory=dict[str, object])
     compression: str = "none"
     arrow_schema: pa.Schema | None = None
     shards: tuple[ShardInfo, ...] = ()
@@ -59,6 +60,15 @@ def shard_name(number: int) -> str:
 
 def sidecar_name(number: int) -> str:
     return f"shard-{number:05d}.parquet"
+
+
+def shard_metadata(config: Mapping[str, object]) -> dict[str, str]:
+    """What every shard says of the store it was written for, so that the manifest can be rebuilt."""
+    return {
+        "millstream.version": str(VERSION),
+        "millstream.created": repr(time.time()),
+        "millstream.config": json.dumps(config),
+    }
 
 
 def open_file(path: Path, number: int) -> Path:
@@ -116,7 +126,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "format": FORMAT,
         "version": VERSION,
         "fields": {name: str(kind) for name, kind in fields.items()},
-        "config": manifest.config,
+        "config": dict(manifest.config),
         "config_hash": config_hash(manifest.config),
         "compression": manifest.compression,
         "arrow_schema": _encode_schema(manifest.arrow_schema),
@@ -216,7 +226,7 @@ def claim_shard(path: Path, first: int) -> tuple[int, int]:
 
 
 @contextmanager
-def abandoned(file: Path) -> Iterator[int | None]:
+def abandoned(file: Path) -> Generator[int | None]:
     """The descriptor of an `.open` shard that no living writer holds, locked; None when one does."""
     try:
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)

@@ -95,7 +95,7 @@ class Encoder:
 
     def encode(self, record: Mapping[str, object], offset: int) -> tuple[list[bytes | pa.Buffer], Row]:
         """The message of a record that will stand at `offset`, as buffers to write one after the other."""
-        arrays: list[pa.Array[pa.Scalar[pa.DataType]]] = []
+        arrays: list[pa.Array] = []
         pending: list[tuple[str, pa.Buffer, TensorRow]] = []
         values: dict[str, object] = {}
         tensors: dict[str, TensorRow | None] = {}
@@ -108,7 +108,7 @@ class Encoder:
                     continue
                 stored = store(raw.data, raw.shape, kind.itemsize, self._compression)
                 data = pa.py_buffer(stored.data)
-                row = TensorRow(offset, raw.shape, tuple(stored.crc32c), stored.sizes and tuple(stored.sizes))
+                row = TensorRow(offset, raw.shape, stored.crc32c, stored.sizes)
                 tensors[name] = row
                 if data.size:
                     pending.append((name, data, row))
@@ -259,7 +259,7 @@ def check_tensor(name: str, kind: Tensor, value: object) -> RawTensor | None:
     return raw
 
 
-def check_scalar(name: str, kind: pa.DataType, value: object) -> "pa.Array[pa.Scalar[pa.DataType]]":
+def check_scalar(name: str, kind: pa.DataType, value: object) -> pa.Array:
     """The value as an Arrow array of one element of this type."""
     if type(value).__module__.partition(".")[0] not in ("torch", "numpy"):
         try:
@@ -298,7 +298,7 @@ class _Sink:
         return False
 
 
-def _arrow_field(name: str, kind: Kind, compression: str) -> "pa.Field[pa.DataType]":
+def _arrow_field(name: str, kind: Kind, compression: str) -> pa.Field:
     if not isinstance(kind, Tensor):
         return pa.field(name, kind)
     members = [("data", pa.large_binary()), ("shape", pa.list_(pa.int32())), ("crc32c", pa.list_(pa.uint32()))]
@@ -307,13 +307,13 @@ def _arrow_field(name: str, kind: Kind, compression: str) -> "pa.Field[pa.DataTy
     return tensor_field(name, kind, members)
 
 
-def tensor_field(name: str, kind: Tensor, members: list[tuple[str, pa.DataType]]) -> "pa.Field[pa.DataType]":
+def tensor_field(name: str, kind: Tensor, members: list[tuple[str, pa.DataType]]) -> pa.Field:
     """A struct field that says which tensor it stands for."""
     metadata = {"millstream.dtype": kind.dtype, "millstream.axes": ",".join(kind.axes)}
     return pa.field(name, pa.struct(members), metadata=metadata)
 
 
-def _kind(field: "pa.Field[pa.DataType]") -> Kind:
+def _kind(field: pa.Field) -> Kind:
     metadata = field.metadata or {}
     if b"millstream.dtype" not in metadata:
         return field.type
@@ -323,7 +323,7 @@ def _kind(field: "pa.Field[pa.DataType]") -> Kind:
 
 def _tensor_array(data: pa.Buffer, row: TensorRow) -> pa.StructArray:
     offsets = pa.py_buffer(np.array([0, data.size], np.int64))
-    members: list[pa.Array[pa.Scalar[pa.DataType]]] = [
+    members: list[pa.Array] = [
         pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data]),
         pa.array([row.shape], pa.list_(pa.int32())),
         pa.array([row.crc32c], pa.list_(pa.uint32())),

@@ -1,6 +1,5 @@
 """One sealed shard, open for reading: views of its mapped bytes at the sidecar's offsets, checked as they are read."""
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -125,7 +124,8 @@ class OpenShard:
         # A view handed out earlier may have been written to, which changes this process's copy of the page only.
         fresh = np.empty(end - start, np.uint8)
         with open(self._file, "rb") as f:
-            os.preadv(f.fileno(), [fresh], start)
+            f.seek(start)
+            f.readinto(fresh.data)
         bad = _first_bad(fresh, spans)
         if bad is not None:
             self._corrupt(row, f"field {name!r}", f"CRC-32C of the slice at byte {spans[bad][0]}")

@@ -1,7 +1,7 @@
 """Find damage (`verify`) and leave a store that reads (`repair`). Nothing is deleted that cannot be rebuilt."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from millstream.records import Bytes, Schema
 from millstream.store.ids import IDS, load_index, update_ids
 from millstream.store.layout import (
     MANIFEST,
-    VERSION,
     Manifest,
     ShardInfo,
     abandoned,
@@ -22,6 +21,7 @@ from millstream.store.layout import (
     read_manifest,
     read_shard_seal,
     shard_info,
+    shard_metadata,
     shard_name,
     sidecar_name,
     write_manifest,
@@ -82,8 +82,7 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = lambda done, 
         yield Damage(IDS, "damaged; it can be rebuilt")
     done = first = 0
     for shard in manifest.shards:
-        for damage in _Examination(path, shard).damages(first, fast=fast):
-            yield damage
+        yield from _Examination(path, shard).damages(first, fast=fast)
         done += shard.bytes
         first += shard.records
         progress(done, shard_name(shard.number))
@@ -101,7 +100,7 @@ def repair(path: Path, *, progress: Progress = lambda done, note: None) -> Repai
     shards: list[ShardInfo] = []
     done = 0
     for shard in manifest.shards:
-        kept = _repair_shard(path, shard, result)
+        kept = _repair_shard(path, shard, manifest.config, result)
         if kept is not None:
             shards.append(kept)
         done += shard.bytes
@@ -184,7 +183,7 @@ class _Examination:
                 yield Damage(self.file.name, what, row=index, number=first + index, question_id=key, field=name)
 
 
-def _repair_shard(path: Path, shard: ShardInfo, result: Repair) -> ShardInfo | None:
+def _repair_shard(path: Path, shard: ShardInfo, config: Mapping[str, object], result: Repair) -> ShardInfo | None:
     """The shard as it is after the repair; None when nothing of it could be kept."""
     seen = _Examination(path, shard)
     structure = list(seen.structure())
@@ -214,14 +213,11 @@ def _repair_shard(path: Path, shard: ShardInfo, result: Repair) -> ShardInfo | N
         writer = ShardWriter(path, shard.number, fd, seen.arrow, rows=good, position=end, file=seen.file)
         result.resealed.append(seen.file.name)
         return writer.seal(seconds=shard.seconds)
-    compression = seen.sidecar.compression if seen.sidecar else None
-    metadata = {"millstream.version": str(VERSION)}
-    arrow = (
-        seen.arrow
-        if seen.header_holds
-        else arrow_schema(seen.schema, compression=compression or "none", metadata=metadata)
-    )
-    assert arrow is not None
+    arrow = seen.arrow
+    if not seen.header_holds or arrow is None:  # then the rows are known from the sidecar
+        assert seen.sidecar is not None
+        metadata = shard_metadata(config)
+        arrow = arrow_schema(seen.schema, compression=seen.sidecar.compression, metadata=metadata)
     result.rebuilt.append(seen.file.name)
     return rebuild(path, shard.number, source=seen.file, schema=arrow, rows=good, lost=lost)
 

@@ -5,12 +5,11 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-
-import pyarrow as pa
 
 from millstream.config import parse_bytes
 from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreExists
@@ -21,13 +20,14 @@ from millstream.store.layout import (
     ShardInfo,
     read_manifest,
     read_shard_seal,
+    shard_metadata,
     shard_name,
     sidecar_name,
     sync_folder,
     write_manifest,
 )
 from millstream.store.maps import Map
-from millstream.store.message import arrow_schema, head_holds, read_header, record_schema
+from millstream.store.message import arrow_schema, head_holds, record_schema
 from millstream.store.recover import damaged_fields
 from millstream.store.shard import ShardWriter
 from millstream.store.slices import crc32c
@@ -52,9 +52,9 @@ def merge(sources: Sequence[Path], out: Path, *, progress: Progress = lambda don
     manifests = [read_manifest(source) for source in sources]
     schema = _common_schema(sources, manifests)
     configs = [manifest.config for manifest in manifests]
-    config = configs[0] if all(c == configs[0] for c in configs) else {"merged": configs}
+    config: Mapping[str, object] = configs[0] if all(c == configs[0] for c in configs) else {"merged": configs}
     compression = manifests[0].compression
-    arrow = arrow_schema(schema, compression=compression, metadata={"millstream.config": json.dumps(config)})
+    arrow = arrow_schema(schema, compression=compression, metadata=shard_metadata(config))
     with _new_store(out) as folder:
         shards: list[ShardInfo] = []
         done = 0
@@ -94,38 +94,33 @@ def subset_records(
     """Some records of a store, in the order given, as a store. Each message is checked and copied as it stands."""
     limit = parse_bytes(shard_bytes)
     source = traces.path
+    done = 0
     with _new_store(out) as folder:
         shards: list[ShardInfo] = []
         writer: ShardWriter | None = None
-        written_under: pa.Schema | None = None
-        opened, copied, rows, view, arrow = -1, 0, None, None, None
-        for number in numbers:
-            info, row_number = traces.shard_of(number)
-            if info.number != opened:
-                opened = info.number
-                view = Map(source / shard_name(opened)).view
-                arrow = read_header(view)[0]
-                rows = load_sidecar(source, info)
-            assert rows is not None and view is not None and arrow is not None
-            row = rows.row(row_number)
-            if not head_holds(view, row, rows.schema) or damaged_fields(view, row, rows.schema):
-                raise CorruptRecord(
-                    f"{source / shard_name(opened)}: record {number} (row {row_number}) is damaged. "
-                    f"Run: millstream repair {source}"
-                )
-            changed = written_under is not None and not arrow.equals(written_under)
-            if writer is not None and (changed or writer.num_bytes >= limit):
-                shards.append(writer.seal())
-                writer = None
-            if writer is None:
-                writer, written_under = ShardWriter.create(folder, first=len(shards), schema=arrow), arrow
-            writer.append_message(view[row.offset : row.offset + row.num_bytes], row)
-            copied += 1
-            progress(copied, shard_name(info.number))
+        for info, group in groupby(map(traces.shard_of, numbers), key=lambda place: place[0]):
+            view = Map(source / shard_name(info.number)).view
+            sidecar = load_sidecar(source, info)
+            for _, number in group:
+                row = sidecar.row(number)
+                if not head_holds(view, row, sidecar.schema) or damaged_fields(view, row, sidecar.schema):
+                    raise CorruptRecord(
+                        f"{source / shard_name(info.number)}: row {number} is damaged. Run: millstream repair {source}"
+                    )
+                if writer is not None and (writer.num_bytes >= limit or writer.fields != sidecar.schema):
+                    shards.append(writer.seal())
+                    writer = None
+                if writer is None:
+                    arrow = arrow_schema(
+                        sidecar.schema, compression=sidecar.compression, metadata=shard_metadata(traces.config)
+                    )
+                    writer = ShardWriter.create(folder, first=len(shards), schema=arrow)
+                writer.append_message(view[row.offset : row.offset + row.num_bytes], row)
+                done += 1
+                progress(done, shard_name(info.number))
         if writer is not None:
             shards.append(writer.seal())
-        manifest = read_manifest(source)
-        return _finish(folder, out, replace(manifest, shards=tuple(shards)))
+        return _finish(folder, out, replace(read_manifest(source), shards=tuple(shards)))
 
 
 def select_where(traces: Traces, where: str) -> list[int]:
@@ -168,7 +163,7 @@ def _sqlite_row(row: Sequence[object]) -> tuple[object, ...]:
 
 
 @contextmanager
-def _new_store(out: Path) -> Iterator[Path]:
+def _new_store(out: Path) -> Generator[Path]:
     """A hidden folder to write into; it takes the name `out` when the store is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StoreExists(f"{out}: already there. Choose a new path, or remove it first")

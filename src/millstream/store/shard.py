@@ -3,14 +3,14 @@
 import errno
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 
 from millstream.errors import StoreFull
-from millstream.records import Bytes
+from millstream.records import Bytes, Schema
 from millstream.store.layout import ShardInfo, claim_shard, open_file, publish, shard_name, sidecar_name, sync_folder
 from millstream.store.message import Encoder, Row, compression_of, header, record_schema, tail
 from millstream.store.sidecar import to_parquet
@@ -59,6 +59,10 @@ class ShardWriter:
             raise
         shard.num_bytes = len(head)
         return shard
+
+    @property
+    def fields(self) -> Schema:
+        return record_schema(self._schema)
 
     def append(self, record: Mapping[str, object]) -> Row:
         """Write one record."""
@@ -119,7 +123,7 @@ class ShardWriter:
 
 
 @contextmanager
-def _no_space(file: Path) -> Iterator[None]:
+def _no_space(file: Path) -> Generator[None]:
     """Say plainly that the disk is full."""
     try:
         yield

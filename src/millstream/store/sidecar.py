@@ -73,10 +73,10 @@ class Sidecar:
         self.schema = {name: kind for name, kind in record_schema(arrow).items() if not name.startswith("_")}
         self.compression = compression_of(arrow)
         self.num_records = self._file.metadata.num_rows
-        self._columns: dict[str, pa.Array[pa.Scalar[pa.DataType]]] = {}
+        self._columns: dict[str, pa.Array] = {}
         self._tensors: dict[str, Places] = {}
 
-    def column(self, name: str) -> "pa.Array[pa.Scalar[pa.DataType]]":
+    def column(self, name: str) -> pa.Array:
         """One scalar field of all records."""
         if name not in self._columns:
             self._columns[name] = self._read(name)
@@ -113,7 +113,7 @@ class Sidecar:
                 values[name] = self.column(name)[number].as_py()
         return Row(offset, num_bytes, meta_bytes, values, tensors)
 
-    def _read(self, name: str) -> "pa.Array[pa.Scalar[pa.DataType]]":
+    def _read(self, name: str) -> pa.Array:
         column = self._file.read(columns=[name]).column(0).combine_chunks()
         if isinstance(column, pa.ChunkedArray):  # what pyarrow gives for no rows
             return column.chunk(0) if column.num_chunks else pa.array([], column.type)
@@ -131,7 +131,7 @@ class Places:
     itemsize: int
 
     @staticmethod
-    def of(column: "pa.Array[pa.Scalar[pa.DataType]]", itemsize: int) -> "Places":
+    def of(column: pa.Array, itemsize: int) -> "Places":
         assert isinstance(column, pa.StructArray)
         members = {field.name: column.field(field.name) for field in column.type}
         offsets = members["offset"].fill_null(-1).to_numpy()
@@ -156,7 +156,7 @@ def _place(tensor: TensorRow | None) -> dict[str, object] | None:
     return place
 
 
-def _lists(column: "pa.Array[pa.Scalar[pa.DataType]]") -> tuple[Ints, Ints]:
+def _lists(column: pa.Array) -> tuple[Ints, Ints]:
     assert isinstance(column, pa.ListArray)
     return column.offsets.to_numpy().astype(np.int64), column.values.to_numpy().astype(np.int64)
 

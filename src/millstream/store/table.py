@@ -56,6 +56,6 @@ def read_table(path: Path, manifest: Manifest, names: Sequence[str] | None = Non
     return pa.concat_tables([target.empty_table(), *tables])
 
 
-def read_column(path: Path, manifest: Manifest, name: str) -> "pa.ChunkedArray[pa.Scalar[pa.DataType]]":
+def read_column(path: Path, manifest: Manifest, name: str) -> pa.ChunkedArray:
     """One scalar field of every record."""
     return read_table(path, manifest, [name]).column(name)

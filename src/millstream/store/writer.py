@@ -1,7 +1,5 @@
 """Records -> shards, one at a time. After `append` returns, kill -9 loses nothing."""
 
-import json
-import time
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,11 +14,11 @@ from millstream.records import Kind, Schema, Tensor, infer_kind, infer_schema, p
 from millstream.store.ids import update_ids
 from millstream.store.layout import (
     MANIFEST,
-    VERSION,
     Manifest,
     ShardInfo,
     list_shards,
     read_manifest,
+    shard_metadata,
     write_manifest,
 )
 from millstream.store.message import arrow_schema, record_schema
@@ -74,8 +72,8 @@ class TraceWriter:
             write_manifest(self.path, Manifest(dict(config or {}), compression or "none"))
         self.recovered: list[Recovery] = recover_all(self.path)
         manifest = read_manifest(self.path)
-        self.config: dict[str, object] = manifest.config
-        if config is not None and dict(config) != manifest.config:
+        self.config: dict[str, object] = dict(manifest.config)
+        if config is not None and dict(config) != self.config:
             raise ConfigMismatch(
                 f"{self.path}: written under another configuration ({config_diff(manifest.config, config)}). "
                 "Use the old settings, or write to a new folder"
@@ -203,12 +201,7 @@ class TraceWriter:
 
     def _new_shard(self, schema: Schema) -> ShardWriter:
         sealed, opened = list_shards(self.path)
-        metadata = {
-            "millstream.version": str(VERSION),
-            "millstream.created": repr(time.time()),
-            "millstream.config": json.dumps(self.config),
-        }
-        arrow = arrow_schema(schema, compression=self._compression, metadata=metadata)
+        arrow = arrow_schema(schema, compression=self._compression, metadata=shard_metadata(self.config))
         return ShardWriter.create(self.path, first=max([-1, *sealed, *opened]) + 1, schema=arrow)
 
     def _publish(self, shard: ShardInfo) -> ShardInfo:
