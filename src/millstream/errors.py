@@ -27,7 +27,7 @@ class StoreError(MillstreamError):
     """Something about a trace store."""
 
 
-class NotAStore(StoreError):
+class NotAStore(StoreError, FileNotFoundError):
     """The path holds no trace store."""
 
 

@@ -175,7 +175,7 @@ class _Gunzip(io.RawIOBase):
         return len(data)
 
 
-def _open_zip(file: io.BufferedReader, end: int) -> tuple[Input, FindStorage]:
+def _open_zip(file: BinaryIO, end: int) -> tuple[Input, FindStorage]:
     """torch.save since 1.6: an uncompressed zip of NAME/data.pkl and the storages NAME/data/KEY."""
     members = {member.filename: member for member in zipfile.ZipFile(file).infolist()}
     pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -323,6 +323,7 @@ def _of_one_kind(name: str, items: Sequence[object]) -> list[Array]:
 
 
 def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    if isinstance(like, torch.Tensor):
-        return cast(Array, torch.empty(shape, dtype=like.dtype))
-    return np.empty(shape, like.dtype)
+    dtype: object = like.dtype
+    return (
+        cast(Array, torch.empty(shape, dtype=dtype)) if isinstance(dtype, torch.dtype) else np.empty(shape, like.dtype)
+    )

@@ -24,8 +24,7 @@ Array = NDArray[np.generic]
 DType = np.dtype[np.generic]
 
 MAX_UNCHECKED_BYTES = 1 << 16  # reads up to here may simply fail; larger ones are checked before memory is taken
-MAX_KEPT_TEXT = 4096  # what stays in the memo when a trace is handed out: texts up to here, because keys and constants
-MAX_KEPT_BYTES = 32  # are shared by all traces; bytes up to here, because numpy shares its b"b"
+MAX_KEPT_TEXT = 4096  # texts up to here outlive their trace in the memo: keys and constants are shared by all traces
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first of the five pickles in a torch file from before torch 1.6
 
@@ -105,13 +104,14 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
     append: Callable[[object], None]
     pop_mark: Callable[[], list[object]]
 
-    handlers: ClassVar[dict[int, Callable[["Unpickler"], None]]]
+    handlers: ClassVar[dict[bytes, Callable[["Unpickler"], None]]]
 
     def __init__(self, source: Input, find_storage: FindStorage | None = None) -> None:
         super().__init__(source.file)
         self.source = source
         self.find_storage = find_storage
-        self.read, self.readline = source.read, source.readline
+        # A short read needs no check of its own: the next opcode is then missing, before anything is handed out.
+        self.read, self.readline = source.file.read, source.readline
         self.stack, self.metastack, self.memo = [], [], {}
         self.append = self.stack.append
         self.ready: list[Trace] = []
@@ -125,21 +125,19 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
 
     def run(self) -> Iterator[Trace]:
         """Execute the pickle, yielding what the handlers put into `ready` as soon as it is there."""
-        read, handlers = self.source.file.read, self.handlers
-        while opcode := read(1):
-            if opcode == pickle.STOP:
-                if self.metastack or len(self.stack) != 1:
-                    raise pickle.UnpicklingError("it stops in the middle of an object")
-                self.value = self.stack.pop()
-                return
-            handler = handlers.get(opcode[0])
-            if handler is None:
-                raise pickle.UnpicklingError(f"opcode {opcode!r} is not one that trace files use")
-            handler(self)
-            while self.ready:
+        read, handlers, ready = self.read, self.handlers, self.ready
+        while (opcode := read(1)) in handlers:
+            handlers[opcode](self)
+            while ready:
                 self.num_traces += 1
-                yield self.ready.pop(0)  # holding no name for it here: the caller may free it
-        raise EOFError("the file ends too early")
+                yield ready.pop(0)  # holding no name for it here: the caller may free it
+        if not opcode:
+            raise EOFError("the file ends too early")
+        if opcode != pickle.STOP:
+            raise pickle.UnpicklingError(f"opcode {opcode!r} is not one that trace files use")
+        if self.metastack or len(self.stack) != 1:
+            raise pickle.UnpicklingError("it stops in the middle of an object")
+        self.value = self.stack.pop()
 
     # -- what a hostile file would use
 
@@ -208,9 +206,22 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         items = self.pop_mark()
         _set_items(self.stack[-1], items)
 
+    # -- what can be large
+
+    def load_binbytes(self) -> None:
+        self.append(self.source.read(int.from_bytes(self.read(4), "little")))
+
+    def load_binbytes8(self) -> None:
+        self.append(self.source.read(int.from_bytes(self.read(8), "little")))
+
     def load_bytearray8(self) -> None:
-        num_bytes = int.from_bytes(self.read(8), "little")
-        self.append(self.source.read_large(num_bytes))
+        self.append(self.source.read_large(int.from_bytes(self.read(8), "little")))
+
+    def load_binunicode(self) -> None:
+        self.append(str(self.source.read(int.from_bytes(self.read(4), "little")), "utf-8", "surrogatepass"))
+
+    def load_binunicode8(self) -> None:
+        self.append(str(self.source.read(int.from_bytes(self.read(8), "little")), "utf-8", "surrogatepass"))
 
     def load_frame(self) -> None:
         self.read(8)  # frames only say how much to read ahead
@@ -219,9 +230,9 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
 class TraceUnpickler(Unpickler):
     """Hands out the dicts of a pickled list, or of {"traces": list}, while it is still reading the list.
 
-    A dict of that list is finished when the next one begins or the list is extended. With `drop`, the large objects
-    made for it then leave the memo, and nothing here holds them any more; a file that refers to one of them later
-    raises SharedObject and has to be read again without `drop`.
+    A dict of that list is finished when the next one begins or the list is extended. With `drop`, the memo is then
+    emptied but for small constants, and nothing here holds the trace any more; a file that refers to a part of it
+    later raises SharedObject and has to be read again without `drop`.
     """
 
     def __init__(self, source: Input, find_storage: FindStorage | None = None, *, drop: bool) -> None:
@@ -229,7 +240,7 @@ class TraceUnpickler(Unpickler):
         self.drop = drop
         self.trace_list: list[object] | None = None
         self.num_memoised = 0
-        self.fresh: list[int] = []  # memo keys made since the last trace was handed out
+        self.kept: dict[int, object] = {}  # the memo of former traces; `memo` is that of the trace being read
 
     def traces(self) -> Iterator[Trace]:
         yield from self.run()
@@ -248,15 +259,16 @@ class TraceUnpickler(Unpickler):
 
     def hand_out(self, item: object) -> None:
         """Item number `num_traces` of the trace list is finished."""
-        self.ready.append(_trace(item))
-        if not self.drop:
-            assert self.trace_list is not None
-            self.trace_list.append(item)
-            return
-        for key in self.fresh:
-            if key in self.memo and not _is_small(self.memo[key]):
-                del self.memo[key]
-        self.fresh.clear()
+        trace = _trace(item)
+        self.ready.append(trace)
+        if self.drop:
+            constants = {id(value) for value in trace.values() if _is_constant(value)}
+            for key, value in self.memo.items():
+                if (type(value) in KEPT and _is_small(value)) or id(value) in constants:
+                    self.kept[key] = value
+            self.memo.clear()
+        elif self.trace_list is not None:
+            self.trace_list.append(trace)
 
     def among_traces(self) -> bool:
         """Whether the stack holds the next items of the trace list: MARK item item ... APPENDS."""
@@ -275,7 +287,8 @@ class TraceUnpickler(Unpickler):
     def load_empty_list(self) -> None:
         if self.trace_list is None and self.begins_trace_list():
             self.trace_list = []
-            self.fresh.clear()  # what stands before the list belongs to no trace
+            self.kept.update(self.memo)  # what stands before the list belongs to no trace
+            self.memo.clear()
             self.append(self.trace_list)
         else:
             self.append([])
@@ -304,37 +317,23 @@ class TraceUnpickler(Unpickler):
             super().load_appends()
 
     def load_reduce(self) -> None:
-        args = self.stack[-1]
+        args = cast(tuple[str | bytes, ...], self.stack[-1])
         super().load_reduce()
-        if self.drop and isinstance(args, tuple) and args and isinstance(args[0], str | bytes):
-            # An array at protocol 2 is a text to be encoded and a pickled tensor a small torch file. Nobody refers to
-            # these again, and each is as large as the array: forgetting them now halves the memory of a trace.
-            for key in islice(reversed(self.fresh), 4):
-                if self.memo.get(key) is args or (self.memo.get(key) is args[0] and not _is_small(args[0])):
-                    del self.memo[key]
-        if isinstance(self.stack[-1], dict):
+        value = self.stack[-1]
+        if type(value) is OrderedDict:
             self.dict_arrived()
+        elif self.drop and type(value) in (bytes, Storage) and args and len(args[0]) > 1:
+            # An array at protocol 2 is a text to be encoded, and a pickled tensor a small torch file. Nobody refers to
+            # either again, and each is as large as the array: forgetting them now halves the memory of a trace.
+            for key in list(islice(reversed(self.memo), 3)):
+                if self.memo[key] is args or self.memo[key] is args[0]:
+                    del self.memo[key]
 
     # -- the memo
 
-    def remember(self, key: int) -> None:
-        self.memo[key] = self.stack[-1]
-        self.num_memoised = max(self.num_memoised, key + 1)
-        if self.drop:
-            self.fresh.append(key)
-
-    def recall(self, key: int) -> None:
-        value = self.memo.get(key, self)
-        if value is self or (value is self.trace_list and self.drop):
-            if key < self.num_memoised and self.drop:
-                raise SharedObject
-            raise pickle.UnpicklingError(f"memo entry {key} does not exist")
-        self.append(value)
-        if isinstance(value, dict):
-            self.dict_arrived()
-
     def load_memoize(self) -> None:
-        self.remember(self.num_memoised)
+        self.memo[self.num_memoised] = self.stack[-1]
+        self.num_memoised += 1
 
     def load_binput(self) -> None:
         self.remember(self.read(1)[0])
@@ -342,23 +341,43 @@ class TraceUnpickler(Unpickler):
     def load_long_binput(self) -> None:
         self.remember(int.from_bytes(self.read(4), "little"))
 
+    def remember(self, key: int) -> None:
+        self.memo[key] = self.stack[-1]
+        if key >= self.num_memoised:
+            self.num_memoised = key + 1
+
     def load_binget(self) -> None:
         self.recall(self.read(1)[0])
 
     def load_long_binget(self) -> None:
         self.recall(int.from_bytes(self.read(4), "little"))
 
+    def recall(self, key: int) -> None:
+        if key in self.memo:
+            value = self.memo[key]
+        elif key in self.kept:
+            value = self.kept[key]
+        elif self.drop and key < self.num_memoised:
+            raise SharedObject
+        else:
+            raise pickle.UnpicklingError(f"memo entry {key} does not exist")
+        if value is self.trace_list and self.drop:
+            raise SharedObject  # it is kept empty
+        self.append(value)
+        if isinstance(value, dict):
+            self.dict_arrived()
 
-def _handlers(machine: type[Unpickler]) -> dict[int, Callable[[Unpickler], None]]:
+
+def _handlers(machine: type[Unpickler]) -> dict[bytes, Callable[[Unpickler], None]]:
     """The opcodes that protocols 2 to 5 use for data, and those that `machine` refuses by name."""
     opcodes = (
-        "PROTO FRAME MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE "
+        "PROTO FRAME MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE "
         "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 "
         "TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE BUILD BINPUT "
         "LONG_BINPUT MEMOIZE BINGET LONG_BINGET INST EXT1 EXT2 EXT4 PERSID BINPERSID"
     )
-    codes = [cast(bytes, getattr(pickle, name))[0] for name in opcodes.split()]
-    return {code: getattr(machine, machine.dispatch[code].__name__) for code in codes}
+    codes = [cast(bytes, getattr(pickle, name)) for name in opcodes.split()]
+    return {code: getattr(machine, machine.dispatch[code[0]].__name__) for code in codes}
 
 
 Unpickler.handlers = _handlers(Unpickler)
@@ -537,13 +556,21 @@ GLOBALS: dict[tuple[str, str], object] = {
 # -- small checks
 
 
+# What outlives its trace in the memo, if it is small. (Bytes, for the b"b" that numpy puts into every array.)
+KEPT: set[type] = {str, bytes, FunctionType, _NDArray, torch.dtype, *np.sctypeDict.values()}
+KEPT.update(type(np.dtype(code)) for code in np.typecodes["All"])
+
+
 def _is_small(value: object) -> bool:
-    """Whether a memo entry outlives its trace."""
-    if isinstance(value, str):
-        return len(value) <= MAX_KEPT_TEXT
-    if isinstance(value, bytes):
-        return len(value) <= MAX_KEPT_BYTES
-    return isinstance(value, np.dtype | np.generic | torch.dtype | FunctionType | _NDArray)
+    return not isinstance(value, str | bytes) or len(value) <= (MAX_KEPT_TEXT if isinstance(value, str) else 1)
+
+
+def _is_constant(value: object) -> bool:
+    """Whether a value of a trace looks like settings, which a script may have put into all of them."""
+    if not isinstance(value, dict | list | tuple):
+        return False
+    items = list(cast(dict[str, object], value).values()) if isinstance(value, dict) else cast(list[object], value)
+    return len(items) <= 64 and all(isinstance(item, str | int | float | None) and _is_small(item) for item in items)
 
 
 def _trace(value: object) -> Trace:

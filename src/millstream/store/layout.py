@@ -89,7 +89,9 @@ def list_shards(path: Path) -> tuple[list[int], list[int]]:
 def check_store(path: Path) -> None:
     """Raise NotAStore, with the command that may be wanted, unless the folder is a trace store."""
     if not path.exists():
-        raise NotAStore(f"{path}: no such folder. Write one with ms.TraceWriter({str(path)!r}) or: millstream convert")
+        raise NotAStore(
+            f"{path}: no such folder. Old trace files become a store with: millstream convert OLD... {path}"
+        )
     if not path.is_dir():
         raise NotAStore(f"{path}: a file, not a trace store. An old trace file? Run: millstream convert {path} traces/")
     if (path / MANIFEST).exists() or any(list_shards(path)):

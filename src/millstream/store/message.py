@@ -11,6 +11,8 @@ import io
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
 from typing import cast
 
 import numpy as np
@@ -38,14 +40,13 @@ class TensorRow:
     sizes: tuple[int, ...] | None
 
     def num_bytes(self, itemsize: int) -> int:
-        return sum(self.sizes) if self.sizes is not None else int(np.prod(self.shape)) * itemsize
+        return sum(self.sizes) if self.sizes is not None else prod(self.shape) * itemsize
 
     def spans(self, itemsize: int) -> list[tuple[int, int]]:
         """(offset, stored bytes) of each slice."""
         total, count = self.num_bytes(itemsize), len(self.crc32c)
         sizes = self.sizes if self.sizes is not None else (total // count,) * count
-        starts = self.offset + np.cumsum([0, *sizes[:-1]])
-        return [(int(start), size) for start, size in zip(starts, sizes, strict=True)]
+        return list(zip(accumulate(sizes[:-1], initial=self.offset), sizes, strict=True))
 
 
 @dataclass(frozen=True)

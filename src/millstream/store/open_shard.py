@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,74 +46,81 @@ class OpenShard:
         except FileNotFoundError:
             raise CorruptShard(f"{self._file}: missing. See: millstream verify {self._path}") from None
 
-    def place(self, row: int, name: str) -> TensorRow | None:
-        places = self.sidecar.tensor(name)
-        return places.row(row) if places else None
-
     def value(self, row: int, name: str) -> object:
         """One scalar."""
         return self.sidecar.column(name)[row].as_py()
 
-    def check_record(self, row: int) -> None:
-        """Raise CorruptRecord unless the record's own bytes (all but the tensors' data) hold."""
-        if self._verify and not head_holds(self._map.view, self.sidecar.row(row), self.sidecar.schema):
-            self._corrupt(row, "the record's frame", "its bytes")
+    def place(self, row: int, name: str) -> TensorRow | None:
+        """Where a tensor lies; None for None."""
+        places = self.sidecar.tensor(name)
+        return places.row(row) if places else None
 
-    def will_need(self, row: int, name: str, layers: Layers) -> None:
+    def record(self, row: int) -> "dict[str, object]":
+        """The whole record, its frame and every tensor checked; tensors are views of the mapped file."""
+        found = self.sidecar.row(row)
+        if self._verify and not head_holds(self._map.view, found, self.sidecar.schema):
+            self._corrupt(row, "the record's frame", "CRC-32C, or the file ends before it")
+        values: dict[str, object] = {**found.values}
+        for name, place in found.tensors.items():
+            values[name] = None if place is None else self.tensor(row, name, place)
+        return values
+
+    def will_need_record(self, row: int) -> None:
+        """Start reading a whole record."""
+        self._advise(*self.sidecar.extent(row))
+
+    def will_need(self, name: str, place: TensorRow | None, layers: Layers) -> None:
         """Start reading what `tensor` will want."""
-        place = self.place(row, name)
         if place is not None:
-            for offset, size in _ranges(self._spans(place, self._kind(name), self._picks(row, name, place, layers))):
-                self._map.will_need(offset, min(size, max(0, self._map.num_bytes - offset)))
+            for offset, size in _ranges(self._spans(name, place, self._picks(name, place, layers))):
+                self._advise(offset, size)
 
-    def shape(self, row: int, name: str, layers: Layers) -> tuple[int, ...] | None:
-        """The shape `tensor` will give; None for None."""
-        place = self.place(row, name)
-        if place is None or layers is None or not self._has_layers(name):
-            return place and place.shape
-        picks = self._picks(row, name, place, layers) or []
+    def _advise(self, offset: int, num_bytes: int) -> None:
+        self._map.will_need(offset, max(0, min(num_bytes, self._map.num_bytes - offset)))
+
+    def shape(self, name: str, place: TensorRow, layers: Layers) -> tuple[int, ...]:
+        """The shape `tensor` will give."""
+        picks = self._picks(name, place, layers)
+        if picks is None:
+            return place.shape
         return place.shape[1:] if isinstance(layers, int) else (len(picks), *place.shape[1:])
 
-    def tensor(self, row: int, name: str, layers: Layers = None) -> "Array | torch.Tensor | None":
+    def tensor(self, row: int, name: str, place: TensorRow, layers: Layers = None) -> "Array | torch.Tensor":
         """The tensor, or some of its layers: a view of the mapped file wherever the bytes lie side by side."""
-        place = self.place(row, name)
-        if place is None:
-            return None
         kind = self._kind(name)
-        shape = self.shape(row, name, layers)
-        assert shape is not None
-        picks = self._picks(row, name, place, layers)
-        spans = self._spans(place, kind, picks)
+        shape = self.shape(name, place, layers)
+        picks = self._picks(name, place, layers)
+        spans = self._spans(name, place, picks)
         if self.sidecar.compression == "none" and len(_ranges(spans)) == 1:
             data = self._stored(row, name, spans)
             if picks is not None and len(place.crc32c) == 1:
-                data = np.ascontiguousarray(data.reshape(place.shape[0], -1)[picks]).reshape(-1)
+                data = data.reshape(place.shape[0], -1)[picks].reshape(-1)
         else:
-            data = np.empty(int(np.prod(shape)) * kind.itemsize, np.uint8)
-            self.copy(row, name, layers, data)
+            data = np.empty(prod(shape) * kind.itemsize, np.uint8)
+            self.copy(row, name, place, layers, data)
         return from_bytes(kind, shape, data)
 
-    def copy(self, row: int, name: str, layers: Layers, out: Bytes) -> None:
+    def copy(self, row: int, name: str, place: TensorRow, layers: Layers, out: Bytes) -> None:
         """The tensor's (or its layers') raw bytes into `out`, checked."""
-        place, kind = self.place(row, name), self._kind(name)
-        assert place is not None
-        picks = self._picks(row, name, place, layers)
-        spans = self._spans(place, kind, picks)
+        itemsize, compression = self._kind(name).itemsize, self.sidecar.compression
+        picks = self._picks(name, place, layers)
         if picks is not None and len(place.crc32c) == 1:  # too small to be cut: take the layers out of the whole
-            whole = np.empty(int(np.prod(place.shape)) * kind.itemsize, np.uint8)
-            self.copy(row, name, None, whole)
+            whole = np.empty(prod(place.shape) * itemsize, np.uint8)
+            self.copy(row, name, place, None, whole)
             out[:] = whole.reshape(place.shape[0], -1)[picks].reshape(-1)
             return
-        compression = self.sidecar.compression
-        for part, span in zip(out.reshape(len(spans), -1) if out.size else [out], spans, strict=False):
+        spans = self._spans(name, place, picks)
+        if not out.size:
+            return
+        for part, span in zip(out.reshape(len(spans), -1), spans, strict=True):
             offset, size, crc = span
-            if compression == "none":
-                self._check_end(row, name, offset + size)
-                part[:] = self._map.view[offset : offset + size]
-                if self._verify and crc32c(part) != crc:  # over the copy: it is in the cache
-                    part[:] = self._stored(row, name, [span])
-            else:
-                unpack(self._stored(row, name, [span]), part, kind.itemsize, compression)
+            if compression != "none":
+                unpack(self._stored(row, name, [span]), part, itemsize, compression)
+                continue
+            self._check_end(row, name, offset + size)
+            part[:] = self._map.view[offset : offset + size]
+            if self._verify and crc32c(part) != crc:  # over the copy: it is in the cache
+                part[:] = self._stored(row, name, [span])
 
     def _stored(self, row: int, name: str, spans: Sequence[Span]) -> Bytes:
         """The stored bytes of neighbouring slices, as a view of the map."""
@@ -148,22 +156,18 @@ class OpenShard:
         assert isinstance(kind, Tensor)
         return kind
 
-    def _has_layers(self, name: str) -> bool:
-        kind = self.sidecar.schema[name]
-        return isinstance(kind, Tensor) and kind.axes[:1] == ("layer",)
-
-    def _picks(self, row: int, name: str, place: TensorRow, layers: Layers) -> list[int] | None:
+    def _picks(self, name: str, place: TensorRow, layers: Layers) -> list[int] | None:
         """Layer numbers counted from 0; None for all, also for a field that has no layers."""
-        if layers is None or not self._has_layers(name):
+        if layers is None or self._kind(name).axes[:1] != ("layer",):
             return None
         count = place.shape[0]
         picks = [layers] if isinstance(layers, int) else list(layers)
         if any(not -count <= pick < count for pick in picks):
-            raise IndexError(f"record {self._first + row}: field {name!r} has {count} layers, asked for {picks}")
+            raise IndexError(f"{self._file}: field {name!r} has {count} layers, asked for {picks}")
         return [pick % count for pick in picks]
 
-    def _spans(self, place: TensorRow, kind: Tensor, picks: list[int] | None) -> list[Span]:
-        spans = [(*span, crc) for span, crc in zip(place.spans(kind.itemsize), place.crc32c, strict=True)]
+    def _spans(self, name: str, place: TensorRow, picks: list[int] | None) -> list[Span]:
+        spans = [(*s, crc) for s, crc in zip(place.spans(self._kind(name).itemsize), place.crc32c, strict=True)]
         return spans if picks is None or len(spans) == 1 else [spans[pick] for pick in picks]
 
 

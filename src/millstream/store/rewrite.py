@@ -28,7 +28,7 @@ from millstream.store.layout import (
 )
 from millstream.store.maps import Map
 from millstream.store.message import arrow_schema, head_holds, record_schema
-from millstream.store.recover import damaged_fields
+from millstream.store.recover import ID_FIELD, damaged_fields
 from millstream.store.shard import ShardWriter
 from millstream.store.slices import crc32c
 from millstream.store.table import load_sidecar
@@ -98,7 +98,8 @@ def subset_records(
     with _new_store(out) as folder:
         shards: list[ShardInfo] = []
         writer: ShardWriter | None = None
-        for info, group in groupby(map(traces.shard_of, numbers), key=lambda place: place[0]):
+        for index, group in groupby(map(traces.locate, numbers), key=lambda place: place[0]):
+            info = traces.shards[index]
             view = Map(source / shard_name(info.number)).view
             sidecar = load_sidecar(source, info)
             for _, number in group:
@@ -121,6 +122,26 @@ def subset_records(
         if writer is not None:
             shards.append(writer.seal())
         return _finish(folder, out, replace(read_manifest(source), shards=tuple(shards)))
+
+
+def find_ids(traces: Traces, file: Path) -> list[int]:
+    """Numbers of the records whose ids a file lists: one a line, or JSON lines with a `question_id`."""
+    numbers: list[int] = []
+    unknown: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not (text := line.strip()):
+            continue
+        key = str(json.loads(text)[ID_FIELD]) if text.startswith("{") else text
+        try:
+            numbers.append(traces.find(key))
+        except KeyError:
+            unknown.append(key)
+    if unknown:
+        raise StoreError(
+            f"{file}: {len(unknown)} of its ids are not in {traces.path} ({', '.join(unknown[:5])}). "
+            "Take them out of the file, or look for them in another store"
+        )
+    return numbers
 
 
 def select_where(traces: Traces, where: str) -> list[int]:

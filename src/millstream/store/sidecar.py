@@ -100,6 +100,10 @@ class Sidecar:
         own = (self._read(name).to_numpy().astype(np.int64) for name in (OFFSET, NUM_BYTES, META_BYTES))
         return next(own), next(own), next(own)
 
+    def extent(self, number: int) -> tuple[int, int]:
+        """Offset and bytes of one record."""
+        return int(self._own[0][number]), int(self._own[1][number])
+
     def row(self, number: int) -> Row:
         """All that is known of one record."""
         offset, num_bytes, meta_bytes = (int(column[number]) for column in self._own)
@@ -138,6 +142,12 @@ class Places:
         offsets = np.where(column.is_valid().to_numpy(zero_copy_only=False), offsets, -1)
         sizes = _lists(members["sizes"]) if "sizes" in members else None
         return Places(offsets, _lists(members["shape"]), _lists(members["crc32c"]), sizes, itemsize)
+
+    def all_shapes(self) -> Ints:
+        """The shapes of all tensors that are not None, one a row."""
+        bounds, values = self.shapes
+        axes = int((bounds[1:] - bounds[:-1]).max(initial=0))
+        return values.reshape(int((self.offsets >= 0).sum()), axes)
 
     def row(self, number: int) -> TensorRow | None:
         offset = int(self.offsets[number])

@@ -4,13 +4,14 @@ So one layer can be read, checked and decompressed alone. A slice below one disk
 neighbours anyway: such tensors, and vectors, are one slice.
 
 Compression, measured on real fp16 hidden states and attention (benchmarks/compression.py): `lz4` costs little and
-takes out attention's causal zeros; `zstd` (level 1; higher levels gain nothing) compresses the low and the high bytes of
-the numbers as separate planes, which is what makes hidden states shrink at all. What does not shrink is stored raw.
+takes out attention's causal zeros; `zstd` (level 1; higher levels gain nothing) compresses the low and the high bytes
+of the numbers as separate planes, which is what makes hidden states shrink. What does not shrink is stored raw.
 """
 
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from math import prod
 
 import google_crc32c
 import numpy as np
@@ -34,7 +35,7 @@ def num_slices(shape: tuple[int, ...], itemsize: int) -> int:
     """Into how many slices a tensor of this shape is cut."""
     if len(shape) < 2 or shape[0] == 0:
         return 1
-    return shape[0] if int(np.prod(shape[1:])) * itemsize >= MIN_SLICE_BYTES else 1
+    return shape[0] if prod(shape[1:]) * itemsize >= MIN_SLICE_BYTES else 1
 
 
 def crc32c(data: Bytes | bytes | pa.Buffer, crc: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, cast, overload
@@ -11,19 +12,18 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.console import format_bytes
-from millstream.records import Array, Schema, Tensor, bits_dtype, from_bytes
+from millstream.records import Array, Schema, Tensor, from_bytes
 from millstream.store.ids import IdIndex, build_index, load_index
 from millstream.store.layout import Manifest, ShardInfo, list_shards, read_manifest
-from millstream.store.message import record_schema
+from millstream.store.message import Row, TensorRow, record_schema
 from millstream.store.open_shard import Layers, OpenShard
 from millstream.store.recover import ID_FIELD
-from millstream.store.table import read_table
+from millstream.store.table import read_column, read_table
 
 if TYPE_CHECKING:
     import torch
 
 Record = dict[str, object]
-Column = "Array | torch.Tensor | list[object]"
 AHEAD = 4  # records whose reading is started before they are wanted, when iterating
 
 
@@ -82,7 +82,7 @@ class Traces:
     def __getitem__(self, number: int | slice) -> Record | list[Record]:
         if isinstance(number, slice):
             return list(self._iterate(range(*number.indices(len(self)))))
-        return self._record(self._check(number))
+        return self._record(number)
 
     def __iter__(self) -> Iterator[Record]:
         return self._iterate(range(len(self)))
@@ -105,19 +105,23 @@ class Traces:
                 "as in TraceWriter(..., schema={'hidden': 'float16[layer, token, dim]'})"
             )
         wanted = np.array([self._check(int(number)) for number in numbers], np.int64)
-        shards, rows = self._locate(wanted)
-        opened = [self._open(int(shard)) for shard in shards]
-        tensors = [name for name in names if isinstance(self.fields[name], Tensor)]
-        for shard, row in zip(opened, rows, strict=True):
-            for name in tensors:
-                shard.will_need(int(row), name, layers)
-        columns: dict[str, Array | torch.Tensor | list[object]] = {}
-        for name in names:
-            if name in tensors:
-                columns[name] = self._tensor_column(opened, rows, name, layers)
-            else:
-                columns[name] = _scalar_column([s.value(int(r), name) for s, r in zip(opened, rows, strict=True)])
-        return columns
+        places = [(self._open(int(shard)), int(row)) for shard, row in zip(*self._locate(wanted), strict=True)]
+        tensors = {
+            name: [(shard, row, shard.place(row, name)) for shard, row in places]
+            for name in names
+            if isinstance(self.fields[name], Tensor)
+        }
+        for name, column in tensors.items():  # ask for everything before the first byte is wanted
+            for shard, _, place in column:
+                shard.will_need(name, place, layers)
+        return {
+            name: (
+                self._tensor_column(name, tensors[name], layers)
+                if name in tensors
+                else _scalar_column([shard.value(row, name) for shard, row in places])
+            )
+            for name in names
+        }
 
     def find(self, question_id: object) -> int:
         """The number of the first record with this id; KeyError when there is none."""
@@ -131,7 +135,7 @@ class Traces:
             shard = position.get(number)
             if shard is None or row >= self._manifest.shards[shard].records:
                 continue  # the index covers a shard that has been replaced since
-            if self._open(shard).value(row, ID_FIELD) == question_id:
+            if str(self._open(shard).value(row, ID_FIELD)) == str(question_id):
                 return int(self._starts[shard]) + row
         raise KeyError(f"{self.path}: no record with {ID_FIELD} {question_id!r}")
 
@@ -168,12 +172,23 @@ class Traces:
     @property
     def ids(self) -> list[object]:
         """The `question_id` of every record, in record order."""
-        return read_table(self.path, self._manifest, [ID_FIELD]).column(ID_FIELD).to_pylist()
+        return self.column(ID_FIELD)
 
-    def shard_of(self, number: int) -> tuple[ShardInfo, int]:
-        """The shard that holds a record, and the record's row in it."""
-        shards, rows = self._locate(np.array([self._check(number)]))
-        return self._manifest.shards[int(shards[0])], int(rows[0])
+    def column(self, name: str) -> list[object]:
+        """One scalar field of every record, read from the sidecars and not kept."""
+        if isinstance(self.fields.get(name), Tensor | None):
+            raise KeyError(f"{self.path}: no scalar field {name!r}; it has {', '.join(self.fields)}")
+        return read_column(self.path, self._manifest, name).to_pylist()
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Which of `shards` holds a record, and the record's row in it."""
+        (shard,), (row,) = self._locate(np.array([self._check(number)]))
+        return int(shard), int(row)
+
+    def row(self, number: int) -> Row:
+        """What the sidecar knows of a record: scalars, and place, shape and checksums of its tensors."""
+        shard, row = self.locate(number)
+        return self._open(shard).sidecar.row(row)
 
     def close(self) -> None:
         """Let go of the mapped files; views already handed out stay valid."""
@@ -224,42 +239,32 @@ class Traces:
         info = self._manifest.shards[index]
         return OpenShard(self.path, info, first=int(self._starts[index]), verify=self._verify == "always")
 
-    def _record(self, number: int, *, advise: bool = True) -> Record:
-        (index,), (row,) = self._locate(np.array([number]))
-        shard, row = self._open(int(index)), int(row)
-        if advise:
-            self._advise(shard, row)
-        shard.check_record(row)
-        return {
-            name: shard.tensor(row, name) if isinstance(kind, Tensor) else shard.value(row, name)
-            for name, kind in self.fields.items()
-        }
-
-    def _advise(self, shard: OpenShard, row: int) -> None:
-        for name, kind in self.fields.items():
-            if isinstance(kind, Tensor):
-                shard.will_need(row, name, None)
+    def _record(self, number: int) -> Record:
+        index, row = self.locate(number)
+        shard = self._open(index)
+        shard.will_need_record(row)
+        values = shard.record(row)
+        return {name: values[name] for name in self.fields}
 
     def _iterate(self, numbers: range) -> Iterator[Record]:
         for position, number in enumerate(numbers):
-            for ahead in numbers[:AHEAD] if position == 0 else numbers[position + AHEAD - 1 : position + AHEAD]:
-                (index,), (row,) = self._locate(np.array([ahead]))
-                self._advise(self._open(int(index)), int(row))
-            yield self._record(number, advise=False)
+            for ahead in numbers[position + AHEAD : position + AHEAD + 1]:
+                index, row = self.locate(ahead)
+                self._open(index).will_need_record(row)
+            yield self._record(number)
 
     def _tensor_column(
-        self, shards: Sequence[OpenShard], rows: NDArray[np.int64], name: str, layers: Layers
+        self, name: str, places: Sequence[tuple[OpenShard, int, TensorRow | None]], layers: Layers
     ) -> "Array | torch.Tensor | list[object]":
         kind = cast(Tensor, self.fields[name])
-        places = [(shard, int(row)) for shard, row in zip(shards, rows, strict=True)]
-        shapes = {shard.shape(row, name, layers) for shard, row in places}
+        shapes = {shard.shape(name, place, layers) if place else None for shard, _, place in places}
         shape = next(iter(shapes), None)
         if len(shapes) != 1 or shape is None:
-            return [shard.tensor(row, name, layers) for shard, row in places]
-        size = int(np.prod(shape)) * bits_dtype(kind.dtype).itemsize
-        out = np.empty((len(places), size), np.uint8)
-        for (shard, row), part in zip(places, out, strict=True):
-            shard.copy(row, name, layers, part)
+            return [place and shard.tensor(row, name, place, layers) for shard, row, place in places]
+        out = np.empty((len(places), prod(shape) * kind.itemsize), np.uint8)
+        for (shard, row, place), part in zip(places, out, strict=True):
+            assert place is not None
+            shard.copy(row, name, place, layers, part)
         return from_bytes(kind, (len(places), *shape), out.reshape(-1))
 
     def _load_index(self) -> tuple[IdIndex, ...]:

@@ -158,6 +158,11 @@ class TraceWriter:
             self._ids.discard(None)
         return self._ids
 
+    @property
+    def fields(self) -> list[str]:
+        """Names of the store's fields; empty before the first record."""
+        return list(self._schema or {})
+
     def __len__(self) -> int:
         return self._num_sealed + (len(self._shard.rows) if self._shard else 0)
 

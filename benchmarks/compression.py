@@ -1,0 +1,152 @@
+"""What the store's `compression` option saves and costs on real LLM traces, and what it was chosen over.
+
+    python benchmarks/compression.py --model DIR --questions FILE.jsonl
+
+Answers the first 24 questions greedily, keeps hidden states and attention of prompt and answer (computed in float32,
+then rounded) and stores them in memory as millstream does: slice by slice, one thread. Speeds are MB of raw bytes a
+second, the best of 20 rounds in which all ways take turns. `compress` is all of `store` with its CRC-32C; for `none`
+that is the CRC alone, nothing is copied. `decompress` is into memory that exists, without the CRC check. The rejected
+ways cut, checksum and fall back to raw bytes as `store` does. Every way must give the exact bytes back. Attention's
+ratio, and its share of the trace, depend on the number of tokens.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import cast
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.records import Bytes, RawTensor, as_tensor
+from millstream.store.slices import Stored, crc32c, num_slices, store, unpack
+
+NUM_TRACES, NEW_TOKENS, ROUNDS = 24, 48, 20
+ITEMSIZE = 2  # fp16 and bf16
+RESULT = Path(__file__).parent / "results" / "compression.json"
+
+# How to store a tensor, and how to fill a slice's raw bytes (first argument) from its stored bytes (second).
+Way = tuple[Callable[[RawTensor], Stored], Callable[[Bytes, Bytes], None]]
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(usage="compression.py --model DIR --questions FILE.jsonl")
+    parser.add_argument("--model", required=True, type=Path, help="a Hugging Face causal-LM folder")
+    parser.add_argument("--questions", required=True, type=Path, help='one JSON object a line, with a "question"')
+    if not argv:
+        parser.exit(2, parser.format_usage())
+    args = parser.parse_args(argv)
+    with args.questions.open(encoding="utf-8") as lines:
+        questions = [json.loads(line)["question"] for line in islice(lines, NUM_TRACES)]
+
+    hidden, attention, hidden_bf16 = make_traces(args.model, questions)
+    tokens = [raw.shape[1] for raw in hidden]
+    print(f"{len(tokens)} traces, tokens min/median/max {min(tokens)}/{np.median(tokens):.0f}/{max(tokens)}\n")
+    print(f"| {'data':14} | {'way':29} | stored/raw | compress MB/s | decompress MB/s |\n|---|---|--:|--:|--:|")
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    sets = {"hidden fp16": hidden, "attention fp16": attention, "hidden bf16": hidden_bf16}
+    for data, raws in (sets | {"whole trace": hidden + attention}).items():  # the whole is fp16
+        results[data] = measure(raws)
+        for way, found in results[data].items():
+            cells = [f"{found['ratio']:.3f}", f"{found['compress']:.0f}"] if "compress" in found else ["", ""]
+            print(f"| {data:14} | {way:29} | {cells[0]:>10} | {cells[1]:>13} | {found['decompress']:>15.0f} |")
+    facts = {"model": args.model.resolve().name, "pyarrow": pa.__version__, "tokens": tokens, "results": results}
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def make_traces(model_path: Path, questions: Sequence[str]) -> tuple[list[RawTensor], ...]:
+    """Hidden states fp16, attention fp16 and hidden states bf16, one [layer, ...] tensor a question."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
+    fields: tuple[list[RawTensor], ...] = ([], [], [])
+    for question in questions:
+        text = f"Answer the question concisely. Q: {question} A:"
+        chat = bool(tokenizer.chat_template)
+        if chat:
+            turn = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).input_ids  # a template has its own
+        with torch.inference_mode():
+            ids = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+            out = model(ids, output_hidden_states=True, output_attentions=True)
+            hidden, attention = torch.cat(out.hidden_states), torch.cat(out.attentions)
+        for field, tensor in zip(fields, (hidden.half(), attention.half(), hidden.bfloat16()), strict=True):
+            field.append(cast(RawTensor, as_tensor("", tensor)))
+    return fields
+
+
+def measure(raws: Sequence[RawTensor]) -> dict[str, dict[str, float]]:
+    """Ratio and best speeds of every way. They take turns, so that a busy moment does not fall on one of them."""
+    raw_bytes = sum(raw.data.size for raw in raws)
+    outs = [np.empty_like(raw.data) for raw in raws]
+    results: dict[str, dict[str, float]] = {name: {} for name in WAYS}
+    for name, (pack, restore) in [*WAYS.items()] * ROUNDS:
+        start = perf_counter()
+        stored = [pack(raw) for raw in raws]
+        compress = raw_bytes / (perf_counter() - start) / 1e6
+        pairs: list[tuple[Bytes, Bytes]] = []
+        for one, out in zip(stored, outs, strict=True):
+            out.fill(0)  # or the bytes of the way before would pass for this one's
+            parts = out.reshape(len(one.crc32c), -1)
+            sizes = one.sizes or [parts.shape[1]] * len(parts)
+            pairs += zip(parts, np.split(one.data, np.cumsum(sizes)[:-1]), strict=True)
+        start = perf_counter()
+        for part, packed in pairs:
+            restore(part, packed)
+        decompress = raw_bytes / (perf_counter() - start) / 1e6
+        assert all(np.array_equal(raw.data, out) for raw, out in zip(raws, outs, strict=True)), name
+        found = results[name]
+        found["decompress"] = max(decompress, found.get("decompress", 0))
+        if name != "memcpy":  # which stores nothing
+            found["ratio"] = sum(one.data.size for one in stored) / raw_bytes
+            found["compress"] = max(compress, found.get("compress", 0))
+    return results
+
+
+def as_millstream(option: str) -> Way:
+    # The reader copies what is not compressed, slice by slice.
+    restore = np.copyto if option == "none" else lambda out, packed: unpack(packed, out, ITEMSIZE, option)
+    return lambda raw: store(raw.data, raw.shape, ITEMSIZE, option), restore
+
+
+def whole_slice(codec: pa.Codec, *, shuffle: bool = False) -> Way:
+    """The codec on each slice in one piece; shuffled, all low bytes come before all high bytes."""
+
+    def pack(raw: RawTensor) -> Stored:
+        packed: list[bytes] = []
+        for part in raw.data.reshape(num_slices(raw.shape, ITEMSIZE), -1):
+            small = codec.compress(pa.py_buffer(part.reshape(-1, ITEMSIZE).T.copy() if shuffle else part))
+            packed.append(small.to_pybytes() if small.size < part.size else part.tobytes())
+        return Stored(np.frombuffer(b"".join(packed), np.uint8), tuple(map(crc32c, packed)), tuple(map(len, packed)))
+
+    def restore(out: Bytes, packed: Bytes) -> None:
+        small = packed.size < out.size
+        raw = np.frombuffer(codec.decompress(pa.py_buffer(packed), out.size), np.uint8) if small else packed
+        if not (small and shuffle):
+            return np.copyto(out, raw)
+        wide, (low, high) = out.view(np.uint16), raw.reshape(ITEMSIZE, -1)
+        np.copyto(wide, high)
+        wide <<= 8
+        wide |= low
+
+    return pack, restore
+
+
+WAYS: dict[str, Way] = {
+    **{option: as_millstream(option) for option in ("none", "lz4", "zstd")},
+    "rejected: zstd 3, whole slice": whole_slice(pa.Codec("zstd", compression_level=3)),
+    "rejected: zstd 1, whole slice": whole_slice(pa.Codec("zstd", compression_level=1)),
+    "rejected: lz4, byte shuffle": whole_slice(pa.Codec("lz4_raw"), shuffle=True),
+    "memcpy": (lambda raw: Stored(raw.data, (0,), None), np.copyto),
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

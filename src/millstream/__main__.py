@@ -1,0 +1,5 @@
+"""`python -m millstream`."""
+
+from millstream.cli import main
+
+main()

@@ -1,0 +1,169 @@
+"""TraceBatchLoader and its helpers, as the old scripts knew them. A batch is a shard; nothing is loaded whole."""
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TypedDict, cast, overload
+
+from millstream.source.pickles import restore_steps
+from millstream.store.layout import check_store, shard_name
+from millstream.store.rewrite import subset_records, subset_shards
+from millstream.store.traces import Traces
+
+TRACES_DIR = "./traces_data"
+ONE_SHARD = "1000TB"
+
+Trace = dict[str, object]
+
+
+class BatchInfo(TypedDict):
+    """One batch, from metadata only."""
+
+    batch_idx: int
+    filename: str
+    size_mb: float
+    num_traces: int
+
+
+class TraceBatchLoader:
+    """Batches and traces of a store. `len` is the number of batches; every trace is read only when it is asked for.
+
+    >>> loader = TraceBatchLoader("./traces_data")
+    >>> loader.get_trace_by_global_id(1234)["question"]
+    """
+
+    def __init__(self, traces_dir: str | Path = TRACES_DIR) -> None:
+        self.traces_dir = Path(traces_dir)
+        self._traces = Traces(traces_dir)
+        self._starts = [0]
+        for shard in self._traces.shards:
+            self._starts.append(self._starts[-1] + shard.records)
+
+    def __len__(self) -> int:
+        return len(self._traces.shards)
+
+    def get_batch_info(self) -> list[BatchInfo]:
+        """Name, size and number of traces of each batch; no trace is read."""
+        return [
+            BatchInfo(
+                batch_idx=index,
+                filename=shard_name(shard.number),
+                size_mb=shard.bytes / (1024 * 1024),
+                num_traces=shard.records,
+            )
+            for index, shard in enumerate(self._traces.shards)
+        ]
+
+    def get_total_traces(self) -> int:
+        return len(self._traces)
+
+    def get_batch(self, batch_idx: int) -> "Batch":
+        """One batch as a sequence of traces, each read when it is looked at."""
+        if not 0 <= batch_idx < len(self):
+            raise IndexError(f"batch {batch_idx} of {len(self)} in {self.traces_dir}")
+        return Batch(self, batch_idx, range(self._starts[batch_idx], self._starts[batch_idx + 1]))
+
+    def iter_batches(self) -> Iterator["Batch"]:
+        return map(self.get_batch, range(len(self)))
+
+    def iter_traces(self) -> Iterator[Trace]:
+        for batch in self.iter_batches():
+            yield from batch
+
+    def get_trace_by_global_id(self, global_id: int) -> Trace | None:
+        """The trace with this `global_example_id`, found in O(1); None when there is none."""
+        number = self._global_ids.get(global_id) if self._global_ids is not None else global_id
+        return self.trace(number) if number is not None and 0 <= number < len(self._traces) else None
+
+    def trace(self, number: int) -> Trace:
+        """The trace with this record number, with the old keys where the store does not have them itself."""
+        batch, row = self._traces.locate(number)
+        record = restore_steps(self._traces[number])
+        old = {
+            "example_id": row,
+            "global_example_id": number,
+            "batch_number": batch,
+        }
+        return {**old, **record}
+
+    def answer_lengths(self) -> list[int]:
+        """Generated tokens of every trace, from shapes alone: all its tokens less the prompt's."""
+        if not {"tokens", "prompt_length"} <= self._traces.fields.keys():
+            return []
+        rows = map(self._traces.row, range(len(self._traces)))
+        found = [(row.tensors.get("tokens"), row.values["prompt_length"]) for row in rows]
+        return [tokens.shape[-1] - int(str(prompt)) for tokens, prompt in found if tokens and prompt is not None]
+
+    @cached_property
+    def _global_ids(self) -> dict[int, int] | None:
+        """Record numbers by the ids the traces were given when they were extracted, if they carry them."""
+        if "global_example_id" not in self._traces.fields:
+            return None
+        ids = cast(list[int], self._traces.column("global_example_id"))
+        return {key: number for number, key in reversed(list(enumerate(ids)))}
+
+
+class Batch(Sequence[Trace]):
+    """The traces of one batch; holds none of them."""
+
+    def __init__(self, loader: TraceBatchLoader, batch_idx: int, numbers: range) -> None:
+        self.batch_idx = batch_idx
+        self._loader = loader
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Trace: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Trace]: ...
+    def __getitem__(self, index: int | slice) -> Trace | list[Trace]:
+        if isinstance(index, slice):
+            return [self._loader.trace(number) for number in self._numbers[index]]
+        return self._loader.trace(self._numbers[index])
+
+    def __repr__(self) -> str:
+        return f"Batch({self.batch_idx}: {len(self)} traces)"
+
+
+def merge_batches(
+    output_file: str | Path = f"{TRACES_DIR}/all_traces_merged.pkl", traces_dir: str | Path = TRACES_DIR
+) -> None:
+    """All batches as a store of one batch at `output_file` (a folder, whatever its ending). Needs no memory."""
+    traces = Traces(traces_dir)
+    _replace_store(Path(output_file))
+    subset_records(traces, Path(output_file), range(len(traces)), shard_bytes=ONE_SHARD)
+
+
+def extract_batch_subset(
+    batch_numbers: Sequence[int], output_file: str | Path, traces_dir: str | Path = TRACES_DIR
+) -> None:
+    """Some batches as a store at `output_file` (a folder, whatever its ending), by copying their files."""
+    shards = Traces(traces_dir).shards
+    for number in batch_numbers:
+        if not 0 <= number < len(shards):
+            raise IndexError(f"batch {number} of {len(shards)} in {traces_dir}")
+    _replace_store(Path(output_file))
+    subset_shards(Path(traces_dir), Path(output_file), [shards[number].number for number in batch_numbers])
+
+
+def _replace_store(path: Path) -> None:
+    """As before, an output of an earlier run is replaced; anything that is not a store is refused."""
+    if path.exists():
+        check_store(path)
+        shutil.rmtree(path)
+
+
+def main() -> None:
+    """List the batches of a folder."""
+    loader = TraceBatchLoader(sys.argv[1] if len(sys.argv) > 1 else TRACES_DIR)
+    for info in loader.get_batch_info():
+        print(f"Batch {info['batch_idx']}: {info['filename']}, {info['num_traces']} traces, {info['size_mb']:.2f} MB")
+    print(f"Total: {loader.get_total_traces()} traces in {len(loader)} batches")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The `millstream` command. Every command is a thin layer over a function; data goes to stdout, talk to stderr."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from millstream import __version__
+
+app = typer.Typer(
+    name="millstream",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", show_default=False)]
+Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+def main() -> None:
+    """Run the command line: our own errors are one line and exit code 1, wrong use is exit code 2."""
+    from millstream.errors import MillstreamError
+
+    try:
+        app()
+    except MillstreamError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
+    except KeyboardInterrupt:
+        _fail("interrupted", code=130)
+
+
+def _fail(text: str, code: int = 1) -> None:
+    print(f"millstream: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"millstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Train on data far larger than memory."""
+
+
+@app.command()
+def demo(
+    path: Annotated[Path, typer.Argument(help="Folder for the demo's files.")] = Path("demo"),
+) -> None:
+    """Write a store of synthetic traces, kill the writer half way, resume, verify, inspect."""
+    from millstream.demo import run
+
+    run(path)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A trace store, or an old .pkl, .pkl.gz or .pt file.")],
+    other: Annotated[Path | None, typer.Argument(help="Another one, to compare with.")] = None,
+    examples: Annotated[int, typer.Option(help="How many example records to show.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Show what is in a store: counts, fields, lengths, a few records; or how two differ."""
+    from dataclasses import asdict
+
+    from millstream.console import progress
+    from millstream.store.summary import compare, summarise
+    from millstream.store.traces import Traces
+
+    paths = [path] if other is None else [path, other]
+    with progress("inspect", sum(len(Traces(p)) for p in paths if p.is_dir())) as update:
+        summaries = [summarise(p, examples=examples, progress=update) for p in paths]
+    comparison = None
+    if other is not None:
+        with progress("compare", summaries[0].records) as update:
+            comparison = compare(path, other, progress=update)
+    if as_json:
+        answer: dict[str, Any] = {"stores": [asdict(summary) for summary in summaries]}
+        if comparison:
+            answer["comparison"] = asdict(comparison)
+        _print_json(answer if comparison else answer["stores"][0])
+        return
+    from millstream.store.show import show_comparison, show_summary
+
+    for summary in summaries:
+        print(show_summary(summary))
+    if comparison:
+        print(show_comparison(comparison, str(path), str(other)))
+
+
+@app.command()
+def verify(
+    path: Store,
+    fast: Annotated[bool, typer.Option("--fast", help="Check structure only, not the records' bytes.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every CRC of a store and name the shard, record and field of each damage."""
+    from dataclasses import asdict
+
+    from millstream.console import format_bytes, progress, say
+    from millstream.store.layout import list_shards
+    from millstream.store.repair import verify as find_damage
+    from millstream.store.traces import Traces
+
+    traces = Traces(path)
+    with progress("verify", traces.num_bytes, unit="bytes") as update:
+        damages = list(find_damage(path, fast=fast, progress=update))
+    unsealed = len(list_shards(path)[1])
+    if as_json:
+        _print_json(
+            {
+                "records": len(traces),
+                "bytes": traces.num_bytes,
+                "unsealed_shards": unsealed,
+                "damages": [asdict(damage) for damage in damages],
+            }
+        )
+    for damage in damages if not as_json else ():
+        print(damage)
+    if unsealed:
+        say(
+            f"{unsealed} shard(s) not sealed: a writer is at work or was interrupted; millstream repair {path} recovers"
+        )
+    if damages:
+        say(f"{path}: {len(damages)} damage(s) in {len(traces)} records. Next: millstream repair {path}")
+        raise typer.Exit(1)
+    how = "structure holds" if fast else "every checksum holds"
+    say(f"{path}: {len(traces)} records, {format_bytes(traces.num_bytes)}: {how}")
+
+
+@app.command()
+def repair(path: Store, as_json: Json = False) -> None:
+    """Recover interrupted shards, rebuild damaged ones, set damaged records aside with their ids."""
+    from dataclasses import asdict
+
+    from millstream.console import progress, say
+    from millstream.store.repair import repair as mend
+    from millstream.store.traces import Traces
+
+    with progress("repair", Traces(path).num_bytes, unit="bytes") as update:
+        result = mend(path, progress=update)
+    if as_json:
+        _print_json(asdict(result))
+    else:
+        for recovery in result.recovered:
+            kept = recovery.shard.records if recovery.shard else 0
+            print(
+                f"shard {recovery.number}: recovered {kept} records, "
+                f"cut {recovery.cut_bytes} bytes of an unfinished one"
+            )
+        for name in result.resealed:
+            print(f"{name}: footer and sidecar written anew; no record lost")
+        for name in result.rebuilt:
+            print(f"{name}: written anew without its damage; the old file is {path}/damaged/{name}")
+        for record in result.lost:
+            where = f" row {record.row} ({record.question_id!r})" if record.row is not None else ""
+            print(f"lost: {record.shard}{where}: {record.reason}")
+    if result.lost:
+        say(f"{len(result.lost)} lost; listed with their ids in {path}/damaged/lost.jsonl, to be extracted again")
+    say(f"{path}: {len(Traces(path))} records. Next: millstream verify {path}")
+
+
+@app.command()
+def merge(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Stores to merge, then the store to write.", metavar="A B ... OUT")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Put the records of several stores into one, by copying their shard files."""
+    from millstream.console import progress
+    from millstream.store.rewrite import merge as join
+    from millstream.store.traces import Traces
+
+    if len(paths) < 2:
+        raise typer.BadParameter("give the stores to merge and then the store to write: millstream merge A B OUT")
+    *sources, out = paths
+    with progress("merge", sum(Traces(source).num_bytes for source in sources), unit="bytes") as update:
+        _wrote(join(sources, out, progress=update), as_json)
+
+
+@app.command()
+def subset(
+    path: Store,
+    out: Out,
+    shards: Annotated[str | None, typer.Option(help="Shard numbers, as in 0,3-5.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="A file of question ids, one a line (or JSON lines).")] = None,
+    where: Annotated[str | None, typer.Option(help="An SQL condition over the scalar fields.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Copy some shards, or some records, of a store into a new store."""
+    from millstream.console import progress
+    from millstream.store.rewrite import find_ids, select_where, subset_records, subset_shards
+    from millstream.store.traces import Traces
+
+    if sum(option is not None for option in (shards, ids, where)) != 1:
+        raise typer.BadParameter("give exactly one of --shards, --ids and --where")
+    if shards is not None:
+        numbers = _numbers(shards)
+        with progress("subset", len(numbers), unit="shards") as update:
+            _wrote(subset_shards(path, out, numbers, progress=update), as_json)
+        return
+    traces = Traces(path)
+    records = select_where(traces, where) if where is not None else find_ids(traces, ids or Path())
+    with progress("subset", len(records)) as update:
+        _wrote(subset_records(traces, out, records, progress=update), as_json)
+
+
+@app.command()
+def convert(
+    paths: Annotated[list[str], typer.Argument(help="Old files, folders or patterns, then OUT.", metavar="OLD... OUT")],
+    compression: Annotated[str | None, typer.Option(help="none, lz4 or zstd.", show_default="none")] = None,
+    as_json: Json = False,
+) -> None:
+    """Import old .pkl, .pkl.gz and .pt trace files. Runs no code from them; run again to resume."""
+    from millstream.console import progress, say
+    from millstream.store.convert import convert as bring
+    from millstream.store.convert import expand
+
+    if len(paths) < 2:
+        raise typer.BadParameter("give old files and then the store to write: millstream convert 'old/*.pkl' traces/")
+    if compression not in (None, "none", "lz4", "zstd"):
+        raise typer.BadParameter(f"--compression {compression}: it is none, lz4 or zstd")
+    *patterns, out = paths
+    files = expand(patterns)
+    with progress("convert", sum(file.stat().st_size for file in files), unit="bytes") as update:
+        written = bring(files, Path(out), compression=compression, notify=say, progress=update)
+    _wrote(written, as_json)
+
+
+def _numbers(text: str) -> list[int]:
+    """`0,3-5` as [0, 3, 4, 5]."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise typer.BadParameter(f"--shards {text}: write numbers and ranges, as in 0,3-5")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _wrote(written: Any, as_json: bool) -> None:
+    from millstream.console import format_bytes, say
+
+    if as_json:
+        _print_json({"path": str(written.path), "records": written.records, "bytes": written.bytes})
+    say(
+        f"{written.path}: {written.records} records, {format_bytes(written.bytes)}. "
+        f"Next: millstream inspect {written.path}"
+    )
+
+
+def _print_json(answer: object) -> None:
+    print(json.dumps(answer, indent=1, default=str, ensure_ascii=False))

@@ -1,0 +1,110 @@
+"""Old trace files -> a store, one trace at a time. Run again after an interruption, it goes on where it stopped."""
+
+import glob
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from millstream.errors import BadSource, SchemaMismatch
+from millstream.records import RawTensor, as_tensor
+from millstream.source.pickles import normalise, read_traces
+from millstream.store.layout import publish
+from millstream.store.recover import ID_FIELD
+from millstream.store.rewrite import Written
+from millstream.store.traces import Traces
+from millstream.store.writer import TraceWriter
+
+PROGRESS = "converted.json"  # how many records each finished file gave
+_AXES = {
+    ("hidden_states", 3): "layer, token, dim",
+    ("attentions", 4): "layer, head, query, key",
+    ("hidden_states", 2): "layer, value",  # the steps of each layer one after the other
+    ("attentions", 2): "layer, value",
+}
+
+
+def expand(patterns: Sequence[str]) -> list[Path]:
+    """The files behind paths, folders and glob patterns, sorted, each once."""
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            found = [p for p in sorted(path.iterdir()) if p.name.endswith((".pkl", ".pkl.gz", ".pt"))]
+        else:
+            found = [path] if path.exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))
+        if not found:
+            raise BadSource(f"{pattern}: no such file. Give the old .pkl, .pkl.gz or .pt files, or a pattern in quotes")
+        files += [p for p in found if p not in files]
+    return files
+
+
+def convert(
+    files: Sequence[Path],
+    out: Path,
+    *,
+    compression: Literal["none", "lz4", "zstd"] | None = None,
+    notify: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, str], None] = lambda done, note: None,
+) -> Written:
+    """Import old files into a store; each file's last record ends a shard."""
+    config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}
+    writer: TraceWriter | None = TraceWriter(out, config=config) if (out / "manifest.json").exists() else None
+    finished: dict[str, int] = json.loads((out / PROGRESS).read_text()) if (out / PROGRESS).exists() else {}
+    partial = (len(writer) if writer else 0) - sum(finished.values())
+    done = 0
+    try:
+        for file in files:
+            if file.name not in finished:
+                count = 0
+                for record in islice(old_records(file, notify), partial, None):
+                    if writer is None:
+                        schema = _axes(record)
+                        writer = TraceWriter(out, config=config, compression=compression, schema=schema)
+                    writer.append(_complete(record, writer))
+                    count += 1
+                    progress(done, f"{file.name}: trace {partial + count}")
+                if writer is not None:
+                    writer.seal()
+                    finished[file.name] = partial + count
+                    publish(out / PROGRESS, (json.dumps(finished, indent=1) + "\n").encode())
+                partial = 0
+            done += file.stat().st_size
+            progress(done, file.name)
+    finally:
+        if writer is not None:
+            writer.close()
+    if writer is None:
+        raise BadSource(f"{', '.join(map(str, files))}: no traces in it")
+    traces = Traces(out)
+    return Written(out, len(traces), traces.num_bytes)
+
+
+def old_records(file: Path, notify: Callable[[str], None] = lambda text: None) -> Iterator[dict[str, object]]:
+    """The records of one old file, one in memory at a time."""
+    stem = file.name.split(".")[0]
+    for position, trace in enumerate(read_traces(file, notify=notify)):
+        record = normalise(trace)
+        if record.get(ID_FIELD) is None:
+            record[ID_FIELD] = f"{stem}:{position}"
+        yield record
+
+
+def _axes(record: dict[str, object]) -> dict[str, str]:
+    tensors = {name: as_tensor(name, value) for name, value in record.items()}
+    known = {name: raw for name, raw in tensors.items() if isinstance(raw, RawTensor)}
+    named = {name: _AXES.get((name, len(raw.shape))) for name, raw in known.items()}
+    return {name: f"{known[name].kind.dtype}[{axes}]" for name, axes in named.items() if axes}
+
+
+def _complete(record: dict[str, object], writer: TraceWriter) -> dict[str, object]:
+    """Fields that some traces lack are None."""
+    fields = writer.fields or list(record)
+    extra = next((name for name in record if name not in fields), None)
+    if extra is not None:
+        raise SchemaMismatch(
+            f"field {extra!r}: in trace {record[ID_FIELD]!r} but not in the first trace. "
+            "Convert files with different fields into different stores"
+        )
+    return {name: record.get(name) for name in fields}

@@ -1,0 +1,237 @@
+"""What is in a store, or in an old trace file: counts, fields, lengths, examples; and what differs between two."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from millstream.errors import StoreError
+from millstream.records import Tensor, as_tensor, plain
+from millstream.store.convert import old_records
+from millstream.store.layout import list_shards, shard_name
+from millstream.store.message import Row, TensorRow
+from millstream.store.recover import ID_FIELD
+from millstream.store.slices import crc32c
+from millstream.store.table import load_sidecar
+from millstream.store.traces import Traces
+
+Progress = Callable[[int, str], None]
+
+
+@dataclass
+class FieldSummary:
+    """One field over all records: the mean shape of tensors; of others mean, least and most of `measure`."""
+
+    kind: str
+    nulls: int = 0
+    count: int = 0
+    mean_shape: list[float] | None = None
+    mean: float | None = None
+    min: float | None = None
+    max: float | None = None
+    measure: str = ""
+
+
+@dataclass
+class Summary:
+    """A store or an old file at a glance."""
+
+    path: str
+    records: int
+    shards: int
+    bytes: int
+    compression: str
+    seconds: float
+    open_shards: int
+    fields: dict[str, FieldSummary] = field(default_factory=dict[str, FieldSummary])
+    examples: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
+
+
+@dataclass
+class Comparison:
+    """Two sets of records matched by id."""
+
+    same: int = 0
+    different: int = 0
+    only_a: int = 0
+    only_b: int = 0
+    differing_fields: dict[str, int] = field(default_factory=dict[str, int])
+    first_different: list[object] = field(default_factory=list[object])
+
+
+def summarise(path: Path, *, examples: int = 3, progress: Progress = lambda done, note: None) -> Summary:
+    """Statistics from the sidecars alone; an old file is read once, one trace at a time."""
+    if path.is_file():
+        return _summarise_old(path, examples)
+    traces = Traces(path)
+    summary = Summary(
+        str(path),
+        len(traces),
+        len(traces.shards),
+        traces.num_bytes,
+        traces.compression,
+        sum(shard.seconds for shard in traces.shards),
+        len(list_shards(path)[1]),
+    )
+    tallies = {name: _Tally(str(kind)) for name, kind in traces.fields.items()}
+    picks = np.linspace(0, len(traces) - 1, min(examples, len(traces))).astype(int).tolist()
+    done = 0
+    for shard in traces.shards:
+        sidecar = load_sidecar(path, shard)
+        for name, tally in tallies.items():
+            places = sidecar.tensor(name)
+            if places is not None:
+                tally.add_shapes(places.all_shapes(), nulls=int((places.offsets < 0).sum()))
+            elif isinstance(traces.fields[name], Tensor):
+                tally.nulls += shard.records
+            else:
+                tally.add_column(sidecar.column(name))
+        done += shard.records
+        progress(done, shard_name(shard.number))
+    for number in picks:
+        row = traces.row(number)
+        summary.examples.append(
+            _example(number, shard_name(traces.shards[traces.locate(number)[0]].number), row.values, row.tensors)
+        )
+    summary.fields = {name: tally.summary() for name, tally in tallies.items()}
+    return summary
+
+
+def compare(a: Path, b: Path, *, progress: Progress = lambda done, note: None) -> Comparison:
+    """Match the records of `a` with those of the store `b` by id and compare every field of each pair."""
+    if b.is_file():
+        a, b = b, a
+    if b.is_file():
+        raise StoreError(f"{a} and {b}: both are old files. Convert one first: millstream convert {b} traces/")
+    other = Traces(b)
+    result = Comparison()
+    seen = 0
+    alike = not a.is_file() and Traces(a).compression == other.compression
+    for seen, (key, prints) in enumerate(_old_prints(a) if a.is_file() else _store_prints(Traces(a), alike), start=1):
+        try:
+            number = other.find(key)
+        except KeyError:
+            result.only_a += 1
+            continue
+        theirs = dict(_one_print(other, number, alike))
+        differing = [name for name in prints.keys() | theirs.keys() if prints.get(name) != theirs.get(name)]
+        for name in differing:
+            result.differing_fields[name] = result.differing_fields.get(name, 0) + 1
+        if differing:
+            result.different += 1
+            result.first_different = [*result.first_different, key][:5]
+        else:
+            result.same += 1
+        progress(seen, "")
+    result.only_b = max(0, len(other) - result.same - result.different)
+    return result
+
+
+class _Tally:
+    """Running statistics of one field."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.nulls = self.count = 0
+        self.shape_sum: NDArray[np.int64] | None = None
+        self.total, self.low, self.high = 0.0, np.inf, -np.inf
+        self.measure = ""
+
+    def add_shapes(self, shapes: NDArray[np.int64], nulls: int = 0) -> None:
+        """Shapes of many tensors, one a row."""
+        self.nulls += nulls
+        self.count += len(shapes)
+        if len(shapes):
+            self.shape_sum = shapes.sum(axis=0) + (0 if self.shape_sum is None else self.shape_sum)
+
+    def add_column(self, column: pa.Array) -> None:
+        """Many scalars: characters of texts, items of lists, the value of numbers."""
+        self.nulls += column.null_count
+        values = column.drop_null()
+        kind = column.type
+        if pa.types.is_string(kind) or pa.types.is_binary(kind):
+            self.measure = "characters" if pa.types.is_string(kind) else "bytes"
+            values = pc.utf8_length(values) if pa.types.is_string(kind) else pc.binary_length(values)
+        elif pa.types.is_list(kind):
+            self.measure, values = "items", pc.list_value_length(values)
+        elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+            self.measure = "value"
+        else:
+            self.count += len(values)
+            return
+        numbers = values.to_numpy(zero_copy_only=False).astype(np.float64)
+        self.count += len(numbers)
+        if len(numbers):
+            self.total += float(numbers.sum())
+            self.low, self.high = min(self.low, float(numbers.min())), max(self.high, float(numbers.max()))
+
+    def summary(self) -> FieldSummary:
+        result = FieldSummary(self.kind, self.nulls, self.count)
+        if self.shape_sum is not None:
+            result.mean_shape = (self.shape_sum / self.count).round(1).tolist()
+        if self.count and self.low <= self.high:
+            result.mean, result.min, result.max = self.total / self.count, self.low, self.high
+            result.measure = self.measure
+        return result
+
+
+def _summarise_old(path: Path, examples: int) -> Summary:
+    tallies: dict[str, _Tally] = {}
+    count = 0
+    shown: list[dict[str, object]] = []
+    for record in old_records(path):
+        for name, value in record.items():
+            raw = as_tensor(name, value)
+            tally = tallies.setdefault(name, _Tally(str(raw.kind) if raw else type(value).__name__))
+            if raw is None:
+                tally.add_column(pa.array([plain(value)]))
+            else:
+                tally.add_shapes(np.array([raw.shape]))
+        if len(shown) < examples:
+            tensors = {n: TensorRow(0, raw.shape, (), None) for n, v in record.items() if (raw := as_tensor(n, v))}
+            values = {name: value for name, value in record.items() if name not in tensors}
+            shown.append(_example(count, path.name, values, tensors))
+        count += 1
+    summary = Summary(str(path), count, 1, path.stat().st_size, "old file", 0.0, 0)
+    summary.fields = {name: tally.summary() for name, tally in tallies.items()}
+    summary.examples = shown
+    return summary
+
+
+def _example(
+    number: int, file: str, values: Mapping[str, object], tensors: Mapping[str, TensorRow | None]
+) -> dict[str, object]:
+    shapes = {name: list(tensor.shape) if tensor else None for name, tensor in tensors.items()}
+    return {"number": number, "shard": file, **values, **shapes}
+
+
+def _store_prints(traces: Traces, stored: bool) -> Iterable[tuple[object, dict[str, object]]]:
+    for number in range(len(traces)):
+        prints = dict(_one_print(traces, number, stored))
+        yield prints.get(ID_FIELD), prints
+
+
+def _one_print(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str, object]]:
+    """Each field of a record as something small to compare. Stores of one compression need no tensor byte for it."""
+    if stored:
+        row: Row = traces.row(number)
+        for name, place in row.tensors.items():
+            yield name, place and (str(traces.fields[name]), place.shape, place.crc32c)
+        yield from row.values.items()
+        return
+    for name, value in traces[number].items():
+        yield name, _print(name, value)
+
+
+def _old_prints(path: Path) -> Iterable[tuple[object, dict[str, object]]]:
+    for record in old_records(path):
+        yield record[ID_FIELD], {name: _print(name, value) for name, value in record.items()}
+
+
+def _print(name: str, value: object) -> object:
+    raw = as_tensor(name, value)
+    return (raw.kind.dtype, raw.shape, crc32c(raw.data)) if raw else value

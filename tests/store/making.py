@@ -1,0 +1,283 @@
+"""Records to write and to compare, damage to do to files, and real processes that write, die and tell how far they came.
+
+A record is a function of (seed, number), so that any process can make it and any other can check it bit for bit.
+Children come from a fork server without threads and without torch: 30 ms each, where an interpreter takes a second.
+"""
+
+import builtins
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from millstream.door import open as ms_open
+from millstream.errors import DamageWarning
+from millstream.store.layout import DAMAGED, shard_name
+from millstream.store.repair import Damage, verify
+from millstream.store.traces import Traces
+from millstream.store.writer import TraceWriter
+
+Key = tuple[int, int]  # seed, number
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["pytest", "millstream.store.rewrite", "millstream.store.writer"])
+
+
+# -- records
+
+
+def record(seed: int, number: int, *, dim: int = 128) -> dict[str, object]:
+    """Tensors of one and of many slices, compressible and not, empty ones, texts, numbers, lists and None."""
+    rng = np.random.default_rng([seed, number])
+    num_tokens = int(rng.integers(6, 30))
+    hidden = rng.integers(0, 2**16, (3, num_tokens, dim), np.uint16).view(np.float16)  # any bits, also NaN
+    hidden[0] = 1.5
+    return {
+        "question_id": f"{seed}:{number}",
+        "question": "Wer mahlt das Korn? " + "näher " * int(rng.integers(1, 9)),
+        "answer": None if number % 4 == 2 else f"die Mühle {number}",
+        "score": float(rng.normal()),
+        "correct": bool(rng.integers(2)),
+        "tags": ["x", f"tag{number}"][: 1 + number % 2],
+        "tokens": rng.integers(0, 50_000, num_tokens).astype(np.int32),
+        "hidden": hidden,
+        "attention": np.tril(rng.random((2, num_tokens, num_tokens), np.float32)),
+        "nothing": np.empty((0, 4), np.float32),
+    }
+
+
+def small(seed: int, number: int) -> dict[str, object]:
+    """A record in which frame and tensors weigh about the same."""
+    return record(seed, number, dim=8)
+
+
+def same(found: dict[str, object], expected: dict[str, object]) -> bool:
+    """Whether two records are the same to the bit."""
+    return found.keys() == expected.keys() and all(same_value(found[name], expected[name]) for name in expected)
+
+
+def same_value(found: object, expected: object) -> bool:
+    if isinstance(expected, np.ndarray):
+        return (
+            isinstance(found, np.ndarray)
+            and (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            and found.tobytes() == expected.tobytes()
+        )
+    return type(found) is type(expected) and found == expected
+
+
+def key_of(found: dict[str, object]) -> Key:
+    seed, number = str(found["question_id"]).split(":")
+    return int(seed), int(number)
+
+
+def keys_in(traces: Traces, make: Callable[[int, int], dict[str, object]] = record) -> list[Key]:
+    """The key of every record of the store, in order; each record is compared with what was written."""
+    keys: list[Key] = []
+    for found in traces:
+        keys.append(key_of(found))
+        assert same(found, make(*keys[-1])), f"record {len(keys) - 1} is not what was written"
+    return keys
+
+
+def read_keys(path: Path, make: Callable[[int, int], dict[str, object]] = record) -> list[Key]:
+    return keys_in(ms_open(path), make)
+
+
+def assert_holds(path: Path, keys: Iterable[Key], make: Callable[[int, int], dict[str, object]] = record) -> None:
+    """The store has these records exactly once, bit for bit, and `verify` finds nothing."""
+    assert Counter(read_keys(path, make)) == Counter(keys)
+    assert damages(path) == []
+
+
+def damages(path: Path) -> list[Damage]:
+    with quiet():
+        return list(verify(path))
+
+
+def lost_ids(path: Path) -> set[object]:
+    """The ids that `damaged/lost.jsonl` asks to be extracted again."""
+    file = path / DAMAGED / "lost.jsonl"
+    return {json.loads(line)["question_id"] for line in file.read_text().splitlines()} if file.exists() else set()
+
+
+def write(path: Path, keys: Iterable[Key], make: Callable[[int, int], dict[str, object]] = record, **options: Any):
+    with TraceWriter(path, **options) as writer:
+        writer.extend(make(*key) for key in keys)
+    return path
+
+
+def write_open(
+    path: Path,
+    keys: Iterable[Key],
+    make: Callable[[int, int], dict[str, object]] = record,
+    **options: Any,
+) -> tuple[Path, list[int]]:
+    """A store whose writer died with everything in one open shard; with the file's bytes after each record."""
+    living = path.with_name(path.name + ".living")
+    writer = TraceWriter(living, **options)
+    ends: list[int] = []
+    for key in keys:
+        writer.append(make(*key))
+        ends.append(open_shard(living).stat().st_size)
+    shutil.copytree(living, path)  # a copy is locked by nobody
+    writer.close()
+    shutil.rmtree(living)
+    return path, ends
+
+
+def open_shard(path: Path) -> Path:
+    (file,) = path.glob("*.open")
+    return file
+
+
+def quiet() -> warnings.catch_warnings:
+    """Damage that could be worked around is only warned of."""
+    return warnings.catch_warnings(action="ignore", category=DamageWarning)
+
+
+# -- damage
+
+
+def flip(file: Path, position: int, bit: int = 0) -> None:
+    with open(file, "r+b") as f:
+        f.seek(position)
+        byte = f.read(1)[0]
+        f.seek(position)
+        f.write(bytes([byte ^ 1 << bit]))
+
+
+def place_of(path: Path, number: int, name: str) -> tuple[Path, int]:
+    """The file and the byte at which a tensor of a record begins."""
+    shard, row = ms_open(path).shard_of(number)
+    file = path / shard_name(shard.number)
+    return file, pq.read_table(file.with_suffix(".parquet"))[name][row].as_py()["offset"]
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """Every file under a folder with its bytes."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+# -- processes
+
+
+class Child:
+    """A process that runs `job(*args, tell)` and tells how it goes through a pipe, unbuffered."""
+
+    def __init__(self, job: Callable[..., None], *args: object) -> None:
+        self._ear, mouth = PROCESSES.Pipe(duplex=False)
+        self.process = PROCESSES.Process(target=_run, args=(job, args, mouth))
+        self.process.start()
+        mouth.close()
+
+    def hear(self) -> Any:
+        """The next thing told; None when the child is gone and everything it told was heard."""
+        try:
+            return self._ear.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def rest(self) -> Iterator[Any]:
+        while (told := self.hear()) is not None:
+            yield told
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def join(self) -> int:
+        """Wait for the end: 0, or -SIGKILL when killed; anything else fails the test (its traceback is on stderr)."""
+        self.process.join()
+        code = self.process.exitcode
+        self.process.close()
+        self._ear.close()
+        assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
+        return code
+
+
+def run_child(job: Callable[..., None], *args: object) -> list[Any]:
+    """Run a job to its end in a process of its own; what it told."""
+    child = Child(job, *args)
+    told = list(child.rest())
+    assert child.join() == 0
+    return told
+
+
+def _run(job: Callable[..., None], args: tuple[object, ...], mouth: Connection) -> None:
+    warnings.simplefilter("error")
+    job(*args, mouth.send)
+    assert "torch" not in sys.modules, "writing numpy arrays must not cost the import of torch"
+
+
+# Everything through which the store changes the disk, and opens files to do so.
+CALLS = {
+    os: "open rename link unlink mkdir rmdir ftruncate fsync fdatasync pwritev copy_file_range".split(),
+    builtins: ["open"],
+}
+
+
+def dying(step: int, when: str, job: Callable[..., None], *args: Any) -> None:
+    """Run the job and SIGKILL this process before, after or (a torn pwritev) in the middle of its call number `step`.
+
+    A job that comes to its end tells the names of its calls.
+    """
+    calls: list[str] = []
+
+    def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            calls.append(name)
+            if len(calls) != step:
+                return real(*args, **kwargs)
+            try:
+                if when == "torn":
+                    _write_half(real, *args)
+                elif when == "after":
+                    return real(*args, **kwargs)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return call
+
+    for module, names in CALLS.items():
+        for name in names:
+            setattr(module, name, counted(name, getattr(module, name)))
+    job(*args)
+    args[-1](calls)
+
+
+def _write_half(real: Callable[..., object], fd: object, buffers: list[memoryview], offset: object) -> None:
+    data = b"".join(bytes(buffer) for buffer in buffers)
+    real(fd, [data[: len(data) // 2]], offset)
+
+
+# -- jobs
+
+
+def append_forever(path: Path, seed: int, options: dict[str, Any], tell: Callable[[object], None]) -> None:
+    """Continue a store: tell how many records were there, then how many there are after each append."""
+    with quiet():
+        writer = TraceWriter(path, **options)
+    tell(len(writer))
+    while True:
+        writer.append(record(seed, len(writer)))
+        tell(len(writer))
+
+
+def append_some(path: Path, keys: list[Key], options: dict[str, Any], tell: Callable[[object], None]) -> None:
+    """Append these records and close; tell how many are written after each."""
+    writer = TraceWriter(path, **options)
+    for done, key in enumerate(keys):
+        writer.append(record(*key))
+        tell(done + 1)
+    writer.close()
