@@ -5,9 +5,8 @@
 Answers the first 24 questions greedily, keeps hidden states and attention of prompt and answer (computed in float32,
 then rounded) and stores them in memory as millstream does: slice by slice, one thread. Speeds are MB of raw bytes a
 second, the best of 20 rounds in which all ways take turns. `compress` is all of `store` with its CRC-32C; for `none`
-that is the CRC alone, nothing is copied. `decompress` is into memory that exists, without the CRC check. The rejected
-ways cut, checksum and fall back to raw bytes as `store` does. Every way must give the exact bytes back. Attention's
-ratio, and its share of the trace, depend on the number of tokens.
+that is the CRC alone, nothing is copied. `decompress` is into memory that exists, without the CRC check. The whole
+trace is hidden and attention in fp16; its ratio depends on the number of tokens, as attention grows with its square.
 """
 
 import argparse
@@ -42,16 +41,14 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     with args.questions.open(encoding="utf-8") as lines:
         questions = [json.loads(line)["question"] for line in islice(lines, NUM_TRACES)]
-
-    hidden, attention, hidden_bf16 = make_traces(args.model, questions)
+    hidden, attention, bf16 = make_traces(args.model, questions)
     tokens = [raw.shape[1] for raw in hidden]
     print(f"{len(tokens)} traces, tokens min/median/max {min(tokens)}/{np.median(tokens):.0f}/{max(tokens)}\n")
     print(f"| {'data':14} | {'way':29} | stored/raw | compress MB/s | decompress MB/s |\n|---|---|--:|--:|--:|")
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    sets = {"hidden fp16": hidden, "attention fp16": attention, "hidden bf16": hidden_bf16}
-    for data, raws in (sets | {"whole trace": hidden + attention}).items():  # the whole is fp16
-        results[data] = measure(raws)
-        for way, found in results[data].items():
+    sets = {"hidden fp16": hidden, "attention fp16": attention, "hidden bf16": bf16, "whole trace": hidden + attention}
+    results = {data: measure(raws) for data, raws in sets.items()}
+    for data, ways in results.items():
+        for way, found in ways.items():
             cells = [f"{found['ratio']:.3f}", f"{found['compress']:.0f}"] if "compress" in found else ["", ""]
             print(f"| {data:14} | {way:29} | {cells[0]:>10} | {cells[1]:>13} | {found['decompress']:>15.0f} |")
     facts = {"model": args.model.resolve().name, "pyarrow": pa.__version__, "tokens": tokens, "results": results}
@@ -69,11 +66,10 @@ def make_traces(model_path: Path, questions: Sequence[str]) -> tuple[list[RawTen
     fields: tuple[list[RawTensor], ...] = ([], [], [])
     for question in questions:
         text = f"Answer the question concisely. Q: {question} A:"
-        chat = bool(tokenizer.chat_template)
-        if chat:
+        if tokenizer.chat_template:  # it brings its own special tokens
             turn = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).input_ids  # a template has its own
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
         with torch.inference_mode():
             ids = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
             out = model(ids, output_hidden_states=True, output_attentions=True)
@@ -112,13 +108,14 @@ def measure(raws: Sequence[RawTensor]) -> dict[str, dict[str, float]]:
 
 
 def as_millstream(option: str) -> Way:
-    # The reader copies what is not compressed, slice by slice.
-    restore = np.copyto if option == "none" else lambda out, packed: unpack(packed, out, ITEMSIZE, option)
-    return lambda raw: store(raw.data, raw.shape, ITEMSIZE, option), restore
+    return (
+        lambda raw: store(raw.data, raw.shape, ITEMSIZE, option),
+        np.copyto if option == "none" else lambda out, packed: unpack(packed, out, ITEMSIZE, option),  # as the reader
+    )
 
 
 def whole_slice(codec: pa.Codec, *, shuffle: bool = False) -> Way:
-    """The codec on each slice in one piece; shuffled, all low bytes come before all high bytes."""
+    """As `store`, but each slice in one piece; shuffled, all its low bytes come before all its high bytes."""
 
     def pack(raw: RawTensor) -> Stored:
         packed: list[bytes] = []
@@ -129,7 +126,7 @@ def whole_slice(codec: pa.Codec, *, shuffle: bool = False) -> Way:
 
     def restore(out: Bytes, packed: Bytes) -> None:
         small = packed.size < out.size
-        raw = np.frombuffer(codec.decompress(pa.py_buffer(packed), out.size), np.uint8) if small else packed
+        raw = np.frombuffer(memoryview(codec.decompress(pa.py_buffer(packed), out.size)), np.uint8) if small else packed
         if not (small and shuffle):
             return np.copyto(out, raw)
         wide, (low, high) = out.view(np.uint16), raw.reshape(ITEMSIZE, -1)

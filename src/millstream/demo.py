@@ -94,7 +94,7 @@ def run(folder: Path) -> None:
     start = time.perf_counter()
     layer = store.fetch([7, 250, 31], fields=["hidden"], layers=-1)["hidden"]
     micros = (time.perf_counter() - start) * 1e6
-    shapes = [np.shape(part) for part in layer]
+    shapes = [np.asarray(part).shape for part in layer]
     print(f"6. The last layer of records 7, 250, 31, and nothing else, read in {micros:.0f} us: {shapes}")
     print("7. millstream inspect:\n")
     print(show_summary(summarise(path, examples=2)))

@@ -8,9 +8,12 @@ import builtins
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
+import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -227,11 +230,69 @@ CALLS = {
 }
 
 
-def dying(step: int, when: str, job: Callable[..., None], *args: Any) -> None:
-    """Run the job and SIGKILL this process before, after or (a torn pwritev) in the middle of its call number `step`.
+def die_everywhere(
+    template: Path | None, work: Path, job: Callable[..., None], *args: object
+) -> Iterator[tuple[Path, list[Any], str]]:
+    """Run `job(path, *args, tell)` on copies of `template`, killed before, after and in the middle of each of its steps.
 
-    A job that comes to its end tells the names of its calls.
+    Gives (path, what the job told, how it died) of the run that was left alone and of every death that left something
+    new. One process without threads forks them all.
     """
+    child = Child(_die_everywhere, template, work, job, args)
+    seen: list[object] = []
+    for path, told, how in child.rest():
+        state = told, {re.sub(r"\.\d+\.tmp", ".tmp", name): data for name, data in files_of(path.parent).items()}
+        if state not in seen:
+            seen.append(state)
+            yield path, told, how
+    assert child.join() == 0
+
+
+def _die_everywhere(
+    template: Path | None, work: Path, job: Callable[..., None], args: tuple[object, ...], tell: Callable[..., None]
+) -> None:
+    def run(step: int, when: str, how: str) -> list[Any]:
+        path = work / how / "store"
+        path.parent.mkdir(parents=True)
+        if template is not None:
+            shutil.copytree(template, path)
+        ear, mouth = multiprocessing.Pipe(duplex=False)
+        pid = os.fork()
+        if not pid:
+            _exit_after(_dying, step, when, job, path, *args, mouth.send)
+        mouth.close()
+        told: list[Any] = []
+        try:
+            while True:
+                told.append(ear.recv())
+        except EOFError:
+            pass
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code == (-signal.SIGKILL if step else 0), f"{how}: exit code {code}"
+        calls = [] if step else told.pop()
+        tell((path, told, how))
+        return calls
+
+    for step, name in enumerate(run(0, "never", "left alone"), 1):
+        for when in ("before", "torn", "after") if name == "pwritev" else ("before", "after"):
+            run(step, when, f"killed {when} step {step}, {name}")
+
+
+def _exit_after(job: Callable[..., None], *args: object) -> None:
+    """What a forked child does instead of returning into its parent's code."""
+    code = 1
+    try:
+        job(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _dying(step: int, when: str, job: Callable[..., None], *args: Any) -> None:
+    """Run the job and SIGKILL this process at its call number `step`; at the end tell the names of its calls."""
     calls: list[str] = []
 
     def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
@@ -252,6 +313,8 @@ def dying(step: int, when: str, job: Callable[..., None], *args: Any) -> None:
     for module, names in CALLS.items():
         for name in names:
             setattr(module, name, counted(name, getattr(module, name)))
+    start = time.time()
+    time.time = lambda: start  # two deaths that leave the same leave the same bytes
     job(*args)
     args[-1](calls)
 

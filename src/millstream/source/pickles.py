@@ -72,25 +72,27 @@ def read_traces(
     after the last whole trace of a broken file. `notify` is told when a file can only be read into memory whole.
     """
     name = os.fspath(path)
-    num_traces = 0
+    number = 0
     for drop in (True, False):
-        unpickler: TraceUnpickler | None = None
         try:
             with ExitStack() as opened:
-                unpickler = TraceUnpickler(*_open(name, opened, drop=drop), drop=drop)
-                yield from islice(unpickler.traces(), num_traces, None)
+                traces = TraceUnpickler(*_open(name, opened, drop=drop), drop=drop).traces()
+                for trace in islice(traces, number, None):
+                    number += 1
+                    yield trace
+                    del trace  # before the next one is read, if the caller did so too
                 return
         except SharedObject:
-            num_traces = unpickler.num_traces if unpickler else 0
             if notify:
-                notify(f"{name}: trace {num_traces} shares objects with earlier ones: all of them stay in memory")
+                notify(
+                    f"{name}: trace {number} shares objects with earlier ones, so all of them have to stay in memory"
+                )
         except Refused as reason:
             raise UnsafePickle(
                 f"{name}: refused: {reason}, which is not a tensor or a plain container. Nothing was run. If you trust "
                 "the file, load it with the script that wrote it and save only dicts, lists, numbers, text and arrays"
             ) from None
         except BROKEN as error:
-            number = unpickler.num_traces if unpickler else 0
             raise BadSource(
                 f"{name}: broken in trace {number}: {str(error) or type(error).__name__}. "
                 f"The {number} traces before it are whole; for the rest, copy the file again or write it anew"
@@ -322,8 +324,7 @@ def _of_one_kind(name: str, items: Sequence[object]) -> list[Array]:
     return [cast(Array, _storable(name, item)) for item in items]
 
 
-def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    dtype: object = like.dtype
-    return (
-        cast(Array, torch.empty(shape, dtype=dtype)) if isinstance(dtype, torch.dtype) else np.empty(shape, like.dtype)
-    )
+def _empty(shape: tuple[int, ...], like: object) -> Array:
+    if isinstance(like, torch.Tensor):
+        return cast(Array, torch.empty(shape, dtype=like.dtype))
+    return np.empty(shape, cast(Array, like).dtype)

@@ -115,7 +115,6 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         self.stack, self.metastack, self.memo = [], [], {}
         self.append = self.stack.append
         self.ready: list[Trace] = []
-        self.num_traces = 0
         self.value: object = None
 
     def load(self) -> object:
@@ -129,7 +128,6 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         while (opcode := read(1)) in handlers:
             handlers[opcode](self)
             while ready:
-                self.num_traces += 1
                 yield ready.pop(0)  # holding no name for it here: the caller may free it
         if not opcode:
             raise EOFError("the file ends too early")
@@ -253,12 +251,10 @@ class TraceUnpickler(Unpickler):
             if not isinstance(value, list | tuple):
                 raise pickle.UnpicklingError(f"it holds {_brief(value)}, not a list of traces")
             for item in cast(list[object], value):
-                trace = _trace(item)
-                self.num_traces += 1
-                yield trace
+                yield _trace(item)
 
     def hand_out(self, item: object) -> None:
-        """Item number `num_traces` of the trace list is finished."""
+        """The next item of the trace list is finished."""
         trace = _trace(item)
         self.ready.append(trace)
         if self.drop:

@@ -1,0 +1,37 @@
+# Everything a person or CI runs. Each target sets up what it needs; only Python 3.11+ with pip is assumed.
+PYTHON ?= python3
+VENV := .venv
+BENCH := .venv-bench
+BIN := $(VENV)/bin
+
+.PHONY: install check test demo bench clean
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+test: install
+	$(BIN)/pytest
+
+demo: install
+	$(BIN)/millstream demo
+
+# The peers live in an environment of their own; torch is constrained so that none of them pulls a CUDA build.
+$(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . -r benchmarks/requirements.txt
+	touch $@
+
+bench: $(BENCH)/installed
+	$(BENCH)/bin/python benchmarks/store.py
+
+clean:
+	rm -rf $(VENV) $(BENCH) demo .ruff_cache .hypothesis
