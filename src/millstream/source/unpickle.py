@@ -7,6 +7,7 @@ and tensors need, and the functions it may call are the ones in `GLOBALS`, which
 import io
 import pickle
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,13 +38,16 @@ class SharedObject(Exception):
     """The pickle goes back to an object of a trace that is already handed out and forgotten."""
 
 
+Fetch = Callable[[int, int], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Storage:
     """A flat row of numbers that tensors are cut from; `fetch(first, count)` brings the part that one covers."""
 
     dtype: torch.dtype
     numel: int
-    fetch: Callable[[int, int], torch.Tensor]
+    fetch: Fetch
 
 
 # (dtype, key, number of elements) -> the storage that a torch file keeps outside of the pickle
@@ -140,11 +144,11 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
     # -- what a hostile file would use
 
     def find_class(self, module: str, name: str) -> object:
-        try:
-            return GLOBALS[module, name]
-        except KeyError:
-            wanted = f"{module}.{name}"[:200]
-            raise Refused(f"the file asks for the global {wanted!r}") from None
+        found = GLOBALS.get((module, name))
+        # Torch files hold storages by themselves. One inside of one inside of one ... would be read 2^depth times.
+        if found is None or (found is _storage_of_bytes and self.find_storage is not None):
+            raise Refused(f"the file asks for the global {f'{module}.{name}'[:200]!r}")
+        return found
 
     def load_inst(self) -> NoReturn:
         module, name = str(self.readline()[:-1], "latin1"), str(self.readline()[:-1], "latin1")
@@ -268,7 +272,7 @@ class TraceUnpickler(Unpickler):
 
     def among_traces(self) -> bool:
         """Whether the stack holds the next items of the trace list: MARK item item ... APPENDS."""
-        outer = self.metastack[-1] if self.metastack else None
+        outer = self.metastack[-1] if self.metastack and self.trace_list is not None else None
         return bool(outer) and outer[-1] is self.trace_list
 
     def dict_arrived(self) -> None:
@@ -381,31 +385,34 @@ TraceUnpickler.handlers = _handlers(TraceUnpickler)
 
 
 def find_legacy_storages(file: BinaryIO, end: int, *, drop: bool) -> tuple[Input, dict[str, tuple[int, int]]]:
-    """For a torch file that is no zip: the pickle of the data, and where each storage's bytes begin and their number.
+    """For a torch file that is no zip: the pickle of the data, and where each storage begins and how many bytes it has.
 
-    Such a file is five pickles and then the storages, so the first pass over the data goes without them.
+    Such a file is five pickles and then the storages, so this is a first pass over the data that goes without them.
     """
     source = Input(file, end)
-    header = [Unpickler(source).load() for _ in range(3)]  # magic, version of the layout, facts about the machine
-    facts = header[2]
-    if header[:2] != [LEGACY_MAGIC, 1001] or not isinstance(facts, dict) or not cast(Trace, facts)["little_endian"]:
-        raise pickle.UnpicklingError("a torch file of an unknown kind")
-    start = file.tell()
-    itemsizes: dict[str, int] = {}
+    wanted: dict[str, tuple[int, int]] = {}
 
-    def find_nothing(dtype: torch.dtype, key: str, numel: int) -> Storage:
-        itemsizes[key] = dtype.itemsize
+    def find(dtype: torch.dtype, key: str, numel: int) -> Storage:
+        wanted[key] = (numel, dtype.itemsize)
         return Storage(dtype, numel, lambda _first, count: torch.empty(count, dtype=dtype, device="meta"))
 
-    for _ in TraceUnpickler(source, find_nothing, drop=drop).run():
+    magic, version, facts = (Unpickler(source, find).load() for _ in range(3))
+    if magic != LEGACY_MAGIC or version != 1001 or not cast(Trace, facts)["little_endian"]:
+        raise pickle.UnpicklingError("a torch file of an unknown kind")
+    start = file.tell()
+    for _ in TraceUnpickler(source, find, drop=drop).run():
         pass
     data = Input(file, file.tell())
     spans: dict[str, tuple[int, int]] = {}
-    for key in cast(list[str], Unpickler(source).load()):
-        num_bytes = int.from_bytes(source.read(8), "little") * itemsizes[key]
-        source.check(num_bytes)
-        spans[key] = (file.tell(), num_bytes)
-        file.seek(num_bytes, io.SEEK_CUR)
+    for key in cast(list[str], Unpickler(source, find).load()):
+        numel, itemsize = wanted[key]
+        if int.from_bytes(source.read(8), "little") != numel:
+            raise pickle.UnpicklingError(f"storage {key} has another size than its tensors want")
+        source.check(numel * itemsize)
+        spans[key] = (file.tell(), numel * itemsize)
+        file.seek(numel * itemsize, io.SEEK_CUR)
+    if not source.at_end():
+        raise pickle.UnpicklingError("more bytes follow the last storage")
     file.seek(start)
     return data, spans
 
@@ -415,7 +422,7 @@ def find_legacy_storages(file: BinaryIO, end: int, *, drop: bool) -> tuple[Input
 
 def _encode(text: str, encoding: str) -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise Refused("the file asks for the global '_codecs.encode' with something else than latin1")
+        raise Refused("the file asks for the global '_codecs.encode' to do something else than latin1")
     return text.encode("latin1")
 
 
@@ -429,7 +436,7 @@ def _ordered_dict() -> OrderedDict[object, object]:
 
 def _dtype(spec: str, align: object = False, copy: object = True) -> DType:
     if type(spec) is not str or not re.fullmatch(r"[biufcSU][0-9]{1,9}", spec):
-        raise Refused(f"the file asks for the global 'numpy.dtype' with {_brief(spec)}: not numbers or text")
+        raise Refused(f"the file asks for the global 'numpy.dtype' to be {_brief(spec)}")
     return np.dtype(spec, copy=True)  # a copy, because _set_byte_order changes it in place
 
 
@@ -437,8 +444,9 @@ def _set_byte_order(dtype: DType, state: object) -> None:
     # (3, order, subarray, names, fields, size, alignment, flags). numpy believes even the flags, so only the order is
     # taken from the file and the rest from a dtype of our own.
     version, order, *rest = cast(tuple[object, ...], state)
-    if version != 3 or order not in ("<", ">", "|", "=") or rest[:3] != [None, None, None]:
-        raise Refused("the file asks for the global 'numpy.dtype' with fields or an unknown state")
+    orders = "<|=" if dtype.kind == "U" else "<|=>"
+    if version != 3 or type(order) is not str or order not in orders or rest[:3] != [None, None, None]:
+        raise Refused("the file asks for the global 'numpy.dtype' to have fields or flags")
     own_state = cast(tuple[object, ...], dtype.newbyteorder(cast(Literal["<"], order)).__reduce__())[2]
     dtype.__setstate__(own_state)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
@@ -452,8 +460,8 @@ def _blank_array(kind: object, shape: object, code: object) -> Array:
 def _fill_array(array: Array, state: object) -> None:
     _version, shape, dtype, is_fortran, data = cast(tuple[object, ...], state)
     if array.size or array.base is not None or type(is_fortran) is not bool or type(data) is not bytes:
-        raise Refused("the file asks to set an array to something else than bytes")
-    _check_array(shape, dtype, len(data))
+        raise Refused("the file asks to fill an array with something else than bytes")
+    _check_array(shape, dtype, data)
     array.__setstate__((1, shape, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType]
 
 
@@ -462,7 +470,7 @@ def _array_of_buffer(
 ) -> Array:
     if type(data) not in (bytes, bytearray):
         raise Refused(f"the file asks for an array over {_brief(data)}")
-    _check_array(shape, dtype, len(data))
+    _check_array(shape, dtype, data)
     flat = np.frombuffer(data, dtype)
     if order == "K" and axes is not None:
         return flat.reshape(shape).transpose(axes)
@@ -472,32 +480,32 @@ def _array_of_buffer(
 def _scalar(dtype: DType, data: bytes) -> np.generic:
     if type(data) is not bytes:
         raise Refused(f"the file asks for a number made of {_brief(data)}")
-    _check_array((), dtype, len(data))
+    _check_array((), dtype, data)
     return np.frombuffer(data, dtype)[0]
 
 
-def _check_array(shape: object, dtype: object, num_bytes: int) -> None:
+def _check_array(shape: object, dtype: object, data: bytes | bytearray) -> None:
     if not isinstance(dtype, np.dtype) or not _are_counts(shape):
         raise pickle.UnpicklingError("an array without a dtype or a shape")
-    if prod(shape) * dtype.itemsize != num_bytes:
-        raise pickle.UnpicklingError(f"an array of shape {shape} and dtype {dtype} does not have {num_bytes:,} bytes")
+    if prod(shape) * dtype.itemsize != len(data):
+        raise pickle.UnpicklingError(f"an array of shape {shape} and dtype {dtype} does not have {len(data):,} bytes")
+    # numpy does not check, and Python fails with a SystemError when it makes a str of them.
+    if dtype.kind == "U" and np.frombuffer(data, "<u4").max(initial=0) > sys.maxunicode:
+        raise pickle.UnpicklingError("a text with characters that do not exist")
 
 
 def _storage_of_bytes(data: bytes) -> Storage:
     """A tensor in a plain pickle holds its numbers as a whole torch file."""
-    file = io.BytesIO(data)
-    source, spans = find_legacy_storages(file, len(data), drop=False)
-
-    def find(dtype: torch.dtype, key: str, numel: int) -> Storage:
-        start, num_bytes = spans[key]
-        flat = torch.empty(numel, dtype=dtype)
-        flat.view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8, num_bytes, start)
-        return Storage(dtype, numel, lambda first, count: flat[first : first + count])
-
-    storage = Unpickler(source, find).load()
-    if not isinstance(storage, Storage):
-        raise pickle.UnpicklingError("a torch file inside of the pickle that is not a storage")
-    return storage
+    source, spans = find_legacy_storages(io.BytesIO(data), len(data), drop=False)
+    storage = Unpickler(source, lambda dtype, key, numel: Storage(dtype, numel, cast(Fetch, None))).load()
+    if not isinstance(storage, Storage) or len(spans) != 1:
+        raise pickle.UnpicklingError("a torch file inside of the pickle that is not one storage")
+    [(start, num_bytes)] = spans.values()
+    if num_bytes != storage.numel * storage.dtype.itemsize:
+        raise pickle.UnpicklingError("a storage of two sizes")
+    flat = torch.empty(storage.numel, dtype=storage.dtype)
+    flat.view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8, num_bytes, start)
+    return Storage(storage.dtype, storage.numel, lambda first, count: flat[first : first + count])
 
 
 def _tensor(storage: object, first: object, shape: object, strides: object, *_grad_and_hooks: object) -> torch.Tensor:
@@ -596,8 +604,13 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _are_counts(value: object) -> TypeGuard[tuple[int, ...]]:
-    return type(value) is tuple and all(map(_is_count, cast(tuple[object, ...], value)))
+    items = cast(tuple[object, ...], value)
+    return type(value) is tuple and len(items) <= 64 and all(map(_is_count, items))
 
 
 def _brief(value: object) -> str:
-    return repr(value)[:80] if isinstance(value, str | bytes | None) else f"a {type(value).__name__}"
+    """What a value is, in few words and without asking the value."""
+    for (module, name), known in GLOBALS.items():
+        if known is value:
+            return f"the global '{module}.{name}'"
+    return repr(value[:80]) if isinstance(value, str | bytes) else f"a {type(value).__name__}"

@@ -1,0 +1,168 @@
+"""Old trace files become a store: every trace, exactly, resumable, without running anything in them."""
+
+import gzip
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import millstream as ms
+from millstream.errors import BadSource, ConfigMismatch, SchemaMismatch
+from millstream.store.convert import convert, expand
+from millstream.store.summary import compare
+
+
+def old_trace(g: int, *, batch: int = 4) -> dict[str, object]:
+    """A trace as the newer old scripts wrote it."""
+    rng = np.random.default_rng(g)
+    tokens = 5 + g % 3
+    return {
+        "question_id": f"tc_{g}",
+        "question": f"Question {g}?",
+        "generated_answer_clean": "Ja, ñandú",
+        "hidden_states": [rng.standard_normal((tokens, 64)).astype(np.float16) for _ in range(4)],
+        "attentions": [rng.random((2, tokens, tokens)).astype(np.float16) for _ in range(4)],
+        "tokens": list(range(tokens)),
+        "prompt_length": 3,
+        "ground_truth_answers": ["yes", "sí"],
+        "example_id": g % batch,
+        "global_example_id": g,
+        "batch_number": g // batch,
+    }
+
+
+def write_old(folder: Path, num_files: int = 3, batch: int = 4) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    files: list[Path] = []
+    for b in range(num_files):
+        traces = [old_trace(g) for g in range(b * batch, (b + 1) * batch)]
+        file = folder / f"trivia_qa_traces_batch_{b:04d}.pkl"
+        if b == 1:
+            file = file.with_name(file.name + ".gz")
+            file.write_bytes(gzip.compress(pickle.dumps(traces)))
+        elif b == 2:
+            file = file.with_suffix(".pt")
+            torch.save(traces, file)
+        else:
+            file.write_bytes(pickle.dumps(traces))
+        files.append(file)
+    return files
+
+
+def assert_converted(path: Path, count: int) -> None:
+    traces = ms.open(path)
+    assert len(traces) == count
+    for g in range(count):
+        old, new = old_trace(g), traces[g]
+        assert np.array_equal(np.stack(old["hidden_states"]), new["hidden_states"])
+        assert np.array_equal(np.stack(old["attentions"]), new["attentions"])
+        assert new["hidden_states"].dtype == np.float16
+        assert list(new["tokens"]) == old["tokens"]
+        plain = ("question_id", "question", "ground_truth_answers", "global_example_id", "prompt_length")
+        assert {name: new[name] for name in plain} == {name: old[name] for name in plain}
+
+
+def test_every_kind_of_old_file_is_imported_exactly_and_a_file_ends_a_shard(tmp_path: Path):
+    files = write_old(tmp_path / "old")
+    written = convert(expand([str(tmp_path / "old")]), tmp_path / "new")
+    assert written.records == 12
+    assert_converted(tmp_path / "new", 12)
+    assert [shard.records for shard in ms.open(tmp_path / "new").shards] == [4, 4, 4]
+    assert str(ms.open(tmp_path / "new").fields["attentions"]) == "float16[layer, head, query, key]"
+    for file in files:
+        found = compare(file, tmp_path / "new")
+        assert (found.same, found.different, found.only_a) == (4, 0, 0)
+
+
+def test_the_layer_and_step_layout_of_the_first_scripts_comes_back_through_classic(tmp_path: Path):
+    from millstream.classic import TraceBatchLoader
+
+    def trace(g: int) -> dict[str, object]:
+        rng = np.random.default_rng(g)
+        steps = [5] + [1] * g  # the first trace has one step only
+        hidden = [[rng.standard_normal((1, n, 64)).astype(np.float32) for n in steps] for _ in range(3)]
+        return {"question": "?", "hidden_states": hidden, "tokens": [1, 2], "prompt_length": 1, "global_example_id": g}
+
+    (tmp_path / "old.pkl").write_bytes(pickle.dumps([trace(g) for g in range(4)]))
+    convert([tmp_path / "old.pkl"], tmp_path / "new")
+    loader = TraceBatchLoader(tmp_path / "new")
+    for g in range(4):
+        got, want = loader.get_trace_by_global_id(g), trace(g)
+        assert got is not None
+        for layer_got, layer_want in zip(got["hidden_states"], want["hidden_states"], strict=True):
+            assert [x.shape for x in layer_got] == [x.shape for x in layer_want]
+            assert all(np.array_equal(a, b) for a, b in zip(layer_got, layer_want, strict=True))
+        assert "hidden_states_steps" not in got
+
+
+def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path: Path):
+    files = write_old(tmp_path / "old")
+
+    class Stopped(Exception):
+        pass
+
+    def stop_in_second_file(done: int, note: str) -> None:
+        if note.startswith(files[1].name) and note.endswith("trace 2"):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        convert(files, tmp_path / "new", progress=stop_in_second_file)
+    assert len(ms.open(tmp_path / "new")) == 6
+    before = {file.name: file.read_bytes() for file in (tmp_path / "new").glob("shard-*")}
+    convert(files, tmp_path / "new")
+    assert_converted(tmp_path / "new", 12)
+    assert all((tmp_path / "new" / name).read_bytes() == data for name, data in before.items())
+    convert(files, tmp_path / "new")
+    assert_converted(tmp_path / "new", 12)
+
+
+def test_a_broken_file_keeps_what_was_before_it_and_goes_on_when_mended(tmp_path: Path):
+    files = write_old(tmp_path / "old", num_files=2)
+    whole = files[0].read_bytes()
+    files[0].write_bytes(whole[: int(len(whole) * 0.6)] + bytes(len(whole) - int(len(whole) * 0.6)))
+    with pytest.raises(BadSource, match="trivia_qa_traces_batch_0000"):
+        convert(files, tmp_path / "new")
+    assert 0 < len(ms.open(tmp_path / "new")) < 4
+    files[0].write_bytes(whole)
+    convert(files, tmp_path / "new")
+    assert_converted(tmp_path / "new", 8)
+
+
+def test_other_files_into_the_same_store_are_refused_with_what_differs(tmp_path: Path):
+    files = write_old(tmp_path / "old")
+    convert(files[:1], tmp_path / "new")
+    with pytest.raises(ConfigMismatch, match="converted"):
+        convert(files[1:], tmp_path / "new")
+
+
+def test_traces_without_an_id_get_one_from_the_file_and_their_place(tmp_path: Path):
+    (tmp_path / "some_batch.pkl").write_bytes(pickle.dumps([{"question": "a"}, {"question": "b"}]))
+    convert([tmp_path / "some_batch.pkl"], tmp_path / "new")
+    assert ms.open(tmp_path / "new").ids == ["some_batch:0", "some_batch:1"]
+
+
+def test_a_field_that_some_traces_lack_is_none_and_one_too_many_is_named(tmp_path: Path):
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps([{"question": "a", "cutoff": 3}, {"question": "b"}]))
+    convert([tmp_path / "a.pkl"], tmp_path / "a")
+    assert ms.open(tmp_path / "a").column("cutoff") == [3, None]
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps([{"question": "a"}, {"question": "b", "extra": 1}]))
+    with pytest.raises(SchemaMismatch, match="extra"):
+        convert([tmp_path / "b.pkl"], tmp_path / "b")
+
+
+def test_no_files_and_files_without_traces_are_said(tmp_path: Path):
+    with pytest.raises(BadSource, match="no such file"):
+        expand([str(tmp_path / "*.pkl")])
+    (tmp_path / "empty.pkl").write_bytes(pickle.dumps([]))
+    with pytest.raises(BadSource, match="no traces"):
+        convert([tmp_path / "empty.pkl"], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_compression_is_kept_on_resume(tmp_path: Path):
+    files = write_old(tmp_path / "old")
+    convert(files, tmp_path / "new", compression="zstd")
+    assert ms.open(tmp_path / "new").compression == "zstd"
+    assert_converted(tmp_path / "new", 12)

@@ -1,0 +1,85 @@
+"""Byte sizes as people write them, and configurations as a fingerprint and as a difference."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.config import config_diff, config_hash, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("512MB", 512_000_000),
+        ("512 mb", 512_000_000),
+        (" 2k ", 2_000),
+        ("1.5GiB", 3 * 2**29),
+        ("64KiB", 65_536),
+        ("3g", 3_000_000_000),
+        ("1TB", 10**12),
+        ("2TiB", 2**41),
+        (".5kB", 500),
+    ],
+)
+def test_a_size_is_read_as_people_write_it(text: int | str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MB", "12 apples", "1e6", "-5MB", "5MBB", "5 M B", "1,5GB", "1.5.2MB", "."])
+def test_what_is_no_size_is_refused_with_an_example_of_one(text: str) -> None:
+    with pytest.raises(ValueError, match="write for example '512MB'") as error:
+        parse_bytes(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize("size", [0, -1, "0", "0MB", "0.4B"])
+def test_a_size_that_is_not_positive_is_refused(size: int | str) -> None:
+    with pytest.raises(ValueError, match="must be positive") as error:
+        parse_bytes(size)
+    assert repr(size) in str(error.value)
+
+
+@given(st.integers(1, 2**50), st.sampled_from(["", "B", "kB", "KiB", "mb", "MiB"]))
+def test_a_whole_number_of_units_is_exact(count: int, unit: str) -> None:
+    scale = {"": 1, "B": 1, "kB": 1000, "KiB": 1024, "mb": 1000**2, "MiB": 1024**2}[unit]
+    count = count // scale + 1
+    assert parse_bytes(f"{count}{unit}") == count * scale
+
+
+Configs = st.dictionaries(st.text(max_size=4), st.text(max_size=3) | st.lists(st.text(max_size=2), max_size=2), max_size=3)
+
+
+@settings(derandomize=True)
+@given(Configs, Configs)
+def test_configurations_have_the_same_hash_exactly_when_they_are_equal(a: dict[str, object], b: dict[str, object]) -> None:
+    assert (config_hash(a) == config_hash(b)) == (a == b)
+    assert config_hash(dict(reversed(a.items()))) == config_hash(a)
+
+
+def test_the_hash_of_a_configuration_never_changes_between_versions() -> None:
+    assert config_hash({"model": "gpt2", "seed": 1, "layers": [0, 6]}) == config_hash(
+        {"layers": [0, 6], "seed": 1, "model": "gpt2"}
+    )
+    assert config_hash({}) == "01e7b720ff566d53"
+    assert config_hash({"model": "gpt2", "seed": 1, "layers": [0, 6]}) == "63227bf10abd632d"
+
+
+def test_a_difference_names_every_setting_that_changed_came_or_went_and_no_other() -> None:
+    old = {"model": "gpt2", "seed": 1, "same": [1, 2], "gone": True}
+    new = {"model": "pythia", "seed": 1, "same": [1, 2], "came": 0.5}
+    assert config_diff(old, new) == "model: 'gpt2' -> 'pythia', gone: True -> None, came: None -> 0.5"
+
+
+@settings(derandomize=True)
+@given(Configs, Configs)
+def test_there_is_a_difference_to_show_exactly_when_configurations_differ(
+    a: dict[str, object], b: dict[str, object]
+) -> None:
+    assert (config_diff(a, b) == "") == (a == b)
+
+
+def test_a_setting_that_is_none_differs_from_one_that_is_not_there() -> None:
+    assert "limit" in config_diff({"limit": None}, {})
