@@ -27,7 +27,8 @@ demo: install
 # The peers live in an environment of their own; torch is constrained so that none of them pulls a CUDA build.
 $(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . -r benchmarks/requirements.txt
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements.txt
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 bench: $(BENCH)/installed

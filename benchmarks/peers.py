@@ -1,4 +1,4 @@
-"""The same records stored in eight other ways, each library used as its documentation advises for random access.
+"""The same records stored in nine other ways, each library used as its documentation advises for random access.
 
 Knows nothing of millstream: `store.py` drives both halves. `python benchmarks/peers.py` checks every round trip.
 """
@@ -192,8 +192,8 @@ class Safetensors:
             )
 
     def open(self, path: Path) -> None:
-        # Measured: "pt" hands out whole tensors as views of the map (8 GB/s against 2 for "np", which copies them),
-        # "np" cuts a slice in 22 us against 48.
+        # "pt" hands out whole tensors as views of the map where "np" copies; copied into one buffer, both are equally
+        # fast. A slice through "np" takes half the time (medians 74 and 174 us, interleaved on a busy machine).
         files = sorted(path.glob("*.safetensors"))
         self._whole = [self._safetensors.safe_open(p, framework="pt") for p in files]
         self._slices = [self._safetensors.safe_open(p, framework="np") for p in files]
@@ -283,11 +283,12 @@ class Mosaic:
 class Lance:
     """pylance: tensors as blob columns, its form for megabyte values, which reads byte ranges.
 
-    Measured against large_binary of storage version 2.0: layers 0.5 ms against 0.9 (which reads all layers from disk),
-    whole records 1.3 GB/s against 1.7; against large_binary and lists of the default version 2.2 it wins both.
+    No layout is best at both, hence two peers. Medians of 9 interleaved rounds on a busy machine, whole records and
+    one layer: blobs 0.9 GB/s and 0.9 ms; large_binary in storage version 2.0 1.6 and 1.1, in the default 2.2 0.5 and
+    3.9 (it compresses), in 2.2 uncompressed 1.3 and 1.4.
     """
 
-    name = "Lance"
+    name = "Lance, blobs"
     note = "a layer is a byte range of a blob; a whole record takes three calls"
 
     def __init__(self) -> None:
@@ -318,6 +319,37 @@ class Lance:
         return np.frombuffer(blob.read_range(layer * layer_bytes, layer_bytes), np.float16).reshape(-1, D)
 
 
+class LanceBinary:
+    """pylance: tensors as large_binary in storage version 2.0, the fastest of its layouts for whole records."""
+
+    name = "Lance, large_binary"
+    note = "reads the hidden states of all layers for one"
+
+    def __init__(self) -> None:
+        import lance
+
+        self._lance = lance
+        self._schema = pa.schema([*_SMALL, *(pa.field(f, pa.large_binary()) for f in TENSORS)])
+
+    def write(self, records: Iterable[Record], path: Path) -> None:
+        columns = ([*_small(r), *(_one_binary(r[f]) for f in TENSORS)] for r in records)
+        batches = (pa.record_batch(c, schema=self._schema) for c in columns)
+        self._lance.write_dataset(
+            pa.RecordBatchReader.from_batches(self._schema, batches), str(path), data_storage_version="2.0"
+        )
+
+    def open(self, path: Path) -> None:
+        self._rows = self._lance.dataset(str(path))
+
+    def read(self, i: int) -> Record:
+        batch = self._rows.take([i]).to_batches()[0]
+        return _unpack(batch) | {f: _binary_tensor(batch, f) for f in TENSORS}
+
+    def layer(self, i: int, layer: int) -> np.ndarray:
+        batch = self._rows.take([i], columns=["hidden", "hidden_shape"]).to_batches()[0]
+        return _binary_tensor(batch, "hidden")[layer]
+
+
 class ArrowIPC:
     """pyarrow alone: an IPC file, one batch a record, tensors as large_binary, mapped."""
 
@@ -339,18 +371,18 @@ class ArrowIPC:
 
     def read(self, i: int) -> Record:
         batch = self._file.get_batch(i)
-        return _unpack(batch) | {f: self._tensor(batch, f) for f in TENSORS}
+        return _unpack(batch) | {f: _binary_tensor(batch, f) for f in TENSORS}
 
     def layer(self, i: int, layer: int) -> np.ndarray:
-        return self._tensor(self._file.get_batch(i), "hidden")[layer]
-
-    def _tensor(self, batch: pa.RecordBatch, field: str) -> np.ndarray:
-        # The data buffer itself: batch[field][0].as_buffer() would copy it (measured: 220 us a layer against 90).
-        return _shaped(np.frombuffer(batch[field].buffers()[2], np.float16), batch, field)
+        return _binary_tensor(self._file.get_batch(i), "hidden")[layer]
 
 
 PEERS: dict[str, Callable[[], Peer]] = {
-    peer.name: peer for peer in (TorchSave, TorchSaveMmap, Pickle, Safetensors, HuggingFace, Mosaic, Lance, ArrowIPC)
+    peer.name: peer
+    for peer in (
+        *(TorchSave, TorchSaveMmap, Pickle, Safetensors, HuggingFace),
+        *(Mosaic, Lance, LanceBinary, ArrowIPC),
+    )
 }
 
 
@@ -401,7 +433,7 @@ class _LastShard:
         return self._records
 
 
-# What the three Arrow formats share: all but the two tensors.
+# What the Arrow formats share: all but the two tensors.
 _SMALL = pa.schema(
     [*((f, pa.string()) for f in TEXTS), ("label", pa.int64())]
     + [(f, pa.list_(pa.type_for_alias(dtype))) for f, dtype in VECTORS.items()]
@@ -434,6 +466,14 @@ def _values(column: pa.ListArray) -> np.ndarray:
 
 def _shaped(flat: np.ndarray, batch: pa.RecordBatch, field: str) -> np.ndarray:
     return flat.reshape(_values(batch[f"{field}_shape"]))
+
+
+def _binary_tensor(batch: pa.RecordBatch, field: str) -> np.ndarray:
+    # The data buffer itself: batch[field][0].as_buffer() would copy it, which takes two to four times as long a layer.
+    column = batch[field]
+    _, offsets, data = column.buffers()
+    start, stop = np.frombuffer(offsets, np.int64)[column.offset : column.offset + 2].tolist()
+    return _shaped(np.frombuffer(data.slice(start, stop - start), np.float16), batch, field)
 
 
 def _streaming_base() -> types.ModuleType:

@@ -271,6 +271,22 @@ def test_a_contiguous_torch_tensor_is_passed_on_too() -> None:
     assert raw.data.ctypes.data == tensor.data_ptr()
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.from_numpy(np.empty(0, np.float32)),
+        torch.ones(1).expand(0),
+        torch.arange(7.0).reshape(1, 7)[:, 3],
+        torch.arange(7, dtype=torch.bfloat16)[::7],
+    ],
+    ids=["empty, from numpy", "empty, expanded", "a column of one row", "one of seven"],
+)
+def test_a_torch_tensor_of_odd_strides_can_be_stored(tensor: torch.Tensor) -> None:
+    raw = as_tensor("x", tensor)
+    assert raw is not None and raw.shape == tuple(tensor.shape)
+    assert raw.data.tobytes() == tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+
+
 def test_a_torch_tensor_that_needs_a_gradient_can_be_stored() -> None:
     raw = as_tensor("x", torch.ones(3, requires_grad=True) * 2)
     assert raw is not None and raw.data.view(np.float32).tolist() == [2, 2, 2]

@@ -30,6 +30,8 @@ def main() -> None:
         app()
     except MillstreamError as error:
         _fail(str(error))
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
     except OSError as error:
         _fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
     except KeyboardInterrupt:

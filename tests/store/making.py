@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -26,7 +27,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from millstream.door import open as ms_open
-from millstream.errors import DamageWarning
+from millstream.errors import DamageWarning, StoreFull
 from millstream.store.layout import DAMAGED, shard_name
 from millstream.store.repair import Damage, repair, verify
 from millstream.store.rewrite import merge, subset_records, subset_shards
@@ -63,8 +64,8 @@ def record(seed: int, number: int, *, dim: int = 128) -> dict[str, object]:
 
 
 def small(seed: int, number: int) -> dict[str, object]:
-    """A record in which frame and tensors weigh about the same."""
-    return record(seed, number, dim=8)
+    """A record that is mostly frame, but for every third, whose hidden states are cut into slices."""
+    return record(seed, number, dim=400 if number % 3 == 1 else 8)
 
 
 def same(found: dict[str, object], expected: dict[str, object]) -> bool:
@@ -72,7 +73,9 @@ def same(found: dict[str, object], expected: dict[str, object]) -> bool:
     return found.keys() == expected.keys() and all(same_value(found[name], expected[name]) for name in expected)
 
 
-def same_value(found: object, expected: object) -> bool:
+def same_value(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return isinstance(found, dict) and same(found, expected)
     if isinstance(expected, np.ndarray):
         return (
             isinstance(found, np.ndarray)
@@ -247,7 +250,7 @@ def die_everywhere(
     child = Child(_die_everywhere, template, work, job, args)
     seen: list[object] = []
     for path, told, how in child.rest():
-        state = told, {re.sub(r"\.\d+\.tmp", ".tmp", name): data for name, data in files_of(path.parent).items()}
+        state = told, {re.sub(r"\.\w+\.tmp$", ".tmp", name): data for name, data in files_of(path.parent).items()}
         if state not in seen:
             seen.append(state)
             yield path, told, how
@@ -394,3 +397,94 @@ def take_shards(path: Path, source: Path, numbers: list[int], tell: Callable[[ob
 
 def take_records(path: Path, source: Path, numbers: list[int], tell: Callable[[object], None]) -> None:
     subset_records(ms_open(source), path, numbers, shard_bytes="40kB")
+
+
+def append_until_full(path: Path, seed: int, options: dict[str, Any], tell: Callable[[object], None]) -> None:
+    """Append until the disk is full, as a program does that does not expect it; tell each record written."""
+    number = 0
+    try:
+        with TraceWriter(path, **options) as writer:
+            while True:
+                writer.append(record(seed, number))
+                number += 1
+                tell(number)
+    except StoreFull:
+        pass
+
+
+def append_under_limit(path: Path, limit: int, tell: Callable[[object], None]) -> None:
+    """Append until a file may not grow, then with the limit lifted; tell each record written and each refusal."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    writer = TraceWriter(path)
+    number = 0
+    for _ in range(2):
+        try:
+            while True:
+                writer.append(record(1, number))
+                number += 1
+                tell(number)
+        except StoreFull as error:
+            tell(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    for _ in range(2):
+        writer.append(record(1, number))
+        number += 1
+        tell(number)
+    writer.close()
+
+
+def die_on_full_disk(path: Path, filler: Path, leave: int, tell: Callable[[object], None]) -> None:
+    """Write two records, the second to a disk with `leave` bytes free, and die; tell each record written."""
+    writer = TraceWriter(path, shard_records=2)
+    for number, key in enumerate([(1, 0), (1, 2)]):
+        if number == 1:
+            fill(filler, leave)
+        try:
+            writer.append(small(*key))
+            tell(key)
+        except StoreFull:
+            pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill(filler: Path, leave: int) -> None:
+    """Take all space of a disk but so many bytes."""
+    disk = os.statvfs(filler.parent)
+    with open(filler, "wb") as f:
+        f.write(bytes(max(0, disk.f_bavail * disk.f_frsize - leave)))
+
+
+def open_write_close(path: Path, keys: list[Key], start: Any, tell: Callable[[object], None]) -> None:
+    """Open, write one record and close, again and again; tell each record written."""
+    start.wait()
+    for key in keys:
+        with TraceWriter(path, shard_records=2) as writer:
+            writer.append(small(*key))
+            tell(key)
+
+
+def read_in_fork(path: Path, tell: Callable[[object], None]) -> None:
+    """Read in a forked child what was open before the fork, while the parent reads, too; tell how both went."""
+    traces = ms_open(path)
+    held = traces[0]
+    pid = os.fork()
+    if not pid:
+        _exit_after(keys_in, traces)
+    keys = keys_in(traces)
+    tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    tell(keys)
+    assert same(held, record(*keys[0]))
+
+
+def read_pickled(traces: Traces, mouth: Connection) -> None:
+    mouth.send(keys_in(traces))
+
+
+def hold_all(path: Path, limit: int, tell: Callable[[object], None]) -> None:
+    """Hold every record of a store at once with few file descriptors; tell the keys."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    with ms_open(path, open_shards=300) as traces:
+        held = list(traces)
+    assert all(same(found, small(*key_of(found))) for found in held)
+    tell([key_of(found) for found in held])

@@ -12,7 +12,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from making import record, same, write
 
@@ -48,7 +48,7 @@ def numpy_array(dtype: str, shape: tuple[int, ...], layout: str, seed: int) -> P
     else:  # any bits: infinities and every kind of NaN
         array = np.frombuffer(rng.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape)
     if layout == "fortran":
-        return np.asfortranarray(array), array
+        return np.array(array, order="F"), array
     if layout == "big-endian":
         return array.byteswap().view(array.dtype.newbyteorder(">")), array
     if layout == "strided" and array.ndim:
@@ -60,11 +60,13 @@ def numpy_array(dtype: str, shape: tuple[int, ...], layout: str, seed: int) -> P
 
 
 def torch_tensor(dtype: torch.dtype, shape: tuple[int, ...], layout: str, seed: int) -> Pair:
-    data = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), np.uint8)
-    tensor = torch.from_numpy(data).view(dtype).reshape(shape)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    data = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, num_bytes, np.uint8)
+    tensor = torch.frombuffer(data, dtype=dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)
     expected = tensor.numpy() if dtype in (torch.float32, torch.int64, torch.bool) else tensor
     if layout == "fortran":
-        tensor = tensor.permute(*reversed(range(tensor.ndim))).contiguous().permute(*reversed(range(tensor.ndim)))
+        backwards = tuple(reversed(range(tensor.ndim)))
+        tensor = tensor.permute(backwards).contiguous().permute(backwards)
     elif layout == "strided" and tensor.ndim:
         tensor = torch.stack([tensor, tensor], dim=-1)[..., 0]
     return tensor, expected
@@ -125,7 +127,7 @@ def exact(value: object) -> object:
     if isinstance(value, list):
         return [exact(item) for item in value]
     if isinstance(value, dict):
-        return [(key, exact(item)) for key, item in value.items()]
+        return {key: exact(item) for key, item in value.items()}
     return type(value), struct.pack("d", value) if isinstance(value, float) else value
 
 
@@ -138,8 +140,18 @@ def exact_column(column: Any, expected: list[object]) -> list[object]:
     return [exact(value) for value in (column.tolist() if isinstance(column, np.ndarray) else column)]
 
 
+# To shrink a failure takes minutes: take `phases` out to wait for it.
+ONCE = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@ONCE
 @given(pairs=record_lists())
 def test_any_record_comes_back_exactly(compression: Any, pairs: list[dict[str, Pair]]) -> None:
     expected = [{name: pair[1] for name, pair in one.items()} for one in pairs]

@@ -276,9 +276,9 @@ class TraceUnpickler(Unpickler):
         return bool(outer) and outer[-1] is self.trace_list
 
     def dict_arrived(self) -> None:
-        """A dict was pushed. Directly on top of a dict it is not a key's value, but the next item."""
-        if len(self.stack) > 1 and isinstance(self.stack[-2], dict) and self.among_traces():
-            self.hand_out(self.stack.pop(-2))
+        """A dict was pushed. Directly on top of an item that is a dict it cannot be a value, so it is the next item."""
+        if len(self.stack) == 2 and isinstance(self.stack[0], dict) and self.among_traces():
+            self.hand_out(self.stack.pop(0))
 
     def load_empty_dictionary(self) -> None:
         self.append({})

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import time
+import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,8 +22,9 @@ import pyarrow.parquet as pq
 
 from millstream.config import config_hash
 from millstream.errors import NewerFormat, NotAStore
+from millstream.records import refine
 from millstream.store.maps import Map
-from millstream.store.message import Seal, read_header, read_seal, record_schema
+from millstream.store.message import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema
 from millstream.store.slices import crc32c
 
 FORMAT = "millstream.traces"
@@ -96,29 +98,28 @@ def check_store(path: Path) -> None:
         raise NotAStore(f"{path}: a file, not a trace store. An old trace file? Run: millstream convert {path} traces/")
     if (path / MANIFEST).exists() or any(list_shards(path)):
         return
-    old = next((p for pattern in ("*.pkl", "*.pkl.gz", "*.pt") for p in path.glob(pattern)), None)
-    remedy = f"Old trace files are here; run: millstream convert '{path}/*{''.join(old.suffixes)}' OUT" if old else ""
+    old = next((end for end in (".pkl", ".pkl.gz", ".pt") if any(n.endswith(end) for n in os.listdir(path))), None)
+    remedy = f"Old trace files are here; run: millstream convert '{path}/*{old}' OUT" if old else ""
     raise NotAStore(f"{path}: not a trace store (no {MANIFEST}, no shard-*.arrow). {remedy}".rstrip())
 
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest brought up to date with the sealed shards in the folder."""
     check_store(path)
-    stored = _parse_manifest(path) or Manifest()
-    known = {shard.number: shard for shard in stored.shards}
-    sealed, _ = list_shards(path)
-    missing = [number for number in known if number not in set(sealed)]
-    shards = {number: known.get(number) or shard_info(path, number) for number in sealed}
-    shards |= {number: known[number] for number in missing}  # keep their numbers; reading them says what is wrong
+    parsed = _parse_manifest(path)
+    stored, damaged = parsed or Manifest(), parsed is None
+    known = {shard.number: shard for shard in stored.shards}  # a missing one keeps its place: reading it says so
+    unknown = [number for number in list_shards(path)[0] if number not in known]
+    shards = known | {number: shard_info(path, number) for number in unknown}
     schema, compression, config = stored.arrow_schema, stored.compression, stored.config
-    if sealed and (schema is None or any(number not in known for number in sealed)):
-        newest = shard_schema(path, sealed[-1])
-        if newest is not None:
-            schema = newest
-        if schema is not None and not stored.shards:
-            metadata = schema.metadata or {}
-            compression = metadata.get(b"millstream.compression", b"none").decode()
-            config = json.loads(metadata.get(b"millstream.config", b"{}"))
+    for number in unknown:
+        found = shard_schema(path, number)
+        if found is None:
+            continue
+        if damaged:
+            compression = compression_of(found)
+            config = json.loads((found.metadata or {}).get(b"millstream.config", b"{}"))
+        schema = _united(schema, found, compression)
     return Manifest(config, compression, schema, tuple(shards[number] for number in sorted(shards)))
 
 
@@ -186,7 +187,7 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
 
 def publish(file: Path, data: bytes) -> None:
     """Write a file so that its name always holds either the old bytes or all of the new ones, also after a crash."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(temporary, "wb") as f:
             f.write(data)
@@ -255,6 +256,16 @@ def _same_file(fd: int, file: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(file))
     except FileNotFoundError:
         return False
+
+
+def _united(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:
+    """The schema of a store with shards of both: fields that are only None in one take their type from the other."""
+    if a is None:
+        return b
+    one, two = record_schema(a), record_schema(b)
+    fields = {name: (refine(kind, two[name]) if name in two else None) or kind for name, kind in one.items()}
+    metadata = {key.decode(): value.decode() for key, value in (b.metadata or {}).items()}
+    return a if fields == one else arrow_schema(fields, compression=compression, metadata=metadata)
 
 
 def _parse_manifest(path: Path) -> Manifest | None:

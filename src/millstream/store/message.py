@@ -118,8 +118,9 @@ class Encoder:
                 values[name] = plain(record[name])
                 arrays.append(check_scalar(name, kind, values[name]))
         arrays.append(pa.array([0], pa.uint64()))
+        self._sink.parts = []
         self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self.arrow_schema))
-        parts, self._sink.parts = self._sink.parts, []
+        parts = self._sink.parts
 
         waiting = iter(pending)
         expected = next(waiting, None)

@@ -6,6 +6,7 @@ written anew from its good messages, and then the old file is set aside under `d
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def rebuild(
     path: Path, number: int, *, source: Path, schema: pa.Schema, rows: Sequence[Row], lost: Sequence[LostRecord]
 ) -> ShardInfo:
     """Shard `number` written anew with these rows of `source`, which is set aside with the list of what was lost."""
-    view = Map(source).view
+    view = Map(source, sequential=True).view
     shard = ShardWriter.rebuild(path, number, schema)
     try:
         for row in rows:
@@ -93,7 +94,11 @@ def set_aside(path: Path, file: Path, lost: Sequence[LostRecord]) -> None:
     folder = path / DAMAGED
     folder.mkdir(exist_ok=True)
     count = sum(1 for _ in folder.glob(f"{file.name}*"))
-    os.link(file, folder / (f"{file.name}.{count}" if count else file.name))
+    target = folder / (f"{file.name}.{count}" if count else file.name)
+    try:
+        os.link(file, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, target)
     with open(folder / "lost.jsonl", "a", encoding="utf-8") as f:
         f.writelines(json.dumps(asdict(record), default=str) + "\n" for record in lost)
         f.flush()
@@ -103,7 +108,7 @@ def set_aside(path: Path, file: Path, lost: Sequence[LostRecord]) -> None:
 
 def _recover(path: Path, number: int, fd: int) -> Recovery:
     file = open_file(path, number)
-    view = Map(file).view
+    view = Map(file, sequential=True).view
     schema, rows, gaps = read_shard(view)
     cut = gaps.pop() if gaps and gaps[-1][1] == len(view) else (len(view), len(view))
     cut_bytes = cut[1] - cut[0]

@@ -121,7 +121,7 @@ class _Examination:
     def __init__(self, path: Path, shard: ShardInfo) -> None:
         self.file = path / shard_name(shard.number)
         self.shard = shard
-        self.view: Bytes | None = Map(self.file).view if self.file.exists() else None
+        self.view: Bytes | None = Map(self.file, sequential=True).view if self.file.exists() else None
         self.seal: Seal | None = read_shard_seal(self.file) if self.view is not None else None
         self.arrow, self.start = _header(self.view)
         self.sidecar = _sidecar(path, shard, self.seal)

@@ -100,10 +100,12 @@ def subset_records(
         writer: ShardWriter | None = None
         for index, group in groupby(map(traces.locate, numbers), key=lambda place: place[0]):
             info = traces.shards[index]
-            view = Map(source / shard_name(info.number)).view
+            mapped = Map(source / shard_name(info.number))
+            view = mapped.view
             sidecar = load_sidecar(source, info)
             for _, number in group:
                 row = sidecar.row(number)
+                mapped.will_need(row.offset, min(row.num_bytes, mapped.num_bytes - row.offset))
                 if not head_holds(view, row, sidecar.schema) or damaged_fields(view, row, sidecar.schema):
                     raise CorruptRecord(
                         f"{source / shard_name(info.number)}: row {number} is damaged. Run: millstream repair {source}"

@@ -68,11 +68,13 @@ class Sidecar:
     """A sidecar in memory; columns are decoded when asked for."""
 
     def __init__(self, data: bytes) -> None:
-        self._file = pq.ParquetFile(pa.BufferReader(data))
-        arrow = self._file.schema_arrow
+        self._data = data
+        file = pq.ParquetFile(pa.BufferReader(data))
+        arrow = file.schema_arrow
+        self._metadata = file.metadata
         self.schema = {name: kind for name, kind in record_schema(arrow).items() if not name.startswith("_")}
         self.compression = compression_of(arrow)
-        self.num_records = self._file.metadata.num_rows
+        self.num_records = file.metadata.num_rows
         self._columns: dict[str, pa.Array] = {}
         self._tensors: dict[str, Places] = {}
 
@@ -93,7 +95,9 @@ class Sidecar:
 
     def table(self, names: Sequence[str]) -> pa.Table:
         """Scalar fields of all records, not kept in memory."""
-        return self._file.read(columns=list(names))
+        # A reader of its own for every call: threads may ask at the same time. One thread: the files are small.
+        file = pq.ParquetFile(pa.BufferReader(self._data), metadata=self._metadata)
+        return file.read(columns=list(names), use_threads=False)
 
     @cached_property
     def _own(self) -> tuple[Ints, Ints, Ints]:
@@ -118,7 +122,7 @@ class Sidecar:
         return Row(offset, num_bytes, meta_bytes, values, tensors)
 
     def _read(self, name: str) -> pa.Array:
-        column = self._file.read(columns=[name]).column(0).combine_chunks()
+        column = self.table([name]).column(0).combine_chunks()
         if isinstance(column, pa.ChunkedArray):  # what pyarrow gives for no rows
             return column.chunk(0) if column.num_chunks else pa.array([], column.type)
         return column

@@ -104,13 +104,10 @@ class Traces:
                 f"layers={layers!r}: none of {', '.join(names)} has a first axis named 'layer'; name it when writing, "
                 "as in TraceWriter(..., schema={'hidden': 'float16[layer, token, dim]'})"
             )
-        wanted = np.array([self._check(int(number)) for number in numbers], np.int64)
-        places = [(self._open(int(shard)), int(row)) for shard, row in zip(*self._locate(wanted), strict=True)]
-        tensors = {
-            name: [(shard, row, shard.place(row, name)) for shard, row in places]
-            for name in names
-            if isinstance(self.fields[name], Tensor)
-        }
+        shards, rows = self._locate(self._check_all(np.asarray(numbers, np.int64)))
+        wanted = [name for name in names if isinstance(self.fields[name], Tensor)]
+        places = [(self._open(shard), row) for shard, row in zip(shards.tolist(), rows.tolist(), strict=True) if wanted]
+        tensors = {name: [(shard, row, shard.place(row, name)) for shard, row in places] for name in wanted}
         for name, column in tensors.items():  # ask for everything before the first byte is wanted
             for shard, _, place in column:
                 shard.will_need(name, place, layers)
@@ -118,7 +115,7 @@ class Traces:
             name: (
                 self._tensor_column(name, tensors[name], layers)
                 if name in tensors
-                else _scalar_column([shard.value(row, name) for shard, row in places])
+                else self._scalar_column(name, shards, rows)
             )
             for name in names
         }
@@ -219,6 +216,12 @@ class Traces:
             raise IndexError(f"record {number} of {len(self)} in {self.path}")
         return number % len(self)
 
+    def _check_all(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        wrong = numbers[(numbers < -len(self)) | (numbers >= len(self))]
+        if wrong.size:
+            raise IndexError(f"record {wrong[0]} of {len(self)} in {self.path}")
+        return numbers % max(1, len(self))
+
     def _names(self, fields: Sequence[str] | None) -> list[str]:
         if isinstance(fields, str):
             raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
@@ -267,6 +270,18 @@ class Traces:
             shard.copy(row, name, place, layers, part)
         return from_bytes(kind, (len(places), *shape), out.reshape(-1))
 
+    def _scalar_column(self, name: str, shards: NDArray[np.int64], rows: NDArray[np.int64]) -> "Array | list[object]":
+        """Numbers as an array; texts, lists and anything with a None as a list."""
+        values: list[object] = [None] * len(rows)
+        for shard in np.unique(shards).tolist():
+            (positions,) = np.nonzero(shards == shard)
+            taken = self._open(shard).sidecar.column(name).take(rows[positions]).to_pylist()
+            for position, value in zip(positions.tolist(), taken, strict=True):
+                values[position] = value
+        if values and all(isinstance(value, bool | int | float) for value in values):
+            return np.array(values)
+        return values
+
     def _load_index(self) -> tuple[IdIndex, ...]:
         """The stored index, if there is one, and one built here of the shards it does not cover."""
         stored = load_index(self.path)
@@ -278,10 +293,3 @@ class Traces:
 
 def _reopen(path: str, verify: Literal["always", "never"], open_shards: int, shards: bytes) -> Traces:
     return Traces(path, verify=verify, open_shards=open_shards, shards=np.frombuffer(shards, np.int32).tolist())
-
-
-def _scalar_column(values: list[object]) -> "Array | list[object]":
-    """Numbers as an array; texts, lists and anything with a None as a list."""
-    if values and all(isinstance(value, bool | int | float) for value in values):
-        return np.array(values)
-    return values

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 import pyarrow as pa
 
-from millstream.config import config_diff, parse_bytes
+from millstream.config import config_diff, config_hash, parse_bytes
 from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreFull
 from millstream.records import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, refine
 from millstream.store.ids import update_ids
@@ -19,6 +19,7 @@ from millstream.store.layout import (
     list_shards,
     read_manifest,
     shard_metadata,
+    sync_folder,
     write_manifest,
 )
 from millstream.store.message import arrow_schema, record_schema
@@ -27,6 +28,8 @@ from millstream.store.shard import ShardWriter
 from millstream.store.sidecar import check_storable
 from millstream.store.table import read_column
 
+SHARD_BYTES = "512MB"  # where nothing is said
+NO_LIMIT = 2**62
 MAX_SHARD_RECORDS = 65_536  # the sidecar rows of one shard are the only thing a writer holds in memory
 
 
@@ -43,7 +46,7 @@ class TraceWriter:
         self,
         path: str | Path,
         *,
-        shard_bytes: int | str = "512MB",
+        shard_bytes: int | str | None = None,
         shard_records: int | None = None,
         durability: Literal["process", "power"] = "process",
         schema: Mapping[str, str | Tensor | pa.DataType] | None = None,
@@ -57,7 +60,7 @@ class TraceWriter:
         if shard_records is not None and shard_records < 1:
             raise ValueError(f"shard_records must be at least 1, got {shard_records}")
         self.path = Path(path)
-        self._shard_bytes = parse_bytes(shard_bytes)
+        self._shard_bytes = parse_bytes(shard_bytes or (SHARD_BYTES if shard_records is None else NO_LIMIT))
         self._shard_records = min(shard_records or MAX_SHARD_RECORDS, MAX_SHARD_RECORDS)
         self._durable = durability == "power"
         self._given = parse_schema(schema)
@@ -69,11 +72,11 @@ class TraceWriter:
         new = not (self.path / MANIFEST).exists() and not any(list_shards(self.path))
         if new:
             self._refuse_foreign_folder()
-            write_manifest(self.path, Manifest(dict(config or {}), compression or "none"))
+            write_manifest(self.path, Manifest(config or {}, compression or "none"))
         self.recovered: list[Recovery] = recover_all(self.path)
         manifest = read_manifest(self.path)
         self.config: dict[str, object] = dict(manifest.config)
-        if config is not None and dict(config) != self.config:
+        if config is not None and config_hash(config) != config_hash(self.config):
             raise ConfigMismatch(
                 f"{self.path}: written under another configuration ({config_diff(manifest.config, config)}). "
                 "Use the old settings, or write to a new folder"
@@ -106,12 +109,18 @@ class TraceWriter:
         if self._is_full():
             self.seal()
         schema = self._fit(record)
-        if self._shard is not None and schema != self._schema:
+        if schema != self._schema:
             self.seal()  # a field that was None so far got its type: the next shard knows it
-        self._schema = schema
         if self._shard is None:
             self._shard = self._new_shard(schema)
-        self._shard.append(record)
+        try:
+            self._shard.append(record)
+        except SchemaMismatch:
+            if not self._shard.rows:  # what a refused first record said of the fields does not count
+                self._shard.discard()
+                self._shard = None
+            raise
+        self._schema = schema
         if self._durable:
             self._shard.sync()
         if self._ids is not None:
@@ -207,7 +216,10 @@ class TraceWriter:
     def _new_shard(self, schema: Schema) -> ShardWriter:
         sealed, opened = list_shards(self.path)
         arrow = arrow_schema(schema, compression=self._compression, metadata=shard_metadata(self.config))
-        return ShardWriter.create(self.path, first=max([-1, *sealed, *opened]) + 1, schema=arrow)
+        shard = ShardWriter.create(self.path, first=max([-1, *sealed, *opened]) + 1, schema=arrow)
+        if self._durable:
+            sync_folder(self.path)
+        return shard
 
     def _publish(self, shard: ShardInfo) -> ShardInfo:
         """Manifest last. Another writer may publish at the same time: whatever it leaves out is found in the folder."""
