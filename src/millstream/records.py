@@ -7,6 +7,7 @@ type (text, number, list, ...). `pa.null()` means "only None seen so far": the f
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -115,8 +116,8 @@ def as_tensor(name: str, value: object) -> RawTensor | None:
         data = tensor.reshape(-1).view(torch.uint8).numpy()
     elif isinstance(value, np.ndarray):
         array = cast(Array, value)
-        dtype, shape = array.dtype.name, array.shape
-        if array.dtype.kind in "US" or (array.dtype.kind not in "biufc" and dtype not in TORCH_ONLY):
+        dtype, shape = _dtype_name(array.dtype), array.shape
+        if array.dtype.kind not in "biufc" and dtype not in TORCH_ONLY:
             raise SchemaMismatch(
                 f"field {name!r}: expected a numeric array, found dtype {array.dtype}; give texts as a list of str"
             )
@@ -150,6 +151,11 @@ def plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in cast(dict[str, object], value).items()}
     return value
+
+
+@cache
+def _dtype_name(dtype: "np.dtype[np.generic]") -> str:
+    return dtype.name  # numpy puts it together anew each time
 
 
 def _parse_kind(name: str, kind: str | Tensor | pa.DataType) -> Kind:

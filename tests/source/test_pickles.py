@@ -199,9 +199,9 @@ def test_tensors_that_are_parts_of_one_large_storage_are_read_alone(tmp_path):
 @pytest.mark.parametrize("layout", ["few large arrays", "many small arrays"])
 def test_reading_holds_fewer_than_three_traces(tmp_path, save, layout):
     if layout == "few large arrays":
-        traces = [{"hidden_states": [f16(128, 2048) for _ in range(4)], "number": i} for i in range(12)]
+        traces = [{"hidden_states": [f16(128, 1024) for _ in range(16)], "number": i} for i in range(12)]
     else:
-        traces = [old_trace(i, num_steps=300, hidden=1024) for i in range(12)]
+        traces = [old_trace(i, num_steps=120, hidden=3072) for i in range(12)]
     one, path = pickle.dumps(traces[0]), write(tmp_path, save(traces))
     del traces
     tracemalloc.start()
@@ -647,7 +647,7 @@ def test_a_list_nested_without_end_is_a_bad_source():
 
 
 def test_a_record_without_steps_is_restored_as_it_is():
-    record = normalise(new_trace(1))
+    record = normalise(new_trace(1) | {"tokens_steps": 5})
     assert same(restore_steps(record), record)
 
 

@@ -1,4 +1,4 @@
-"""Records to write and to compare, damage to do to files, and real processes that write, die and tell how far they came.
+"""Records to write and compare, damage to do to files, and real processes that write, die and tell how far they came.
 
 A record is a function of (seed, number), so that any process can make it and any other can check it bit for bit.
 Children come from a fork server without threads and without torch: 30 ms each, where an interpreter takes a second.
@@ -233,16 +233,14 @@ def _run(job: Callable[..., None], args: tuple[object, ...], mouth: Connection) 
 
 
 # Everything through which the store changes the disk, and opens files to do so.
-CALLS = {
-    os: "open rename link unlink mkdir rmdir ftruncate fsync fdatasync pwritev copy_file_range".split(),
-    builtins: ["open"],
-}
+_CALLS = "open rename link unlink mkdir rmdir ftruncate fsync fdatasync pwritev copy_file_range"
+CALLS = {os: _CALLS.split(" "), builtins: ["open"]}
 
 
 def die_everywhere(
     template: Path | None, work: Path, job: Callable[..., None], *args: object
 ) -> Iterator[tuple[Path, list[Any], str]]:
-    """Run `job(path, *args, tell)` on copies of `template`, killed before, after and in the middle of each of its steps.
+    """Run `job(path, *args, tell)` on copies of `template`, killed before, amid and after each of its steps.
 
     Gives (path, what the job told, how it died) of the run that was left alone and of every death that left something
     new. One process without threads forks them all.

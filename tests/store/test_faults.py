@@ -11,6 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +175,9 @@ def check_flip(path: Path, touched: list[Key]) -> None:
         traces = ms_open(path)
         assert len(traces) == len(KEYS)
         for number, key in enumerate(KEYS):
-            check_read(lambda number=number: [traces[number]], [small(*key)], number, key in touched)
+            for read, name in ((traces.__getitem__, number), (traces.by_id, id_of(key))):
+                check_read(lambda read=read, name=name: [read(name)], [small(*key)], number, key in touched)
             check_fetch(traces, number, key in touched)
-            check_read(lambda key=key: [traces.by_id(id_of(key))], [small(*key)], number, key in touched)
         with pytest.raises(KeyError):
             traces.by_id("7:9")
         assert damages(path), "verify did not see it"
@@ -207,14 +210,13 @@ def check_fetch(traces: Traces, number: int, touched: bool) -> None:
     expected: dict[str, Any] = small(*KEYS[number])
     for layers in (None, 1, -1, [2, 0]):
         want = expected["hidden"] if layers is None else expected["hidden"][layers]
-        check_read(lambda: list(traces.fetch([number], ["hidden"], layers)["hidden"]), [want], number, touched)
+        check_read(partial(fetched, traces, number, ["hidden"], layers), [want], number, touched)
     names = ["tokens", "question", "tags", "attention", "nothing"]
+    check_read(partial(fetched, traces, number, names, None), [expected[name] for name in names], number, touched)
 
-    def columns() -> list[Any]:
-        found = traces.fetch([number], names)
-        return [found[name][0] for name in names]
 
-    check_read(columns, [expected[name] for name in names], number, touched)
+def fetched(traces: Traces, number: int, names: list[str], layers: Any) -> list[Any]:
+    return [column[0] for column in traces.fetch([number], names, layers).values()]
 
 
 @examples
@@ -225,7 +227,7 @@ def test_a_flipped_bit_in_a_sealed_shard_costs_at_most_the_record_it_hits(shelf:
     shard = data.draw(st.sampled_from([1, 2]))
     file, spans = path / shard_name(shard), spans_of(path, shard)
     edges = [0, *(edge for span in spans.values() for edge in span)]
-    a, b = data.draw(st.sampled_from([*zip(edges, edges[1:]), (edges[-1], file.stat().st_size)]), label="part of file")
+    a, b = data.draw(st.sampled_from([*pairwise(edges), (edges[-1], file.stat().st_size)]), label="part of file")
     assume(a < b)
     position = data.draw(st.integers(a, b - 1) | st.integers(a, min(a + 800, b - 1)))
     flip(file, position, data.draw(bits))
@@ -308,21 +310,25 @@ def test_a_flipped_bit_in_an_open_shard_costs_at_most_the_record_it_hits(shelf: 
 # -- a full disk
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MB."""
-    yield from mounted(tmp_path / "disk", "size=2m")
-
-
+@contextmanager
 def mounted(folder: Path, options: str) -> Iterator[Path]:
     if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root; test_a_file_size_limit... covers a refused write without it")
+        pytest.skip("mounting a small tmpfs needs root; the test with a file size limit does without")
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"cannot mount a small tmpfs here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB."""
+    with mounted(tmp_path / "disk", "size=2m") as folder:
+        yield folder
 
 
 def check_message(error: StoreFull, path: Path) -> None:
@@ -341,14 +347,11 @@ def test_a_full_disk_is_a_clear_error_and_the_same_writer_goes_on_when_space_is_
     path, keys = disk / "store", [(1, number) for number in range(60)]
     writer = TraceWriter(path, shard_records=4)
     fill(disk / "filler", 400_000)
-    done = 0
     with pytest.raises(StoreFull) as error:
-        while True:
-            writer.append(record(*keys[done]))
-            done += 1
+        writer.extend(record(*key) for key in keys)
     check_message(error.value, path)
+    done = len(writer)
     assert done > 4
-    assert len(writer) == done
     with pytest.raises(StoreFull):
         writer.append(record(*keys[done]))
     assert read_keys(path) == keys[: done - done % 4]
@@ -439,18 +442,16 @@ def test_a_writer_that_dies_while_the_disk_is_full_loses_nothing(disk: Path) -> 
 
 
 def test_a_disk_without_room_for_another_file_is_a_clear_error(tmp_path: Path) -> None:
-    for disk in mounted(tmp_path / "disk", "size=2m,nr_inodes=30"):
+    with mounted(tmp_path / "disk", "size=2m,nr_inodes=30") as disk:
         path = disk / "store"
         (disk / "filler").mkdir()
         for number in range(12):
             (disk / "filler" / str(number)).touch()
         writer = TraceWriter(path, shard_records=1)
-        done = 0
         with pytest.raises(StoreFull) as error:
-            while True:
-                writer.append(small(1, done))
-                done += 1
+            writer.extend(small(1, number) for number in range(30))
         check_message(error.value, path)
+        done = len(writer)
         shutil.rmtree(disk / "filler")
         writer.append(small(1, done))
         writer.close()
@@ -604,7 +605,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched(manifest: bool, sealed
     if manifest or sealed:
         openers += [ms_open, lambda path: list(verify(path)), lambda path: merge([path], tmp_path / "out")]
     for opener in openers:
-        with pytest.raises(NewerFormat, match="format 99.*pip install --upgrade millstream"):
+        with pytest.raises(NewerFormat, match=r"format 99.*pip install --upgrade millstream"):
             opener(path)
         assert files_of(path) == before
     assert not (tmp_path / "out").exists()
@@ -625,23 +626,23 @@ def test_what_is_no_store_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(NotAStore, match="not a trace store"):
         ms_open(tmp_path)
     (tmp_path / "old_batch_0000.pkl.gz").write_bytes(b"")
-    with pytest.raises(NotAStore, match="millstream convert .*pkl.gz"):
+    with pytest.raises(NotAStore, match=r"millstream convert .*pkl.gz"):
         ms_open(tmp_path)
-    with pytest.raises(NotAStore, match="a file, not a trace store.*millstream convert"):
+    with pytest.raises(NotAStore, match=r"a file, not a trace store.*millstream convert"):
         ms_open(tmp_path / "old_batch_0000.pkl.gz")
     assert not (tmp_path / "missing").exists()
 
 
 def test_a_writer_refuses_a_folder_with_other_files_in_it_and_leaves_it_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("42")
-    with pytest.raises(ConfigMismatch, match="'thesis.tex'.*Write to a new folder"):
+    with pytest.raises(ConfigMismatch, match=r"'thesis.tex'.*Write to a new folder"):
         TraceWriter(tmp_path)
     assert files_of(tmp_path) == {"thesis.tex": b"42"}
 
 
 def test_a_writer_refuses_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("42")
-    with pytest.raises(StoreError, match="thesis.tex"):
+    with pytest.raises(StoreError, match=r"thesis.tex"):
         TraceWriter(tmp_path / "thesis.tex")
 
 

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict, cast, overload
 
-from millstream.source.pickles import restore_steps
 from millstream.store.layout import check_store, shard_name
 from millstream.store.rewrite import subset_records, subset_shards
 from millstream.store.traces import Traces
@@ -80,7 +79,11 @@ class TraceBatchLoader:
     def trace(self, number: int) -> Trace:
         """The trace with this record number, with the old keys where the store does not have them itself."""
         batch, row = self._traces.locate(number)
-        record = restore_steps(self._traces[number])
+        record = self._traces[number]
+        if any(name.endswith("_steps") for name in record):
+            from millstream.source.pickles import restore_steps  # brings torch with it
+
+            record = restore_steps(record)
         old = {
             "example_id": row,
             "global_example_id": number,

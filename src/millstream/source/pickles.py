@@ -129,9 +129,11 @@ def restore_steps(record: dict[str, object]) -> dict[str, object]:
     """The inverse of `normalise` for [layer][step] fields: nested lists of views, without the `<name>_steps` fields."""
     trace = dict(record)
     for name, value in record.items():
-        if f"{name}_steps" in record and isinstance(value, np.ndarray | torch.Tensor):
-            steps = cast(Sequence[Sequence[int]], trace.pop(f"{name}_steps"))
-            trace[name] = _split_steps(cast(Array, value), [tuple(map(int, shape)) for shape in steps])
+        steps = record.get(f"{name}_steps")
+        if isinstance(steps, list | tuple | np.ndarray) and _is_tensor(value):
+            shapes = [tuple(map(int, shape)) for shape in cast(Sequence[Sequence[int]], steps)]
+            trace[name] = _split_steps(cast(Array, value), shapes)
+            del trace[f"{name}_steps"]
     return trace
 
 

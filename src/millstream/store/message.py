@@ -9,7 +9,7 @@ CRC-32C of all its other bytes but the tensors' data. Those have a CRC a slice, 
 
 import io
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -27,6 +27,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 SEAL = struct.Struct("<8sQIIII")  # magic, records, CRC of header, of sidecar, of footer, of this seal so far
 SEAL_MAGIC = b"MILLSEAL"
 CRC_FIELD = "_crc32c"
+_DATA, _SHAPE, _CRCS, _SIZES = pa.large_binary(), pa.list_(pa.int32()), pa.list_(pa.uint32()), pa.list_(pa.int64())
 _BLOCK = np.dtype([("offset", "<i8"), ("meta_bytes", "<i4"), ("pad", "<i4"), ("body_bytes", "<i8")])
 
 
@@ -88,6 +89,7 @@ class Encoder:
     def __init__(self, schema: pa.Schema) -> None:
         self.arrow_schema = schema
         self.schema = record_schema(schema)
+        self._types = {field.name: field.type for field in schema}
         self._compression = compression_of(schema)
         self._sink = _Sink()
         self._stream = pa.ipc.new_stream(cast(io.IOBase, self._sink), schema)
@@ -105,7 +107,7 @@ class Encoder:
                 raw = check_tensor(name, kind, record[name])
                 if raw is None:
                     tensors[name] = None
-                    arrays.append(pa.nulls(1, self.arrow_schema.field(name).type))
+                    arrays.append(pa.nulls(1, self._types[name]))
                     continue
                 stored = store(raw.data, raw.shape, kind.itemsize, self._compression)
                 data = pa.py_buffer(stored.data)
@@ -113,14 +115,14 @@ class Encoder:
                 tensors[name] = row
                 if data.size:
                     pending.append((name, data, row))
-                arrays.append(_tensor_array(data, row))
+                arrays.append(_tensor_array(self._types[name], data, row))
             else:
                 values[name] = plain(record[name])
                 arrays.append(check_scalar(name, kind, values[name]))
         arrays.append(pa.array([0], pa.uint64()))
         self._sink.parts = []
         self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self.arrow_schema))
-        parts = self._sink.parts
+        parts = _joined(self._sink.parts, {buffer.address for _, buffer, _ in pending})
 
         waiting = iter(pending)
         expected = next(waiting, None)
@@ -133,7 +135,7 @@ class Encoder:
             position += len(part)
         assert expected is None
         parts[-1] = crc.to_bytes(8, "little")
-        meta_bytes = 8 + int.from_bytes(b"".join(parts[:3])[4:8], "little")
+        meta_bytes = 8 + int.from_bytes(cast(bytes, parts[0])[4:8], "little")
         return parts, Row(offset, position + 8 - offset, meta_bytes, values, tensors)
 
 
@@ -303,9 +305,9 @@ class _Sink:
 def _arrow_field(name: str, kind: Kind, compression: str) -> pa.Field:
     if not isinstance(kind, Tensor):
         return pa.field(name, kind)
-    members = [("data", pa.large_binary()), ("shape", pa.list_(pa.int32())), ("crc32c", pa.list_(pa.uint32()))]
+    members: list[tuple[str, pa.DataType]] = [("data", _DATA), ("shape", _SHAPE), ("crc32c", _CRCS)]
     if compression != "none":
-        members.append(("sizes", pa.list_(pa.int64())))
+        members.append(("sizes", _SIZES))
     return tensor_field(name, kind, members)
 
 
@@ -323,18 +325,38 @@ def _kind(field: pa.Field) -> Kind:
     return Tensor(metadata[b"millstream.dtype"].decode(), tuple(axes.split(",")) if axes else ())
 
 
-def _tensor_array(data: pa.Buffer, row: TensorRow) -> pa.StructArray:
-    offsets = pa.py_buffer(np.array([0, data.size], np.int64))
-    members: list[pa.Array] = [
-        pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data]),
-        pa.array([row.shape], pa.list_(pa.int32())),
-        pa.array([row.crc32c], pa.list_(pa.uint32())),
+def _joined(parts: Sequence[bytes | pa.Buffer], apart: set[int]) -> list[bytes | pa.Buffer]:
+    """The parts with neighbours made one, but for the buffers at the addresses `apart` and the last part."""
+    joined: list[bytes | pa.Buffer] = []
+    run: list[bytes | pa.Buffer] = []
+    for part in parts[:-1]:
+        if isinstance(part, pa.Buffer) and part.address in apart:
+            joined += [b"".join(run), part]
+            run = []
+        else:
+            run.append(part)
+    return [*joined, b"".join(run), parts[-1]] if run else [*joined, parts[-1]]
+
+
+def _tensor_array(kind: pa.DataType, data: pa.Buffer, row: TensorRow) -> pa.Array:
+    """A struct array of one tensor. Built from buffers: three times as fast as from Python lists."""
+    members = [
+        pa.Array.from_buffers(_DATA, 1, [None, _int_buffer([0, data.size], np.int64), data]),
+        _list_array(_SHAPE, row.shape, np.int32),
+        _list_array(_CRCS, row.crc32c, np.uint32),
     ]
-    names = ["data", "shape", "crc32c"]
     if row.sizes is not None:
-        members.append(pa.array([row.sizes], pa.list_(pa.int64())))
-        names.append("sizes")
-    return pa.StructArray.from_arrays(members, names)
+        members.append(_list_array(_SIZES, row.sizes, np.int64))
+    return pa.Array.from_buffers(kind, 1, [None], children=members)
+
+
+def _list_array(kind: pa.ListType, values: Sequence[int], dtype: type[np.integer]) -> pa.Array:
+    items = pa.Array.from_buffers(kind.value_type, len(values), [None, _int_buffer(values, dtype)])
+    return pa.Array.from_buffers(kind, 1, [None, _int_buffer([0, len(values)], np.int32)], children=[items])
+
+
+def _int_buffer(values: Sequence[int], dtype: type[np.integer]) -> pa.Buffer:
+    return pa.py_buffer(np.array(values, dtype))
 
 
 def _tensor_row(column: pa.StructArray, base: int, default: int) -> TensorRow | None:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from millstream.errors import StoreError
 from millstream.records import Tensor, as_tensor, plain
-from millstream.store.convert import old_records
 from millstream.store.layout import list_shards, shard_name
 from millstream.store.message import Row, TensorRow
 from millstream.store.recover import ID_FIELD
@@ -180,6 +179,8 @@ class _Tally:
 
 
 def _summarise_old(path: Path, examples: int) -> Summary:
+    from millstream.store.convert import old_records  # brings torch with it
+
     tallies: dict[str, _Tally] = {}
     count = 0
     shown: list[dict[str, object]] = []
@@ -228,6 +229,8 @@ def _one_print(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str,
 
 
 def _old_prints(path: Path) -> Iterable[tuple[object, dict[str, object]]]:
+    from millstream.store.convert import old_records
+
     for record in old_records(path):
         yield record[ID_FIELD], {name: _print(name, value) for name, value in record.items()}
 
