@@ -113,7 +113,8 @@ def as_tensor(name: str, value: object) -> RawTensor | None:
         shape = tuple(tensor.shape)
         import torch
 
-        data = tensor.reshape(-1).view(torch.uint8).numpy()
+        # torch gives some empty tensors a stride of 0 and then refuses to view them as bytes
+        data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
     elif isinstance(value, np.ndarray):
         array = cast(Array, value)
         dtype, shape = _dtype_name(array.dtype), array.shape

@@ -123,7 +123,9 @@ def exact(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return "torch", str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, np.ndarray):
-        return "numpy", value.dtype, value.shape, value.tobytes()
+        # long doubles have bytes that are not part of the number, and numpy does not always copy them
+        bits = value.tolist() if value.dtype.char in "gG" else value.tobytes()
+        return "numpy", value.dtype, value.shape, bits
     if isinstance(value, list):
         return [exact(item) for item in value]
     if isinstance(value, dict):

@@ -102,8 +102,9 @@ def read_traces(
 def normalise(trace: dict[str, object]) -> dict[str, object]:
     """The trace as a record that a store takes: tensors, numbers, texts, lists of them, None.
 
-    Layers are stacked: `[L, ...]` from a list of arrays; `[L, S, ...]` from [layer][step] arrays of one shape, else
-    `[L, total]` with each layer's steps flattened one after the other. The field `<name>_steps` has the steps' shapes.
+    Layers are stacked: `[L, ...]` from a list of arrays, `[L, total]` from [layer][step] arrays, each layer's steps
+    flattened one after the other (traces of one step and of many must fit one field); the field `<name>_steps` has
+    the steps' shapes.
 
         record = normalise({"hidden_states": [np.zeros((7, 64))] * 12, "global_example_id": 3})
         record["hidden_states"].shape, record["question_id"]  # (12, 7, 64), "3"
@@ -298,19 +299,14 @@ def _stack_steps(name: str, layers: Sequence[Sequence[object]]) -> tuple[Array, 
     for number, layer in enumerate(layers):
         if len(layer) != num_steps or shapes[number * num_steps : (number + 1) * num_steps] != steps:
             raise BadSource(f"field {name!r}: the steps of layer {number} have other shapes than those of layer 0")
-    if len(set(steps)) == 1:
-        stacked = _empty((len(layers), num_steps, *steps[0]), tensors[0])
-    else:
-        stacked = _empty((len(layers), sum(map(prod, steps))), tensors[0])
+    stacked = _empty((len(layers), sum(map(prod, steps))), tensors[0])
     for number, place in enumerate(place for layer in _split_steps(stacked, steps) for place in layer):
         place[...] = tensors[number]
     return stacked, [list(shape) for shape in steps]
 
 
 def _split_steps(stacked: Array, steps: list[tuple[int, ...]]) -> list[list[Array]]:
-    """[layer][step] views: of `[L, S, ...]` if all steps have one shape, else of `[L, total]`."""
-    if len(set(steps)) == 1:
-        return [[layer[number, ...] for number in range(len(steps))] for layer in stacked]
+    """[layer][step] views of `[L, total]`."""
     bounds = list(pairwise(accumulate(map(prod, steps), initial=0)))
     return [
         [layer[start:stop].reshape(shape) for (start, stop), shape in zip(bounds, steps, strict=True)]

@@ -1,0 +1,202 @@
+"""question_id -> record, with and without the index on disk."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from making import record, same, write
+
+import millstream as ms
+from millstream.store import ids
+from millstream.store.ids import IDS, load_index
+from millstream.store.layout import shard_name, sidecar_name
+from millstream.store.repair import verify
+
+
+def keys(first: int, end: int) -> list[tuple[int, int]]:
+    return [(4, number) for number in range(first, end)]
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two uncovered shards are enough for an index."""
+    monkeypatch.setattr(ids, "COVER_SHARDS", 2)
+
+
+def keep_only(path: Path, number: int) -> None:
+    """Take away every sidecar but one: whoever looks into another is warned, and warnings are errors."""
+    for file in path.glob("*.parquet"):
+        if file.name != sidecar_name(number):
+            file.unlink()
+
+
+# -- by id
+
+
+def test_every_record_is_found_by_its_id(tmp_path: Path) -> None:
+    path = write(tmp_path / "store", keys(0, 7), shard_records=3)
+    traces = ms.open(path)
+    for number in (6, 0, 3, 5):
+        assert traces.find(f"4:{number}") == number
+        assert same(traces.by_id(f"4:{number}"), record(4, number))
+    assert not (path / IDS).exists()
+
+
+def test_an_unknown_id_is_a_key_error_that_names_it(tmp_path: Path) -> None:
+    traces = ms.open(write(tmp_path / "store", keys(0, 2)))
+    for key in ("4:2", "", "4:0 ", None, 7):
+        with pytest.raises(KeyError, match="no record with question_id") as error:
+            traces.by_id(key)
+        assert repr(key) in str(error.value)
+
+
+def test_the_first_of_several_records_with_one_id_is_found(tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store", shard_records=2) as writer:
+        writer.extend({"question_id": key, "n": n} for n, key in enumerate(["a", "b", "a", "b", "c", "a"]))
+    traces = ms.open(tmp_path / "store")
+    assert [traces.find(key) for key in "abc"] == [0, 1, 4]
+    assert traces.by_id("b") == {"question_id": "b", "n": 1}
+
+
+@pytest.mark.parametrize("key", [42, np.int64(42), "42"])
+def test_ids_that_are_numbers_are_found_by_number_and_by_text(key: object, tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store") as writer:
+        writer.extend({"question_id": n} for n in (7, 42, -3))
+    traces = ms.open(tmp_path / "store")
+    assert traces.find(key) == 1
+    assert traces.by_id(-3) == {"question_id": -3}
+    assert traces.ids == [7, 42, -3]
+
+
+def test_a_record_without_an_id_is_not_found_under_the_word_none(tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store") as writer:
+        writer.extend({"question_id": key} for key in (None, "a", "None"))
+    traces = ms.open(tmp_path / "store")
+    assert traces.find("None") == 2
+    with pytest.raises(KeyError):
+        traces.find(None)
+
+
+def test_a_store_whose_ids_are_all_none_finds_nothing(tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store") as writer:
+        writer.extend({"question_id": None} for _ in range(3))
+    with pytest.raises(KeyError, match="no record with question_id 'a'"):
+        ms.open(tmp_path / "store").by_id("a")
+
+
+def test_a_store_without_ids_says_so(tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store") as writer:
+        writer.append({"name": "a", "n": 1})
+    traces = ms.open(tmp_path / "store")
+    with pytest.raises(KeyError, match="its records have no 'question_id', only name, n"):
+        traces.by_id("a")
+    with pytest.raises(KeyError, match="no scalar field 'question_id'; it has name, n"):
+        traces.ids  # noqa: B018
+
+
+def test_ids_that_are_none_at_first_are_found_later(tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store") as writer:
+        writer.extend({"question_id": key} for key in (None, "a", "b"))
+    assert ms.open(tmp_path / "store").find("b") == 2
+
+
+# -- the index on disk
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_store_of_many_shards_is_looked_up_through_its_index_alone(compression: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "store", keys(0, 7), shard_records=2, compression=compression)
+    index = load_index(path)
+    assert index is not None and {number for number, _ in index.shards} == {0, 1, 2, 3}
+    assert list(verify(path)) == []
+    keep_only(path, 2)
+    traces = ms.open(path)
+    assert traces.find("4:5") == 5
+    assert same(traces.by_id("4:4"), record(4, 4))
+    with pytest.raises(KeyError, match="no record with question_id 'nobody'"):
+        traces.find("nobody")
+
+
+def test_a_store_of_few_shards_keeps_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ids, "COVER_SHARDS", 5)
+    path = write(tmp_path / "store", keys(0, 4), shard_records=1)
+    assert not (path / IDS).exists()
+    write(path, keys(4, 5))
+    assert (path / IDS).exists()
+
+
+@pytest.mark.usefixtures("eager")
+def test_shards_that_the_index_does_not_cover_are_looked_up_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "store", keys(0, 4), shard_records=2)
+    before = (path / IDS).read_bytes()
+    write(path, keys(4, 5))
+    assert (path / IDS).read_bytes() == before
+    traces = ms.open(path)
+    assert [traces.find(f"4:{number}") for number in range(5)] == list(range(5))
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_index_grows_with_the_store(tmp_path: Path) -> None:
+    path = write(tmp_path / "store", keys(0, 4), shard_records=2)
+    write(path, keys(4, 9), shard_records=2)
+    index = load_index(path)
+    assert index is not None and {number for number, _ in index.shards} == {0, 1, 2, 3, 4}
+    assert len(index.hashes) == 9
+    traces = ms.open(path)
+    assert [traces.find(f"4:{number}") for number in range(9)] == list(range(9))
+    keep_only(path, 4)
+    assert ms.open(path).find("4:8") == 8
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_first_record_with_an_id_wins_in_and_out_of_the_index(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with ms.TraceWriter(path, shard_records=1) as writer:
+        writer.extend({"question_id": key, "n": n} for n, key in enumerate("abab"))
+    with ms.TraceWriter(path) as writer:
+        writer.extend({"question_id": key, "n": n} for n, key in enumerate("bca", start=4))
+    traces = ms.open(path)
+    assert [traces.find(key) for key in "abc"] == [0, 1, 5]
+
+
+@pytest.mark.usefixtures("eager")
+def test_without_its_index_a_store_finds_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path / "store", keys(0, 5), shard_records=1)
+    (path / IDS).unlink()
+    assert [ms.open(path).find(f"4:{number}") for number in range(5)] == list(range(5))
+
+
+@pytest.mark.usefixtures("eager")
+def test_an_index_that_belongs_to_other_shards_leads_nowhere_wrong(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine", keys(0, 6), shard_records=2)
+    other = write(tmp_path / "other", [(5, 0), (4, 5), (4, 3), (4, 1), (5, 1), (5, 2)], shard_records=3)
+    (other / IDS).write_bytes((mine / IDS).read_bytes())
+    traces = ms.open(other)
+    assert [traces.find(key) for key in ("5:0", "4:5", "4:3", "4:1", "5:2")] == [0, 1, 2, 3, 5]
+    with pytest.raises(KeyError):
+        traces.find("4:0")
+
+
+@pytest.mark.usefixtures("eager")
+def test_many_ids_are_all_found_and_no_others(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    names = [f"q{n}" for n in rng.choice(10**6, 3000, replace=False)]
+    with ms.TraceWriter(tmp_path / "store", shard_records=1000) as writer:
+        writer.extend({"question_id": name} for name in names)
+    assert (tmp_path / "store" / IDS).exists()
+    traces = ms.open(tmp_path / "store")
+    assert [traces.find(name) for name in names[::7]] == list(range(0, 3000, 7))
+    absent = [f"q{n}" for n in range(200) if f"q{n}" not in names]
+    for name in absent:
+        with pytest.raises(KeyError):
+            traces.find(name)
+
+
+@pytest.mark.usefixtures("eager")
+def test_stores_without_ids_keep_no_index(tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store", shard_records=1) as writer:
+        writer.extend({"n": n} for n in range(5))
+    assert (tmp_path / "store" / shard_name(4)).exists()
+    assert not (tmp_path / "store" / IDS).exists()

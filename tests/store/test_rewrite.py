@@ -1,0 +1,397 @@
+"""Merging and subsetting: records are copied as they stand, to the bit, and no tensor is ever decoded."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from making import files_of, keys_in, record, same, write
+
+import millstream as ms
+from millstream.errors import SchemaMismatch, StoreError, StoreExists
+from millstream.store import slices
+from millstream.store.layout import shard_name, sidecar_name
+from millstream.store.repair import verify
+from millstream.store.rewrite import Written, find_ids, merge, select_where, subset_records, subset_shards
+
+COMPRESSIONS = ["none", "lz4", "zstd"]
+
+
+def keys(first: int, end: int, seed: int = 7) -> list[tuple[int, int]]:
+    return [(seed, number) for number in range(first, end)]
+
+
+def numbers_of(path: Path) -> list[int]:
+    """Which records a store holds, each compared with what was written; and the store verifies."""
+    assert list(verify(path)) == []
+    return [number for _, number in keys_in(ms.open(path))]
+
+
+def store(path: Path, records: Sequence[dict[str, object]], **options: Any) -> Path:
+    with ms.TraceWriter(path, **options) as writer:
+        writer.extend(records)
+    return path
+
+
+@pytest.fixture(scope="module", params=COMPRESSIONS)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten records in shards of three; nobody writes to it."""
+    path = tmp_path_factory.mktemp("source") / "store"
+    return write(path, keys(0, 10), shard_records=3, compression=request.param, config={"model": "gpt2"})
+
+
+# -- merge
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_merged_store_has_all_records_in_order_as_copies_of_the_shard_files(compression: Any, tmp_path: Path) -> None:
+    a = write(tmp_path / "a", keys(0, 5), shard_records=2, compression=compression, config={"seed": 1})
+    b = write(tmp_path / "b", keys(5, 7), compression=compression, config={"seed": 1})
+    before = files_of(a), files_of(b)
+    told: list[tuple[int, str]] = []
+    written = merge([a, b], tmp_path / "out", progress=lambda done, note: told.append((done, note)))
+    out = ms.open(tmp_path / "out")
+    assert written == Written(tmp_path / "out", 7, out.num_bytes)
+    assert numbers_of(tmp_path / "out") == list(range(7))
+    assert out.config == {"seed": 1} and out.compression == compression
+    assert [(shard.number, shard.records) for shard in out.shards] == [(0, 2), (1, 2), (2, 1), (3, 2)]
+    assert out.shards[3].seconds == ms.open(b).shards[0].seconds
+    for name in (shard_name, sidecar_name):
+        assert (tmp_path / "out" / name(3)).read_bytes() == (b / name(0)).read_bytes()
+    assert told[-1] == (out.num_bytes, f"b/{shard_name(0)}") and len(told) == 4
+    assert (files_of(a), files_of(b)) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "out"]
+
+
+def test_a_merged_store_can_be_continued(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", keys(0, 2)), write(tmp_path / "b", keys(2, 3))
+    merge([a, b], tmp_path / "out")
+    write(tmp_path / "out", keys(3, 5))
+    assert numbers_of(tmp_path / "out") == list(range(5))
+    assert ms.open(tmp_path / "out").find("7:3") == 3
+
+
+def test_different_configurations_are_all_kept(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", keys(0, 1), config={"seed": 1})
+    b = write(tmp_path / "b", keys(1, 2), config={"seed": 2})
+    merge([a, b], tmp_path / "out")
+    assert ms.open(tmp_path / "out").config == {"merged": [{"seed": 1}, {"seed": 2}]}
+
+
+def test_fields_that_are_none_in_one_store_take_their_type_from_the_other(tmp_path: Path) -> None:
+    full = {"question_id": "f", "answer": "yes", "x": np.ones((2, 2, 2)), "tags": ["t"], "more": {"k": 1}}
+    none = {"question_id": "n", "answer": None, "x": None, "tags": [], "more": {"k": None}}
+    a, b = store(tmp_path / "a", [none]), store(tmp_path / "b", [full])
+    for name, sources, expected in (("ab", [a, b], [none, full]), ("ba", [b, a], [full, none])):
+        merge(sources, tmp_path / name)
+        traces = ms.open(tmp_path / name)
+        assert list(verify(tmp_path / name)) == []
+        assert traces.fields == ms.open(b).fields
+        assert all(map(same, traces, expected))
+        assert traces.table.to_pylist() == [{k: v for k, v in one.items() if k != "x"} for one in expected]
+        assert traces.fetch([0, 1], ["answer"])["answer"] == [one["answer"] for one in expected]
+        assert [x is None for x in traces.fetch([0, 1], ["x"], layers=0)["x"]] == [one["x"] is None for one in expected]
+
+
+def test_a_merged_store_without_its_manifest_still_knows_the_types_of_all_its_shards(tmp_path: Path) -> None:
+    full = {"question_id": "f", "answer": "yes", "x": np.ones(3)}
+    none = {"question_id": "n", "answer": None, "x": None}
+    merge([store(tmp_path / "a", [full]), store(tmp_path / "b", [none])], tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").unlink()
+    traces = ms.open(tmp_path / "out")
+    assert {name: str(kind) for name, kind in traces.fields.items()} == {
+        "question_id": "string",
+        "answer": "string",
+        "x": "float64[axis0]",
+    }
+    assert traces.column("answer") == ["yes", None]
+    assert traces.fetch([0, 1])["x"][0].tolist() == [1, 1, 1]
+
+
+def test_stores_of_no_records_add_nothing(tmp_path: Path) -> None:
+    a, empty = write(tmp_path / "a", keys(0, 2)), store(tmp_path / "empty", [])
+    merge([empty, a, empty], tmp_path / "out")
+    assert numbers_of(tmp_path / "out") == [0, 1]
+    merge([empty, empty], tmp_path / "nothing")
+    assert len(ms.open(tmp_path / "nothing")) == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"question_id": "b", "x": np.ones(2, np.float32), "extra": 1}, r"field 'extra': only in .*b; stores to merge"),
+        ({"question_id": "b"}, r"field 'x': only in .*a; stores to merge"),
+        ({"question_id": 5, "x": np.ones(2, np.float32)}, r"field 'question_id': .*a has string, .*b has int64"),
+        ({"question_id": "b", "x": np.ones(2)}, r"field 'x': .*a has float32\[axis0\], .*b has float64\[axis0\]"),
+        ({"question_id": "b", "x": "text"}, r"field 'x': .*a has float32\[axis0\], .*b has string"),
+    ],
+)
+def test_stores_of_other_fields_are_refused_by_name(other: dict[str, object], message: str, tmp_path: Path) -> None:
+    a = store(tmp_path / "a", [{"question_id": "a", "x": np.ones(2, np.float32)}])
+    b = store(tmp_path / "b", [other])
+    with pytest.raises(SchemaMismatch, match=message):
+        merge([a, b], tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_stores_of_different_compression_merge_and_subset(tmp_path: Path) -> None:
+    parts = [
+        write(tmp_path / compression, keys(2 * n, 2 * n + 2), compression=compression)
+        for n, compression in enumerate(COMPRESSIONS)
+    ]
+    merge(parts, tmp_path / "merged")
+    assert numbers_of(tmp_path / "merged") == list(range(6))
+    subset_records(ms.open(tmp_path / "merged"), tmp_path / "subset", [5, 0, 3, 1, 2])
+    assert numbers_of(tmp_path / "subset") == [5, 0, 3, 1, 2]
+
+
+# -- the output
+
+
+def test_an_output_that_holds_something_is_refused_and_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "out", tmp_path / "file"):
+        for job in (
+            lambda out=out: merge([source], out),
+            lambda out=out: subset_shards(source, out, [0]),
+            lambda out=out: subset_records(ms.open(source), out, [0]),
+        ):
+            with pytest.raises(StoreExists, match="already there. Choose a new path, or remove it first") as error:
+                job()
+            assert str(out) in str(error.value)
+    assert files_of(tmp_path) == {"out/mine": b"mine", "file": b"mine"}
+
+
+def test_an_empty_folder_will_do_and_parents_are_made(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    subset_shards(source, tmp_path / "out", [1])
+    subset_shards(source, tmp_path / "a" / "b" / "out", [1])
+    assert numbers_of(tmp_path / "out") == numbers_of(tmp_path / "a" / "b" / "out") == [3, 4, 5]
+
+
+# -- subset
+
+
+def test_some_shards_are_copied_in_the_order_given(source: Path, tmp_path: Path) -> None:
+    written = subset_shards(source, tmp_path / "out", [3, 1])
+    out = ms.open(tmp_path / "out")
+    assert written.records == 4 and written.bytes == out.num_bytes
+    assert numbers_of(tmp_path / "out") == [9, 3, 4, 5]
+    assert [shard.number for shard in out.shards] == [0, 1]
+    assert (tmp_path / "out" / shard_name(0)).read_bytes() == (source / shard_name(3)).read_bytes()
+    assert out.config == {"model": "gpt2"} and out.fields == ms.open(source).fields
+
+
+def test_a_shard_that_is_not_there_is_named_with_those_that_are(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no shard 7; it has shards 0 to 3"):
+        subset_shards(source, tmp_path / "out", [0, 7])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_some_records_are_copied_to_the_bit_in_the_order_given(source: Path, tmp_path: Path) -> None:
+    traces = ms.open(source)
+    told: list[int] = []
+    wanted = [8, 0, 3, 4, 1]
+    written = subset_records(traces, tmp_path / "out", wanted, progress=lambda done, note: told.append(done))
+    out = ms.open(tmp_path / "out")
+    assert numbers_of(tmp_path / "out") == wanted
+    assert written == Written(tmp_path / "out", 5, out.num_bytes)
+    assert told == [1, 2, 3, 4, 5]
+    assert (out.config, out.compression, out.fields) == (traces.config, traces.compression, traces.fields)
+    for position, number in enumerate(wanted):
+        assert message(tmp_path / "out", position) == message(source, number)
+
+
+def message(path: Path, number: int) -> bytes:
+    """A record's bytes in the shard file."""
+    traces = ms.open(path)
+    row = traces.row(number)
+    data = (path / shard_name(traces.shards[traces.locate(number)[0]].number)).read_bytes()
+    return data[row.offset : row.offset + row.num_bytes]
+
+
+def test_the_shards_of_a_subset_roll_by_bytes(source: Path, tmp_path: Path) -> None:
+    subset_records(ms.open(source), tmp_path / "out", range(10), shard_bytes=30_000)
+    shards = ms.open(tmp_path / "out").shards
+    assert len(shards) > 1
+    assert all(shard.bytes >= 30_000 for shard in shards[:-1])
+    assert max(shard.bytes for shard in shards) < 30_000 + 40_000  # one record more than the limit
+    assert numbers_of(tmp_path / "out") == list(range(10))
+
+
+def test_a_subset_of_records_with_late_types_keeps_them(tmp_path: Path) -> None:
+    records = [{"n": 0, "x": None}, {"n": 1, "x": np.ones(2)}, {"n": 2, "x": None}]
+    path = store(tmp_path / "store", records)
+    subset_records(ms.open(path), tmp_path / "out", [2, 0, 1])
+    assert list(verify(tmp_path / "out")) == []
+    assert all(map(same, ms.open(tmp_path / "out"), [records[2], records[0], records[1]]))
+    subset_records(ms.open(path), tmp_path / "first", [0])
+    assert list(ms.open(tmp_path / "first")) == records[:1]
+    assert ms.open(tmp_path / "first").fields == ms.open(path).fields
+
+
+def test_a_record_may_be_taken_twice_and_none_may_be_taken(source: Path, tmp_path: Path) -> None:
+    subset_records(ms.open(source), tmp_path / "twice", [4, 4])
+    assert numbers_of(tmp_path / "twice") == [4, 4]
+    subset_records(ms.open(source), tmp_path / "none", [])
+    assert numbers_of(tmp_path / "none") == []
+    assert ms.open(tmp_path / "none").fields == ms.open(source).fields
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_merge_and_subset_never_decode_a_tensor(
+    compression: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "store", keys(0, 4), shard_records=2, compression=compression)
+
+    def refuse(name: str) -> None:
+        raise RuntimeError("a tensor was decoded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slices, "_codec", refuse)
+        with pytest.raises(RuntimeError, match="a tensor was decoded"):
+            ms.open(path)[0]
+        merge([path, path], tmp_path / "merged")
+        subset_shards(path, tmp_path / "shards", [1])
+        subset_records(ms.open(path), tmp_path / "records", select_where(ms.open(path), "number != 1"))
+        assert list(verify(tmp_path / "records")) == []
+    assert numbers_of(tmp_path / "merged") == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert numbers_of(tmp_path / "shards") == [2, 3]
+    assert numbers_of(tmp_path / "records") == [0, 2, 3]
+
+
+# -- by ids
+
+
+def test_ids_are_read_one_a_line_or_as_json_lines(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ids"
+    file.write_text('7:8\n\n  7:0 \n{"question_id": "7:3", "why": "so"}\n{"question_id": "7:8"}\n', encoding="utf-8")
+    assert find_ids(ms.open(source), file) == [8, 0, 3, 8]
+
+
+def test_ids_that_are_numbers_are_read_from_both(tmp_path: Path) -> None:
+    path = store(tmp_path / "store", [{"question_id": n} for n in (10, 20, 30)])
+    (tmp_path / "ids").write_text('30\n{"question_id": 10}\n{"question_id": "20"}\n')
+    assert find_ids(ms.open(path), tmp_path / "ids") == [2, 0, 1]
+
+
+def test_ids_that_are_not_in_the_store_are_named(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids").write_text('7:1\nnobody\n{"question_id": "noone"}\n')
+    with pytest.raises(StoreError, match=r"2 of its ids are not in .*store \(nobody, noone\)") as error:
+        find_ids(ms.open(source), tmp_path / "ids")
+    assert str(tmp_path / "ids") in str(error.value)
+
+
+@pytest.mark.parametrize("line", ['{"id": "a"}', '{"question_id": ', "{a}"])
+def test_a_line_that_is_neither_is_refused_with_its_file(line: str, tmp_path: Path) -> None:
+    path = store(tmp_path / "store", [{"question_id": "a"}])
+    (tmp_path / "ids").write_text(f"a\n{line}\n")
+    with pytest.raises(StoreError) as error:
+        find_ids(ms.open(path), tmp_path / "ids")
+    assert str(tmp_path / "ids") in str(error.value) and line.strip() in str(error.value)
+
+
+# -- by SQL
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    records = [
+        {"question_id": "a", "text": "Grüße", "score": 0.5, "n": 1, "ok": True, "tags": ["x", "ß"], "more": {"k": 1}},
+        {"question_id": "b", "text": "it's", "score": None, "n": 2, "ok": False, "tags": [], "more": {"k": None}},
+        {"question_id": "c", "text": "", "score": 1.5, "n": 3, "ok": True, "tags": ["y"], "more": None},
+        {"question_id": "d", "text": None, "score": -1.0, "n": 2**60, "ok": None, "tags": None, "more": {"k": 4}},
+    ]
+    path = tmp_path_factory.mktemp("texts") / "store"
+    return store(path, [{**one, "x": np.ones(2)} for one in records], shard_records=2)
+
+
+@pytest.mark.parametrize(
+    ("where", "numbers"),
+    [
+        ("score > 0", [0, 2]),
+        ("1", [0, 1, 2, 3]),
+        ("0", []),
+        ("number >= 2", [2, 3]),
+        ("score IS NULL OR text IS NULL", [1, 3]),
+        ("text LIKE 'gr%'", [0]),
+        ("length(text) = 4", [1]),
+        ("text = 'it''s'", [1]),
+        ("upper(substr(text, 1, 2)) = 'IT'", [1]),
+        ('"text" || question_id = \'c\'', [2]),
+        ("ok", [0, 2]),
+        ("n = 1152921504606846976", [3]),
+        ("tags LIKE '%\"ß\"%'", [0]),
+        ("json_array_length(tags) = 0", [1]),
+        ("EXISTS (SELECT 1 FROM json_each(tags) WHERE value = 'y')", [2]),
+        ("json_extract(more, '$.k') = 4", [3]),
+        ("more IS NULL", [2]),
+        ("score = (SELECT max(score) FROM traces)", [2]),
+        ("question_id IN (SELECT question_id FROM traces ORDER BY n DESC LIMIT 2)", [2, 3]),
+        ("score > (SELECT avg(score) FROM traces)", [0, 2]),
+        ("ok OR number = 3", [0, 2, 3]),
+        ("score > 1 -- the good ones", [2]),
+    ],
+)
+def test_records_are_selected_by_an_sql_condition(where: str, numbers: list[int], texts: Path) -> None:
+    assert select_where(ms.open(texts), where) == numbers
+
+
+@pytest.mark.parametrize("where", ["", "scoer > 1", "score >", "score > 1)", "nosuchfunction(text)", "number = ?", "x"])
+def test_a_condition_that_does_not_work_is_refused_with_the_columns_there_are(where: str, texts: Path) -> None:
+    with pytest.raises(StoreError, match="The columns are number, question_id, text, score, n, ok, tags, more") as error:
+        select_where(ms.open(texts), where)
+    assert f"--where {where!r}: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "1); DELETE FROM traces; --",
+        "1); DROP TABLE traces; SELECT (1",
+        "1; ATTACH DATABASE '{file}' AS other",
+        "1); ATTACH DATABASE '{file}' AS other; --",
+        "1) UNION SELECT 12345 --",
+        "load_extension('{file}')",
+        "writefile('{file}', 'x')",
+        "readfile('{file}') IS NULL",
+    ],
+)
+def test_a_condition_can_neither_change_nor_attach_nor_add_anything(where: str, texts: Path, tmp_path: Path) -> None:
+    before = files_of(texts)
+    with pytest.raises(StoreError, match="--where"):
+        select_where(ms.open(texts), where.format(file=tmp_path / "file"))
+    assert files_of(texts) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ['odd "name"', "a b", "rowid", "select", "traces", "größe", "it's", "a.b"])
+def test_a_field_of_any_name_can_be_selected_by(name: str, tmp_path: Path) -> None:
+    path = store(tmp_path / "store", [{name: 1}, {name: 2}])
+    quoted = name.replace('"', '""')
+    assert select_where(ms.open(path), f'"{quoted}" = 2') == [1]
+
+
+@pytest.mark.parametrize("one", [{"number": 7, "text": "x"}, {"Text": 1, "text": "x"}], ids=["number", "Text and text"])
+def test_fields_that_sql_cannot_tell_apart_are_an_error_of_ours(one: dict[str, object], tmp_path: Path) -> None:
+    path = store(tmp_path / "store", [one])
+    with pytest.raises(StoreError, match="number|text"):
+        select_where(ms.open(path), "1")
+
+
+def test_numbers_beyond_those_of_sql_do_not_stop_a_selection(tmp_path: Path) -> None:
+    path = store(tmp_path / "store", [{"hash": n} for n in (1, 2**64 - 1)], schema={"hash": "uint64"})
+    assert select_where(ms.open(path), "number = 1") == [1]
+
+
+def test_a_selection_becomes_a_store(source: Path, tmp_path: Path) -> None:
+    traces = ms.open(source)
+    numbers = select_where(traces, "answer IS NOT NULL AND json_array_length(tags) = 2")
+    assert numbers == [n for n in range(10) if record(7, n)["answer"] is not None and len(record(7, n)["tags"]) == 2]
+    subset_records(traces, tmp_path / "out", numbers)
+    assert numbers_of(tmp_path / "out") == numbers
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["config"] == {"model": "gpt2"}
