@@ -49,12 +49,16 @@ def test_a_whole_number_of_units_is_exact(count: int, unit: str) -> None:
     assert parse_bytes(f"{count}{unit}") == count * scale
 
 
-Configs = st.dictionaries(st.text(max_size=4), st.text(max_size=3) | st.lists(st.text(max_size=2), max_size=2), max_size=3)
+Configs = st.dictionaries(
+    st.text(max_size=4), st.text(max_size=3) | st.lists(st.text(max_size=2), max_size=2), max_size=3
+)
 
 
 @settings(derandomize=True)
 @given(Configs, Configs)
-def test_configurations_have_the_same_hash_exactly_when_they_are_equal(a: dict[str, object], b: dict[str, object]) -> None:
+def test_configurations_have_the_same_hash_exactly_when_they_are_equal(
+    a: dict[str, object], b: dict[str, object]
+) -> None:
     assert (config_hash(a) == config_hash(b)) == (a == b)
     assert config_hash(dict(reversed(a.items()))) == config_hash(a)
 

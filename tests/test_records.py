@@ -157,7 +157,7 @@ def test_a_kind_is_read_from_its_string(text: str | Kind, kind: Kind) -> None:
     ["", "strin", "float17[x]", "list<strin>", "float16[x", "float16[a-b]", "str[x]", "object[x]"],
 )
 def test_a_string_that_is_no_kind_is_refused_with_the_name_of_its_field(text: str) -> None:
-    with pytest.raises(SchemaMismatch, match="field 'odd'.* is no kind; write 'float16") as error:
+    with pytest.raises(SchemaMismatch, match=r"field 'odd'.* is no kind; write 'float16") as error:
         parse_schema({"fine": "int64", "odd": text})
     assert repr(text.removeprefix("list<").removesuffix(">")) in str(error.value)
 
@@ -217,7 +217,9 @@ FLOATS = Tensor("float16", ("layer", "token", "dim"))
         (FLOATS, Tensor("float16", ("layer", "token")), None),
     ],
 )
-def test_unknown_parts_of_a_kind_are_filled_in_and_known_ones_must_agree(old: Kind, new: Kind, refined: Kind | None) -> None:
+def test_unknown_parts_of_a_kind_are_filled_in_and_known_ones_must_agree(
+    old: Kind, new: Kind, refined: Kind | None
+) -> None:
     assert refine(old, new) == refined
 
 
@@ -226,14 +228,18 @@ Types = st.recursive(
     Leaves,
     lambda inner: (
         inner.map(pa.list_)
-        | st.lists(inner, min_size=1, max_size=3).map(lambda kinds: pa.struct([(f"f{i}", k) for i, k in enumerate(kinds)]))
+        | st.lists(inner, min_size=1, max_size=3).map(
+            lambda kinds: pa.struct([(f"f{i}", k) for i, k in enumerate(kinds)])
+        )
     ),
     max_leaves=6,
 )
 
 
 @given(Types, st.data())
-def test_a_type_of_which_parts_were_unknown_is_refined_to_the_whole_type(whole: pa.DataType, data: st.DataObject) -> None:
+def test_a_type_of_which_parts_were_unknown_is_refined_to_the_whole_type(
+    whole: pa.DataType, data: st.DataObject
+) -> None:
     def forget(kind: pa.DataType) -> pa.DataType:
         if data.draw(st.booleans()):
             return pa.null()

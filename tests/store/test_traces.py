@@ -62,7 +62,8 @@ def test_a_number_out_of_range_is_an_index_error_that_says_the_range(store: Path
 
 
 @pytest.mark.parametrize(
-    "part", [slice(2, 5), slice(None), slice(-2, None), slice(None, None, -1), slice(5, 1, -2), slice(3, 3), slice(5, 99)]
+    "part",
+    [slice(2, 5), slice(None), slice(-2, None), slice(None, None, -1), slice(5, 1, -2), slice(3, 3), slice(5, 99)],
 )
 def test_a_slice_is_the_list_a_list_would_give(store: Path, part: slice) -> None:
     assert all_same(ms.open(store)[part], EXPECTED[part])
@@ -215,7 +216,7 @@ def test_a_numpy_number_is_one_layer(layered: Path) -> None:
 
 @pytest.mark.parametrize("layers", [3, -4, [0, 3], [-4]])
 def test_a_layer_out_of_range_is_an_index_error_that_names_the_field(layered: Path, layers: Any) -> None:
-    with pytest.raises(IndexError, match="field '(large|small|steps)' has 3 layers, asked for"):
+    with pytest.raises(IndexError, match=r"field '(large|small|steps)' has 3 layers, asked for"):
         ms.open(layered).fetch([0], layers=layers)
 
 
@@ -252,7 +253,10 @@ def test_without_verification_damage_is_not_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"verify": "sometimes"}, "verify must be 'always' or 'never'"), ({"open_shards": 0}, "open_shards must be at least 1")],
+    [
+        ({"verify": "sometimes"}, "verify must be 'always' or 'never'"),
+        ({"open_shards": 0}, "open_shards must be at least 1"),
+    ],
 )
 def test_a_bad_option_of_open_is_refused(plain: Path, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

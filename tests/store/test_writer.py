@@ -262,9 +262,13 @@ def test_a_writer_can_be_closed_twice_and_then_takes_no_more(tmp_path: Path) -> 
 
 
 def test_an_exception_in_the_with_block_flies_and_what_was_appended_is_sealed(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), ms.TraceWriter(tmp_path / "store") as writer:
-        writer.append(record(1, 0))
-        raise ZeroDivisionError
+    def fail_half_way() -> None:
+        with ms.TraceWriter(tmp_path / "store") as writer:
+            writer.append(record(1, 0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_half_way()
     check(tmp_path / "store", 1)
     assert not list((tmp_path / "store").glob("*.open"))
 
@@ -352,7 +356,9 @@ def test_a_value_that_does_not_fit_is_refused_with_field_expected_and_found_and_
 def test_a_missing_field_is_named_with_its_type(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append(FIRST)
-        with pytest.raises(SchemaMismatch, match="field 'score': expected double, found no such field; None is allowed"):
+        with pytest.raises(
+            SchemaMismatch, match="field 'score': expected double, found no such field; None is allowed"
+        ):
             writer.append({name: value for name, value in FIRST.items() if name != "score"})
         writer.append({**FIRST, "score": None})
     assert ms.open(tmp_path / "store").column("score") == [0.5, None]

@@ -24,16 +24,8 @@ import numpy as np
 import torch
 
 from millstream.errors import BadSource, UnsafePickle
-from millstream.source.unpickle import (
-    Array,
-    FindStorage,
-    Input,
-    Refused,
-    SharedObject,
-    Storage,
-    TraceUnpickler,
-    find_legacy_storages,
-)
+from millstream.source.allowed import Array, Refused, Storage
+from millstream.source.unpickle import FindStorage, Input, SharedObject, TraceUnpickler, find_legacy_storages
 
 __all__ = ["normalise", "read_traces", "restore_steps"]
 

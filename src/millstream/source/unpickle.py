@@ -6,23 +6,30 @@ and tensors need, and the functions it may call are the ones in `GLOBALS`, which
 
 import io
 import pickle
-import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from math import prod
 from types import FunctionType
-from typing import BinaryIO, ClassVar, Literal, NoReturn, TypeGuard, cast
+from typing import BinaryIO, ClassVar, NoReturn, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from millstream.source.allowed import (
+    GLOBALS,
+    Array,
+    DType,
+    Fetch,
+    NDArrayType,
+    Refused,
+    Storage,
+    brief,
+    fill_array,
+    is_count,
+    set_byte_order,
+)
 
 Trace = dict[str, object]
-Array = NDArray[np.generic]
-DType = np.dtype[np.generic]
 
 MAX_UNCHECKED_BYTES = 1 << 16  # reads up to here may simply fail; larger ones are checked before memory is taken
 MAX_KEPT_TEXT = 4096  # texts up to here outlive their trace in the memo: keys and constants are shared by all traces
@@ -30,24 +37,8 @@ MAX_KEPT_TEXT = 4096  # texts up to here outlive their trace in the memo: keys a
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first of the five pickles in a torch file from before torch 1.6
 
 
-class Refused(Exception):
-    """The pickle asks for something that is not data. Nothing was run."""
-
-
 class SharedObject(Exception):
     """The pickle goes back to an object of a trace that is already handed out and forgotten."""
-
-
-Fetch = Callable[[int, int], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Storage:
-    """A flat row of numbers that tensors are cut from; `fetch(first, count)` brings the part that one covers."""
-
-    dtype: torch.dtype
-    numel: int
-    fetch: Fetch
 
 
 # (dtype, key, number of elements) -> the storage that a torch file keeps outside of the pickle
@@ -167,7 +158,7 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
                 kind == "storage"
                 and isinstance(dtype, torch.dtype)
                 and isinstance(key, str)
-                and _is_count(numel)
+                and is_count(numel)
                 and view in ([], [None])
             ):
                 return self.find_storage(dtype, key, numel)
@@ -177,18 +168,18 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         args = self.stack.pop()
         build = self.stack[-1]
         if type(build) is not FunctionType or type(args) is not tuple:
-            raise Refused(f"the file asks to call {_brief(build)}")
+            raise Refused(f"the file asks to call {brief(build)}")
         self.stack[-1] = build(*cast(tuple[object, ...], args))
 
     def load_build(self) -> None:
         state = self.stack.pop()
         built = self.stack[-1]
         if type(built) is np.ndarray:
-            _fill_array(cast(Array, built), state)
+            fill_array(cast(Array, built), state)
         elif isinstance(built, np.dtype):
-            _set_byte_order(cast(DType, built), state)
+            set_byte_order(cast(DType, built), state)
         else:
-            raise Refused(f"the file asks to set the state of {_brief(built)}")
+            raise Refused(f"the file asks to set the state of {brief(built)}")
 
     # -- containers: only the plain ones, and only keys whose hash cannot be made to misbehave
 
@@ -253,7 +244,7 @@ class TraceUnpickler(Unpickler):
             if isinstance(value, dict):
                 value = cast(Trace, value).get("traces", [cast(Trace, value)])
             if not isinstance(value, list | tuple):
-                raise pickle.UnpicklingError(f"it holds {_brief(value)}, not a list of traces")
+                raise pickle.UnpicklingError(f"it holds {brief(value)}, not a list of traces")
             for item in cast(list[object], value):
                 yield _trace(item)
 
@@ -417,83 +408,6 @@ def find_legacy_storages(file: BinaryIO, end: int, *, drop: bool) -> tuple[Input
     return data, spans
 
 
-# -- the functions a pickle may call: what numpy and torch put there, rewritten to trust nothing
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise Refused("the file asks for the global '_codecs.encode' to do something else than latin1")
-    return text.encode("latin1")
-
-
-def _no_bytes() -> bytes:
-    return b""
-
-
-def _ordered_dict() -> OrderedDict[object, object]:
-    return OrderedDict()
-
-
-def _dtype(spec: str, align: object = False, copy: object = True) -> DType:
-    if type(spec) is not str or not re.fullmatch(r"[biufcSU][0-9]{1,9}", spec):
-        raise Refused(f"the file asks for the global 'numpy.dtype' to be {_brief(spec)}")
-    return np.dtype(spec, copy=True)  # a copy, because _set_byte_order changes it in place
-
-
-def _set_byte_order(dtype: DType, state: object) -> None:
-    # (3, order, subarray, names, fields, size, alignment, flags). numpy believes even the flags, so only the order is
-    # taken from the file and the rest from a dtype of our own.
-    version, order, *rest = cast(tuple[object, ...], state)
-    orders = "<|=" if dtype.kind == "U" else "<|=>"
-    if version != 3 or type(order) is not str or order not in orders or rest[:3] != [None, None, None]:
-        raise Refused("the file asks for the global 'numpy.dtype' to have fields or flags")
-    own_state = cast(tuple[object, ...], dtype.newbyteorder(cast(Literal["<"], order)).__reduce__())[2]
-    dtype.__setstate__(own_state)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-
-
-def _blank_array(kind: object, shape: object, code: object) -> Array:
-    if kind is not _NDARRAY or shape != (0,) or code != b"b":
-        raise Refused(f"the file asks to make an array of {_brief(kind)}")
-    return np.empty(0, np.int8)
-
-
-def _fill_array(array: Array, state: object) -> None:
-    _version, shape, dtype, is_fortran, data = cast(tuple[object, ...], state)
-    if array.size or array.base is not None or type(is_fortran) is not bool or type(data) is not bytes:
-        raise Refused("the file asks to fill an array with something else than bytes")
-    _check_array(shape, dtype, data)
-    array.__setstate__((1, shape, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType]
-
-
-def _array_of_buffer(
-    data: bytes | bytearray, dtype: DType, shape: tuple[int, ...], order: str, axes: tuple[int, ...] | None = None
-) -> Array:
-    if type(data) not in (bytes, bytearray):
-        raise Refused(f"the file asks for an array over {_brief(data)}")
-    _check_array(shape, dtype, data)
-    flat = np.frombuffer(data, dtype)
-    if order == "K" and axes is not None:
-        return flat.reshape(shape).transpose(axes)
-    return flat.reshape(shape, order="F" if order == "F" else "C")
-
-
-def _scalar(dtype: DType, data: bytes) -> np.generic:
-    if type(data) is not bytes:
-        raise Refused(f"the file asks for a number made of {_brief(data)}")
-    _check_array((), dtype, data)
-    return np.frombuffer(data, dtype)[0]
-
-
-def _check_array(shape: object, dtype: object, data: bytes | bytearray) -> None:
-    if not isinstance(dtype, np.dtype) or not _are_counts(shape):
-        raise pickle.UnpicklingError("an array without a dtype or a shape")
-    if prod(shape) * dtype.itemsize != len(data):
-        raise pickle.UnpicklingError(f"an array of shape {shape} and dtype {dtype} does not have {len(data):,} bytes")
-    # numpy does not check, and Python fails with a SystemError when it makes a str of them.
-    if dtype.kind == "U" and np.frombuffer(data, "<u4").max(initial=0) > sys.maxunicode:
-        raise pickle.UnpicklingError("a text with characters that do not exist")
-
-
 def _storage_of_bytes(data: bytes) -> Storage:
     """A tensor in a plain pickle holds its numbers as a whole torch file."""
     source, spans = find_legacy_storages(io.BytesIO(data), len(data), drop=False)
@@ -508,60 +422,14 @@ def _storage_of_bytes(data: bytes) -> Storage:
     return Storage(storage.dtype, storage.numel, lambda first, count: flat[first : first + count])
 
 
-def _tensor(storage: object, first: object, shape: object, strides: object, *_grad_and_hooks: object) -> torch.Tensor:
-    if not isinstance(storage, Storage) or not (_is_count(first) and _are_counts(shape) and _are_counts(strides)):
-        raise pickle.UnpicklingError("a tensor without a storage or a shape")
-    if len(shape) != len(strides):
-        raise pickle.UnpicklingError("a tensor with more axes than strides")
-    # The elements from the first to the last one that the tensor touches
-    count = 0 if 0 in shape else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if first + count > storage.numel:
-        raise pickle.UnpicklingError("a tensor that is larger than its storage")
-    return storage.fetch(first, count).as_strided(shape, strides)
-
-
-class _NDArray:
-    """Stands for the type numpy.ndarray, which a pickle names but may not call."""
-
-
-_NDARRAY = _NDArray()
-
-# All that a pickle can name. numpy 2 renamed numpy.core; Python 2 called builtins __builtin__, and so does protocol 2.
-GLOBALS: dict[tuple[str, str], object] = {
-    ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _no_bytes,
-    ("builtins", "bytes"): _no_bytes,
-    ("collections", "OrderedDict"): _ordered_dict,
-    ("numpy", "dtype"): _dtype,
-    ("numpy", "ndarray"): _NDARRAY,
-    ("numpy.core.multiarray", "_reconstruct"): _blank_array,
-    ("numpy._core.multiarray", "_reconstruct"): _blank_array,
-    ("numpy.core.multiarray", "scalar"): _scalar,
-    ("numpy._core.multiarray", "scalar"): _scalar,
-    ("numpy.core.numeric", "_frombuffer"): _array_of_buffer,
-    ("numpy._core.numeric", "_frombuffer"): _array_of_buffer,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch.storage", "_load_from_bytes"): _storage_of_bytes,
-    ("torch", "BoolStorage"): torch.bool,
-    ("torch", "ByteStorage"): torch.uint8,
-    ("torch", "CharStorage"): torch.int8,
-    ("torch", "ShortStorage"): torch.int16,
-    ("torch", "IntStorage"): torch.int32,
-    ("torch", "LongStorage"): torch.int64,
-    ("torch", "HalfStorage"): torch.float16,
-    ("torch", "BFloat16Storage"): torch.bfloat16,
-    ("torch", "FloatStorage"): torch.float32,
-    ("torch", "DoubleStorage"): torch.float64,
-    ("torch", "ComplexFloatStorage"): torch.complex64,
-    ("torch", "ComplexDoubleStorage"): torch.complex128,
-}
+GLOBALS["torch.storage", "_load_from_bytes"] = _storage_of_bytes
 
 
 # -- small checks
 
 
 # What outlives its trace in the memo, if it is small. (Bytes, for the b"b" that numpy puts into every array.)
-KEPT: set[type] = {str, bytes, FunctionType, _NDArray, torch.dtype, *np.sctypeDict.values()}
+KEPT: set[type] = {str, bytes, FunctionType, NDArrayType, torch.dtype, *np.sctypeDict.values()}
 KEPT.update(type(np.dtype(code)) for code in np.typecodes["All"])
 
 
@@ -579,38 +447,21 @@ def _is_constant(value: object) -> bool:
 
 def _trace(value: object) -> Trace:
     if not isinstance(value, dict):
-        raise pickle.UnpicklingError(f"it is {_brief(value)}, not a dict")
+        raise pickle.UnpicklingError(f"it is {brief(value)}, not a dict")
     return cast(Trace, value)
 
 
 def _plain_list(value: object) -> list[object]:
     if type(value) is not list:
-        raise pickle.UnpicklingError(f"appends to {_brief(value)}")
+        raise pickle.UnpicklingError(f"appends to {brief(value)}")
     return cast(list[object], value)
 
 
 def _set_items(target: object, items: list[object]) -> None:
     if type(target) is not dict and type(target) is not OrderedDict:
-        raise pickle.UnpicklingError(f"sets items of {_brief(target)}")
+        raise pickle.UnpicklingError(f"sets items of {brief(target)}")
     keys = items[::2]
     # Hashing a tuple that is nested a million deep would overflow the C stack.
     if not all(isinstance(key, str | int | float | bytes | np.generic | None) for key in keys):
         raise pickle.UnpicklingError("a dict key that is neither text nor number")
     cast(dict[object, object], target).update(zip(keys, items[1::2], strict=True))
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _are_counts(value: object) -> TypeGuard[tuple[int, ...]]:
-    items = cast(tuple[object, ...], value)
-    return type(value) is tuple and len(items) <= 64 and all(map(_is_count, items))
-
-
-def _brief(value: object) -> str:
-    """What a value is, in few words and without asking the value."""
-    for (module, name), known in GLOBALS.items():
-        if known is value:
-            return f"the global '{module}.{name}'"
-    return repr(value[:80]) if isinstance(value, str | bytes) else f"a {type(value).__name__}"
