@@ -70,8 +70,7 @@ def store(path: Path, records: list[dict[str, object]], **options: Any) -> Path:
 # -- summaries
 
 
-@pytest.mark.parametrize("shard_records", [1, 2, 100])
-@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize(("shard_records", "compression"), [(1, "none"), (2, "zstd"), (100, "none")])
 def test_the_summary_of_a_tiny_store_is_exact(shard_records: int, compression: Any, tmp_path: Path) -> None:
     path = store(tmp_path / "store", RECORDS, shard_records=shard_records, compression=compression)
     summary = summarise(path)
@@ -190,7 +189,7 @@ def changed(number: int, **fields: object) -> list[dict[str, object]]:
     return [{**one, **(fields if n == number else {})} for n, one in enumerate(RECORDS)]
 
 
-@pytest.mark.parametrize("compressions", [("none", "none"), ("zstd", "zstd"), ("none", "lz4"), ("zstd", "none")])
+@pytest.mark.parametrize("compressions", [("none", "none"), ("zstd", "zstd"), ("lz4", "none")])
 def test_the_same_records_are_identical_however_they_are_stored(compressions: Any, tmp_path: Path) -> None:
     a = store(tmp_path / "a", RECORDS, compression=compressions[0], shard_records=2)
     b = store(tmp_path / "b", RECORDS[::-1], compression=compressions[1])

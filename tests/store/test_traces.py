@@ -20,7 +20,7 @@ from millstream.store.layout import shard_name
 COUNT = 7
 
 
-@pytest.fixture(scope="module", params=["none", "lz4", "zstd"])
+@pytest.fixture(scope="module", params=["none", "zstd"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seven records in shards of three; nobody writes to it."""
     path = tmp_path_factory.mktemp("traces") / "store"

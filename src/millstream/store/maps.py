@@ -23,10 +23,14 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+_SMALL_BYTES = 256 << 10  # asking for less than this costs less than looking whether it is there
+
+
 class Map:
     """The bytes of a file as `map.view`; unmapped when the last view of them is gone."""
 
     def __init__(self, path: Path, *, sequential: bool = False) -> None:
+        self._path = path
         fd = os.open(path, os.O_RDONLY)
         try:
             self.num_bytes = os.fstat(fd).st_size
@@ -38,10 +42,26 @@ class Map:
         self.view: Bytes = np.asarray(self._memory)
 
     def will_need(self, offset: int, num_bytes: int) -> None:
-        """Start reading exactly this range from disk."""
+        """Start reading exactly this range (or what the file has of it) from disk."""
         # With MADV_RANDOM and no WILLNEED a cold read goes page by page: 50 MB/s against 430-640.
+        end = min(offset + num_bytes, self.num_bytes)
+        if end - offset > _SMALL_BYTES and self._is_cached(offset, end):
+            return  # WILLNEED would still walk all its pages: 70 us for 4 MB
         start = offset - offset % mmap.PAGESIZE
-        self._memory.advise(start, offset + num_bytes - start, mmap.MADV_WILLNEED)
+        self._memory.advise(start, end - start, mmap.MADV_WILLNEED)
+
+    def _is_cached(self, start: int, end: int) -> bool:
+        """Whether first, middle and last byte are in the page cache (mincore is silent about others' files)."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return all(os.preadv(fd, [_BYTE], at, os.RWF_NOWAIT) for at in (start, (start + end) // 2, end - 1))
+        except OSError:  # would have to wait for the disk, or cannot tell
+            return False
+        finally:
+            os.close(fd)
 
 
 class _Memory:
@@ -74,3 +94,4 @@ class _Memory:
 
 
 _EMPTY = ctypes.c_uint64()
+_BYTE = bytearray(1)

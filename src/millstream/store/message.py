@@ -226,21 +226,28 @@ def read_row(view: Bytes, schema: pa.Schema, offset: int) -> Row | None:
     body = message.body
     num_bytes = 8 + meta_bytes + (body.size if body else 0)
     row = Row(offset, num_bytes, 8 + meta_bytes, values, tensors)
-    return row if head_holds(view, row, record_schema(schema)) else None
+    return row if row_holds(view, row, record_schema(schema)) else None
 
 
-def head_holds(view: Bytes, row: Row, schema: Schema) -> bool:
-    """Whether all bytes of the message but its tensors' data fit the CRC that ends it."""
-    position, end, crc = row.offset, row.offset + row.num_bytes - 8, 0
-    for name, tensor in row.tensors.items():
-        if tensor is None or not (size := tensor.num_bytes(cast(Tensor, schema[name]).itemsize)):
+def row_holds(view: Bytes, row: Row, schema: Schema) -> bool:
+    """Whether all bytes of a record's message but its tensors' data fit the CRC that ends it."""
+    extents = [(t.offset, t.num_bytes(cast(Tensor, schema[name]).itemsize)) for name, t in row.tensors.items() if t]
+    return head_holds(view, row.offset, row.num_bytes, extents)
+
+
+def head_holds(view: Bytes, offset: int, num_bytes: int, extents: Sequence[tuple[int, int]]) -> bool:
+    """The same for a message at `offset` whose tensors' data lie at `extents` (offset, bytes)."""
+    position, end, crc = offset, offset + num_bytes - 8, 0
+    if end + 8 > len(view):
+        return False
+    for start, size in extents:
+        if not size:
             continue
-        if not position <= tensor.offset <= tensor.offset + size <= end:
+        if not position <= start <= start + size <= end:
             return False
-        crc = crc32c(view[position : tensor.offset], crc)
-        position = tensor.offset + size
-    crc = crc32c(view[position:end], crc)
-    return end + 8 <= len(view) and int(view[end : end + 8].view("<u8")[0]) == crc
+        crc = crc32c(view[position:start], crc)
+        position = start + size
+    return int(view[end : end + 8].view("<u8")[0]) == crc32c(view[position:end], crc)
 
 
 def bad_slice(view: Bytes, tensor: TensorRow, itemsize: int) -> int | None:

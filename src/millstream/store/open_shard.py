@@ -1,6 +1,7 @@
 """One sealed shard, open for reading: views of its mapped bytes at the sidecar's offsets, checked as they are read."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -12,8 +13,9 @@ from millstream.errors import CorruptRecord, CorruptShard
 from millstream.records import Array, Bytes, Tensor, from_bytes
 from millstream.store.layout import ShardInfo, shard_name
 from millstream.store.maps import Map
-from millstream.store.message import TensorRow, head_holds
+from millstream.store.message import head_holds
 from millstream.store.recover import ID_FIELD
+from millstream.store.sidecar import Span
 from millstream.store.slices import crc32c, unpack
 from millstream.store.table import load_sidecar
 
@@ -21,7 +23,18 @@ if TYPE_CHECKING:
     import torch
 
 Layers = int | Sequence[int] | None
-Span = tuple[int, int, int]  # offset, stored bytes, CRC-32C
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What has to be read to give one tensor, or some of its layers."""
+
+    row: int
+    name: str
+    kind: Tensor
+    shape: tuple[int, ...]  # of the result
+    spans: list[Span]
+    rows: tuple[int, list[int]] | None  # (how many, which) rows to take out of one span that holds them all
 
 
 class OpenShard:
@@ -33,6 +46,7 @@ class OpenShard:
         self._first = first  # the record number of row 0, for messages
         self._verify = verify
         self.sidecar = load_sidecar(path, info)
+        self._packed = self.sidecar.compression != "none"
         if self.sidecar.num_records != info.records:
             raise CorruptShard(
                 f"{self._file}: {info.records} records in the manifest, {self.sidecar.num_records} in its sidecar. "
@@ -50,82 +64,91 @@ class OpenShard:
         """One scalar."""
         return self.sidecar.column(name)[row].as_py()
 
-    def place(self, row: int, name: str) -> TensorRow | None:
-        """Where a tensor lies; None for None."""
-        places = self.sidecar.tensor(name)
-        return places.row(row) if places else None
-
-    def record(self, row: int) -> "dict[str, object]":
+    def record(self, row: int) -> dict[str, object]:
         """The whole record, its frame and every tensor checked; tensors are views of the mapped file."""
-        found = self.sidecar.row(row)
-        if self._verify and not head_holds(self._map.view, found, self.sidecar.schema):
-            self._corrupt(row, "the record's frame", "CRC-32C, or the file ends before it")
-        values: dict[str, object] = {**found.values}
-        for name, place in found.tensors.items():
-            values[name] = None if place is None else self.tensor(row, name, place)
+        schema = self.sidecar.schema
+        plans = {name: self.plan(row, name) for name, kind in schema.items() if isinstance(kind, Tensor)}
+        if self._verify:
+            extents = [(p.spans[0][0], sum(span[1] for span in p.spans)) for p in plans.values() if p is not None]
+            if not head_holds(self._map.view, *self.sidecar.extent(row), extents):
+                self._corrupt(row, "the record's frame", "CRC-32C, or the file ends before it")
+        values: dict[str, object] = {}
+        for name in schema:
+            plan = plans.get(name)
+            if name not in plans:
+                values[name] = self.value(row, name)
+            else:
+                values[name] = None if plan is None else self.tensor(plan)
         return values
 
     def will_need_record(self, row: int) -> None:
         """Start reading a whole record."""
-        self._advise(*self.sidecar.extent(row))
+        self._map.will_need(*self.sidecar.extent(row))
 
-    def will_need(self, name: str, place: TensorRow | None, layers: Layers) -> None:
-        """Start reading what `tensor` will want."""
-        if place is not None:
-            for offset, size in _ranges(self._spans(name, place, self._picks(name, place, layers))):
-                self._advise(offset, size)
+    def will_need(self, plan: Plan | None) -> None:
+        """Start reading what a plan wants."""
+        for offset, size in _ranges(plan.spans) if plan else ():
+            self._map.will_need(offset, size)
 
-    def _advise(self, offset: int, num_bytes: int) -> None:
-        self._map.will_need(offset, max(0, min(num_bytes, self._map.num_bytes - offset)))
+    def plan(self, row: int, name: str, layers: Layers = None) -> Plan | None:
+        """How to read a tensor, or some of its layers; None for None."""
+        places, kind = self.sidecar.tensor(name), self.sidecar.schema[name]
+        shape = places.shape(row) if places else None
+        if places is None or shape is None or not isinstance(kind, Tensor):
+            return None
+        if layers is None or kind.axes[:1] != ("layer",):
+            return Plan(row, name, kind, shape, places.spans(row), None)
+        count = shape[0]
+        picks = [layers] if isinstance(layers, int) else list(layers)
+        if any(not -count <= pick < count for pick in picks):
+            raise IndexError(
+                f"{self._path}: record {self._first + row} has {count} layers in {name!r}, asked for {picks}"
+            )
+        picks = [pick % count for pick in picks]
+        result = shape[1:] if isinstance(layers, int) else (len(picks), *shape[1:])
+        if places.num_slices(row) == 1 and count > 1:  # too small to be cut: taken out of the whole
+            return Plan(row, name, kind, result, places.spans(row), (count, picks))
+        return Plan(row, name, kind, result, places.spans(row, picks), None)
 
-    def shape(self, name: str, place: TensorRow, layers: Layers) -> tuple[int, ...]:
-        """The shape `tensor` will give."""
-        picks = self._picks(name, place, layers)
-        if picks is None:
-            return place.shape
-        return place.shape[1:] if isinstance(layers, int) else (len(picks), *place.shape[1:])
-
-    def tensor(self, row: int, name: str, place: TensorRow, layers: Layers = None) -> "Array | torch.Tensor":
-        """The tensor, or some of its layers: a view of the mapped file wherever the bytes lie side by side."""
-        kind = self._kind(name)
-        shape = self.shape(name, place, layers)
-        picks = self._picks(name, place, layers)
-        spans = self._spans(name, place, picks)
-        if self.sidecar.compression == "none" and len(_ranges(spans)) == 1:
-            data = self._stored(row, name, spans)
-            if picks is not None and len(place.crc32c) == 1:
-                data = data.reshape(place.shape[0], -1)[picks].reshape(-1)
+    def tensor(self, plan: Plan) -> "Array | torch.Tensor":
+        """What a plan gives: a view of the mapped file wherever the bytes lie side by side."""
+        if not self._packed and len(_ranges(plan.spans)) == 1:
+            data = self._stored(plan, plan.spans)
+            if plan.rows is not None:
+                count, picks = plan.rows
+                data = data.reshape(count, -1)[picks].reshape(-1)
         else:
-            data = np.empty(prod(shape) * kind.itemsize, np.uint8)
-            self.copy(row, name, place, layers, data)
-        return from_bytes(kind, shape, data)
+            data = np.empty(prod(plan.shape) * plan.kind.itemsize, np.uint8)
+            self.copy(plan, data)
+        return from_bytes(plan.kind, plan.shape, data)
 
-    def copy(self, row: int, name: str, place: TensorRow, layers: Layers, out: Bytes) -> None:
-        """The tensor's (or its layers') raw bytes into `out`, checked."""
-        itemsize, compression = self._kind(name).itemsize, self.sidecar.compression
-        picks = self._picks(name, place, layers)
-        if picks is not None and len(place.crc32c) == 1:  # too small to be cut: take the layers out of the whole
-            whole = np.empty(prod(place.shape) * itemsize, np.uint8)
-            self.copy(row, name, place, None, whole)
-            out[:] = whole.reshape(place.shape[0], -1)[picks].reshape(-1)
-            return
-        spans = self._spans(name, place, picks)
+    def copy(self, plan: Plan, out: Bytes) -> None:
+        """The raw bytes of what a plan gives into `out`, checked."""
         if not out.size:
             return
-        for part, span in zip(out.reshape(len(spans), -1), spans, strict=True):
+        if plan.rows is not None:
+            count, picks = plan.rows
+            whole = np.empty(out.size // len(picks) * count, np.uint8)
+            self._copy_spans(plan, whole)
+            out[:] = whole.reshape(count, -1)[picks].reshape(-1)
+        else:
+            self._copy_spans(plan, out)
+
+    def _copy_spans(self, plan: Plan, out: Bytes) -> None:
+        for part, span in zip(out.reshape(len(plan.spans), -1), plan.spans, strict=True):
             offset, size, crc = span
-            if compression != "none":
-                unpack(self._stored(row, name, [span]), part, itemsize, compression)
+            if self._packed:
+                unpack(self._stored(plan, [span]), part, plan.kind.itemsize, self.sidecar.compression)
                 continue
-            self._check_end(row, name, offset + size)
+            self._check_end(plan, offset + size)
             part[:] = self._map.view[offset : offset + size]
             if self._verify and crc32c(part) != crc:  # over the copy: it is in the cache
-                part[:] = self._stored(row, name, [span])
+                part[:] = self._stored(plan, [span])
 
-    def _stored(self, row: int, name: str, spans: Sequence[Span]) -> Bytes:
+    def _stored(self, plan: Plan, spans: Sequence[Span]) -> Bytes:
         """The stored bytes of neighbouring slices, as a view of the map."""
         start, end = spans[0][0], spans[-1][0] + spans[-1][1]
-        self._check_end(row, name, end)
+        self._check_end(plan, end)
         view = self._map.view[start:end]
         if not self._verify or _first_bad(view, spans) is None:
             return view
@@ -136,13 +159,13 @@ class OpenShard:
             f.readinto(fresh.data)
         bad = _first_bad(fresh, spans)
         if bad is not None:
-            self._corrupt(row, f"field {name!r}", f"CRC-32C of the slice at byte {spans[bad][0]}")
+            self._corrupt(plan.row, f"field {plan.name!r}", f"CRC-32C of the slice at byte {spans[bad][0]}")
         return fresh
 
-    def _check_end(self, row: int, name: str, end: int) -> None:
+    def _check_end(self, plan: Plan, end: int) -> None:
         if end > self._map.num_bytes:
             what = f"the file ends at byte {self._map.num_bytes}, expected {end} or more"
-            self._corrupt(row, f"field {name!r}", what)
+            self._corrupt(plan.row, f"field {plan.name!r}", what)
 
     def _corrupt(self, row: int, where: str, what: str) -> None:
         key = f", {ID_FIELD} {self.value(row, ID_FIELD)!r}" if ID_FIELD in self.sidecar.schema else ""
@@ -150,25 +173,6 @@ class OpenShard:
             f"{self._file}: record {self._first + row} (row {row}{key}), {where}: damaged ({what}). "
             f"The other records still read; set it aside with: millstream repair {self._path}"
         )
-
-    def _kind(self, name: str) -> Tensor:
-        kind = self.sidecar.schema[name]
-        assert isinstance(kind, Tensor)
-        return kind
-
-    def _picks(self, name: str, place: TensorRow, layers: Layers) -> list[int] | None:
-        """Layer numbers counted from 0; None for all, also for a field that has no layers."""
-        if layers is None or self._kind(name).axes[:1] != ("layer",):
-            return None
-        count = place.shape[0]
-        picks = [layers] if isinstance(layers, int) else list(layers)
-        if any(not -count <= pick < count for pick in picks):
-            raise IndexError(f"{self._file}: field {name!r} has {count} layers, asked for {picks}")
-        return [pick % count for pick in picks]
-
-    def _spans(self, name: str, place: TensorRow, picks: list[int] | None) -> list[Span]:
-        spans = [(*s, crc) for s, crc in zip(place.spans(self._kind(name).itemsize), place.crc32c, strict=True)]
-        return spans if picks is None or len(spans) == 1 else [spans[pick] for pick in picks]
 
 
 def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ from millstream.store.layout import (
     write_manifest,
 )
 from millstream.store.maps import Map
-from millstream.store.message import END_OF_STREAM, Row, Seal, arrow_schema, head_holds, read_header, record_schema
+from millstream.store.message import END_OF_STREAM, Row, Seal, arrow_schema, read_header, record_schema, row_holds
 from millstream.store.recover import (
     ID_FIELD,
     LostRecord,
@@ -166,7 +166,7 @@ class _Examination:
         if self.view is None or row.offset + row.num_bytes > len(self.view):
             return [(None, "its bytes are missing")]
         found: list[tuple[str | None, str]] = []
-        if not head_holds(self.view, row, self.schema):
+        if not row_holds(self.view, row, self.schema):
             found.append((None, "its frame or scalars fail their CRC-32C"))
         fields = damaged_fields(self.view, row, self.schema)
         return found + [(name, f"slice {index} fails its CRC-32C") for name, index in fields]

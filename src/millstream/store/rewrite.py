@@ -27,7 +27,7 @@ from millstream.store.layout import (
     write_manifest,
 )
 from millstream.store.maps import Map
-from millstream.store.message import arrow_schema, head_holds, record_schema
+from millstream.store.message import arrow_schema, record_schema, row_holds
 from millstream.store.recover import ID_FIELD, damaged_fields
 from millstream.store.shard import ShardWriter
 from millstream.store.slices import crc32c
@@ -105,8 +105,8 @@ def subset_records(
             sidecar = load_sidecar(source, info)
             for _, number in group:
                 row = sidecar.row(number)
-                mapped.will_need(row.offset, min(row.num_bytes, mapped.num_bytes - row.offset))
-                if not head_holds(view, row, sidecar.schema) or damaged_fields(view, row, sidecar.schema):
+                mapped.will_need(row.offset, row.num_bytes)
+                if not row_holds(view, row, sidecar.schema) or damaged_fields(view, row, sidecar.schema):
                     raise CorruptRecord(
                         f"{source / shard_name(info.number)}: row {number} is damaged. Run: millstream repair {source}"
                     )

@@ -8,6 +8,8 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from math import prod
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +21,7 @@ from millstream.records import Schema, Tensor
 from millstream.store.message import Row, TensorRow, compression_of, record_schema, tensor_field
 
 Ints = NDArray[np.int64]
+Span = tuple[int, int, int]  # offset, stored bytes, CRC-32C
 OFFSET, NUM_BYTES, META_BYTES = "_offset", "_bytes", "_meta_bytes"
 
 
@@ -153,12 +156,30 @@ class Places:
         axes = int((bounds[1:] - bounds[:-1]).max(initial=0))
         return values.reshape(int((self.offsets >= 0).sum()), axes)
 
+    def shape(self, number: int) -> tuple[int, ...] | None:
+        """The shape of one tensor; None for None."""
+        return tuple(_item(self.shapes, number)) if self.offsets[number] >= 0 else None
+
+    def num_slices(self, number: int) -> int:
+        bounds = self.crc32c[0]
+        return int(bounds[number + 1] - bounds[number])
+
+    def spans(self, number: int, picks: Sequence[int] | None = None) -> list[Span]:
+        """Offset, stored bytes and CRC-32C of each slice of one tensor, or of some of them."""
+        offset, crcs = int(self.offsets[number]), _item(self.crc32c, number)
+        if self.sizes is None:
+            size = prod(_item(self.shapes, number)) * self.itemsize // len(crcs)
+            return [(offset + i * size, size, crcs[i]) for i in (range(len(crcs)) if picks is None else picks)]
+        sizes = _item(self.sizes, number)
+        spans = list(zip(accumulate(sizes, initial=offset), sizes, crcs, strict=False))
+        return spans if picks is None else [spans[pick] for pick in picks]
+
     def row(self, number: int) -> TensorRow | None:
         offset = int(self.offsets[number])
         if offset < 0:
             return None
-        sizes = _item(self.sizes, number) if self.sizes else None
-        return TensorRow(offset, _item(self.shapes, number), _item(self.crc32c, number), sizes)
+        sizes = tuple(_item(self.sizes, number)) if self.sizes else None
+        return TensorRow(offset, tuple(_item(self.shapes, number)), tuple(_item(self.crc32c, number)), sizes)
 
 
 def _place(tensor: TensorRow | None) -> dict[str, object] | None:
@@ -175,6 +196,6 @@ def _lists(column: pa.Array) -> tuple[Ints, Ints]:
     return column.offsets.to_numpy().astype(np.int64), column.values.to_numpy().astype(np.int64)
 
 
-def _item(lists: tuple[Ints, Ints], number: int) -> tuple[int, ...]:
+def _item(lists: tuple[Ints, Ints], number: int) -> list[int]:
     bounds, values = lists
-    return tuple(values[bounds[number] : bounds[number + 1]].tolist())
+    return values[bounds[number] : bounds[number + 1]].tolist()

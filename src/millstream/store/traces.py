@@ -1,7 +1,9 @@
 """A trace store as a collection: `len`, by number, by id, and `fetch` of many records' fields at once."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +17,8 @@ from millstream.console import format_bytes
 from millstream.records import Array, Schema, Tensor, from_bytes
 from millstream.store.ids import IdIndex, build_index, load_index
 from millstream.store.layout import Manifest, ShardInfo, list_shards, read_manifest
-from millstream.store.message import Row, TensorRow, record_schema
-from millstream.store.open_shard import Layers, OpenShard
+from millstream.store.message import Row, record_schema
+from millstream.store.open_shard import Layers, OpenShard, Plan
 from millstream.store.recover import ID_FIELD
 from millstream.store.table import read_column, read_table
 
@@ -66,14 +68,14 @@ class Traces:
             manifest = Manifest(manifest.config, manifest.compression, manifest.arrow_schema, kept)
         self._manifest = manifest
         self.fields: Schema = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
-        self._starts = np.cumsum([0, *(shard.records for shard in manifest.shards)])
+        self._starts = list(accumulate((shard.records for shard in manifest.shards), initial=0))
         # lru_cache in C needs no lock of ours: two threads may at worst open the same shard twice.
         self._open = lru_cache(maxsize=self._open_shards)(self._open_shard)
         self._table: pa.Table | None = None
         self._index: tuple[IdIndex, ...] | None = None
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     @overload
     def __getitem__(self, number: int) -> Record: ...
@@ -104,19 +106,15 @@ class Traces:
                 f"layers={layers!r}: none of {', '.join(names)} has a first axis named 'layer'; name it when writing, "
                 "as in TraceWriter(..., schema={'hidden': 'float16[layer, token, dim]'})"
             )
-        shards, rows = self._locate(self._check_all(np.asarray(numbers, np.int64)))
+        shards, rows = self._locate(numbers)
         wanted = [name for name in names if isinstance(self.fields[name], Tensor)]
-        places = [(self._open(shard), row) for shard, row in zip(shards.tolist(), rows.tolist(), strict=True) if wanted]
-        tensors = {name: [(shard, row, shard.place(row, name)) for shard, row in places] for name in wanted}
-        for name, column in tensors.items():  # ask for everything before the first byte is wanted
-            for shard, _, place in column:
-                shard.will_need(name, place, layers)
+        places = [(self._open(shard), row) for shard, row in zip(shards, rows, strict=True)] if wanted else []
+        plans = {name: [(shard, shard.plan(row, name, layers)) for shard, row in places] for name in wanted}
+        for column in plans.values():  # ask for everything before the first byte is wanted
+            for shard, plan in column:
+                shard.will_need(plan)
         return {
-            name: (
-                self._tensor_column(name, tensors[name], layers)
-                if name in tensors
-                else self._scalar_column(name, shards, rows)
-            )
+            name: (self._tensor_column(name, plans[name]) if name in plans else self._scalar_column(name, shards, rows))
             for name in names
         }
 
@@ -133,7 +131,7 @@ class Traces:
             if shard is None or row >= self._manifest.shards[shard].records:
                 continue  # the index covers a shard that has been replaced since
             if str(self._open(shard).value(row, ID_FIELD)) == str(question_id):
-                return int(self._starts[shard]) + row
+                return self._starts[shard] + row
         raise KeyError(f"{self.path}: no record with {ID_FIELD} {question_id!r}")
 
     def by_id(self, question_id: object) -> Record:
@@ -179,8 +177,9 @@ class Traces:
 
     def locate(self, number: int) -> tuple[int, int]:
         """Which of `shards` holds a record, and the record's row in it."""
-        (shard,), (row,) = self._locate(np.array([self._check(number)]))
-        return int(shard), int(row)
+        number = self._check(number)
+        shard = bisect_right(self._starts, number) - 1
+        return shard, number - self._starts[shard]
 
     def row(self, number: int) -> Row:
         """What the sidecar knows of a record: scalars, and place, shape and checksums of its tensors."""
@@ -216,12 +215,6 @@ class Traces:
             raise IndexError(f"record {number} of {len(self)} in {self.path}")
         return number % len(self)
 
-    def _check_all(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        wrong = numbers[(numbers < -len(self)) | (numbers >= len(self))]
-        if wrong.size:
-            raise IndexError(f"record {wrong[0]} of {len(self)} in {self.path}")
-        return numbers % max(1, len(self))
-
     def _names(self, fields: Sequence[str] | None) -> list[str]:
         if isinstance(fields, str):
             raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
@@ -234,13 +227,21 @@ class Traces:
         kind = self.fields[name]
         return isinstance(kind, Tensor) and kind.axes[:1] == ("layer",)
 
-    def _locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        shards = np.searchsorted(self._starts, numbers, side="right") - 1
-        return shards, numbers - self._starts[shards]
+    def _locate(self, numbers: Sequence[int] | NDArray[np.integer]) -> tuple[list[int], list[int]]:
+        """Which shard holds each record, and its row there."""
+        if len(numbers) <= 16:  # below, numpy costs more than it saves
+            places = [self.locate(int(number)) for number in numbers]
+            return [shard for shard, _ in places], [row for _, row in places]
+        wanted = np.asarray(numbers, np.int64)
+        if (wrong := wanted[(wanted < -len(self)) | (wanted >= len(self))]).size:
+            self._check(int(wrong[0]))
+        wanted = wanted % len(self)
+        shards = np.searchsorted(self._starts, wanted, side="right") - 1
+        return shards.tolist(), (wanted - np.asarray(self._starts)[shards]).tolist()
 
     def _open_shard(self, index: int) -> OpenShard:
         info = self._manifest.shards[index]
-        return OpenShard(self.path, info, first=int(self._starts[index]), verify=self._verify == "always")
+        return OpenShard(self.path, info, first=self._starts[index], verify=self._verify == "always")
 
     def _record(self, number: int) -> Record:
         index, row = self.locate(number)
@@ -257,25 +258,25 @@ class Traces:
             yield self._record(number)
 
     def _tensor_column(
-        self, name: str, places: Sequence[tuple[OpenShard, int, TensorRow | None]], layers: Layers
+        self, name: str, plans: Sequence[tuple[OpenShard, Plan | None]]
     ) -> "Array | torch.Tensor | list[object]":
         kind = cast(Tensor, self.fields[name])
-        shapes = {shard.shape(name, place, layers) if place else None for shard, _, place in places}
+        shapes = {plan and plan.shape for _, plan in plans}
         shape = next(iter(shapes), None)
         if len(shapes) != 1 or shape is None:
-            return [place and shard.tensor(row, name, place, layers) for shard, row, place in places]
-        out = np.empty((len(places), prod(shape) * kind.itemsize), np.uint8)
-        for (shard, row, place), part in zip(places, out, strict=True):
-            assert place is not None
-            shard.copy(row, name, place, layers, part)
-        return from_bytes(kind, (len(places), *shape), out.reshape(-1))
+            return [plan and shard.tensor(plan) for shard, plan in plans]
+        out = np.empty((len(plans), prod(shape) * kind.itemsize), np.uint8)
+        for (shard, plan), part in zip(plans, out, strict=True):
+            assert plan is not None
+            shard.copy(plan, part)
+        return from_bytes(kind, (len(plans), *shape), out.reshape(-1))
 
-    def _scalar_column(self, name: str, shards: NDArray[np.int64], rows: NDArray[np.int64]) -> "Array | list[object]":
+    def _scalar_column(self, name: str, shards: Sequence[int], rows: Sequence[int]) -> "Array | list[object]":
         """Numbers as an array; texts, lists and anything with a None as a list."""
         values: list[object] = [None] * len(rows)
-        for shard in np.unique(shards).tolist():
-            (positions,) = np.nonzero(shards == shard)
-            taken = self._open(shard).sidecar.column(name).take(rows[positions]).to_pylist()
+        for shard in set(shards):
+            (positions,) = np.nonzero(np.asarray(shards) == shard)
+            taken = self._open(shard).sidecar.column(name).take(np.asarray(rows)[positions]).to_pylist()
             for position, value in zip(positions.tolist(), taken, strict=True):
                 values[position] = value
         if values and all(isinstance(value, bool | int | float) for value in values):
