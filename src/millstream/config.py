@@ -17,7 +17,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int):
         value = size
     else:
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?)?b?\s*", size.lower())
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]i?)?b?\s*", size.lower())
         if not match:
             raise ValueError(f"{size!r} is not a size in bytes; write for example '512MB', '2GiB' or 4096")
         value = int(float(match[1]) * _UNITS[match[2] or ""])
@@ -34,5 +34,5 @@ def config_hash(config: Mapping[str, object]) -> str:
 
 def config_diff(old: Mapping[str, object], new: Mapping[str, object]) -> str:
     """`model: 'a' -> 'b', seed: 1 -> 2`: every setting that differs, on one line."""
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    keys = [key for key in {**old, **new} if (key in old, old.get(key)) != (key in new, new.get(key))]
     return ", ".join(f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys)

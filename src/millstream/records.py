@@ -69,6 +69,9 @@ def infer_schema(record: Mapping[str, object], given: Schema) -> Schema:
     for name in given:
         if name not in record:
             raise SchemaMismatch(f"field {name!r}: in the given schema, but the first record has no such field")
+    for name in record:
+        if not name or name.startswith("_"):
+            raise SchemaMismatch(f"field {name!r}: names are not empty and do not begin with '_' (millstream's own do)")
     return {name: given.get(name) or infer_kind(name, value) for name, value in record.items()}
 
 
@@ -81,7 +84,7 @@ def infer_kind(name: str, value: object) -> Kind:
         return raw.kind
     try:
         return pa.array([plain(value)]).type
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
         found = f"{type(value).__name__} ({error})"
         raise SchemaMismatch(f"field {name!r}: expected a tensor, number, text or list, found {found}") from None
 
@@ -98,8 +101,8 @@ def refine(old: Kind, new: Kind) -> Kind | None:
     if pa.types.is_list(old) and pa.types.is_list(new):
         inner = refine(old.value_type, new.value_type)
         return pa.list_(inner) if isinstance(inner, pa.DataType) else None
-    if pa.types.is_struct(old) and pa.types.is_struct(new) and [f.name for f in old] == [f.name for f in new]:
-        kinds = [refine(a.type, b.type) for a, b in zip(old, new, strict=True)]
+    if pa.types.is_struct(old) and pa.types.is_struct(new) and {f.name for f in old} == {f.name for f in new}:
+        kinds = [refine(a.type, new.field(a.name).type) for a in old]
         if all(isinstance(kind, pa.DataType) for kind in kinds):
             return pa.struct([(f.name, cast(pa.DataType, kind)) for f, kind in zip(old, kinds, strict=True)])
     return None
@@ -107,14 +110,19 @@ def refine(old: Kind, new: Kind) -> Kind | None:
 
 def as_tensor(name: str, value: object) -> RawTensor | None:
     """The flat bytes of a numpy array or torch tensor (copied only when not contiguous on the CPU), else None."""
-    if type(value).__module__ == "torch" or hasattr(value, "__torch_function__"):
-        tensor = cast("torch.Tensor", value).detach().cpu().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        shape = tuple(tensor.shape)
+    if hasattr(value, "__torch_function__"):
         import torch
 
-        # torch gives some empty tensors a stride of 0 and then refuses to view them as bytes
-        data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+        tensor = cast("torch.Tensor", value).detach()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or (dtype not in TORCH_ONLY and not _is_numeric(dtype)):
+            raise SchemaMismatch(
+                f"field {name!r}: expected a dense tensor of a dtype known here, found {tensor.layout} {dtype}"
+            )
+        tensor = tensor.resolve_conj().resolve_neg().cpu()
+        shape = tuple(tensor.shape)
+        bits = tensor.view(getattr(torch, TORCH_ONLY[dtype])) if dtype in TORCH_ONLY else tensor
+        data = np.ascontiguousarray(bits.numpy()).reshape(-1).view(np.uint8)
     elif isinstance(value, np.ndarray):
         array = cast(Array, value)
         dtype, shape = _dtype_name(array.dtype), array.shape
@@ -143,6 +151,13 @@ def from_bytes(kind: Tensor, shape: Sequence[int], data: Bytes) -> "Array | torc
     return torch.from_numpy(array).view(getattr(torch, kind.dtype))  # pyright: ignore[reportUnknownMemberType]
 
 
+def _is_numeric(dtype: str) -> bool:
+    try:
+        return np.dtype(dtype).kind in "biufc"
+    except TypeError:
+        return False
+
+
 def plain(value: object) -> object:
     """Numpy scalars inside lists and dicts as the Python values Arrow takes."""
     if isinstance(value, np.generic):
@@ -164,8 +179,10 @@ def _parse_kind(name: str, kind: str | Tensor | pa.DataType) -> Kind:
         return kind
     try:
         if match := re.fullmatch(r"(\w+)\[([\w\s,]*)\]", kind):
-            bits_dtype(match[1])
-            return Tensor(match[1], tuple(axis.strip() for axis in match[2].split(",") if axis.strip()))
+            dtype = match[1] if match[1] in TORCH_ONLY else np.dtype(match[1]).name
+            if not (dtype in TORCH_ONLY or _is_numeric(dtype)):
+                raise ValueError
+            return Tensor(dtype, tuple(axis.strip() for axis in match[2].split(",") if axis.strip()))
         if match := re.fullmatch(r"list<(.+)>", kind):
             inner = _parse_kind(name, match[1])
             if isinstance(inner, pa.DataType):

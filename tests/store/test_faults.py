@@ -492,6 +492,21 @@ def test_writers_in_threads_write_every_record_exactly_once(tmp_path: Path) -> N
     assert_holds(path, [key for some in keys for key in some], small)
 
 
+def test_writers_that_make_the_same_new_store_at_once_all_go_on(tmp_path: Path) -> None:
+    start = threading.Barrier(4)
+
+    def make(seed: int) -> None:
+        for turn in range(8):
+            start.wait()
+            write(tmp_path / f"store{turn}", [(seed, turn)], plain, config=CONFIG)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(make, range(4)))
+    for turn in range(8):
+        assert ms_open(tmp_path / f"store{turn}").config == CONFIG
+        assert_holds(tmp_path / f"store{turn}", [(seed, turn) for seed in range(4)], plain)
+
+
 def test_a_writer_leaves_the_open_shard_of_a_living_writer_alone(tmp_path: Path) -> None:
     path = tmp_path / "store"
     first = TraceWriter(path)

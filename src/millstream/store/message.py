@@ -122,7 +122,7 @@ class Encoder:
         arrays.append(pa.array([0], pa.uint64()))
         self._sink.parts = []
         self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self.arrow_schema))
-        parts = _joined(self._sink.parts, {buffer.address for _, buffer, _ in pending})
+        parts, self._sink.parts = _joined(self._sink.parts, {buffer.address for _, buffer, _ in pending}), []
 
         waiting = iter(pending)
         expected = next(waiting, None)
@@ -272,12 +272,30 @@ def check_tensor(name: str, kind: Tensor, value: object) -> RawTensor | None:
 
 def check_scalar(name: str, kind: pa.DataType, value: object) -> pa.Array:
     """The value as an Arrow array of one element of this type."""
-    if type(value).__module__.partition(".")[0] not in ("torch", "numpy"):
+    if type(value).__module__.partition(".")[0] not in ("torch", "numpy") and _fits(kind, value):
         try:
             return pa.array([value], type=kind)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             pass
     raise SchemaMismatch(f"field {name!r}: expected {kind}, found {type(value).__name__} {str(value)[:60]!r}")
+
+
+def _fits(kind: pa.DataType, value: object) -> bool:
+    """pyarrow itself would cut 1.5 to 1, take a text apart into a list and drop keys a struct does not have."""
+    if value is None:
+        return True
+    if pa.types.is_integer(kind):
+        return isinstance(value, int)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return isinstance(value, str)
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return isinstance(value, bytes | bytearray | memoryview)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return isinstance(value, list) and all(_fits(kind.value_type, x) for x in cast(list[object], value))
+    if pa.types.is_struct(kind):
+        items = cast(dict[str, object], value) if isinstance(value, dict) else {}
+        return items.keys() == {f.name for f in kind} and all(_fits(f.type, items[f.name]) for f in kind)
+    return True
 
 
 class _Sink:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millstream.errors import CorruptRecord, CorruptShard
 from millstream.records import Array, Bytes, Tensor, from_bytes
@@ -22,7 +23,7 @@ from millstream.store.table import load_sidecar
 if TYPE_CHECKING:
     import torch
 
-Layers = int | Sequence[int] | None
+Layers = int | np.integer | Sequence[int] | NDArray[np.integer] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +100,14 @@ class OpenShard:
         if layers is None or kind.axes[:1] != ("layer",):
             return Plan(row, name, kind, shape, places.spans(row), None)
         count = shape[0]
-        picks = [layers] if isinstance(layers, int) else list(layers)
+        one = isinstance(layers, int | np.integer)
+        picks = [int(layers)] if isinstance(layers, int | np.integer) else [int(pick) for pick in layers]
         if any(not -count <= pick < count for pick in picks):
             raise IndexError(
                 f"{self._path}: record {self._first + row} has {count} layers in {name!r}, asked for {picks}"
             )
         picks = [pick % count for pick in picks]
-        result = shape[1:] if isinstance(layers, int) else (len(picks), *shape[1:])
+        result = shape[1:] if one else (len(picks), *shape[1:])
         if places.num_slices(row) == 1 and count > 1:  # too small to be cut: taken out of the whole
             return Plan(row, name, kind, result, places.spans(row), (count, picks))
         return Plan(row, name, kind, result, places.spans(row, picks), None)

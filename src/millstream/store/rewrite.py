@@ -110,7 +110,10 @@ def subset_records(
                     raise CorruptRecord(
                         f"{source / shard_name(info.number)}: row {number} is damaged. Run: millstream repair {source}"
                     )
-                if writer is not None and (writer.num_bytes >= limit or writer.fields != sidecar.schema):
+                if writer is not None and (
+                    writer.num_bytes >= limit
+                    or (writer.fields, writer.compression) != (sidecar.schema, sidecar.compression)
+                ):
                     shards.append(writer.seal())
                     writer = None
                 if writer is None:
@@ -133,7 +136,10 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
     for line in file.read_text(encoding="utf-8").splitlines():
         if not (text := line.strip()):
             continue
-        key = str(json.loads(text)[ID_FIELD]) if text.startswith("{") else text
+        try:
+            key = str(json.loads(text)[ID_FIELD]) if text.startswith("{") else text
+        except (ValueError, KeyError):
+            raise StoreError(f"{file}: {text} is neither an id nor JSON with a {ID_FIELD!r}") from None
         try:
             numbers.append(traces.find(key))
         except KeyError:
@@ -159,7 +165,10 @@ def select_where(traces: Traces, where: str) -> list[int]:
         try:
             database.execute("PRAGMA journal_mode = OFF")
             database.execute("PRAGMA synchronous = OFF")
-            database.execute(f"CREATE TABLE traces ({', '.join(['number INTEGER PRIMARY KEY', *quoted])})")
+            try:
+                database.execute(f"CREATE TABLE traces ({', '.join(['number INTEGER PRIMARY KEY', *quoted])})")
+            except sqlite3.Error as error:
+                raise StoreError(f"--where: {error}") from None
             database.execute("BEGIN")
             marks = ", ".join("?" * (len(names) + 1))
             number = 0
@@ -172,7 +181,7 @@ def select_where(traces: Traces, where: str) -> list[int]:
             database.execute("COMMIT")
             database.execute("PRAGMA query_only = ON")
             try:
-                found = database.execute(f"SELECT number FROM traces WHERE ({where}) ORDER BY number").fetchall()
+                found = database.execute(f"SELECT number FROM traces WHERE (\n{where}\n) ORDER BY number").fetchall()
             except sqlite3.Error as error:
                 raise StoreError(f"--where {where!r}: {error}. The columns are number, {', '.join(names)}") from None
         finally:
@@ -182,6 +191,7 @@ def select_where(traces: Traces, where: str) -> list[int]:
 
 def _sqlite_row(row: Sequence[object]) -> tuple[object, ...]:
     plain = (type(None), bool, int, float, str, bytes)
+    row = tuple(float(v) if isinstance(v, int) and v >= 2**63 else v for v in row)
     return tuple(v if isinstance(v, plain) else json.dumps(v, default=str, ensure_ascii=False) for v in row)
 
 

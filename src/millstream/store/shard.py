@@ -64,6 +64,10 @@ class ShardWriter:
     def fields(self) -> Schema:
         return record_schema(self._schema)
 
+    @property
+    def compression(self) -> str:
+        return compression_of(self._schema)
+
     def append(self, record: Mapping[str, object]) -> Row:
         """Write one record."""
         self._encoder = self._encoder or Encoder(self._schema)

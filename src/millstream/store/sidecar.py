@@ -125,7 +125,7 @@ class Sidecar:
         return Row(offset, num_bytes, meta_bytes, values, tensors)
 
     def _read(self, name: str) -> pa.Array:
-        column = self.table([name]).column(0).combine_chunks()
+        column = self.table([name]).column(name).combine_chunks()
         if isinstance(column, pa.ChunkedArray):  # what pyarrow gives for no rows
             return column.chunk(0) if column.num_chunks else pa.array([], column.type)
         return column

@@ -109,7 +109,9 @@ def compare(a: Path, b: Path, *, progress: Progress = lambda done, note: None) -
     other = Traces(b)
     result = Comparison()
     seen = 0
-    alike = not a.is_file() and Traces(a).compression == other.compression
+    alike = (
+        not a.is_file() and len({load_sidecar(t.path, s).compression for t in (Traces(a), other) for s in t.shards}) < 2
+    )
     for seen, (key, prints) in enumerate(_old_prints(a) if a.is_file() else _store_prints(Traces(a), alike), start=1):
         try:
             number = other.find(key)
@@ -117,7 +119,7 @@ def compare(a: Path, b: Path, *, progress: Progress = lambda done, note: None) -
             result.only_a += 1
             continue
         theirs = dict(_one_print(other, number, alike))
-        differing = [name for name in prints.keys() | theirs.keys() if prints.get(name) != theirs.get(name)]
+        differing = [name for name in prints.keys() | theirs.keys() if repr(prints.get(name)) != repr(theirs.get(name))]
         for name in differing:
             result.differing_fields[name] = result.differing_fields.get(name, 0) + 1
         if differing:
@@ -163,6 +165,7 @@ class _Tally:
             self.count += len(values)
             return
         numbers = values.to_numpy(zero_copy_only=False).astype(np.float64)
+        numbers = numbers[~np.isnan(numbers)]
         self.count += len(numbers)
         if len(numbers):
             self.total += float(numbers.sum())
@@ -207,7 +210,7 @@ def _example(
     number: int, file: str, values: Mapping[str, object], tensors: Mapping[str, TensorRow | None]
 ) -> dict[str, object]:
     shapes = {name: list(tensor.shape) if tensor else None for name, tensor in tensors.items()}
-    return {"number": number, "shard": file, **values, **shapes}
+    return {**values, **shapes, "number": number, "shard": file}
 
 
 def _store_prints(traces: Traces, stored: bool) -> Iterable[tuple[object, dict[str, object]]]:

@@ -130,7 +130,8 @@ class Traces:
             shard = position.get(number)
             if shard is None or row >= self._manifest.shards[shard].records:
                 continue  # the index covers a shard that has been replaced since
-            if str(self._open(shard).value(row, ID_FIELD)) == str(question_id):
+            found = self._open(shard).value(row, ID_FIELD)
+            if found is not None and str(found) == str(question_id):
                 return self._starts[shard] + row
         raise KeyError(f"{self.path}: no record with {ID_FIELD} {question_id!r}")
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from millstream.config import config_diff, config_hash, parse_bytes
 from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreFull
-from millstream.records import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, refine
+from millstream.records import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.store.ids import update_ids
 from millstream.store.layout import (
     MANIFEST,
@@ -60,7 +60,9 @@ class TraceWriter:
         if shard_records is not None and shard_records < 1:
             raise ValueError(f"shard_records must be at least 1, got {shard_records}")
         self.path = Path(path)
-        self._shard_bytes = parse_bytes(shard_bytes or (SHARD_BYTES if shard_records is None else NO_LIMIT))
+        self._shard_bytes = parse_bytes(
+            shard_bytes if shard_bytes is not None else SHARD_BYTES if shard_records is None else NO_LIMIT
+        )
         self._shard_records = min(shard_records or MAX_SHARD_RECORDS, MAX_SHARD_RECORDS)
         self._durable = durability == "power"
         self._given = parse_schema(schema)
@@ -123,8 +125,8 @@ class TraceWriter:
         self._schema = schema
         if self._durable:
             self._shard.sync()
-        if self._ids is not None:
-            self._ids.add(record.get(ID_FIELD))
+        if self._ids is not None and (key := plain(record.get(ID_FIELD))) is not None:
+            self._ids.add(key)
         if self._is_full():
             try:
                 self.seal()
