@@ -11,7 +11,7 @@ import pytest
 from making import files_of, record, same, write
 
 import millstream as ms
-from millstream.errors import ConfigMismatch, SchemaMismatch
+from millstream.errors import ConfigMismatch, SchemaMismatch, StoreExists
 from millstream.store.layout import open_file, shard_name, sidecar_name
 
 
@@ -158,7 +158,7 @@ def test_another_compression_is_refused_and_none_given_keeps_the_stores_own(tmp_
 
 def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigMismatch, match=r"not a trace store and not empty \(it holds 'notes.txt'\)"):
+    with pytest.raises(StoreExists, match=r"not a trace store and not empty \(it holds 'notes.txt'\)"):
         ms.TraceWriter(tmp_path)
     assert files_of(tmp_path) == {"notes.txt": b"mine"}
 

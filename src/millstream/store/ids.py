@@ -17,13 +17,26 @@ from numpy.typing import NDArray
 from millstream.records import Array, Tensor, from_bytes, infer_schema
 from millstream.store.layout import Manifest, ShardInfo, publish
 from millstream.store.maps import Map
-from millstream.store.message import Encoder, arrow_schema, bad_slice, header, read_header, read_row, record_schema
+from millstream.store.message import (
+    END_OF_STREAM,
+    Encoder,
+    arrow_schema,
+    bad_slice,
+    header,
+    read_header,
+    read_row,
+    read_seal,
+    record_schema,
+    tail,
+)
 from millstream.store.recover import ID_FIELD
+from millstream.store.slices import crc32c
 from millstream.store.table import load_sidecar
 
 IDS = "ids.arrow"
 COVER_SHARDS = 64  # fewer uncovered shards than this are read from their sidecars faster than an index is kept
 _PER_BUCKET = 4
+_TAIL_BYTES = 64 * 1024
 
 Hashes = NDArray[np.uint64]
 
@@ -69,11 +82,14 @@ def load_index(path: Path) -> IdIndex | None:
     """The stored index; None when there is none or it does not hold."""
     try:
         view = Map(path / IDS).view
+        seal = read_seal(view[-_TAIL_BYTES:].tobytes(), len(view))
         schema, start = read_header(view)
     except (OSError, ValueError, pa.ArrowException):
         return None
     row = read_row(view, schema, start)
-    if row is None:
+    if row is None or seal is None or crc32c(view[:start]) != seal.header_crc32c:
+        return None
+    if view[start + row.num_bytes : seal.offset].tobytes() != END_OF_STREAM:
         return None
     arrays: dict[str, Array] = {}
     for name, kind in record_schema(schema).items():
@@ -100,8 +116,8 @@ def update_ids(path: Path, manifest: Manifest) -> None:
     record = {"shards": covers, "hashes": index.hashes, "places": index.places, "starts": index.starts}
     arrow = arrow_schema(infer_schema(record, {}), compression="none", metadata={})
     head = header(arrow)
-    parts, _ = Encoder(arrow).encode(record, len(head))
-    publish(path / IDS, b"".join([head, *parts]))
+    parts, row = Encoder(arrow).encode(record, len(head))
+    publish(path / IDS, b"".join([head, *parts, tail(arrow, [row], header_bytes=head, sidecar=b"")]))
 
 
 def _key(shard: ShardInfo) -> tuple[int, int | None]:

@@ -5,6 +5,7 @@ for the rest, so a writer that dies before its manifest loses nothing.
 """
 
 import base64
+import errno
 import fcntl
 import json
 import os
@@ -21,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millstream.config import config_hash
-from millstream.errors import NewerFormat, NotAStore
+from millstream.errors import NewerFormat, NotAStore, StoreFull
 from millstream.records import refine
 from millstream.store.maps import Map
 from millstream.store.message import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema
@@ -32,6 +33,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder where repair sets things aside
 _SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
 _TAIL_BYTES = 64 * 1024
 
 
@@ -135,8 +138,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "arrow_schema": _encode_schema(manifest.arrow_schema),
         "shards": [{"name": shard_name(shard.number), **asdict(shard)} for shard in manifest.shards],
     }
-    content["crc32c"] = crc32c(_canonical(content))
-    publish(path / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
+    body = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}").encode()
+    publish(path / MANIFEST, body + _CRC_LINE.format(crc32c(body)).encode())
 
 
 def manifest_holds(path: Path) -> bool:
@@ -181,15 +184,29 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
         schema = read_header(Map(path / shard_name(number)).view)[0]
     except (OSError, pa.ArrowException):
         return None
-    _check_version(path, int((schema.metadata or {}).get(b"millstream.version", VERSION)))
+    check_version(path, int((schema.metadata or {}).get(b"millstream.version", VERSION)))
     return schema
+
+
+@contextmanager
+def no_space(file: Path) -> Generator[None]:
+    """Say plainly that the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise StoreFull(
+            f"{file}: {os.strerror(error.errno or 0).lower()}. Every record appended before is kept; "
+            "free some space and append again, or open the store again to go on"
+        ) from None
 
 
 def publish(file: Path, data: bytes) -> None:
     """Write a file so that its name always holds either the old bytes or all of the new ones, also after a crash."""
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with open(temporary, "wb") as f:
+        with no_space(file), open(temporary, "wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -213,7 +230,8 @@ def claim_shard(path: Path, first: int) -> tuple[int, int]:
     while True:
         file = open_file(path, number)
         try:
-            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with no_space(file):
+                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             number += 1
             continue
@@ -271,31 +289,28 @@ def _united(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:
 def _parse_manifest(path: Path) -> Manifest | None:
     """The manifest as stored, None when absent or damaged."""
     try:
-        content = json.loads((path / MANIFEST).read_bytes())
-        crc = content.pop("crc32c")
+        data = (path / MANIFEST).read_bytes()
+        content = json.loads(data)
         version = int(content["version"])
-        sound = crc == crc32c(_canonical(content))
+        body, mark, _ = data.rpartition(_CRC_LINE[:12].encode())
+        sound = bool(mark) and data[len(body) :] == _CRC_LINE.format(crc32c(body)).encode()
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if content.get("format") != FORMAT:
         raise NotAStore(f"{path / MANIFEST}: format {content.get('format')!r}, expected {FORMAT!r}")
-    _check_version(path, version)
+    check_version(path, version)
     if not sound:
         return None
     shards = tuple(ShardInfo(**{k: v for k, v in shard.items() if k != "name"}) for shard in content["shards"])
     return Manifest(content["config"], content["compression"], _decode_schema(content["arrow_schema"]), shards)
 
 
-def _check_version(path: Path, version: int) -> None:
+def check_version(path: Path, version: int) -> None:
     if version > VERSION:
         raise NewerFormat(
             f"{path}: written in format {version}, this millstream reads up to {VERSION}. "
             "Upgrade: pip install --upgrade millstream"
         )
-
-
-def _canonical(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _encode_schema(schema: pa.Schema | None) -> str | None:

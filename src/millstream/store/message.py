@@ -27,6 +27,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 SEAL = struct.Struct("<8sQIIII")  # magic, records, CRC of header, of sidecar, of footer, of this seal so far
 SEAL_MAGIC = b"MILLSEAL"
 CRC_FIELD = "_crc32c"
+_MAX_HEADER = 1 << 20
 _DATA, _SHAPE, _CRCS, _SIZES = pa.large_binary(), pa.list_(pa.int32()), pa.list_(pa.uint32()), pa.list_(pa.int64())
 _BLOCK = np.dtype([("offset", "<i8"), ("meta_bytes", "<i4"), ("pad", "<i4"), ("body_bytes", "<i8")])
 
@@ -148,7 +149,17 @@ def read_header(view: Bytes) -> tuple[pa.Schema, int]:
     if view[: len(MAGIC)].tobytes() != MAGIC:
         raise pa.ArrowInvalid("no Arrow magic at the start")
     source = pa.BufferReader(pa.py_buffer(view[len(MAGIC) :]))
-    return pa.ipc.read_schema(pa.ipc.read_message(source)), len(MAGIC) + source.tell()
+    schema = pa.ipc.read_schema(pa.ipc.read_message(source))
+    try:
+        record_schema(schema)
+    except (KeyError, TypeError, UnicodeDecodeError) as error:
+        raise pa.ArrowInvalid(f"fields that are none of ours: {error}") from None
+    return schema, len(MAGIC) + source.tell()
+
+
+def header_is_torn(view: Bytes) -> bool:
+    """Whether the file ends inside its header, before any record."""
+    return len(view) < 16 or (len(view) < _MAX_HEADER and len(view) < 16 + int(view[12:16].view("<u4")[0]))
 
 
 def tail(schema: pa.Schema, rows: Iterable[Row], *, header_bytes: bytes, sidecar: bytes) -> bytes:

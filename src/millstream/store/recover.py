@@ -14,9 +14,18 @@ from pathlib import Path
 import pyarrow as pa
 
 from millstream.records import Bytes, Schema, Tensor
-from millstream.store.layout import DAMAGED, ShardInfo, abandoned, list_shards, open_file, shard_name, sync_folder
+from millstream.store.layout import (
+    DAMAGED,
+    ShardInfo,
+    abandoned,
+    check_version,
+    list_shards,
+    open_file,
+    shard_name,
+    sync_folder,
+)
 from millstream.store.maps import Map
-from millstream.store.message import Row, bad_slice, read_header, record_schema, walk
+from millstream.store.message import Row, bad_slice, header_is_torn, read_header, record_schema, walk
 from millstream.store.shard import ShardWriter
 
 ID_FIELD = "question_id"
@@ -110,13 +119,14 @@ def _recover(path: Path, number: int, fd: int) -> Recovery:
     file = open_file(path, number)
     view = Map(file, sequential=True).view
     schema, rows, gaps = read_shard(view)
+    check_version(path, int(((schema.metadata if schema else None) or {}).get(b"millstream.version", 0)))
     cut = gaps.pop() if gaps and gaps[-1][1] == len(view) else (len(view), len(view))
     cut_bytes = cut[1] - cut[0]
     if (path / shard_name(number)).exists():  # a rebuild was interrupted after it had published its shard
         set_aside(path, file, [])
         file.unlink()
         return Recovery(number, None, 0)
-    if schema is None and len(view):
+    if schema is None and not header_is_torn(view):
         lost = (LostRecord(file.name, None, None, "unreadable header"),)
         set_aside(path, file, lost)
         file.unlink()
@@ -132,7 +142,10 @@ def _recover(path: Path, number: int, fd: int) -> Recovery:
         seconds = max(0.0, os.fstat(fd).st_mtime - created)
         end = rows[-1].offset + rows[-1].num_bytes
         shard = ShardWriter(path, number, os.dup(fd), schema, rows=rows, position=end, file=file)
-        return Recovery(number, shard.seal(seconds=seconds), cut_bytes)
+        try:
+            return Recovery(number, shard.seal(seconds=seconds), cut_bytes)
+        finally:
+            shard.release()
 
     lost = [LostRecord(file.name, None, None, f"unreadable bytes {a} to {b}") for a, b in gaps]
     lost += [

@@ -90,6 +90,7 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = lambda done, 
 
 def repair(path: Path, *, progress: Progress = lambda done, note: None) -> Repair:
     """Recover interrupted shards, re-seal or rebuild damaged ones, set damaged records aside with their ids."""
+    read_manifest(path)  # refuses what is no store, or a newer one
     for number in list_shards(path)[1]:
         with abandoned(open_file(path, number)) as fd:
             if fd is None:

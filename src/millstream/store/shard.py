@@ -1,23 +1,28 @@
 """One shard being written: messages go to `shard-N.arrow.open`, sealing turns it into `shard-N.arrow`."""
 
-import errno
 import os
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
-from millstream.errors import StoreFull
 from millstream.records import Bytes, Schema
-from millstream.store.layout import ShardInfo, claim_shard, open_file, publish, shard_name, sidecar_name, sync_folder
+from millstream.store.layout import (
+    ShardInfo,
+    claim_shard,
+    no_space,
+    open_file,
+    publish,
+    shard_name,
+    sidecar_name,
+    sync_folder,
+)
 from millstream.store.message import Encoder, Row, compression_of, header, record_schema, tail
 from millstream.store.sidecar import to_parquet
 from millstream.store.slices import crc32c
 
 _IOV_MAX = 1024
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class ShardWriter:
@@ -92,10 +97,9 @@ class ShardWriter:
         self._write([end])
         os.ftruncate(self._fd, self.num_bytes + len(end))
         self.sync()
-        with _no_space(self._path / sidecar_name(self.number)):
-            publish(self._path / sidecar_name(self.number), sidecar)
+        publish(self._path / sidecar_name(self.number), sidecar)
         os.rename(self._file, self._path / shard_name(self.number))  # the commit point
-        os.close(self._fd)
+        self.release()
         sync_folder(self._path)
         size = self.num_bytes + len(end)
         return ShardInfo(self.number, len(self.rows), size, seconds, crc32c(sidecar))
@@ -103,7 +107,16 @@ class ShardWriter:
     def discard(self) -> None:
         """Remove the open shard."""
         self._file.unlink(missing_ok=True)
-        os.close(self._fd)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the file as it is; whoever opens the store for writing next recovers it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.release()
 
     def _add(self, parts: Sequence[bytes | pa.Buffer], row: Row) -> None:
         self._write(parts)
@@ -114,7 +127,7 @@ class ShardWriter:
         """All parts at the current end, or nothing."""
         start = self.num_bytes
         try:
-            with _no_space(self._file):
+            with no_space(self._file):
                 position = start
                 queue = _joined(parts)
                 while queue:
@@ -124,20 +137,6 @@ class ShardWriter:
         except BaseException:
             os.ftruncate(self._fd, start)
             raise
-
-
-@contextmanager
-def _no_space(file: Path) -> Generator[None]:
-    """Say plainly that the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise StoreFull(
-            f"{file}: {os.strerror(error.errno or 0).lower()}. Every record appended before is kept; "
-            "free some space and append again, or open the store again to go on"
-        ) from None
 
 
 def _joined(parts: Sequence[bytes | pa.Buffer]) -> list[memoryview]:

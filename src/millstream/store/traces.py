@@ -131,7 +131,7 @@ class Traces:
             if shard is None or row >= self._manifest.shards[shard].records:
                 continue  # the index covers a shard that has been replaced since
             found = self._open(shard).value(row, ID_FIELD)
-            if found is not None and str(found) == str(question_id):
+            if None not in (found, question_id) and str(found) == str(question_id):
                 return self._starts[shard] + row
         raise KeyError(f"{self.path}: no record with {ID_FIELD} {question_id!r}")
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -9,13 +10,12 @@ from typing import Literal, Self
 import pyarrow as pa
 
 from millstream.config import config_diff, config_hash, parse_bytes
-from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreFull
+from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreExists, StoreFull
 from millstream.records import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.store.ids import update_ids
 from millstream.store.layout import (
     MANIFEST,
     Manifest,
-    ShardInfo,
     list_shards,
     read_manifest,
     shard_metadata,
@@ -70,11 +70,14 @@ class TraceWriter:
         self._ids: set[object] | None = None
         self._closed = False
 
+        if self.path.exists() and not self.path.is_dir():
+            raise StoreExists(f"{self.path}: a file, not a folder. Write to a new folder")
         self.path.mkdir(parents=True, exist_ok=True)
         new = not (self.path / MANIFEST).exists() and not any(list_shards(self.path))
         if new:
             self._refuse_foreign_folder()
             write_manifest(self.path, Manifest(config or {}, compression or "none"))
+        read_manifest(self.path)  # refuses a newer format before anything is touched
         self.recovered: list[Recovery] = recover_all(self.path)
         manifest = read_manifest(self.path)
         self.config: dict[str, object] = dict(manifest.config)
@@ -128,10 +131,8 @@ class TraceWriter:
         if self._ids is not None and (key := plain(record.get(ID_FIELD))) is not None:
             self._ids.add(key)
         if self._is_full():
-            try:
+            with suppress(StoreFull):  # this record is written; the next append or close tries again and then says so
                 self.seal()
-            except StoreFull:
-                pass  # this record is written; the next append or close tries again and then says so
 
     def extend(self, records: Iterable[Mapping[str, object]]) -> None:
         """Append every record of an iterable."""
@@ -144,9 +145,14 @@ class TraceWriter:
             return
         if not self._shard.rows:
             self._shard.discard()
-        else:
-            self._num_sealed += self._publish(self._shard.seal()).records
+            self._shard = None
+            return
+        self._num_sealed += self._shard.seal().records
         self._shard = None
+        # Manifest last. It can be rebuilt, so a full disk matters only when the writer closes; and whatever another
+        # writer leaves out of it at this moment is found in the folder.
+        with suppress(StoreFull):
+            write_manifest(self.path, read_manifest(self.path))
 
     def close(self) -> None:
         """Seal what is open and bring manifest and id index up to date."""
@@ -188,6 +194,11 @@ class TraceWriter:
         except StoreFull:
             if error is None:
                 raise
+        finally:
+            if self._shard is not None:  # could not be sealed; the next writer will
+                self._shard.release()
+                self._shard = None
+            self._closed = True
 
     def __repr__(self) -> str:
         return f"TraceWriter({str(self.path)!r}: {len(self)} records)"
@@ -223,15 +234,10 @@ class TraceWriter:
             sync_folder(self.path)
         return shard
 
-    def _publish(self, shard: ShardInfo) -> ShardInfo:
-        """Manifest last. Another writer may publish at the same time: whatever it leaves out is found in the folder."""
-        write_manifest(self.path, read_manifest(self.path))
-        return shard
-
     def _refuse_foreign_folder(self) -> None:
         foreign = next((entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")), None)
         if foreign is not None:
-            raise ConfigMismatch(
+            raise StoreExists(
                 f"{self.path}: not a trace store and not empty (it holds {foreign!r}). Write to a new folder"
             )
 
