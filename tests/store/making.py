@@ -290,11 +290,9 @@ def _die_everywhere(
 
     calls = run(0, "never", "left alone")
     for step, name in enumerate(calls, 1):
-        whens = ["before"]
-        if name == "pwritev":
-            whens.append("torn")
-        if name == "open" or step == len(calls):  # else the same as before the next: only open files are written unseen
-            whens.append("after")
+        # After a step is before the next, unless something happens unseen: a record is told, an open file is written.
+        after = name in ("pwritev", "rename", "open") or step == len(calls)
+        whens = ["before", *["torn"] * (name == "pwritev"), *["after"] * after]
         for when in whens:
             run(step, when, f"killed {when} step {step}, {name}")
 

@@ -187,9 +187,6 @@ def damage(path: Path, where: str) -> list[Key]:
     if where == "frame":
         flip(shard, offset - 64)
         return [(1, 4)]
-    if where == "cut":
-        os.truncate(shard, offset + 7)
-        return [(1, 4), (1, 5)]
     file, position = {
         "header": (shard, 200),
         "seal": (shard, seal.offset + 10),
@@ -199,7 +196,7 @@ def damage(path: Path, where: str) -> list[Key]:
     return []
 
 
-@pytest.mark.parametrize("where", ["tensor", "frame", "cut", "header", "seal", "sidecar"])
+@pytest.mark.parametrize("where", ["tensor", "frame", "header", "seal", "sidecar"])
 def test_death_between_any_two_steps_of_a_repair_keeps_the_good_records(where: str, tmp_path: Path) -> None:
     template = write(tmp_path / "template", KEYS, plain, shard_records=3)
     bad = damage(template, where)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.records import Array, Tensor, from_bytes, infer_schema
-from millstream.store.layout import Manifest, ShardInfo, publish
+from millstream.store.layout import IDS, Manifest, ShardInfo, publish
 from millstream.store.maps import Map
 from millstream.store.message import (
     END_OF_STREAM,
@@ -33,7 +33,6 @@ from millstream.store.recover import ID_FIELD
 from millstream.store.slices import crc32c
 from millstream.store.table import load_sidecar
 
-IDS = "ids.arrow"
 COVER_SHARDS = 64  # fewer uncovered shards than this are read from their sidecars faster than an index is kept
 _PER_BUCKET = 4
 _TAIL_BYTES = 64 * 1024
@@ -84,7 +83,7 @@ def load_index(path: Path) -> IdIndex | None:
         view = Map(path / IDS).view
         seal = read_seal(view[-_TAIL_BYTES:].tobytes(), len(view))
         schema, start = read_header(view)
-    except (OSError, ValueError, pa.ArrowException):
+    except (OSError, pa.ArrowException):
         return None
     row = read_row(view, schema, start)
     if row is None or seal is None or crc32c(view[:start]) != seal.header_crc32c:

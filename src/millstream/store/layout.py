@@ -32,6 +32,7 @@ FORMAT = "millstream.traces"
 VERSION = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder where repair sets things aside
+IDS = "ids.arrow"  # kept by millstream.store.ids
 _SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
@@ -91,6 +92,13 @@ def list_shards(path: Path) -> tuple[list[int], list[int]]:
     return sorted(sealed), sorted(opened)
 
 
+def foreign_file(path: Path) -> str | None:
+    """A name in the folder that is not a store's, hidden files aside."""
+    own = {MANIFEST, IDS, DAMAGED}
+    names = sorted(os.listdir(path))
+    return next((n for n in names if not (n.startswith((".", "shard-")) or n in own)), None)
+
+
 def check_store(path: Path) -> None:
     """Raise NotAStore, with the command that may be wanted, unless the folder is a trace store."""
     if not path.exists():
@@ -112,7 +120,7 @@ def read_manifest(path: Path) -> Manifest:
     parsed = _parse_manifest(path)
     stored, damaged = parsed or Manifest(), parsed is None
     known = {shard.number: shard for shard in stored.shards}  # a missing one keeps its place: reading it says so
-    unknown = [number for number in list_shards(path)[0] if number not in known]
+    unknown = [number for number in list_shards(path)[0] if number not in known or _is_replaced(path, known[number])]
     shards = known | {number: shard_info(path, number) for number in unknown}
     schema, compression, config = stored.arrow_schema, stored.compression, stored.config
     for number in unknown:
@@ -121,7 +129,7 @@ def read_manifest(path: Path) -> Manifest:
             continue
         if damaged:
             compression = compression_of(found)
-            config = json.loads((found.metadata or {}).get(b"millstream.config", b"{}"))
+            config = json.loads((found.metadata or {}).get(b"millstream.config", b"null")) or config
         schema = _united(schema, found, compression)
     return Manifest(config, compression, schema, tuple(shards[number] for number in sorted(shards)))
 
@@ -179,13 +187,23 @@ def read_shard_seal(file: Path) -> Seal | None:
 
 
 def shard_schema(path: Path, number: int) -> pa.Schema | None:
-    """The Arrow schema at the head of a shard, None when unreadable."""
+    """The Arrow schema at the head of a sealed shard, or as its sidecar has it when the head is damaged."""
+    file = path / shard_name(number)
+    view = Map(file).view
+    seal = read_shard_seal(file)
     try:
-        schema = read_header(Map(path / shard_name(number)).view)[0]
-    except (OSError, pa.ArrowException):
+        schema, start = read_header(view)
+        check_version(path, int((schema.metadata or {}).get(b"millstream.version", VERSION)))
+        if seal is None or crc32c(view[:start]) == seal.header_crc32c:
+            return schema
+    except (ValueError, pa.ArrowException):
+        pass
+    try:
+        schema = pq.ParquetFile(path / sidecar_name(number)).schema_arrow
+        fields = {name: kind for name, kind in record_schema(schema).items() if not name.startswith("_")}
+        return arrow_schema(fields, compression=compression_of(schema), metadata={})
+    except (OSError, ValueError, KeyError, pa.ArrowException):
         return None
-    check_version(path, int((schema.metadata or {}).get(b"millstream.version", VERSION)))
-    return schema
 
 
 @contextmanager
@@ -276,6 +294,15 @@ def _same_file(fd: int, file: Path) -> bool:
         return False
 
 
+def _is_replaced(path: Path, shard: ShardInfo) -> bool:
+    """Whether a whole shard lies there that is not the one the manifest knows: a repair died before its manifest."""
+    try:
+        file = path / shard_name(shard.number)
+        return os.stat(file).st_size != shard.bytes and read_shard_seal(file) is not None
+    except FileNotFoundError:
+        return False
+
+
 def _united(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:
     """The schema of a store with shards of both: fields that are only None in one take their type from the other."""
     if a is None:
@@ -296,9 +323,9 @@ def _parse_manifest(path: Path) -> Manifest | None:
         sound = bool(mark) and data[len(body) :] == _CRC_LINE.format(crc32c(body)).encode()
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if content.get("format") != FORMAT:
+    if content.get("format") != FORMAT and not any(list_shards(path)):
         raise NotAStore(f"{path / MANIFEST}: format {content.get('format')!r}, expected {FORMAT!r}")
-    check_version(path, version)
+    check_version(path, version)  # whatever the checksum says: it may be one that only newer versions know
     if not sound:
         return None
     shards = tuple(ShardInfo(**{k: v for k, v in shard.items() if k != "name"}) for shard in content["shards"])

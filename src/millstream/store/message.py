@@ -145,15 +145,15 @@ def header(schema: pa.Schema) -> bytes:
 
 
 def read_header(view: Bytes) -> tuple[pa.Schema, int]:
-    """The shard's schema and where its records begin. Raises pa.ArrowInvalid or OSError on a broken header."""
+    """The shard's schema and where its records begin. Raises pa.ArrowInvalid on a broken header."""
     if view[: len(MAGIC)].tobytes() != MAGIC:
         raise pa.ArrowInvalid("no Arrow magic at the start")
     source = pa.BufferReader(pa.py_buffer(view[len(MAGIC) :]))
-    schema = pa.ipc.read_schema(pa.ipc.read_message(source))
     try:
+        schema = pa.ipc.read_schema(pa.ipc.read_message(source))
         record_schema(schema)
-    except (KeyError, TypeError, UnicodeDecodeError) as error:
-        raise pa.ArrowInvalid(f"fields that are none of ours: {error}") from None
+    except (EOFError, OSError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise pa.ArrowInvalid(f"no schema of ours: {error}") from None
     return schema, len(MAGIC) + source.tell()
 
 
@@ -232,7 +232,7 @@ def read_row(view: Bytes, schema: pa.Schema, offset: int) -> Row | None:
                 values[name] = column[0].as_py()
                 continue
             tensors[name] = _tensor_row(cast(pa.StructArray, column), base, default=offset)
-    except (OSError, ValueError, UnicodeDecodeError, pa.ArrowException):
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):  # bytes that are no record of ours
         return None
     body = message.body
     num_bytes = 8 + meta_bytes + (body.size if body else 0)

@@ -76,7 +76,7 @@ def read_shard(view: Bytes) -> tuple[pa.Schema | None, list[Row], list[tuple[int
     """A shard's schema, its readable records and the stretches (offset, end) that are none, from its bytes alone."""
     try:
         schema, start = read_header(view)
-    except (OSError, ValueError, pa.ArrowException):
+    except (OSError, pa.ArrowException):
         return None, [], [(0, len(view))] if len(view) else []
     found = list(walk(view, schema, start))
     return schema, [x for x in found if isinstance(x, Row)], [x for x in found if not isinstance(x, Row)]

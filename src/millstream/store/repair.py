@@ -9,8 +9,9 @@ import pyarrow as pa
 
 from millstream.errors import StoreError
 from millstream.records import Bytes, Schema
-from millstream.store.ids import IDS, load_index, update_ids
+from millstream.store.ids import load_index, update_ids
 from millstream.store.layout import (
+    IDS,
     MANIFEST,
     Manifest,
     ShardInfo,
@@ -152,6 +153,11 @@ class _Examination:
             yield "the end of the file (seal, footer) is damaged"
         elif not self._frames_meet(self.view, self.seal):
             yield "the records do not fill the file from header to seal"
+        if self.seal is not None and (self.seal.records, self.seal.sidecar_crc32c) != (
+            self.shard.records,
+            self.shard.sidecar_crc32c,
+        ):
+            yield f"the manifest describes another file than {self.file.name}"
         if self.sidecar is None:
             yield f"its sidecar {sidecar_name(self.shard.number)} is missing or damaged; it can be rebuilt"
         for start, end in self.gaps:
@@ -226,7 +232,7 @@ def _repair_shard(path: Path, shard: ShardInfo, config: Mapping[str, object], re
 def _header(view: Bytes | None) -> tuple[pa.Schema | None, int]:
     try:
         return read_header(view) if view is not None else (None, 0)
-    except (OSError, ValueError, pa.ArrowException):
+    except (OSError, pa.ArrowException):
         return None, 0
 
 

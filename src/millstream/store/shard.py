@@ -97,8 +97,13 @@ class ShardWriter:
         self._write([end])
         os.ftruncate(self._fd, self.num_bytes + len(end))
         self.sync()
-        publish(self._path / sidecar_name(self.number), sidecar)
-        os.rename(self._file, self._path / shard_name(self.number))  # the commit point
+        final, beside = self._path / shard_name(self.number), self._path / sidecar_name(self.number)
+        replaces = final.exists()  # then the sidecar there belongs to the old file until that is gone
+        if not replaces:
+            publish(beside, sidecar)
+        os.rename(self._file, final)  # the commit point
+        if replaces:
+            publish(beside, sidecar)
         self.release()
         sync_folder(self._path)
         size = self.num_bytes + len(end)

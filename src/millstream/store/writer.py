@@ -16,6 +16,7 @@ from millstream.store.ids import update_ids
 from millstream.store.layout import (
     MANIFEST,
     Manifest,
+    foreign_file,
     list_shards,
     read_manifest,
     shard_metadata,
@@ -235,7 +236,7 @@ class TraceWriter:
         return shard
 
     def _refuse_foreign_folder(self) -> None:
-        foreign = next((entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")), None)
+        foreign = foreign_file(self.path)
         if foreign is not None:
             raise StoreExists(
                 f"{self.path}: not a trace store and not empty (it holds {foreign!r}). Write to a new folder"
