@@ -461,7 +461,7 @@ def fill(filler: Path, leave: int) -> None:
 
 def open_write_close(path: Path, keys: list[Key], start: Any, tell: Callable[[object], None]) -> None:
     """Open, write one record and close, again and again; tell each record written."""
-    start.wait()
+    start.wait(60)
     for key in keys:
         with TraceWriter(path, shard_records=2) as writer:
             writer.append(small(*key))

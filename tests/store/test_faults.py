@@ -497,7 +497,7 @@ def test_writers_that_make_the_same_new_store_at_once_all_go_on(tmp_path: Path) 
             path, start = tmp_path / f"store{turn}", threading.Barrier(4)
 
             def make(seed: int, path: Path = path, start: threading.Barrier = start) -> None:
-                start.wait()
+                start.wait(60)
                 write(path, [(seed, 0)], plain, config=CONFIG)
 
             list(threads.map(make, range(4)))
@@ -585,7 +585,7 @@ def test_readers_beside_a_crowd_of_writers_read_without_error(tmp_path: Path) ->
     keys = [[(seed, number) for number in range(8)] for seed in range(3)]
     children = [Child(open_write_close, path, some, start) for some in keys]
     traces = ms_open(path)
-    start.wait()
+    start.wait(60)
     while len(traces) < 1 + 3 * 8:
         assert len({*keys_in(traces, small)}) == len(traces)
         traces.refresh()
@@ -684,7 +684,7 @@ def test_threads_read_the_same(store: Path) -> None:
     start = threading.Barrier(8)
 
     def read(_: int) -> bool:
-        start.wait()
+        start.wait(60)
         return keys_in(traces) == KEYS and key_of(traces.by_id("7:3")) == (7, 3)
 
     with ThreadPoolExecutor(8) as threads:

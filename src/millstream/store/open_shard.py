@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +71,8 @@ class OpenShard:
         schema = self.sidecar.schema
         plans = {name: self.plan(row, name) for name, kind in schema.items() if isinstance(kind, Tensor)}
         if self._verify:
-            extents = [(p.spans[0][0], sum(span[1] for span in p.spans)) for p in plans.values() if p is not None]
+            ends = [(p.spans[0][0], p.spans[-1][0] + p.spans[-1][1]) for p in plans.values() if p is not None]
+            extents = [(start, end - start) for start, end in ends]
             if not head_holds(self._map.view, *self.sidecar.extent(row), extents):
                 self._corrupt(row, "the record's frame", "CRC-32C, or the file ends before it")
         values: dict[str, object] = {}
@@ -88,7 +90,13 @@ class OpenShard:
 
     def will_need(self, plan: Plan | None) -> None:
         """Start reading what a plan wants."""
-        for offset, size in _ranges(plan.spans) if plan else ():
+        if plan is None:
+            return
+        if _are_neighbours(plan.spans):
+            first, last = plan.spans[0], plan.spans[-1]
+            self._map.will_need(first[0], last[0] + last[1] - first[0])
+            return
+        for offset, size, _ in plan.spans:
             self._map.will_need(offset, size)
 
     def plan(self, row: int, name: str, layers: Layers = None) -> Plan | None:
@@ -114,7 +122,7 @@ class OpenShard:
 
     def tensor(self, plan: Plan) -> "Array | torch.Tensor":
         """What a plan gives: a view of the mapped file wherever the bytes lie side by side."""
-        if not self._packed and len(_ranges(plan.spans)) == 1:
+        if not self._packed and _are_neighbours(plan.spans):
             data = self._stored(plan, plan.spans)
             if plan.rows is not None:
                 count, picks = plan.rows
@@ -177,15 +185,9 @@ class OpenShard:
         )
 
 
-def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """(offset, bytes) with neighbouring spans taken together."""
-    ranges: list[tuple[int, int]] = []
-    for offset, size, _ in spans:
-        if ranges and sum(ranges[-1]) == offset:
-            ranges[-1] = ranges[-1][0], ranges[-1][1] + size
-        else:
-            ranges.append((offset, size))
-    return ranges
+def _are_neighbours(spans: Sequence[Span]) -> bool:
+    """Whether each span begins where the one before it ends. (No spans, of no layers, are not.)"""
+    return bool(spans) and all(a[0] + a[1] == b[0] for a, b in pairwise(spans))
 
 
 def _first_bad(data: Bytes, spans: Sequence[Span]) -> int | None:
