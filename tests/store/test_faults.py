@@ -39,6 +39,7 @@ from making import (
     key_of,
     keys_in,
     lost_ids,
+    noted,
     open_shard,
     open_write_close,
     plain,
@@ -56,7 +57,15 @@ from making import (
 )
 
 from millstream.door import open as ms_open
-from millstream.errors import CorruptRecord, NewerFormat, NotAStore, StoreError, StoreExists, StoreFull
+from millstream.errors import (
+    CorruptRecord,
+    DamageWarning,
+    NewerFormat,
+    NotAStore,
+    StoreError,
+    StoreExists,
+    StoreFull,
+)
 from millstream.store import ids, layout
 from millstream.store.layout import DAMAGED, MANIFEST, list_shards, manifest_holds, shard_name, sidecar_name
 from millstream.store.maps import Map
@@ -305,6 +314,49 @@ def test_a_flipped_bit_in_an_open_shard_costs_at_most_the_record_it_hits(shelf: 
         return
     assert after in (KEYS, [key for index, key in enumerate(KEYS) if index != row])
     assert after == KEYS or lost or cut_bytes, "a record went without a word"
+
+
+def test_a_flipped_bit_in_the_header_of_an_open_shard_gives_nothing_wrong_and_deletes_nothing(tmp_path: Path) -> None:
+    template, _ = write_open(tmp_path / "template", KEYS[:2], plain)
+    written = open_shard(template).read_bytes()
+    header_bytes = read_header(Map(open_shard(template)).view)[1]
+    names = [b"hidden", b"question_id", b"float16", b"layer", b"millstream.axes", b"millstream.created", b"_crc32c"]
+    positions = {*range(0, header_bytes, 17), *range(12, 16), *(written.index(name) + 1 for name in names)}
+    for position in sorted(positions):
+        path = tmp_path / str(position)
+        shutil.copytree(template, path)
+        flip(open_shard(path), position, position % 8)
+        damaged = open_shard(path).read_bytes()
+        with noted(f"bit {position % 8} of byte {position} of {header_bytes}"):
+            with quiet(), TraceWriter(path) as writer:
+                lost = [lost for recovery in writer.recovered for lost in recovery.lost]
+            found = read_keys(path, plain)
+            assert damages(path) == []
+            assert found == KEYS[:2] or (not found and lost and damaged in files_of(path).values())
+
+
+@pytest.mark.parametrize("num_records", [1, 2])
+def test_a_damaged_last_record_of_an_open_shard_is_not_taken_for_one_in_progress(
+    num_records: int, tmp_path: Path
+) -> None:
+    path, ends = write_open(tmp_path / "store", KEYS[:num_records], plain)
+    flip(open_shard(path), ends[-1] - 3)  # all of it is there, so its append had returned
+    damaged = open_shard(path).read_bytes()
+    with pytest.warns(DamageWarning, match="1 damaged"):
+        TraceWriter(path).close()
+    assert_holds(path, KEYS[: num_records - 1], plain)
+    assert damaged in files_of(path / DAMAGED).values()
+
+
+def test_the_index_of_ids_is_checked_wherever_it_is_hit(shelf: Shelf) -> None:
+    path = shelf.take(shelf.sealed["none"])
+    file = path / ids.IDS
+    written = file.read_bytes()
+    for position in range(0, len(written), 2):
+        flip(file, position, position % 6)
+        with noted(f"bit {position % 6} of byte {position}"):
+            assert ids.load_index(path) is None
+        file.write_bytes(written)
 
 
 # -- a full disk

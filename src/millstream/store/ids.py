@@ -85,10 +85,10 @@ def load_index(path: Path) -> IdIndex | None:
         schema, start = read_header(view)
     except (OSError, pa.ArrowException):
         return None
-    row = read_row(view, schema, start)
-    if row is None or seal is None or crc32c(view[:start]) != seal.header_crc32c:
+    if seal is None or crc32c(view[:start]) != seal.header_crc32c:
         return None
-    if view[start + row.num_bytes : seal.offset].tobytes() != END_OF_STREAM:
+    row = read_row(view, schema, start)
+    if row is None or view[start + row.num_bytes : seal.offset].tobytes() != END_OF_STREAM:
         return None
     arrays: dict[str, Array] = {}
     for name, kind in record_schema(schema).items():

@@ -151,7 +151,7 @@ def read_header(view: Bytes) -> tuple[pa.Schema, int]:
     source = pa.BufferReader(pa.py_buffer(view[len(MAGIC) :]))
     try:
         schema = pa.ipc.read_schema(pa.ipc.read_message(source))
-        record_schema(schema)
+        _ = [kind.itemsize for kind in record_schema(schema).values() if isinstance(kind, Tensor)]  # dtypes we know
     except (EOFError, OSError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise pa.ArrowInvalid(f"no schema of ours: {error}") from None
     return schema, len(MAGIC) + source.tell()
