@@ -27,7 +27,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 SEAL = struct.Struct("<8sQIIII")  # magic, records, CRC of header, of sidecar, of footer, of this seal so far
 SEAL_MAGIC = b"MILLSEAL"
 CRC_FIELD = "_crc32c"
-_MAX_HEADER = 1 << 20
+_HEADER_CRC = b"millstream-header-crc32c="
 _DATA, _SHAPE, _CRCS, _SIZES = pa.large_binary(), pa.list_(pa.int32()), pa.list_(pa.uint32()), pa.list_(pa.int64())
 _BLOCK = np.dtype([("offset", "<i8"), ("meta_bytes", "<i4"), ("pad", "<i4"), ("body_bytes", "<i8")])
 
@@ -71,7 +71,11 @@ class Row:
 def arrow_schema(schema: Schema, *, compression: str, metadata: Mapping[str, str]) -> pa.Schema:
     """The schema of a shard's record batches."""
     fields = [_arrow_field(name, kind, compression) for name, kind in schema.items()]
-    everything = {"millstream.compression": compression, **metadata}
+    everything = {
+        "millstream.compression": compression,
+        "millstream.header": f"{_HEADER_CRC.decode()}00000000",
+        **metadata,
+    }
     return pa.schema([*fields, pa.field(CRC_FIELD, pa.uint64())], metadata=everything)
 
 
@@ -141,7 +145,14 @@ class Encoder:
 
 
 def header(schema: pa.Schema) -> bytes:
-    return MAGIC + schema.serialize().to_pybytes()
+    """The first bytes of a shard. Their CRC-32C stands in the schema's metadata, computed with zeros in its place."""
+    return _with_crc(MAGIC + schema.serialize().to_pybytes())
+
+
+def _with_crc(head: bytes) -> bytes:
+    before, mark, after = head.partition(_HEADER_CRC)
+    crc = crc32c(before + mark + b"00000000" + after[8:])
+    return before + mark + b"%08x" % crc + after[8:]
 
 
 def read_header(view: Bytes) -> tuple[pa.Schema, int]:
@@ -154,12 +165,20 @@ def read_header(view: Bytes) -> tuple[pa.Schema, int]:
         _ = [kind.itemsize for kind in record_schema(schema).values() if isinstance(kind, Tensor)]  # dtypes we know
     except (EOFError, OSError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise pa.ArrowInvalid(f"no schema of ours: {error}") from None
-    return schema, len(MAGIC) + source.tell()
+    end = len(MAGIC) + source.tell()
+    head = view[:end].tobytes()
+    if _with_crc(head) != head:
+        raise pa.ArrowInvalid("the header fails its CRC-32C")
+    return schema, end
 
 
 def header_is_torn(view: Bytes) -> bool:
     """Whether the file ends inside its header, before any record."""
-    return len(view) < 16 or (len(view) < _MAX_HEADER and len(view) < 16 + int(view[12:16].view("<u4")[0]))
+    if len(view) < 16:
+        return True
+    longer = len(view) < 16 + int(view[12:16].view("<u4")[0])
+    words = view[16 : len(view) - len(view) % 8].view("<u4")
+    return longer and not (words[::2] == 0xFFFFFFFF).any()  # the mark that begins a record
 
 
 def tail(schema: pa.Schema, rows: Iterable[Row], *, header_bytes: bytes, sidecar: bytes) -> bytes:
