@@ -231,6 +231,14 @@ def walk(view: Bytes, schema: pa.Schema, start: int) -> Iterator[Row | tuple[int
         position = following
 
 
+def is_whole(view: Bytes, offset: int) -> bool:
+    """Whether a message begins at `offset` and has all its bytes, right or wrong."""
+    try:
+        return pa.ipc.read_message(pa.py_buffer(view[offset:])).body is not None
+    except (EOFError, OSError, pa.ArrowException):
+        return False
+
+
 def read_row(view: Bytes, schema: pa.Schema, offset: int) -> Row | None:
     """The record whose message begins at `offset`, or None when it is torn or its own bytes fail their CRC."""
     base = view.ctypes.data

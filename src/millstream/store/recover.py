@@ -25,7 +25,7 @@ from millstream.store.layout import (
     sync_folder,
 )
 from millstream.store.maps import Map
-from millstream.store.message import Row, bad_slice, header_is_torn, read_header, record_schema, walk
+from millstream.store.message import Row, bad_slice, header_is_torn, is_whole, read_header, record_schema, walk
 from millstream.store.shard import ShardWriter
 
 ID_FIELD = "question_id"
@@ -120,8 +120,10 @@ def _recover(path: Path, number: int, fd: int) -> Recovery:
     view = Map(file, sequential=True).view
     schema, rows, gaps = read_shard(view)
     check_version(path, int(((schema.metadata if schema else None) or {}).get(b"millstream.version", 0)))
-    cut = gaps.pop() if gaps and gaps[-1][1] == len(view) else (len(view), len(view))
-    cut_bytes = cut[1] - cut[0]
+    cut_bytes = 0
+    if gaps and gaps[-1][1] == len(view) and not is_whole(view, gaps[-1][0]):  # else its append had returned
+        start, end = gaps.pop()
+        cut_bytes = end - start
     if (path / shard_name(number)).exists():  # a rebuild was interrupted after it had published its shard
         set_aside(path, file, [])
         file.unlink()
