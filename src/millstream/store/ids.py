@@ -15,11 +15,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.records import Array, Tensor, from_bytes, infer_schema
+from millstream.store.encode import Encoder
 from millstream.store.layout import IDS, Manifest, ShardInfo, publish
 from millstream.store.maps import Map
 from millstream.store.message import (
     END_OF_STREAM,
-    Encoder,
     arrow_schema,
     bad_slice,
     header,

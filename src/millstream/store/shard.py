@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from millstream.records import Bytes, Schema
+from millstream.store.encode import Encoder
 from millstream.store.layout import (
     ShardInfo,
     claim_shard,
@@ -18,7 +19,7 @@ from millstream.store.layout import (
     sidecar_name,
     sync_folder,
 )
-from millstream.store.message import Encoder, Row, compression_of, header, record_schema, tail
+from millstream.store.message import Row, compression_of, header, record_schema, tail
 from millstream.store.sidecar import to_parquet
 from millstream.store.slices import crc32c
 
