@@ -18,6 +18,7 @@ from millstream.store.ids import update_ids
 from millstream.store.layout import (
     Manifest,
     ShardInfo,
+    no_space,
     read_manifest,
     read_shard_seal,
     shard_metadata,
@@ -236,7 +237,7 @@ def _copy_shard(source: Path, shard: ShardInfo, folder: Path, number: int) -> Sh
 
 def _copy(source: Path, target: Path) -> None:
     """Copy inside the kernel; file systems that can (XFS, btrfs) share the blocks instead."""
-    with open(source, "rb") as a, open(target, "wb") as b:
+    with no_space(target), open(source, "rb") as a, open(target, "wb") as b:
         try:
             while os.copy_file_range(a.fileno(), b.fileno(), _COPY_BYTES):
                 pass
