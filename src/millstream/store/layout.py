@@ -120,7 +120,8 @@ def read_manifest(path: Path) -> Manifest:
     parsed = _parse_manifest(path)
     stored, damaged = parsed or Manifest(), parsed is None
     known = {shard.number: shard for shard in stored.shards}  # a missing one keeps its place: reading it says so
-    unknown = [number for number in list_shards(path)[0] if number not in known or _is_replaced(path, known[number])]
+    sizes = _sealed_sizes(path)
+    unknown = [n for n, size in sizes.items() if n not in known or _is_replaced(path, known[n], size)]
     shards = known | {number: shard_info(path, number) for number in unknown}
     schema, compression, config = stored.arrow_schema, stored.compression, stored.config
     for number in unknown:
@@ -294,13 +295,19 @@ def _same_file(fd: int, file: Path) -> bool:
         return False
 
 
-def _is_replaced(path: Path, shard: ShardInfo) -> bool:
+def _sealed_sizes(path: Path) -> dict[int, int]:
+    """Bytes of every sealed shard in the folder, by number, ascending."""
+    sizes: dict[int, int] = {}
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if (match := _SHARD.fullmatch(entry.name)) and not match[2]:
+                sizes[int(match[1])] = entry.stat().st_size
+    return dict(sorted(sizes.items()))
+
+
+def _is_replaced(path: Path, shard: ShardInfo, size: int) -> bool:
     """Whether a whole shard lies there that is not the one the manifest knows: a repair died before its manifest."""
-    try:
-        file = path / shard_name(shard.number)
-        return os.stat(file).st_size != shard.bytes and read_shard_seal(file) is not None
-    except FileNotFoundError:
-        return False
+    return size != shard.bytes and read_shard_seal(path / shard_name(shard.number)) is not None
 
 
 def _united(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:
