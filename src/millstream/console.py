@@ -15,6 +15,10 @@ class Progress(Protocol):
     def __call__(self, done: int, note: str = "") -> None: ...
 
 
+def silent(done: int, note: str = "") -> None:
+    """Progress that nobody looks at."""
+
+
 def format_bytes(num_bytes: float) -> str:
     """`2.1 GB`: three digits and a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -10,10 +10,9 @@ MillstreamError
 │   ├── ConfigMismatch     the store belongs to another configuration
 │   ├── StoreFull          the disk refused more bytes
 │   └── StoreExists        the output is already there
-├── SourceError
-│   ├── BadSource          an input file is broken or of another kind
-│   └── UnsafePickle       an old file asks for code to be run
-└── MissingExtra           an optional dependency is not installed
+└── SourceError
+    ├── BadSource          an input file is broken or of another kind
+    └── UnsafePickle       an old file asks for code to be run
 
 DamageWarning              something is damaged, but the data could be read from its second copy
 """
@@ -69,10 +68,6 @@ class BadSource(SourceError):
 
 class UnsafePickle(SourceError):
     """An old pickle asks for something that is not a tensor or a plain container."""
-
-
-class MissingExtra(MillstreamError):
-    """An optional dependency is not installed; the message holds the command that installs it."""
 
 
 class DamageWarning(UserWarning):

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from millstream.console import Progress, silent
 from millstream.errors import BadSource, SchemaMismatch
 from millstream.records import RawTensor, as_tensor
 from millstream.source.pickles import normalise, read_traces
@@ -46,7 +47,7 @@ def convert(
     *,
     compression: Literal["none", "lz4", "zstd"] | None = None,
     notify: Callable[[str], None] = lambda text: None,
-    progress: Callable[[int, str], None] = lambda done, note: None,
+    progress: Progress = silent,
 ) -> Written:
     """Import old files into a store; each file's last record ends a shard."""
     config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}

@@ -1,12 +1,13 @@
 """Find damage (`verify`) and leave a store that reads (`repair`). Nothing is deleted that cannot be rebuilt."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 
+from millstream.console import Progress, silent
 from millstream.errors import StoreError
 from millstream.records import Bytes, Schema
 from millstream.store.ids import load_index, update_ids
@@ -43,8 +44,6 @@ from millstream.store.shard import ShardWriter
 from millstream.store.sidecar import Sidecar
 from millstream.store.slices import crc32c
 
-Progress = Callable[[int, str], None]
-
 
 @dataclass(frozen=True)
 class Damage:
@@ -74,7 +73,7 @@ class Repair:
     lost: list[LostRecord] = field(default_factory=list[LostRecord])
 
 
-def verify(path: Path, *, fast: bool = False, progress: Progress = lambda done, note: None) -> Iterator[Damage]:
+def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> Iterator[Damage]:
     """Every damage in the store. `fast` checks structure (headers, footers, sidecars, manifest), not the records."""
     manifest = read_manifest(path)
     if not manifest_holds(path):
@@ -89,7 +88,7 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = lambda done, 
         progress(done, shard_name(shard.number))
 
 
-def repair(path: Path, *, progress: Progress = lambda done, note: None) -> Repair:
+def repair(path: Path, *, progress: Progress = silent) -> Repair:
     """Recover interrupted shards, re-seal or rebuild damaged ones, set damaged records aside with their ids."""
     read_manifest(path)  # refuses what is no store, or a newer one
     for number in list_shards(path)[1]:

@@ -5,13 +5,14 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 from millstream.config import parse_bytes
+from millstream.console import Progress, silent
 from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreExists
 from millstream.records import Schema, Tensor, refine
 from millstream.store.ids import update_ids
@@ -35,7 +36,6 @@ from millstream.store.slices import crc32c
 from millstream.store.table import load_sidecar
 from millstream.store.traces import Traces
 
-Progress = Callable[[int, str], None]
 _COPY_BYTES = 64 << 20
 
 
@@ -48,7 +48,7 @@ class Written:
     bytes: int
 
 
-def merge(sources: Sequence[Path], out: Path, *, progress: Progress = lambda done, note: None) -> Written:
+def merge(sources: Sequence[Path], out: Path, *, progress: Progress = silent) -> Written:
     """All records of several stores, in their order, as one store. Whole shard files are copied."""
     manifests = [read_manifest(source) for source in sources]
     schema = _common_schema(sources, manifests)
@@ -67,9 +67,7 @@ def merge(sources: Sequence[Path], out: Path, *, progress: Progress = lambda don
         return _finish(folder, out, Manifest(config, compression, arrow if schema else None, tuple(shards)))
 
 
-def subset_shards(
-    source: Path, out: Path, numbers: Sequence[int], *, progress: Progress = lambda done, note: None
-) -> Written:
+def subset_shards(source: Path, out: Path, numbers: Sequence[int], *, progress: Progress = silent) -> Written:
     """Some shards of a store as a store."""
     manifest = read_manifest(source)
     known = {shard.number: shard for shard in manifest.shards}
@@ -90,7 +88,7 @@ def subset_records(
     numbers: Sequence[int],
     *,
     shard_bytes: int | str = "512MB",
-    progress: Progress = lambda done, note: None,
+    progress: Progress = silent,
 ) -> Written:
     """Some records of a store, in the order given, as a store. Each message is checked and copied as it stands."""
     limit = parse_bytes(shard_bytes)

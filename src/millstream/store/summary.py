@@ -1,6 +1,6 @@
 """What is in a store, or in an old trace file: counts, fields, lengths, examples; and what differs between two."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from millstream.console import Progress, silent
 from millstream.errors import StoreError
 from millstream.records import Tensor, as_tensor, plain
 from millstream.store.layout import list_shards, shard_name
@@ -17,8 +18,6 @@ from millstream.store.recover import ID_FIELD
 from millstream.store.slices import crc32c
 from millstream.store.table import load_sidecar
 from millstream.store.traces import Traces
-
-Progress = Callable[[int, str], None]
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Comparison:
     first_different: list[object] = field(default_factory=list[object])
 
 
-def summarise(path: Path, *, examples: int = 3, progress: Progress = lambda done, note: None) -> Summary:
+def summarise(path: Path, *, examples: int = 3, progress: Progress = silent) -> Summary:
     """Statistics from the sidecars alone; an old file is read once, one trace at a time."""
     if path.is_file():
         return _summarise_old(path, examples)
@@ -100,7 +99,7 @@ def summarise(path: Path, *, examples: int = 3, progress: Progress = lambda done
     return summary
 
 
-def compare(a: Path, b: Path, *, progress: Progress = lambda done, note: None) -> Comparison:
+def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
     """Match the records of `a` with those of the store `b` by id and compare every field of each pair."""
     if b.is_file():
         a, b = b, a
