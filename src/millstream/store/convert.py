@@ -11,7 +11,7 @@ from millstream.console import Progress, silent
 from millstream.errors import BadSource, SchemaMismatch
 from millstream.records import RawTensor, as_tensor
 from millstream.source.pickles import normalise, read_traces
-from millstream.store.layout import publish
+from millstream.store.layout import MANIFEST, publish
 from millstream.store.recover import ID_FIELD
 from millstream.store.rewrite import Written
 from millstream.store.traces import Traces
@@ -51,7 +51,7 @@ def convert(
 ) -> Written:
     """Import old files into a store; each file's last record ends a shard."""
     config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}
-    writer: TraceWriter | None = TraceWriter(out, config=config) if (out / "manifest.json").exists() else None
+    writer: TraceWriter | None = TraceWriter(out, config=config) if (out / MANIFEST).exists() else None
     finished: dict[str, int] = json.loads((out / PROGRESS).read_text()) if (out / PROGRESS).exists() else {}
     partial = (len(writer) if writer else 0) - sum(finished.values())
     done = 0

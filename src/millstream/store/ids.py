@@ -105,7 +105,7 @@ def load_index(path: Path) -> IdIndex | None:
 
 def update_ids(path: Path, manifest: Manifest) -> None:
     """Bring the stored index up to date when too many shards are not in it."""
-    schema = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
+    schema = manifest.fields
     old = load_index(path)
     covered = old.shards if old else frozenset[tuple[int, int | None]]()
     if ID_FIELD not in schema or sum(_key(shard) not in covered for shard in manifest.shards) < COVER_SHARDS:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from millstream.config import config_hash
 from millstream.errors import NewerFormat, NotAStore, StoreFull
-from millstream.records import refine
+from millstream.records import Schema, refine
 from millstream.store.maps import Map
 from millstream.store.message import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema
 from millstream.store.slices import crc32c
@@ -58,6 +58,11 @@ class Manifest:
     compression: str = "none"
     arrow_schema: pa.Schema | None = None
     shards: tuple[ShardInfo, ...] = ()
+
+    @property
+    def fields(self) -> Schema:
+        """The fields of the records; empty before the first one."""
+        return record_schema(self.arrow_schema) if self.arrow_schema else {}
 
 
 def shard_name(number: int) -> str:
@@ -136,11 +141,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    fields = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "fields": {name: str(kind) for name, kind in fields.items()},
+        "fields": {name: str(kind) for name, kind in manifest.fields.items()},
         "config": dict(manifest.config),
         "config_hash": config_hash(manifest.config),
         "compression": manifest.compression,

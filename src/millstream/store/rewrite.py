@@ -29,7 +29,7 @@ from millstream.store.layout import (
     write_manifest,
 )
 from millstream.store.maps import Map
-from millstream.store.message import arrow_schema, record_schema, row_holds
+from millstream.store.message import arrow_schema, row_holds
 from millstream.store.recover import ID_FIELD, damaged_fields
 from millstream.store.shard import ShardWriter
 from millstream.store.slices import crc32c
@@ -250,7 +250,7 @@ def _copy(source: Path, target: Path) -> None:
 def _common_schema(sources: Sequence[Path], manifests: Sequence[Manifest]) -> Schema:
     merged: Schema = {}
     for source, manifest in zip(sources, manifests, strict=True):
-        schema = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
+        schema = manifest.fields
         if not schema:
             continue
         if not merged:

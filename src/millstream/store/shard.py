@@ -135,7 +135,7 @@ class ShardWriter:
         try:
             with no_space(self._file):
                 position = start
-                queue = _joined(parts)
+                queue = [memoryview(part) for part in parts]
                 while queue:
                     written = os.pwritev(self._fd, queue[:_IOV_MAX], position)
                     position += written
@@ -143,23 +143,6 @@ class ShardWriter:
         except BaseException:
             os.ftruncate(self._fd, start)
             raise
-
-
-def _joined(parts: Sequence[bytes | pa.Buffer]) -> list[memoryview]:
-    """Neighbouring small parts as one, so that a record is a handful of buffers."""
-    joined: list[memoryview] = []
-    small = bytearray()
-    for part in parts:
-        if len(part) < 65536:
-            small += part
-            continue
-        if small:
-            joined.append(memoryview(small))
-            small = bytearray()
-        joined.append(memoryview(part))
-    if small:
-        joined.append(memoryview(small))
-    return joined
 
 
 def _rest(queue: list[memoryview], written: int) -> list[memoryview]:

@@ -47,7 +47,7 @@ def load_sidecar(path: Path, shard: ShardInfo) -> Sidecar:
 
 def read_table(path: Path, manifest: Manifest, names: Sequence[str] | None = None) -> pa.Table:
     """Scalars and texts of every record, in record order."""
-    schema = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
+    schema = manifest.fields
     fields = [(n, k) for n, k in schema.items() if not isinstance(k, Tensor) and (names is None or n in names)]
     target = pa.schema(fields)
     tables = [

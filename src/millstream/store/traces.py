@@ -17,7 +17,7 @@ from millstream.console import format_bytes
 from millstream.records import Array, Schema, Tensor, from_bytes
 from millstream.store.ids import IdIndex, build_index, load_index
 from millstream.store.layout import Manifest, ShardInfo, list_shards, read_manifest
-from millstream.store.message import Row, record_schema
+from millstream.store.message import Row
 from millstream.store.open_shard import Layers, OpenShard, Plan
 from millstream.store.recover import ID_FIELD
 from millstream.store.table import read_column, read_table
@@ -67,7 +67,7 @@ class Traces:
             kept = tuple(shard for shard in manifest.shards if shard.number in only)
             manifest = Manifest(manifest.config, manifest.compression, manifest.arrow_schema, kept)
         self._manifest = manifest
-        self.fields: Schema = record_schema(manifest.arrow_schema) if manifest.arrow_schema else {}
+        self.fields: Schema = manifest.fields
         self._starts = list(accumulate((shard.records for shard in manifest.shards), initial=0))
         # lru_cache in C needs no lock of ours: two threads may at worst open the same shard twice.
         self._open = lru_cache(maxsize=self._open_shards)(self._open_shard)

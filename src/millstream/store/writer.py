@@ -23,7 +23,7 @@ from millstream.store.layout import (
     sync_folder,
     write_manifest,
 )
-from millstream.store.message import arrow_schema, record_schema
+from millstream.store.message import arrow_schema
 from millstream.store.recover import ID_FIELD, Recovery, recover_all
 from millstream.store.shard import ShardWriter
 from millstream.store.sidecar import check_storable
@@ -78,9 +78,10 @@ class TraceWriter:
         if new:
             self._refuse_foreign_folder()
             write_manifest(self.path, Manifest(config or {}, compression or "none"))
-        read_manifest(self.path)  # refuses a newer format before anything is touched
+        manifest = read_manifest(self.path)  # refuses a newer format before anything is touched
         self.recovered: list[Recovery] = recover_all(self.path)
-        manifest = read_manifest(self.path)
+        if self.recovered:
+            manifest = read_manifest(self.path)
         self.config: dict[str, object] = dict(manifest.config)
         if config is not None and config_hash(config) != config_hash(self.config):
             raise ConfigMismatch(
@@ -93,7 +94,7 @@ class TraceWriter:
                 "Leave the option out, or write to a new folder"
             )
         self._compression = manifest.compression
-        self._schema: Schema | None = record_schema(manifest.arrow_schema) if manifest.arrow_schema else None
+        self._schema: Schema | None = manifest.fields if manifest.arrow_schema else None
         for name, kind in self._given.items() if self._schema is not None else ():
             if (self._schema or {}).get(name) != kind:
                 found = (self._schema or {}).get(name, "no such field")
@@ -142,24 +143,17 @@ class TraceWriter:
 
     def seal(self) -> None:
         """Complete the current shard, so that readers see its records. The next append begins a new one."""
-        if self._shard is None:
-            return
-        if not self._shard.rows:
-            self._shard.discard()
-            self._shard = None
-            return
-        self._num_sealed += self._shard.seal().records
-        self._shard = None
         # Manifest last. It can be rebuilt, so a full disk matters only when the writer closes; and whatever another
         # writer leaves out of it at this moment is found in the folder.
-        with suppress(StoreFull):
-            write_manifest(self.path, read_manifest(self.path))
+        if self._complete_shard():
+            with suppress(StoreFull):
+                write_manifest(self.path, read_manifest(self.path))
 
     def close(self) -> None:
         """Seal what is open and bring manifest and id index up to date."""
         if self._closed:
             return
-        self.seal()
+        self._complete_shard()
         manifest = read_manifest(self.path)
         write_manifest(self.path, manifest)
         update_ids(self.path, manifest)
@@ -170,7 +164,7 @@ class TraceWriter:
         """Every `question_id` in the store, including what this writer appended: what a resumed job can skip."""
         if self._ids is None:
             manifest = read_manifest(self.path)
-            known = ID_FIELD in (record_schema(manifest.arrow_schema) if manifest.arrow_schema else {})
+            known = ID_FIELD in manifest.fields
             self._ids = set(read_column(self.path, manifest, ID_FIELD).to_pylist()) if known else set()
             self._ids |= {row.values.get(ID_FIELD) for row in (self._shard.rows if self._shard else ())}
             self._ids.discard(None)
@@ -203,6 +197,18 @@ class TraceWriter:
 
     def __repr__(self) -> str:
         return f"TraceWriter({str(self.path)!r}: {len(self)} records)"
+
+    def _complete_shard(self) -> bool:
+        """Seal the current shard, if it has records; says whether there is a new one for the manifest."""
+        if self._shard is None:
+            return False
+        sealed = bool(self._shard.rows)
+        if sealed:
+            self._num_sealed += self._shard.seal().records
+        else:
+            self._shard.discard()
+        self._shard = None
+        return sealed
 
     def _is_full(self) -> bool:
         shard = self._shard
