@@ -20,8 +20,8 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.records import Bytes, RawTensor, as_tensor
-from millstream.store.slices import Stored, crc32c, num_slices, store, unpack
+from millstream.records import Bytes, RawTensor, as_tensor, crc32c
+from millstream.store.slices import Stored, num_slices, store, unpack
 
 NUM_TRACES, NEW_TOKENS, ROUNDS = 24, 48, 10
 ITEMSIZE = 2  # fp16 and bf16

@@ -247,9 +247,9 @@ def measure_many(folder: Path, num_shards: int) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     import millstream as ms
+    from millstream.records import crc32c
     from millstream.store.ids import update_ids
     from millstream.store.layout import ShardInfo, read_manifest, shard_name, sidecar_name, write_manifest
-    from millstream.store.slices import crc32c
 
     path = folder / "many"
     with ms.TraceWriter(path) as writer:

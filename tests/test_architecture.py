@@ -13,7 +13,7 @@ import millstream
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "millstream"
 FLOW = ["source", "store", "dataset", "loader", "model", "train", "report", "classic"]
-GROUND = {"errors", "config", "console", "records", ""}
+GROUND = {"errors", "config", "console", "kernels", "records", ""}
 TOP = {"cli", "door", "demo", "__main__", "__init__"}
 
 

@@ -1,14 +1,102 @@
 """`ms.open`: one way to open whatever lies at a path."""
 
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from millstream.store.traces import Traces
+from millstream.console import progress, say
+from millstream.errors import BadSource
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from millstream.console import Progress
+    from millstream.source.mapping import MappingSource
+    from millstream.store.reads import Reads
+    from millstream.store.traces import Traces
+
+# Named like reads: an error if they are not. Anything else in a folder is taken if it looks like reads.
+_SUFFIXES = (".fa", ".fasta", ".fna", ".fq", ".fastq")
+_READS = tuple(suffix + wrap for suffix in _SUFFIXES for wrap in ("", ".gz", ".bgz", ".zst"))
 
 
-def open(path: str | Path, *, verify: Literal["always", "never"] = "always", open_shards: int = 256) -> Traces:
-    """Open a trace store for reading.
+def open(
+    path: str | Path | Sequence[str | Path],
+    *,
+    verify: Literal["always", "never"] = "always",
+    open_shards: int = 256,
+    header_regex: str | None = None,
+    columns: Sequence[str] | None = None,
+    on_mismatch: Literal["error", "skip", "null"] = "error",
+    mapping: MappingSource | None = None,
+    memory: int | str = "1GB",
+    index_dir: str | Path | None = None,
+    salvage: bool = False,
+) -> Traces | Reads:
+    """Open a trace store, or reads: FASTA or FASTQ files (plain, gzip, BGZF, zstd), or packed ones.
 
-    `verify="never"` skips the checksums; `open_shards` is how many shards stay mapped at once.
+    Traces: `verify="never"` skips the checksums; `open_shards` is how many shards stay mapped at once.
+
+    Reads: a file, a folder, a pattern or a list is one collection; indexes that are missing are built. The named groups
+    of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is what decoded
+    blocks and mapped pages may take. `salvage` reads a damaged file up to the damage.
     """
-    return Traces(path, verify=verify, open_shards=open_shards)
+    if isinstance(path, str | Path) and _is_store(Path(path)):
+        from millstream.store.traces import Traces
+
+        return Traces(path, verify=verify, open_shards=open_shards)
+    from millstream.store.index import IndexSettings
+    from millstream.store.reads import open_reads
+
+    given = [path] if isinstance(path, str | Path) else path
+    paths = [file for place in given for file in expand(place)]
+    settings = None
+    if header_regex is not None or salvage:
+        chosen = tuple(columns) if columns is not None else None
+        settings = IndexSettings(header_regex=header_regex, columns=chosen, on_mismatch=on_mismatch, salvage=salvage)
+    return open_reads(
+        paths, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, watch=watch_index, notify=say
+    )
+
+
+def watch_index(path: Path) -> AbstractContextManager[Progress]:
+    """Progress of indexing a file."""
+    return progress(f"index {path.name}", path.stat().st_size, unit="bytes")
+
+
+def expand(path: str | Path) -> list[Path]:
+    """The read files at a path: itself, those in a folder, or those a pattern fits. Told by content, not by name."""
+    from millstream.store.index import looks_like_reads
+
+    place = Path(path)
+    if place.is_dir() and not is_packed(place):
+        files = sorted(file for file in place.iterdir() if file.is_file())
+    elif not place.exists() and any(mark in str(path) for mark in "*?["):
+        files = [Path(file) for file in sorted(glob.glob(str(path)))]
+    else:
+        return [place]
+    found = [file for file in files if file.name.lower().endswith(_READS) or looks_like_reads(file)]
+    if not found:
+        raise BadSource(f"{path}: no FASTA or FASTQ files there")
+    return found
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a folder is a packed read store."""
+    return (path / "pack.json").exists()
+
+
+def _is_store(path: Path) -> bool:
+    """Whether this is for `Traces`, which also says best what is wrong with what is nothing."""
+    if not path.is_dir():
+        return not path.exists() and not any(mark in str(path) for mark in "*?[")
+    if is_packed(path):
+        return False
+    if (path / "manifest.json").exists() or any(path.glob("shard-*.arrow*")):
+        return True
+    from millstream.store.index import looks_like_reads
+
+    return not any(file.is_file() and looks_like_reads(file) for file in path.iterdir())

@@ -1,6 +1,7 @@
 """Every exception millstream raises on purpose; the command line prints these in one line.
 
 MillstreamError
+├── MissingExtra           a package of an extra is not installed
 ├── StoreError
 │   ├── NotAStore          the path is no trace store
 │   ├── NewerFormat        the store was written by a newer millstream
@@ -12,6 +13,8 @@ MillstreamError
 │   └── StoreExists        the output is already there
 └── SourceError
     ├── BadSource          an input file is broken or of another kind
+    ├── BadIndex           an index file is damaged, foreign or of a newer format
+    ├── StaleIndex         the data file changed since it was indexed
     └── UnsafePickle       an old file asks for code to be run
 
 DamageWarning              something is damaged, but the data could be read from its second copy
@@ -20,6 +23,10 @@ DamageWarning              something is damaged, but the data could be read from
 
 class MillstreamError(Exception):
     """Base of all errors that a user can cause or has to know about."""
+
+
+class MissingExtra(MillstreamError, ImportError):
+    """A package that only some uses need is not installed; the message names the command that installs it."""
 
 
 class StoreError(MillstreamError):
@@ -64,6 +71,14 @@ class SourceError(MillstreamError):
 
 class BadSource(SourceError):
     """An input file is broken or of another kind than it should be."""
+
+
+class BadIndex(SourceError):
+    """An index file is damaged, belongs to another file or was written by a newer millstream."""
+
+
+class StaleIndex(SourceError):
+    """The data file is not the one that was indexed."""
 
 
 class UnsafePickle(SourceError):

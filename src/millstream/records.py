@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
+import google_crc32c
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -193,3 +194,9 @@ def _parse_kind(name: str, kind: str | Tensor | pa.DataType) -> Kind:
             f"field {name!r}: {kind!r} is no kind; write 'float16[layer, token, dim]' for a tensor, "
             "or an Arrow type such as 'string', 'int64', 'list<string>'"
         ) from None
+
+
+def crc32c(data: Bytes | bytes | pa.Buffer, crc: int = 0) -> int:
+    """CRC-32C of the bytes, continuing from `crc`. Releases the GIL; 20 GB/s."""
+    # The C function takes objects that export a plain read-only buffer; numpy arrays and bytes do, memoryview does not.
+    return google_crc32c.extend(crc, np.asarray(memoryview(data)) if isinstance(data, pa.Buffer) else data)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
-from millstream.records import Bytes
-from millstream.store.slices import MIN_SLICE_BYTES, crc32c, num_slices, store, unpack
+from millstream.records import Bytes, crc32c
+from millstream.store.slices import MIN_SLICE_BYTES, num_slices, store, unpack
 
 
 @pytest.mark.parametrize(

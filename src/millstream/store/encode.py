@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import SchemaMismatch
-from millstream.records import RawTensor, Tensor, as_tensor, plain
+from millstream.records import RawTensor, Tensor, as_tensor, crc32c, plain
 from millstream.store.message import (
     CRCS,
     DATA,
@@ -21,7 +21,7 @@ from millstream.store.message import (
     empty_batch,
     record_schema,
 )
-from millstream.store.slices import crc32c, store
+from millstream.store.slices import store
 
 
 class Encoder:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.records import Array, Tensor, from_bytes, infer_schema
+from millstream.records import Array, Tensor, crc32c, from_bytes, infer_schema
 from millstream.store.encode import Encoder
 from millstream.store.layout import IDS, Manifest, ShardInfo, publish
 from millstream.store.maps import Map
@@ -30,7 +30,6 @@ from millstream.store.message import (
     tail,
 )
 from millstream.store.recover import ID_FIELD
-from millstream.store.slices import crc32c
 from millstream.store.table import load_sidecar
 
 COVER_SHARDS = 64  # fewer uncovered shards than this are read from their sidecars faster than an index is kept

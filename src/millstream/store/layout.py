@@ -23,10 +23,9 @@ import pyarrow.parquet as pq
 
 from millstream.config import config_hash
 from millstream.errors import NewerFormat, NotAStore, StoreFull
-from millstream.records import Schema, refine
+from millstream.records import Schema, crc32c, refine
 from millstream.store.maps import Map
 from millstream.store.message import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema
-from millstream.store.slices import crc32c
 
 FORMAT = "millstream.traces"
 VERSION = 1
@@ -35,6 +34,9 @@ DAMAGED = "damaged"  # folder where repair sets things aside
 IDS = "ids.arrow"  # kept by millstream.store.ids
 _SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_APPEND_AGAIN = (
+    "Every record appended before is kept; free some space and append again, or open the store again to go on"
+)
 _CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
 _TAIL_BYTES = 64 * 1024
 
@@ -212,17 +214,14 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
 
 
 @contextmanager
-def no_space(file: Path) -> Generator[None]:
-    """Say plainly that the disk is full."""
+def no_space(file: Path, advice: str = _APPEND_AGAIN) -> Generator[None]:
+    """Say plainly that the disk is full, and what to do."""
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise StoreFull(
-            f"{file}: {os.strerror(error.errno or 0).lower()}. Every record appended before is kept; "
-            "free some space and append again, or open the store again to go on"
-        ) from None
+        raise StoreFull(f"{file}: {os.strerror(error.errno or 0).lower()}. {advice}") from None
 
 
 def publish(file: Path, data: bytes) -> None:

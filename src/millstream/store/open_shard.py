@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.errors import CorruptRecord, CorruptShard
-from millstream.records import Array, Bytes, Tensor, from_bytes
+from millstream.records import Array, Bytes, Tensor, crc32c, from_bytes
 from millstream.store.layout import ShardInfo, shard_name
 from millstream.store.maps import Map
 from millstream.store.message import head_holds
 from millstream.store.recover import ID_FIELD
 from millstream.store.sidecar import Span
-from millstream.store.slices import crc32c, unpack
+from millstream.store.slices import unpack
 from millstream.store.table import load_sidecar
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from millstream.console import Progress, silent
 from millstream.errors import StoreError
-from millstream.records import Bytes, Schema
+from millstream.records import Bytes, Schema, crc32c
 from millstream.store.ids import load_index, update_ids
 from millstream.store.layout import (
     IDS,
@@ -42,7 +42,6 @@ from millstream.store.recover import (
 )
 from millstream.store.shard import ShardWriter
 from millstream.store.sidecar import Sidecar
-from millstream.store.slices import crc32c
 
 
 @dataclass(frozen=True)

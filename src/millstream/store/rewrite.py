@@ -14,7 +14,7 @@ from pathlib import Path
 from millstream.config import parse_bytes
 from millstream.console import Progress, silent
 from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreExists
-from millstream.records import Schema, Tensor, refine
+from millstream.records import Schema, Tensor, crc32c, refine
 from millstream.store.ids import update_ids
 from millstream.store.layout import (
     Manifest,
@@ -32,7 +32,6 @@ from millstream.store.maps import Map
 from millstream.store.message import arrow_schema, row_holds
 from millstream.store.recover import ID_FIELD, damaged_fields
 from millstream.store.shard import ShardWriter
-from millstream.store.slices import crc32c
 from millstream.store.table import load_sidecar
 from millstream.store.traces import Traces
 

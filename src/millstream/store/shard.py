@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from millstream.records import Bytes, Schema
+from millstream.records import Bytes, Schema, crc32c
 from millstream.store.encode import Encoder
 from millstream.store.layout import (
     ShardInfo,
@@ -21,7 +21,6 @@ from millstream.store.layout import (
 )
 from millstream.store.message import Row, compression_of, header, record_schema, tail
 from millstream.store.sidecar import to_parquet
-from millstream.store.slices import crc32c
 
 _IOV_MAX = 1024
 

@@ -13,11 +13,10 @@ from functools import cache
 from itertools import pairwise
 from math import prod
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 
-from millstream.records import Bytes
+from millstream.records import Bytes, crc32c
 
 MIN_SLICE_BYTES = 4096
 
@@ -36,12 +35,6 @@ def num_slices(shape: tuple[int, ...], itemsize: int) -> int:
     if len(shape) < 2 or shape[0] == 0:
         return 1
     return shape[0] if prod(shape[1:]) * itemsize >= MIN_SLICE_BYTES else 1
-
-
-def crc32c(data: Bytes | bytes | pa.Buffer, crc: int = 0) -> int:
-    """CRC-32C of the bytes, continuing from `crc`. Releases the GIL; 20 GB/s."""
-    # The C function takes objects that export a plain read-only buffer; numpy arrays and bytes do, memoryview does not.
-    return google_crc32c.extend(crc, np.asarray(memoryview(data)) if isinstance(data, pa.Buffer) else data)
 
 
 def store(data: Bytes, shape: tuple[int, ...], itemsize: int, compression: str) -> Stored:

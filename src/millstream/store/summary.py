@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from millstream.console import Progress, silent
 from millstream.errors import StoreError
-from millstream.records import Tensor, as_tensor, plain
+from millstream.records import Tensor, as_tensor, crc32c, plain
 from millstream.store.layout import list_shards, shard_name
 from millstream.store.message import Row, TensorRow
 from millstream.store.recover import ID_FIELD
-from millstream.store.slices import crc32c
 from millstream.store.table import load_sidecar
 from millstream.store.traces import Traces
 

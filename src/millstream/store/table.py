@@ -7,13 +7,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from millstream.errors import CorruptShard, DamageWarning
-from millstream.records import Tensor
+from millstream.records import Tensor, crc32c
 from millstream.store.layout import Manifest, ShardInfo, shard_name, sidecar_name
 from millstream.store.maps import Map
 from millstream.store.message import compression_of, record_schema
 from millstream.store.recover import read_shard
 from millstream.store.sidecar import Sidecar, to_parquet
-from millstream.store.slices import crc32c
 
 
 def load_sidecar(path: Path, shard: ShardInfo) -> Sidecar:

@@ -1,0 +1,321 @@
+"""Merge rules -> tokens, the same as merging pair by pair but in one walk over the letters. Knows nothing of files.
+
+Byte-pair encoding merges the pair of lowest rank, leftmost first, until no rule fits. Two facts replace that loop:
+
+1. A row of tokens is the encoding of its letters exactly when every two neighbours in it are the encoding of *their*
+   letters: up to the first merge across a border, what happens on either side of it does not depend on what lies beyond
+   the two neighbours, so that merge would also happen with the neighbours alone. This holds for any list of rules.
+2. So the encoding of a prefix is unique, and a walk that takes the longest token whose border with the last one holds,
+   and steps back from positions where none fits, finds it (as the `bpe` crate of github/rust-gems does).
+
+Whether a border holds is found once for each pair of tokens by merging its letters the slow way, and remembered.
+Measured on METAGENE-1 (1,024 tokens), 125 letters, one thread: 0.7 M reads/s, against 0.03 M for `tokenizers`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millstream.dataset.tokens import Letters, Numbers
+from millstream.kernels import kernel
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+MOST_TOKENS = (
+    8192  # the borders take a byte for each pair of tokens: at most 64 MB, of which only what is met is touched
+)
+DROP, OTHER = 254, 255  # codes of letters that give no token, and of bytes that are no letters
+UNSEEN, HOLDS, FALLS = 0, 1, 2
+ZERO, ONE = np.uint64(0), np.uint64(1)
+
+
+class NotPlain(Exception):
+    """These rules need more than the walk here can do; the message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Byte-pair encoding without extras: what is merged in which order, and what surrounds the tokens of a read."""
+
+    vocab: Mapping[str, int]
+    merges: Sequence[tuple[str, str]]
+    unk: str | None = None
+    fuse_unk: bool = False
+    prefix: str = ""
+    """One letter put before every read that is not empty."""
+    head: tuple[int, ...] = ()
+    tail: tuple[int, ...] = ()
+
+
+class Encoded(NamedTuple):
+    """The tokens of all reads: those of read i are tokens[starts[i] : starts[i] + counts[i]]."""
+
+    tokens: NDArray[np.int32]
+    starts: Numbers
+    counts: Numbers
+
+
+class Bpe:
+    """Rules made ready to encode. Threads may share one: what they write is the same from each.
+
+    encoded = Bpe(Rules(vocab={"A": 0, "C": 1, "AC": 2}, merges=[("A", "C")])).encode(flat, offsets)
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._tables = _tables(rules)
+
+    def encode(self, flat: Letters, offsets: Numbers, *, max_length: int | None = None) -> Encoded | None:
+        """The tokens of every read, special tokens included; None if there is anything but the letters A-Z and a-z."""
+        num_special = len(self.rules.head) + len(self.rules.tail)
+        room = flat.size + 1 if max_length is None else max_length - num_special
+        num_reads = offsets.size - 1
+        starts = offsets[:-1] - offsets[0] + np.arange(num_reads) * (num_special + 1)  # 1: the prefix
+        tokens = np.empty(int(offsets[-1] - offsets[0]) + num_reads * (num_special + 1), np.int32)
+        counts = np.empty(num_reads, np.int64)
+        whole = _encode(flat, offsets, self._tables, room, tokens, starts, counts)
+        return Encoded(tokens, starts, counts) if whole else None
+
+
+class _Tables(NamedTuple):
+    """A symbol is a token's number here; the single letters come first, so that a letter's code is its symbol."""
+
+    codes: NDArray[np.uint8]  # byte -> code, DROP or OTHER
+    prefix: int  # its code, or DROP
+    fused: int  # the code that is written once for a run of it, or DROP
+    end: int  # the code after the last letter, which no token goes on with; rows of the trie have end + 1 entries
+    trie: NDArray[np.uint32]  # row + code -> row of the longer string, or 0
+    matches: NDArray[np.uint32]  # row -> the longest symbol that begins the row's string
+    shorter: NDArray[np.uint32]  # symbol -> the next longest symbol it begins with, or num_symbols
+    lengths: NDArray[np.uint32]  # symbol -> letters
+    borders: NDArray[np.uint8]  # [symbol or num_symbols, symbol] -> UNSEEN, HOLDS or FALLS
+    spelling: Numbers  # codes of all symbols, one symbol after another
+    spelling_starts: Numbers
+    pairs: Numbers  # hash table: left * num_symbols + right, or -1
+    ranks: Numbers
+    merged: Numbers
+    ids: NDArray[np.int32]  # symbol -> the token's id
+    head: NDArray[np.int32]
+    tail: NDArray[np.int32]
+
+
+def _tables(rules: Rules) -> _Tables:
+    alphabet = [letter for letter in dict.fromkeys(LETTERS + rules.prefix) if letter in rules.vocab]
+    parts = {token for pair in rules.merges for token in (*pair, "".join(pair))}
+    if rules.unk is not None and (rules.unk in parts or rules.unk in alphabet):
+        raise NotPlain(f"its unknown token {rules.unk!r} takes part in merges")
+    if len(set(rules.vocab.values())) < len(rules.vocab):
+        raise NotPlain("its vocabulary gives two tokens one id")
+    unknown = [] if rules.unk is None else [rules.unk]
+    longer = sorted(token for token in parts if len(token) > 1 and set(token) <= set(alphabet))
+    symbols = {token: symbol for symbol, token in enumerate(alphabet + unknown + longer)}
+    if len(symbols) > MOST_TOKENS:
+        raise NotPlain(f"it has {len(symbols)} tokens, more than {MOST_TOKENS}")
+
+    unknown_code = len(alphabet) if unknown else DROP
+    codes = np.full(256, OTHER, np.uint8)
+    codes[list(LETTERS.encode())] = [symbols[letter] if letter in alphabet else unknown_code for letter in LETTERS]
+    prefix = (symbols[rules.prefix] if rules.prefix in alphabet else unknown_code) if rules.prefix else DROP
+    spelled = [[symbols[token]] if token in unknown else [symbols[letter] for letter in token] for token in symbols]
+    lengths = np.array([len(letters) for letters in spelled] + [0], np.uint32)
+    pairs, ranks, merged = _pair_table(rules.merges, symbols)
+    end = len(alphabet) + len(unknown)
+    stable = [
+        len(letters) == 1 or _merge(np.array(letters), len(letters), -1, len(symbols), pairs, ranks, merged) == 1
+        for letters in spelled
+    ]
+    trie, matches, shorter = _trie(spelled, stable, end)
+    borders = np.zeros((len(symbols) + 1, len(symbols)), np.uint8)
+    borders[-1] = HOLDS  # the border before the first token
+    return _Tables(
+        codes=codes,
+        prefix=prefix,
+        fused=unknown_code if rules.fuse_unk else DROP,
+        end=end,
+        trie=trie,
+        matches=matches,
+        shorter=shorter,
+        lengths=lengths,
+        borders=borders,
+        spelling=np.array([code for letters in spelled for code in letters], np.int64),
+        spelling_starts=np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64),
+        pairs=pairs,
+        ranks=ranks,
+        merged=merged,
+        ids=np.array([rules.vocab[token] for token in symbols], np.int32),
+        head=np.array(rules.head, np.int32),
+        tail=np.array(rules.tail, np.int32),
+    )
+
+
+def _pair_table(merges: Sequence[tuple[str, str]], symbols: Mapping[str, int]) -> tuple[Numbers, Numbers, Numbers]:
+    """Pair of symbols -> rank and merged symbol, as a hash table with linear probing."""
+    size = 1 << (2 * len(merges) + 1).bit_length()
+    pairs, ranks, merged = np.full(size, -1), np.zeros(size, np.int64), np.zeros(size, np.int64)
+    for rank, (left, right) in enumerate(merges):
+        if left in symbols and right in symbols:
+            pair = symbols[left] * len(symbols) + symbols[right]
+            slot = _slot(pairs, pair)
+            pairs[slot], ranks[slot], merged[slot] = pair, rank, symbols[left + right]
+    return pairs, ranks, merged
+
+
+def _trie(
+    spelled: Sequence[Sequence[int]], stable: Sequence[bool], end: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
+    """The strings of the symbols that encode to themselves, as rows of a table; only such symbols are ever output."""
+    nowhere, row_size = len(spelled), end + 1
+    trie, matches, shorter = [0] * row_size, [nowhere] * row_size, [nowhere] * (nowhere + 1)
+    for symbol in sorted(range(len(spelled)), key=lambda symbol: len(spelled[symbol])):
+        if not stable[symbol]:
+            continue
+        row = 0
+        for code in spelled[symbol]:
+            if trie[row + code] == 0:
+                trie[row + code] = len(trie)
+                matches += [matches[row]] * row_size
+                trie += [0] * row_size
+            row = trie[row + code]
+        shorter[symbol], matches[row] = matches[row], symbol
+    return np.array(trie, np.uint32), np.array(matches, np.uint32), np.array(shorter, np.uint32)
+
+
+@kernel
+def _slot(pairs: Numbers, pair: int) -> int:
+    """Where the pair is in the hash table, or the free place where it would be."""
+    last = pairs.size - 1
+    slot = ((pair * 0x1E3779B1) >> 9) & last
+    while pairs[slot] != pair and pairs[slot] >= 0:
+        slot = (slot + 1) & last
+    return slot
+
+
+@kernel
+def _merge(
+    row: Numbers, count: int, border: int, num_symbols: int, pairs: Numbers, ranks: Numbers, merged: Numbers
+) -> int:
+    """Merge pair by pair, in place; how many symbols are left, or -1 once a merge crosses the border."""
+    while True:
+        best, at, found = -1, -1, -1
+        for i in range(count - 1):
+            slot = _slot(pairs, row[i] * num_symbols + row[i + 1])
+            if pairs[slot] >= 0 and (at < 0 or ranks[slot] < best):
+                best, at, found = ranks[slot], i, slot
+        if at < 0:
+            return count
+        if at + 1 == border:
+            return -1
+        row[at] = merged[found]
+        for i in range(at + 1, count - 1):
+            row[i] = row[i + 1]
+        count -= 1
+        if at < border:
+            border -= 1
+
+
+@kernel
+def _border(left: int, right: int, tables: _Tables, row: Numbers) -> int:
+    """Whether the letters of two tokens encode to these two tokens."""
+    count = 0
+    for i in range(tables.spelling_starts[left], tables.spelling_starts[left + 1]):
+        row[count] = tables.spelling[i]
+        count += 1
+    border = count
+    for i in range(tables.spelling_starts[right], tables.spelling_starts[right + 1]):
+        row[count] = tables.spelling[i]
+        count += 1
+    left_over = _merge(row, count, border, tables.ids.size, tables.pairs, tables.ranks, tables.merged)
+    return FALLS if left_over < 0 else HOLDS
+
+
+@kernel
+def _encode(
+    flat: Letters,
+    offsets: Numbers,
+    tables: _Tables,
+    room: int,
+    tokens: NDArray[np.int32],
+    starts: Numbers,
+    counts: Numbers,
+) -> bool:
+    """Write head, at most `room` tokens and tail of every read; False as soon as a byte is no letter.
+
+    Indices of the walk are unsigned: numba then leaves out the test for negative ones (500 k -> 700 k reads/s).
+    """
+    trie, matches, shorter, lengths, borders = (
+        tables.trie,
+        tables.matches,
+        tables.shorter,
+        tables.lengths,
+        tables.borders,
+    )
+    longest = 0
+    for read in range(counts.size):
+        longest = max(longest, offsets[read + 1] - offsets[read])
+    text = np.empty(longest + 2, np.uint8)
+    dead = np.empty(longest + 2, np.uint8)  # positions from which the read cannot be finished
+    path = np.empty(longest + 2, np.uint32)
+    row = np.empty(2 * lengths.max(), np.int64)
+    none = np.uint64(tables.ids.size)
+    for read in range(counts.size):
+        size = 0
+        if offsets[read + 1] > offsets[read] and tables.prefix != DROP:
+            text[0] = tables.prefix
+            size = 1
+        for i in range(offsets[read], offsets[read + 1]):
+            code = tables.codes[flat[i]]
+            if code >= DROP:
+                if code == OTHER:
+                    return False
+            elif not (code == tables.fused and size > 0 and text[size - 1] == code):
+                text[size] = code
+                size += 1
+        text[size] = tables.end
+        dead[: size + 1] = 0
+
+        position, stop, depth = ZERO, np.uint64(size), ZERO
+        last = symbol = none
+        while position < stop or symbol != none:
+            if symbol == none:
+                ahead = position
+                place = np.uint64(trie[text[ahead]])
+                while place != ZERO:
+                    symbol = np.uint64(matches[place])
+                    ahead += ONE
+                    place = np.uint64(trie[place + text[ahead]])
+            after = position + lengths[symbol]
+            while True:
+                if dead[after] == 0:
+                    state = borders[last, symbol]
+                    if state == UNSEEN:
+                        state = _border(int(last), int(symbol), tables, row)
+                        borders[last, symbol] = state
+                    if state == HOLDS:
+                        path[depth] = symbol
+                        depth += ONE
+                        position, last, symbol = after, symbol, none
+                        break
+                symbol = np.uint64(shorter[symbol])
+                if symbol == none:  # nothing fits here: step back, and take something shorter before
+                    dead[position] = 1
+                    symbol = last
+                    position -= lengths[symbol]
+                    depth -= ONE
+                    last = np.uint64(path[depth - ONE]) if depth != ZERO else none
+                    break
+                after = position + lengths[symbol]
+
+        at = starts[read]
+        for i in range(tables.head.size):
+            tokens[at + i] = tables.head[i]
+        at += tables.head.size
+        kept = min(np.int64(depth), room)
+        for i in range(kept):
+            tokens[at + i] = tables.ids[path[i]]
+        at += kept
+        for i in range(tables.tail.size):
+            tokens[at + i] = tables.tail[i]
+        counts[read] = at + tables.tail.size - starts[read]
+    return True

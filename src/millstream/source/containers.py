@@ -1,0 +1,408 @@
+"""A file of reads as one stream of text, whatever it is wrapped in: nothing, gzip, BGZF or zstd.
+
+While the stream is read its blocks are noted: where decoding can start again. Kinds are told by content, not by name.
+"""
+
+import os
+import zlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+try:
+    from isal import isal_zlib as _zlib  # three times as fast
+except ImportError:
+    import zlib as _zlib
+
+from millstream.errors import BadSource, MissingExtra
+from millstream.records import Bytes, crc32c
+from millstream.source.ahead import ahead
+from millstream.source.inflate import Inflate
+
+T = TypeVar("T")
+Kind = Literal["plain", "gzip", "bgzf", "zstd"]
+POINT_BYTES = 2 << 20  # text between two seek points of a gzip file: 3 ms to decode, 10 kB of window kept
+MAX_FRAME_BYTES = 64 << 20  # a larger zstd frame is no block to decode for one read
+_READ_BYTES = 1 << 20
+_ZSTD, _SKIPPABLE = 0xFD2FB528, 0x184D2A5
+_REFUSED = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "a zip archive", b"BAM\1": "BAM", b"CRAM": "CRAM"}
+
+
+class Block(NamedTuple):
+    """Text that is decoded together: where it starts in the file and in the text, and what a gzip point needs."""
+
+    raw: int
+    plain: int
+    bits: int = 0
+    window: bytes = b""
+
+
+class Damage(NamedTuple):
+    """What is wrong with a file, how many bytes of its text come before that, and whether that is all of its text."""
+
+    reason: str
+    plain: int
+    whole: bool
+
+
+class MixedGzip(Exception):
+    """A file that began as BGZF goes on as ordinary gzip: read all of it as that."""
+
+
+class Stream(Protocol):
+    """Text in order. `damage` says why it ended early, if it did; `crc32c` is of the file's bytes, once all is read."""
+
+    raw: int
+    plain: int
+    crc32c: int
+    damage: Damage | None
+
+    def readinto(self, out: Bytes) -> int:
+        """Fill `out` as far as the text goes; 0 at its end."""
+        ...
+
+    def take_blocks(self) -> list[Block]:
+        """The blocks that were found since the last call."""
+        ...
+
+    def take_crcs(self) -> list[int]:
+        """The CRC-32C of the text of every block that ended since the last call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def sniff(path: Path) -> Kind:
+    """What a file is wrapped in, told by its first bytes."""
+    with open(path, "rb") as file:
+        head = file.read(18)
+    for magic, name in _REFUSED.items():
+        if head.startswith(magic):
+            raise BadSource(
+                f"{path}: this is {name}; millstream reads plain, gzip, BGZF and zstd files of FASTA or FASTQ"
+            )
+    if head[:2] == b"\x1f\x8b":
+        return "bgzf" if bgzf_size(head) else "gzip"
+    number = int.from_bytes(head[:4], "little")
+    return "zstd" if number == _ZSTD or number >> 4 == _SKIPPABLE else "plain"
+
+
+def open_stream(path: Path, kind: Kind, fd: int, *, points: bool = True) -> Stream:
+    """The text of a file from its beginning. The caller keeps `fd` open and closes it.
+
+    Without `points` a gzip file is decoded twice as fast, but nothing is noted of where decoding can start again.
+    """
+    if kind == "plain":
+        return _Plain(fd)
+    pieces = {"gzip": _gzip if points else _gzip_once, "bgzf": _bgzf, "zstd": _zstd}[kind]
+    return _Pieces(path, fd, pieces)
+
+
+def bgzf_size(head: bytes) -> int:
+    """The size of the BGZF block that starts with these 18 bytes; 0 when it is an ordinary gzip member."""
+    if len(head) < 18 or head[:4] != b"\x1f\x8b\x08\x04" or head[10:16] != b"\x06\0BC\x02\0":
+        return 0
+    return int.from_bytes(head[16:18], "little") + 1
+
+
+def inflate(data: bytes | memoryview, *, size: int, window: bytes = b"") -> bytes:
+    """Raw deflate data decoded up to `size` bytes, starting with this window. zlib.error when it cannot be."""
+    # Not isal's IgzipDecompressor: with a dictionary it corrupts the heap (isal 1.8.0).
+    try:
+        return _zlib.decompressobj(-15, zdict=window).decompress(data, size)
+    except _zlib.error as error:
+        raise zlib.error(str(error)) from None
+
+
+def decode_frame(data: bytes, *, size: int) -> bytes:
+    """The text of the zstd frame at the start of `data`. zlib.error when it cannot be decoded."""
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtra("zstd files need the package 'zstandard': pip install 'millstream[reads]'") from None
+    try:
+        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompress(data, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise zlib.error(str(error)) from None
+
+
+class _Plain:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.raw = self.plain = 0
+        self.crc32c = 0
+        self.damage: Damage | None = None
+
+    def readinto(self, out: Bytes) -> int:
+        count = os.readv(self._fd, [memoryview(out)])
+        self.crc32c = crc32c(out[:count], self.crc32c)
+        self.raw = self.plain = self.raw + count
+        return count
+
+    def take_blocks(self) -> list[Block]:
+        return []
+
+    def take_crcs(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        """Nothing runs ahead here."""
+
+
+class _Source:
+    """The raw bytes of a file, in order, and what the decoder of them has found."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.raw = self.plain = 0
+        self.crc32c = 0
+        self.blocks: list[Block] = []
+        self.crcs: list[int] = []
+        self.reason: str | None = None
+        self.whole = False
+        self._text_crc: int | None = None
+
+    def read(self, count: int) -> bytes:
+        parts: list[bytes] = []
+        while count > 0 and (part := os.read(self.fd, count)):
+            parts.append(part)
+            count -= len(part)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        self.crc32c = crc32c(data, self.crc32c)
+        self.raw += len(data)
+        return data
+
+    def begin(self, raw: int, bits: int = 0, window: bytes = b"") -> None:
+        """What comes now can be decoded from here."""
+        self.end()
+        self._text_crc = 0
+        self.blocks.append(Block(raw, self.plain, bits, window))
+
+    def text(self, data: memoryview | bytes) -> memoryview:
+        assert self._text_crc is not None
+        self._text_crc = crc32c(np.frombuffer(data, np.uint8), self._text_crc)
+        self.plain += len(data)
+        return memoryview(data)
+
+    def end(self) -> None:
+        if self._text_crc is not None:
+            self.crcs.append(self._text_crc)
+            self._text_crc = None
+
+    def fail(self, reason: str, *, whole: bool = False) -> None:
+        """Give up here; the rest is read for the checksum of the file."""
+        self.reason, self.whole = reason, whole
+        while self.read(_READ_BYTES):
+            pass
+
+
+class _Pieces:
+    """A stream out of a generator of decoded pieces."""
+
+    def __init__(self, path: Path, fd: int, pieces: "_Decoder") -> None:
+        self._source = _Source(path, fd)
+        self._pieces = ahead(_joined(pieces(self._source)), depth=4)
+        self._left = memoryview(b"")
+        self.plain = 0
+
+    def readinto(self, out: Bytes) -> int:
+        filled = 0
+        while filled < len(out):
+            if not self._left.nbytes:
+                self._left = next(self._pieces, memoryview(b""))
+                if not self._left.nbytes:
+                    break
+            count = min(len(out) - filled, self._left.nbytes)
+            out[filled : filled + count] = np.frombuffer(self._left[:count], np.uint8)
+            self._left = self._left[count:]
+            filled += count
+        self.plain += filled
+        return filled
+
+    def take_blocks(self) -> list[Block]:
+        return _take(self._source.blocks)
+
+    def take_crcs(self) -> list[int]:
+        return _take(self._source.crcs)
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    @property
+    def raw(self) -> int:
+        return self._source.raw
+
+    @property
+    def crc32c(self) -> int:
+        return self._source.crc32c
+
+    @property
+    def damage(self) -> Damage | None:
+        source = self._source
+        return None if source.reason is None else Damage(source.reason, source.plain, source.whole)
+
+
+def _take(items: list[T]) -> list[T]:
+    count = len(items)  # the thread may be appending
+    taken = items[:count]
+    del items[:count]
+    return taken
+
+
+def _joined(pieces: Generator[memoryview]) -> Generator[memoryview]:
+    """Pieces of about a megabyte: handing over every BGZF block costs more than decoding it."""
+    parts: list[memoryview] = []
+    size = 0
+    for piece in pieces:
+        parts.append(piece)
+        size += piece.nbytes
+        if size >= _READ_BYTES:
+            yield memoryview(b"".join(parts))
+            parts.clear()
+            size = 0
+    yield memoryview(b"".join(parts))
+
+
+class _Decoder(Protocol):
+    def __call__(self, source: _Source) -> Generator[memoryview]: ...
+
+
+def _gzip(source: _Source) -> Generator[memoryview]:
+    stream = Inflate(source.read, spacing=POINT_BYTES)
+    while (piece := stream.read()).nbytes:
+        for point in stream.points:
+            if point.plain == source.plain:
+                source.begin(point.raw, point.bits, point.window)
+        yield source.text(bytes(piece))  # runs ahead, while `piece` is overwritten
+        for point in stream.points:
+            if point.plain == source.plain:
+                source.begin(point.raw, point.bits, point.window)
+        stream.points.clear()
+    source.end()
+    stream.close()
+    if stream.damage:
+        source.fail(stream.damage, whole=stream.whole)
+
+
+def _gzip_once(source: _Source) -> Generator[memoryview]:
+    member = 0
+    data = b""
+    while data or (data := source.read(_READ_BYTES)):
+        decoder = _zlib.decompressobj(31)
+        at = source.raw - len(data)
+        if not data.strip(b"\0") and member:  # padding after the last member
+            data = b""
+            continue
+        if data[:1] != b"\x1f":
+            return source.fail(f"after the gzip data comes something else, at byte {at}", whole=True)
+        member = at
+        where = f"of the gzip member that starts at byte {member}"
+        if source.raw == len(data):
+            source.begin(0)
+        while not decoder.eof:
+            if not data:
+                return source.fail(f"the gzip data ends at byte {source.raw}, in the middle {where}")
+            try:
+                text = decoder.decompress(data)
+            except _zlib.error as error:
+                reason = f"the gzip data is damaged at byte {source.raw} or before ({error}), at the end or in the middle"
+                return source.fail(f"{reason} {where}")
+            if text:
+                yield source.text(text)
+            data = decoder.unused_data if decoder.eof else source.read(_READ_BYTES)
+    source.end()
+
+
+def _bgzf(source: _Source) -> Generator[memoryview]:
+    while head := source.read(18):
+        start = source.raw - len(head)
+        size = bgzf_size(head)
+        if not size and head[:3] == b"\x1f\x8b\x08" and len(head) == 18:
+            raise MixedGzip
+        rest = source.read(max(size - 18, 0))
+        try:
+            if not size or len(rest) < size - 18:
+                raise zlib.error("it is cut short" if size or len(head) < 18 else "it is something else")
+            text = decode_bgzf(rest)
+        except zlib.error as error:
+            return source.fail(f"the BGZF block at byte {start} is damaged ({error})")
+        if text:
+            source.begin(start)
+            yield source.text(text)
+            source.end()
+
+
+def decode_bgzf(rest: bytes) -> bytes:
+    """The text of a BGZF block, given without its 18-byte head. zlib.error when checksum or length are wrong."""
+    size = int.from_bytes(rest[-4:], "little")
+    text = inflate(memoryview(rest)[:-8], size=size) if size else b""
+    if len(text) != size or _zlib.crc32(text) != int.from_bytes(rest[-8:-4], "little"):
+        raise zlib.error("its checksum does not match")
+    return text
+
+
+def _zstd(source: _Source) -> Generator[memoryview]:
+    while head := source.read(4):
+        start = source.raw - len(head)
+        try:
+            number = int.from_bytes(head, "little")
+            if number >> 4 == _SKIPPABLE:
+                size = int.from_bytes(_exactly(source, 4), "little")
+                _exactly(source, size)
+                continue
+            if number != _ZSTD:
+                raise _Wrong(f"at byte {start} comes something that is no zstd frame")
+            text = decode_frame(head + _frame(source, start), size=MAX_FRAME_BYTES)
+        except (_Wrong, zlib.error) as error:
+            known = isinstance(error, _Wrong)
+            return source.fail(str(error) if known else f"the zstd frame at byte {start} is damaged ({error})")
+        if text:
+            source.begin(start)
+            yield source.text(text)
+            source.end()
+
+
+class _Wrong(Exception):
+    """What is wrong with a zstd frame."""
+
+
+def _exactly(source: _Source, count: int) -> bytes:
+    data = source.read(count)
+    if len(data) < count:
+        raise _Wrong(f"the zstd data ends at byte {source.raw}, in the middle of a frame")
+    return data
+
+
+def _frame(source: _Source, start: int) -> bytes:
+    """The bytes of a frame after its magic number, found by walking its blocks (RFC 8878)."""
+    descriptor = _exactly(source, 1)
+    flags = descriptor[0]
+    single = flags >> 5 & 1
+    size_bytes = (single, 2, 4, 8)[flags >> 6]
+    parts = [descriptor, _exactly(source, (1 - single) + (0, 1, 2, 4)[flags & 3] + size_bytes)]
+    if size_bytes:
+        content = int.from_bytes(parts[1][-size_bytes:], "little") + (256 if size_bytes == 2 else 0)
+        _check_frame_size(source, start, content)
+    num_blocks = last = 0
+    while not last:
+        parts.append(_exactly(source, 3))
+        block = int.from_bytes(parts[-1], "little")
+        last = block & 1
+        parts.append(_exactly(source, 1 if block >> 1 & 3 == 1 else block >> 3))
+        num_blocks += 1
+        _check_frame_size(source, start, (num_blocks - 1) << 10)  # of at most 128 kB each, seldom below 1 kB
+    if flags & 4:
+        parts.append(_exactly(source, 4))
+    return b"".join(parts)
+
+
+def _check_frame_size(source: _Source, start: int, size: int) -> None:
+    if size > MAX_FRAME_BYTES:
+        raise BadSource(
+            f"{source.path}: the zstd frame at byte {start} holds more than {MAX_FRAME_BYTES >> 20} MB of text, so no "
+            "read in it can be reached alone. Compress in many frames (zstd --seekable, pzstd, t2sz), or: "
+            f"zstd -dc {source.path} | gzip > reads.gz"
+        )

@@ -1,0 +1,56 @@
+"""Letters of many records out of mapped text into one flat array."""
+
+import numpy as np
+
+from millstream.kernels import kernel
+from millstream.records import Bytes
+from millstream.source.scan import Numbers
+
+_NEWLINE, _SEMICOLON = 10, 59
+
+
+def gather(text: Bytes, starts: Numbers, counts: Numbers, lines: Numbers, eols: Numbers) -> tuple[Bytes, Numbers]:
+    """`counts[i]` letters from `starts[i]` on, skipping line ends, for every i: flat letters and n+1 offsets."""
+    offsets = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    flat = np.empty(int(offsets[-1]), np.uint8)
+    _gather(text, starts, lines, eols, offsets, flat)
+    return flat, offsets
+
+
+@kernel
+def _gather(text, starts, lines, eols, offsets, out):  # pyright: ignore
+    for index in range(len(starts)):
+        source = starts[index]
+        target = offsets[index]
+        end = offsets[index + 1]
+        line = lines[index]
+        if line == 0:
+            out[target:end] = text[source : source + end - target]
+        elif line > 0:
+            while target < end:
+                count = min(line, end - target)
+                out[target : target + count] = text[source : source + count]
+                target += count
+                source += line + eols[index]
+        else:
+            fresh = True  # at the start of a line
+            while target < end:
+                byte = text[source]
+                if fresh and byte == _SEMICOLON and eols[index] > 0:  # a comment; not in FASTQ, where eol is 0
+                    while text[source] != _NEWLINE:
+                        source += 1
+                    byte = text[source]
+                fresh = byte == _NEWLINE
+                if byte > 32:
+                    out[target] = byte
+                    target += 1
+                source += 1
+
+
+@kernel
+def copy_pieces(block, sources, targets, counts, out):  # pyright: ignore
+    """Copy pieces of one decoded block to their places."""
+    for index in range(len(sources)):
+        count = counts[index]
+        out[targets[index] : targets[index] + count] = block[sources[index] : sources[index] + count]

@@ -1,0 +1,214 @@
+"""One indexed FASTA or FASTQ file: rows in, letters out."""
+
+import os
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.errors import StaleIndex
+from millstream.records import Bytes
+from millstream.source.headers import Headers, Integers, Texts
+from millstream.source.names import name_of
+from millstream.source.scan import IRREGULAR
+from millstream.store.header_columns import HeaderColumnReader
+from millstream.store.index import add_names, stored_columns
+from millstream.store.name_table import NameTable
+from millstream.store.packed import Numbers, sums_before
+from millstream.store.sections import Sections
+from millstream.store.texts import BlockText, MappedText, Text
+
+
+SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"
+_NO_LETTERS = np.empty(0, np.uint8)
+
+
+class Places(NamedTuple):
+    """Where records lie in the text."""
+
+    start: Numbers
+    head: Numbers  # bytes of the header line
+    bases: Numbers
+    span: Numbers  # bytes up to the next record
+    line: Numbers
+    eol: Numbers
+    gap: Numbers  # bytes between the last base and the first quality letter, if all were one line
+
+
+class Fetched(NamedTuple):
+    """What one part of a collection gives for its rows."""
+
+    flat: Bytes
+    offsets: Numbers
+    quality: Bytes | None
+    columns: dict[str, pa.Array]
+
+
+class ReadFile:
+    """One part of a collection of reads. `rows` are record numbers within it."""
+
+    def __init__(self, path: Path, sections: Sections, *, memory: int) -> None:
+        self.path = path
+        self.sections = sections
+        self._memory = memory
+        self.records: int = sections.meta["records"]  # pyright: ignore
+        self.bases: int = sections.meta["bases"]  # pyright: ignore
+        self.has_quality = sections.meta["format"] == "fastq"
+        names = ("anchor", "span", "bases", "tail", "line", "eol", "gap")
+        self._geometry = {name: sections.column(name) for name in names}
+        self._stat = self._state()
+        plain = sections.meta["kind"] == "plain"
+        self.text: Text = MappedText(path, memory=memory) if plain else BlockText(path, sections, memory=memory)
+        self.columns = {stored.name: HeaderColumnReader(stored, sections) for stored in stored_columns(sections)}
+
+    def check_unchanged(self) -> None:
+        """Notice a file that was replaced or written to since it was opened; 2 us."""
+        if self._state() != self._stat:
+            raise StaleIndex(f"{self.path}: changed while it was open. Rebuild: millstream index {self.path} --rebuild")
+
+    def _state(self) -> tuple[int, int, int] | None:
+        try:
+            stat = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self.columns)
+
+    def is_indexed(self, name: str) -> bool:
+        """Whether a column is in the index, not only in the headers."""
+        return self.columns[name].stored.kept != "header"
+
+    def fetch(self, rows: Numbers, fields: Collection[str]) -> Fetched:
+        """Letters of these rows, and of quality, `name` and columns what is asked for."""
+        self.check_unchanged()
+        places = self.places(rows)
+        columns = {name: self.column(name, rows, places) for name in fields if name in self.columns}
+        if NAME in fields and NAME not in self.columns:
+            columns[NAME] = pa.array(self.names(places), pa.string())
+        wants_letters = SEQUENCE in fields or QUALITY in fields
+        flat, offsets = self.sequences(places) if wants_letters else (_NO_LETTERS, np.zeros(len(rows) + 1, np.int64))
+        quality = self.qualities(places) if QUALITY in fields and self.has_quality else None
+        return Fetched(flat, offsets, quality, columns)
+
+    def places(self, rows: Numbers) -> Places:
+        """Where these records lie."""
+        geometry = self._geometry
+        start = sums_before(geometry["anchor"].packed(rows >> 5), geometry["span"].packed(rows), rows)
+        span, bases, tail, line, eol, gap = (
+            geometry[name].take(rows) for name in ("span", "bases", "tail", "line", "eol", "gap")
+        )
+        head = span - tail - gap - (2 * bases if self.has_quality else bases)
+        return Places(start, head, bases, span, line, eol, gap)
+
+    def lengths(self, rows: Numbers) -> Numbers:
+        return self._geometry["bases"].take(rows)
+
+    def sequences(self, places: Places) -> tuple[Bytes, Numbers]:
+        """Letters and offsets."""
+        return self.text.letters(
+            places.start + places.head, places.bases, places.span - places.head, places.line, places.eol
+        )
+
+    def qualities(self, places: Places) -> Bytes:
+        """Quality letters, under the same offsets as the sequences."""
+        start = places.start + places.head + places.bases + places.gap
+        line = np.where(places.line == IRREGULAR, IRREGULAR, 0)
+        nothing = np.zeros_like(line)
+        return self.text.letters(start, places.bases, places.start + places.span - start, line, nothing)[0]
+
+    def headers(self, places: Places) -> tuple[Bytes, Numbers, Numbers]:
+        """Header lines without '>' and line end: text, starts, ends."""
+        count = places.head - 1
+        nothing = np.zeros_like(count)
+        flat, offsets = self.text.letters(places.start + 1, count, count, nothing, nothing)
+        ends = offsets[1:].copy()
+        for byte in b"\n\r":
+            last = flat[np.maximum(ends - 1, 0)] if len(flat) else np.zeros(len(ends), np.uint8)
+            ends -= (last == byte) & (ends > offsets[:-1])
+        return flat, offsets[:-1], ends
+
+    def names_of(self, rows: Numbers) -> list[str]:
+        """The first words of their headers."""
+        return self.names(self.places(rows))
+
+    def names(self, places: Places) -> list[str]:
+        flat, starts, ends = self.headers(places)
+        text = flat.tobytes()
+        spans = zip(starts.tolist(), ends.tolist(), strict=True)
+        return [name_of(text[start:end]).decode(errors="replace") for start, end in spans]
+
+    def column(self, name: str, rows: Numbers, places: Places | None = None) -> pa.Array:
+        """A column of these rows; read from their headers if it is kept nowhere else."""
+        column = self.columns[name]
+        if column.stored.kept != "header":
+            return column.take(rows, self.lengths(rows) if column.stored.kept == "length" else rows)
+        parsed = self._headers.parse(*self.headers(places or self.places(rows))).columns[name]
+        if isinstance(parsed, Integers):
+            return pa.array(parsed.values, mask=~parsed.valid)
+        return pa.array(_texts(parsed), pa.string())
+
+    @cached_property
+    def _headers(self) -> Headers:
+        return Headers(self.sections.meta["settings"]["header_regex"])  # pyright: ignore
+
+    @cached_property
+    def _name_table(self) -> NameTable:
+        return NameTable(self.sections)
+
+    @property
+    def has_names(self) -> bool:
+        return "names.tags" in self.sections
+
+    def with_names(self) -> "ReadFile":
+        """The same file with a table of names in its index, which is made now."""
+        index = add_names(self.path, self.sections)
+        return ReadFile(self.path, index, memory=self._memory)
+
+    def distinct(self, name: str) -> Numbers | None:
+        """The distinct values of an integer column, if they are in the index."""
+        values = self.columns[name].distinct
+        return None if values is None or isinstance(values, pa.Array) else values
+
+    @property
+    def held_bytes(self) -> int:
+        return self.text.held_bytes()
+
+    @property
+    def decoded(self) -> int:
+        return self.text.decoded
+
+    def find(self, name: str) -> list[int]:
+        """Rows of this name, in order."""
+        candidates = self._name_table.candidates(name.encode())
+        if not candidates:
+            return []
+        found = self.names_of(np.array(candidates, np.int64))
+        return [row for row, other in zip(candidates, found, strict=True) if other == name]
+
+    def region(self, row: int, start: int, end: int) -> Bytes:
+        """Letters [start, end) of one record; where lines follow arithmetic, only those bytes are read."""
+        places = self.places(np.array([row], np.int64))
+        line, eol = int(places.line[0]), int(places.eol[0])
+        if line == IRREGULAR:
+            return self.sequences(places)[0][start:end]
+        first = int(places.start[0] + places.head[0])
+        if line == 0:
+            return self._run(first + start, end - start, end - start, 0, eol)
+        skipped = start // line * line
+        raw_start, raw_end = first + start // line * (line + eol), first + (end - 1) // line * (line + eol) + line
+        return self._run(raw_start, end - skipped, raw_end - raw_start, line, eol)[start - skipped :]
+
+    def _run(self, start: int, count: int, span: int, line: int, eol: int) -> Bytes:
+        return self.text.letters(*(np.array([value], np.int64) for value in (start, count, span, line, eol)))[0]
+
+
+def _texts(parsed: Texts) -> Sequence[str | None]:
+    text = parsed.flat.tobytes()
+    rows = zip(parsed.starts.tolist(), parsed.ends.tolist(), parsed.valid.tolist(), strict=True)
+    return [text[start:end].decode(errors="replace") if valid else None for start, end, valid in rows]

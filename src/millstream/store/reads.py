@@ -1,0 +1,400 @@
+"""Reads as a collection: files of FASTA or FASTQ by record number, whatever they are wrapped in."""
+
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from millstream.config import parse_bytes
+from millstream.console import Progress, format_bytes, silent
+from millstream.errors import BadSource
+from millstream.records import Bytes
+from millstream.source.gather import gather
+from millstream.source.mapping import LabelMapping, MappingSource, load_mapping
+from millstream.store.index import IndexSettings, build_index, find_index, load_index, settings_of
+from millstream.store.read_batch import ColumnValues, Read, ReadBatch, split_text
+from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
+from millstream.store.sections import Sections
+
+MEMORY = "1GB"
+CHUNK_READS = 1024
+CHUNK_BASES = 4 << 20  # letters taken at once when iterating
+LABEL = "label"
+Numbers = NDArray[np.int64]
+
+
+@contextmanager
+def no_progress(path: Path) -> Generator[Progress]:
+    """Nobody watches."""
+    yield silent
+
+
+class Part(Protocol):
+    """One file of a collection: an indexed read file or a packed one. `rows` are record numbers within it."""
+
+    path: Path
+    records: int
+    bases: int
+    has_quality: bool
+    has_names: bool
+    column_names: list[str]
+    held_bytes: int
+    decoded: int
+
+    def fetch(self, rows: Numbers, fields: Collection[str]) -> Fetched: ...
+    def lengths(self, rows: Numbers) -> Numbers: ...
+    def names_of(self, rows: Numbers) -> list[str]: ...
+    def column(self, name: str, rows: Numbers) -> pa.Array: ...
+    def is_indexed(self, name: str) -> bool: ...
+    def distinct(self, name: str) -> Numbers | None: ...
+    def find(self, name: str) -> list[int]: ...
+    def region(self, row: int, start: int, end: int) -> Bytes: ...
+    def with_names(self) -> "Part": ...
+
+
+class Reads:
+    """FASTA/FASTQ files open for reading by number. Made by `ms.open`.
+
+    Safe to use from threads, after fork, and pickled into other processes (it reopens by path).
+
+    >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)")
+    >>> reads[7].sequence, reads.fetch([3, 1, 4]).flat, reads.region("chr1", 1000, 1150)
+    """
+
+    def __init__(self, parts: Sequence[Part], *, reopen: "Reopen", mapping: LabelMapping | None = None) -> None:
+        self._parts = list(parts)
+        self._reopen = reopen
+        self._mapping = mapping
+        self._starts = np.array(list(accumulate((part.records for part in parts), initial=0)), np.int64)
+        self._header_columns = self._check_columns()
+        if mapping is not None:
+            self._check_mapping(mapping)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [part.path for part in self._parts]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, number: int) -> Read: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Read]: ...
+    def __getitem__(self, number: int | slice) -> Read | list[Read]:
+        if isinstance(number, slice):
+            return list(self._iterate(range(*number.indices(len(self)))))
+        return next(self._reads(self._check(np.array([number], np.int64))))
+
+    def __iter__(self) -> Iterator[Read]:
+        return self._iterate(range(len(self)))
+
+    def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> ReadBatch:
+        """Letters and columns of many reads, in the order asked for.
+
+        `fields` may name `sequence`, `quality`, `name` and any column; by default it is the sequence, the quality of
+        FASTQ, and every column that is in the index. A column that is only in the headers (a read's own name) is read
+        from there when it is named.
+        """
+        wanted = self._check(np.asarray(numbers, np.int64))
+        names = self._fields(fields)
+        asked = [*names, self._mapping.key] if self._mapping else names
+        split = self._split(wanted)
+        parts = [part.fetch(rows, asked) for part, rows, _ in split]
+        fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
+        columns = {name: _values(fetched.columns[name]) for name in names if name in fetched.columns}
+        if self._mapping:
+            columns |= self._labels(self._mapping, names, fetched.columns[self._mapping.key])
+        return ReadBatch(wanted, fetched.flat, fetched.offsets, columns, fetched.quality)
+
+    def lengths(self, numbers: Sequence[int] | Numbers) -> Numbers:
+        """How many letters each read has; no letter is looked at."""
+        wanted = self._check(np.asarray(numbers, np.int64))
+        out = np.empty(len(wanted), np.int64)
+        for part, rows, places in self._split(wanted):
+            out[places] = part.lengths(rows)
+        return out
+
+    def find(self, name: str) -> list[int]:
+        """The numbers of all records of this name: the first word of the header line."""
+        found: list[int] = []
+        for index, part in enumerate(self._parts):
+            if not part.has_names:
+                part = self._parts[index] = part.with_names()
+            found += [int(self._starts[index]) + row for row in part.find(name)]
+        return found
+
+    def by_name(self, name: str) -> Read:
+        """The first record of this name; KeyError when there is none."""
+        return self[self._number(name)]
+
+    def region(self, name: str | int, start: int, end: int) -> str:
+        """Letters [start, end) of the record of this name or number, without reading the rest of it."""
+        number = self._number(name)
+        length = int(self.lengths([number])[0])
+        if not 0 <= start <= end <= length:
+            raise IndexError(f"{self._where()}: region {start}:{end} of record {name!r}, which has {length} letters")
+        ((part, rows, _),) = self._split(np.array([number], np.int64))
+        return part.region(int(rows[0]), start, end).tobytes().decode("latin-1") if end > start else ""
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of the headers, and those the mapping adds."""
+        return [*self._header_columns, *(self._mapping_names(self._mapping) if self._mapping else ())]
+
+    @property
+    def table(self) -> pa.Table:
+        """Length and columns of every read as one Arrow table; columns that are only in the headers are left out."""
+        names = [name for name in self.column_names if self._is_indexed(name)]
+        rows = [np.arange(part.records, dtype=np.int64) for part in self._parts]
+        lengths = pa.chunked_array([_narrow(pa.array(p.lengths(r))) for p, r in zip(self._parts, rows, strict=True)])
+        return pa.table({"length": lengths, **{name: self.column(name) for name in names}}).unify_dictionaries()
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One column of every read."""
+        if name not in self.column_names:
+            raise KeyError(f"{self._where()}: no column {name!r}; it has {', '.join(self.column_names) or 'none'}")
+        key = name if name in self._header_columns else self._mapping.key if self._mapping else name
+        chunks = [part.column(key, np.arange(part.records, dtype=np.int64)) for part in self._parts]
+        if name not in self._header_columns and self._mapping:
+            chunks = [pa.array(self._labels(self._mapping, [name], chunk)[name]) for chunk in chunks]
+        return pa.chunked_array([_narrow(chunk) for chunk in chunks])
+
+    @property
+    def num_bases(self) -> int:
+        return sum(part.bases for part in self._parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data files."""
+        return sum(part.path.stat().st_size for part in self._parts)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of decoded blocks and mapped pages held at present; at most `memory`."""
+        return sum(part.held_bytes for part in self._parts)
+
+    @property
+    def decoded_blocks(self) -> int:
+        """How many compressed blocks were decoded so far."""
+        return sum(part.decoded for part in self._parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._reopen, ()
+
+    def __repr__(self) -> str:
+        size = f"{len(self)} reads, {self.num_bases} bases, {format_bytes(self.num_bytes)}"
+        columns = f"\n  {', '.join(self.column_names)}" if self.column_names else ""
+        return f"Reads({self._where()}: {size}){columns}"
+
+    def _where(self) -> str:
+        first = str(self._parts[0].path)
+        return first if len(self._parts) == 1 else f"{first} and {len(self._parts) - 1} more"
+
+    def _check(self, numbers: Numbers) -> Numbers:
+        if len(numbers) and not (-len(self) <= numbers.min() and numbers.max() < len(self)):
+            wrong = numbers[(numbers < -len(self)) | (numbers >= len(self))]
+            raise IndexError(f"record {wrong[0]} of {len(self)} in {self._where()}")
+        return np.where(numbers < 0, numbers + len(self), numbers)
+
+    def _number(self, name: str | int) -> int:
+        if not isinstance(name, str):
+            return int(self._check(np.array([name], np.int64))[0])
+        found = self.find(name)
+        if not found:
+            raise KeyError(f"{self._where()}: no record named {name!r}")
+        return found[0]
+
+    def _fields(self, fields: Sequence[str] | None) -> list[str]:
+        if fields is None:
+            return [SEQUENCE, QUALITY, *(name for name in self.column_names if self._is_indexed(name))]
+        if isinstance(fields, str):
+            raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
+        known = [SEQUENCE, QUALITY, NAME, *self.column_names]
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"{self._where()}: no field {name!r}; it has {', '.join(dict.fromkeys(known))}")
+        return list(fields)
+
+    def _is_indexed(self, name: str) -> bool:
+        return name not in self._header_columns or all(part.is_indexed(name) for part in self._parts)
+
+    def _split(self, numbers: Numbers) -> list[tuple[Part, Numbers, Numbers | slice]]:
+        """The parts that hold these records: part, rows within it, and their places among `numbers`."""
+        if len(self._parts) == 1:
+            return [(self._parts[0], numbers, slice(None))]
+        owner = np.searchsorted(self._starts, numbers, side="right") - 1
+        split: list[tuple[Part, Numbers, Numbers | slice]] = []
+        for index in np.unique(owner).tolist():
+            (places,) = np.nonzero(owner == index)
+            split.append((self._parts[index], numbers[places] - self._starts[index], places))
+        return split or [(self._parts[0], numbers, slice(None))]
+
+    def _iterate(self, numbers: range) -> Iterator[Read]:
+        for start in range(0, len(numbers), CHUNK_READS):
+            some = np.array(numbers[start : start + CHUNK_READS], np.int64)
+            edges = np.cumsum(self.lengths(some)) // CHUNK_BASES
+            for piece in np.split(some, np.flatnonzero(np.diff(edges)) + 1):
+                yield from self._reads(piece)
+
+    def _reads(self, numbers: Numbers) -> Iterator[Read]:
+        fields = dict.fromkeys([SEQUENCE, QUALITY, NAME, *self.column_names])
+        batch = self.fetch(numbers, list(fields))
+        names = [name for part, rows, _ in self._split(numbers) for name in part.names_of(rows)]
+        quality = split_text(batch.quality, batch.offsets) if batch.quality is not None else [None] * len(batch)
+        columns = {name: _as_list(batch.columns[name]) for name in self.column_names}
+        for index, (name, letters, grades) in enumerate(
+            zip(names, split_text(batch.flat, batch.offsets), quality, strict=True)
+        ):
+            yield Read(name, letters, grades, {key: values[index] for key, values in columns.items()})
+
+    def _check_columns(self) -> list[str]:
+        names = self._parts[0].column_names
+        for part in self._parts[1:]:
+            if part.column_names != names:
+                raise BadSource(
+                    f"{part.path} has the columns {', '.join(part.column_names) or '(none)'}, {self._parts[0].path} "
+                    f"has {', '.join(names) or '(none)'}: give one header_regex for all files"
+                )
+        return names
+
+    def _check_mapping(self, mapping: LabelMapping) -> None:
+        if mapping.key not in self._header_columns:
+            raise BadSource(
+                f"the mapping's column {mapping.key!r} is no column of the reads, which have "
+                f"{', '.join(self._header_columns) or 'none'}: name a group {mapping.key!r} in header_regex"
+            )
+        for part in self._parts:
+            distinct = part.distinct(mapping.key)
+            if distinct is None:
+                distinct = np.asarray(part.column(mapping.key, np.arange(part.records)).unique().drop_null())
+            mapping.check(distinct, where=str(part.path))
+
+    def _mapping_names(self, mapping: LabelMapping) -> list[str]:
+        return [LABEL, *(_label_name(name) for name in mapping.labels if name not in self._header_columns)]
+
+    def _labels(self, mapping: LabelMapping, names: Sequence[str], keys: pa.Array) -> dict[str, ColumnValues]:
+        """What the mapping says of these class ids; None for a read without one."""
+        wanted = [name for name in self._mapping_names(mapping) if name in names]
+        if not wanted:
+            return {}
+        known = np.asarray(keys.is_valid())
+        rows = np.full(len(keys), -1, np.int64)
+        rows[known] = mapping.rows(np.asarray(keys.drop_null(), np.int64))
+        found = pa.array(rows, mask=~known)
+        columns: dict[str, ColumnValues] = {}
+        for name in wanted:
+            source = next((label for label in mapping.labels if _label_name(label) == name), None)
+            values = found if source is None else mapping.table[source].combine_chunks().take(found)
+            columns[name] = _values(values)
+        return columns
+
+
+class Reopen:
+    """Opens a collection again, in another process. Refuses a file that has changed."""
+
+    def __init__(self, paths: Sequence[str], arguments: Mapping[str, object]) -> None:
+        self._paths = tuple(paths)
+        self._arguments = dict(arguments)
+
+    def __call__(self) -> Reads:
+        return open_reads(self._paths, **self._arguments)  # pyright: ignore
+
+
+def open_reads(
+    paths: Sequence[str | Path],
+    *,
+    settings: IndexSettings | None = None,
+    mapping: MappingSource | None = None,
+    memory: int | str = MEMORY,
+    index_dir: str | Path | None = None,
+    rebuild: bool = False,
+    watch: Callable[[Path], AbstractContextManager[Progress]] = no_progress,
+    notify: Callable[[str], None] = silent,
+) -> Reads:
+    """Open files as one collection, building the indexes that are missing (`rebuild`: all of them)."""
+    if not paths:
+        raise BadSource("no files given")
+    wanted = settings or IndexSettings()
+    budget = parse_bytes(memory) // len(paths)
+    folder = Path(index_dir) if index_dir is not None else None
+    parts: list[Part] = []
+    for path in map(Path, paths):
+        sections = None if rebuild else _load(path, wanted, folder, explicit=settings is not None, notify=notify)
+        if sections is None:
+            with watch(path) as progress:
+                place = build_index(path, wanted, index_dir=folder, progress=progress, notify=notify)
+            sections = load_index(path, place)
+        parts.append(ReadFile(path, sections, memory=budget))
+    arguments = {"settings": settings, "mapping": mapping, "memory": memory, "index_dir": index_dir}
+    labels = load_mapping(mapping) if mapping is not None else None
+    return Reads(parts, reopen=Reopen([str(path) for path in paths], arguments), mapping=labels)
+
+
+def _load(
+    path: Path, wanted: IndexSettings, folder: Path | None, *, explicit: bool, notify: Callable[[str], None]
+) -> Sections | None:
+    """The index of a file, if there is one that serves."""
+    if not path.is_file():
+        raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+    index = find_index(path, folder)
+    if index is None:
+        return None
+    sections = load_index(path, index)
+    made = settings_of(sections)
+    if explicit and not made.serves(wanted):
+        notify(f"{path}: its index was made with other settings; building it again")
+        return None
+    return sections
+
+
+def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetched:
+    """What several parts gave, in the order it was asked for."""
+    order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])[order]
+    starts = np.cumsum([0, *(len(part.flat) for part in parts[:-1])])
+    begins = np.concatenate([part.offsets[:-1] + start for part, start in zip(parts, starts, strict=True)])[order]
+    nothing = np.zeros(len(order), np.int64)
+    flat, offsets = gather(np.concatenate([part.flat for part in parts]), begins, lengths, nothing, nothing)
+    grades = [part.quality for part in parts if part.quality is not None]
+    quality = gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0] if len(grades) == len(parts) else None
+    names = parts[0].columns
+    columns = {name: pa.chunked_array([_plain(part.columns[name]) for part in parts]).combine_chunks() for name in names}
+    return Fetched(flat, offsets, quality, {name: column.take(pa.array(order)) for name, column in columns.items()})
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    return array.dictionary_decode() if isinstance(array, pa.DictionaryArray) else array
+
+
+def _values(array: pa.Array) -> ColumnValues:
+    """Integers as an array; texts, and integers with a None among them, as a list."""
+    if array.null_count == 0 and pa.types.is_integer(array.type):
+        return np.asarray(array, np.int64)
+    return array.to_pylist()
+
+
+def _as_list(values: ColumnValues) -> list[object]:
+    return values if isinstance(values, list) else values.tolist()
+
+
+def _narrow(array: pa.Array) -> pa.Array:
+    """Integers in the smallest type that holds them."""
+    if not pa.types.is_integer(array.type) or len(array) == array.null_count:
+        return array
+    least, most = pc.min_max(array).as_py().values()
+    for kind in (pa.int8(), pa.int16(), pa.int32()):
+        if -(1 << kind.bit_width - 1) <= least and most < 1 << kind.bit_width - 1:
+            return array.cast(kind)
+    return array
+
+
+def _label_name(name: str) -> str:
+    """`label` is the number of the class; a column of that name in the mapping is its text."""
+    return "label_name" if name == LABEL else name

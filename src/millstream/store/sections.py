@@ -1,0 +1,247 @@
+"""Named arrays in one checksummed file that is mapped, not loaded: the index of a read file.
+
+    magic | arrays, each at a multiple of 64 | CRC-32C of every 1 MB | JSON: what it is, where the arrays lie | tail
+
+The tail is read first; it checks the JSON, which checks the list of CRCs. A megabyte is checked when it is first
+used, so opening takes the same time for any size and no damaged byte is believed.
+"""
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millstream.errors import BadIndex
+from millstream.records import Bytes, crc32c
+from millstream.store.layout import no_space, sync_folder
+from millstream.store.maps import Map
+from millstream.store.packed import Packed, PackedWriter
+
+MAGIC = b"MILLSIDX"
+VERSION = 1
+CRC_BYTES = 1 << 20
+_NOTHING_LEFT = "Nothing was left behind; free some space, or choose another place for the index with --index-dir"
+_TAIL = struct.Struct("<QQQIII8s")  # CRC list, JSON, their end; CRCs of both; version; magic
+_EAGER_BYTES = 16 << 20  # an array below this is checked whole on first use: 1 ms
+
+
+class SectionsWriter:
+    """Grows arrays in unnamed temporary files beside `path`; `publish` makes them one file, or nothing at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts: dict[str, BinaryIO] = {}
+        self._columns: dict[str, PackedWriter] = {}
+
+    def part(self, name: str) -> BinaryIO:
+        """The growing array of this name, as a file."""
+        if name not in self._parts:
+            with no_space(self.path, _NOTHING_LEFT):
+                self._parts[name] = tempfile.TemporaryFile(dir=self.path.parent, buffering=1 << 16)
+        return self._parts[name]
+
+    def column(self, name: str) -> PackedWriter:
+        """The growing packed column of this name."""
+        if name not in self._columns:
+            self._columns[name] = PackedWriter(self.part(f"{name}.directory"), self.part(f"{name}.words"))
+        return self._columns[name]
+
+    def drop(self, name: str) -> None:
+        """Forget a packed column."""
+        del self._columns[name]
+        for part in (f"{name}.directory", f"{name}.words"):
+            self._parts.pop(part).close()
+
+    def publish(self, meta: Mapping[str, object]) -> None:
+        """Write everything under a temporary name, then rename."""
+        for column in self._columns.values():
+            column.finish()
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            with no_space(self.path, _NOTHING_LEFT), open(temporary, "wb") as file:
+                self._write(file, meta)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            part.close()
+
+    def __enter__(self) -> "SectionsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, file: BinaryIO, meta: Mapping[str, object]) -> None:
+        out = _Checked(file)
+        out.write(MAGIC)
+        places: dict[str, tuple[int, int]] = {}
+        for name, part in self._parts.items():
+            out.write(bytes(-out.position % 64))
+            part.seek(0)
+            start = out.position
+            while data := part.read(CRC_BYTES):
+                out.write(data)
+            places[name] = start, out.position - start
+        rows = {name: column.rows for name, column in self._columns.items()}
+        crcs = out.finish()
+        text = json.dumps({**meta, "sections": places, "rows": rows}).encode()
+        end = out.position
+        file.write(crcs + text)
+        file.write(
+            _TAIL.pack(end, end + len(crcs), end + len(crcs) + len(text), crc32c(crcs), crc32c(text), VERSION, MAGIC)
+        )
+
+
+class Sections:
+    """A published file. `meta` is what was said of it; arrays are views of the mapped file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(size - _TAIL.size, 0))
+            tail = file.read()
+            if len(tail) < _TAIL.size or tail[-8:] != MAGIC:
+                raise BadIndex(f"{path}: not an index of millstream, or cut short")
+            crcs_at, text_at, end, crcs_crc, text_crc, version, _ = _TAIL.unpack(tail)
+            if version > VERSION:
+                raise BadIndex(f"{path}: format {version}, this millstream reads up to {VERSION}; upgrade millstream")
+            file.seek(crcs_at if crcs_at <= text_at <= end == size - _TAIL.size else 0)
+            crcs, text = file.read(text_at - crcs_at), file.read(end - text_at)
+        if end != size - _TAIL.size or crc32c(crcs) != crcs_crc or crc32c(text) != text_crc:
+            raise BadIndex(f"{path}: damaged (its table of contents fails its checksum)")
+        self.meta: dict[str, object] = json.loads(text)
+        self._places: dict[str, tuple[int, int]] = self.meta.pop("sections")  # pyright: ignore
+        self._rows: dict[str, int] = self.meta.pop("rows")  # pyright: ignore
+        self._map = Map(path)
+        self._end = crcs_at
+        self._crcs = np.frombuffer(crcs, np.uint32)
+        self._checked = np.zeros(len(self._crcs), np.bool_)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places or name in self._rows
+
+    @property
+    def num_bytes(self) -> int:
+        return self._map.num_bytes
+
+    def array(self, name: str, dtype: type[np.generic] = np.uint8) -> NDArray[np.generic]:
+        """A whole array, checked."""
+        start, size = self._places[name]
+        self.check(start, start + size)
+        return self._map.view[start : start + size].view(dtype)
+
+    def column(self, name: str) -> "Column":
+        """A packed column; what is large is checked where it is used."""
+        return Column(self, name)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Where an array lies in the file: first byte, number of bytes."""
+        return self._places[name]
+
+    def view(self, name: str) -> Bytes:
+        """An array that the caller checks."""
+        start, size = self._places[name]
+        return self._map.view[start : start + size]
+
+    def rows(self, name: str) -> int:
+        return self._rows[name]
+
+    def check(self, start: int, end: int) -> None:
+        """Make sure that these bytes of the file are as they were written."""
+        for block in range(start // CRC_BYTES, -(-end // CRC_BYTES)):
+            if not self._checked[block]:
+                self.check_block(block)
+
+    def check_blocks(self, blocks: NDArray[np.int64]) -> None:
+        if not self._checked[blocks].all():
+            for block in np.unique(blocks).tolist():
+                if not self._checked[block]:
+                    self.check_block(block)
+
+    def check_block(self, block: int) -> None:
+        data = self._map.view[block * CRC_BYTES : min((block + 1) * CRC_BYTES, self._end)]
+        if crc32c(data) != self._crcs[block]:
+            raise BadIndex(f"{self.path}: damaged between byte {block * CRC_BYTES} and {(block + 1) * CRC_BYTES}")
+        self._checked[block] = True
+
+
+class Column:
+    """A packed column of a `Sections` file."""
+
+    def __init__(self, sections: Sections, name: str) -> None:
+        self._sections = sections
+        self.rows = sections.rows(name)
+        directory = sections.view(f"{name}.directory").view(np.int64).reshape(-1, 2)
+        words = sections.view(f"{name}.words").view(np.uint64)
+        self._packed = Packed(self.rows, directory, words)
+        self._directory_at, directory_bytes = sections.place(f"{name}.directory")
+        self._words_at, words_bytes = sections.place(f"{name}.words")
+        self._lazy = directory_bytes + words_bytes > _EAGER_BYTES
+        if not self._lazy:
+            sections.check(self._directory_at, self._directory_at + directory_bytes)
+            sections.check(self._words_at, self._words_at + words_bytes)
+
+    def packed(self, rows: NDArray[np.int64]) -> Packed:
+        """The column, checked where these rows (and those since their anchor) lie."""
+        if self._lazy and len(rows):
+            chunks = np.unique(rows >> 12)
+            self._sections.check_blocks((self._directory_at + chunks * 16) // CRC_BYTES)
+            self._sections.check_blocks((self._directory_at + chunks * 16 + 15) // CRC_BYTES)
+            place = self._packed.directory[chunks, 1]
+            first = self._words_at + (place >> 8) * 8
+            last = first + (place & 255) * (4096 // 8) + 7
+            self._sections.check_blocks(np.minimum(first, self._words_end) // CRC_BYTES)
+            self._sections.check_blocks(np.minimum(last, self._words_end) // CRC_BYTES)
+        return self._packed
+
+    @property
+    def _words_end(self) -> int:
+        return self._words_at + self._packed.words.nbytes - 1
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.packed(rows).take(rows)
+
+    def whole(self) -> Packed:
+        """The column, all of it checked."""
+        self._sections.check(self._directory_at, self._directory_at + self._packed.directory.nbytes)
+        self._sections.check(self._words_at, self._words_end + 1)
+        return self._packed
+
+
+class _Checked:
+    """Writes, and keeps the CRC-32C of every megabyte."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._crcs: list[int] = []
+        self._crc = 0
+        self.position = 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        while data:
+            room = CRC_BYTES - self.position % CRC_BYTES
+            part, data = data[:room], data[room:]
+            self._crc = crc32c(part, self._crc)
+            self.position += len(part)
+            if self.position % CRC_BYTES == 0:
+                self._crcs.append(self._crc)
+                self._crc = 0
+
+    def finish(self) -> bytes:
+        if self.position % CRC_BYTES:
+            self._crcs.append(self._crc)
+        return np.array(self._crcs, np.uint32).tobytes()

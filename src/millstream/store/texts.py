@@ -1,0 +1,214 @@
+"""The text of a read file by position: mapped when it is plain, decoded block by block when it is compressed.
+
+Both hold no more than `memory` bytes: pages of the mapping are let go, decoded blocks are forgotten, oldest use first.
+"""
+
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+
+from millstream.errors import BadSource
+from millstream.records import Bytes, crc32c
+from millstream.source.containers import Kind, bgzf_size, decode_bgzf, decode_frame, inflate
+from millstream.source.gather import copy_pieces, gather
+from millstream.store.maps import Map
+from millstream.store.packed import Numbers
+from millstream.store.sections import Sections
+
+_GRANULE = 16  # log2 of 64 kB: what the kernel maps around a page that is touched
+
+
+class Text(Protocol):
+    """Text that records are cut from."""
+
+    def letters(
+        self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
+    ) -> tuple[Bytes, Numbers]:
+        """`counts[i]` letters from `starts[i]` on, which lie within `spans[i]` bytes: flat, and n+1 offsets."""
+        ...
+
+    decoded: int  # blocks so far
+
+    def held_bytes(self) -> int:
+        """What it holds in memory at present."""
+        ...
+
+
+class MappedText:
+    """A plain file."""
+
+    def __init__(self, path: Path, *, memory: int) -> None:
+        self._map = Map(path)
+        self._memory = memory
+        self.decoded = 0
+        self._touched = np.zeros((self._map.num_bytes >> _GRANULE) + 1, np.bool_)
+
+    def letters(
+        self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
+    ) -> tuple[Bytes, Numbers]:
+        found = gather(self._map.view, starts, counts, lines, eols)
+        if self._map.num_bytes > self._memory:
+            self._touched[starts >> _GRANULE] = True
+            longest = int(spans.max(initial=0))
+            if self.held_bytes() + (longest if longest > 1 << _GRANULE else 0) > self._memory:
+                self._map.drop()
+                self._touched[:] = False
+        return found
+
+    def held_bytes(self) -> int:
+        return int(np.count_nonzero(self._touched)) << _GRANULE
+
+    def will_need(self, start: int, num_bytes: int) -> None:
+        self._map.will_need(start, num_bytes)
+
+
+class BlockText:
+    """A compressed file. Blocks are decoded once, by whichever thread wants one first, and kept within `memory`."""
+
+    def __init__(self, path: Path, sections: Sections, *, memory: int) -> None:
+        self._path = path
+        self._kind: Kind = sections.meta["kind"]  # pyright: ignore
+        self._edges = {"raw": os.path.getsize(path), "plain": cast(int, sections.meta["text_bytes"])}
+        self._windows = sections.view("block.windows")
+        self._edges["window"] = len(self._windows)
+        self._columns = {name: sections.column(f"block.{name}").whole() for name in (*self._edges, "bits", "crc32c")}
+        self._windows_at = sections.place("block.windows")[0]
+        self._sections = sections
+        self._memory = memory
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[int, tuple[int, Future[Bytes]]] = OrderedDict()
+        self._held = 0
+        self.decoded = 0  # blocks so far
+
+    def letters(
+        self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
+    ) -> tuple[Bytes, Numbers]:
+        raw_counts = np.where(lines == 0, counts, spans)
+        text, offsets = self.text(starts, raw_counts)
+        if not lines.any():
+            return text, offsets
+        return gather(text, offsets[:-1], counts, lines, eols)
+
+    def text(self, starts: Numbers, counts: Numbers) -> tuple[Bytes, Numbers]:
+        """`counts[i]` bytes from `starts[i]` on."""
+        offsets = np.zeros(len(starts) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        out = np.empty(int(offsets[-1]), np.uint8)
+        first = self._columns["plain"].find(starts)
+        last = self._columns["plain"].find(starts + np.maximum(counts, 1) - 1)
+        # One piece for every block a record touches: nearly always one, so the loop is short.
+        pieces: list[tuple[Numbers, Numbers]] = []
+        for step in range(int((last - first).max(initial=-1)) + 1):
+            (rows,) = np.nonzero(first + step <= last)
+            pieces.append((rows, first[rows] + step))
+        rows = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, np.int64)
+        blocks = np.concatenate([piece[1] for piece in pieces]) if pieces else np.empty(0, np.int64)
+        order = np.argsort(blocks, kind="stable")
+        rows, blocks = rows[order], blocks[order]
+        edges = np.flatnonzero(np.diff(blocks, prepend=-1, append=-1))
+        places = self._places(blocks[edges[:-1]])
+        for place, begin, end in zip(places, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            part = rows[begin:end]
+            low = np.maximum(starts[part], place.plain)
+            high = np.minimum(starts[part] + counts[part], place.plain_end)
+            targets = offsets[part] + low - starts[part]
+            copy_pieces(self._block(place), low - place.plain, targets, high - low, out)
+        return out, offsets
+
+    def _places(self, blocks: Numbers) -> "list[_Place]":
+        starts = {name: column.take(blocks) for name, column in self._columns.items()}
+        after = np.minimum(blocks + 1, self._columns["plain"].rows - 1)
+        is_last = blocks == self._columns["plain"].rows - 1
+        ends = {
+            name: np.where(is_last, end, self._columns[name].take(after)) for name, end in self._edges.items()
+        }
+        columns = (blocks, starts["raw"], ends["raw"], starts["plain"], ends["plain"], starts["bits"], starts["crc32c"])
+        windows = starts["window"], ends["window"]
+        return [_Place(*row) for row in zip(*(column.tolist() for column in (*columns, *windows)), strict=True)]
+
+    def held_bytes(self) -> int:
+        return self._held
+
+    def _block(self, place: "_Place") -> Bytes:
+        """The text of a block, decoded or from the cache."""
+        if self._pid != os.getpid():  # after a fork: locks and half-decoded blocks belong to the parent
+            self._start()
+        mine: Future[Bytes] = Future()
+        with self._lock:
+            found = self._cache.setdefault(place.block, (place.plain_end - place.plain, mine))[1]
+            self._cache.move_to_end(place.block)
+            if found is mine:
+                self._held += place.plain_end - place.plain
+                while self._held > self._memory and len(self._cache) > 1:
+                    self._held -= self._cache.popitem(last=False)[1][0]
+        if found is not mine:
+            return found.result()
+        try:
+            mine.set_result(self._decode(place))
+        except BaseException as error:
+            with self._lock:
+                if place.block in self._cache:
+                    self._held -= self._cache.pop(place.block)[0]
+            mine.set_exception(error)
+            raise
+        return mine.result()
+
+    def _decode(self, place: "_Place") -> Bytes:
+        self.decoded += 1
+        size = place.plain_end - place.plain
+        try:
+            if self._kind == "bgzf":
+                data = os.pread(self._fd, place.raw_end - place.raw, place.raw)
+                text = decode_bgzf(data[18 : bgzf_size(data[:18])])
+            elif self._kind == "zstd":
+                text = decode_frame(os.pread(self._fd, place.raw_end - place.raw, place.raw), size=size)
+            else:
+                text = inflate(self._deflated(place), size=size, window=self._window(place))
+        except zlib.error as error:
+            raise self._wrong(place, str(error)) from None
+        data = np.frombuffer(text, np.uint8)
+        if len(data) != size or crc32c(data) != place.crc32c:
+            raise self._wrong(place, "its checksum does not match")
+        return data
+
+    def _deflated(self, place: "_Place") -> bytes:
+        """Deflate data moved so that the block starts at a whole byte."""
+        if place.bits == 0:
+            return os.pread(self._fd, place.raw_end - place.raw, place.raw)
+        read = os.pread(self._fd, place.raw_end - place.raw + 1, place.raw - 1)
+        data = np.frombuffer(read + b"\0", np.uint8).astype(np.uint16)
+        return ((data[:-1] >> (8 - place.bits)) | (data[1:] << place.bits)).astype(np.uint8).tobytes()
+
+    def _window(self, place: "_Place") -> bytes:
+        self._sections.check(self._windows_at + place.window, self._windows_at + place.window_end)
+        data = self._windows[place.window : place.window_end].tobytes()
+        return zlib.decompress(data) if data else b""
+
+    def _wrong(self, place: "_Place", reason: str) -> BadSource:
+        return BadSource(
+            f"{self._path}: the block at byte {place.raw} cannot be decoded ({reason}); the file has changed or is "
+            f"damaged. Look at it: millstream verify {self._path}"
+        )
+
+
+class _Place(NamedTuple):
+    block: int
+    raw: int
+    raw_end: int
+    plain: int
+    plain_end: int
+    bits: int
+    crc32c: int
+    window: int
+    window_end: int
