@@ -288,18 +288,16 @@ def _gzip(source: _Source) -> Generator[memoryview]:
 
 
 def _gzip_once(source: _Source) -> Generator[memoryview]:
-    member = 0
     data = b""
     while data or (data := source.read(_READ_BYTES)):
         decoder = _zlib.decompressobj(31)
         at = source.raw - len(data)
-        if not data.strip(b"\0") and member:  # padding after the last member
+        if at and data[:1] == b"\0" and not data.strip(b"\0"):  # padding after the last member
             data = b""
             continue
         if data[:1] != b"\x1f":
             return source.fail(f"after the gzip data comes something else, at byte {at}", whole=True)
-        member = at
-        where = f"of the gzip member that starts at byte {member}"
+        where = f"of the gzip member that starts at byte {at}"
         if source.raw == len(data):
             source.begin(0)
         while not decoder.eof:

@@ -1,0 +1,184 @@
+"""Class ids -> labels: the table a user keeps beside the reads, from TSV, CSV, Parquet, a data frame or a dict."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
+from pyarrow import csv, parquet
+
+from millstream.errors import BadSource
+
+DEFAULT_KEY = "class_id"
+_SHOWN = 5
+
+
+class DataFrame(Protocol):
+    """What is used of a pandas.DataFrame."""
+
+    @property
+    def columns(self) -> Sequence[str]: ...
+    def to_dict(self, orient: str) -> Mapping[str, Sequence[object]]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LabelMapping:
+    """One row for each class, in order of class id. The number of a row is the label a model is trained on."""
+
+    key: str
+    table: pa.Table
+    source: str  # what error messages call it
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the columns that are not the class id."""
+        return [name for name in self.table.column_names if name != self.key]
+
+    @property
+    def num_classes(self) -> int:
+        return self.table.num_rows
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """The class ids, ascending."""
+        return np.asarray(self.table.column(self.key).to_numpy(), np.int64)
+
+    def rows(self, values: ArrayLike) -> NDArray[np.int64]:
+        """The row, 0 to num_classes - 1, of each class id; BadSource if one is not in the mapping."""
+        wanted = np.asarray(values, np.int64)
+        rows = np.searchsorted(self.ids, wanted)
+        if not np.array_equal(self.ids[np.minimum(rows, self.num_classes - 1)], wanted):
+            self.check(wanted, where="the given class ids")
+        return rows
+
+    def check(self, ids: ArrayLike, *, where: str) -> None:
+        """BadSource if a class id found in `where` (a file, usually) is not in the mapping."""
+        unknown = np.setdiff1d(np.asarray(ids, np.int64), self.ids)
+        if len(unknown):
+            raise BadSource(
+                f"{where}: {self.key} {_some(unknown.tolist())} not in {self.source}, which has {self.num_classes} "
+                f"classes from {self.ids[0]} to {self.ids[-1]}. Add them to the mapping or use another one"
+            )
+
+
+def load_mapping(
+    source: "str | Path | DataFrame | pa.Table | Mapping[str, Sequence[object]] | Mapping[int, object]",
+    *,
+    key: str | None = None,
+) -> LabelMapping:
+    """The mapping in a TSV, CSV or Parquet file, a data frame, an Arrow table, `{id: label}` or `{column: values}`.
+
+    The class ids are in the column `key`; by default `class_id`, else the first whose name ends in "id", else the first.
+
+    load_mapping({562: "Escherichia coli", 9606: "Homo sapiens"}).rows([9606])  # array([1])
+    """
+    name = str(source) if isinstance(source, str | Path) else "the mapping"
+    if isinstance(source, str | Path):
+        table = _read(Path(source))
+    elif isinstance(source, pa.Table):
+        table = source
+    elif isinstance(source, Mapping):
+        table = _from_dict(cast("Mapping[object, object]", source), key or DEFAULT_KEY)
+    elif hasattr(source, "to_dict") and hasattr(source, "columns"):
+        table = _from_columns(source.to_dict("list"), name)
+    else:
+        found = type(source).__name__
+        raise BadSource(
+            f"a mapping is a TSV, CSV or Parquet file, a data frame, an Arrow table or a dict, not a {found}"
+        )
+    if not table.num_rows or not table.column_names:
+        raise BadSource(f"{name}: expected a class id and its labels in each row, found no rows")
+    key = _find_key(table, key, name)
+    return LabelMapping(key, _sorted(_with_integer_key(table, key, name), key, name), name)
+
+
+def _read(path: Path) -> pa.Table:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise BadSource(f"{path}: no such file; expected a TSV, CSV or Parquet table of class ids and labels") from None
+    except OSError as error:
+        raise BadSource(f"{path}: cannot be read as a mapping: {error.strerror or error}") from None
+    try:
+        if data[:4] == b"PAR1":
+            return parquet.ParquetFile(pa.BufferReader(data)).read()
+        if b"\0" in data[:4096]:
+            raise BadSource(f"{path}: expected a TSV, CSV or Parquet table, found other binary data")
+        first_line = data.lstrip().split(b"\n", 1)[0]
+        is_csv = b"\t" not in first_line and b"," in first_line and path.suffix.lower() != ".tsv"
+        options = csv.ParseOptions(delimiter="," if is_csv else "\t")
+        table = csv.read_csv(pa.BufferReader(data), parse_options=options)
+    except (pa.ArrowException, OSError) as error:
+        raise BadSource(f"{path}: expected a TSV, CSV or Parquet table of class ids and labels: {error}") from None
+    values = [name for name in table.column_names if name.strip().isdigit()]
+    if values:
+        raise BadSource(f"{path}: expected column names in the first line, found {_some(values)}. Add a line of names")
+    return table
+
+
+def _from_dict(source: Mapping[object, object], key: str) -> pa.Table:
+    if all(isinstance(item, int | np.integer) for item in source):
+        return _from_columns({key: list(source), "label": list(source.values())}, "the mapping")
+    return _from_columns(cast("Mapping[str, Sequence[object]]", source), "the mapping")
+
+
+def _from_columns(columns: Mapping[str, Sequence[object]], name: str) -> pa.Table:
+    try:
+        # from_pandas: NaN stands for "nothing" there.
+        return pa.Table.from_pydict({str(key): pa.array(values, from_pandas=True) for key, values in columns.items()})
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise BadSource(f"{name}: expected columns of equal length, each of one type: {error}") from None
+
+
+def _find_key(table: pa.Table, key: str | None, name: str) -> str:
+    names = table.column_names
+    twice = sorted({column for column in names if names.count(column) > 1})
+    if twice:
+        raise BadSource(f"{name}: expected columns of different names, found {_some(twice)} more than once")
+    if key is None:
+        ending = [column for column in names if column.lower().endswith("id")]
+        return DEFAULT_KEY if DEFAULT_KEY in names else ending[0] if ending else names[0]
+    if key not in names:
+        raise BadSource(f"{name}: expected a column {key!r} of class ids, found {', '.join(names)}")
+    return key
+
+
+def _with_integer_key(table: pa.Table, key: str, name: str) -> pa.Table:
+    column = table.column(key)
+    if not pa.types.is_integer(column.type):
+        kinds = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
+        raise BadSource(
+            f"{name}: expected integers in the class id column {key!r}, found {column.type}. The columns are {kinds}; "
+            "name the one with class ids by key="
+        )
+    if column.null_count:
+        raise BadSource(f"{name}: expected a class id in each row, found {column.null_count} rows without {key!r}")
+    try:
+        return table.set_column(table.column_names.index(key), key, column.cast(pa.int64()))
+    except pa.ArrowInvalid as error:
+        raise BadSource(f"{name}: class ids in {key!r} do not fit into int64: {error}") from None
+
+
+def _sorted(table: pa.Table, key: str, name: str) -> pa.Table:
+    """One row a class id, ascending. The same row twice is one; different labels for one id are an error."""
+    ids = np.asarray(table.column(key).to_numpy(), np.int64)
+    distinct, first, counts = np.unique(ids, return_index=True, return_counts=True)
+    repeated = table.take(np.flatnonzero(np.isin(ids, distinct[counts > 1])))
+    seen: dict[int, str] = {}
+    different = {row[key] for row in repeated.to_pylist() if seen.setdefault(row[key], repr(row)) != repr(row)}
+    if different:
+        raise BadSource(
+            f"{name}: expected one row for each {key}, found different labels for {_some(sorted(different))}. "
+            "Keep one row of each"
+        )
+    return table.take(first).combine_chunks()
+
+
+def _some(values: Sequence[object]) -> str:
+    """`3, 5 and 7 more`."""
+    shown = ", ".join(str(value) for value in values[:_SHOWN])
+    return shown if len(values) <= _SHOWN else f"{shown} and {len(values) - _SHOWN} more"

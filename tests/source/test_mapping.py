@@ -1,0 +1,168 @@
+"""Label mappings: every kind of table a user may have, and what is wrong with those that are none."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from millstream.errors import BadSource
+from millstream.source.mapping import LabelMapping, load_mapping
+
+COLUMNS = {"class_id": [7, 3, 5], "species": ["coli", "sapiens", "NA"], "genus": ["Escherichia", "Homo", None]}
+
+
+class Frame:
+    """As much of a pandas.DataFrame as is asked of one."""
+
+    def __init__(self, columns: dict[str, list[object]]) -> None:
+        self._columns = columns
+        self.columns = list(columns)
+
+    def to_dict(self, orient: str) -> dict[str, list[object]]:
+        assert orient == "list"
+        return self._columns
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def rows(mapping: LabelMapping) -> list[tuple[object, ...]]:
+    return [tuple(row.values()) for row in mapping.table.to_pylist()]
+
+
+# -- kinds of tables
+
+
+def test_a_tsv_is_sorted_by_class_id_and_gives_dense_labels(tmp_path: Path):
+    path = write(tmp_path / "map.tsv", "class_id\tspecies\n7\tcoli, K-12\n3\tsapiens\n5\tNA\n")
+    for mapping in (load_mapping(path), load_mapping(str(path))):
+        assert (mapping.key, mapping.labels, mapping.num_classes) == ("class_id", ["species"], 3)
+        assert rows(mapping) == [(3, "sapiens"), (5, "NA"), (7, "coli, K-12")]
+        assert mapping.rows(np.array([7, 3, 7, 5])).tolist() == [2, 0, 2, 1]
+        assert mapping.rows(np.array([], np.int64)).tolist() == []
+
+
+def test_a_csv_is_known_by_its_content_whatever_its_name(tmp_path: Path):
+    for name in ("map.csv", "map.txt"):
+        mapping = load_mapping(write(tmp_path / name, 'class_id,species\r\n2,"coli, K-12"\r\n1,sapiens\r\n'))
+        assert rows(mapping) == [(1, "sapiens"), (2, "coli, K-12")]
+    assert load_mapping(write(tmp_path / "tabs.csv", "class_id\tspecies\n1\ta,b\n")).labels == ["species"]
+    assert load_mapping(write(tmp_path / "one.csv", "class_id\n1\n2\n")).labels == []
+
+
+def test_parquet_arrow_frame_and_dict_give_the_same_mapping(tmp_path: Path):
+    table = pa.table(COLUMNS)
+    parquet.write_table(table, tmp_path / "map.bin")
+    nan = {**COLUMNS, "genus": ["Escherichia", "Homo", float("nan")]}
+    for source in (tmp_path / "map.bin", table, COLUMNS, Frame(COLUMNS), Frame(nan)):
+        mapping = load_mapping(source)
+        assert mapping.labels == ["species", "genus"]
+        assert rows(mapping) == [(3, "sapiens", "Homo"), (5, "NA", None), (7, "coli", "Escherichia")]
+
+
+def test_a_dict_of_ids_is_a_mapping_with_one_label():
+    mapping = load_mapping({9606: "Homo sapiens", 562: "Escherichia coli"})
+    assert (mapping.key, mapping.labels) == ("class_id", ["label"])
+    assert rows(mapping) == [(562, "Escherichia coli"), (9606, "Homo sapiens")]
+
+
+def test_small_integer_keys_become_int64():
+    mapping = load_mapping(pa.table({"class_id": pa.array([2, 1], pa.uint8())}))
+    assert mapping.ids.dtype == np.int64 and mapping.ids.tolist() == [1, 2]
+
+
+# -- the key
+
+
+def test_the_key_is_class_id_else_the_first_name_in_id_else_the_first_column():
+    assert load_mapping({"tax_id": [1], "class_id": [2]}).key == "class_id"
+    assert load_mapping({"name": ["a"], "TaxID": [1], "other_id": [2]}).key == "TaxID"
+    assert load_mapping({"number": [1], "name": ["a"]}).key == "number"
+    assert load_mapping({"tax_id": [1], "class_id": [2]}, key="tax_id").key == "tax_id"
+
+
+def test_a_missing_or_non_integer_key_names_the_columns_there_are():
+    with pytest.raises(BadSource, match="expected a column 'taxon' of class ids, found class_id, species, genus"):
+        load_mapping(COLUMNS, key="taxon")
+    with pytest.raises(BadSource, match=r"integers in the class id column 'class_id', found string.*n \(int64\).*key="):
+        load_mapping({"class_id": ["a"], "n": [1]})
+    with pytest.raises(BadSource, match="found double"):
+        load_mapping({"class_id": [1.5]})
+    with pytest.raises(BadSource, match="1 rows without 'class_id'"):
+        load_mapping({"class_id": [1, None]})
+    with pytest.raises(BadSource, match="int64"):
+        load_mapping({"class_id": [2**63]})
+
+
+# -- rows and unknown ids
+
+
+@given(st.sets(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=30), st.data())
+def test_the_label_of_an_id_is_its_place_among_the_sorted_ids(ids: set[int], data: st.DataObject):
+    mapping = load_mapping({number: str(number) for number in ids})
+    wanted = data.draw(st.lists(st.sampled_from(sorted(ids))))
+    assert mapping.rows(np.array(wanted, np.int64)).tolist() == [sorted(ids).index(number) for number in wanted]
+    assert mapping.table.column("label").to_pylist() == [str(number) for number in sorted(ids)]
+
+
+def test_unknown_ids_are_refused_by_name_number_and_remedy():
+    mapping = load_mapping(COLUMNS)
+    mapping.check(np.array([3, 7]), where="reads.fa")
+    message = (
+        r"reads.fa: 7 class_id values are not in the mapping \(3 classes from 3 to 7\): 4, 8, 9, 10, 11 and 2 more"
+    )
+    with pytest.raises(BadSource, match=message + r"\. Add them to the mapping or use another"):
+        mapping.check(np.array([3, 4, 8, 9, 10, 11, 12, 13, 4]), where="reads.fa")
+    for unknown in (2, 4, 8):
+        with pytest.raises(BadSource, match=f"1 class_id values are not in the mapping .*: {unknown}. Add"):
+            mapping.rows(np.array([3, unknown]))
+
+
+# -- tables that are none
+
+
+def test_the_same_row_twice_is_one_and_different_labels_for_an_id_are_refused():
+    assert rows(load_mapping({"class_id": [2, 1, 2], "name": ["b", "a", "b"]})) == [(1, "a"), (2, "b")]
+    with pytest.raises(BadSource, match="different labels for 2, 3. Keep one"):
+        load_mapping({"class_id": [3, 2, 1, 2, 3, 1], "name": ["c", "b", "a", "B", "C", "a"]})
+
+
+def test_what_is_not_a_table_is_refused_with_path_and_expectation(tmp_path: Path):
+    with pytest.raises(BadSource, match=r"none\.tsv: no such file; expected a TSV, CSV or Parquet"):
+        load_mapping(tmp_path / "none.tsv")
+    with pytest.raises(BadSource, match="cannot be read as a mapping: Is a directory"):
+        load_mapping(tmp_path)
+    with pytest.raises(BadSource, match=r"ragged\.tsv: expected a TSV.*Expected 2 columns, got 3"):
+        load_mapping(write(tmp_path / "ragged.tsv", "class_id\tname\n1\ta\tb\n"))
+    with pytest.raises(BadSource, match=r"binary\.xlsx: .*found other binary data"):
+        load_mapping(write(tmp_path / "binary.xlsx", "PK\x03\x04\0\0"))
+    with pytest.raises(BadSource, match=r"broken\.parquet: expected a TSV, CSV or Parquet"):
+        load_mapping(write(tmp_path / "broken.parquet", "PAR1 and no more"))
+    with pytest.raises(BadSource, match="expected columns of equal length"):
+        load_mapping({"class_id": [1], "name": ["a", "b"]})
+    with pytest.raises(BadSource, match="each of one type"):
+        load_mapping({"class_id": [1, 2], "name": ["a", 2]})
+    with pytest.raises(BadSource, match="found a list"):
+        load_mapping([1, 2])  # type: ignore[arg-type]
+
+
+def test_an_empty_table_is_refused(tmp_path: Path):
+    for text in ("", "\n", "class_id\tname\n"):
+        with pytest.raises(BadSource, match=r"empty\.tsv"):
+            load_mapping(write(tmp_path / "empty.tsv", text))
+    for source in ({}, {"class_id": []}, Frame({})):
+        with pytest.raises(BadSource, match="found no rows"):
+            load_mapping(source)
+
+
+def test_a_file_without_column_names_and_one_with_a_name_twice_are_refused(tmp_path: Path):
+    with pytest.raises(BadSource, match="expected column names in the first line, found 3. Add"):
+        load_mapping(write(tmp_path / "bare.tsv", "3\tsapiens\n7\tcoli\n"))
+    with pytest.raises(BadSource, match="found name more than once"):
+        load_mapping(write(tmp_path / "twice.tsv", "class_id\tname\tname\n7\ta\tb\n"))
