@@ -32,7 +32,7 @@ def open(
     columns: Sequence[str] | None = None,
     on_mismatch: Literal["error", "skip", "null"] = "error",
     mapping: MappingSource | None = None,
-    memory: int | str = "1GB",
+    memory: int | str | None = None,
     index_dir: str | Path | None = None,
     salvage: bool = False,
 ) -> Traces | Reads:
@@ -42,7 +42,7 @@ def open(
 
     Reads: a file, a folder, a pattern or a list is one collection; indexes that are missing are built. The named groups
     of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is what decoded
-    blocks and mapped pages may take. `salvage` reads a damaged file up to the damage.
+    blocks and mapped files may take, by default half of what is available. `salvage` reads a damaged file up to the damage.
     """
     if isinstance(path, str | Path) and _is_store(Path(path)):
         from millstream.store.traces import Traces

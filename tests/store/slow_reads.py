@@ -85,7 +85,9 @@ def fasta_texts(draw: st.DrawFn) -> bytes:
         else:
             for start in range(0, len(sequence), width):
                 text += sequence[start : start + width] + end
-        text += b"".join(draw(st.lists(st.sampled_from([b"\n", b";c\n", b"AC\n", b"A C\n", b"AC \r\n", b"G\r\r\n"]), max_size=2)))
+        text += b"".join(
+            draw(st.lists(st.sampled_from([b"\n", b";c\n", b"AC\n", b"A C\n", b"AC \r\n", b"G\r\r\n"]), max_size=2))
+        )
     cut = draw(st.sampled_from([0, 0, 1]))
     return text[:-1] if cut and text.endswith(b"\n") else text
 

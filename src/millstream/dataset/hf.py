@@ -62,7 +62,7 @@ class HfTokenizer:
 
     @property
     def fast(self) -> bool:
-        """Whether our own loop does the work, some twenty times as fast as the Rust encoder."""
+        """Whether our own loop does the work, some ten times as fast as the Rust encoder."""
         return self._bpe is not None
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -131,8 +131,8 @@ def _fill(
 def _roll(letters: Letters, codes: Numbers, k: int, canonical: bool, out: Ids) -> int:
     """The id of every k-mer of one read; returns the bits of all codes seen.
 
-    No branch depends on the letters, and the loops index slices from 0: that is 5.4 M reads/s of 125 letters where the
-    plain way (count the known letters, write at i - k + 1) gave 2.7.
+    No branch depends on the letters, and the loops index slices from 0: this alone does 5.4 M reads/s of 125 letters
+    where the plain way (count the known letters, write at i - k + 1) did 2.7.
     """
     top = 2 * (k - 1)
     stay = (1 << top) - 1  # of the number, the k - 1 letters that stay when the window moves on

@@ -306,7 +306,9 @@ def _gzip_once(source: _Source) -> Generator[memoryview]:
             try:
                 text = decoder.decompress(data)
             except _zlib.error as error:
-                reason = f"the gzip data is damaged at byte {source.raw} or before ({error}), at the end or in the middle"
+                reason = (
+                    f"the gzip data is damaged at byte {source.raw} or before ({error}), at the end or in the middle"
+                )
                 return source.fail(f"{reason} {where}")
             if text:
                 yield source.text(text)

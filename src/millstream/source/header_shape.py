@@ -121,22 +121,24 @@ class _Compiler:
         What cannot fail after a run or an option needs no way back into it, so with ANYTHING in its follow set even an
         overlapping run is taken greedily. A run of fixed length has no way back either.
         """
-        return all(self._add(node, first_of(nodes[i + 1 :], follow), escape) for i, node in enumerate(nodes))
+        return all(
+            self._add(node, follow=first_of(nodes[i + 1 :], follow), escape=escape) for i, node in enumerate(nodes)
+        )
 
-    def _add(self, node: Node, follow: int, escape: int) -> bool:
+    def _add(self, node: Node, *, follow: int, escape: int) -> bool:
         match node:
             case Run():
-                return self._add_run(node, -1, follow, escape)
+                return self._add_run(node, group=-1, follow=follow, escape=escape)
             case Group(name=None):
                 return self.add(node.body, follow=follow, escape=escape)
             case Group():
-                return self._add_group(node, follow, escape)
+                return self._add_group(node, follow=follow, escape=escape)
             case Repeat(low=0, high=1, lazy=False):
-                return self._add_option(node, follow, escape)
+                return self._add_option(node, follow=follow, escape=escape)
             case _:
                 return False
 
-    def _add_run(self, run: Run, group: int, follow: int, escape: int, *, empty_is_null: bool = False) -> bool:
+    def _add_run(self, run: Run, *, group: int, follow: int, escape: int, empty_is_null: bool = False) -> bool:
         # A byte is not a character outside ASCII, so such characters cannot be counted, only taken all or none.
         if run.chars & OTHERS and (run.low > 1 or run.high < UNBOUNDED):
             return False
@@ -161,17 +163,17 @@ class _Compiler:
             self.emit({_OP: _PIECE, _LITERAL: len(self.literals), _SIZE: 0, _ESCAPE: escape})
         return self.program[-1]
 
-    def _add_group(self, node: Group, follow: int, escape: int) -> bool:
+    def _add_group(self, node: Group, *, follow: int, escape: int) -> bool:
         group = self.num_groups
         self.num_groups += 1
         if len(node.body) == 1 and isinstance(node.body[0], Run):
-            return self._add_run(node.body[0], group, follow, escape)
+            return self._add_run(node.body[0], group=group, follow=follow, escape=escape)
         self.emit({_OP: _OPEN, _GROUP: group, _ESCAPE: escape})
         added = self.add(node.body, follow=follow, escape=escape)
         self.emit({_OP: _CLOSE, _GROUP: group, _IS_INTEGER: self.integers[group], _ESCAPE: escape})
         return added
 
-    def _add_option(self, node: Repeat, follow: int, escape: int) -> bool:
+    def _add_option(self, node: Repeat, *, follow: int, escape: int) -> bool:
         if is_nullable(node.body) or (first_of(node.body, 0) & follow and not follow & ANYTHING):
             return False
         number, first_group = len(self.program), self.num_groups
@@ -180,7 +182,8 @@ class _Compiler:
             run = only.body[0]
             if isinstance(run, Run) and run.low == 1:  # `(?P<name>x+)?` is `(?P<name>x*)`, null instead of empty
                 self.num_groups += 1
-                return self._add_run(Run(run.chars, 0, run.high), first_group, follow, escape, empty_is_null=True)
+                run = Run(run.chars, 0, run.high)
+                return self._add_run(run, group=first_group, follow=follow, escape=escape, empty_is_null=True)
         self.emit({_OP: _OPTION, _FIRST_GROUP: first_group, _ESCAPE: escape})
         if not self.add(node.body, follow=follow, escape=number):
             return False

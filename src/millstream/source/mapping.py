@@ -60,19 +60,22 @@ class LabelMapping:
         unknown = np.setdiff1d(np.asarray(ids, np.int64), self.ids)
         if len(unknown):
             raise BadSource(
-                f"{where}: {self.key} {_some(unknown.tolist())} not in {self.source}, which has {self.num_classes} "
-                f"classes from {self.ids[0]} to {self.ids[-1]}. Add them to the mapping or use another one"
+                f"{where}: {len(unknown)} {self.key} values are not in {self.source} ({self.num_classes} classes from "
+                f"{self.ids[0]} to {self.ids[-1]}): {_some(unknown.tolist())}. Add them to it or use another mapping"
             )
 
 
+MappingSource = str | Path | DataFrame | pa.Table | Mapping[str, Sequence[object]] | Mapping[int, object]
+
+
 def load_mapping(
-    source: "str | Path | DataFrame | pa.Table | Mapping[str, Sequence[object]] | Mapping[int, object]",
+    source: MappingSource,
     *,
     key: str | None = None,
 ) -> LabelMapping:
     """The mapping in a TSV, CSV or Parquet file, a data frame, an Arrow table, `{id: label}` or `{column: values}`.
 
-    The class ids are in the column `key`; by default `class_id`, else the first whose name ends in "id", else the first.
+    Class ids are in the column `key`; by default `class_id`, else the first whose name ends in "id", else the first.
 
     load_mapping({562: "Escherichia coli", 9606: "Homo sapiens"}).rows([9606])  # array([1])
     """
@@ -86,14 +89,12 @@ def load_mapping(
     elif hasattr(source, "to_dict") and hasattr(source, "columns"):
         table = _from_columns(source.to_dict("list"), name)
     else:
-        found = type(source).__name__
-        raise BadSource(
-            f"a mapping is a TSV, CSV or Parquet file, a data frame, an Arrow table or a dict, not a {found}"
-        )
+        kinds = "a TSV, CSV or Parquet file, a data frame, an Arrow table or a dict"
+        raise BadSource(f"the mapping: expected {kinds}, found a {type(source).__name__}")
     if not table.num_rows or not table.column_names:
         raise BadSource(f"{name}: expected a class id and its labels in each row, found no rows")
-    key = _find_key(table, key, name)
-    return LabelMapping(key, _sorted(_with_integer_key(table, key, name), key, name), name)
+    key = _find_key(table, key, name=name)
+    return LabelMapping(key, _sorted(_with_integer_key(table, key, name=name), key, name=name), name)
 
 
 def _read(path: Path) -> pa.Table:
@@ -134,7 +135,7 @@ def _from_columns(columns: Mapping[str, Sequence[object]], name: str) -> pa.Tabl
         raise BadSource(f"{name}: expected columns of equal length, each of one type: {error}") from None
 
 
-def _find_key(table: pa.Table, key: str | None, name: str) -> str:
+def _find_key(table: pa.Table, key: str | None, *, name: str) -> str:
     names = table.column_names
     twice = sorted({column for column in names if names.count(column) > 1})
     if twice:
@@ -147,7 +148,7 @@ def _find_key(table: pa.Table, key: str | None, name: str) -> str:
     return key
 
 
-def _with_integer_key(table: pa.Table, key: str, name: str) -> pa.Table:
+def _with_integer_key(table: pa.Table, key: str, *, name: str) -> pa.Table:
     column = table.column(key)
     if not pa.types.is_integer(column.type):
         kinds = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
@@ -163,7 +164,7 @@ def _with_integer_key(table: pa.Table, key: str, name: str) -> pa.Table:
         raise BadSource(f"{name}: class ids in {key!r} do not fit into int64: {error}") from None
 
 
-def _sorted(table: pa.Table, key: str, name: str) -> pa.Table:
+def _sorted(table: pa.Table, key: str, *, name: str) -> pa.Table:
     """One row a class id, ascending. The same row twice is one; different labels for one id are an error."""
     ids = np.asarray(table.column(key).to_numpy(), np.int64)
     distinct, first, counts = np.unique(ids, return_index=True, return_counts=True)

@@ -15,7 +15,7 @@ def name_of(header: bytes) -> bytes:
 
 def hash_name(name: bytes) -> int:
     """The hash of one name."""
-    text = np.frombuffer(name, np.uint8)
+    text = np.frombuffer(bytearray(name), np.uint8)  # writable, as buffers are: one compilation
     return int(hash_names(text, np.zeros(1, np.int64), np.array([len(text)], np.int64))[0])
 
 

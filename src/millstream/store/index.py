@@ -24,13 +24,14 @@ from millstream.source.fingerprint import Fingerprint, samples_crc32c
 from millstream.source.headers import Headers
 from millstream.source.names import hash_names
 from millstream.source.scan import BASES, EOL, GAP, HEAD, LINE, START, Format, ScanError, Scanned, Scanner
-from millstream.store.header_columns import ColumnsWriter, Mismatches, OnMismatch, Stored
+from millstream.store.header_columns import ColumnsWriter, Mismatches, OnMismatch, Pending, Stored
 from millstream.store.name_table import NameTableWriter
 from millstream.store.packed import ANCHOR, Numbers
 from millstream.store.sections import Sections, SectionsWriter
 
 SUFFIX = ".millstream"
 BUFFER_BYTES = 1 << 20  # fits the L2 cache: 16 MB buffers are half as fast
+_MANY_ROWS = 32768  # written together: numpy's cost for each call counts
 _WHAT = "index of reads"
 
 
@@ -157,7 +158,9 @@ class Scanning:
                 return
             left = filled - found.consumed
             if left == BUFFER_BYTES:
-                raise BadSource(f"{self.path}: a header line longer than {BUFFER_BYTES} bytes, at byte {at} of the text")
+                raise BadSource(
+                    f"{self.path}: a header line longer than {BUFFER_BYTES} bytes, at byte {at} of the text"
+                )
             turn += 1
             ring[turn % len(ring)][:left] = buffer[found.consumed : filled]
             carried, at = left, at + found.consumed
@@ -276,32 +279,29 @@ def _index(
     wanted = _wanted(headers, settings.columns)
     columns = ColumnsWriter(headers, wanted, sections) if headers else None
     mismatches = Mismatches(settings.header_regex or "", settings.on_mismatch, scanning.path)
-    waiting: list[Numbers] = []  # [n, 2] of headers whose record has not ended: fits the regex, hash of its name
+    hashes, fitting = Pending[np.int64](), Pending[np.bool_]()  # of headers whose record has not ended
+    skips = settings.on_mismatch == "skip"
     num_headers = 0
     for buffer, found in scanning:
-        starts, ends = found.header_starts, found.header_ends
-        matched = np.ones(len(starts), np.bool_)
-        if columns and len(starts):
-            matched = columns.add(buffer, starts, ends)
-            if not matched.all():
-                mismatches.add(buffer, starts, ends, np.nonzero(~matched)[0], num_headers)
+        starts, ends, rows = found.header_starts, found.header_ends, found.rows
         if len(starts):
-            hashes = hash_names(buffer, starts, ends) if names.wanted else np.zeros(len(starts), np.int64)
-            waiting.append(np.stack([matched.astype(np.int64), hashes], axis=1))
+            matched = columns.add(buffer, starts, ends) if columns else None
+            if matched is not None and not matched.all():
+                mismatches.add(buffer, starts, ends, np.nonzero(~matched)[0], num_headers)
+            fitting.add(np.ones(len(starts), np.bool_) if matched is None or not skips else matched)
+            if names.wanted:
+                hashes.add(hash_names(buffer, starts, ends))
             num_headers += len(starts)
         if scanning.damage and not scanning.damage.whole:
-            found = found._replace(rows=found.rows[: max(len(found.rows) - 1, 0)])  # the record that was cut
-        if len(found.rows):
-            ready = np.concatenate(waiting)
-            waiting = [ready[len(found.rows) :]]
-            ready = ready[: len(found.rows)]
-            kept = ready[:, 0] > 0 if settings.on_mismatch == "skip" and not ready[:, 0].all() else None
-            rows = found.rows if kept is None else found.rows[kept]
+            rows = rows[:-1]  # the record that was cut
+        if len(rows):
+            fit = fitting.take(len(rows))
+            kept = None if fit.all() else fit
             if names.wanted:
-                names.append(ready[:, 1] if kept is None else ready[kept, 1])
+                names.append(hashes.take(len(rows))[slice(None) if kept is None else kept])
             if columns:
-                columns.emit(np.ascontiguousarray(found.rows[:, BASES]), kept)
-            geometry.add(rows, fastq=scanning.format == "fastq")
+                columns.emit(np.ascontiguousarray(rows[:, BASES]), kept)
+            geometry.add(rows if kept is None else rows[kept], fastq=scanning.format == "fastq")
         blocks.add(scanning.stream)
         progress(scanning.stream.raw)
     blocks.add(scanning.stream)
@@ -338,7 +338,9 @@ def settings_of(sections: Sections) -> IndexSettings:
 def add_names(path: Path, sections: Sections) -> Sections:
     """Make the index again, with a table of names."""
     settings = replace(settings_of(sections), names=True)
-    say(f"{path}: making a table of its {sections.meta['records']} names, once (millstream index --names does it ahead)")
+    say(
+        f"{path}: making a table of its {sections.meta['records']} names, once (millstream index --names does it ahead)"
+    )
     folder = sections.path.parent
     beside = sections.path == index_places(path)[0]
     return load_index(path, build_index(path, settings, index_dir=None if beside else folder))
@@ -364,16 +366,22 @@ class _Geometry:
     def __init__(self, sections: SectionsWriter) -> None:
         self._anchors = sections.column("anchor")
         self._columns = {name: sections.column(name) for name in ("span", "bases", "tail", "line", "eol", "gap")}
-        self._last = np.empty((0, 6), np.int64)
+        self._waiting: list[Numbers] = []
+        self._num_waiting = 0
         self.records = self.bases = self.longest = 0
 
     def add(self, rows: Numbers, *, fastq: bool) -> None:
-        rows = np.concatenate([self._last, rows])
-        self._write(rows[:-1], np.diff(rows[:, START]), fastq)
-        self._last = rows[-1:]
+        self._waiting.append(rows)
+        self._num_waiting += len(rows)
+        if self._num_waiting > _MANY_ROWS:
+            waiting = np.concatenate(self._waiting)
+            self._write(waiting[:-1], np.diff(waiting[:, START]), fastq)
+            self._waiting, self._num_waiting = [waiting[-1:]], 1
 
     def finish(self, end: int, *, fastq: bool) -> None:
-        self._write(self._last, end - self._last[:, START], fastq)
+        if self._waiting:
+            rows = np.concatenate(self._waiting)
+            self._write(rows, np.diff(rows[:, START], append=end), fastq)
 
     def _write(self, rows: Numbers, span: Numbers, fastq: bool) -> None:
         if not len(rows):

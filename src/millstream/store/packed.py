@@ -20,26 +20,54 @@ ANCHOR = 32  # one absolute value for so many rows of a column that is summed
 
 
 class PackedWriter:
-    """Appends values to two growing files."""
+    """Appends values to two growing files. As long as all values are the same it only counts them."""
 
     def __init__(self, directory: BinaryIO, words: BinaryIO) -> None:
         self._files = directory, words
         self._pending: list[Numbers] = []
         self._num_pending = 0
+        self._constant: int | None = None
+        self._num_constant = 0
         self.num_words = 0
         self.rows = 0
 
     def append(self, values: Numbers) -> None:
+        if not len(values):
+            return
+        if self.rows == 0:
+            self._constant = int(values[0])
+        self.rows += len(values)
+        if self._constant is not None:
+            if values.min() == self._constant == values.max():
+                self._num_constant += len(values)
+                return
+            self._write_constant()
         self._pending.append(values.copy())  # callers reuse their buffers
         self._num_pending += len(values)
-        self.rows += len(values)
-        if self._num_pending >= CHUNK:
+        if self._num_pending >= 4 * CHUNK:
             self._flush(self._num_pending - self._num_pending % CHUNK)
+
+    def append_many(self, value: int, count: int) -> None:
+        """`count` times the same value, at the start of the column."""
+        assert self.rows == 0
+        self._constant, self._num_constant, self.rows = value, count, count
 
     def finish(self) -> None:
         """Write what is left. One more word lets readers look one word ahead."""
+        self._write_constant()
         self._flush(self._num_pending)
         self._files[1].write(bytes(8))
+
+    def _write_constant(self) -> None:
+        if self._constant is None:
+            return
+        chunks, rest = divmod(self._num_constant, CHUNK)
+        entry = np.array([[self._constant, self.num_words << 8]], np.int64)
+        for start in range(0, chunks, CHUNK):
+            self._files[0].write(np.repeat(entry, min(CHUNK, chunks - start), axis=0).tobytes())
+        self._pending.append(np.full(rest, self._constant, np.int64))
+        self._num_pending += rest
+        self._constant = None
 
     def _flush(self, count: int) -> None:
         if not count:

@@ -19,7 +19,7 @@ from millstream.store.index import add_names, stored_columns
 from millstream.store.name_table import NameTable
 from millstream.store.packed import Numbers, sums_before
 from millstream.store.sections import Sections
-from millstream.store.texts import BlockText, MappedText, Text
+from millstream.store.texts import Text, open_text
 
 
 SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"
@@ -60,9 +60,10 @@ class ReadFile:
         names = ("anchor", "span", "bases", "tail", "line", "eol", "gap")
         self._geometry = {name: sections.column(name) for name in names}
         self._stat = self._state()
-        plain = sections.meta["kind"] == "plain"
-        self.text: Text = MappedText(path, memory=memory) if plain else BlockText(path, sections, memory=memory)
-        self.columns = {stored.name: HeaderColumnReader(stored, sections) for stored in stored_columns(sections)}
+        self.text: Text = open_text(path, sections, memory=memory)
+        self.columns: dict[str, HeaderColumnReader] = {}
+        for stored in stored_columns(sections):
+            self.columns[stored.name] = HeaderColumnReader(stored, sections, self.columns)
 
     def check_unchanged(self) -> None:
         """Notice a file that was replaced or written to since it was opened; 2 us."""
@@ -147,7 +148,7 @@ class ReadFile:
         """A column of these rows; read from their headers if it is kept nowhere else."""
         column = self.columns[name]
         if column.stored.kept != "header":
-            return column.take(rows, self.lengths(rows) if column.stored.kept == "length" else rows)
+            return column.take(rows, self.lengths(rows) if column.needs_lengths else rows)
         parsed = self._headers.parse(*self.headers(places or self.places(rows))).columns[name]
         if isinstance(parsed, Integers):
             return pa.array(parsed.values, mask=~parsed.valid)

@@ -22,7 +22,6 @@ from millstream.store.read_batch import ColumnValues, Read, ReadBatch, split_tex
 from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
 from millstream.store.sections import Sections
 
-MEMORY = "1GB"
 CHUNK_READS = 1024
 CHUNK_BASES = 4 << 20  # letters taken at once when iterating
 LABEL = "label"
@@ -312,7 +311,7 @@ def open_reads(
     *,
     settings: IndexSettings | None = None,
     mapping: MappingSource | None = None,
-    memory: int | str = MEMORY,
+    memory: int | str | None = None,
     index_dir: str | Path | None = None,
     rebuild: bool = False,
     watch: Callable[[Path], AbstractContextManager[Progress]] = no_progress,
@@ -322,7 +321,7 @@ def open_reads(
     if not paths:
         raise BadSource("no files given")
     wanted = settings or IndexSettings()
-    budget = parse_bytes(memory) // len(paths)
+    budget = (parse_bytes(memory) if memory is not None else _half_of_free()) // len(paths)
     folder = Path(index_dir) if index_dir is not None else None
     parts: list[Part] = []
     for path in map(Path, paths):
@@ -335,6 +334,15 @@ def open_reads(
     arguments = {"settings": settings, "mapping": mapping, "memory": memory, "index_dir": index_dir}
     labels = load_mapping(mapping) if mapping is not None else None
     return Reads(parts, reopen=Reopen([str(path) for path in paths], arguments), mapping=labels)
+
+
+def _half_of_free() -> int:
+    """Half of the memory that is available, if the system says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 9
+    except (OSError, StopIteration):
+        return 1 << 30
 
 
 def _load(
@@ -363,9 +371,13 @@ def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetc
     nothing = np.zeros(len(order), np.int64)
     flat, offsets = gather(np.concatenate([part.flat for part in parts]), begins, lengths, nothing, nothing)
     grades = [part.quality for part in parts if part.quality is not None]
-    quality = gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0] if len(grades) == len(parts) else None
+    quality = (
+        gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0] if len(grades) == len(parts) else None
+    )
     names = parts[0].columns
-    columns = {name: pa.chunked_array([_plain(part.columns[name]) for part in parts]).combine_chunks() for name in names}
+    columns = {
+        name: pa.chunked_array([_plain(part.columns[name]) for part in parts]).combine_chunks() for name in names
+    }
     return Fetched(flat, offsets, quality, {name: column.take(pa.array(order)) for name, column in columns.items()})
 
 

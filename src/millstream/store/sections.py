@@ -10,7 +10,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,6 +51,20 @@ class SectionsWriter:
         if name not in self._columns:
             self._columns[name] = PackedWriter(self.part(f"{name}.directory"), self.part(f"{name}.words"))
         return self._columns[name]
+
+    def read_back(self, name: str) -> Generator[NDArray[np.int64]]:
+        """The values of a packed column that is complete, some at a time; nothing can be appended to it any more."""
+        column = self._columns[name]
+        column.finish()
+        directory, words = (self.part(f"{name}.{part}") for part in ("directory", "words"))
+        directory.flush()
+        words.flush()
+        if column.rows:
+            # mode "c": a read-only array would be another type to the kernels, and compiled for again
+            pairs, numbers = np.memmap(directory, np.int64, "c"), np.memmap(words, np.uint64, "c")
+            packed = Packed(column.rows, np.asarray(pairs).reshape(-1, 2), np.asarray(numbers))
+            for start in range(0, column.rows, 1 << 20):
+                yield packed.take(np.arange(start, min(start + (1 << 20), column.rows), dtype=np.int64))
 
     def drop(self, name: str) -> None:
         """Forget a packed column."""

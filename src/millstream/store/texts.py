@@ -1,6 +1,7 @@
 """The text of a read file by position: mapped when it is plain, decoded block by block when it is compressed.
 
-Both hold no more than `memory` bytes: pages of the mapping are let go, decoded blocks are forgotten, oldest use first.
+They hold no more than `memory` bytes: a larger file is read instead of mapped, decoded blocks are forgotten, oldest use
+first.
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from millstream.errors import BadSource
+from millstream.errors import BadSource, StaleIndex
 from millstream.records import Bytes, crc32c
 from millstream.source.containers import Kind, bgzf_size, decode_bgzf, decode_frame, inflate
 from millstream.source.gather import copy_pieces, gather
@@ -21,7 +22,7 @@ from millstream.store.maps import Map
 from millstream.store.packed import Numbers
 from millstream.store.sections import Sections
 
-_GRANULE = 16  # log2 of 64 kB: what the kernel maps around a page that is touched
+_NEAR_BYTES = 4096  # reading so many bytes for nothing costs less than asking twice
 
 
 class Text(Protocol):
@@ -41,31 +42,77 @@ class Text(Protocol):
 
 
 class MappedText:
-    """A plain file."""
+    """A plain file that may be held in memory whole."""
 
-    def __init__(self, path: Path, *, memory: int) -> None:
+    decoded = 0
+
+    def __init__(self, path: Path) -> None:
         self._map = Map(path)
-        self._memory = memory
-        self.decoded = 0
-        self._touched = np.zeros((self._map.num_bytes >> _GRANULE) + 1, np.bool_)
 
     def letters(
         self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
     ) -> tuple[Bytes, Numbers]:
-        found = gather(self._map.view, starts, counts, lines, eols)
-        if self._map.num_bytes > self._memory:
-            self._touched[starts >> _GRANULE] = True
-            longest = int(spans.max(initial=0))
-            if self.held_bytes() + (longest if longest > 1 << _GRANULE else 0) > self._memory:
-                self._map.drop()
-                self._touched[:] = False
-        return found
+        return gather(self._map.view, starts, counts, lines, eols)
 
     def held_bytes(self) -> int:
-        return int(np.count_nonzero(self._touched)) << _GRANULE
+        return self._map.num_bytes
 
-    def will_need(self, start: int, num_bytes: int) -> None:
-        self._map.will_need(start, num_bytes)
+
+class PlainText:
+    """A plain file larger than the memory it may take: read where it is wanted, and nothing kept.
+
+    A mapping would do, but the kernel maps 64 kB around each byte that is touched, and letting go of that and taking it
+    again costs more (4 us a read) than asking for the bytes (1 us).
+    """
+
+    decoded = 0
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def letters(
+        self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
+    ) -> tuple[Bytes, Numbers]:
+        text, places = self._read(starts, starts + np.where(lines == 0, counts, spans))
+        return gather(text, places, counts, lines, eols)
+
+    def held_bytes(self) -> int:
+        return 0
+
+    def _read(self, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
+        """The bytes of all ranges, neighbours read together, and where each begins in them."""
+        if not len(starts):
+            return np.empty(0, np.uint8), starts
+        order = np.argsort(starts)
+        ordered, reach = starts[order], np.maximum.accumulate(ends[order])
+        first = np.flatnonzero(np.append(True, ordered[1:] - reach[:-1] > _NEAR_BYTES))
+        low, high = ordered[first], reach[np.append(first[1:], len(order)) - 1]
+        offsets = np.append(0, np.cumsum(high - low))
+        text = np.empty(int(offsets[-1]), np.uint8)
+        view = memoryview(text)
+        for at, start, end in zip(low.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            self._fill(view[start:end], at)
+        run = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(order))))
+        places = np.empty(len(order), np.int64)
+        places[order] = ordered - low[run] + offsets[run]
+        return text, places
+
+    def _fill(self, part: memoryview, at: int) -> None:
+        while part.nbytes:
+            count = os.preadv(self._fd, [part], at)
+            if count == 0:
+                raise StaleIndex("the file is shorter than it was when it was indexed; millstream index FILE --rebuild")
+            part, at = part[count:], at + count
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+def open_text(path: Path, sections: Sections, *, memory: int) -> Text:
+    """The text of an indexed file."""
+    if sections.meta["kind"] != "plain":
+        return BlockText(path, sections, memory=memory)
+    return MappedText(path) if path.stat().st_size <= memory else PlainText(path)
 
 
 class BlockText:
@@ -130,9 +177,7 @@ class BlockText:
         starts = {name: column.take(blocks) for name, column in self._columns.items()}
         after = np.minimum(blocks + 1, self._columns["plain"].rows - 1)
         is_last = blocks == self._columns["plain"].rows - 1
-        ends = {
-            name: np.where(is_last, end, self._columns[name].take(after)) for name, end in self._edges.items()
-        }
+        ends = {name: np.where(is_last, end, self._columns[name].take(after)) for name, end in self._edges.items()}
         columns = (blocks, starts["raw"], ends["raw"], starts["plain"], ends["plain"], starts["bits"], starts["crc32c"])
         windows = starts["window"], ends["window"]
         return [_Place(*row) for row in zip(*(column.tolist() for column in (*columns, *windows)), strict=True)]
