@@ -1,13 +1,13 @@
 """The `millstream` command. Every command is a thin layer over a function; data goes to stdout, talk to stderr."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from millstream import __version__
+from millstream import __version__, cli_reads
+from millstream.cli_common import Json, print_json
 
 app = typer.Typer(
     name="millstream",
@@ -19,7 +19,6 @@ app = typer.Typer(
 
 Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", show_default=False)]
 Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
 def main() -> None:
@@ -70,18 +69,22 @@ def demo(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A trace store, or an old .pkl, .pkl.gz or .pt file.")],
+    path: Annotated[Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, or reads.")],
     other: Annotated[Path | None, typer.Argument(help="Another one, to compare with.")] = None,
     examples: Annotated[int, typer.Option(help="How many example records to show.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a store: counts, fields, lengths, a few records; or how two differ."""
+    """Show what is in a store or in reads: counts, fields, lengths, a few records; or how two stores differ."""
     from dataclasses import asdict
 
     from millstream.console import progress
+    from millstream.door import are_reads
     from millstream.store.summary import compare, summarise
     from millstream.store.traces import Traces
 
+    if other is None and are_reads(path):
+        cli_reads.inspect_reads(path, examples=examples, as_json=as_json)
+        return
     paths = [path] if other is None else [path, other]
     with progress("inspect", sum(len(Traces(p)) for p in paths if p.is_dir())) as update:
         summaries = [summarise(p, examples=examples, progress=update) for p in paths]
@@ -93,7 +96,7 @@ def inspect(
         answer: dict[str, Any] = {"stores": [asdict(summary) for summary in summaries]}
         if comparison:
             answer["comparison"] = asdict(comparison)
-        _print_json(answer if comparison else answer["stores"][0])
+        print_json(answer if comparison else answer["stores"][0])
         return
     from millstream.store.show import show_comparison, show_summary
 
@@ -105,24 +108,28 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Store,
+    path: Annotated[Path, typer.Argument(help="A trace store, or reads that have an index.", show_default=False)],
     fast: Annotated[bool, typer.Option("--fast", help="Check structure only, not the records' bytes.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check every CRC of a store and name the shard, record and field of each damage."""
+    """Check every CRC of a store and name the shard, record and field of each damage; or reads and their index."""
     from dataclasses import asdict
 
     from millstream.console import format_bytes, progress, say
+    from millstream.door import are_reads
     from millstream.store.layout import list_shards
     from millstream.store.repair import verify as find_damage
     from millstream.store.traces import Traces
 
+    if are_reads(path):
+        cli_reads.verify_reads(path, as_json=as_json)
+        return
     traces = Traces(path)
     with progress("verify", traces.num_bytes, unit="bytes") as update:
         damages = list(find_damage(path, fast=fast, progress=update))
     unsealed = len(list_shards(path)[1])
     if as_json:
-        _print_json(
+        print_json(
             {
                 "records": len(traces),
                 "bytes": traces.num_bytes,
@@ -155,7 +162,7 @@ def repair(path: Store, as_json: Json = False) -> None:
     with progress("repair", Traces(path).num_bytes, unit="bytes") as update:
         result = mend(path, progress=update)
     if as_json:
-        _print_json(asdict(result))
+        print_json(asdict(result))
     else:
         for recovery in result.recovered:
             kept = recovery.shard.records if recovery.shard else 0
@@ -258,12 +265,13 @@ def _wrote(written: Any, as_json: bool) -> None:
     from millstream.console import format_bytes, say
 
     if as_json:
-        _print_json({"path": str(written.path), "records": written.records, "bytes": written.bytes})
+        print_json({"path": str(written.path), "records": written.records, "bytes": written.bytes})
     say(
         f"{written.path}: {written.records} records, {format_bytes(written.bytes)}. "
         f"Next: millstream inspect {written.path}"
     )
 
 
-def _print_json(answer: object) -> None:
-    print(json.dumps(answer, indent=1, default=str, ensure_ascii=False))
+app.command()(cli_reads.index)
+app.command()(cli_reads.pack)
+app.command()(cli_reads.unpack)

@@ -72,7 +72,7 @@ def expand(path: str | Path) -> list[Path]:
     from millstream.store.index import looks_like_reads
 
     place = Path(path)
-    if place.is_dir() and not is_packed(place):
+    if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.is_file())
     elif not place.exists() and any(mark in str(path) for mark in "*?["):
         files = [Path(file) for file in sorted(glob.glob(str(path)))]
@@ -84,17 +84,28 @@ def expand(path: str | Path) -> list[Path]:
     return found
 
 
-def is_packed(path: Path) -> bool:
-    """Whether a folder is a packed read store."""
-    return (path / "pack.json").exists()
+def are_reads(path: Path) -> bool:
+    """Whether a path holds reads: FASTA or FASTQ, packed or not."""
+    if path.is_dir() or not path.exists():
+        return not _is_store(path)
+    from millstream.store.index import looks_like_reads
+    from millstream.store.reads import is_pack
+
+    named = path.name.lower().endswith(_READS)
+    return named or is_pack(path) or looks_like_reads(path)
+
+
+def open_as_reads(path: str | Path) -> Reads:
+    """Reads at a path, with the indexes they have."""
+    from millstream.store.reads import open_reads
+
+    return open_reads(expand(path), watch=watch_index, notify=say)
 
 
 def _is_store(path: Path) -> bool:
     """Whether this is for `Traces`, which also says best what is wrong with what is nothing."""
     if not path.is_dir():
         return not path.exists() and not any(mark in str(path) for mark in "*?[")
-    if is_packed(path):
-        return False
     if (path / "manifest.json").exists() or any(path.glob("shard-*.arrow*")):
         return True
     from millstream.store.index import looks_like_reads

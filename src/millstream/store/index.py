@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from millstream.console import Progress, say, silent
+from millstream.config import parse_bytes
+from millstream.console import Progress, format_bytes, say, silent
 from millstream.errors import BadIndex, BadSource, StaleIndex
 from millstream.records import Bytes
 from millstream.source.ahead import ahead
@@ -31,6 +32,7 @@ from millstream.store.sections import Sections, SectionsWriter
 
 SUFFIX = ".millstream"
 BUFFER_BYTES = 1 << 20  # fits the L2 cache: 16 MB buffers are half as fast
+INDEXING_BYTES = 160 << 20  # measured: 60 MB of buffers, and 60 MB of what a name table sorts at once
 _MANY_ROWS = 32768  # written together: numpy's cost for each call counts
 _WHAT = "index of reads"
 
@@ -53,6 +55,12 @@ class IndexSettings:
             return True
         same = (self.header_regex, self.on_mismatch) == (wanted.header_regex, wanted.on_mismatch)
         return same and set(_wanted(Headers(wanted.header_regex), wanted.columns)) <= set(self.columns or ())
+
+
+def check_memory(memory: int | str) -> None:
+    """ValueError when indexing cannot keep to so many bytes."""
+    if parse_bytes(memory) < INDEXING_BYTES:
+        raise ValueError(f"memory {memory!r}: indexing takes up to {format_bytes(INDEXING_BYTES)}, whatever the file's size")
 
 
 def find_index(path: Path, index_dir: Path | None = None) -> Path | None:
@@ -393,7 +401,7 @@ class _Geometry:
             "bases": bases,
             "tail": span - rows[:, HEAD] - bases * (2 if fastq else 1) - rows[:, GAP],
             "line": rows[:, LINE],
-            "eol": np.zeros(len(rows), np.int64) if fastq else rows[:, EOL],
+            "eol": rows[:, EOL],
             "gap": rows[:, GAP],
         }
         for name, column in self._columns.items():

@@ -5,8 +5,9 @@ lengths of short reads take six bits. A column is two arrays: `directory` int64 
 `first word << 8 | width`, and `words` uint64.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,20 @@ class PackedWriter:
         self._pending.append(np.full(rest, self._constant, np.int64))
         self._num_pending += rest
         self._constant = None
+
+    def state(self) -> dict[str, object]:
+        """What is not in the files."""
+        pending = np.concatenate(self._pending) if self._num_pending else np.empty(0, np.int64)
+        constant = None if self._constant is None else [self._constant, self._num_constant]
+        return {"rows": self.rows, "num_words": self.num_words, "pending": pending, "constant": constant}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Go on as if nothing had been appended since; the files have been cut to what they were."""
+        pending = cast(Numbers, state["pending"])
+        self.rows, self.num_words = cast(int, state["rows"]), cast(int, state["num_words"])
+        self._pending, self._num_pending = [pending], len(pending)
+        constant = cast("list[int] | None", state["constant"])
+        self._constant, self._num_constant = constant or (None, 0)
 
     def _flush(self, count: int) -> None:
         if not count:

@@ -1,7 +1,7 @@
 """One indexed FASTA or FASTQ file: rows in, letters out."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from millstream.errors import StaleIndex
 from millstream.records import Bytes
+from millstream.source.fingerprint import Fingerprint, file_crc32c
 from millstream.source.headers import Headers, Integers, Texts
 from millstream.source.names import name_of
 from millstream.source.scan import IRREGULAR
@@ -65,6 +66,19 @@ class ReadFile:
         for stored in stored_columns(sections):
             self.columns[stored.name] = HeaderColumnReader(stored, sections, self.columns)
 
+    @property
+    def format(self) -> str:
+        meta = self.sections.meta
+        return str(meta["format"]) if meta["kind"] == "plain" else f"{meta['format']} in {meta['kind']}"
+
+    def verify(self) -> Iterator[str]:
+        """Check every byte of the index and of the file; what is wrong."""
+        yield from self.sections.damages()
+        known = Fingerprint.of_json(self.sections.meta["fingerprint"])
+        if file_crc32c(self.path) != known.crc32c:
+            yield f"{self.path}: its CRC-32C is not what it was when it was indexed. If that is meant: " \
+                f"millstream index {self.path} --rebuild"
+
     def check_unchanged(self) -> None:
         """Notice a file that was replaced or written to since it was opened; 2 us."""
         if self._state() != self._stat:
@@ -112,8 +126,10 @@ class ReadFile:
 
     def sequences(self, places: Places) -> tuple[Bytes, Numbers]:
         """Letters and offsets."""
+        # An end of line of 0 tells that there are no comments to skip; FASTQ that arithmetic follows is one line.
+        eol = np.zeros_like(places.eol) if self.has_quality else places.eol
         return self.text.letters(
-            places.start + places.head, places.bases, places.span - places.head, places.line, places.eol
+            places.start + places.head, places.bases, places.span - places.head, places.line, eol
         )
 
     def qualities(self, places: Places) -> Bytes:

@@ -17,7 +17,13 @@ from millstream.errors import BadSource
 from millstream.records import Bytes
 from millstream.source.gather import gather
 from millstream.source.mapping import LabelMapping, MappingSource, load_mapping
+from millstream.store.header_columns import HeaderColumnReader
 from millstream.store.index import IndexSettings, build_index, find_index, load_index, settings_of
+
+try:
+    from millstream.store.pack_file import is_pack, open_pack
+except ImportError:
+    is_pack = lambda path: False  # noqa
 from millstream.store.read_batch import ColumnValues, Read, ReadBatch, split_text
 from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
 from millstream.store.sections import Sections
@@ -38,14 +44,22 @@ class Part(Protocol):
     """One file of a collection: an indexed read file or a packed one. `rows` are record numbers within it."""
 
     path: Path
+    sections: Sections
     records: int
     bases: int
     has_quality: bool
-    has_names: bool
-    column_names: list[str]
-    held_bytes: int
-    decoded: int
+    columns: Mapping[str, HeaderColumnReader]
 
+    @property
+    def format(self) -> str: ...
+    @property
+    def has_names(self) -> bool: ...
+    @property
+    def held_bytes(self) -> int: ...
+    @property
+    def decoded(self) -> int: ...
+    @property
+    def column_names(self) -> list[str]: ...
     def fetch(self, rows: Numbers, fields: Collection[str]) -> Fetched: ...
     def lengths(self, rows: Numbers) -> Numbers: ...
     def names_of(self, rows: Numbers) -> list[str]: ...
@@ -55,6 +69,7 @@ class Part(Protocol):
     def find(self, name: str) -> list[int]: ...
     def region(self, row: int, start: int, end: int) -> Bytes: ...
     def with_names(self) -> "Part": ...
+    def verify(self) -> Iterator[str]: ...
 
 
 class Reads:
@@ -76,8 +91,27 @@ class Reads:
             self._check_mapping(mapping)
 
     @property
+    def parts(self) -> list[Part]:
+        """The files, in order."""
+        return list(self._parts)
+
+    @property
     def paths(self) -> list[Path]:
         return [part.path for part in self._parts]
+
+    @property
+    def formats(self) -> list[str]:
+        """What the files are: `fasta`, `fastq in gzip`, `packed`, ..."""
+        return sorted({part.format for part in self._parts})
+
+    @property
+    def index_paths(self) -> list[Path]:
+        return [part.sections.path for part in self._parts]
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the indexes."""
+        return sum(part.sections.num_bytes for part in self._parts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -325,6 +359,9 @@ def open_reads(
     folder = Path(index_dir) if index_dir is not None else None
     parts: list[Part] = []
     for path in map(Path, paths):
+        if is_pack(path):
+            parts.append(open_pack(path, memory=budget))
+            continue
         sections = None if rebuild else _load(path, wanted, folder, explicit=settings is not None, notify=notify)
         if sections is None:
             with watch(path) as progress:

@@ -10,9 +10,10 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,18 +33,25 @@ _EAGER_BYTES = 16 << 20  # an array below this is checked whole on first use: 1 
 
 
 class SectionsWriter:
-    """Grows arrays in unnamed temporary files beside `path`; `publish` makes them one file, or nothing at all."""
+    """Grows arrays in temporary files; `publish` makes them one file, or nothing at all.
 
-    def __init__(self, path: Path) -> None:
+    The files are unnamed and lie beside `path`; or they have names in `folder`, so that after a crash another writer can
+    go on from a `state` that was kept.
+    """
+
+    def __init__(self, path: Path, *, folder: Path | None = None, advice: str = _NOTHING_LEFT) -> None:
         self.path = path
+        self._folder = folder
+        self._advice = advice
+        self._synced: dict[str, int] = {}  # bytes of a part that are known to be on disk
         self._parts: dict[str, BinaryIO] = {}
         self._columns: dict[str, PackedWriter] = {}
 
     def part(self, name: str) -> BinaryIO:
         """The growing array of this name, as a file."""
         if name not in self._parts:
-            with no_space(self.path, _NOTHING_LEFT):
-                self._parts[name] = tempfile.TemporaryFile(dir=self.path.parent, buffering=1 << 16)
+            with no_space(self.path, self._advice):
+                self._parts[name] = self._open(name)
         return self._parts[name]
 
     def column(self, name: str) -> PackedWriter:
@@ -70,7 +78,38 @@ class SectionsWriter:
         """Forget a packed column."""
         del self._columns[name]
         for part in (f"{name}.directory", f"{name}.words"):
-            self._parts.pop(part).close()
+            self.drop_part(part)
+
+    def drop_part(self, name: str) -> None:
+        """Forget an array; in a folder its file stays, for whoever has to go on from a state."""
+        self._parts.pop(name).close()
+
+    def state(self, parts: Iterable[str], *, sync: bool = False) -> dict[str, object]:
+        """Where these parts end at present, and what their columns have not written yet. `sync`: also after a power cut."""
+        ends = {name: self._parts[name].tell() for name in parts}
+        for name, end in ends.items():
+            if sync and self._synced.get(name) != end:
+                self._parts[name].flush()
+                os.fdatasync(self._parts[name].fileno())
+                self._synced[name] = end
+        columns = {name: column.state() for name, column in self._columns.items() if f"{name}.words" in ends}
+        return {"parts": ends, "columns": columns}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Cut the parts to where they ended; BadIndex when one is shorter."""
+        for name, end in cast(dict[str, int], state["parts"]).items():
+            part = self.part(name)
+            if part.seek(0, os.SEEK_END) < end:
+                raise BadIndex(f"{part.name}: cut short, {part.tell()} bytes where {end} were written")
+            part.seek(end)
+            part.truncate()
+            self._synced.pop(name, None)
+        for name, column in cast(dict[str, dict[str, object]], state["columns"]).items():
+            self.column(name).restore(column)
+
+    @property
+    def part_names(self) -> list[str]:
+        return list(self._parts)
 
     def publish(self, meta: Mapping[str, object]) -> None:
         """Write everything under a temporary name, then rename."""
@@ -78,7 +117,7 @@ class SectionsWriter:
             column.finish()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            with no_space(self.path, _NOTHING_LEFT), open(temporary, "wb") as file:
+            with no_space(self.path, self._advice), open(temporary, "wb") as file:
                 self._write(file, meta)
                 file.flush()
                 os.fsync(file.fileno())
@@ -89,7 +128,14 @@ class SectionsWriter:
 
     def close(self) -> None:
         for part in self._parts.values():
-            part.close()
+            with suppress(OSError):  # what a full disk did not take is of no use now
+                part.close()
+
+    def _open(self, name: str) -> BinaryIO:
+        if self._folder is None:
+            return cast(BinaryIO, tempfile.TemporaryFile(dir=self.path.parent, buffering=1 << 16))
+        fd = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return os.fdopen(fd, "r+b", buffering=1 << 16)
 
     def __enter__(self) -> "SectionsWriter":
         return self
@@ -185,11 +231,32 @@ class Sections:
                 if not self._checked[block]:
                     self.check_block(block)
 
+    def unchecked(self, blocks: NDArray[np.int64]) -> list[int]:
+        """Those of these megabytes that nobody has checked yet."""
+        return [] if self._checked[blocks].all() else np.unique(blocks[~self._checked[blocks]]).tolist()
+
+    def will_need(self, start: int, num_bytes: int) -> None:
+        """Start reading this range from disk."""
+        self._map.will_need(start, num_bytes)
+
+    def drop_pages(self) -> None:
+        """Take the file's pages out of this process; the kernel keeps them cached as long as it likes."""
+        self._map.drop()
+
     def check_block(self, block: int) -> None:
         data = self._map.view[block * CRC_BYTES : min((block + 1) * CRC_BYTES, self._end)]
         if crc32c(data) != self._crcs[block]:
             raise BadIndex(f"{self.path}: damaged between byte {block * CRC_BYTES} and {(block + 1) * CRC_BYTES}")
         self._checked[block] = True
+
+
+    def damages(self) -> Generator[str]:
+        """Check everything; what is wrong."""
+        for block in range(len(self._crcs)):
+            try:
+                self.check_block(block)
+            except BadIndex as error:
+                yield str(error)
 
 
 class Column:

@@ -1,0 +1,174 @@
+"""MetaGeneTokenizer: a tokenizer for reads that is called as the old scripts did, on millstream's tokenizers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypedDict, overload
+
+import numpy as np
+import torch
+
+from millstream.dataset.tokenizers import base, hf
+from millstream.dataset.tokens import IdType, Letters, Numbers, Pad, Tokenizer, Tokens
+
+Padding = bool | Literal["longest", "max_length", "do_not_pad"]
+
+
+class Encoding(TypedDict):
+    """Tokens of one text."""
+
+    input_ids: list[int]
+    attention_mask: list[int]
+
+
+class Encodings(TypedDict):
+    """Tokens of several texts."""
+
+    input_ids: list[list[int]]
+    attention_mask: list[list[int]]
+
+
+class Tensors(TypedDict):
+    """Tokens of one or several texts, one row a text."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+class MetaGeneTokenizer:
+    """The tokenizer of a folder with a tokenizer.json, of such a file, or of a model in the local Hugging Face cache.
+
+    Nothing is downloaded. It is called as a Hugging Face tokenizer is, and goes wherever millstream takes a tokenizer.
+    `use_hf_tokenizer=False` is the plain tokenizer of the old scripts, one token a letter, millstream's `base`: A C G T N
+    are 1 to 5, 0 is padding, there are no special tokens, and `tokenizer_path` is not looked at.
+
+    >>> tokenizer = MetaGeneTokenizer("METAGENE-1")
+    >>> tokenizer(["ACGT", "GATTACA"], max_length=128, padding="max_length", truncation=True, return_tensors="pt")
+    """
+
+    def __init__(self, tokenizer_path: str | Path | None = None, use_hf_tokenizer: bool = True) -> None:
+        if use_hf_tokenizer and tokenizer_path is None:
+            raise ValueError(
+                "tokenizer_path is missing: give the folder that holds the model's tokenizer.json, "
+                "or use_hf_tokenizer=False for one token a letter"
+            )
+        self._tokenizer: Tokenizer = hf(tokenizer_path) if use_hf_tokenizer and tokenizer_path is not None else base()
+
+    @property
+    def name(self) -> str:
+        return self._tokenizer.name
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id and one: the rows of an embedding."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def pad_id(self) -> int:
+        return self._tokenizer.pad_id
+
+    @property
+    def pad_token_id(self) -> int:
+        return self._tokenizer.pad_id
+
+    def tokenize(
+        self,
+        flat: Letters,
+        offsets: Numbers,
+        *,
+        max_length: int | None = None,
+        pad: Pad = "longest",
+        dtype: IdType = np.int32,
+    ) -> Tokens:
+        """The tokens of many reads at once, as every tokenizer of millstream gives them."""
+        return self._tokenizer.tokenize(flat, offsets, max_length=max_length, pad=pad, dtype=dtype)
+
+    def encode(self, text: str, *, max_length: int | None = None, truncation: bool = False) -> list[int]:
+        """The ids of one text, special tokens included."""
+        return self(text, max_length=max_length, truncation=truncation)["input_ids"]
+
+    @overload
+    def __call__(
+        self,
+        text: str,
+        *,
+        max_length: int | None = None,
+        padding: Padding = False,
+        truncation: bool = False,
+        return_tensors: None = None,
+    ) -> Encoding: ...
+    @overload
+    def __call__(
+        self,
+        text: Sequence[str],
+        *,
+        max_length: int | None = None,
+        padding: Padding = False,
+        truncation: bool = False,
+        return_tensors: None = None,
+    ) -> Encodings: ...
+    @overload
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        max_length: int | None = None,
+        padding: Padding = False,
+        truncation: bool = False,
+        return_tensors: Literal["pt"],
+    ) -> Tensors: ...
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        max_length: int | None = None,
+        padding: Padding = False,
+        truncation: bool = False,
+        return_tensors: Literal["pt"] | None = None,
+    ) -> Encoding | Encodings | Tensors:
+        """Ids and mask: lists, or with `return_tensors="pt"` int64 tensors of one row a text.
+
+        `padding` is True or "longest" (to the longest text), "max_length" or False; `truncation` cuts after `max_length`.
+        """
+        if padding not in (True, False, "longest", "max_length", "do_not_pad"):
+            raise ValueError(f'padding={padding!r}; write True, "longest", "max_length" or False')
+        if return_tensors not in (None, "pt"):
+            raise ValueError(f'return_tensors={return_tensors!r}; write "pt", or leave it out for lists')
+        if (truncation or padding == "max_length") and max_length is None:
+            asked = "truncation=True" if truncation else 'padding="max_length"'
+            raise ValueError(f"{asked} needs a max_length")
+        tokens = self._tokenize([text] if isinstance(text, str) else text, max_length if truncation else None)
+        counts = tokens.attention_mask.sum(axis=1)
+        if padding == "max_length" and max_length is not None:
+            tokens = self._widened(tokens, counts, max_length)
+        is_ragged = padding in (False, "do_not_pad")
+        if return_tensors == "pt":
+            if is_ragged and len(set(counts.tolist())) > 1:
+                raise ValueError(
+                    f"texts of {counts.min()} to {counts.max()} tokens are no tensor: pass padding=True, "
+                    'or padding="max_length", truncation=True and a max_length'
+                )
+            ids, mask = map(torch.from_numpy, tokens)  # pyright: ignore[reportUnknownMemberType]
+            return Tensors(input_ids=ids, attention_mask=mask)
+        ids, mask = tokens.input_ids.tolist(), tokens.attention_mask.tolist()
+        if is_ragged:
+            ids, mask = ([row[:count] for row, count in zip(rows, counts, strict=True)] for rows in (ids, mask))
+        if isinstance(text, str):
+            return Encoding(input_ids=ids[0], attention_mask=mask[0])
+        return Encodings(input_ids=ids, attention_mask=mask)
+
+    def __repr__(self) -> str:
+        return f"MetaGeneTokenizer({self.name}: {self.vocab_size} tokens)"
+
+    def _tokenize(self, texts: Sequence[str], max_length: int | None) -> Tokens:
+        letters = [text.encode() for text in texts]
+        offsets = np.cumsum([0, *map(len, letters)], dtype=np.int64)
+        return self.tokenize(np.frombuffer(b"".join(letters), np.uint8), offsets, max_length=max_length, dtype=np.int64)
+
+    def _widened(self, tokens: Tokens, counts: Numbers, width: int) -> Tokens:
+        if len(counts) and counts.max() > width:
+            raise ValueError(
+                f"text {counts.argmax()} has {counts.max()} tokens, more than max_length={width}: pass truncation=True"
+            )
+        ids, mask = tokens
+        missing = ((0, 0), (0, width - ids.shape[1]))
+        return Tokens(np.pad(ids, missing, constant_values=self.pad_id), np.pad(mask, missing))

@@ -1,0 +1,154 @@
+"""The commands for read files: index, pack, unpack, and what inspect and verify do for reads."""
+
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+
+from millstream.cli_common import Json, print_json
+
+Regex = Annotated[
+    str | None, typer.Option("--header-regex", help="Named groups become columns: 'lbl\\|(?P<class_id>\\d+)'.")
+]
+Columns = Annotated[str | None, typer.Option(help="Which groups to keep, as in class_id,tax_id.", show_default="all")]
+Mismatch = Annotated[str, typer.Option(help="What to do with a header that does not fit: error, skip or null.")]
+Salvage = Annotated[bool, typer.Option("--salvage", help="Use a damaged file up to the damage.")]
+
+
+def index(
+    paths: Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="FILE...")],
+    header_regex: Regex = None,
+    columns: Columns = None,
+    on_mismatch: Mismatch = "error",
+    names: Annotated[bool, typer.Option("--names", help="Also for files of over a million reads, find by name.")] = False,
+    mapping: Annotated[Path | None, typer.Option(help="TSV or Parquet of class ids; unknown ids are refused.")] = None,
+    fai: Annotated[bool, typer.Option("--fai", help="Also write samtools' .fai (and .gzi).")] = False,
+    index_dir: Annotated[Path | None, typer.Option(help="Put indexes there, not beside the files.")] = None,
+    memory: Annotated[str, typer.Option(help="The most that indexing may take.")] = "256MB",
+    salvage: Salvage = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build again what is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Index FASTA or FASTQ files, plain, gzip, BGZF or zstd, so that any read can be fetched by number."""
+    from millstream.console import format_bytes, say
+    from millstream.door import expand, watch_index
+    from millstream.store.fai import write_fai
+    from millstream.store.index import check_memory
+    from millstream.store.read_file import ReadFile
+    from millstream.store.reads import open_reads
+
+    check_memory(memory)
+    settings = read_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage)
+    files = [file for path in paths for file in expand(path)]
+    reads = open_reads(
+        files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
+        watch=watch_index, notify=say,
+    )  # fmt: skip
+    written = [str(out) for part in reads.parts if fai and isinstance(part, ReadFile) for out in write_fai(part)]
+    if as_json:
+        print_json(
+            {
+                "files": [str(path) for path in reads.paths],
+                "indexes": [str(path) for path in reads.index_paths],
+                "records": len(reads),
+                "bases": reads.num_bases,
+                "bytes": reads.num_bytes,
+                "index_bytes": reads.index_bytes,
+                "columns": reads.column_names,
+                "written": written,
+            }
+        )
+    size = f"{len(reads)} reads, {reads.num_bases} bases; index {format_bytes(reads.index_bytes)}"
+    say(f"{reads.index_paths[0]}: {size}. Next: millstream inspect {paths[0]}")
+
+
+def pack(
+    paths: Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, then OUT.", metavar="SOURCE... OUT")],
+    header_regex: Regex = None,
+    columns: Columns = None,
+    on_mismatch: Mismatch = "error",
+    names: Annotated[bool, typer.Option(help="Keep the header lines.")] = True,
+    quality: Annotated[bool, typer.Option(help="Keep the qualities of FASTQ.")] = True,
+    salvage: Salvage = False,
+    as_json: Json = False,
+) -> None:
+    """Pack reads into one file: 2 bits a base, any read at memory speed. Run again to go on after an interruption."""
+    from millstream.console import format_bytes, progress, say
+    from millstream.door import expand
+    from millstream.store.pack import pack as put
+
+    if len(paths) < 2:
+        raise typer.BadParameter("give the sources and then the file to write: millstream pack reads.fa.gz reads.pack")
+    *sources, out = paths
+    files = [file for source in sources for file in expand(source)]
+    settings = read_settings(header_regex, columns, on_mismatch, salvage=salvage)
+    size = sum(file.stat().st_size for file in files if file.exists())
+    with progress("pack", size, unit="bytes") as update:
+        done = put(files, Path(out), settings=settings, names=names, quality=quality, progress=update, notify=say)
+    if as_json:
+        print_json({"path": out, "records": done.records, "bases": done.bases, "bytes": done.bytes})
+    say(f"{out}: {done.records} reads, {done.bases} bases, {format_bytes(done.bytes)}. Next: millstream inspect {out}")
+
+
+def unpack(
+    path: Annotated[Path, typer.Argument(help="A packed file.")],
+    out: Annotated[Path, typer.Argument(help="FASTA or FASTQ to write, gzipped if it ends in .gz; - is stdout.")],
+) -> None:
+    """Write a packed file as FASTA or FASTQ again, bit for bit as it was."""
+    import sys
+
+    from millstream.console import progress, say
+    from millstream.store.pack_file import open_pack
+    from millstream.store.unpack import unpack as restore
+
+    file = open_pack(path, memory=256 << 20)
+    with progress("unpack", file.records) as update:
+        restore(path, sys.stdout.buffer if str(out) == "-" else out, progress=update)
+    if str(out) != "-":
+        say(f"{out}: {file.records} reads. Next: millstream index {out}")
+
+
+def inspect_reads(path: Path, *, examples: int, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from millstream.door import open_as_reads
+    from millstream.store.read_summary import show_reads, summarise_reads
+
+    summary = summarise_reads(open_as_reads(path), examples=examples)
+    if as_json:
+        print_json(asdict(summary))
+    else:
+        print(show_reads(summary))
+
+
+def verify_reads(path: Path, *, as_json: bool) -> None:
+    from millstream.console import format_bytes, progress, say
+    from millstream.door import open_as_reads
+    from millstream.store.read_summary import verify_reads as find_damage
+
+    reads = open_as_reads(path)
+    with progress("verify", reads.num_bytes, unit="bytes") as update:
+        damages = list(find_damage(reads, progress=update))
+    if as_json:
+        print_json({"records": len(reads), "bytes": reads.num_bytes, "damages": damages})
+    for damage in damages if not as_json else ():
+        print(damage)
+    if damages:
+        raise typer.Exit(1)
+    say(f"{path}: {len(reads)} reads, {format_bytes(reads.num_bytes)}: every checksum holds")
+
+
+def read_settings(
+    header_regex: str | None, columns: str | None, on_mismatch: str, *, names: bool = False, salvage: bool = False
+):  # noqa: ANN201
+    from millstream.store.index import IndexSettings
+
+    if on_mismatch not in ("error", "skip", "null"):
+        raise typer.BadParameter(f"--on-mismatch {on_mismatch}: it is error, skip or null")
+    return IndexSettings(
+        header_regex=header_regex,
+        columns=tuple(columns.split(",")) if columns else None,
+        on_mismatch=cast(Literal["error", "skip", "null"], on_mismatch),
+        names=names,
+        salvage=salvage,
+    )

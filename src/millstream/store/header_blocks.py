@@ -1,0 +1,164 @@
+"""Header lines in compressed blocks of 64 kB; a block is decoded when one of its lines is wanted, and kept a while."""
+
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from millstream.kernels import kernel
+from millstream.records import Bytes
+from millstream.source.containers import decode_frame
+from millstream.source.gather import copy_pieces
+from millstream.store.packed import Numbers
+from millstream.store.sections import Sections, SectionsWriter
+
+Codec = Literal["zstd", "zlib"]
+SECTION, ROW, START = "headers", "headers.row", "headers.start"
+BLOCK_BYTES = 64 << 10
+_LEVEL = {"zstd": 3, "zlib": 1}
+
+
+def best_codec() -> Codec:
+    """zstd when its package is there."""
+    try:
+        import zstandard  # noqa: F401
+    except ImportError:
+        return "zlib"
+    return "zstd"
+
+
+class HeaderBlocksWriter:
+    """Takes header lines in order. Blocks end where lines end, whatever buffers the lines came in."""
+
+    def __init__(self, sections: SectionsWriter, codec: Codec) -> None:
+        self._part = sections.part(SECTION)
+        self._rows, self._starts = sections.column(ROW), sections.column(START)
+        self._compress = _compressor(codec)
+        self._pending = bytearray()
+        self._row = self._first = 0  # lines so far, and before the pending block
+
+    def add(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> None:
+        """Append the lines buffer[starts[i]:ends[i]]; none holds a newline."""
+        edges = np.cumsum(ends - starts + 1)
+        flat = np.empty(int(edges[-1]) if len(edges) else 0, np.uint8)
+        _join_lines(buffer, starts, ends, flat)
+        line = done = 0
+        while line < len(edges):
+            # The line with which the pending block is full, if it is among these.
+            last = int(np.searchsorted(edges, done + BLOCK_BYTES - len(self._pending)))
+            end = min(last + 1, len(edges))
+            self._pending += flat[done : int(edges[end - 1])].tobytes()
+            self._row += end - line
+            line, done = end, int(edges[end - 1])
+            if last < len(edges):
+                self._flush()
+
+    def finish(self) -> None:
+        if self._pending:
+            self._flush()
+
+    def state(self) -> dict[str, object]:
+        return {"pending": np.frombuffer(bytes(self._pending), np.uint8), "row": self._row, "first": self._first}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._pending = bytearray(state["pending"].tobytes())
+        self._row, self._first = state["row"], state["first"]
+
+    def _flush(self) -> None:
+        self._rows.append(np.array([self._first], np.int64))
+        self._starts.append(np.array([self._part.tell()], np.int64))
+        self._part.write(self._compress(bytes(self._pending)))
+        self._pending.clear()
+        self._first = self._row
+
+
+class HeaderBlocks:
+    """The header lines of a published file. Safe to use from threads and after fork."""
+
+    def __init__(self, sections: Sections, codec: Codec, *, memory: int) -> None:
+        self._sections = sections
+        self._codec = codec
+        self._memory = memory
+        self._rows, self._starts = sections.column(ROW).whole(), sections.column(START).whole()
+        self._place, self._num_bytes = sections.place(SECTION)
+        self._view = sections.view(SECTION)
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[int, tuple[Bytes, Numbers]] = OrderedDict()
+        self.held_bytes = 0
+        self.decoded = 0
+
+    def lines(self, rows: Numbers) -> tuple[Bytes, Numbers, Numbers]:
+        """The lines of these rows: flat text, and where each starts and ends in it."""
+        blocks = self._rows.find(rows)
+        order = np.argsort(blocks, kind="stable")
+        edges = np.flatnonzero(np.diff(blocks[order], prepend=-1, append=-1))
+        lengths, sources = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        found: list[tuple[Bytes, Numbers]] = []
+        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            wanted = order[begin:end]
+            text, starts, first = self._block(int(blocks[wanted[0]]))
+            line = rows[wanted] - first
+            sources[wanted], lengths[wanted] = starts[line], starts[line + 1] - 1 - starts[line]
+            found.append((text, wanted))
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        flat = np.empty(int(offsets[-1]), np.uint8)
+        for text, wanted in found:
+            copy_pieces(text, sources[wanted], offsets[:-1][wanted], lengths[wanted], flat)
+        return flat, offsets[:-1], offsets[1:].copy()
+
+    def _block(self, block: int) -> tuple[Bytes, Numbers, int]:
+        """A block's text, where its lines start (and it ends), and the row of its first line."""
+        first = int(self._rows.take(np.array([block], np.int64))[0])
+        if self._pid != os.getpid():  # after a fork the lock belongs to the parent
+            self._start()
+        with self._lock:
+            if block in self._cache:
+                self._cache.move_to_end(block)
+                return *self._cache[block], first
+        text = self._decode(block)
+        starts = np.append(np.zeros(1, np.int64), np.flatnonzero(text == 10) + 1)
+        with self._lock:
+            if block not in self._cache:
+                self._cache[block] = text, starts
+                self.held_bytes += text.nbytes + starts.nbytes
+                self.decoded += 1
+            while self.held_bytes > self._memory and len(self._cache) > 1:
+                _, (old, lines) = self._cache.popitem(last=False)
+                self.held_bytes -= old.nbytes + lines.nbytes
+        return text, starts, first
+
+    def _decode(self, block: int) -> Bytes:
+        start = int(self._starts.take(np.array([block], np.int64))[0])
+        is_last = block == self._starts.rows - 1
+        end = self._num_bytes if is_last else int(self._starts.take(np.array([block + 1], np.int64))[0])
+        self._sections.check(self._place + start, self._place + end)
+        data = self._view[start:end].tobytes()
+        text = zlib.decompress(data) if self._codec == "zlib" else decode_frame(data, size=BLOCK_BYTES)
+        return np.frombuffer(bytearray(text), np.uint8)  # writable: the kernels know no other kind of array
+
+
+def _compressor(codec: Codec) -> Callable[[bytes], bytes]:
+    if codec == "zlib":
+        return lambda data: zlib.compress(data, _LEVEL["zlib"])
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=_LEVEL["zstd"]).compress
+
+
+@kernel
+def _join_lines(buffer: Bytes, starts: Numbers, ends: Numbers, out: Bytes) -> None:
+    at = 0
+    for index in range(len(starts)):
+        count = ends[index] - starts[index]
+        out[at : at + count] = buffer[starts[index] : ends[index]]
+        out[at + count] = 10
+        at += count + 1

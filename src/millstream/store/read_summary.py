@@ -1,0 +1,101 @@
+"""What `inspect` and `verify` say of reads."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.console import Progress, format_bytes, silent
+from millstream.store.read_batch import Read
+from millstream.store.reads import Reads
+
+_MOST = 5
+_SHOWN_LETTERS = 60
+
+
+@dataclass(frozen=True)
+class ReadSummary:
+    """A collection of reads in numbers."""
+
+    paths: list[str]
+    formats: list[str]
+    records: int
+    bases: int
+    bytes: int
+    index_bytes: int
+    lengths: dict[str, float]
+    columns: dict[str, dict[str, object]]
+    examples: list[dict[str, object]]
+
+
+def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
+    """Counts, lengths, columns with their commonest values, and the first records. Reads the index, not the data."""
+    lengths = reads.lengths(range(len(reads)))
+    quantiles = np.quantile(lengths, [0, 0.5, 1]) if len(lengths) else np.zeros(3)
+    shown = [_example(number, read) for number, read in enumerate(reads[:examples])]
+    indexed = {name: reads.table[name] for name in reads.table.column_names if name != "length"}
+    only_in_headers = {name: {"kept": "in the headers"} for name in reads.column_names if name not in indexed}
+    return ReadSummary(
+        paths=[str(path) for path in reads.paths],
+        formats=reads.formats,
+        records=len(reads),
+        bases=reads.num_bases,
+        bytes=reads.num_bytes,
+        index_bytes=reads.index_bytes,
+        lengths={
+            **dict(zip(("shortest", "median", "longest"), quantiles.tolist(), strict=True)),
+            "mean": reads.num_bases / max(len(reads), 1),
+        },
+        columns={**{name: _column(values) for name, values in indexed.items()}, **only_in_headers},
+        examples=shown,
+    )
+
+
+def show_reads(summary: ReadSummary) -> str:
+    """A collection of reads on one screen."""
+    some = summary.paths[0] if len(summary.paths) == 1 else f"{summary.paths[0]} and {len(summary.paths) - 1} more files"
+    a_read = summary.index_bytes / max(summary.records, 1)
+    lengths = summary.lengths
+    lines = [
+        some,
+        f"  {', '.join(summary.formats)}: {summary.records} reads, {summary.bases} bases, {format_bytes(summary.bytes)}",
+        f"  lengths {lengths['shortest']:.0f} to {lengths['longest']:.0f}, median {lengths['median']:.0f}, "
+        f"mean {lengths['mean']:.1f}",
+        f"  index {format_bytes(summary.index_bytes)}, {a_read:.2f} bytes a read",
+    ]
+    width = max(map(len, summary.columns), default=0)
+    lines += ["  columns"] if summary.columns else []
+    for name, column in summary.columns.items():
+        about = ", ".join(f"{key} {value}" for key, value in column.items())
+        lines.append(f"    {name:<{width}}  {about}")
+    for example in summary.examples:
+        lines.append(f"  read {example['number']}  {example['name']}")
+        lines.append(f"    {example['sequence']}")
+    return "\n".join(lines)
+
+
+def verify_reads(reads: Reads, *, progress: Progress = silent) -> Iterator[str]:
+    """Check every byte of indexes and data files; what is wrong."""
+    done = 0
+    for part in reads.parts:
+        yield from part.verify()
+        done += part.path.stat().st_size
+        progress(done)
+
+
+def _example(number: int, read: Read) -> dict[str, object]:
+    letters = read.sequence
+    cut = letters if len(letters) <= _SHOWN_LETTERS else f"{letters[:_SHOWN_LETTERS]}... ({len(letters)} letters)"
+    return {"number": number, "name": read.name, "sequence": cut, **read.columns}
+
+
+def _column(values: pa.ChunkedArray) -> dict[str, object]:
+    plain = values.combine_chunks()
+    counts = pc.value_counts(plain.dictionary_decode() if isinstance(plain, pa.DictionaryArray) else plain).to_pylist()
+    commonest = sorted(counts, key=lambda row: -row["counts"])[:_MOST]
+    about: dict[str, object] = {"distinct": len(counts)}
+    if values.null_count:
+        about["without value"] = values.null_count
+    return {**about, "most": ", ".join(f"{row['values']} ({row['counts']})" for row in commonest)}
