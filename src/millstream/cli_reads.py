@@ -1,11 +1,14 @@
 """The commands for read files: index, pack, unpack, and what inspect and verify do for reads."""
 
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from millstream.cli_common import Json, print_json
+
+if TYPE_CHECKING:
+    from millstream.store.index import IndexSettings
 
 Regex = Annotated[
     str | None, typer.Option("--header-regex", help="Named groups become columns: 'lbl\\|(?P<class_id>\\d+)'.")
@@ -20,7 +23,9 @@ def index(
     header_regex: Regex = None,
     columns: Columns = None,
     on_mismatch: Mismatch = "error",
-    names: Annotated[bool, typer.Option("--names", help="Also for files of over a million reads, find by name.")] = False,
+    names: Annotated[
+        bool, typer.Option("--names", help="Also for files of over a million reads, find by name.")
+    ] = False,
     mapping: Annotated[Path | None, typer.Option(help="TSV or Parquet of class ids; unknown ids are refused.")] = None,
     fai: Annotated[bool, typer.Option("--fai", help="Also write samtools' .fai (and .gzi).")] = False,
     index_dir: Annotated[Path | None, typer.Option(help="Put indexes there, not beside the files.")] = None,
@@ -34,8 +39,8 @@ def index(
     from millstream.door import expand, watch_index
     from millstream.store.fai import write_fai
     from millstream.store.index import check_memory
+    from millstream.store.open_reads import open_reads
     from millstream.store.read_file import ReadFile
-    from millstream.store.reads import open_reads
 
     check_memory(memory)
     settings = read_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage)
@@ -140,7 +145,7 @@ def verify_reads(path: Path, *, as_json: bool) -> None:
 
 def read_settings(
     header_regex: str | None, columns: str | None, on_mismatch: str, *, names: bool = False, salvage: bool = False
-):  # noqa: ANN201
+) -> "IndexSettings":
     from millstream.store.index import IndexSettings
 
     if on_mismatch not in ("error", "skip", "null"):
@@ -148,7 +153,7 @@ def read_settings(
     return IndexSettings(
         header_regex=header_regex,
         columns=tuple(columns.split(",")) if columns else None,
-        on_mismatch=cast(Literal["error", "skip", "null"], on_mismatch),
+        on_mismatch=on_mismatch,
         names=names,
         salvage=salvage,
     )

@@ -40,16 +40,17 @@ def open(
 
     Traces: `verify="never"` skips the checksums; `open_shards` is how many shards stay mapped at once.
 
-    Reads: a file, a folder, a pattern or a list is one collection; indexes that are missing are built. The named groups
-    of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is what decoded
-    blocks and mapped files may take, by default half of what is available. `salvage` reads a damaged file up to the damage.
+    Reads: a file, a folder, a pattern or a list is one collection; indexes that are missing are built. The named
+    groups of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is
+    what decoded blocks and mapped files may take, by default half of what is available. `salvage` reads a damaged
+    file up to the damage.
     """
     if isinstance(path, str | Path) and _is_store(Path(path)):
         from millstream.store.traces import Traces
 
         return Traces(path, verify=verify, open_shards=open_shards)
     from millstream.store.index import IndexSettings
-    from millstream.store.reads import open_reads
+    from millstream.store.open_reads import open_reads
 
     given = [path] if isinstance(path, str | Path) else path
     paths = [file for place in given for file in expand(place)]
@@ -89,7 +90,7 @@ def are_reads(path: Path) -> bool:
     if path.is_dir() or not path.exists():
         return not _is_store(path)
     from millstream.store.index import looks_like_reads
-    from millstream.store.reads import is_pack
+    from millstream.store.pack_file import is_pack
 
     named = path.name.lower().endswith(_READS)
     return named or is_pack(path) or looks_like_reads(path)
@@ -97,7 +98,7 @@ def are_reads(path: Path) -> bool:
 
 def open_as_reads(path: str | Path) -> Reads:
     """Reads at a path, with the indexes they have."""
-    from millstream.store.reads import open_reads
+    from millstream.store.open_reads import open_reads
 
     return open_reads(expand(path), watch=watch_index, notify=say)
 

@@ -38,7 +38,7 @@ class MetaGeneTokenizer:
     """The tokenizer of a folder with a tokenizer.json, of such a file, or of a model in the local Hugging Face cache.
 
     Nothing is downloaded. It is called as a Hugging Face tokenizer is, and goes wherever millstream takes a tokenizer.
-    `use_hf_tokenizer=False` is the plain tokenizer of the old scripts, one token a letter, millstream's `base`: A C G T N
+    `use_hf_tokenizer=False` is one token a letter, what the old scripts fell back on, by millstream's `base`: A C G T N
     are 1 to 5, 0 is padding, there are no special tokens, and `tokenizer_path` is not looked at.
 
     >>> tokenizer = MetaGeneTokenizer("METAGENE-1")
@@ -87,7 +87,7 @@ class MetaGeneTokenizer:
         return self(text, max_length=max_length, truncation=truncation)["input_ids"]
 
     @overload
-    def __call__(
+    def __call__(  # pyright: ignore[reportOverlappingOverload]: a text is a sequence of texts
         self,
         text: str,
         *,
@@ -127,7 +127,7 @@ class MetaGeneTokenizer:
     ) -> Encoding | Encodings | Tensors:
         """Ids and mask: lists, or with `return_tensors="pt"` int64 tensors of one row a text.
 
-        `padding` is True or "longest" (to the longest text), "max_length" or False; `truncation` cuts after `max_length`.
+        `padding` is True or "longest" (as the longest), "max_length" or False; `truncation` cuts after `max_length`.
         """
         if padding not in (True, False, "longest", "max_length", "do_not_pad"):
             raise ValueError(f'padding={padding!r}; write True, "longest", "max_length" or False')
@@ -147,8 +147,7 @@ class MetaGeneTokenizer:
                     f"texts of {counts.min()} to {counts.max()} tokens are no tensor: pass padding=True, "
                     'or padding="max_length", truncation=True and a max_length'
                 )
-            ids, mask = map(torch.from_numpy, tokens)  # pyright: ignore[reportUnknownMemberType]
-            return Tensors(input_ids=ids, attention_mask=mask)
+            return Tensors(input_ids=torch.tensor(tokens.input_ids), attention_mask=torch.tensor(tokens.attention_mask))
         ids, mask = tokens.input_ids.tolist(), tokens.attention_mask.tolist()
         if is_ragged:
             ids, mask = ([row[:count] for row, count in zip(rows, counts, strict=True)] for rows in (ids, mask))

@@ -57,7 +57,7 @@ def tokens(
 ) -> TokenFeature:
     """Token ids of reads by a tokenizer (`"base"`, `"kmer(6)"`, `"hf(folder)"`), and the columns named.
 
-    `max_length` counts tokens. Before that a read longer than `crop_length` letters is cropped, and `reverse_complement`,
+    `max_length` counts tokens. Before that a read longer than `crop_length` letters is cropped; `reverse_complement`,
     `mask` (a share of letters becomes N) and `n` (what becomes of an N) are drawn from (seed, epoch, record number).
     """
     augment = Augment(

@@ -6,21 +6,20 @@ While the stream is read its blocks are noted: where decoding can start again. K
 import os
 import zlib
 from collections.abc import Generator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
-
-try:
-    from isal import isal_zlib as _zlib  # three times as fast
-except ImportError:
-    import zlib as _zlib
 
 from millstream.errors import BadSource, MissingExtra
 from millstream.records import Bytes, crc32c
 from millstream.source.ahead import ahead
 from millstream.source.inflate import Inflate
 
+# isal decodes three times as fast; it speaks as zlib does, but for the class of its errors.
+_zlib = cast("_Zlib", import_module("isal.isal_zlib" if find_spec("isal") else "zlib"))
 T = TypeVar("T")
 Kind = Literal["plain", "gzip", "bgzf", "zstd"]
 POINT_BYTES = 2 << 20  # text between two seek points of a gzip file: 3 ms to decode, 10 kB of window kept
@@ -51,13 +50,31 @@ class MixedGzip(Exception):
     """A file that began as BGZF goes on as ordinary gzip: read all of it as that."""
 
 
+class _Decompressor(Protocol):
+    eof: bool
+    unused_data: bytes
+
+    def decompress(self, data: bytes | memoryview, max_length: int = 0) -> bytes: ...
+
+
+class _Zlib(Protocol):
+    error: type[Exception]
+
+    def decompressobj(self, wbits: int, zdict: bytes = b"") -> _Decompressor: ...
+    def crc32(self, data: bytes) -> int: ...
+
+
 class Stream(Protocol):
     """Text in order. `damage` says why it ended early, if it did; `crc32c` is of the file's bytes, once all is read."""
 
-    raw: int
     plain: int
-    crc32c: int
-    damage: Damage | None
+
+    @property
+    def raw(self) -> int: ...
+    @property
+    def crc32c(self) -> int: ...
+    @property
+    def damage(self) -> Damage | None: ...
 
     def readinto(self, out: Bytes) -> int:
         """Fill `out` as far as the text goes; 0 at its end."""
@@ -136,7 +153,7 @@ class _Plain:
         self.damage: Damage | None = None
 
     def readinto(self, out: Bytes) -> int:
-        count = os.readv(self._fd, [memoryview(out)])
+        count = os.readv(self._fd, [out.data])
         self.crc32c = crc32c(out[:count], self.crc32c)
         self.raw = self.plain = self.raw + count
         return count

@@ -19,7 +19,7 @@ def gather(text: Bytes, starts: Numbers, counts: Numbers, lines: Numbers, eols: 
 
 
 @kernel
-def _gather(text, starts, lines, eols, offsets, out):  # pyright: ignore
+def _gather(text: Bytes, starts: Numbers, lines: Numbers, eols: Numbers, offsets: Numbers, out: Bytes) -> None:
     for index in range(len(starts)):
         source = starts[index]
         target = offsets[index]
@@ -49,7 +49,7 @@ def _gather(text, starts, lines, eols, offsets, out):  # pyright: ignore
 
 
 @kernel
-def copy_pieces(block, sources, targets, counts, out):  # pyright: ignore
+def copy_pieces(block: Bytes, sources: Numbers, targets: Numbers, counts: Numbers, out: Bytes) -> None:
     """Copy pieces of one decoded block to their places."""
     for index in range(len(sources)):
         count = counts[index]

@@ -37,7 +37,6 @@ class Inflate:
         self._spacing = spacing
         self._stream = _Stream()
         self._in = b""
-        self._in_address = 0
         # The window of a point is the text just before it: keep it in front of what is decoded next.
         self._out = (ctypes.c_ubyte * (WINDOW_BYTES + _OUT_BYTES))()
         self._filled = 0
@@ -82,8 +81,7 @@ class Inflate:
     def _refill(self) -> bool:
         self._in = self._read(_IN_BYTES)
         self.raw += len(self._in)
-        self._in_address = ctypes.cast(self._in, ctypes.c_void_p).value or 0
-        self._stream.next_in = self._in_address
+        self._stream.next_in = ctypes.cast(ctypes.c_char_p(self._in), ctypes.c_void_p).value
         self._stream.avail_in = len(self._in)
         return bool(self._in)
 

@@ -42,6 +42,10 @@ class LabelMapping:
     def num_classes(self) -> int:
         return self.table.num_rows
 
+    def column(self, name: str) -> pa.Array:
+        """One of the labels, in order of class id."""
+        return pa.array(self.table.column(name).to_pylist())
+
     @cached_property
     def ids(self) -> NDArray[np.int64]:
         """The class ids, ascending."""

@@ -27,7 +27,7 @@ def hash_names(text: Bytes, starts: Numbers, ends: Numbers) -> Numbers:
 
 
 @kernel
-def _hash_names(text, starts, ends, out):  # pyright: ignore
+def _hash_names(text: Bytes, starts: Numbers, ends: Numbers, out: Numbers) -> None:
     # Two 32-bit FNV hashes; all products stay below 2^63, so that plain Python gives the same.
     for index in range(len(starts)):
         a = 2166136261

@@ -129,7 +129,7 @@ _SEVEN, _EIGHT, _ONE, _ZERO = np.uint64(7), np.uint64(8), np.uint64(1), np.uint6
 
 
 @kernel
-def _find_in_words(words, count, out):  # pyright: ignore
+def _find_in_words(words: NDArray[np.uint64], count: int, out: NDArray[np.int32]) -> int:
     """Positions of bytes <= 32 or >= 127, eight bytes at a time."""
     found = 0
     for index in range((count + 7) // 8):
@@ -149,7 +149,7 @@ def _find_in_words(words, count, out):  # pyright: ignore
 
 
 @kernel
-def _emit(rows, index, state):  # pyright: ignore
+def _emit(rows: Numbers, index: int, state: Numbers) -> int:
     """The record that has just ended becomes a row."""
     rows[index, START] = state[_R_START]
     rows[index, HEAD] = state[_R_HEAD]
@@ -162,7 +162,21 @@ def _emit(rows, index, state):  # pyright: ignore
 
 
 @kernel
-def _follow(buffer, count, at, events, num_events, fastq, final, state, rows, headers, segments, qualities, counts):  # pyright: ignore
+def _follow(
+    buffer: Bytes,
+    count: int,
+    at: int,
+    events: NDArray[np.int32],
+    num_events: int,
+    fastq: bool,
+    final: bool,
+    state: Numbers,
+    rows: Numbers,
+    headers: Numbers,
+    segments: Numbers,
+    qualities: Numbers,
+    counts: Numbers,
+) -> None:
     """Walk the events of one buffer through the grammar of FASTA or FASTQ."""
     n_rows = n_headers = n_segments = n_qualities = 0
     segment = 0  # where the present run of letters began, in this buffer

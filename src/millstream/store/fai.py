@@ -34,8 +34,8 @@ def _lines(file: ReadFile, first: int) -> bytes:
     names = file.names(places)
     if len(wrong):
         raise BadSource(
-            f"{file.path}: record {first + int(wrong[0])} ({names[int(wrong[0])]}) has lines of different lengths, which "
-            "a .fai cannot describe"
+            f"{file.path}: record {first + int(wrong[0])} ({names[int(wrong[0])]}) has lines of different lengths, "
+            "which a .fai cannot describe"
         )
     offset = places.start + places.head
     width = np.where(places.line == 0, places.bases, places.line)

@@ -101,7 +101,9 @@ class Weaver:
     def place(self) -> int:
         return int(self._state[_PLACE])
 
-    def weave(self, pieces: Numbers, records: Numbers, flats: tuple[Bytes, Bytes, Bytes], inserts: Numbers, odd: Bytes) -> Bytes:
+    def weave(
+        self, pieces: Numbers, records: Numbers, flats: tuple[Bytes, Bytes, Bytes], inserts: Numbers, odd: Bytes
+    ) -> Bytes:
         """The text of these pieces.
 
         `pieces` [n, 3]: kind, start and end in flats[kind]; the last letters of a record end its gap too. `records`
@@ -172,6 +174,26 @@ def _is_foretold(kind: int, state: Numbers, plus: int, name: Bytes, gap: Bytes, 
 
 
 @kernel
+def _hold(buffer: Bytes, position: int, count: int, state: Numbers, gap: Bytes, odd: Bytes, num_odd: int) -> int:
+    """Keep a piece of a gap until the gap ends; one that is too long to be foretold goes to `odd` at once."""
+    if not state[_SPILLED] and state[_GAP] + count > len(gap):
+        for index in range(state[_GAP]):
+            odd[num_odd + index] = gap[index]
+        num_odd += state[_GAP]
+        state[_SPILLED] = 1
+    for index in range(count):
+        byte = buffer[position + index]
+        if byte == 10:
+            state[_NEWLINES] = 1
+        if state[_SPILLED]:
+            odd[num_odd + index] = byte
+        else:
+            gap[state[_GAP] + index] = byte
+    state[_GAP] += count
+    return num_odd + count if state[_SPILLED] else num_odd
+
+
+@kernel
 def _settle(state: Numbers) -> None:
     """The sequence has ended; if it was one line, lines stay as they were unless it is too long for one."""
     if state[_FIRST] and state[_LETTERS] > state[_LINE]:
@@ -222,25 +244,18 @@ def _follow(
             stop = qualities[quality, 1]
         # --- the gap before it
         phase = state[_PHASE]
-        if phase != _SKIPPED:
-            count = start - position
-            if not state[_SPILLED] and state[_GAP] + count > len(gap):
-                for index in range(state[_GAP]):
-                    odd[num_odd + index] = gap[index]
-                num_odd += state[_GAP]
-                state[_SPILLED] = 1
-            for index in range(count):
-                byte = buffer[position + index]
-                if byte == 10:
-                    state[_NEWLINES] = 1
-                if state[_SPILLED]:
-                    odd[num_odd + index] = byte
-                else:
-                    gap[state[_GAP] + index] = byte
-            if state[_SPILLED]:
-                num_odd += count
-            state[_GAP] += count
+        count = start - position
+        # Nearly always it is one line end, and that is what is foretold.
+        is_line_end = count == state[_EOL] and state[_GAP] == 0 and buffer[start - 1] == 10 and count > 0
+        if is_line_end and count == 2:
+            is_line_end = buffer[position] == 13
+        if is_line_end and phase != _SKIPPED:
+            state[_NEWLINES] = 1
+        elif phase != _SKIPPED:
+            num_odd = _hold(buffer, position, count, state, gap, odd, num_odd)
         if kind == _END and not final:
+            if is_line_end and phase != _SKIPPED:
+                num_odd = _hold(buffer, position, count, state, gap, odd, num_odd)
             break
         if phase != _SKIPPED:
             foretold = _EMPTY
@@ -261,10 +276,14 @@ def _follow(
                     state[_FIRST] = 0
                 if not state[_FIRST] and state[_LINE] > 0 and state[_COLUMN] == state[_LINE]:
                     foretold = _LINE_END
-            as_foretold = _is_foretold(foretold, state, 0, name, gap, want)
-            if not as_foretold and foretold >= _MIDDLE:
-                as_foretold = _is_foretold(foretold, state, 1, name, gap, want)
-                state[_PLUS] = 1 if as_foretold else 0
+            as_foretold = is_line_end and foretold == _LINE_END
+            if not as_foretold:
+                if is_line_end:
+                    num_odd = _hold(buffer, position, count, state, gap, odd, num_odd)
+                as_foretold = _is_foretold(foretold, state, 0, name, gap, want)
+                if not as_foretold and foretold >= _MIDDLE:
+                    as_foretold = _is_foretold(foretold, state, 1, name, gap, want)
+                    state[_PLUS] = 1 if as_foretold else 0
             if not as_foretold:
                 inserts[num_inserts, 0] = state[_PLACE]
                 inserts[num_inserts, 1] = state[_GAP]

@@ -159,6 +159,7 @@ def _join_lines(buffer: Bytes, starts: Numbers, ends: Numbers, out: Bytes) -> No
     at = 0
     for index in range(len(starts)):
         count = ends[index] - starts[index]
-        out[at : at + count] = buffer[starts[index] : ends[index]]
+        for place in range(count):
+            out[at + place] = buffer[starts[index] + place]
         out[at + count] = 10
         at += count + 1

@@ -1,12 +1,14 @@
 """Columns pulled from headers, on their way into an index and out of it.
 
 An integer column is packed as it is or as codes of its distinct values, whichever is smaller; one that equals the
-sequence's length in every record, or follows from another column (the taxon of a class), takes no space. A text column is codes of its distinct values; one with too many
-of them (a read's own name) stays in the data file and is read from the header when asked for.
+sequence's length in every record, or follows from another column (the taxon of a class), takes no space. A text column
+is codes of its distinct values; one with too many of them (a read's own name) stays in the data file and is read from
+the header when asked for.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
@@ -88,7 +90,7 @@ class ColumnsWriter:
 class _ColumnWriter:
     def __init__(self, column: HeaderColumn, sections: SectionsWriter) -> None:
         self.name = column.name
-        self.kind = column.kind
+        self.kind: Literal["integer", "text"] = column.kind
         self._sections = sections
         self._dictionary = IntegerDictionary() if column.kind == "integer" else TextDictionary()
         self._values = Pending[np.int64]()
@@ -235,7 +237,7 @@ class HeaderColumnReader:
                 self.distinct = flat.view(np.int64)
             else:
                 ends = sections.array(f"{stored.name}.ends", np.int64).tolist()
-                texts = [bytes(flat[a:b]).decode(errors="replace") for a, b in zip(ends[:-1], ends[1:], strict=True)]
+                texts = [bytes(flat[a:b]).decode(errors="replace") for a, b in pairwise(ends)]
                 self.distinct = pa.array(texts, pa.string())
 
     @property

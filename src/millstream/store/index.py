@@ -5,6 +5,7 @@ spans. Everything is packed, so a file of short reads takes one to two bytes a r
 read: memory does not depend on the file's size.
 """
 
+import errno
 import hashlib
 import os
 import zlib
@@ -60,7 +61,9 @@ class IndexSettings:
 def check_memory(memory: int | str) -> None:
     """ValueError when indexing cannot keep to so many bytes."""
     if parse_bytes(memory) < INDEXING_BYTES:
-        raise ValueError(f"memory {memory!r}: indexing takes up to {format_bytes(INDEXING_BYTES)}, whatever the file's size")
+        raise ValueError(
+            f"memory {memory!r}: indexing takes up to {format_bytes(INDEXING_BYTES)}, whatever the file's size"
+        )
 
 
 def find_index(path: Path, index_dir: Path | None = None) -> Path | None:
@@ -98,7 +101,7 @@ def build_index(
     *,
     index_dir: Path | None = None,
     progress: Progress = silent,
-    notify: Callable[[str], None] = silent,
+    notify: Callable[[str], None] = say,
 ) -> Path:
     """Read a file once and publish its index; where that is. Nothing is left behind when it fails."""
     places = index_places(path, index_dir)
@@ -112,13 +115,13 @@ def build_index(
             if place is not places[0]:
                 notify(f"{path.parent} cannot be written to; the index is {place}")
             return place
-        except (PermissionError, OSError) as error:
-            if place is places[-1] or not isinstance(error, PermissionError) and error.errno not in _READ_ONLY:
+        except OSError as error:
+            if place is places[-1] or error.errno not in _READ_ONLY:
                 raise
     raise AssertionError
 
 
-_READ_ONLY = {30}  # EROFS
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class Scan(NamedTuple):
@@ -221,7 +224,8 @@ def looks_like_reads(path: Path) -> bool:
 
 def _copied(found: Scanned) -> Scanned:
     """The scanner writes over its arrays."""
-    return Scanned(*(part.copy() if isinstance(part, np.ndarray) else part for part in found))
+    rows, starts, ends, segments, qualities, consumed = found
+    return Scanned(rows.copy(), starts.copy(), ends.copy(), segments.copy(), qualities.copy(), consumed)
 
 
 def _sniff_format(path: Path, head: Bytes, stream: Stream) -> Format:
@@ -340,7 +344,7 @@ def _index(
 def settings_of(sections: Sections) -> IndexSettings:
     """What an index was made with."""
     settings = cast(dict[str, Any], sections.meta["settings"])
-    return IndexSettings(**{**settings, "columns": tuple(settings["columns"])})
+    return replace(IndexSettings(**settings), columns=tuple(settings["columns"]))
 
 
 def add_names(path: Path, sections: Sections) -> Sections:

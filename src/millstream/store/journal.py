@@ -5,6 +5,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,8 +30,7 @@ class Journal:
         self._terms = cast(dict[str, object], json.loads(json.dumps(terms)))
         self._lock = _locked(self.path)
         try:
-            for left in out.parent.glob(f".{out.name}.*.tmp"):  # of a run that was killed while it published
-                left.unlink()
+            _remove_temporary(out)
             if rebuild:
                 self._clear(set())
             self._check_terms()
@@ -101,6 +101,14 @@ def _locked(path: Path) -> int:
                 f"{path}: another process is writing there. Wait until it is done, or choose another output"
             ) from None
         os.close(fd)  # the process that had it has just finished and removed it
+
+
+def _remove_temporary(out: Path) -> None:
+    """What a run left that was killed while it published."""
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.\d+\.tmp")
+    for name in os.listdir(out.parent):
+        if pattern.fullmatch(name):
+            (out.parent / name).unlink()
 
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

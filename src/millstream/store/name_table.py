@@ -54,7 +54,7 @@ class NameTableWriter:
         numbers, starts = sections.column("names.numbers"), sections.column("names.starts")
         tags = sections.part("names.tags")
         total = 0
-        parts = self._parts or [tempfile.TemporaryFile(dir=self._folder)]
+        parts = self._parts or [self._part()]
         buckets = (1 << bits) // len(parts)
         for index, part in enumerate(parts):
             part.seek(0)
@@ -73,6 +73,9 @@ class NameTableWriter:
         for part in self._parts:
             part.close()
 
+    def _part(self) -> BinaryIO:
+        return tempfile.TemporaryFile(dir=self._folder)
+
     def _spill(self) -> None:
         if not self._num_pending:
             return
@@ -85,7 +88,7 @@ class NameTableWriter:
         if not self._parts:
             # One part is enough for what fits in memory; the number of parts must not change later.
             count = 1 if not self._large or self._rows < SMALL else _PARTS
-            self._parts = [tempfile.TemporaryFile(dir=self._folder) for _ in range(count)]
+            self._parts = [self._part() for _ in range(count)]
         width = _HASH_BITS - (len(self._parts) - 1).bit_length()
         edges = np.searchsorted(pairs[:, 0] >> width, np.arange(len(self._parts) + 1))
         for part, start, end in zip(self._parts, edges[:-1], edges[1:], strict=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,5 +54,5 @@ def split_text(flat: Bytes, offsets: NDArray[np.int64]) -> Iterator[str]:
     """Flat letters as one text a read."""
     text = flat.tobytes().decode("latin-1")  # one character a byte
     edges = offsets.tolist()
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in pairwise(edges):
         yield text[start:end]

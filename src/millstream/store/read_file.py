@@ -22,7 +22,6 @@ from millstream.store.packed import Numbers, sums_before
 from millstream.store.sections import Sections
 from millstream.store.texts import Text, open_text
 
-
 SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"
 _NO_LETTERS = np.empty(0, np.uint8)
 
@@ -76,8 +75,10 @@ class ReadFile:
         yield from self.sections.damages()
         known = Fingerprint.of_json(self.sections.meta["fingerprint"])
         if file_crc32c(self.path) != known.crc32c:
-            yield f"{self.path}: its CRC-32C is not what it was when it was indexed. If that is meant: " \
+            yield (
+                f"{self.path}: its CRC-32C is not what it was when it was indexed. If that is meant: "
                 f"millstream index {self.path} --rebuild"
+            )
 
     def check_unchanged(self) -> None:
         """Notice a file that was replaced or written to since it was opened; 2 us."""
@@ -128,9 +129,7 @@ class ReadFile:
         """Letters and offsets."""
         # An end of line of 0 tells that there are no comments to skip; FASTQ that arithmetic follows is one line.
         eol = np.zeros_like(places.eol) if self.has_quality else places.eol
-        return self.text.letters(
-            places.start + places.head, places.bases, places.span - places.head, places.line, eol
-        )
+        return self.text.letters(places.start + places.head, places.bases, places.span - places.head, places.line, eol)
 
     def qualities(self, places: Places) -> Bytes:
         """Quality letters, under the same offsets as the sequences."""

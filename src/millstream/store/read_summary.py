@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.console import Progress, format_bytes, silent
+from millstream.store.arrow_columns import decoded
 from millstream.store.read_batch import Read
 from millstream.store.reads import Reads
 
@@ -35,8 +37,10 @@ def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
     lengths = reads.lengths(range(len(reads)))
     quantiles = np.quantile(lengths, [0, 0.5, 1]) if len(lengths) else np.zeros(3)
     shown = [_example(number, read) for number, read in enumerate(reads[:examples])]
-    indexed = {name: reads.table[name] for name in reads.table.column_names if name != "length"}
-    only_in_headers = {name: {"kept": "in the headers"} for name in reads.column_names if name not in indexed}
+    table = reads.table
+    columns = {name: _column(table.column(name)) for name in table.column_names if name != "length"}
+    for name in reads.column_names:
+        columns.setdefault(name, {"kept": "in the headers"})
     return ReadSummary(
         paths=[str(path) for path in reads.paths],
         formats=reads.formats,
@@ -48,19 +52,22 @@ def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
             **dict(zip(("shortest", "median", "longest"), quantiles.tolist(), strict=True)),
             "mean": reads.num_bases / max(len(reads), 1),
         },
-        columns={**{name: _column(values) for name, values in indexed.items()}, **only_in_headers},
+        columns=columns,
         examples=shown,
     )
 
 
 def show_reads(summary: ReadSummary) -> str:
     """A collection of reads on one screen."""
-    some = summary.paths[0] if len(summary.paths) == 1 else f"{summary.paths[0]} and {len(summary.paths) - 1} more files"
+    some = (
+        summary.paths[0] if len(summary.paths) == 1 else f"{summary.paths[0]} and {len(summary.paths) - 1} more files"
+    )
     a_read = summary.index_bytes / max(summary.records, 1)
     lengths = summary.lengths
     lines = [
         some,
-        f"  {', '.join(summary.formats)}: {summary.records} reads, {summary.bases} bases, {format_bytes(summary.bytes)}",
+        f"  {', '.join(summary.formats)}: {summary.records} reads, {summary.bases} bases, "
+        f"{format_bytes(summary.bytes)}",
         f"  lengths {lengths['shortest']:.0f} to {lengths['longest']:.0f}, median {lengths['median']:.0f}, "
         f"mean {lengths['mean']:.1f}",
         f"  index {format_bytes(summary.index_bytes)}, {a_read:.2f} bytes a read",
@@ -92,8 +99,8 @@ def _example(number: int, read: Read) -> dict[str, object]:
 
 
 def _column(values: pa.ChunkedArray) -> dict[str, object]:
-    plain = values.combine_chunks()
-    counts = pc.value_counts(plain.dictionary_decode() if isinstance(plain, pa.DictionaryArray) else plain).to_pylist()
+    chunks = pa.concat_arrays([decoded(values.chunk(index)) for index in range(values.num_chunks)])
+    counts: list[dict[str, Any]] = pc.value_counts(chunks).to_pylist()
     commonest = sorted(counts, key=lambda row: -row["counts"])[:_MOST]
     about: dict[str, object] = {"distinct": len(counts)}
     if values.null_count:

@@ -1,43 +1,29 @@
 """Reads as a collection: files of FASTA or FASTQ by record number, whatever they are wrapped in."""
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.config import parse_bytes
-from millstream.console import Progress, format_bytes, silent
+from millstream.console import format_bytes
 from millstream.errors import BadSource
 from millstream.records import Bytes
 from millstream.source.gather import gather
-from millstream.source.mapping import LabelMapping, MappingSource, load_mapping
+from millstream.source.mapping import LabelMapping
+from millstream.store.arrow_columns import joined, narrow, values
 from millstream.store.header_columns import HeaderColumnReader
-from millstream.store.index import IndexSettings, build_index, find_index, load_index, settings_of
-
-try:
-    from millstream.store.pack_file import is_pack, open_pack
-except ImportError:
-    is_pack = lambda path: False  # noqa
 from millstream.store.read_batch import ColumnValues, Read, ReadBatch, split_text
-from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
+from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.store.sections import Sections
 
 CHUNK_READS = 1024
 CHUNK_BASES = 4 << 20  # letters taken at once when iterating
 LABEL = "label"
 Numbers = NDArray[np.int64]
-
-
-@contextmanager
-def no_progress(path: Path) -> Generator[Progress]:
-    """Nobody watches."""
-    yield silent
 
 
 class Part(Protocol):
@@ -81,7 +67,9 @@ class Reads:
     >>> reads[7].sequence, reads.fetch([3, 1, 4]).flat, reads.region("chr1", 1000, 1150)
     """
 
-    def __init__(self, parts: Sequence[Part], *, reopen: "Reopen", mapping: LabelMapping | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Part], *, reopen: "Callable[[], Reads]", mapping: LabelMapping | None = None
+    ) -> None:
         self._parts = list(parts)
         self._reopen = reopen
         self._mapping = mapping
@@ -141,7 +129,7 @@ class Reads:
         split = self._split(wanted)
         parts = [part.fetch(rows, asked) for part, rows, _ in split]
         fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
-        columns = {name: _values(fetched.columns[name]) for name in names if name in fetched.columns}
+        columns = {name: values(fetched.columns[name]) for name in names if name in fetched.columns}
         if self._mapping:
             columns |= self._labels(self._mapping, names, fetched.columns[self._mapping.key])
         return ReadBatch(wanted, fetched.flat, fetched.offsets, columns, fetched.quality)
@@ -186,7 +174,7 @@ class Reads:
         """Length and columns of every read as one Arrow table; columns that are only in the headers are left out."""
         names = [name for name in self.column_names if self._is_indexed(name)]
         rows = [np.arange(part.records, dtype=np.int64) for part in self._parts]
-        lengths = pa.chunked_array([_narrow(pa.array(p.lengths(r))) for p, r in zip(self._parts, rows, strict=True)])
+        lengths = pa.chunked_array([narrow(pa.array(p.lengths(r))) for p, r in zip(self._parts, rows, strict=True)])
         return pa.table({"length": lengths, **{name: self.column(name) for name in names}}).unify_dictionaries()
 
     def column(self, name: str) -> pa.ChunkedArray:
@@ -197,7 +185,7 @@ class Reads:
         chunks = [part.column(key, np.arange(part.records, dtype=np.int64)) for part in self._parts]
         if name not in self._header_columns and self._mapping:
             chunks = [pa.array(self._labels(self._mapping, [name], chunk)[name]) for chunk in chunks]
-        return pa.chunked_array([_narrow(chunk) for chunk in chunks])
+        return pa.chunked_array([narrow(chunk) for chunk in chunks])
 
     @property
     def num_bases(self) -> int:
@@ -280,7 +268,8 @@ class Reads:
         fields = dict.fromkeys([SEQUENCE, QUALITY, NAME, *self.column_names])
         batch = self.fetch(numbers, list(fields))
         names = [name for part, rows, _ in self._split(numbers) for name in part.names_of(rows)]
-        quality = split_text(batch.quality, batch.offsets) if batch.quality is not None else [None] * len(batch)
+        missing: list[str | None] = [None] * len(batch)
+        quality = missing if batch.quality is None else list(split_text(batch.quality, batch.offsets))
         columns = {name: _as_list(batch.columns[name]) for name in self.column_names}
         for index, (name, letters, grades) in enumerate(
             zip(names, split_text(batch.flat, batch.offsets), quality, strict=True)
@@ -306,7 +295,7 @@ class Reads:
         for part in self._parts:
             distinct = part.distinct(mapping.key)
             if distinct is None:
-                distinct = np.asarray(part.column(mapping.key, np.arange(part.records)).unique().drop_null())
+                distinct = part.column(mapping.key, np.arange(part.records)).unique().drop_null().to_numpy()
             mapping.check(distinct, where=str(part.path))
 
     def _mapping_names(self, mapping: LabelMapping) -> list[str]:
@@ -317,86 +306,16 @@ class Reads:
         wanted = [name for name in self._mapping_names(mapping) if name in names]
         if not wanted:
             return {}
-        known = np.asarray(keys.is_valid())
+        known = keys.is_valid().to_numpy(zero_copy_only=False)
         rows = np.full(len(keys), -1, np.int64)
-        rows[known] = mapping.rows(np.asarray(keys.drop_null(), np.int64))
+        rows[known] = mapping.rows(keys.drop_null().to_numpy())
         found = pa.array(rows, mask=~known)
         columns: dict[str, ColumnValues] = {}
         for name in wanted:
             source = next((label for label in mapping.labels if _label_name(label) == name), None)
-            values = found if source is None else mapping.table[source].combine_chunks().take(found)
-            columns[name] = _values(values)
+            labels = found if source is None else mapping.column(source).take(found)
+            columns[name] = values(labels)
         return columns
-
-
-class Reopen:
-    """Opens a collection again, in another process. Refuses a file that has changed."""
-
-    def __init__(self, paths: Sequence[str], arguments: Mapping[str, object]) -> None:
-        self._paths = tuple(paths)
-        self._arguments = dict(arguments)
-
-    def __call__(self) -> Reads:
-        return open_reads(self._paths, **self._arguments)  # pyright: ignore
-
-
-def open_reads(
-    paths: Sequence[str | Path],
-    *,
-    settings: IndexSettings | None = None,
-    mapping: MappingSource | None = None,
-    memory: int | str | None = None,
-    index_dir: str | Path | None = None,
-    rebuild: bool = False,
-    watch: Callable[[Path], AbstractContextManager[Progress]] = no_progress,
-    notify: Callable[[str], None] = silent,
-) -> Reads:
-    """Open files as one collection, building the indexes that are missing (`rebuild`: all of them)."""
-    if not paths:
-        raise BadSource("no files given")
-    wanted = settings or IndexSettings()
-    budget = (parse_bytes(memory) if memory is not None else _half_of_free()) // len(paths)
-    folder = Path(index_dir) if index_dir is not None else None
-    parts: list[Part] = []
-    for path in map(Path, paths):
-        if is_pack(path):
-            parts.append(open_pack(path, memory=budget))
-            continue
-        sections = None if rebuild else _load(path, wanted, folder, explicit=settings is not None, notify=notify)
-        if sections is None:
-            with watch(path) as progress:
-                place = build_index(path, wanted, index_dir=folder, progress=progress, notify=notify)
-            sections = load_index(path, place)
-        parts.append(ReadFile(path, sections, memory=budget))
-    arguments = {"settings": settings, "mapping": mapping, "memory": memory, "index_dir": index_dir}
-    labels = load_mapping(mapping) if mapping is not None else None
-    return Reads(parts, reopen=Reopen([str(path) for path in paths], arguments), mapping=labels)
-
-
-def _half_of_free() -> int:
-    """Half of the memory that is available, if the system says."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 9
-    except (OSError, StopIteration):
-        return 1 << 30
-
-
-def _load(
-    path: Path, wanted: IndexSettings, folder: Path | None, *, explicit: bool, notify: Callable[[str], None]
-) -> Sections | None:
-    """The index of a file, if there is one that serves."""
-    if not path.is_file():
-        raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
-    index = find_index(path, folder)
-    if index is None:
-        return None
-    sections = load_index(path, index)
-    made = settings_of(sections)
-    if explicit and not made.serves(wanted):
-        notify(f"{path}: its index was made with other settings; building it again")
-        return None
-    return sections
 
 
 def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetched:
@@ -411,37 +330,12 @@ def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetc
     quality = (
         gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0] if len(grades) == len(parts) else None
     )
-    names = parts[0].columns
-    columns = {
-        name: pa.chunked_array([_plain(part.columns[name]) for part in parts]).combine_chunks() for name in names
-    }
-    return Fetched(flat, offsets, quality, {name: column.take(pa.array(order)) for name, column in columns.items()})
+    columns = {name: joined([part.columns[name] for part in parts], order) for name in parts[0].columns}
+    return Fetched(flat, offsets, quality, columns)
 
 
-def _plain(array: pa.Array) -> pa.Array:
-    return array.dictionary_decode() if isinstance(array, pa.DictionaryArray) else array
-
-
-def _values(array: pa.Array) -> ColumnValues:
-    """Integers as an array; texts, and integers with a None among them, as a list."""
-    if array.null_count == 0 and pa.types.is_integer(array.type):
-        return np.asarray(array, np.int64)
-    return array.to_pylist()
-
-
-def _as_list(values: ColumnValues) -> list[object]:
-    return values if isinstance(values, list) else values.tolist()
-
-
-def _narrow(array: pa.Array) -> pa.Array:
-    """Integers in the smallest type that holds them."""
-    if not pa.types.is_integer(array.type) or len(array) == array.null_count:
-        return array
-    least, most = pc.min_max(array).as_py().values()
-    for kind in (pa.int8(), pa.int16(), pa.int32()):
-        if -(1 << kind.bit_width - 1) <= least and most < 1 << kind.bit_width - 1:
-            return array.cast(kind)
-    return array
+def _as_list(column: ColumnValues) -> list[object]:
+    return column if isinstance(column, list) else column.tolist()
 
 
 def _label_name(name: str) -> str:

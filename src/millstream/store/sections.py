@@ -249,7 +249,6 @@ class Sections:
             raise BadIndex(f"{self.path}: damaged between byte {block * CRC_BYTES} and {(block + 1) * CRC_BYTES}")
         self._checked[block] = True
 
-
     def damages(self) -> Generator[str]:
         """Check everything; what is wrong."""
         for block in range(len(self._crcs)):

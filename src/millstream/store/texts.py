@@ -89,7 +89,7 @@ class PlainText:
         low, high = ordered[first], reach[np.append(first[1:], len(order)) - 1]
         offsets = np.append(0, np.cumsum(high - low))
         text = np.empty(int(offsets[-1]), np.uint8)
-        view = memoryview(text)
+        view = text.data
         for at, start, end in zip(low.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
             self._fill(view[start:end], at)
         run = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(order))))

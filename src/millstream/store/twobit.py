@@ -97,7 +97,9 @@ class TwoBit:
         # Runs are apart and ascending: if the last one before a read's end stops short of the read, all do.
         last = run_starts.find(ends - 1)
         before = np.maximum(last, 0)
-        (hit,) = np.nonzero((last >= 0) & (run_starts.take(before) + run_lengths.take(before) > starts) & (ends > starts))
+        (hit,) = np.nonzero(
+            (last >= 0) & (run_starts.take(before) + run_lengths.take(before) > starts) & (ends > starts)
+        )
         if not len(hit):
             return
         first = np.maximum(run_starts.find(starts[hit]), 0)
@@ -125,8 +127,10 @@ def join(buffer: Bytes, pieces: Numbers, *, before: Bytes) -> Bytes:
 @kernel
 def _join(buffer: Bytes, pieces: Numbers, out: Bytes, at: int) -> None:
     for index in range(len(pieces)):
-        count = pieces[index, 1] - pieces[index, 0]
-        out[at : at + count] = buffer[pieces[index, 0] : pieces[index, 1]]
+        start = pieces[index, 0]
+        count = pieces[index, 1] - start
+        for place in range(count):  # twice as fast as assigning slices
+            out[at + place] = buffer[start + place]
         at += count
 
 
@@ -140,7 +144,12 @@ _NIBBLES, _BYTES = np.uint64(0x000F000F000F000F), np.uint64(0x000000FF000000FF)
 
 @kernel
 def _encode(
-    words: NDArray[np.uint64], out: NDArray[np.uint16], state: Numbers, others: Numbers, lowers: Numbers, counts: Numbers
+    words: NDArray[np.uint64],
+    out: NDArray[np.uint16],
+    state: Numbers,
+    others: Numbers,
+    lowers: Numbers,
+    counts: Numbers,
 ) -> None:
     """Eight letters a word. A word of ACGT is noticed by making its letters again from their codes."""
     num_others = num_lowers = 0

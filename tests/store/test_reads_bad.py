@@ -1,0 +1,909 @@
+"""Bad files, damaged ones, changed ones, and indexes that cannot be believed: named, and never read as something else."""
+
+import bz2
+import errno
+import gzip
+import io
+import lzma
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from read_files import (
+    COMPRESSED,
+    REGEX,
+    WRAPPERS,
+    bgzf,
+    bgzf_block,
+    change,
+    fasta,
+    fastq,
+    flip,
+    flushed,
+    frames,
+    holds,
+    index_of,
+    letters,
+    members,
+    opened,
+    records,
+    refused,
+    texts,
+)
+from slow_reads import Slow
+
+import millstream as ms
+from millstream.errors import BadIndex, BadSource, MillstreamError, StaleIndex
+from millstream.source import containers
+from millstream.store import index, sections
+from millstream.store.index import IndexSettings, build_index
+from millstream.store.reads import open_reads
+
+few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def zipped(text: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("reads.fa", text)
+    return file.getvalue()
+
+
+# -- files of another kind
+
+FOREIGN: dict[str, tuple[bytes, str]] = {
+    "noise": (random.Random(1).randbytes(3000), "is a binary file"),
+    "an error page": (b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>", "is a web page"),
+    "an XML answer": (b'<?xml version="1.0"?><Error>denied</Error>', "is a web page"),
+    "a table": (b"read\tclass\nr1\t4\n", r"starts with b'read\tclass\nr1\t4\n'"),
+    "bzip2": (bz2.compress(b">a\nAC\n"), "this is bzip2"),
+    "xz": (lzma.compress(b">a\nAC\n"), "this is xz"),
+    "zip": (zipped(b">a\nAC\n"), "this is a zip archive"),
+    "CRAM": (b"CRAM\3\0" + bytes(60), "this is CRAM"),
+    "BAM": (bgzf(b"BAM\1" + bytes(60)), "is a binary file"),
+    "nothing": (b"", "empty, no bytes at all"),
+    "gzip of nothing": (gzip.compress(b""), "empty, no bytes at all"),
+    "BGZF of nothing": (bgzf(b""), "empty, no bytes at all"),
+    "zstd of nothing": (zstandard.compress(b""), "empty, no bytes at all"),
+    "blank lines": (b"\n\r\n  \n\n", "neither FASTA nor FASTQ"),
+    "comments": (b"; a comment\n;\n", "neither FASTA nor FASTQ"),
+    "gzip of noise": (gzip.compress(random.Random(2).randbytes(3000)), "is a binary file"),
+    "UTF-16": (">a\nACGT\n".encode("utf-16"), "is a binary file"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_file_of_another_kind_is_refused_by_what_it_is(what: str, tmp_path: Path):
+    data, finding = FOREIGN[what]
+    (tmp_path / "reads.fa").write_bytes(data)
+    assert finding in refused(tmp_path / "reads.fa")
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_salvage_makes_no_reads_of_a_file_of_another_kind(what: str, tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(FOREIGN[what][0])
+    refused(tmp_path / "reads.fa", salvage=True)
+
+
+@pytest.mark.parametrize("place", ["missing.fa", "missing/reads.fa", "missing*.fa", "empty folder"])
+def test_where_no_reads_are_the_place_is_named(place: str, tmp_path: Path):
+    (tmp_path / "empty folder").mkdir()
+    refused(tmp_path / place)
+
+
+def test_a_missing_file_among_others_is_named(tmp_path: Path):
+    (tmp_path / "a.fa").write_bytes(b">a\nAC\n")
+    with pytest.raises(BadSource, match=r"b\.fa: no such file"):
+        ms.open([tmp_path / "a.fa", tmp_path / "b.fa"])
+
+
+def test_no_files_at_all_are_refused():
+    with pytest.raises(BadSource, match="no files"):
+        ms.open([])
+
+
+def test_a_folder_whose_fasta_is_a_web_page_is_refused_not_half_read(tmp_path: Path):
+    (tmp_path / "a.fa").write_bytes(b">a\nAC\n")
+    (tmp_path / "b.fa").write_bytes(b"<html></html>")
+    with pytest.raises(BadSource, match=r"b\.fa: .*web page"):
+        ms.open(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "reads.fa"
+    file.write_bytes(b">a\nAC\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    deny(monkeypatch, file)
+    with pytest.raises(BadSource, match=re.escape(str(file))):
+        ms.open(file)
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """The tests may run as root, whom no permission stops."""
+
+    def denied(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **options: Any) -> Any:
+            if not isinstance(path, int) and Path(path) == file:
+                raise PermissionError(errno.EACCES, "Permission denied", str(file))
+            return real(path, *args, **options)
+
+        return call
+
+    monkeypatch.setattr("builtins.open", denied(open))
+    monkeypatch.setattr(os, "open", denied(os.open))
+
+
+# -- FASTQ that is not right
+
+
+def test_a_quality_of_another_length_is_refused_with_record_and_byte(tmp_path: Path):
+    made = records(20, quality=True, longest=30)
+    wrong = made[7]._replace(quality=b"I" * (len(made[7].sequence) + 1))
+    text = fastq([*made[:7], wrong, *made[8:]])
+    (tmp_path / "reads.fq").write_bytes(text)
+    message = refused(tmp_path / "reads.fq")
+    line = text.index(b"\n+\n", len(fastq(made[:7]))) + 3
+    assert "quality line whose length differs" in message and "in record 7" in message and f"at byte {line}" in message
+
+
+def test_in_a_compressed_file_the_byte_is_said_to_be_of_the_text(tmp_path: Path):
+    (tmp_path / "reads.fq.gz").write_bytes(gzip.compress(b"@a\nAC\n+\nI\n"))
+    assert "at byte 8 of the text, in record 0" in refused(tmp_path / "reads.fq.gz")
+
+
+def test_a_record_without_a_plus_line_is_refused_with_record_and_byte(tmp_path: Path):
+    (tmp_path / "reads.fq").write_bytes(b"@a\nAC\n+\nII\n@b\nAC\n@c\nAC\n+\nII\n")
+    assert "a record without a '+' line, at byte 17, in record 1" in refused(tmp_path / "reads.fq")
+
+
+def test_a_line_between_two_fastq_records_is_refused_with_its_byte(tmp_path: Path):
+    (tmp_path / "reads.fq").write_bytes(b"@a\nAC\n+\nII\nACGT\n@b\nAC\n+\nII\n")
+    assert "does not start a record" in (message := refused(tmp_path / "reads.fq")) and "at byte 11" in message
+
+
+def test_binary_bytes_in_a_sequence_are_refused_with_their_byte(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(b">a\nAC\n>b\nA\0C\n")
+    assert "value 0" in (message := refused(tmp_path / "reads.fa")) and "at byte 10, in record 1" in message
+
+
+def whole_fastq(text: bytes, made: list[Slow]) -> list[Slow]:
+    """The records whose last quality letter is in the text."""
+    ends = np.cumsum([len(fastq([record])) for record in made]) - 1
+    return [record for record, end in zip(made, ends, strict=True) if end <= len(text)]
+
+
+def whole_fasta(text: bytes, made: list[Slow]) -> list[Slow]:
+    """The records that are surely whole: the next one has begun."""
+    return made[: max(text.count(b">") - 1, 0)]
+
+
+def test_a_fastq_file_cut_anywhere_is_refused_and_salvaged(tmp_path: Path):
+    made = [record for record in records(8, quality=True, longest=12) if record.sequence]
+    text, file = fastq(made), tmp_path / "reads.fq"
+    ends = np.cumsum([len(fastq([record])) for record in made]).tolist()
+    for cut in range(1, len(text) - 1):
+        file.write_bytes(text[:cut])
+        whole = whole_fastq(text[:cut], made)
+        if cut not in ends and cut + 1 not in ends:
+            assert "in record" in (message := refused(file)) or "--salvage" in message
+        assert holds(opened(file, salvage=True), whole), cut
+        index_of(file).unlink()
+
+
+# -- compressed files that are cut or have more
+
+
+def decoded(wrapper: str, data: bytes) -> bytes:
+    """The text that can be decoded of a cut file."""
+    if wrapper == "zstd":
+        parts = [frames(part) for part in split_text()]
+        return b"".join(split_text()[: sum(size <= len(data) for size in np.cumsum([len(p) for p in parts]))])
+    text = b""
+    while data:
+        one = zlib.decompressobj(31)
+        piece = one.decompress(data)
+        if wrapper == "bgzf" and not one.eof:
+            break
+        text, data = text + piece, one.unused_data
+    return text
+
+
+MADE = records(25, longest=90)
+
+
+def split_text() -> list[bytes]:
+    text = fasta(MADE)
+    return [text[at : at + 400] for at in range(0, len(text), 400)]
+
+
+def frames_like(text: bytes) -> bytes:
+    """As `split_text` has it, so that cut frames can be counted."""
+    return b"".join(frames(part) for part in split_text()) if text == fasta(MADE) else frames(text)
+
+
+CUT = {"gzip": flushed, "one gzip": gzip.compress, "members": members, "bgzf": bgzf, "zstd": frames_like}
+
+
+@pytest.mark.parametrize("wrapper", CUT)
+def test_a_compressed_file_cut_anywhere_is_refused_and_salvaged(wrapper: str, tmp_path: Path):
+    data, file = CUT[wrapper](fasta(MADE)), tmp_path / "reads.fa"
+    edges = set(borders(wrapper, data))
+    for cut in {*range(1, 30), *range(30, len(data) - 30, 29), *range(len(data) - 30, len(data))} - edges:
+        file.write_bytes(data[:cut])
+        text = decoded(wrapper, data[:cut])
+        message = refused(file)
+        assert re.search(r"at byte \d+", message) or cut < 19, message
+        if not text:
+            refused(file, salvage=True)
+            continue
+        assert "--salvage" in message
+        assert holds(opened(file, salvage=True), whole_fasta(text, MADE)), cut
+        index_of(file).unlink()
+
+
+def borders(wrapper: str, data: bytes) -> list[int]:
+    """Where members, blocks or frames end: a file cut there is a whole file."""
+    if wrapper == "zstd":
+        return np.cumsum([len(frames(part)) for part in split_text()]).tolist()
+    found: list[int] = []
+    rest = data
+    while rest:
+        one = zlib.decompressobj(31)
+        one.decompress(rest)
+        rest = one.unused_data
+        found.append(len(data) - len(rest))
+    return found
+
+
+@pytest.mark.parametrize("wrapper", CUT)
+def test_a_salvaged_file_has_the_right_columns_wherever_it_was_cut(wrapper: str, tmp_path: Path):
+    data, file = CUT[wrapper](fasta(MADE)), tmp_path / "reads.fa"
+    for cut in range(len(data) // 3, len(data), 41):
+        file.write_bytes(data[:cut])
+        wanted = whole_fasta(decoded(wrapper, data[:cut]), MADE)
+        if len(wanted) < 2:
+            continue
+        reads = opened(file, salvage=True, header_regex=REGEX)
+        assert reads.fetch(range(len(reads)), ["who"]).columns["who"] == [f"r{n}" for n in range(len(wanted))], cut
+        assert texts(reads) == letters(wanted)
+        index_of(file).unlink()
+
+
+@pytest.mark.parametrize("size", [128, 256, 1024])
+def test_salvage_loses_no_record_of_earlier_buffers(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(index, "BUFFER_BYTES", size)
+    made = records(200, longest=40)
+    data, file = gzip.compress(fasta(made)), tmp_path / "reads.fa"
+    file.write_bytes(data[: len(data) * 2 // 3])
+    wanted = whole_fasta(decoded("gzip", file.read_bytes()), made)
+    assert holds(opened(file, salvage=True), wanted)
+
+
+@pytest.mark.parametrize("cut", range(100, 130))
+def test_a_compressed_fastq_cut_anywhere_gives_every_whole_record(cut: int, tmp_path: Path):
+    made = [record for record in records(12, quality=True, longest=12) if record.sequence]
+    data, file = flushed(fastq(made), 10), tmp_path / "reads.fq"
+    file.write_bytes(data[: len(data) * cut // 140])
+    wanted = whole_fastq(decoded("gzip", file.read_bytes()), made)
+    assert holds(opened(file, salvage=True), wanted)
+
+
+def test_what_was_salvaged_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "reads.fa").write_bytes(gzip.compress(fasta(MADE))[:-10])
+    reads = opened(tmp_path / "reads.fa", salvage=True)
+    said = capsys.readouterr().err
+    assert f"Indexed what comes before: {len(reads)} records" in said and "at byte" in said
+
+
+def test_a_file_cut_in_its_only_record_can_be_salvaged_as_no_records(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(flushed(b">a\n" + b"ACGT" * 100, 10)[:-20])
+    reads = opened(tmp_path / "reads.fa", salvage=True)
+    assert len(reads) == 0 and list(reads) == [] and reads.find("a") == [] and reads.table.num_rows == 0
+
+
+@pytest.mark.parametrize("wrapper", COMPRESSED)
+def test_something_after_the_compressed_data_is_refused_with_its_byte(wrapper: str, tmp_path: Path):
+    data, file = WRAPPERS[wrapper](fasta(MADE)), tmp_path / "reads.fa"
+    file.write_bytes(data + b"and what is this? It is longer than a header.")
+    message = refused(file)
+    assert f"at byte {len(data)}" in message and "--salvage" in message
+    assert set(texts(opened(file, salvage=True))) <= set(letters(MADE))
+
+
+@pytest.mark.parametrize("wrapper", ["gzip", "members"])
+def test_something_after_gzip_data_costs_no_record(wrapper: str, tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(WRAPPERS[wrapper](fasta(MADE)) + b"and what is this?")
+    assert holds(opened(tmp_path / "reads.fa", salvage=True), MADE)
+
+
+@pytest.mark.parametrize("count", [1, 2, 511, 512, 300_001])
+def test_zeros_after_gzip_data_are_padding(count: int, tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(flushed(fasta(MADE)) + bytes(count))
+    assert holds(opened(tmp_path / "reads.fa"), MADE)
+
+
+def test_a_wrong_gzip_checksum_is_refused(tmp_path: Path):
+    data, file = gzip.compress(fasta(MADE)), tmp_path / "reads.fa"
+    file.write_bytes(data[:-8] + bytes([data[-8] ^ 1]) + data[-7:])
+    message = refused(file)
+    assert "incorrect data check" in message and "--salvage" in message and "at byte" in message
+
+
+def test_salvage_after_a_wrong_checksum_keeps_no_record_that_goes_on_in_the_next_member(tmp_path: Path):
+    first, second = (gzip.compress(part) for part in (b">a\nACGT\n>b\nACGT", b"ACGTACGT\n>c\nAC\n"))
+    (tmp_path / "reads.fa").write_bytes(first[:-8] + bytes([first[-8] ^ 1]) + first[-7:] + second)
+    assert texts(opened(tmp_path / "reads.fa", salvage=True)) == ["ACGT"]
+
+
+@pytest.mark.parametrize("wrapper", ["gzip", "one gzip", "members", "bgzf", "zstd"])
+def test_whatever_is_salvaged_can_be_read(wrapper: str, tmp_path: Path):
+    made = records(400, longest=90)
+    data, file = bytearray({**WRAPPERS, "one gzip": gzip.compress}[wrapper](fasta(made))), tmp_path / "reads.fa"
+    for at in range(len(data) // 2, len(data) - 200, len(data) // 12):
+        file.write_bytes(data[:at] + random.Random(at).randbytes(150) + data[at + 150 :])
+        with pytest.raises(MillstreamError):
+            ms.open(file)
+        try:
+            reads = opened(file, salvage=True)
+        except BadSource as error:
+            assert "in record" in str(error)  # the decoder made text of it that is no FASTA
+            continue
+        assert len(reads) > 100 and texts(reads)[:100] == letters(made)[:100]
+        index_of(file).unlink()
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_zstd_file_of_one_huge_frame_is_refused_with_a_way_out(
+    sized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(containers, "MAX_FRAME_BYTES", 1 << 20)
+    text = b">a\n" + random.Random(0).randbytes(2 << 20).translate(bytes(b"ACGT" * 64)) + b"\n"
+    (tmp_path / "reads.fa.zst").write_bytes(zstandard.ZstdCompressor(write_content_size=sized).compress(text))
+    message = refused(tmp_path / "reads.fa.zst")
+    assert "the zstd frame at byte 0 holds more than 1 MB" in message and "zstd -dc" in message
+
+
+def test_a_header_longer_than_the_buffer_is_refused_with_its_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(index, "BUFFER_BYTES", 256)
+    (tmp_path / "reads.fa").write_bytes(b">a\nACGT\n>" + b"x" * 300 + b"\nACGT\n")
+    message = refused(tmp_path / "reads.fa")
+    assert "a header line longer than 256 bytes, at byte 8" in message
+
+
+def test_bgzf_that_goes_on_as_gzip_is_read_as_gzip(tmp_path: Path):
+    made = records(200)
+    text = fasta(made)
+    half = len(text) // 2
+    (tmp_path / "reads.fa").write_bytes(bgzf(text[:half], end=False) + gzip.compress(text[half:]))
+    assert holds(opened(tmp_path / "reads.fa"), made)
+
+
+def test_gzip_that_goes_on_as_bgzf_is_read_as_gzip(tmp_path: Path):
+    made = records(200)
+    text = fasta(made)
+    (tmp_path / "reads.fa").write_bytes(gzip.compress(text[:700]) + bgzf(text[700:]))
+    assert holds(opened(tmp_path / "reads.fa"), made)
+
+
+# -- damage that comes after indexing
+
+
+def place_in(reads: ms.Reads, number: int) -> tuple[int, int]:
+    """The compressed block a record starts in, from and to which byte of the file."""
+    part = reads._parts[0]
+    start = int(part.places(np.array([number])).start[0])  # pyright: ignore
+    rows = {name: part.sections.column(f"block.{name}").whole() for name in ("raw", "plain")}  # pyright: ignore
+    block = int(rows["plain"].find(np.array([start]))[0])
+    raw = [int(rows["raw"].take(np.array([at]))[0]) for at in (block, block + 1)]
+    return raw[0], raw[1]
+
+
+@pytest.mark.parametrize("wrapper", COMPRESSED)
+def test_a_flipped_bit_costs_the_records_of_its_block_and_no_others(
+    wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(containers, "POINT_BYTES", 1)
+    made = records(60)
+    file = tmp_path / "reads.fa"
+    file.write_bytes(WRAPPERS[wrapper](fasta(made)))
+    start, end = place_in(opened(file), 30)
+    reads = opened(file)
+    flip(file, (start + end) // 2, 16)
+    with pytest.raises(BadSource, match=rf"{re.escape(str(file))}: the block at byte {start} .*millstream verify"):
+        reads[30]
+    lost = 0
+    for number, record in enumerate(made):
+        try:
+            assert reads[number].sequence.encode() == record.sequence
+        except BadSource:
+            lost += 1
+    assert 1 <= lost < 25
+
+
+@pytest.mark.parametrize("wrapper", COMPRESSED)
+def test_no_byte_of_a_block_can_change_unnoticed(wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(containers, "POINT_BYTES", 1)
+    made = records(30)
+    file = tmp_path / "reads.fa"
+    file.write_bytes(WRAPPERS[wrapper](fasta(made)))
+    start, end = place_in(opened(file), 15)
+    for at in range(start, end):
+        for mask in (1, 128):
+            reads = opened(file)
+            flip(file, at, mask)
+            try:
+                assert texts(reads) == letters(made)  # a byte of a gzip header may say anything
+            except BadSource as error:
+                assert f"byte {start} " in str(error)
+            flip(file, at, mask)
+
+
+# -- files that change
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    (tmp_path / "reads.fa").write_bytes(fasta(MADE))
+    return tmp_path / "reads.fa"
+
+
+def replace_file(file: Path) -> None:
+    stat = file.stat()
+    file.with_name("new").write_bytes(file.read_bytes().replace(b"A", b"C"))
+    os.utime(file.with_name("new"), ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.rename(file.with_name("new"), file)
+
+
+def append_to(file: Path) -> None:
+    with open(file, "ab") as out:
+        out.write(b">more\nACGT\n")
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "replaced": replace_file,
+    "appended to": append_to,
+    "cut": lambda file: os.truncate(file, 100),
+    "emptied": lambda file: os.truncate(file, 0),
+    "deleted": Path.unlink,
+}
+USES = {
+    "reads[20]": "reads[20]",
+    "fetch": "reads.fetch([20])",
+    "iteration": "list(reads)",
+    "region": "reads.region(len(reads) - 1, 0, 1)",
+    "find": "reads.find('lbl|1|9601|11|r1/2')",
+    "a column of the headers": "reads._parts[0].names_of(__import__('numpy').array([20]))",
+}
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "zstd"])
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_file_that_changes_while_it_is_open_is_noticed(how: str, wrapper: str, tmp_path: Path):
+    file = tmp_path / "reads.fa"
+    file.write_bytes(WRAPPERS[wrapper](fasta(MADE)))
+    reads = opened(file)
+    CHANGES[how](file)
+    with pytest.raises(StaleIndex, match=re.escape(f"{file}: changed while it was open")):
+        reads.fetch([20])
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_way_to_read_notices_a_file_that_was_cut(use: str, tmp_path: Path):
+    """In a process of its own: to read a mapped byte that is no longer there is SIGBUS."""
+    file = tmp_path / "reads.fa"
+    file.write_bytes(fasta(records(400)))
+    code = f"""
+import os, sys, millstream as ms
+reads = ms.open({str(file)!r})
+os.truncate({str(file)!r}, 0)
+try:
+    {USES[use]}
+except ms.errors.StaleIndex as error:
+    sys.exit(0 if {str(file)!r} in str(error) else 3)
+sys.exit(4)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_file_larger_than_its_memory_is_checked_too(plain: Path):
+    reads = opened(plain, memory=1)
+    os.truncate(plain, 10)
+    with pytest.raises(StaleIndex, match=re.escape(str(plain))):
+        reads.region(20, 0, 1)
+
+
+def test_changing_the_working_folder_is_no_change_of_the_file(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(plain.parent)
+    reads = opened(plain.name)
+    monkeypatch.chdir("/")
+    assert texts(reads) == letters(MADE)
+
+
+def test_a_file_of_another_size_is_stale(plain: Path):
+    opened(plain)
+    append_to(plain)
+    message = refused(plain)
+    size = plain.stat().st_size
+    assert f"size {size - 11} -> {size}" in message and f"millstream index {plain} --rebuild" in message
+
+
+def test_other_content_of_the_same_size_is_stale(plain: Path):
+    opened(plain)
+    plain.write_bytes(plain.read_bytes().replace(b"A", b"C"))
+    assert "same size, other content" in refused(plain)
+
+
+def test_other_content_under_the_same_size_and_time_is_stale(plain: Path):
+    opened(plain)
+    change(plain, 700, b"TT")
+    assert "same size, other content" in refused(plain)
+
+
+def test_a_change_between_the_samples_is_found_when_the_time_differs(tmp_path: Path):
+    file = tmp_path / "reads.fa"
+    file.write_bytes(fasta(records(40, longest=60_000)))
+    assert file.stat().st_size > 1 << 20
+    opened(file)
+    at = file.stat().st_size // 16 * 5 + 30_000
+    flip(file, at, 2)
+    os.utime(file)
+    assert "content changed in some place" in refused(file)
+
+
+def test_a_file_that_was_only_touched_is_accepted(plain: Path):
+    opened(plain)
+    before = index_of(plain).stat().st_ino
+    os.utime(plain, ns=(1, 1))
+    assert holds(opened(plain), MADE)
+    assert index_of(plain).stat().st_ino == before
+
+
+def test_a_stale_index_can_be_built_again(plain: Path):
+    opened(plain)
+    plain.write_bytes(b">other\nGGG\n")
+    assert texts(open_reads([plain], rebuild=True)) == ["GGG"]
+    assert texts(opened(plain)) == ["GGG"]
+
+
+def test_a_file_that_changes_while_it_is_indexed_gets_no_index(plain: Path):
+    def grow(done: int, note: str = "") -> None:
+        append_to(plain)
+
+    with pytest.raises(StaleIndex, match=rf"{re.escape(str(plain))}: changed while it was indexed"):
+        build_index(plain, IndexSettings(), progress=grow)
+    assert os.listdir(plain.parent) == [plain.name]
+
+
+def test_a_pickle_of_reads_whose_file_has_changed_is_refused(plain: Path):
+    import pickle
+
+    data = pickle.dumps(opened(plain))
+    append_to(plain)
+    with pytest.raises(StaleIndex, match="changed since it was indexed"):
+        pickle.loads(data)
+
+
+# -- indexes that cannot be believed
+
+
+def test_the_index_of_another_file_is_not_taken(plain: Path):
+    other = plain.with_name("other.fa")
+    other.write_bytes(plain.read_bytes()[:-4] + b"CCC\n")
+    opened(other)
+    os.rename(index_of(other), index_of(plain))
+    message = refused(plain)
+    assert "other content" in message and "--rebuild" in message
+
+
+def test_a_file_that_moves_with_its_index_needs_no_other(plain: Path):
+    opened(plain)
+    there = plain.parent / "there"
+    there.mkdir()
+    os.rename(plain, there / "moved.fa")
+    os.rename(index_of(plain), index_of(there / "moved.fa"))
+    before = index_of(there / "moved.fa").stat().st_ino
+    assert holds(opened(there / "moved.fa"), MADE)
+    assert index_of(there / "moved.fa").stat().st_ino == before
+
+
+def test_an_index_cut_anywhere_is_refused_with_the_remedy(plain: Path):
+    opened(plain)
+    data = index_of(plain).read_bytes()
+    for cut in [*range(0, len(data), 64), len(data) - 1, len(data) - 8, len(data) - 44]:
+        index_of(plain).write_bytes(data[:cut])
+        message = refused(plain)
+        assert str(index_of(plain)) in message and f"millstream index {plain} --rebuild" in message
+
+
+def test_an_index_with_more_after_its_end_is_refused(plain: Path):
+    opened(plain)
+    with open(index_of(plain), "ab") as file:
+        file.write(bytes(64))
+    assert "--rebuild" in refused(plain)
+
+
+def everything(reads: ms.Reads) -> object:
+    """All that can be asked of reads."""
+    batch = reads.fetch(range(len(reads)), ["sequence", "name", *reads.column_names])
+    columns = {name: list(values) for name, values in batch.columns.items()}
+    found = [reads.find(read.name) for read in reads]
+    regions = [reads.region(number, 0, length // 2) for number, length in enumerate(batch.lengths.tolist())]
+    return batch.sequences(), columns, found, regions, reads.table.to_pydict(), [read.columns for read in reads]
+
+
+@pytest.fixture
+def small_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, bytes, object]:
+    """A gzip file with seek points and columns of several kinds, its index, and all that it says."""
+    monkeypatch.setattr(containers, "POINT_BYTES", 200)
+    file = tmp_path / "reads.fa"
+    file.write_bytes(flushed(fasta(MADE, width=20), 200))
+    wanted = everything(opened(file, header_regex=REGEX))
+    return file, index_of(file).read_bytes(), wanted
+
+
+@settings(few, max_examples=250)
+@given(place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
+def test_a_changed_byte_of_an_index_is_noticed_or_does_no_harm(
+    small_index: tuple[Path, bytes, object], place: float, mask: int
+):
+    file, data, wanted = small_index
+    changed = bytearray(data)
+    changed[int(place * len(data))] ^= mask
+    index_of(file).write_bytes(changed)
+    try:
+        assert everything(opened(file)) == wanted
+    except BadIndex as error:
+        assert str(index_of(file)) in str(error) and "millstream index" in str(error)
+
+
+@settings(few, max_examples=150)
+@given(back=st.integers(1, 700), mask=st.integers(1, 255))
+def test_a_changed_byte_at_the_end_of_an_index_is_noticed_or_does_no_harm(
+    small_index: tuple[Path, bytes, object], back: int, mask: int
+):
+    file, data, wanted = small_index
+    changed = bytearray(data)
+    changed[-back] ^= mask
+    index_of(file).write_bytes(changed)
+    try:
+        assert everything(opened(file)) == wanted
+    except BadIndex as error:
+        assert str(index_of(file)) in str(error) and "millstream index" in str(error)
+
+
+def test_damage_within_an_index_is_named_with_its_bytes_and_the_remedy(plain: Path):
+    opened(plain)
+    flip(index_of(plain), 100)
+    message = refused(plain)
+    assert "damaged between byte 0 and" in message and f"millstream index {plain} --rebuild" in message
+
+
+def test_an_index_of_a_newer_format_asks_for_a_newer_millstream(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as newer:
+        newer.setattr(sections, "VERSION", 2)
+        build_index(plain, IndexSettings())
+    message = refused(plain)
+    assert "format 2, this millstream reads up to 1; upgrade millstream" in message
+
+
+def test_an_index_of_something_else_is_refused(plain: Path):
+    with sections.SectionsWriter(index_of(plain)) as writer:
+        writer.publish({"what": "index of traces"})
+    assert "is an index of traces, not an index of reads" in refused(plain)
+
+
+# -- headers, columns, labels
+
+HEADED = b">lbl|1|5|x\nAC\n>odd\nAC\n>lbl|2|5|y\nAC\n>strange\nAC\n"
+SHORT = r"lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)\|(?P<who>\w+)"
+
+
+@pytest.mark.parametrize(
+    ("regex", "finding"),
+    [
+        (r"lbl\|(\d+)", "has no named groups"),
+        (r"lbl\|(?P<class_id>\d+", "does not compile"),
+        (r"(?P<a>\d+)(?P<a>\d+)", "does not compile"),
+        ("", "has no named groups"),
+    ],
+)
+def test_a_header_regex_that_gives_no_columns_is_refused_with_an_example(regex: str, finding: str, plain: Path):
+    with pytest.raises(BadSource, match=finding) as caught:
+        ms.open(plain, header_regex=regex)
+    assert "An example:" in str(caught.value)
+    assert os.listdir(plain.parent) == [plain.name]
+
+
+def test_a_header_that_does_not_fit_is_an_error_that_shows_it(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(HEADED)
+    message = refused(tmp_path / "reads.fa", header_regex=SHORT)
+    assert "2 of the first 4 headers" in message and "odd; strange" in message and "on_mismatch='skip'" in message
+
+
+def test_the_first_five_headers_that_do_not_fit_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(index, "BUFFER_BYTES", 64)
+    (tmp_path / "reads.fa").write_bytes(HEADED + b"".join(b">odd%d\nAC\n" % number for number in range(100)))
+    reads = opened(tmp_path / "reads.fa", header_regex=SHORT, on_mismatch="null")
+    wrong = reads._parts[0].sections.meta["mismatches"]  # pyright: ignore
+    assert wrong == {"count": 102, "examples": ["odd", "strange", "odd0", "odd1", "odd2"]}
+
+
+def test_headers_that_do_not_fit_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "reads.fa").write_bytes(HEADED)
+    reads = opened(tmp_path / "reads.fa", header_regex=SHORT, on_mismatch="skip")
+    said = capsys.readouterr().err
+    assert "2 headers do not fit header_regex and were left out, as: odd; strange" in said
+    assert [read.name for read in reads] == ["lbl|1|5|x", "lbl|2|5|y"]
+    assert reads.column("class_id").to_pylist() == [1, 2]
+    assert reads.find("odd") == [] and reads.find("lbl|2|5|y") == [1]
+
+
+def test_headers_that_do_not_fit_can_be_kept_without_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "reads.fa").write_bytes(HEADED)
+    reads = opened(tmp_path / "reads.fa", header_regex=SHORT, on_mismatch="null")
+    assert "2 headers do not fit header_regex and were kept without values" in capsys.readouterr().err
+    assert reads.column("class_id").to_pylist() == [1, None, 2, None]
+    assert reads.column("who").to_pylist() == ["x", None, "y", None]
+    assert [read.columns["tax_id"] for read in reads] == [5, None, 5, None]
+
+
+def test_every_header_may_be_left_out(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(b">odd\nAC\n>strange\nAC\n")
+    reads = opened(tmp_path / "reads.fa", header_regex=SHORT, on_mismatch="skip")
+    assert len(reads) == 0 and reads.column("class_id").to_pylist() == [] and reads.fetch([]).sequences() == []
+
+
+def test_no_header_need_fit(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(b">odd\nAC\n>strange\nAC\n")
+    reads = opened(tmp_path / "reads.fa", header_regex=SHORT, on_mismatch="null")
+    assert reads.table.to_pydict() == {
+        "length": [2, 2],
+        "class_id": [None, None],
+        "tax_id": [None, None],
+        "who": [None, None],
+    }
+
+
+def test_an_unknown_way_to_treat_mismatches_is_refused(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(HEADED)
+    with pytest.raises(ValueError, match="on_mismatch"):
+        ms.open(tmp_path / "reads.fa", header_regex=SHORT, on_mismatch="ignore")  # pyright: ignore
+
+
+def test_columns_that_the_regex_does_not_have_are_refused(plain: Path):
+    with pytest.raises(BadSource, match=r"columns colour: header_regex has class_id, tax_id, len, who, mate"):
+        ms.open(plain, header_regex=REGEX, columns=["colour"])
+
+
+def test_columns_without_a_regex_are_refused(plain: Path):
+    with pytest.raises(BadSource, match="columns class_id: there is no header_regex"):
+        ms.open(plain, columns=["class_id"])
+
+
+def test_a_number_that_no_column_holds_is_refused_with_file_and_header(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(b">n9223372036854775808\nAC\n")
+    message = refused(tmp_path / "reads.fa", header_regex=r"n(?P<number>\d+)")
+    assert "n9223372036854775808" in message and "9223372036854775807" in message
+
+
+def test_class_ids_that_the_mapping_does_not_know_are_named(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(HEADED)
+    with pytest.raises(BadSource, match=r"reads\.fa: 1 class_id values are not in the mapping .*: 2\. Add them"):
+        ms.open(tmp_path / "reads.fa", header_regex=SHORT, on_mismatch="skip", mapping={1: "one", 3: "three"})
+
+
+def test_a_read_without_a_class_id_needs_no_label(tmp_path: Path):
+    ids = [10**15, 10**15 + 10**9, None] * 200
+    text = b"".join(b">c%s\nAC\n" % (str(number).encode() if number else b"") for number in ids)
+    (tmp_path / "reads.fa").write_bytes(text)
+    reads = opened(
+        tmp_path / "reads.fa",
+        header_regex=r"c(?P<class_id>\d*)",
+        mapping={10**15: "one", 10**15 + 10**9: "two"},
+    )
+    assert reads.column("label").to_pylist() == [0, 1, None] * 200
+    assert reads.fetch([0, 1, 2], ["label_name"]).columns["label_name"] == ["one", "two", None]
+
+
+def test_a_mapping_for_a_column_that_is_not_there_is_refused(plain: Path):
+    with pytest.raises(BadSource, match="mapping's column 'class_id' is no column of the reads"):
+        ms.open(plain, mapping={1: "one"})
+
+
+def test_a_mapping_by_numbers_for_a_column_of_text_is_refused(plain: Path):
+    with pytest.raises(BadSource, match="class_id"):
+        ms.open(plain, header_regex=r"lbl\|\d\|.*\|(?P<class_id>r[^/]+)", mapping={1: "one"})
+
+
+def test_files_with_different_columns_are_no_collection(tmp_path: Path):
+    for name, regex in (("a.fa", r"(?P<one>\w+)"), ("b.fa", r"(?P<two>\w+)")):
+        (tmp_path / name).write_bytes(b">x\nAC\n")
+        opened(tmp_path / name, header_regex=regex)
+    with pytest.raises(BadSource, match=r"b\.fa has the columns two, .*a\.fa has one: give one header_regex"):
+        ms.open(tmp_path)
+
+
+# -- where an index may lie
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_beside_a_file_in_a_folder_that_cannot_be_written_to_goes_into_the_cache(
+    code: int, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real, folder = tempfile.TemporaryFile, plain.parent
+    (tmp_path / "cache").mkdir()
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if Path(options["dir"]) == folder:
+            raise OSError(code, os.strerror(code), str(folder))
+        return real(*args, **options)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    reads = opened(plain)
+    assert f"{folder} cannot be written to; the index is {tmp_path / 'cache'}" in capsys.readouterr().err
+    assert holds(reads, MADE) and not index_of(plain).exists()
+    (found,) = (tmp_path / "cache" / "millstream").iterdir()
+    before = found.stat().st_ino
+    assert holds(opened(plain), MADE) and found.stat().st_ino == before
+
+
+def test_an_index_dir_takes_the_index_and_keeps_the_folder_clean(plain: Path, tmp_path: Path):
+    place = tmp_path / "indexes" / "of reads"
+    assert holds(opened(plain, index_dir=place), MADE)
+    (found,) = place.iterdir()
+    before = found.stat().st_ino
+    assert holds(opened(plain, index_dir=place), MADE) and found.stat().st_ino == before
+    assert not index_of(plain).exists()
+
+
+def test_files_of_one_name_in_two_folders_share_an_index_dir(tmp_path: Path):
+    for folder, text in (("a", b">a\nAC\n"), ("b", b">b\nGGG\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reads.fa").write_bytes(text)
+    files = [tmp_path / folder / "reads.fa" for folder in "ab"]
+    for _ in range(2):
+        assert texts(opened(files, index_dir=tmp_path / "indexes")) == ["AC", "GGG"]
+
+
+def test_threads_that_index_the_same_file_at_once_do_not_disturb_each_other(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real, together = os.fsync, threading.Barrier(2)
+
+    def wait(fd: int) -> None:
+        real(fd)
+        if threading.current_thread() is not threading.main_thread() and not together.broken:
+            together.wait(20)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    results: list[object] = []
+
+    def work() -> None:
+        try:
+            results.append(build_index(plain, IndexSettings()))
+        except BaseException as error:
+            together.abort()
+            results.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [index_of(plain)] * 2
+    assert holds(opened(plain), MADE) and sorted(os.listdir(plain.parent)) == ["reads.fa", "reads.fa.millstream"]
