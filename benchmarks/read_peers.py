@@ -315,7 +315,7 @@ def index(*, tool: str, path: Path, folder: Path, num_reads: int | None = None) 
         reader = READERS[tool]()
         for old in _index_parts(unfinished):
             old.unlink()  # SQLite would go on from it
-        result = {"base_mb": _ready(source), "seconds": _clock(lambda: reader.build(source, unfinished))}
+        result = {"base_mb": ready(source), "seconds": clock(lambda: reader.build(source, unfinished))}
     index_mb = sum(part.stat().st_size for part in _index_parts(unfinished)) / 1e6
     for part in _index_parts(unfinished):
         part.replace(folder / part.name.removeprefix("unfinished-"))
@@ -375,8 +375,8 @@ def regions(*, tool: str, path: Path, folder: Path, count: int = NUM_READS, widt
     number, place = read_data.regions(num_bases, count, width=width)
     wanted = [(names[n], p, p + width) for n, p in zip(number.tolist(), place.tolist(), strict=True)]
     batches = _cut(wanted, 256)  # small: pyfastx manages 200 a second
-    base_mb = _ready(path, *_index_parts(file))
-    load_s = _clock(lambda: reader.open(path, file))
+    base_mb = ready(path, *_index_parts(file))
+    load_s = clock(lambda: reader.open(path, file))
     with contextlib.closing(reader):
         rates, answer = _timed(batches, reader.regions)
     lines = read_data.LINE_BASES
@@ -401,7 +401,7 @@ def decompress(*, tool: str, path: Path, plain: Path) -> Result:
         result["seconds"] = median(turn["seconds"] for turn in turns)
     else:
         make = _decompressor(name, path, int(threads or 1))
-        result, seconds = {"base_mb": _ready(path)}, []
+        result, seconds = {"base_mb": ready(path)}, []
         for _ in range(3):
             start, num_bytes = time.perf_counter(), 0
             with contextlib.closing(make()) as file:
@@ -433,7 +433,7 @@ def bpe(*, tool: str, path: Path, tokenizer: Path, count: int = NUM_READS, threa
             ids[number, : len(row)] = row
         return ids
 
-    base_mb = _ready()
+    base_mb = ready()
     rates, _ = _timed(batches, encoder.encode_batch_fast)
     padded, answer = _timed(batches, pad)
     crc = zlib.crc32(answer[answer != 0].astype(np.int32).tobytes())
@@ -451,7 +451,7 @@ def limit(*, tool: str, path: Path) -> Result:
     else:
         assert tool == "memcpy"
         source, copy = np.ones(1 << 28, np.uint8), np.ones(1 << 28, np.uint8)
-        seconds, num_bytes = median(_clock(lambda: np.copyto(copy, source)) for _ in range(9)), source.nbytes
+        seconds, num_bytes = median(clock(lambda: np.copyto(copy, source)) for _ in range(9)), source.nbytes
         result = {"seconds": seconds}
     return result | {"rate": num_bytes / 1e6 / seconds, "unit": "MB/s"}
 
@@ -505,11 +505,11 @@ def jobs(
     return every
 
 
-def measure(name: str, *, timeout_s: float = 600, **kwargs: Any) -> Result:
+def measure(name: str, *, script: str = __file__, timeout_s: float = 600, **kwargs: Any) -> Result:
     """Run one measurement in a fresh process: its result, or {"absent": reason}, {"timeout": s} or {"error": text}."""
     command = [
         sys.executable,
-        __file__,
+        script,
         name,
         *(f"{key}={value}" for key, value in kwargs.items() if value is not None),
     ]
@@ -579,8 +579,8 @@ def _open_and_choose(
         for number, (start, bases, end) in zip(numbers.tolist(), places, strict=True):
             lines.seek(start + 1)
             wanted.append(Wanted(number, lines.read(bases - start - 2).decode(), bases, end))
-    base_mb = _ready(source, *_index_parts(file))
-    load_s = _clock(lambda: reader.open(source, file)) * scale
+    base_mb = ready(source, *_index_parts(file))
+    load_s = clock(lambda: reader.open(source, file)) * scale
     opened: Result = {"source": source, "base_mb": base_mb, "load_s": load_s}
     return _cut(wanted, batch_reads), opened | _scaled(scale, num_reads)
 
@@ -648,7 +648,7 @@ def _cut(values: list[Any], size: int) -> list[list[Any]]:
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
-def _clock(action: Callable[[], object]) -> float:
+def clock(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -663,12 +663,12 @@ def _warm(*paths: Path) -> None:
                 pass
 
 
-def _ready(*paths: Path) -> float:
+def ready(*paths: Path) -> float:
     """Warm the files and forget this process's peak so far; MB that it holds before the work begins."""
     _warm(*paths)
     with contextlib.suppress(OSError):  # where /proc is read-only the peak includes the preparations
         Path("/proc/self/clear_refs").write_text("5")
-    return _memory_mb("VmRSS")
+    return memory_mb("VmRSS")
 
 
 def _program(name: str) -> str:
@@ -701,8 +701,8 @@ class _Watch:
         while not self._done.wait(pause):
             start = time.perf_counter()
             try:
-                self.peak_mb = max(self.peak_mb, _memory_mb("VmHWM", self._pid))
-                self.pss_mb = max(self.pss_mb, _memory_mb("Pss", self._pid, "smaps_rollup"))
+                self.peak_mb = max(self.peak_mb, memory_mb("VmHWM", self._pid))
+                self.pss_mb = max(self.pss_mb, memory_mb("Pss", self._pid, "smaps_rollup"))
             except (OSError, StopIteration):  # it has ended
                 return
             pause = max(0.02, 50 * (time.perf_counter() - start))  # walking 4 GB of pages takes 20 ms
@@ -716,7 +716,7 @@ class _Watch:
         self._thread.join()
 
 
-def _memory_mb(what: str, pid: int | str = "self", file: str = "status") -> float:
+def memory_mb(what: str, pid: int | str = "self", file: str = "status") -> float:
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(f"{what}:"))
 
@@ -748,26 +748,29 @@ def check(tokenizer: str | None = None) -> int:
     return int(failed > 0)
 
 
-def main() -> int:
-    if len(sys.argv) < 2 or sys.argv[1] not in ("check", *MEASURES):
-        print(f"{__doc__}\nMeasurements: {', '.join(MEASURES)}", file=sys.stderr)
-        return 2
-    name, *rest = sys.argv[1:]
-    kwargs: dict[str, Any] = dict(argument.split("=", 1) for argument in rest)
-    if name == "check":
-        return check(**kwargs)
+def run(measures: dict[str, Callable[..., Result]], name: str, arguments: Sequence[str]) -> int:
+    """One measurement in this process, as `measure` asks for it; prints its line of JSON."""
+    kwargs: dict[str, Any] = dict(argument.split("=", 1) for argument in arguments)
     for key, value in kwargs.items():
         if key in ("path", "plain", "folder", "tokenizer"):
             kwargs[key] = Path(value)
         elif value.isdigit():
             kwargs[key] = int(value)
     try:
-        result = MEASURES[name](**kwargs)
-        result = {"tool": kwargs["tool"], "peak_mb": _memory_mb("VmHWM")} | result
+        result = measures[name](**kwargs)
+        result = {"tool": kwargs["tool"], "peak_mb": memory_mb("VmHWM")} | result
     except (ImportError, Absent) as error:
         result = {"absent": str(error)}
     print(json.dumps(result))
     return 0
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in ("check", *MEASURES):
+        print(f"{__doc__}\nMeasurements: {', '.join(MEASURES)}", file=sys.stderr)
+        return 2
+    name, *rest = sys.argv[1:]
+    return check(**dict(argument.split("=", 1) for argument in rest)) if name == "check" else run(MEASURES, name, rest)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from millstream.errors import BadIndex, BadSource, MillstreamError, StaleIndex
 from millstream.source import containers
 from millstream.store import index, sections
 from millstream.store.index import IndexSettings, build_index
-from millstream.store.reads import open_reads
+from millstream.store.open_reads import open_reads
 
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

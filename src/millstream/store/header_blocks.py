@@ -19,7 +19,7 @@ from millstream.store.sections import Sections, SectionsWriter
 Codec = Literal["zstd", "zlib"]
 SECTION, ROW, START = "headers", "headers.row", "headers.start"
 BLOCK_BYTES = 64 << 10
-_LEVEL = {"zstd": 3, "zlib": 1}
+_LEVEL = {"zstd": 1, "zlib": 1}
 
 
 def best_codec() -> Codec:
@@ -159,7 +159,6 @@ def _join_lines(buffer: Bytes, starts: Numbers, ends: Numbers, out: Bytes) -> No
     at = 0
     for index in range(len(starts)):
         count = ends[index] - starts[index]
-        for place in range(count):
-            out[at + place] = buffer[starts[index] + place]
+        out[at : at + count] = buffer[starts[index] : ends[index]]
         out[at + count] = 10
         at += count + 1

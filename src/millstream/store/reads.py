@@ -267,12 +267,14 @@ class Reads:
     def _reads(self, numbers: Numbers) -> Iterator[Read]:
         fields = dict.fromkeys([SEQUENCE, QUALITY, NAME, *self.column_names])
         batch = self.fetch(numbers, list(fields))
-        names = [name for part, rows, _ in self._split(numbers) for name in part.names_of(rows)]
+        names = np.empty(len(numbers), object)
+        for part, rows, places in self._split(numbers):
+            names[places] = part.names_of(rows)
         missing: list[str | None] = [None] * len(batch)
         quality = missing if batch.quality is None else list(split_text(batch.quality, batch.offsets))
         columns = {name: _as_list(batch.columns[name]) for name in self.column_names}
         for index, (name, letters, grades) in enumerate(
-            zip(names, split_text(batch.flat, batch.offsets), quality, strict=True)
+            zip(names.tolist(), split_text(batch.flat, batch.offsets), quality, strict=True)
         ):
             yield Read(name, letters, grades, {key: values[index] for key, values in columns.items()})
 

@@ -127,10 +127,8 @@ def join(buffer: Bytes, pieces: Numbers, *, before: Bytes) -> Bytes:
 @kernel
 def _join(buffer: Bytes, pieces: Numbers, out: Bytes, at: int) -> None:
     for index in range(len(pieces)):
-        start = pieces[index, 0]
-        count = pieces[index, 1] - start
-        for place in range(count):  # twice as fast as assigning slices
-            out[at + place] = buffer[start + place]
+        count = pieces[index, 1] - pieces[index, 0]
+        out[at : at + count] = buffer[pieces[index, 0] : pieces[index, 1]]
         at += count
 
 

@@ -1,0 +1,343 @@
+"""Reads against samtools, pysam, pyfaidx, pyfastx, Biopython, gzip tools, and the old scripts' way, in one run.
+
+    python benchmarks/reads.py                     # 13 M reads, 1 GB of genomes; benchmarks/results/reads.json
+    python benchmarks/reads.py num_reads=1000000 genome_bytes=100000000 compressed_bytes=100000000
+
+Every measurement runs in a process of its own, with its files in the page cache. METAGENE-1's tokenizer is measured
+when `tokenizer=PATH` names its tokenizer.json. Ratios count: the machine's speed cancels out.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import read_data
+import read_peers
+from read_peers import BATCH_READS, HEADER, NUM_READS, Result, measure
+
+RESULTS = Path(__file__).parent / "results"
+WINDOW_READS = 65536  # about 10 MB of text: what window order keeps in reach
+BUDGET_MB = 300
+
+
+def index(*, tool: str, path: Path) -> Result:
+    """All header fields included; `tool` is millstream, or millstream-plain for one without columns."""
+    from millstream.store.index import IndexSettings, build_index
+
+    small = path.with_name("small.fa")
+    small.write_bytes(path.open("rb").read(100_000).rsplit(b"\n>", 1)[0] + b"\n")
+    settings = IndexSettings(header_regex=HEADER if tool == "millstream" else None)
+    build_index(small, settings)  # compiles, once and for all
+    base_mb = read_peers.ready(path)
+    seconds = read_peers.clock(lambda: build_index(path, settings))
+    index_mb = path.with_name(path.name + ".millstream").stat().st_size / 1e6
+    return {"seconds": seconds, "rate": path.stat().st_size / 1e6 / seconds, "unit": "MB/s", "base_mb": base_mb,
+            "index_mb": index_mb}  # fmt: skip
+
+
+def fetch(
+    *, tool: str, path: Path, plain: Path, order: str, count: int = 100 * BATCH_READS, threads: int = 1
+) -> Result:
+    """Batches of 4096 reads in exact or window order, as flat letters. The first is compared with the file."""
+    reads, load_s = _open(path)
+    numbers = _order(order, len(reads), count, seed=1)
+    reads.fetch(numbers[:20], ["sequence"])
+    result = _timed(numbers, lambda some: reads.fetch(some, ["sequence"]), threads)
+    batch = reads.fetch(numbers[:BATCH_READS], ["sequence"])
+    places = read_data.records_at(plain, numbers[:BATCH_READS])
+    with plain.open("rb") as file:
+        truth = [_slice(file, start, end) for _, start, end in places.tolist()]
+    if batch.sequences() != truth:
+        raise ValueError(f"{path}: fetched reads differ from the file")
+    return result | {"load_s": load_s, "decoded_blocks": reads.decoded_blocks}
+
+
+def tokens(
+    *, tool: str, path: Path, spec: str, order: str = "exact", count: int = 100 * BATCH_READS, threads: int = 1
+) -> Result:
+    """Fetch and tokenise into torch tensors ready for a model, with the label."""
+    import torch
+
+    from millstream.dataset.features import tokens as feature_of
+
+    reads, load_s = _open(path)
+    feature = feature_of(spec, columns=["class_id"])
+    numbers = _order(order, len(reads), count, seed=1)
+
+    def ready(some: np.ndarray) -> dict[str, Any]:
+        return {name: torch.from_numpy(value) for name, value in feature(reads.fetch(some, feature.fields)).items()}
+
+    for start in range(0, 20 * BATCH_READS, BATCH_READS):  # compiled, and the tokenizer's tables filled
+        ready(numbers[start : start + BATCH_READS])
+    return _timed(numbers, ready, threads) | {"load_s": load_s}
+
+
+def bpe(*, tool: str, path: Path, tokenizer: Path, count: int = NUM_READS, threads: int = 1) -> Result:
+    """Tokenising alone, of the same reads as the peer gets."""
+    from millstream.dataset.tokenizers import hf
+
+    reads, _ = _open(path)
+    numbers = np.arange(count)
+    batches = {start: reads.fetch(numbers[start : start + BATCH_READS], ["sequence"]) for start in _starts(count)}
+    fast = hf(tokenizer)
+    warm = reads.fetch(np.arange(100_000), ["sequence"])
+    fast.tokenize(warm.flat, warm.offsets)
+    first = fast.tokenize(batches[0].flat, batches[0].offsets)
+    ids = np.asarray(first.input_ids)[np.asarray(first.attention_mask) > 0].astype(np.int32)
+    tokenise = lambda at: fast.tokenize(batches[int(at[0])].flat, batches[int(at[0])].offsets)  # noqa: E731
+    result = _timed(np.array(list(batches)), tokenise, threads, batch=1)
+    import zlib
+
+    return result | {
+        "rate": count / result["seconds"],
+        "num_reads": count,
+        "crc_of_first_batch": zlib.crc32(ids.tobytes()),
+    }
+
+
+def regions(*, tool: str, path: Path, count: int = NUM_READS, width: int = 150) -> Result:
+    """Pieces of genomes by name."""
+    reads, load_s = _open(path)
+    names, _, num_bases = read_data.genomes_at(path)
+    numbers, starts = read_data.regions(num_bases, count, width=width)
+    wanted = [
+        (names[number], start, start + width) for number, start in zip(numbers.tolist(), starts.tolist(), strict=True)
+    ]
+    for piece in wanted[:20]:
+        reads.region(*piece)
+    seconds = read_peers.clock(lambda: [reads.region(*piece) for piece in wanted])
+    return {"seconds": seconds, "rate": count / seconds, "unit": "regions/s", "load_s": load_s}
+
+
+def decode(*, tool: str, path: Path) -> Result:
+    """Our own decompression alone, what packing is compared with."""
+    from millstream.source.containers import open_stream, sniff
+
+    read_peers.ready(path)
+    buffer = np.empty(1 << 20, np.uint8)
+    fd = os.open(path, os.O_RDONLY)
+    stream = open_stream(path, sniff(path), fd, points=False)
+    seconds = read_peers.clock(lambda: all(iter(lambda: stream.readinto(buffer), 0)))
+    return {"seconds": seconds, "rate": stream.plain / 1e6 / seconds, "unit": "MB/s"}
+
+
+def pack(*, tool: str, path: Path, plain: Path, folder: Path) -> Result:
+    """Straight from the file, in one pass; `tool` millstream-nonames leaves the header lines out."""
+    from millstream.store.index import IndexSettings
+    from millstream.store.pack import pack as put
+
+    small = folder / "small-pack.fa"
+    small.write_bytes(plain.open("rb").read(100_000).rsplit(b"\n>", 1)[0] + b"\n")
+    put([small], folder / f"{tool}-small.pack", settings=IndexSettings(header_regex=HEADER), rebuild=True)
+    out = folder / f"{tool}.pack"
+    read_peers.ready(path)
+    names = tool == "millstream"
+    seconds = read_peers.clock(
+        lambda: put([path], out, settings=IndexSettings(header_regex=HEADER), names=names, rebuild=True)
+    )
+    size = plain.stat().st_size
+    return {"seconds": seconds, "rate": size / 1e6 / seconds, "unit": "MB/s", "size": out.stat().st_size / size}
+
+
+def memory(*, tool: str, path: Path) -> Result:
+    """PSS above interpreter and libraries while a whole epoch of token batches goes by, under a budget."""
+    import millstream as ms
+    from millstream.dataset.features import tokens as feature_of
+
+    feature = feature_of("kmer(6)", columns=["class_id"])
+    small = ms.open(path, header_regex=None if tool == "millstream-packed" else HEADER, memory="1MB")
+    feature(small.fetch(np.arange(100), feature.fields))
+    base = read_peers.memory_mb("Pss", file="smaps_rollup")
+    reads = ms.open(path, memory=f"{BUDGET_MB * 3 // 4}MB")
+    most, done, start = 0.0, 0, time.perf_counter()
+    for number, some in enumerate(_windows(len(reads), seed=2)):
+        for at in range(0, len(some), BATCH_READS):
+            feature(reads.fetch(some[at : at + BATCH_READS], feature.fields))
+        done += len(some)
+        if number % 4 == 0:
+            most = max(most, read_peers.memory_mb("Pss", file="smaps_rollup") - base)
+    rate = done / (time.perf_counter() - start)
+    return {"rate": rate, "unit": "reads/s", "above_libraries_mb": most, "libraries_mb": base}
+
+
+MEASURES: dict[str, Callable[..., Result]] = {
+    "index": index, "fetch": fetch, "tokens": tokens, "bpe": bpe, "regions": regions, "decode": decode, "pack": pack,
+    "memory": memory,
+}  # fmt: skip
+
+
+def _open(path: Path) -> tuple[Any, float]:
+    import millstream as ms
+
+    read_peers.ready(path)
+    start = time.perf_counter()
+    reads = ms.open(path, memory="8GB")
+    return reads, time.perf_counter() - start
+
+
+def _order(order: str, num_reads: int, count: int, *, seed: int) -> np.ndarray:
+    if order == "exact":
+        return np.random.default_rng(seed).integers(0, num_reads, count)
+    windows = _windows(num_reads, seed=seed)
+    return np.concatenate([next(windows) for _ in range(-(-min(count, num_reads // 2) // WINDOW_READS))])
+
+
+def _windows(num_reads: int, *, seed: int) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    for window in rng.permutation(num_reads // WINDOW_READS).tolist():
+        yield rng.permutation(WINDOW_READS) + window * WINDOW_READS
+
+
+def _starts(count: int) -> range:
+    return range(0, count, BATCH_READS)
+
+
+def _timed(
+    numbers: np.ndarray, action: Callable[[np.ndarray], object], threads: int, batch: int = BATCH_READS
+) -> Result:
+    batches = [numbers[at : at + batch] for at in range(0, len(numbers), batch)]
+    workers = [threading.Thread(target=lambda part=part: [action(some) for some in part]) for part in (
+        batches[start::threads] for start in range(threads))]  # fmt: skip
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "rate": len(numbers) / seconds, "unit": "reads/s", "num_reads": len(numbers)}
+
+
+def _slice(file: Any, start: int, end: int) -> str:
+    file.seek(start)
+    return file.read(end - start).decode()
+
+
+def ours(name: str, **kwargs: Any) -> Result:
+    """One of our measurements in a fresh process."""
+    return measure(name, script=__file__, timeout_s=900, **{"tool": "millstream", **kwargs})
+
+
+def all_measurements(
+    *, num_reads: int = 13_000_000, genome_bytes: int = 1_000_000_000, compressed_bytes: int = 500_000_000,
+    tokenizer: str | None = None, folder: str | None = None,
+) -> int:  # fmt: skip
+    """Everything, peers and ours; prints the tables and writes the results."""
+    with tempfile.TemporaryDirectory(prefix="millstream-reads-", dir=folder) as place:
+        work = Path(place)
+        say = lambda text: print(text, flush=True)  # noqa: E731
+        say(f"generating {num_reads} reads and {genome_bytes} bytes of genomes in {work}")
+        plain = read_data.short_reads(work, num_reads)
+        genomes = read_data.wrapped_genomes(work, genome_bytes)
+        packed = read_data.compressed(work, plain, compressed_bytes)
+        rows: list[Result] = []
+
+        def add(name: str, of: str, result: Result) -> None:
+            rows.append({"measure": name, "of": of, **result})
+            stop = next((f"{key}: {result[key]}" for key in ("absent", "timeout", "error") if key in result), None)
+            shown = ("seconds", "rate", "unit", "index_mb", "load_s", "peak_mb", "size", "above_libraries_mb")
+            text = stop or "  ".join(f"{key} {result[key]}" for key in shown if key in result)
+            say(f"{name:10} {of:14} {result.get('tool', ''):18} {text}")
+
+        kinds = {plain: "reads", genomes: "genomes", **{path: kind for kind, path in packed.items()}}
+        small = packed["plain"]
+        for path in (plain, genomes, *packed.values()):
+            add(
+                "index",
+                kinds[path],
+                ours("index", tool="millstream" if path != genomes else "millstream-plain", path=path),
+            )
+        for order in ("exact", "window"):
+            add(f"fetch {order}", "reads", ours("fetch", path=plain, plain=plain, order=order))
+            for path in packed.values():
+                few = {"count": 4096} if order == "exact" and path == packed["gz"] else {}
+                add(f"fetch {order}", kinds[path], ours("fetch", path=path, plain=small, order=order, **few))
+        for spec in ("kmer(6)", "base"):
+            add(f"{spec}", "reads", ours("tokens", path=plain, spec=spec))
+        add("regions", "genomes", ours("regions", path=genomes))
+        add("decode", "gz", ours("decode", path=packed["gz"]))
+        for tool in ("millstream", "millstream-nonames"):
+            add("pack", "gz", ours("pack", tool=tool, path=packed["gz"], plain=small, folder=work))
+        add("fetch exact", "pack", ours("fetch", path=work / "millstream.pack", plain=small, order="exact"))
+        for path in (plain, packed["gz"]):
+            add("memory", kinds[path], ours("memory", path=path))
+        add("memory", "pack", ours("memory", tool="millstream-packed", path=work / "millstream.pack"))
+        if tokenizer:
+            for threads in (1, 2):
+                add(f"bpe {threads}", "reads", ours("bpe", path=plain, tokenizer=tokenizer, threads=threads))
+        for name, kwargs in read_peers.jobs(
+            reads=plain, genomes=genomes, packed=packed, folder=work, tokenizer=Path(tokenizer) if tokenizer else None
+        ):
+            title = f"{name} {kwargs['threads']}" if "threads" in kwargs else name
+            add(title, kinds[kwargs["path"]], measure(name, **kwargs))
+    summary = _summary(rows)
+    for line, value in summary.items():
+        print(f"{line:72} {value}")
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "reads.json").write_text(json.dumps({"summary": summary, "rows": rows}, indent=1) + "\n")
+    print(f"\nwritten to {RESULTS / 'reads.json'}")
+    return 0
+
+
+def _summary(rows: list[Result]) -> dict[str, str]:
+    """What was asked for, as ratios."""
+    found = {(row["measure"], row["of"], row.get("tool")): row for row in rows}
+
+    def of(key: str, name: str, kind: str, tool: str = "millstream") -> float:
+        return found.get((name, kind, tool), {}).get(key, 0)
+
+    def ratio(a: float, b: float) -> str:
+        return f"{a / b:.2f}x" if a and b else "not measured"
+
+    indexed = of("seconds", "index", "reads")
+    exact, window = of("rate", "fetch exact", "reads"), of("rate", "fetch window", "plain")
+    peers = max(of("rate", "fetch", "reads", tool) for tool in ("pysam", "pyfaidx", "pyfastx"))
+    kmers, gz = of("rate", "kmer(6)", "reads"), of("rate", "fetch window", "gz")
+    sizes = [of("size", "pack", "gz", tool) for tool in ("millstream", "millstream-nonames")]
+    same = {found.get(("bpe 1", "reads", tool), {}).get("crc_of_first_batch") for tool in ("millstream", "tokenizers")}
+    answer = {
+        "index: samtools' seconds / ours (>= 10)": ratio(of("seconds", "index", "reads", "samtools"), indexed),
+        "index: pyfastx' seconds / ours (>= 8)": ratio(of("seconds", "index", "reads", "pyfastx"), indexed),
+        "index: our peak MB (< 700)": str(of("peak_mb", "index", "reads")),
+        "index: bytes of .fai / ours (>= 20)": ratio(
+            of("index_mb", "index", "reads", "samtools"), of("index_mb", "index", "reads")
+        ),
+        "index genomes: samtools' seconds / ours": ratio(
+            of("seconds", "index", "genomes", "samtools"), of("seconds", "index", "genomes", "millstream-plain")
+        ),
+        "fetch exact: ours / best of pysam, pyfaidx, pyfastx (>= 15)": ratio(exact, peers),
+        "6-mers as tensors: M reads/s on one core (>= 1)": f"{kmers / 1e6:.2f}",
+        "6-mers as tensors: ours / pysam and Python (>= 40)": ratio(kmers, of("rate", "kmers", "reads", "pysam")),
+        "regions of genomes: ours / pysam": ratio(
+            of("rate", "regions", "genomes"), of("rate", "regions", "genomes", "pysam")
+        ),
+        "window order: gz / plain (>= 0.5)": ratio(gz, window),
+        "window order: bgz / plain": ratio(of("rate", "fetch window", "bgz"), window),
+        "window order: zst / plain": ratio(of("rate", "fetch window", "zst"), window),
+        "window order: gz, reads/s (>= 1000, 100 times the old 10)": f"{gz:.0f}",
+        "packed exact / plain exact (>= 0.8)": ratio(
+            of("rate", "fetch exact", "pack"), of("rate", "fetch exact", "plain")
+        ),
+        "pack from gz / decompression alone (>= 0.7)": ratio(of("rate", "pack", "gz"), of("rate", "decode", "gz")),
+        "packed bytes / plain bytes, with and without names": " ".join(f"{size:.3f}" for size in sizes),
+    }
+    for threads in (1, 2):
+        rates = [of("rate", f"bpe {threads}", "reads", tool) for tool in ("millstream", "tokenizers")]
+        answer[f"BPE: ours / Rust, {threads} thread(s) (>= 3)"] = ratio(*rates)
+    answer["BPE: ids of the first batch are identical"] = str(len(same) == 1 and None not in same)
+    above = [f"{row['of']} {row['above_libraries_mb']:.0f}" for row in rows if "above_libraries_mb" in row]
+    return answer | {"an epoch in window order: MB above libraries (< 300)": ", ".join(above)}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] in MEASURES:
+        sys.exit(read_peers.run(MEASURES, sys.argv[1], sys.argv[2:]))
+    arguments = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    sys.exit(all_measurements(**{key: int(value) if value.isdigit() else value for key, value in arguments.items()}))
