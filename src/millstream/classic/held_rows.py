@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from millstream.classic.token_rows import Compact, CompactType, Rows, RowSource, mask_of, smallest
+from millstream.console import progress
 from millstream.dataset.tokens import Numbers, Tokenizer
 
 CHUNK_READS = 8192  # tokenised together
@@ -22,11 +23,13 @@ class HeldRows:
         kind = smallest(tokenizer.vocab_size - 1)
         tokens: list[Compact] = []
         counts, columns = np.empty(len(rows), np.int64), np.empty((len(rows), len(rows.names)), np.int64)
-        for start in range(0, len(rows), CHUNK_READS):
-            some = slice(start, min(start + CHUNK_READS, len(rows)))
-            found = rows.fetch(np.arange(some.start, some.stop))
-            counts[some], columns[some] = found.counts, found.columns
-            tokens.append(found.ids[mask_of(found)].astype(kind))
+        with progress("tokenize", len(rows)) as update:
+            for start in range(0, len(rows), CHUNK_READS):
+                some = slice(start, min(start + CHUNK_READS, len(rows)))
+                found = rows.fetch(np.arange(some.start, some.stop))
+                counts[some], columns[some] = found.counts, found.columns
+                tokens.append(found.ids[mask_of(found)].astype(kind))
+                update(some.stop)
         self._tokens = _tensor(_joined(tokens, kind))
         self._ends = _tensor(np.cumsum(counts))
         self._columns = _tensor(columns)

@@ -55,7 +55,7 @@ class ItemDataset(Dataset[Item]):
 class SequenceDataset(ItemDataset):
     """Every read of a file, tokenised once and held in memory: 2 bytes a token (vocabularies below 32,768), 8 an id.
 
-    The fastest of the three once it is loaded, and the right one when the tokens fit.
+    The right one when that fits: once it is loaded, the file is not read again.
 
     >>> dataset = SequenceDataset("reads.fa", "mapping.tsv", "kmer(6)", r"lbl\\|(?P<class_id>\\d+)", max_length=128)
     >>> loader = DataLoader(dataset, batch_size=32, shuffle=True)
@@ -117,7 +117,16 @@ class StreamingSequenceDataset(ItemDataset):
 class CachedStreamingDataset(ItemDataset):
     """A StreamingSequenceDataset that keeps the `cache_size` reads asked for last, tokenised.
 
-    CACHE_BUYS
+    A read asked for again while it is kept comes a few times as fast. A shuffled epoch asks for every read once, so the
+    cache helps in later epochs, by the share of the file it holds: a validation set, or a file that nearly fits. Every
+    worker has its own and DataLoader ends its workers after an epoch: give it `persistent_workers=True`. What the cache
+    was for in the old class, slow reading of large or gzipped files, needs none now. It takes 2 bytes for each of
+    max_length ids of a read (vocabularies below 32,768).
+
+    >>> dataset = CachedStreamingDataset(
+    ...     fasta_path="reads.fa", mapping_df=pd.read_csv("mapping.tsv", sep="\\t"), tokenizer=tokenizer,
+    ...     header_regex=header_regex, max_length=128, cache_index=True, cache_size=10000,
+    ... )
     """
 
     def __init__(
@@ -163,7 +172,7 @@ def _source(
 ) -> tuple[ReadsSource, int | None]:
     """What the datasets were given, in the engine's terms, and the number of classes."""
     path = Path(fasta_path)
-    if path.with_name(path.name + OLD_SUFFIX).exists():
+    if Path(f"{path}{OLD_SUFFIX}").exists():
         say(
             f"{path}{OLD_SUFFIX}: an index of the old scripts, not used any more ({path}{SUFFIX} is); it can be deleted"
         )

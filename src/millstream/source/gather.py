@@ -9,17 +9,24 @@ from millstream.source.scan import Numbers
 _NEWLINE, _SEMICOLON = 10, 59
 
 
-def gather(text: Bytes, starts: Numbers, counts: Numbers, lines: Numbers, eols: Numbers) -> tuple[Bytes, Numbers]:
-    """`counts[i]` letters from `starts[i]` on, skipping line ends, for every i: flat letters and n+1 offsets."""
+def gather(
+    text: Bytes, starts: Numbers, counts: Numbers, lines: Numbers, eols: Numbers, phases: Numbers | None = None
+) -> tuple[Bytes, Numbers]:
+    """`counts[i]` letters from `starts[i]` on, skipping line ends, for every i: flat letters and n+1 offsets.
+
+    `phases[i]` letters of the first line come before `starts[i]`.
+    """
     offsets = np.zeros(len(starts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     flat = np.empty(int(offsets[-1]), np.uint8)
-    _gather(text, starts, lines, eols, offsets, flat)
+    _gather(text, starts, lines, eols, np.zeros_like(starts) if phases is None else phases, offsets, flat)
     return flat, offsets
 
 
 @kernel
-def _gather(text: Bytes, starts: Numbers, lines: Numbers, eols: Numbers, offsets: Numbers, out: Bytes) -> None:
+def _gather(
+    text: Bytes, starts: Numbers, lines: Numbers, eols: Numbers, phases: Numbers, offsets: Numbers, out: Bytes
+) -> None:
     for index in range(len(starts)):
         source = starts[index]
         target = offsets[index]
@@ -28,11 +35,13 @@ def _gather(text: Bytes, starts: Numbers, lines: Numbers, eols: Numbers, offsets
         if line == 0:
             out[target:end] = text[source : source + end - target]
         elif line > 0:
+            rest = line - phases[index]
             while target < end:
-                count = min(line, end - target)
+                count = min(rest, end - target)
                 out[target : target + count] = text[source : source + count]
                 target += count
-                source += line + eols[index]
+                source += rest + eols[index]
+                rest = line
         else:
             fresh = True  # at the start of a line
             while target < end:

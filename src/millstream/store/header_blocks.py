@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from millstream.kernels import kernel
 from millstream.records import Bytes
 from millstream.source.containers import decode_frame
 from millstream.source.gather import copy_pieces
+from millstream.store.joined import join_lines
 from millstream.store.packed import Numbers
 from millstream.store.sections import Sections, SectionsWriter
 
@@ -41,11 +41,10 @@ class HeaderBlocksWriter:
         self._pending = bytearray()
         self._row = self._first = 0  # lines so far, and before the pending block
 
-    def add(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> None:
-        """Append the lines buffer[starts[i]:ends[i]]; none holds a newline."""
-        edges = np.cumsum(ends - starts + 1)
-        flat = np.empty(int(edges[-1]) if len(edges) else 0, np.uint8)
-        _join_lines(buffer, starts, ends, flat)
+    def add(self, buffer: Bytes, pieces: Numbers) -> None:
+        """Append buffer[start:end] of every piece; none holds a newline."""
+        edges = np.cumsum(pieces[:, 1] - pieces[:, 0] + 1)
+        flat = join_lines(buffer, pieces)
         line = done = 0
         while line < len(edges):
             # The line with which the pending block is full, if it is among these.
@@ -152,13 +151,3 @@ def _compressor(codec: Codec) -> Callable[[bytes], bytes]:
     import zstandard
 
     return zstandard.ZstdCompressor(level=_LEVEL["zstd"]).compress
-
-
-@kernel
-def _join_lines(buffer: Bytes, starts: Numbers, ends: Numbers, out: Bytes) -> None:
-    at = 0
-    for index in range(len(starts)):
-        count = ends[index] - starts[index]
-        out[at : at + count] = buffer[starts[index] : ends[index]]
-        out[at + count] = 10
-        at += count + 1

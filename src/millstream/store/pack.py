@@ -415,9 +415,9 @@ class _Parts:
             self._skipping = not of_record[-1]
             headers = headers[found.kept]
         if self._headers and len(headers):
-            starts, ends = np.ascontiguousarray(headers[:, 0]), np.ascontiguousarray(headers[:, 1])
-            self._headers.add(buffer, starts, ends)
+            self._headers.add(buffer, headers)
             if self.records <= SMALL or self._many_names:
+                starts, ends = np.ascontiguousarray(headers[:, 0]), np.ascontiguousarray(headers[:, 1])
                 self.hashes.write(hash_names(buffer, starts, ends).tobytes())
         self._twobit.add(buffer, segments)
         if self.qualities:

@@ -73,6 +73,11 @@ class PackFile:
         self._names = sections if "names.tags" in sections else self._names_beside()
 
     @property
+    def format(self) -> str:
+        """Of the text it was packed from."""
+        return self.meta["format"]
+
+    @property
     def column_names(self) -> list[str]:
         return list(self.columns)
 

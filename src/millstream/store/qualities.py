@@ -6,9 +6,9 @@ import numpy as np
 
 from millstream.kernels import HAVE_NUMBA, kernel
 from millstream.records import Bytes
+from millstream.store.joined import join
 from millstream.store.packed import CHUNK, Numbers, Words
 from millstream.store.sections import Column, SectionsWriter
-from millstream.store.twobit import join
 
 SECTION = "grades"
 _NOTHING = np.empty(0, np.uint8)

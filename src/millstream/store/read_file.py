@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +61,7 @@ class ReadFile:
         self._geometry = {name: sections.column(name) for name in names}
         self._stat = self._state()
         self.text: Text = open_text(path, sections, memory=memory)
+        self._place = lru_cache(maxsize=1024)(self._find_place)
         self.columns: dict[str, HeaderColumnReader] = {}
         for stored in stored_columns(sections):
             self.columns[stored.name] = HeaderColumnReader(stored, sections, self.columns)
@@ -207,21 +208,39 @@ class ReadFile:
         found = self.names_of(np.array(candidates, np.int64))
         return [row for row, other in zip(candidates, found, strict=True) if other == name]
 
-    def region(self, row: int, start: int, end: int) -> Bytes:
-        """Letters [start, end) of one record; where lines follow arithmetic, only those bytes are read."""
-        places = self.places(np.array([row], np.int64))
-        line, eol = int(places.line[0]), int(places.eol[0])
-        if line == IRREGULAR:
-            return self.sequences(places)[0][start:end]
-        first = int(places.start[0] + places.head[0])
-        if line == 0:
-            return self._run(first + start, end - start, end - start, 0, eol)
-        skipped = start // line * line
-        raw_start, raw_end = first + start // line * (line + eol), first + (end - 1) // line * (line + eol) + line
-        return self._run(raw_start, end - skipped, raw_end - raw_start, line, eol)[start - skipped :]
+    def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
+        """Letters [start, end) of records; where lines follow arithmetic, only those bytes are read."""
+        self.check_unchanged()
+        places = self.places(rows)
+        if (places.line == IRREGULAR).any():
+            parts = [self.sequences(self.places(rows[at : at + 1]))[0] for at in range(len(rows))]
+            parts = [part[start:end] for part, start, end in zip(parts, starts.tolist(), ends.tolist(), strict=True)]
+            return np.concatenate([_NO_LETTERS, *parts]), np.append(0, np.cumsum(ends - starts))
+        line = np.maximum(places.line, 1)  # of one line there is no end
+        skipped = np.where(places.line > 0, places.eol, 0)
+        first, last = (at + at // line * skipped for at in (starts, np.maximum(ends - 1, starts)))
+        raw = places.start + places.head + first
+        return self.text.letters(raw, ends - starts, last - first + 1, places.line, places.eol, starts % line)
 
-    def _run(self, start: int, count: int, span: int, line: int, eol: int) -> Bytes:
-        return self.text.letters(*(np.array([value], np.int64) for value in (start, count, span, line, eol)))[0]
+    def length(self, row: int) -> int:
+        return self._place(row)[1]
+
+    def region(self, row: int, start: int, end: int) -> Bytes:
+        """Letters [start, end) of one record."""
+        self.check_unchanged()
+        first, _, line, eol = self._place(row)
+        if line == IRREGULAR:
+            return self.sequences(self.places(np.array([row], np.int64)))[0][start:end]
+        skipped = eol if line else 0
+        begin = start + start // (line or 1) * skipped
+        span = end + (end - 1) // (line or 1) * skipped - begin
+        return np.frombuffer(self.text.read(first + begin, span).translate(None, b"\r\n"), np.uint8)
+
+    def _find_place(self, row: int) -> tuple[int, int, int, int]:
+        """First letter, number of letters, line and its end."""
+        places = self.places(np.array([row], np.int64))
+        first, bases, line, eol = places.start + places.head, places.bases, places.line, places.eol
+        return int(first[0]), int(bases[0]), int(line[0]), int(eol[0])
 
 
 def _texts(parsed: Texts) -> Sequence[str | None]:

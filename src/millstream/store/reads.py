@@ -1,13 +1,15 @@
 """Reads as a collection: files of FASTA or FASTQ by record number, whatever they are wrapped in."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol, overload
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from millstream.console import format_bytes
 from millstream.errors import BadSource
@@ -53,7 +55,9 @@ class Part(Protocol):
     def is_indexed(self, name: str) -> bool: ...
     def distinct(self, name: str) -> Numbers | None: ...
     def find(self, name: str) -> list[int]: ...
+    def length(self, row: int) -> int: ...
     def region(self, row: int, start: int, end: int) -> Bytes: ...
+    def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]: ...
     def with_names(self) -> "Part": ...
     def verify(self) -> Iterator[str]: ...
 
@@ -74,6 +78,8 @@ class Reads:
         self._reopen = reopen
         self._mapping = mapping
         self._starts = np.array(list(accumulate((part.records for part in parts), initial=0)), np.int64)
+        self._first_numbers: list[int] = self._starts.tolist()
+        self._first_of = lru_cache(maxsize=1024)(lambda name: next(iter(self.find(name)), None))
         self._header_columns = self._check_columns()
         if mapping is not None:
             self._check_mapping(mapping)
@@ -158,11 +164,28 @@ class Reads:
     def region(self, name: str | int, start: int, end: int) -> str:
         """Letters [start, end) of the record of this name or number, without reading the rest of it."""
         number = self._number(name)
-        length = int(self.lengths([number])[0])
-        if not 0 <= start <= end <= length:
-            raise IndexError(f"{self._where()}: region {start}:{end} of record {name!r}, which has {length} letters")
-        ((part, rows, _),) = self._split(np.array([number], np.int64))
-        return part.region(int(rows[0]), start, end).tobytes().decode("latin-1") if end > start else ""
+        index = bisect_right(self._first_numbers, number) - 1
+        part, row = self._parts[index], number - self._first_numbers[index]
+        if not 0 <= start <= end <= part.length(row):
+            has = f"which has {part.length(row)} letters"
+            raise IndexError(f"{self._where()}: region {start}:{end} of record {name!r}, {has}")
+        return part.region(row, start, end).tobytes().decode("latin-1") if end > start else ""
+
+    def regions(self, numbers: Sequence[int] | Numbers, starts: ArrayLike, ends: ArrayLike) -> ReadBatch:
+        """Letters [start, end) of many records at once."""
+        wanted = self._check(np.asarray(numbers, np.int64))
+        begin, end = (np.broadcast_to(np.asarray(at, np.int64), wanted.shape) for at in (starts, ends))
+        lengths = self.lengths(wanted)
+        (wrong,) = np.nonzero((begin < 0) | (begin > end) | (end > lengths))
+        if len(wrong):
+            at = int(wrong[0])
+            raise IndexError(
+                f"{self._where()}: region {begin[at]}:{end[at]} of record {wanted[at]}, which has {lengths[at]} letters"
+            )
+        split = self._split(wanted)
+        parts = [Fetched(*part.regions(rows, begin[at], end[at]), None, {}) for part, rows, at in split]
+        fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
+        return ReadBatch(wanted, fetched.flat, fetched.offsets, {})
 
     @property
     def column_names(self) -> list[str]:
@@ -226,11 +249,13 @@ class Reads:
 
     def _number(self, name: str | int) -> int:
         if not isinstance(name, str):
-            return int(self._check(np.array([name], np.int64))[0])
-        found = self.find(name)
-        if not found:
+            if not -len(self) <= name < len(self):
+                raise IndexError(f"record {name} of {len(self)} in {self._where()}")
+            return int(name) % len(self)
+        number = self._first_of(name)
+        if number is None:
             raise KeyError(f"{self._where()}: no record named {name!r}")
-        return found[0]
+        return number
 
     def _fields(self, fields: Sequence[str] | None) -> list[str]:
         if fields is None:

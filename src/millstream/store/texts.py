@@ -29,12 +29,25 @@ class Text(Protocol):
     """Text that records are cut from."""
 
     def letters(
-        self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
+        self,
+        starts: Numbers,
+        counts: Numbers,
+        spans: Numbers,
+        lines: Numbers,
+        eols: Numbers,
+        phases: Numbers | None = None,
     ) -> tuple[Bytes, Numbers]:
-        """`counts[i]` letters from `starts[i]` on, which lie within `spans[i]` bytes: flat, and n+1 offsets."""
+        """`counts[i]` letters from `starts[i]` on, which lie within `spans[i]` bytes: flat, and n+1 offsets.
+
+        `phases[i]` letters of the first line come before `starts[i]`.
+        """
         ...
 
     decoded: int  # blocks so far
+
+    def read(self, start: int, count: int) -> bytes:
+        """The bytes as they are."""
+        ...
 
     def held_bytes(self) -> int:
         """What it holds in memory at present."""
@@ -50,9 +63,18 @@ class MappedText:
         self._map = Map(path)
 
     def letters(
-        self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
+        self,
+        starts: Numbers,
+        counts: Numbers,
+        spans: Numbers,
+        lines: Numbers,
+        eols: Numbers,
+        phases: Numbers | None = None,
     ) -> tuple[Bytes, Numbers]:
-        return gather(self._map.view, starts, counts, lines, eols)
+        return gather(self._map.view, starts, counts, lines, eols, phases)
+
+    def read(self, start: int, count: int) -> bytes:
+        return self._map.view[start : start + count].tobytes()
 
     def held_bytes(self) -> int:
         return self._map.num_bytes
@@ -71,10 +93,19 @@ class PlainText:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def letters(
-        self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
+        self,
+        starts: Numbers,
+        counts: Numbers,
+        spans: Numbers,
+        lines: Numbers,
+        eols: Numbers,
+        phases: Numbers | None = None,
     ) -> tuple[Bytes, Numbers]:
         text, places = self._read(starts, starts + np.where(lines == 0, counts, spans))
-        return gather(text, places, counts, lines, eols)
+        return gather(text, places, counts, lines, eols, phases)
+
+    def read(self, start: int, count: int) -> bytes:
+        return self._read(np.array([start], np.int64), np.array([start + count], np.int64))[0].tobytes()
 
     def held_bytes(self) -> int:
         return 0
@@ -139,13 +170,22 @@ class BlockText:
         self.decoded = 0  # blocks so far
 
     def letters(
-        self, starts: Numbers, counts: Numbers, spans: Numbers, lines: Numbers, eols: Numbers
+        self,
+        starts: Numbers,
+        counts: Numbers,
+        spans: Numbers,
+        lines: Numbers,
+        eols: Numbers,
+        phases: Numbers | None = None,
     ) -> tuple[Bytes, Numbers]:
         raw_counts = np.where(lines == 0, counts, spans)
         text, offsets = self.text(starts, raw_counts)
         if not lines.any():
             return text, offsets
-        return gather(text, offsets[:-1], counts, lines, eols)
+        return gather(text, offsets[:-1], counts, lines, eols, phases)
+
+    def read(self, start: int, count: int) -> bytes:
+        return self.text(np.array([start], np.int64), np.array([count], np.int64))[0].tobytes()
 
     def text(self, starts: Numbers, counts: Numbers) -> tuple[Bytes, Numbers]:
         """`counts[i]` bytes from `starts[i]` on."""

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from millstream.kernels import HAVE_NUMBA, kernel
 from millstream.records import Bytes
+from millstream.store.joined import join
 from millstream.store.packed import Numbers, Packed
 from millstream.store.sections import Sections, SectionsWriter
 
@@ -113,23 +114,6 @@ class TwoBit:
             _fill(out, targets, stops - begins, run_letters[0].take(run))
         else:
             _lower(out, targets, stops - begins)
-
-
-def join(buffer: Bytes, pieces: Numbers, *, before: Bytes) -> Bytes:
-    """`before`, then every buffer[start:end], one after the other."""
-    lengths = pieces[:, 1] - pieces[:, 0]
-    out = np.empty(len(before) + int(lengths.sum()), np.uint8)
-    out[: len(before)] = before
-    _join(buffer, pieces, out, len(before))
-    return out
-
-
-@kernel
-def _join(buffer: Bytes, pieces: Numbers, out: Bytes, at: int) -> None:
-    for index in range(len(pieces)):
-        count = pieces[index, 1] - pieces[index, 0]
-        out[at : at + count] = buffer[pieces[index, 0] : pieces[index, 1]]
-        at += count
 
 
 _CODES = np.uint64(0x0303030303030303)
