@@ -10,7 +10,7 @@ install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,reads]'
 	touch $@
 
 check: install
@@ -25,14 +25,16 @@ demo: install
 	$(BIN)/millstream demo
 
 # The peers live in an environment of their own; torch is constrained so that none of them pulls a CUDA build.
-$(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+$(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt benchmarks/requirements-reads.txt
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements.txt
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reads]' \
+		-r benchmarks/requirements-reads.txt
 	touch $@
 
 bench: $(BENCH)/installed
 	$(BENCH)/bin/python benchmarks/store.py
+	$(BENCH)/bin/python benchmarks/reads.py $(if $(TOKENIZER),tokenizer=$(TOKENIZER))
 
 clean:
 	rm -rf $(VENV) $(BENCH) demo .ruff_cache .hypothesis

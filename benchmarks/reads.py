@@ -209,7 +209,6 @@ def _timed(
         for some in part:
             action(some)
 
-
     def work(part: list[np.ndarray]) -> None:
         for some in part:
             action(some)

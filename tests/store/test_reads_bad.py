@@ -808,7 +808,7 @@ def test_class_ids_that_the_mapping_does_not_know_are_named(tmp_path: Path):
 
 
 def test_a_read_without_a_class_id_needs_no_label(tmp_path: Path):
-    ids = [10**15, 10**15 + 10**9, None] * 200
+    ids = [10**15, 10**15 + 10**9, None] * 7000
     text = b"".join(b">c%s\nAC\n" % (str(number).encode() if number else b"") for number in ids)
     (tmp_path / "reads.fa").write_bytes(text)
     reads = opened(
@@ -816,7 +816,7 @@ def test_a_read_without_a_class_id_needs_no_label(tmp_path: Path):
         header_regex=r"c(?P<class_id>\d*)",
         mapping={10**15: "one", 10**15 + 10**9: "two"},
     )
-    assert reads.column("label").to_pylist() == [0, 1, None] * 200
+    assert reads.column("label").to_pylist() == [0, 1, None] * 7000
     assert reads.fetch([0, 1, 2], ["label_name"]).columns["label_name"] == ["one", "two", None]
 
 

@@ -90,7 +90,9 @@ class StreamingSequenceDataset(ItemDataset):
     """The reads of a file (plain, gzip, BGZF or zstd), each read and tokenised when it is asked for.
 
     The index is FILE.millstream beside the file; with `cache_index=False` it lies in a temporary folder that is removed
-    with the dataset. `memory` is what each process may take for decoded blocks and mapped files.
+    with the dataset. `memory` is what each process (each worker) may take for decoded blocks and mapped files. A plain
+    file does with little; of a compressed one, a shuffled epoch decodes blocks again and again (hundreds of reads a
+    second, not ten thousands) unless its text fits: give more, or decompress it.
 
     >>> dataset = StreamingSequenceDataset("reads.fa.gz", None, "base", r"lbl\\|(?P<class_id>\\d+)", max_length=128)
     >>> loader = DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)
@@ -119,9 +121,9 @@ class CachedStreamingDataset(ItemDataset):
 
     A read asked for again while it is kept comes a few times as fast. A shuffled epoch asks for every read once, so the
     cache helps in later epochs, by the share of the file it holds: a validation set, or a file that nearly fits. Every
-    worker has its own and DataLoader ends its workers after an epoch: give it `persistent_workers=True`. What the cache
-    was for in the old class, slow reading of large or gzipped files, needs none now. It takes 2 bytes for each of
-    max_length ids of a read (vocabularies below 32,768).
+    worker has its own and DataLoader ends its workers after an epoch: give it `persistent_workers=True`. A large plain
+    file needs no cache now; a large compressed one needs `memory` (see StreamingSequenceDataset) more than this. A read
+    takes 2 bytes for each of its max_length ids (vocabularies below 32,768), not the 100 kB of the old class.
 
     >>> dataset = CachedStreamingDataset(
     ...     fasta_path="reads.fa", mapping_df=pd.read_csv("mapping.tsv", sep="\\t"), tokenizer=tokenizer,

@@ -58,8 +58,10 @@ def _gather(
 
 
 @kernel
-def copy_pieces(block: Bytes, sources: Numbers, targets: Numbers, counts: Numbers, out: Bytes) -> None:
-    """Copy pieces of one decoded block to their places."""
-    for index in range(len(sources)):
+def copy_pieces(
+    block: Bytes, sources: Numbers, targets: Numbers, counts: Numbers, begin: int, end: int, out: Bytes
+) -> None:
+    """Copy pieces `begin` to `end` of one decoded block to their places."""
+    for index in range(begin, end):
         count = counts[index]
         out[targets[index] : targets[index] + count] = block[sources[index] : sources[index] + count]

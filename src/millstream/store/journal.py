@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from millstream.errors import ConfigMismatch, StoreExists
+from millstream.errors import ConfigMismatch, StoreExists, StoreFull
 from millstream.store.layout import publish, sync_folder
 
 SUFFIX = ".partial"
@@ -22,11 +22,14 @@ _VERSION = 1
 
 
 class Journal:
-    """The folder of one output, locked. `terms` is what must be the same for going on: the sources, the settings."""
+    """The folder of one output, locked. `terms` is what must be the same for going on: the sources, the settings.
 
-    def __init__(self, out: Path, terms: Mapping[str, object], *, rebuild: bool) -> None:
+    `rebuild` forgets what is there; `advice` is what to do when the disk is full.
+    """
+
+    def __init__(self, out: Path, terms: Mapping[str, object], *, rebuild: bool, advice: str) -> None:
         self.path = out.with_name(out.name + SUFFIX)
-        self._out = out
+        self._advice = advice
         self._terms = cast(dict[str, object], json.loads(json.dumps(terms)))
         self._lock = _locked(self.path)
         try:
@@ -56,7 +59,10 @@ class Journal:
     def commit(self, state: Mapping[str, object]) -> None:
         """From now on the work goes on from here; the parts are on disk already."""
         content = {"version": _VERSION, "terms": self._terms, "state": state}
-        publish(self.path / _JOURNAL, json.dumps(content, default=_array_to_json).encode())
+        try:
+            publish(self.path / _JOURNAL, json.dumps(content, default=_array_to_json).encode())
+        except StoreFull:
+            raise StoreFull(f"{self.path}: no space left for it. {self._advice}") from None
         sync_folder(self.path)
 
     def remove(self) -> None:

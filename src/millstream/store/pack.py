@@ -7,7 +7,7 @@ from that record on; the file that comes out is the same to the last byte.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,7 @@ from millstream.store.gaps import GapsWriter, Pieces
 from millstream.store.header_blocks import HeaderBlocksWriter, best_codec
 from millstream.store.header_columns import ColumnsWriter, Mismatches, Pending
 from millstream.store.index import IndexSettings, Scan, Scanning
-from millstream.store.journal import Journal
+from millstream.store.journal import SUFFIX, Journal
 from millstream.store.layout import no_space
 from millstream.store.name_table import SMALL, NameTableWriter
 from millstream.store.pack_file import WHAT, is_pack
@@ -73,7 +73,7 @@ def pack(
         return _done(sources, out, terms, notify)
     out.parent.mkdir(parents=True, exist_ok=True)
     kinds: list[Kind] = [sniff(path) for path in sources]
-    with Journal(out, terms, rebuild=rebuild) as journal, no_space(out, _FULL):
+    with Journal(out, terms, rebuild=rebuild, advice=_FULL) as journal, no_space(out, _FULL):
         try:
             while not _pack(sources, kinds, out, journal, terms, chosen, progress, notify):
                 pass
@@ -128,6 +128,9 @@ def _done(
             why = why or (f"{path} is not what it was packed from: {difference}" if difference else None)
     if why is not None:
         raise StoreExists(f"{out}: already there, and {why}. Choose another name, or replace it with --rebuild")
+    if out.with_name(out.name + SUFFIX).exists():  # killed after it was published
+        with Journal(out, terms, rebuild=True, advice=_FULL) as journal:
+            journal.remove()
     notify(f"{out}: already packed from {'this file' if len(sources) == 1 else 'these files'}, nothing to do")
     return _summary(out)
 
@@ -205,8 +208,8 @@ class _Packing:
         scans = iter(scanning)
         try:
             before = os.fstat(fd)
-            for scan in scans:
-                self._scan(scanning, scan)
+            for scan, is_last in _marked(scans):
+                self._scan(scanning, scan, is_last=is_last)
                 self._progress(self._raw + scanning.stream.raw)
             if self._num_rows < self._num_headers:
                 self._drop_last()
@@ -264,7 +267,7 @@ class _Packing:
             "damage": self._damages,
         }
 
-    def _scan(self, scanning: Scanning, scan: Scan) -> None:
+    def _scan(self, scanning: Scanning, scan: Scan, *, is_last: bool) -> None:
         buffer, found = scan
         if self._parts is None:
             self._begin(scanning.format)
@@ -281,7 +284,7 @@ class _Packing:
                 self._mismatches[-1].add(buffer, starts, ends, np.nonzero(~matched)[0], self._num_headers)
                 kept = matched if self._settings.on_mismatch == "skip" else kept
         self._fitting.add(kept)
-        if scanning.damage and not scanning.damage.whole:
+        if is_last and scanning.damage and not scanning.damage.whole:  # the scanning thread knows of it too early
             rows = rows[:-1]  # the record that was cut
         fitting = self._fitting.take(len(rows))
         bases = np.ascontiguousarray(rows[:, BASES])
@@ -377,6 +380,15 @@ class _Found:
         )
 
 
+def _marked(scans: Iterator[Scan]) -> Generator[tuple[Scan, bool]]:
+    """Each scan, and whether it is the last: known when there is no next one. Of two scans both buffers still hold."""
+    held = next(scans, None)
+    while held is not None:
+        following = next(scans, None)
+        yield held, following is None
+        held = following
+
+
 def _between(pieces: Numbers, start: int, end: int) -> Numbers:
     low, high = np.searchsorted(pieces[:, 0], [start, end])
     return pieces[low:high]
@@ -456,4 +468,3 @@ class _Parts:
         self.records += len(bases)
         self.bases += int(bases.sum())
         self.longest = max(self.longest, int(bases.max()))
-

@@ -1,6 +1,6 @@
 """A packed read store: rows in, letters out, at memory speed and in any order."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -202,6 +202,10 @@ class PackFile:
                 if error.errno not in _READ_ONLY or place is index_places(self.path)[-1]:
                     raise
         raise AssertionError
+
+    def verify(self) -> Iterator[str]:
+        """Check every byte of the file; what is wrong."""
+        yield from self.sections.damages()
 
     def _write_names(self, place: Path) -> None:
         names = NameTableWriter(place.parent, large=True)

@@ -22,6 +22,7 @@ from millstream.store.maps import Map
 from millstream.store.packed import Numbers
 from millstream.store.sections import Sections
 
+_MANY_BLOCKS = 1 << 18  # 2 MB of their starts
 _NEAR_BYTES = 4096  # reading so many bytes for nothing costs less than asking twice
 
 
@@ -157,6 +158,9 @@ class BlockText:
         self._edges["window"] = len(self._windows)
         self._columns = {name: sections.column(f"block.{name}").whole() for name in (*self._edges, "bits", "crc32c")}
         self._windows_at = sections.place("block.windows")[0]
+        plain = self._columns["plain"]
+        # Searched for every read: at hand, unless there are so many that it would be part of the budget.
+        self._plain = plain.take(np.arange(plain.rows)) if plain.rows <= _MANY_BLOCKS else None
         self._sections = sections
         self._memory = memory
         self._start()
@@ -192,26 +196,42 @@ class BlockText:
         offsets = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
         out = np.empty(int(offsets[-1]), np.uint8)
-        first = self._columns["plain"].find(starts)
-        last = self._columns["plain"].find(starts + np.maximum(counts, 1) - 1)
-        # One piece for every block a record touches: nearly always one, so the loop is short.
-        pieces: list[tuple[Numbers, Numbers]] = []
-        for step in range(int((last - first).max(initial=-1)) + 1):
-            (rows,) = np.nonzero(first + step <= last)
-            pieces.append((rows, first[rows] + step))
-        rows = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, np.int64)
-        blocks = np.concatenate([piece[1] for piece in pieces]) if pieces else np.empty(0, np.int64)
+        first = self._find(starts)
+        last = first.copy()
+        (far,) = np.nonzero(starts + counts > self._ends(first))  # goes on in the next block, or several
+        last[far] = self._find(starts[far] + counts[far] - 1)
+        more = last - first
+        rows = np.repeat(np.arange(len(starts)), more + 1)
+        blocks = np.repeat(first, more + 1)
+        if len(far):
+            blocks += np.arange(len(rows)) - np.repeat(np.cumsum(more + 1) - more - 1, more + 1)
         order = np.argsort(blocks, kind="stable")
         rows, blocks = rows[order], blocks[order]
         edges = np.flatnonzero(np.diff(blocks, prepend=-1, append=-1))
         places = self._places(blocks[edges[:-1]])
-        for place, begin, end in zip(places, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            part = rows[begin:end]
-            low = np.maximum(starts[part], place.plain)
-            high = np.minimum(starts[part] + counts[part], place.plain_end)
-            targets = offsets[part] + low - starts[part]
-            copy_pieces(self._block(place), low - place.plain, targets, high - low, out)
+        pieces = np.diff(edges)
+        begin = np.repeat(np.array([place.plain for place in places], np.int64), pieces)
+        end = np.repeat(np.array([place.plain_end for place in places], np.int64), pieces)
+        low = np.maximum(starts[rows], begin)
+        sizes = np.minimum(starts[rows] + counts[rows], end) - low
+        sources, targets = low - begin, offsets[rows] + low - starts[rows]
+        for place, begin_at, end_at in zip(places, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            copy_pieces(self._block(place), sources, targets, sizes, begin_at, end_at, out)
         return out, offsets
+
+    def _find(self, positions: Numbers) -> Numbers:
+        """The block that holds each position of the text."""
+        if self._plain is not None:
+            return np.searchsorted(self._plain, positions, side="right") - 1
+        return self._columns["plain"].find(positions)
+
+    def _ends(self, blocks: Numbers) -> Numbers:
+        """Where these blocks end in the text."""
+        column = self._columns["plain"]
+        if self._plain is not None:
+            return np.append(self._plain, self._edges["plain"])[blocks + 1]
+        after = column.take(np.minimum(blocks + 1, column.rows - 1))
+        return np.where(blocks == column.rows - 1, self._edges["plain"], after)
 
     def _places(self, blocks: Numbers) -> "list[_Place]":
         starts = {name: column.take(blocks) for name, column in self._columns.items()}
@@ -229,16 +249,18 @@ class BlockText:
         """The text of a block, decoded or from the cache."""
         if self._pid != os.getpid():  # after a fork: locks and half-decoded blocks belong to the parent
             self._start()
-        mine: Future[Bytes] = Future()
         with self._lock:
-            found = self._cache.setdefault(place.block, (place.plain_end - place.plain, mine))[1]
-            self._cache.move_to_end(place.block)
-            if found is mine:
+            found = self._cache.get(place.block)
+            if found is not None:
+                self._cache.move_to_end(place.block)
+            else:
+                mine: Future[Bytes] = Future()
+                self._cache[place.block] = place.plain_end - place.plain, mine
                 self._held += place.plain_end - place.plain
                 while self._held > self._memory and len(self._cache) > 1:
                     self._held -= self._cache.popitem(last=False)[1][0]
-        if found is not mine:
-            return found.result()
+        if found is not None:
+            return found[1].result()
         try:
             mine.set_result(self._decode(place))
         except BaseException as error:
@@ -272,8 +294,8 @@ class BlockText:
         if place.bits == 0:
             return os.pread(self._fd, place.raw_end - place.raw, place.raw)
         read = os.pread(self._fd, place.raw_end - place.raw + 1, place.raw - 1)
-        data = np.frombuffer(read + b"\0", np.uint8).astype(np.uint16)
-        return ((data[:-1] >> (8 - place.bits)) | (data[1:] << place.bits)).astype(np.uint8).tobytes()
+        data = np.frombuffer(read + b"\0", np.uint8)
+        return ((data[:-1] >> np.uint8(8 - place.bits)) | (data[1:] << np.uint8(place.bits))).tobytes()
 
     def _window(self, place: "_Place") -> bytes:
         self._sections.check(self._windows_at + place.window, self._windows_at + place.window_end)

@@ -29,7 +29,10 @@ _NOTHING_LEFT = "Nothing was left behind; free some space, or choose another pla
 
 
 def unpack(path: Path, out: BinaryIO | Path, *, progress: Progress = silent) -> int:
-    """Write the text; how many bytes it has. A path ending in .gz is compressed; it appears when it is complete."""
+    """Write the text; how many bytes it has. A path ending in .gz is compressed; it appears when it is complete.
+
+    `progress` is told how many records are done.
+    """
     source = PackFile(path, memory=MEMORY)
     if isinstance(out, Path):
         with _published(out) as write:
@@ -37,19 +40,18 @@ def unpack(path: Path, out: BinaryIO | Path, *, progress: Progress = silent) -> 
     return _unpack(source, out.write, progress)
 
 
-def texts(source: PackFile) -> Generator[Bytes]:
-    """The text of a packed file in pieces of a few megabytes, however long its records are."""
+def texts(source: PackFile) -> Generator[tuple[Bytes, int]]:
+    """The text of a packed file in pieces of a few megabytes, however long its records are; the records begun so far."""
     layout = _Layout(source)
     row = 0
     while row < source.records:
         rows = np.arange(row, min(row + _ROWS, source.records), dtype=np.int64)
         ends = np.cumsum(source.lengths(rows))
         count = int(np.searchsorted(ends, WINDOW, side="right"))
-        if count:
-            yield layout.small(rows[:count])
-        else:
-            yield from layout.large(row)
+        pieces = [layout.small(rows[:count])] if count else layout.large(row)
         row += max(count, 1)
+        for text in pieces:
+            yield text, row
 
 
 class _Layout:
@@ -128,11 +130,11 @@ class _Layout:
 
 def _unpack(source: PackFile, write: Callable[[memoryview], object], progress: Progress) -> int:
     done = crc = 0
-    for text in texts(source):
+    for text, row in texts(source):
         write(memoryview(text))
         crc = crc32c(text, crc)
         done += len(text)
-        progress(done)
+        progress(row)
     if source.meta["exact"] and (done, crc) != (source.meta["text_bytes"], source.meta["text_crc32c"]):
         raise BadIndex(
             f"{source.path}: gives {done} bytes of text with checksum {crc:08x}, where {source.meta['text_bytes']} with "

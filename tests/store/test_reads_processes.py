@@ -1,0 +1,274 @@
+"""Reads across threads, forks, spawned processes and kills; and without numba."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from read_files import (
+    COMPRESSED,
+    REGEX,
+    WRAPPERS,
+    fasta,
+    fastq,
+    flushed,
+    holds,
+    index_of,
+    letters,
+    opened,
+    records,
+    texts,
+)
+
+from millstream.source.ahead import ahead
+from millstream.store import index
+from millstream.store.index import IndexSettings, build_index, load_index
+from millstream.store.reads import Reads
+
+MADE = records(300)
+
+
+# -- forks and spawned processes
+
+
+def read_all(reads: Reads) -> None:
+    assert texts(reads) == letters(MADE)
+    assert reads.find(MADE[7].header.decode()) == [7]
+    assert reads[299].columns["who"] == "r299"
+
+
+@pytest.mark.parametrize("memory", [1, "10MB"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_reads_that_were_used_can_be_used_after_a_fork(wrapper: str, memory: int | str, tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(WRAPPERS[wrapper](fasta(MADE)))
+    reads = opened(tmp_path / "reads.fa", memory=memory, header_regex=REGEX)
+    texts(reads)
+    children = [multiprocessing.get_context("fork").Process(target=read_all, args=(reads,)) for _ in range(3)]
+    for child in children:
+        child.start()
+    read_all(reads)
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+
+
+def test_a_fork_in_the_middle_of_decoding_hangs_nobody(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(WRAPPERS["bgzf"](fasta(MADE)))
+    reads = opened(tmp_path / "reads.fa", memory=1, header_regex=REGEX)
+    read_all(reads)
+    done = threading.Event()
+
+    def decode() -> None:
+        while not done.is_set():
+            texts(reads)
+
+    threads = [threading.Thread(target=decode) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    codes: list[int | None] = []
+    for _ in range(8):
+        child = multiprocessing.get_context("fork").Process(target=read_all, args=(reads,))
+        child.start()
+        child.join(60)
+        codes.append(child.exitcode)
+        if child.exitcode is None:
+            child.kill()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert codes == [0] * 8
+
+
+def test_reads_travel_into_a_process_that_knows_nothing(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(flushed(fasta(MADE)))
+    (tmp_path / "pickle").write_bytes(pickle.dumps(opened(tmp_path / "reads.fa", header_regex=REGEX, memory="1MB")))
+    code = (
+        "import pickle, sys; reads = pickle.load(open(sys.argv[1], 'rb')); print(reads[5].columns['who'], len(reads))"
+    )
+    told = subprocess.run([sys.executable, "-c", code, tmp_path / "pickle"], capture_output=True, check=True, cwd="/")
+    assert told.stdout.split() == [b"r5", b"300"] and told.stderr == b""
+
+
+# -- killed and interrupted
+
+
+def test_a_kill_while_indexing_leaves_nothing_behind(tmp_path: Path):
+    (tmp_path / "reads.fa").write_bytes(flushed(fasta(MADE)))
+    code = f"""
+import os, signal
+from pathlib import Path
+from millstream.store import index
+index.BUFFER_BYTES = 512
+def die(done, note=""):
+    if done > 3000:
+        os.kill(os.getpid(), signal.SIGKILL)
+index.build_index(Path({str(tmp_path / "reads.fa")!r}), index.IndexSettings(header_regex={REGEX!r}), progress=die)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["reads.fa"]
+    assert holds(opened(tmp_path / "reads.fa"), MADE)
+
+
+def test_a_kill_while_an_index_is_replaced_leaves_the_old_one(tmp_path: Path):
+    file = tmp_path / "reads.fa"
+    file.write_bytes(fasta(MADE))
+    opened(file)
+    before = index_of(file).read_bytes()
+    code = f"""
+import os, signal
+from pathlib import Path
+from millstream.store import index
+os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+index.build_index(Path({str(file)!r}), index.IndexSettings(header_regex={REGEX!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert index_of(file).read_bytes() == before and holds(opened(file), MADE)
+    assert all(name.endswith(".tmp") for name in os.listdir(tmp_path) if not name.startswith("reads.fa"))
+    assert opened(tmp_path).paths == [file]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_index_leaves_neither_files_nor_threads(
+    error: type[BaseException], wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(index, "BUFFER_BYTES", 512)
+    (tmp_path / "reads.fa").write_bytes(WRAPPERS[wrapper](fasta(MADE)))
+    before, open_files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def interrupt(done: int, note: str = "") -> None:
+        raise error
+
+    with pytest.raises(error):
+        build_index(tmp_path / "reads.fa", IndexSettings(header_regex=REGEX), progress=interrupt)
+    assert os.listdir(tmp_path) == ["reads.fa"] and threading.active_count() == before
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_whoever_opens_while_an_index_is_replaced_gets_the_old_or_the_new_one(tmp_path: Path):
+    file = tmp_path / "reads.fa"
+    file.write_bytes(fasta(MADE))
+    opened(file)
+    done = threading.Event()
+
+    def rebuild() -> None:
+        while not done.is_set():
+            build_index(file, IndexSettings(header_regex=REGEX))
+
+    thread = threading.Thread(target=rebuild)
+    thread.start()
+    try:
+        for _ in range(60):
+            sections = load_index(file, index_of(file))
+            assert sections.meta["records"] == 300 and sections.column("bases").rows == 300
+    finally:
+        done.set()
+        thread.join()
+
+
+# -- a thread ahead
+
+
+def test_items_come_in_order_and_all_of_them():
+    assert list(ahead(iter(range(1000)), depth=3)) == list(range(1000))
+
+
+def test_an_error_comes_where_its_item_would_have():
+    def items() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise OSError("the disk is gone")
+
+    stream = ahead(items(), depth=8)
+    assert [next(stream), next(stream)] == [1, 2]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(stream)
+
+
+def test_closing_stops_the_thread_and_the_items():
+    before = threading.active_count()
+    stream = ahead(iter(int, 1), depth=2)
+    next(stream)
+    stream.close()
+    assert threading.active_count() == before
+
+
+# -- without numba
+
+ODD = {
+    "plain.fa": fasta(records(40)),
+    "wrapped.fa": fasta(records(40), width=7),
+    "windows.fa": fasta(records(20), width=9).replace(b"\n", b"\r\n").rstrip(),
+    "odd.fa": b"\n; first\n>a b\nAC GT\n\nAC\r\n;no\n>a\n>\n>x>y\nACGTACGTAC\nACG\nACGTACGTAC\n>e\nA\tC",
+    "plain.fq": fastq(records(40, quality=True)),
+    "wrapped.fq": b"@a\nACGT\nACGT\nAC\n+\n@+II\n>@@@\nII\n\n@b\n\n+\n\n@c\r\nAC\r\n+c\r\nII\r\n@d\nA\n+\n@",
+}
+TELL = """
+import json, os, sys
+from pathlib import Path
+import millstream as ms
+from millstream.kernels import HAVE_NUMBA
+folder, indexes, regex = sys.argv[1:]
+out = {"numba": HAVE_NUMBA}
+for name in sorted(os.listdir(folder)):
+    if name.endswith(".millstream"):
+        continue
+    options = dict(header_regex=regex, on_mismatch="null") if indexes else {}
+    reads = ms.open(Path(folder) / name, index_dir=indexes or None, memory="1MB", **options)
+    numbers = list(range(len(reads)))[::-1]
+    out[name] = {
+        "reads": [[read.name, read.sequence, read.quality, dict(read.columns)] for read in reads],
+        "batch": reads.fetch(numbers).sequences(),
+        "found": [reads.find(read.name) for read in reads],
+        "regions": [reads.region(n, len(reads[n]) // 3, len(reads[n])) for n in numbers],
+        "table": reads.table.to_pydict(),
+    }
+json.dump(out, sys.stdout)
+"""
+
+
+def tell(folder: Path, indexes: str, *, numba: bool) -> dict[str, object]:
+    """What a process says of all files of a folder."""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "" if numba else "1"}
+    if numba:
+        environment.pop("NUMBA_DISABLE_JIT")
+    command = [sys.executable, "-W", "error", "-c", TELL, str(folder), indexes, REGEX]
+    said = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert said.returncode == 0, said.stderr.decode()
+    told = json.loads(said.stdout)
+    assert told.pop("numba") == numba
+    return told
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    folder = tmp_path / "reads"
+    folder.mkdir()
+    for name, text in ODD.items():
+        (folder / name).write_bytes(text)
+    for wrapper in COMPRESSED:
+        (folder / f"{wrapper}.{wrapper}").write_bytes(WRAPPERS[wrapper](ODD["wrapped.fa"]))
+    return folder
+
+
+def test_without_numba_the_same_index_is_made_and_the_same_reads_are_read(odd: Path, tmp_path: Path):
+    with_numba = tell(odd, str(tmp_path / "with"), numba=True)
+    without = tell(odd, str(tmp_path / "without"), numba=False)
+    assert with_numba == without
+    for made in sorted((tmp_path / "with").iterdir()):
+        assert made.read_bytes() == (tmp_path / "without" / made.name).read_bytes(), made.name
+
+
+def test_an_index_made_with_numba_is_read_the_same_without(odd: Path):
+    for file in sorted(odd.iterdir()):
+        opened(file, header_regex=REGEX, on_mismatch="null")
+    assert tell(odd, "", numba=False) == tell(odd, "", numba=True)
+    assert np.all([index_of(file).exists() for file in odd.iterdir() if file.suffix != ".millstream"])
