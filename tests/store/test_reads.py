@@ -1,5 +1,6 @@
 """Reads by number: letters, names, columns, regions, collections, and the memory they take."""
 
+import gc
 import gzip
 import os
 import pickle
@@ -656,9 +657,11 @@ def test_many_threads_read_what_one_does(wrapper: str, memory: int | str, tmp_pa
 def test_a_collection_that_is_gone_keeps_no_file_open(wrapper: str, memory: int | str, tmp_path: Path):
     write(tmp_path / "reads.fa", WRAPPERS[wrapper](fasta(MADE)))
     opened(tmp_path / "reads.fa", memory=memory)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         texts(opened(tmp_path / "reads.fa", memory=memory))
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
 
 

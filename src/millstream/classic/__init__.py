@@ -4,9 +4,13 @@ from src.batch_loader import TraceBatchLoader  ->  from millstream.classic impor
 from modules.dataloading import MetaGeneTokenizer  ->  from millstream.classic import MetaGeneTokenizer
 """
 
-from millstream.classic.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
-from millstream.classic.metagene_tokenizer import MetaGeneTokenizer
-from millstream.classic.sequence_datasets import CachedStreamingDataset, SequenceDataset, StreamingSequenceDataset
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millstream.classic.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
+    from millstream.classic.metagene_tokenizer import MetaGeneTokenizer
+    from millstream.classic.sequence_datasets import CachedStreamingDataset, SequenceDataset, StreamingSequenceDataset
 
 __all__ = [
     "CachedStreamingDataset",
@@ -17,3 +21,20 @@ __all__ = [
     "extract_batch_subset",
     "merge_batches",
 ]
+
+# Imported when first used: the datasets take torch, 2 seconds, which TraceBatchLoader does not need.
+_HOME = {
+    "CachedStreamingDataset": "sequence_datasets",
+    "MetaGeneTokenizer": "metagene_tokenizer",
+    "SequenceDataset": "sequence_datasets",
+    "StreamingSequenceDataset": "sequence_datasets",
+    "TraceBatchLoader": "batch_loader",
+    "extract_batch_subset": "batch_loader",
+    "merge_batches": "batch_loader",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'millstream.classic' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"millstream.classic.{_HOME[name]}"), name)

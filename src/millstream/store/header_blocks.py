@@ -11,8 +11,7 @@ import numpy as np
 
 from millstream.records import Bytes
 from millstream.source.containers import decode_frame
-from millstream.source.gather import copy_pieces
-from millstream.store.joined import join_lines
+from millstream.store.joined import join_lines, spread
 from millstream.store.packed import Numbers
 from millstream.store.sections import Sections, SectionsWriter
 
@@ -111,7 +110,7 @@ class HeaderBlocks:
         np.cumsum(lengths, out=offsets[1:])
         flat = np.empty(int(offsets[-1]), np.uint8)
         for text, wanted in found:
-            copy_pieces(text, sources[wanted], offsets[:-1][wanted], lengths[wanted], flat)
+            spread(text, sources[wanted], offsets[:-1][wanted], lengths[wanted], flat)
         return flat, offsets[:-1], offsets[1:].copy()
 
     def _block(self, block: int) -> tuple[Bytes, Numbers, int]:

@@ -1,4 +1,4 @@
-"""Pieces of a buffer, copied one after the other."""
+"""Pieces of a buffer, copied one after the other, or each to its place."""
 
 import numpy as np
 
@@ -39,3 +39,11 @@ def _join(buffer: Bytes, pieces: Numbers, out: Bytes, at: int, newline: int) -> 
         if newline:
             out[at] = 10
             at += 1
+
+
+@kernel
+def spread(buffer: Bytes, starts: Numbers, targets: Numbers, counts: Numbers, out: Bytes) -> None:
+    """Copy `counts[i]` bytes from `starts[i]` to out[targets[i]:], for every i."""
+    for index in range(len(starts)):
+        count = counts[index]
+        out[targets[index] : targets[index] + count] = buffer[starts[index] : starts[index] + count]
