@@ -209,10 +209,6 @@ def _timed(
         for some in part:
             action(some)
 
-    def work(part: list[np.ndarray]) -> None:
-        for some in part:
-            action(some)
-
     workers = [threading.Thread(target=work, args=(batches[first::threads],)) for first in range(threads)]
     start = time.perf_counter()
     for worker in workers:

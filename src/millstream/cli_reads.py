@@ -42,7 +42,10 @@ def index(
     from millstream.store.open_reads import open_reads
     from millstream.store.read_file import ReadFile
 
-    check_memory(memory)
+    try:
+        check_memory(memory)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     settings = read_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage)
     files = [file for path in paths for file in expand(path)]
     reads = open_reads(

@@ -63,6 +63,11 @@ def parse_fastq(text: bytes) -> list[Slow]:
     return records
 
 
+def wrapped(letters: str, width: int, end: str = "\n") -> str:
+    """A sequence in lines."""
+    return "".join(letters[at : at + width] + end for at in range(0, len(letters), width))
+
+
 LETTERS = st.sampled_from([b"A", b"C", b"G", b"T", b"N", b"acgtn", b"ACGTACGTACGTACGT", b"RYKM", b"*-", b"MKVLE"])
 ENDS = st.sampled_from([b"\n", b"\n", b"\n", b"\r\n"])
 HEADERS = st.one_of(

@@ -113,9 +113,9 @@ class Weaver:
         if len(self._name) < longest:
             self._name = _grown(self._name, longest)
         # A line is at least as long as `line`, unless an insert ends it.
-        line = int(min((value for value in (*records[:, 1].tolist(), int(self._state[_LINE])) if value), default=0))
+        lines = np.append(records[:, 1], self._state[_LINE])
         num_letters = len(flats[LETTERS]) + len(flats[QUALITIES])
-        breaks = 2 * (num_letters // line + len(pieces)) if line else 0
+        breaks = 2 * (num_letters // int(lines[lines > 0].min()) + len(pieces)) if lines.any() else 0
         headers = 2 * len(flats[HEADER]) + len(self._name) + 16 * (len(pieces) + 1)
         out = np.empty(headers + num_letters + breaks + len(odd), np.uint8)
         want = np.empty(len(self._name) + 16, np.uint8)
@@ -374,9 +374,11 @@ def _weave(
         if kind == HEADER:
             count = end - start
             out[at] = 64 if fastq else 62
-            out[at + 1 : at + 1 + count] = header_text[start:end]
+            source, target = header_text[start:end], out[at + 1 : at + 1 + count]
+            for place in range(count):  # faster than assigning one slice to the other
+                target[place] = source[place]
+                name[place] = source[place]
             at += 1 + count
-            name[:count] = header_text[start:end]
             state[_NAME] = count
             state[_LETTERS] = records[record, 0]
             state[_LINE] = records[record, 1]
@@ -395,7 +397,9 @@ def _weave(
                     run = min(run, state[_LINE] - state[_COLUMN])
                 if insert < len(inserts):
                     run = min(run, inserts[insert, 0] - state[_PLACE])
-                out[at : at + run] = source[start : start + run]
+                origin, target = source[start : start + run], out[at : at + run]
+                for place in range(run):
+                    target[place] = origin[place]
                 at += run
                 start += run
                 state[_PLACE] += run
@@ -420,7 +424,8 @@ def _weave(
                 insert += 1
             elif foretold != _EMPTY:
                 count = _foretell(foretold, state, state[_PLUS], name, want)
-                out[at : at + count] = want[:count]
+                for place in range(count):
+                    out[at + place] = want[place]
                 at += count
                 state[_COLUMN] = 0
             if start == end:

@@ -3,9 +3,11 @@
 import os
 import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, Literal
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -18,16 +20,14 @@ from millstream.store.sections import Sections, SectionsWriter
 Codec = Literal["zstd", "zlib"]
 SECTION, ROW, START = "headers", "headers.row", "headers.start"
 BLOCK_BYTES = 64 << 10
+_AHEAD = 16  # blocks that wait to be compressed
+_READ_BYTES = 1 << 20
 _LEVEL = {"zstd": 1, "zlib": 1}
 
 
 def best_codec() -> Codec:
     """zstd when its package is there."""
-    try:
-        import zstandard  # noqa: F401
-    except ImportError:
-        return "zlib"
-    return "zstd"
+    return "zstd" if find_spec("zstandard") else "zlib"
 
 
 class HeaderBlocksWriter:
@@ -36,7 +36,9 @@ class HeaderBlocksWriter:
     def __init__(self, sections: SectionsWriter, codec: Codec) -> None:
         self._part = sections.part(SECTION)
         self._rows, self._starts = sections.column(ROW), sections.column(START)
-        self._compress = _compressor(codec)
+        self._codec = codec
+        self._compressing = ThreadPoolExecutor(1, initializer=self._begin)  # a third of the time of packing
+        self._blocks: deque[tuple[int, Future[bytes]]] = deque()  # first row, and what will be written
         self._pending = bytearray()
         self._row = self._first = 0  # lines so far, and before the pending block
 
@@ -58,20 +60,48 @@ class HeaderBlocksWriter:
     def finish(self) -> None:
         if self._pending:
             self._flush()
+        self._write(0)
+
+    def close(self) -> None:
+        self._compressing.shutdown(cancel_futures=True)
+
+    def lines(self) -> Generator[tuple[Bytes, Numbers, Numbers]]:
+        """All lines again, after `finish`, some at a time: text, starts, ends."""
+        self._part.flush()
+        self._part.seek(0)
+        rest = b""
+        for data in _decoded(self._part, self._codec):
+            whole, newline, rest = (rest + data).rpartition(b"\n")
+            text = np.frombuffer(bytearray(whole + newline), np.uint8)
+            ends = np.flatnonzero(text == 10)
+            if len(ends):
+                yield text, np.append(np.zeros(1, np.int64), ends[:-1] + 1), ends
 
     def state(self) -> dict[str, object]:
+        self._write(0)
         return {"pending": np.frombuffer(bytes(self._pending), np.uint8), "row": self._row, "first": self._first}
 
     def restore(self, state: dict[str, Any]) -> None:
+        self._blocks.clear()
         self._pending = bytearray(state["pending"].tobytes())
         self._row, self._first = state["row"], state["first"]
 
+    def _begin(self) -> None:
+        self._compress = _compressor(self._codec)
+
     def _flush(self) -> None:
-        self._rows.append(np.array([self._first], np.int64))
-        self._starts.append(np.array([self._part.tell()], np.int64))
-        self._part.write(self._compress(bytes(self._pending)))
-        self._pending.clear()
+        data, self._pending = bytes(self._pending), bytearray()
+        self._blocks.append((self._first, self._compressing.submit(lambda: self._compress(data))))
         self._first = self._row
+        self._write(_AHEAD)
+
+    def _write(self, left: int) -> None:
+        """Write compressed blocks until only so many are left."""
+        while len(self._blocks) > left:
+            first, data = self._blocks.popleft()
+            self._rows.append(np.array([first], np.int64))
+            self._starts.append(np.array([self._part.tell()], np.int64))
+            self._part.write(data.result())
 
 
 class HeaderBlocks:
@@ -81,8 +111,10 @@ class HeaderBlocks:
         self._sections = sections
         self._codec = codec
         self._memory = memory
-        self._rows, self._starts = sections.column(ROW).whole(), sections.column(START).whole()
-        self._place, self._num_bytes = sections.place(SECTION)
+        rows, starts = sections.column(ROW).whole(), sections.column(START).whole()
+        numbers = np.arange(rows.rows, dtype=np.int64)
+        self._place, num_bytes = sections.place(SECTION)
+        self._rows, self._starts = rows.take(numbers), np.append(starts.take(numbers), num_bytes)  # 16 bytes a block
         self._view = sections.view(SECTION)
         self._start()
 
@@ -95,7 +127,7 @@ class HeaderBlocks:
 
     def lines(self, rows: Numbers) -> tuple[Bytes, Numbers, Numbers]:
         """The lines of these rows: flat text, and where each starts and ends in it."""
-        blocks = self._rows.find(rows)
+        blocks = np.searchsorted(self._rows, rows, side="right") - 1
         order = np.argsort(blocks, kind="stable")
         edges = np.flatnonzero(np.diff(blocks[order], prepend=-1, append=-1))
         lengths, sources = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
@@ -115,7 +147,7 @@ class HeaderBlocks:
 
     def _block(self, block: int) -> tuple[Bytes, Numbers, int]:
         """A block's text, where its lines start (and it ends), and the row of its first line."""
-        first = int(self._rows.take(np.array([block], np.int64))[0])
+        first = int(self._rows[block])
         if self._pid != os.getpid():  # after a fork the lock belongs to the parent
             self._start()
         with self._lock:
@@ -135,13 +167,28 @@ class HeaderBlocks:
         return text, starts, first
 
     def _decode(self, block: int) -> Bytes:
-        start = int(self._starts.take(np.array([block], np.int64))[0])
-        is_last = block == self._starts.rows - 1
-        end = self._num_bytes if is_last else int(self._starts.take(np.array([block + 1], np.int64))[0])
+        start, end = self._starts[block : block + 2].tolist()
         self._sections.check(self._place + start, self._place + end)
         data = self._view[start:end].tobytes()
         text = zlib.decompress(data) if self._codec == "zlib" else decode_frame(data, size=BLOCK_BYTES)
         return np.frombuffer(bytearray(text), np.uint8)  # writable: the kernels know no other kind of array
+
+
+def _decoded(part: BinaryIO, codec: Codec) -> Generator[bytes]:
+    """The text of all blocks in order."""
+    if codec == "zstd":
+        import zstandard
+
+        with zstandard.ZstdDecompressor().stream_reader(part, read_across_frames=True, closefd=False) as reader:
+            while text := reader.read(_READ_BYTES):
+                yield text
+        return
+    data = b""
+    while data or (data := part.read(_READ_BYTES)):
+        inflate = zlib.decompressobj()
+        while not inflate.eof and data:
+            yield inflate.decompress(data)
+            data = inflate.unused_data if inflate.eof else part.read(_READ_BYTES)
 
 
 def _compressor(codec: Codec) -> Callable[[bytes], bytes]:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.console import Progress, silent
+from millstream.console import Progress, say, silent
 from millstream.errors import BadSource, SourceError, StaleIndex, StoreExists
 from millstream.records import Bytes, crc32c
 from millstream.source.containers import Kind, MixedGzip, sniff
@@ -37,7 +37,6 @@ from millstream.store.sections import Sections, SectionsWriter
 from millstream.store.twobit import TwoBitWriter
 
 COMMIT_S = 2.0
-_HASHES = "hashes"  # of names, as long as the table is not made
 _FULL = "What was packed is kept: free some space and run the same command again, it goes on from there"
 
 
@@ -60,12 +59,12 @@ def pack(
     quality: bool = True,
     rebuild: bool = False,
     progress: Progress = silent,
-    notify: Callable[[str], None] = silent,
+    notify: Callable[[str], None] = say,
 ) -> PackSummary:
     """Pack files, one after the other, into one. Run again after an interruption, it goes on; when done, it says so.
 
-    Without `names` the header lines are left out, without `quality` the quality letters of FASTQ. `settings.names` makes
-    a table of names also for many records. `rebuild` starts anew and replaces `out`.
+    Without `names` the header lines are left out, without `quality` the quality letters of FASTQ. `settings.names`
+    makes a table of names also for many records. `rebuild` starts anew and replaces `out`.
     """
     chosen = settings or IndexSettings()
     terms = _terms(sources, chosen, names=names, quality=quality)
@@ -158,13 +157,16 @@ def _pack(
     """One run over all sources; False when a source turned out to be of another kind and all is to be done again."""
     with SectionsWriter(out, folder=journal.path, advice=_FULL) as sections:
         packing = _Packing(sections, settings, journal, terms, progress)
-        for number, path in enumerate(sources):
-            try:
-                packing.add(path, kinds[number])
-            except MixedGzip:
-                kinds[number] = "gzip"
-                return False
-        sections.publish({"what": WHAT, **packing.finish(journal.path, notify)})
+        try:
+            for number, path in enumerate(sources):
+                try:
+                    packing.add(path, kinds[number])
+                except MixedGzip:
+                    kinds[number] = "gzip"
+                    return False
+            sections.publish({"what": WHAT, **packing.finish(journal.path, notify)})
+        finally:
+            packing.close()
     return True
 
 
@@ -236,10 +238,8 @@ class _Packing:
             for lost in (column.name for column in stored if column.kept == "header"):
                 notify(f"column {lost!r} has too many distinct values to be stored without the names; it is left out")
             stored = [column for column in stored if column.kept != "header"]
-        if self._kept_names and (parts.records <= SMALL or self._settings.names):
-            self._write_names(folder, parts)
-        if self._kept_names:
-            self._sections.drop_part(_HASHES)
+        if parts.headers and (parts.records <= SMALL or self._settings.names):
+            self._write_names(folder, parts.headers)
         mismatches = sum(found.count for found in self._mismatches)
         left_out = self._settings.on_mismatch == "skip" and mismatches > 0
         examples = [example for found in self._mismatches for example in found.examples]
@@ -266,6 +266,10 @@ class _Packing:
             "mismatches": {"count": mismatches, "examples": examples[:5]},
             "damage": self._damages,
         }
+
+    def close(self) -> None:
+        if self._parts:
+            self._parts.close()
 
     def _scan(self, scanning: Scanning, scan: Scan, *, is_last: bool) -> None:
         buffer, found = scan
@@ -343,13 +347,11 @@ class _Packing:
         if self._headers:
             self._columns = ColumnsWriter(self._headers, self._wanted, self._sections)
 
-    def _write_names(self, folder: Path, parts: "_Parts") -> None:
+    def _write_names(self, folder: Path, headers: HeaderBlocksWriter) -> None:
         names = NameTableWriter(folder, large=self._settings.names)
         try:
-            parts.hashes.flush()
-            parts.hashes.seek(0)
-            while data := parts.hashes.read(8 * SMALL):
-                names.append(np.frombuffer(bytearray(data), np.int64))
+            for lines in headers.lines():
+                names.append(hash_names(*lines))
             names.finish(self._sections)
         finally:
             names.close()
@@ -405,11 +407,9 @@ class _Parts:
         self.qualities = QualitiesWriter(sections) if fastq and terms["quality"] else None
         self.keeps_layout = not fastq or self.qualities is not None
         self._gaps = GapsWriter(sections, fastq=fastq) if self.keeps_layout else None
-        self._headers: HeaderBlocksWriter | None = None
+        self.headers: HeaderBlocksWriter | None = None
         if terms["names"]:
-            self._headers = HeaderBlocksWriter(sections, best_codec())
-            self.hashes = sections.part(_HASHES)
-            self._many_names = bool(cast(dict[str, object], terms["settings"])["names"])
+            self.headers = HeaderBlocksWriter(sections, best_codec())
         self._own = sections.part_names
         self._skipping = False  # the record that goes on from buffer to buffer
         self.records = self.bases = self.longest = 0
@@ -426,11 +426,8 @@ class _Parts:
             qualities = qualities[of_record[np.searchsorted(headers[:, 0], qualities[:, 0])]]
             self._skipping = not of_record[-1]
             headers = headers[found.kept]
-        if self._headers and len(headers):
-            self._headers.add(buffer, headers)
-            if self.records <= SMALL or self._many_names:
-                starts, ends = np.ascontiguousarray(headers[:, 0]), np.ascontiguousarray(headers[:, 1])
-                self.hashes.write(hash_names(buffer, starts, ends).tobytes())
+        if self.headers and len(headers):
+            self.headers.add(buffer, headers)
         self._twobit.add(buffer, segments)
         if self.qualities:
             self.qualities.add(buffer, qualities)
@@ -440,12 +437,16 @@ class _Parts:
         self._twobit.finish()
         if self._gaps:
             self._gaps.finish()
-        if self._headers:
-            self._headers.finish()
+        if self.headers:
+            self.headers.finish()
+
+    def close(self) -> None:
+        if self.headers:
+            self.headers.close()
 
     def state(self, *, sync: bool) -> dict[str, object]:
         counts = [self.records, self.bases, self.longest, int(self._skipping)]
-        states = {name: writer.state() for name, writer in self._writers()}
+        states = {name: writer.state() for name, writer in self._writers()}  # before the sections': blocks get written
         return {"counts": counts, "sections": self._sections.state(self._own, sync=sync), **states}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -456,7 +457,7 @@ class _Parts:
             writer.restore(state[name])
 
     def _writers(self) -> list[tuple[str, Any]]:
-        writers = {"twobit": self._twobit, "qualities": self.qualities, "gaps": self._gaps, "headers": self._headers}
+        writers = {"twobit": self._twobit, "qualities": self.qualities, "gaps": self._gaps, "headers": self.headers}
         return [(name, writer) for name, writer in writers.items() if writer is not None]
 
     def _add_lengths(self, bases: Numbers) -> None:

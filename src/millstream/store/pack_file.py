@@ -267,8 +267,8 @@ class _Pages:
         blocks = np.concatenate([starts // CRC_BYTES, np.maximum(ends - 1, starts) // CRC_BYTES])
         longest = int((ends - starts).max())
         if longest > CRC_BYTES:
-            long = np.flatnonzero(ends - starts > CRC_BYTES).tolist()
-            blocks = np.concatenate([blocks, *(np.arange(starts[i], ends[i], CRC_BYTES) // CRC_BYTES for i in long)])
+            for i in np.flatnonzero(ends - starts > CRC_BYTES).tolist():
+                blocks = np.append(blocks, np.arange(int(starts[i]), int(ends[i]), CRC_BYTES) // CRC_BYTES)
         for block in self._sections.unchecked(blocks):
             self._sections.will_need(block * CRC_BYTES, CRC_BYTES)
             self._sections.check_block(block)

@@ -148,7 +148,7 @@ def sums_before(anchors: Packed, column: Packed, rows: Numbers) -> Numbers:
 
 
 @kernel
-def _get(directory, words, row):  # pyright: ignore
+def _get(directory: Numbers, words: Words, row: int) -> int:
     chunk = row >> 12
     place = directory[chunk, 1]
     width = place & 255
@@ -166,13 +166,13 @@ def _get(directory, words, row):  # pyright: ignore
 
 
 @kernel
-def _take(directory, words, rows, out):  # pyright: ignore
+def _take(directory: Numbers, words: Words, rows: Numbers, out: Numbers) -> None:
     for index in range(len(rows)):
         out[index] = _get(directory, words, rows[index])
 
 
 @kernel
-def _find(directory, words, rows, values, out):  # pyright: ignore
+def _find(directory: Numbers, words: Words, rows: int, values: Numbers, out: Numbers) -> None:
     for index in range(len(values)):
         low = -1
         high = rows
@@ -186,7 +186,9 @@ def _find(directory, words, rows, values, out):  # pyright: ignore
 
 
 @kernel
-def _sums_before(anchor_directory, anchor_words, directory, words, rows, out):  # pyright: ignore
+def _sums_before(
+    anchor_directory: Numbers, anchor_words: Words, directory: Numbers, words: Words, rows: Numbers, out: Numbers
+) -> None:
     for index in range(len(rows)):
         row = rows[index]
         place = directory[row >> 12, 1]
@@ -213,7 +215,7 @@ def _sums_before(anchor_directory, anchor_words, directory, words, rows, out):  
 
 
 @kernel
-def _pack(values, directory, words, first_word):  # pyright: ignore
+def _pack(values: Numbers, directory: Numbers, words: Words, first_word: int) -> int:
     used = 0
     for chunk in range(len(directory)):
         start = chunk * 4096

@@ -59,7 +59,7 @@ class Qualities:
             return out
         edges = [starts, starts + counts - 1]
         for read in np.flatnonzero(counts > CHUNK).tolist():
-            edges.append(np.arange(starts[read], starts[read] + counts[read], CHUNK))
+            edges.append(np.arange(int(starts[read]), int(starts[read] + counts[read]), CHUNK, dtype=np.int64))
         packed = self._column.packed(np.concatenate(edges))
         if HAVE_NUMBA:
             _take_runs(packed.directory, packed.words, starts, counts, targets, self._letters, out)

@@ -1,7 +1,7 @@
 """Reads as a collection: files of FASTA or FASTQ by record number, whatever they are wrapped in."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +17,6 @@ from millstream.records import Bytes
 from millstream.source.gather import gather
 from millstream.source.mapping import LabelMapping
 from millstream.store.arrow_columns import joined, narrow, values
-from millstream.store.header_columns import HeaderColumnReader
 from millstream.store.read_batch import ColumnValues, Read, ReadBatch, split_text
 from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.store.sections import Sections
@@ -31,13 +30,16 @@ Numbers = NDArray[np.int64]
 class Part(Protocol):
     """One file of a collection: an indexed read file or a packed one. `rows` are record numbers within it."""
 
-    path: Path
-    sections: Sections
-    records: int
-    bases: int
-    has_quality: bool
-    columns: Mapping[str, HeaderColumnReader]
-
+    @property
+    def path(self) -> Path: ...
+    @property
+    def sections(self) -> Sections: ...
+    @property
+    def records(self) -> int: ...
+    @property
+    def bases(self) -> int: ...
+    @property
+    def has_quality(self) -> bool: ...
     @property
     def format(self) -> str: ...
     @property
@@ -79,7 +81,7 @@ class Reads:
         self._mapping = mapping
         self._starts = np.array(list(accumulate((part.records for part in parts), initial=0)), np.int64)
         self._first_numbers: list[int] = self._starts.tolist()
-        self._first_of = lru_cache(maxsize=1024)(lambda name: next(iter(self.find(name)), None))
+        self._first_of = lru_cache(maxsize=1024)(self._find_first)
         self._header_columns = self._check_columns()
         if mapping is not None:
             self._check_mapping(mapping)
@@ -156,6 +158,9 @@ class Reads:
                 part = self._parts[index] = part.with_names()
             found += [int(self._starts[index]) + row for row in part.find(name)]
         return found
+
+    def _find_first(self, name: str) -> int | None:
+        return next(iter(self.find(name)), None)
 
     def by_name(self, name: str) -> Read:
         """The first record of this name; KeyError when there is none."""
@@ -277,7 +282,7 @@ class Reads:
             return [(self._parts[0], numbers, slice(None))]
         owner = np.searchsorted(self._starts, numbers, side="right") - 1
         split: list[tuple[Part, Numbers, Numbers | slice]] = []
-        for index in np.unique(owner).tolist():
+        for index in map(int, np.unique(owner)):
             (places,) = np.nonzero(owner == index)
             split.append((self._parts[index], numbers[places] - self._starts[index], places))
         return split or [(self._parts[0], numbers, slice(None))]

@@ -35,8 +35,8 @@ _EAGER_BYTES = 16 << 20  # an array below this is checked whole on first use: 1 
 class SectionsWriter:
     """Grows arrays in temporary files; `publish` makes them one file, or nothing at all.
 
-    The files are unnamed and lie beside `path`; or they have names in `folder`, so that after a crash another writer can
-    go on from a `state` that was kept.
+    The files are unnamed and lie beside `path`; or they have names in `folder`, so that after a crash another writer
+    can go on from a `state` that was kept.
     """
 
     def __init__(self, path: Path, *, folder: Path | None = None, advice: str = _NOTHING_LEFT) -> None:
@@ -85,7 +85,7 @@ class SectionsWriter:
         self._parts.pop(name).close()
 
     def state(self, parts: Iterable[str], *, sync: bool = False) -> dict[str, object]:
-        """Where these parts end at present, and what their columns have not written yet. `sync`: also after a power cut."""
+        """Where these parts end, and what their columns have not written yet. `sync`: brought to disk, too."""
         ends = {name: self._parts[name].tell() for name in parts}
         for name, end in ends.items():
             if sync and self._synced.get(name) != end:

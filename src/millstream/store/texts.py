@@ -250,16 +250,17 @@ class BlockText:
         if self._pid != os.getpid():  # after a fork: locks and half-decoded blocks belong to the parent
             self._start()
         with self._lock:
-            found = self._cache.get(place.block)
+            found, mine = self._cache.get(place.block), None
             if found is not None:
                 self._cache.move_to_end(place.block)
             else:
-                mine: Future[Bytes] = Future()
+                mine = Future[Bytes]()
                 self._cache[place.block] = place.plain_end - place.plain, mine
                 self._held += place.plain_end - place.plain
                 while self._held > self._memory and len(self._cache) > 1:
                     self._held -= self._cache.popitem(last=False)[1][0]
-        if found is not None:
+        if found is not None or mine is None:
+            assert found is not None
             return found[1].result()
         try:
             mine.set_result(self._decode(place))

@@ -1,4 +1,4 @@
-"""Letters in two bits each, one stream over all records; letters other than ACGT, and lower case, are runs beside it."""
+"""Two bits a letter, one stream over all records; letters other than ACGT, and lower case, are runs beside it."""
 
 from typing import Any, cast
 

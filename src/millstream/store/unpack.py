@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -41,7 +41,7 @@ def unpack(path: Path, out: BinaryIO | Path, *, progress: Progress = silent) -> 
 
 
 def texts(source: PackFile) -> Generator[tuple[Bytes, int]]:
-    """The text of a packed file in pieces of a few megabytes, however long its records are; the records begun so far."""
+    """The text of a packed file in pieces of a few megabytes, however long its records; the records begun so far."""
     layout = _Layout(source)
     row = 0
     while row < source.records:
@@ -85,7 +85,7 @@ class _Layout:
         pieces = pieces.reshape(-1, 3)
         pieces = pieces[(pieces[:, 0] == HEADER) | (pieces[:, 2] > pieces[:, 1])]
         qualities = self._source.qualities(starts, offsets) if self._fastq else letters[:0]
-        return self._weave(pieces, rows, (headers, letters, qualities))
+        return self._weave(pieces, rows, lengths, (headers, letters, qualities))
 
     def large(self, row: int) -> Generator[Bytes]:
         """The text of one record, a window at a time."""
@@ -93,7 +93,8 @@ class _Layout:
         nothing = np.empty(0, np.uint8)
         length, start = int(self._source.lengths(rows)[0]), int(self._source.starts(rows)[0])
         header = self._source.headers(rows)[0]
-        yield self._weave(np.array([[HEADER, 0, len(header)]], np.int64), rows, (header, nothing, nothing))
+        head = np.array([[HEADER, 0, len(header)]], np.int64)
+        yield self._weave(head, rows, np.array([length], np.int64), (header, nothing, nothing))
         kinds: list[tuple[int, Callable[[Numbers, Numbers], Bytes]]] = [(LETTERS, self._source.letters)]
         if self._fastq:
             kinds.append((QUALITIES, self._source.qualities))
@@ -102,12 +103,12 @@ class _Layout:
                 count = min(WINDOW, length - place)
                 flat = read(np.array([start + place], np.int64), np.array([0, count], np.int64))
                 flats = (nothing, flat, nothing) if kind == LETTERS else (nothing, nothing, flat)
-                yield self._weave(np.array([[kind, 0, count]], np.int64), rows[:0], flats)
+                yield self._weave(np.array([[kind, 0, count]], np.int64), rows[:0], rows[:0], flats)
 
-    def _weave(self, pieces: Numbers, rows: Numbers, flats: tuple[Bytes, Bytes, Bytes]) -> Bytes:
+    def _weave(self, pieces: Numbers, rows: Numbers, lengths: Numbers, flats: tuple[Bytes, Bytes, Bytes]) -> Bytes:
         is_header = pieces[:, 0] == HEADER
         records = np.zeros((len(rows), 4), np.int64)
-        records[:, 0] = self._source.lengths(rows)
+        records[:, 0] = lengths
         records[:, 2] = 1
         inserts, odd = np.empty((0, 2), np.int64), np.empty(0, np.uint8)
         if self._has_layout:
@@ -131,14 +132,14 @@ class _Layout:
 def _unpack(source: PackFile, write: Callable[[memoryview], object], progress: Progress) -> int:
     done = crc = 0
     for text, row in texts(source):
-        write(memoryview(text))
+        write(text.data)
         crc = crc32c(text, crc)
         done += len(text)
         progress(row)
     if source.meta["exact"] and (done, crc) != (source.meta["text_bytes"], source.meta["text_crc32c"]):
         raise BadIndex(
-            f"{source.path}: gives {done} bytes of text with checksum {crc:08x}, where {source.meta['text_bytes']} with "
-            f"{source.meta['text_crc32c']:08x} were packed. Pack the source again"
+            f"{source.path}: gives {done} bytes of text with checksum {crc:08x}, where {source.meta['text_bytes']} "
+            f"with {source.meta['text_crc32c']:08x} were packed. Pack the source again"
         )
     return done
 
@@ -152,7 +153,7 @@ def _published(out: Path) -> Generator[Callable[[memoryview], object]]:
     try:
         with no_space(out, _NOTHING_LEFT), open(temporary, "wb") as file:
             if out.name.endswith(".gz"):
-                deflate = _zlib.compressobj(_LEVEL, _zlib.DEFLATED, 31)
+                deflate: Any = cast(Any, _zlib).compressobj(_LEVEL, 8, 31)  # a gzip header
                 yield lambda text: file.write(deflate.compress(text))
                 file.write(deflate.flush())
             else:
