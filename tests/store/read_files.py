@@ -108,6 +108,15 @@ def refused(file: Path, **options: Any) -> str:
     return str(caught.value)
 
 
+def complaint(check: Callable[[], bool]) -> str | None:
+    """None when the check holds; what an error of ours says, if it raises one."""
+    try:
+        assert check()
+    except MillstreamError as error:
+        return str(error)
+    return None
+
+
 def index_of(file: Path) -> Path:
     return file.with_name(file.name + ".millstream")
 

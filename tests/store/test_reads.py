@@ -33,7 +33,8 @@ from slow_reads import Slow
 
 from millstream.source import containers
 from millstream.source.dictionary import IntegerDictionary, TextDictionary
-from millstream.store import index, name_table, reads as collection
+from millstream.store import index, name_table
+from millstream.store import reads as collection
 from millstream.store.index import IndexSettings, build_index
 from millstream.store.open_reads import open_reads
 from millstream.store.reads import Reads
@@ -269,7 +270,7 @@ def test_a_null_adds_no_value_to_those_there_are(tmp_path: Path):
 
 @pytest.mark.parametrize("value", [0, 127, 128, 2**31 - 1, 2**31, 2**63 - 1])
 def test_a_column_holds_integers_of_any_size(value: int, tmp_path: Path):
-    for values in ([value], [0, value] * 3, [value, 5, 2**62], list(range(5)) + [value]):
+    for values in ([value], [0, value] * 3, [value, 5, 2**62], [*range(5), value]):
         text = "".join(f">n{number}\nAC\n" for number in values)
         write(tmp_path / "reads.fa", text)
         index_of(tmp_path / "reads.fa").unlink(missing_ok=True)
@@ -429,6 +430,25 @@ def test_a_region_outside_its_record_is_refused(start: int, end: int, tmp_path: 
         reads.region("chr0", start, end)
 
 
+def test_many_regions_come_at_once_from_several_files(tmp_path: Path):
+    made, text = genome(60)
+    odd = b">odd\nACGT\nAC\n\nGGGG GG\n;no\nTTTTTTT\n"
+    write(tmp_path / "a.fa", text)
+    write(tmp_path / "b.fa", WRAPPERS["bgzf"](text.replace(b"\n", b"\r\n")))
+    write(tmp_path / "c.fa", odd + text)
+    every = letters([*made, *made, Slow(b"odd", b"ACGTACGGGGGGTTTTTTT", None), *made])
+    rng = np.random.default_rng(0)
+    for memory in (None, 1):
+        reads = opened(tmp_path, memory=memory)
+        numbers = rng.integers(0, len(every), 300)
+        edges = np.sort(rng.integers(0, reads.lengths(numbers)[:, None] + 1, (300, 2)), axis=1)
+        wanted = [every[number][start:end] for number, (start, end) in zip(numbers, edges.tolist(), strict=True)]
+        assert reads.regions(numbers, edges[:, 0], edges[:, 1]).sequences() == wanted
+        assert [reads.region(n, a, b) for n, (a, b) in zip(numbers.tolist(), edges.tolist(), strict=True)] == wanted
+    with pytest.raises(IndexError, match="region 0:1001 of record 0, which has 1000 letters"):
+        reads.regions([0], 0, 1001)
+
+
 # -- several files
 
 
@@ -541,6 +561,21 @@ def test_decoding_may_start_at_any_block_of_a_gzip_file(tmp_path: Path, data: st
     order = np.random.default_rng(size).permutation(len(made))
     assert reads.fetch(order).sequences() == taken(made, order)
     assert [reads[number].sequence for number in order] == taken(made, order)
+
+
+@pytest.mark.parametrize("level", [0, 1, 9])
+def test_blocks_that_are_stored_not_compressed_may_stand_anywhere(
+    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As pigz writes them between its pieces, and every deflater for what cannot be made smaller."""
+    monkeypatch.setattr(containers, "POINT_BYTES", 1)
+    deflate = zlib.compressobj(level, zlib.DEFLATED, 31)
+    text, data = fasta(MADE), b""
+    for number, at in enumerate(range(0, len(text), 333)):
+        data += deflate.compress(text[at : at + 333])
+        data += deflate.flush([zlib.Z_PARTIAL_FLUSH, zlib.Z_SYNC_FLUSH, zlib.Z_BLOCK][number % 3])
+    reads = opened(write(tmp_path / "reads.fa", data + deflate.flush()), memory=1)
+    assert holds(reads, MADE) and reads.parts[0].sections.rows("block.plain") > len(text) // 400
 
 
 def test_a_gzip_file_of_megabytes_has_points_two_megabytes_apart(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Bad files, damaged ones, changed ones, and indexes that cannot be believed: named, and never read as something else."""
+"""Bad files, damaged ones, changed ones, and indexes that cannot be believed: named, never misread."""
 
 import bz2
 import errno
@@ -29,6 +29,7 @@ from read_files import (
     WRAPPERS,
     bgzf,
     change,
+    complaint,
     fasta,
     fastq,
     flip,
@@ -46,13 +47,19 @@ from read_files import (
 from slow_reads import Slow
 
 import millstream as ms
-from millstream.errors import BadIndex, BadSource, MillstreamError, StaleIndex
+from millstream.errors import BadSource, MillstreamError, StaleIndex
 from millstream.source import containers
 from millstream.store import index, sections
 from millstream.store.index import IndexSettings, build_index
 from millstream.store.open_reads import open_reads
 
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage may come in any of several buffers."""
+    monkeypatch.setattr(index, "BUFFER_BYTES", 1 << 14)
 
 
 def zipped(text: bytes) -> bytes:
@@ -191,10 +198,10 @@ def whole_fasta(text: bytes, made: list[Slow]) -> list[Slow]:
 
 
 def test_a_fastq_file_cut_anywhere_is_refused_and_salvaged(tmp_path: Path):
-    made = [record for record in records(8, quality=True, longest=12) if record.sequence]
+    made = [record for record in records(4, quality=True, longest=12) if record.sequence]
     text, file = fastq(made), tmp_path / "reads.fq"
     ends = np.cumsum([len(fastq([record])) for record in made]).tolist()
-    for cut in range(1, len(text) - 1):
+    for cut in range(1, len(text) - 1, 3):
         file.write_bytes(text[:cut])
         whole = whole_fastq(text[:cut], made)
         if cut not in ends and cut + 1 not in ends:
@@ -241,7 +248,7 @@ CUT = {"gzip": flushed, "one gzip": gzip.compress, "members": members, "bgzf": b
 def test_a_compressed_file_cut_anywhere_is_refused_and_salvaged(wrapper: str, tmp_path: Path):
     data, file = CUT[wrapper](fasta(MADE)), tmp_path / "reads.fa"
     edges = set(borders(wrapper, data))
-    for cut in {*range(1, 30), *range(30, len(data) - 30, 29), *range(len(data) - 30, len(data))} - edges:
+    for cut in {*range(1, 24, 2), *range(24, len(data) - 12, 67), *range(len(data) - 12, len(data))} - edges:
         file.write_bytes(data[:cut])
         text = decoded(wrapper, data[:cut])
         message = refused(file)
@@ -271,7 +278,7 @@ def borders(wrapper: str, data: bytes) -> list[int]:
 @pytest.mark.parametrize("wrapper", CUT)
 def test_a_salvaged_file_has_the_right_columns_wherever_it_was_cut(wrapper: str, tmp_path: Path):
     data, file = CUT[wrapper](fasta(MADE)), tmp_path / "reads.fa"
-    for cut in range(len(data) // 3, len(data), 41):
+    for cut in range(len(data) // 3, len(data), 59):
         file.write_bytes(data[:cut])
         wanted = whole_fasta(decoded(wrapper, data[:cut]), MADE)
         if len(wanted) < 2:
@@ -292,13 +299,14 @@ def test_salvage_loses_no_record_of_earlier_buffers(size: int, tmp_path: Path, m
     assert holds(opened(file, salvage=True), wanted)
 
 
-@pytest.mark.parametrize("cut", range(100, 130))
-def test_a_compressed_fastq_cut_anywhere_gives_every_whole_record(cut: int, tmp_path: Path):
+def test_a_compressed_fastq_cut_anywhere_gives_every_whole_record(tmp_path: Path):
     made = [record for record in records(12, quality=True, longest=12) if record.sequence]
     data, file = flushed(fastq(made), 10), tmp_path / "reads.fq"
-    file.write_bytes(data[: len(data) * cut // 140])
-    wanted = whole_fastq(decoded("gzip", file.read_bytes()), made)
-    assert holds(opened(file, salvage=True), wanted)
+    for cut in range(len(data) // 2, len(data) - 20, 7):
+        file.write_bytes(data[:cut])
+        wanted = whole_fastq(decoded("gzip", file.read_bytes()), made)
+        assert holds(opened(file, salvage=True), wanted), cut
+        index_of(file).unlink()
 
 
 def test_what_was_salvaged_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -329,7 +337,7 @@ def test_something_after_gzip_data_costs_no_record(wrapper: str, tmp_path: Path)
     assert holds(opened(tmp_path / "reads.fa", salvage=True), MADE)
 
 
-@pytest.mark.parametrize("count", [1, 2, 511, 512, 300_001])
+@pytest.mark.parametrize("count", [1, 2, 511, 512, 4 << 20])
 def test_zeros_after_gzip_data_are_padding(count: int, tmp_path: Path):
     (tmp_path / "reads.fa").write_bytes(flushed(fasta(MADE)) + bytes(count))
     assert holds(opened(tmp_path / "reads.fa"), MADE)
@@ -356,13 +364,9 @@ def test_whatever_is_salvaged_can_be_read(wrapper: str, tmp_path: Path):
         file.write_bytes(data[:at] + random.Random(at).randbytes(150) + data[at + 150 :])
         with pytest.raises(MillstreamError):
             ms.open(file)
-        try:
-            reads = opened(file, salvage=True)
-        except BadSource as error:
-            assert "in record" in str(error)  # the decoder made text of it that is no FASTA
-            continue
-        assert len(reads) > 100 and texts(reads)[:100] == letters(made)[:100]
-        index_of(file).unlink()
+        said = complaint(lambda: texts(opened(file, salvage=True))[:100] == letters(made)[:100])
+        assert said is None or "in record" in said  # the decoder may make text of it that is no FASTA
+        index_of(file).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -440,14 +444,13 @@ def test_no_byte_of_a_block_can_change_unnoticed(wrapper: str, tmp_path: Path, m
     file = tmp_path / "reads.fa"
     file.write_bytes(WRAPPERS[wrapper](fasta(made)))
     start, end = place_in(opened(file), 15)
-    for at in range(start, end):
+    for at in range(start, end, 2):
         for mask in (1, 128):
             reads = opened(file)
             flip(file, at, mask)
-            try:
-                assert texts(reads) == letters(made)  # a byte of a gzip header may say anything
-            except BadSource as error:
-                assert f"byte {start} " in str(error) or at == end - 1  # which the next block may have bits of
+            said = complaint(lambda reads=reads: texts(reads) == letters(made))
+            # A byte of a gzip header may say anything; of the last ones the next block may have bits.
+            assert said is None or f"byte {start} " in said or at >= end - 2
             flip(file, at, mask)
 
 
@@ -479,15 +482,6 @@ CHANGES: dict[str, Callable[[Path], None]] = {
     "emptied": lambda file: os.truncate(file, 0),
     "deleted": Path.unlink,
 }
-USES = {
-    "reads[20]": "reads[20]",
-    "fetch": "reads.fetch([20])",
-    "iteration": "list(reads)",
-    "region": "reads.region(len(reads) - 1, 0, 1)",
-    "find": "reads.find(name)",
-    "by_name": "reads.by_name(name)",
-    "a column that is only in the headers": "reads.column('own')",
-}
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "zstd"])
@@ -501,26 +495,37 @@ def test_a_file_that_changes_while_it_is_open_is_noticed(how: str, wrapper: str,
         reads.fetch([20])
 
 
-@pytest.mark.parametrize("use", USES)
-def test_every_way_to_read_notices_a_file_that_was_cut(use: str, tmp_path: Path):
-    """In a process of its own: to read a mapped byte that is no longer there is SIGBUS."""
-    file = tmp_path / "reads.fa"
-    made = records(400)
-    file.write_bytes(fasta(made))
-    code = f"""
-import os, sys, millstream as ms
+USES = """
+import os, sys, numpy as np, millstream as ms
 from millstream.source import dictionary
-dictionary.TextDictionary.__init__.__defaults__ = (100,)
-reads = ms.open({str(file)!r}, header_regex=r"(?P<own>\\S+)")
-name = {made[300].header.decode()!r}
-os.truncate({str(file)!r}, 0)
-try:
-    {USES[use]}
-except ms.errors.StaleIndex as error:
-    sys.exit(0 if {str(file)!r} in str(error) else 3)
-sys.exit(4)
+dictionary.TextDictionary.__init__.__defaults__ = (100,)  # so that `own` stays in the headers
+file, name = sys.argv[1:]
+reads = ms.open(file, header_regex=r"(?P<own>\\S+)")
+os.truncate(file, 0)
+for use in (
+    lambda: reads[20],
+    lambda: reads.fetch([20]),
+    lambda: list(reads),
+    lambda: reads.region(300, 0, 1),
+    lambda: reads.regions([300], 0, 1),
+    lambda: reads.find(name),
+    lambda: reads.by_name(name),
+    lambda: reads.column("own"),
+    lambda: reads.parts[0].names_of(np.array([20])),
+):
+    try:
+        use()
+    except ms.errors.StaleIndex as error:
+        print(file in str(error), flush=True)
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_way_to_read_notices_a_file_that_was_cut(tmp_path: Path):
+    """In a process of its own: to read a mapped byte that is no longer there is SIGBUS."""
+    file, made = tmp_path / "reads.fa", records(400)
+    file.write_bytes(fasta(made))
+    command = [sys.executable, "-c", USES, str(file), made[300].header.decode()]
+    assert subprocess.run(command, capture_output=True, check=False).stdout.split() == [b"True"] * 9
 
 
 def test_a_file_larger_than_its_memory_is_checked_too(plain: Path):
@@ -663,10 +668,8 @@ class SmallIndex:
         changed = bytearray(self.data)
         changed[at] ^= mask
         index_of(self._file).write_bytes(changed)
-        try:
-            assert everything(opened(self._file)) == self._wanted
-        except BadIndex as error:
-            assert str(index_of(self._file)) in str(error) and "millstream index" in str(error)
+        said = complaint(lambda: everything(opened(self._file)) == self._wanted)
+        assert said is None or (str(index_of(self._file)) in said and "millstream index" in said)
 
 
 @pytest.fixture
@@ -675,7 +678,7 @@ def small_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallIndex:
     return SmallIndex(tmp_path / "reads.fa")
 
 
-@settings(few, max_examples=250)
+@settings(few, max_examples=150)
 @given(place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
 def test_a_changed_byte_of_an_index_is_noticed_or_does_no_harm(small_index: SmallIndex, place: float, mask: int):
     small_index.check(int(place * len(small_index.data)), mask)

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from read_files import (
     texts,
 )
 
+import millstream
 from millstream.source.ahead import ahead
 from millstream.store import index
 from millstream.store.index import IndexSettings, build_index, load_index
@@ -200,6 +202,23 @@ def test_closing_stops_the_thread_and_the_items():
     next(stream)
     stream.close()
     assert threading.active_count() == before
+
+
+# -- where nothing can be written
+
+
+def test_where_compiled_kernels_cannot_be_kept_reads_are_read_all_the_same(tmp_path: Path):
+    """As in a container under any user id, or with a read-only home."""
+    code, file = tmp_path / "code", tmp_path / "reads.fa"
+    shutil.copytree(Path(millstream.__file__).parent, code / "millstream", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in [code / "millstream", *(path for path in (code / "millstream").iterdir() if path.is_dir())]:
+        (folder / "__pycache__").touch()  # a file, where numba wants a folder
+    file.write_bytes(b">a\nACGT\n>b\nAC\n")
+    opened(file)
+    nowhere = {"PYTHONPATH": str(code), "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null", "PATH": os.environ["PATH"]}
+    ask = f"import millstream as ms; print(ms.open({str(file)!r}).fetch([1, 0]).sequences())"
+    told = subprocess.run([sys.executable, "-c", ask], env=nowhere, capture_output=True, check=False)
+    assert told.stdout == b"['AC', 'ACGT']\n", told.stderr.decode()
 
 
 # -- without numba

@@ -30,11 +30,10 @@ _REFUSED = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "a zip archive"
 
 
 class Block(NamedTuple):
-    """Text that is decoded together: where it starts in the file and in the text, and what a gzip point needs."""
+    """Text that is decoded together: where it starts in the file and in the text, and for gzip the text before."""
 
     raw: int
     plain: int
-    bits: int = 0
     window: bytes = b""
 
 
@@ -129,8 +128,8 @@ def inflate(data: bytes | memoryview, *, size: int, window: bytes = b"") -> byte
     # Not isal's IgzipDecompressor: with a dictionary it corrupts the heap (isal 1.8.0).
     try:
         return _zlib.decompressobj(-15, zdict=window).decompress(data, size)
-    except _zlib.error as error:
-        raise zlib.error(str(error)) from None
+    except _zlib.error:  # isal gives nothing at all of data that is damaged further on
+        return zlib.decompressobj(-15, zdict=window).decompress(data, size)
 
 
 def decode_frame(data: bytes, *, size: int) -> bytes:
@@ -192,11 +191,11 @@ class _Source:
         self.raw += len(data)
         return data
 
-    def begin(self, raw: int, bits: int = 0, window: bytes = b"") -> None:
+    def begin(self, raw: int, window: bytes = b"") -> None:
         """What comes now can be decoded from here."""
         self.end()
         self._text_crc = 0
-        self.blocks.append(Block(raw, self.plain, bits, window))
+        self.blocks.append(Block(raw, self.plain, window))
 
     def text(self, data: memoryview | bytes) -> memoryview:
         assert self._text_crc is not None
@@ -292,11 +291,11 @@ def _gzip(source: _Source) -> Generator[memoryview]:
     while (piece := stream.read()).nbytes:
         for point in stream.points:
             if point.plain == source.plain:
-                source.begin(point.raw, point.bits, point.window)
+                source.begin(point.raw, point.window)
         yield source.text(bytes(piece))  # runs ahead, while `piece` is overwritten
         for point in stream.points:
             if point.plain == source.plain:
-                source.begin(point.raw, point.bits, point.window)
+                source.begin(point.raw, point.window)
         stream.points.clear()
     source.end()
     stream.close()
@@ -374,6 +373,8 @@ def _zstd(source: _Source) -> Generator[memoryview]:
                 raise _Wrong(f"at byte {start} comes something that is no zstd frame")
             text = decode_frame(head + _frame(source, start), size=MAX_FRAME_BYTES)
         except (_Wrong, zlib.error) as error:
+            if "did not decompress full frame" in str(error):
+                _check_frame_size(source, start, MAX_FRAME_BYTES + 1)
             known = isinstance(error, _Wrong)
             return source.fail(str(error) if known else f"the zstd frame at byte {start} is damaged ({error})")
         if text:

@@ -1,7 +1,8 @@
 """A gzip file as a stream with seek points: zlib by ctypes, because only its Z_BLOCK mode says where blocks end.
 
-A point is a place between two deflate blocks: the bit where the next one starts and the 32 kB of text before it are all
-a decoder needs to start there. Python's zlib hides both; rapidgzip gives them, at 380 MB of memory.
+A point is a place between two deflate blocks: the byte where the next one starts and the 32 kB of text before it are all
+a decoder needs to start there. Python's zlib hides both; rapidgzip gives them, at 380 MB of memory. One block in eight
+starts at a whole byte, and only those are taken, so that any decoder can start there.
 """
 
 import ctypes
@@ -16,15 +17,14 @@ _IN_BYTES = 256 << 10
 _OUT_BYTES = 256 << 10
 _AUTO_GZIP = 15 + 16
 _Z_BLOCK, _Z_STREAM_END, _Z_BUF_ERROR = 5, 1, -5
-_AT_BLOCK_END, _IN_LAST_BLOCK = 128, 64
+_AT_BLOCK_END, _IN_LAST_BLOCK, _UNUSED_BITS = 128, 64, 7
 
 
 class Point(NamedTuple):
-    """Where decoding can start: `bits` of the byte before `raw` belong to the next block."""
+    """Where decoding can start: byte of the file, byte of the text, and the text before."""
 
     raw: int
     plain: int
-    bits: int
     window: bytes
 
 
@@ -126,7 +126,8 @@ class Inflate:
             pass  # wants more input
         elif status < 0:
             reason = (self._stream.msg or b"cannot be decoded").decode()
-            self.whole = reason in ("incorrect data check", "incorrect length check")
+            # Only the last member's trailer: what else there may be in the file is not text that comes before.
+            self.whole = reason.startswith("incorrect") and self._stream.avail_in <= 4 and not self._read(1)
             self.damage = (
                 f"the gzip data is damaged at byte {self.used} ({reason}), in the member that starts at "
                 f"byte {self.member_start}"
@@ -136,7 +137,7 @@ class Inflate:
             start = self._filled if self._fresh else max(self._filled - WINDOW_BYTES, 0)
             window = bytes(memoryview(self._out)[start : self._filled])
             self._fresh = False
-            self.points.append(Point(self.used, self.plain, self._stream.data_type & 7, window))
+            self.points.append(Point(self.used, self.plain, window))
             self._last_point = self.plain
         return memoryview(self._out)[before : self._filled]
 
@@ -144,8 +145,8 @@ class Inflate:
         return f"of the gzip member that starts at byte {self.member_start}"
 
     def _at_block_end(self) -> bool:
-        """Between two blocks of one member; also right after a member's header."""
-        return self._stream.data_type & (_AT_BLOCK_END | _IN_LAST_BLOCK) == _AT_BLOCK_END
+        """Between two blocks of one member, at a whole byte; also right after a member's header."""
+        return self._stream.data_type & (_AT_BLOCK_END | _IN_LAST_BLOCK | _UNUSED_BITS) == _AT_BLOCK_END
 
     def _check(self, status: int) -> None:
         if status != 0:

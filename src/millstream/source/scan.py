@@ -321,6 +321,8 @@ def _follow(
             state[_PHASE] = _QUALITY
         elif kind == _QUALITY_LINE:
             state[_R_QUALITY] += letters
+            if final and eol == 0 and state[_R_QUALITY] < state[_R_BASES]:
+                break  # cut short by the end of the text
             if state[_R_QUALITY] > state[_R_BASES] or (state[_NUM_LINES] <= 1 and letters != state[_R_BASES]):
                 state[_ERROR] = 4
                 state[_ERROR_AT] = state[_LINE_START]

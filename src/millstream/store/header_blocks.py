@@ -36,11 +36,12 @@ class HeaderBlocksWriter:
     def __init__(self, sections: SectionsWriter, codec: Codec) -> None:
         self._part = sections.part(SECTION)
         self._rows, self._starts = sections.column(ROW), sections.column(START)
-        self._codec = codec
+        self._codec: Codec = codec
         self._compressing = ThreadPoolExecutor(1, initializer=self._begin)  # a third of the time of packing
         self._blocks: deque[tuple[int, Future[bytes]]] = deque()  # first row, and what will be written
         self._pending = bytearray()
         self._row = self._first = 0  # lines so far, and before the pending block
+        self._end = 0  # of the part; asking the file would be a system call each time
 
     def add(self, buffer: Bytes, pieces: Numbers) -> None:
         """Append buffer[start:end] of every piece; none holds a newline."""
@@ -79,12 +80,17 @@ class HeaderBlocksWriter:
 
     def state(self) -> dict[str, object]:
         self._write(0)
-        return {"pending": np.frombuffer(bytes(self._pending), np.uint8), "row": self._row, "first": self._first}
+        return {
+            "pending": np.frombuffer(bytes(self._pending), np.uint8),
+            "row": self._row,
+            "first": self._first,
+            "end": self._end,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._blocks.clear()
         self._pending = bytearray(state["pending"].tobytes())
-        self._row, self._first = state["row"], state["first"]
+        self._row, self._first, self._end = state["row"], state["first"], state["end"]
 
     def _begin(self) -> None:
         self._compress = _compressor(self._codec)
@@ -100,8 +106,8 @@ class HeaderBlocksWriter:
         while len(self._blocks) > left:
             first, data = self._blocks.popleft()
             self._rows.append(np.array([first], np.int64))
-            self._starts.append(np.array([self._part.tell()], np.int64))
-            self._part.write(data.result())
+            self._starts.append(np.array([self._end], np.int64))
+            self._end += self._part.write(data.result())
 
 
 class HeaderBlocks:

@@ -163,6 +163,8 @@ class Scanning:
                 self.damage = self.stream.damage
                 self._check_damage(scanner)
             found = self._scanned(scanner, buffer, filled, at, final=count == 0)
+            if count == 0 and self.damage and not self.damage.whole:
+                found = _without_last(found, fastq=self.format == "fastq")
             yield Scan(buffer, _copied(found))
             if count == 0:
                 self.end = at + filled
@@ -203,6 +205,12 @@ class Scanning:
             f"{self.path}: {self.damage.reason}. The {max(whole, 0)} records before it ({self.damage.plain} bytes of "
             f"text) can be used: millstream index {self.path} --salvage"
         )
+
+
+def _without_last(found: Scanned, *, fastq: bool) -> Scanned:
+    """What the end of damaged text held, without the record that was cut."""
+    rows = found.rows if fastq else found.rows[:-1]
+    return found._replace(rows=rows, header_starts=found.header_starts[:0], header_ends=found.header_ends[:0])
 
 
 def looks_like_reads(path: Path) -> bool:
@@ -304,8 +312,6 @@ def _index(
             if names.wanted:
                 hashes.add(hash_names(buffer, starts, ends))
             num_headers += len(starts)
-        if scanning.damage and not scanning.damage.whole:
-            rows = rows[:-1]  # the record that was cut
         if len(rows):
             fit = fitting.take(len(rows))
             kept = None if fit.all() else fit
@@ -419,7 +425,7 @@ class _Blocks:
     """Places where decoding can start."""
 
     def __init__(self, sections: SectionsWriter) -> None:
-        self._columns = [sections.column(f"block.{name}") for name in ("raw", "plain", "bits", "window")]
+        self._columns = [sections.column(f"block.{name}") for name in ("raw", "plain", "window")]
         self._crcs = sections.column("block.crc32c")
         self._windows = sections.part("block.windows")
         self._window_end = 0
@@ -427,11 +433,11 @@ class _Blocks:
     def add(self, stream: Stream) -> None:
         blocks = stream.take_blocks()
         if blocks:
-            rows: list[tuple[int, int, int, int]] = []
+            rows: list[tuple[int, int, int]] = []
             for block in blocks:
                 window = zlib.compress(block.window, 1) if block.window else b""
                 self._windows.write(window)
-                rows.append((block.raw, block.plain, block.bits, self._window_end))
+                rows.append((block.raw, block.plain, self._window_end))
                 self._window_end += len(window)
             for column, values in zip(self._columns, np.array(rows, np.int64).T, strict=True):
                 column.append(values)

@@ -192,6 +192,7 @@ class _Packing:
         self._headers = headers
         self._parts: _Parts | None = None
         self._format: Format | None = None
+        self._all_kept = np.empty(0, np.bool_)
         self._fitting = Pending[np.bool_]()
         self._sources: list[dict[str, object]] = []
         self._damages: list[str] = []
@@ -281,7 +282,9 @@ class _Packing:
         self._text_crc = crc32c(buffer[: found.consumed], self._text_crc)
         self._text_bytes += found.consumed
         starts, ends, rows = found.header_starts, found.header_ends, found.rows
-        kept = np.ones(len(starts), np.bool_)
+        if len(starts) > len(self._all_kept):
+            self._all_kept = np.ones(2 * len(starts), np.bool_)
+        kept = self._all_kept[: len(starts)]
         if self._columns and len(starts):
             matched = self._columns.add(buffer, starts, ends)
             if not matched.all():

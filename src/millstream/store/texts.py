@@ -156,7 +156,7 @@ class BlockText:
         self._edges = {"raw": os.path.getsize(path), "plain": cast(int, sections.meta["text_bytes"])}
         self._windows = sections.view("block.windows")
         self._edges["window"] = len(self._windows)
-        self._columns = {name: sections.column(f"block.{name}").whole() for name in (*self._edges, "bits", "crc32c")}
+        self._columns = {name: sections.column(f"block.{name}").whole() for name in (*self._edges, "crc32c")}
         self._windows_at = sections.place("block.windows")[0]
         plain = self._columns["plain"]
         # Searched for every read: at hand, unless there are so many that it would be part of the budget.
@@ -238,7 +238,7 @@ class BlockText:
         after = np.minimum(blocks + 1, self._columns["plain"].rows - 1)
         is_last = blocks == self._columns["plain"].rows - 1
         ends = {name: np.where(is_last, end, self._columns[name].take(after)) for name, end in self._edges.items()}
-        columns = (blocks, starts["raw"], ends["raw"], starts["plain"], ends["plain"], starts["bits"], starts["crc32c"])
+        columns = (blocks, starts["raw"], ends["raw"], starts["plain"], ends["plain"], starts["crc32c"])
         windows = starts["window"], ends["window"]
         return [_Place(*row) for row in zip(*(column.tolist() for column in (*columns, *windows)), strict=True)]
 
@@ -276,27 +276,19 @@ class BlockText:
         self.decoded += 1
         size = place.plain_end - place.plain
         try:
+            raw = os.pread(self._fd, place.raw_end - place.raw, place.raw)
             if self._kind == "bgzf":
-                data = os.pread(self._fd, place.raw_end - place.raw, place.raw)
-                text = decode_bgzf(data[18 : bgzf_size(data[:18])])
+                text = decode_bgzf(raw[18 : bgzf_size(raw[:18])])
             elif self._kind == "zstd":
-                text = decode_frame(os.pread(self._fd, place.raw_end - place.raw, place.raw), size=size)
+                text = decode_frame(raw, size=size)
             else:
-                text = inflate(self._deflated(place), size=size, window=self._window(place))
+                text = inflate(raw, size=size, window=self._window(place))
         except zlib.error as error:
             raise self._wrong(place, str(error)) from None
         data = np.frombuffer(text, np.uint8)
         if len(data) != size or crc32c(data) != place.crc32c:
             raise self._wrong(place, "its checksum does not match")
         return data
-
-    def _deflated(self, place: "_Place") -> bytes:
-        """Deflate data moved so that the block starts at a whole byte."""
-        if place.bits == 0:
-            return os.pread(self._fd, place.raw_end - place.raw, place.raw)
-        read = os.pread(self._fd, place.raw_end - place.raw + 1, place.raw - 1)
-        data = np.frombuffer(read + b"\0", np.uint8)
-        return ((data[:-1] >> np.uint8(8 - place.bits)) | (data[1:] << np.uint8(place.bits))).tobytes()
 
     def _window(self, place: "_Place") -> bytes:
         self._sections.check(self._windows_at + place.window, self._windows_at + place.window_end)
@@ -316,7 +308,6 @@ class _Place(NamedTuple):
     raw_end: int
     plain: int
     plain_end: int
-    bits: int
     crc32c: int
     window: int
     window_end: int
