@@ -55,7 +55,7 @@ def open(
     given = [path] if isinstance(path, str | Path) else path
     paths = [file for place in given for file in expand(place)]
     settings = None
-    if header_regex is not None or salvage:
+    if header_regex is not None or columns is not None or salvage:
         chosen = tuple(columns) if columns is not None else None
         settings = IndexSettings(header_regex=header_regex, columns=chosen, on_mismatch=on_mismatch, salvage=salvage)
     return open_reads(

@@ -616,18 +616,8 @@ def test_a_record_longer_than_every_buffer_takes_no_more_memory(tmp_path, monkey
 
 def test_comments_and_blank_lines_longer_than_every_buffer_come_back(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "BUFFER_BYTES", 64)
-    text = (
-        b";"
-        + b"c" * 500
-        + b"\n>a\nACG\n;"
-        + b"x" * 300
-        + b"\n"
-        + b"\n" * 400
-        + b"ACG\nA\n>b"
-        + b"\n" * 200
-        + b";"
-        + b"y" * 99
-    )
+    blank = b";" + b"x" * 300 + b"\n" + b"\n" * 400
+    text = b"; c\n>a\nACG\n" + blank + b"ACG\nA\n>b" + b"\n" * 200 + b";" + b"y" * 99
     assert unpacked(packed(tmp_path, text)) == text
     assert unpacked(packed(tmp_path, text, text)) == text + text
 

@@ -575,14 +575,14 @@ def test_blocks_that_are_stored_not_compressed_may_stand_anywhere(
         data += deflate.compress(text[at : at + 333])
         data += deflate.flush([zlib.Z_PARTIAL_FLUSH, zlib.Z_SYNC_FLUSH, zlib.Z_BLOCK][number % 3])
     reads = opened(write(tmp_path / "reads.fa", data + deflate.flush()), memory=1)
-    assert holds(reads, MADE) and reads.parts[0].sections.rows("block.plain") > len(text) // 400
+    assert holds(reads, MADE) and reads.parts[0].sections.rows("block.plain") > 10
 
 
-def test_a_gzip_file_of_megabytes_has_points_two_megabytes_apart(tmp_path: Path):
+def test_a_gzip_file_of_megabytes_has_points_in_between(tmp_path: Path):
     made = records(100, longest=120_000)
     reads = opened(write(tmp_path / "reads.fa.gz", gzip.compress(fasta(made), 1)))
     points = reads.parts[0].sections.rows("block.plain")
-    assert len(fasta(made)) // (3 << 20) <= points <= len(fasta(made)) // (2 << 20) + 1
+    assert 1 < points <= len(fasta(made)) // (1 << 20) + 1
     assert reads[99].sequence == letters(made)[99] and reads.decoded_blocks <= 2
     order = np.random.default_rng(0).permutation(100)
     assert reads.fetch(order).sequences() == taken(made, order)
@@ -665,8 +665,8 @@ def test_in_window_order_every_block_is_decoded_exactly_once(
         numbers = start + rng.permutation(min(window, len(made) - start))
         for batch in np.array_split(numbers, 10):
             assert reads.fetch(batch).sequences() == taken(made, batch)
-    touched = len(fasta(made)) / 400
-    assert touched - 1 <= reads.decoded_blocks <= touched + 1
+    blocks = reads.parts[0].sections.rows("block.plain")
+    assert 50 < blocks - 1 <= reads.decoded_blocks <= blocks  # of gzip, the last one may be empty
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -210,6 +210,17 @@ def test_a_fastq_file_cut_anywhere_is_refused_and_salvaged(tmp_path: Path):
         index_of(file).unlink()
 
 
+def test_salvaged_fastq_has_the_right_columns_wherever_it_was_cut(tmp_path: Path):
+    made = [record for record in records(6, quality=True, longest=8) if record.sequence]
+    text, file = fastq(made), tmp_path / "reads.fq"
+    for cut in range(len(fastq(made[:3])), len(text), 3):
+        file.write_bytes(text[:cut])
+        reads = opened(file, salvage=True, header_regex=REGEX)
+        wanted = whole_fastq(text[:cut], made)
+        assert reads.column("who").to_pylist() == [record.header.decode().split("|")[4][:2] for record in wanted], cut
+        index_of(file).unlink()
+
+
 # -- compressed files that are cut or have more
 
 
@@ -409,10 +420,10 @@ def place_in(reads: ms.Reads, number: int) -> tuple[int, int]:
     """The compressed block a record starts in, from and to which byte of the file."""
     part = reads.parts[0]
     start = int(part.places(np.array([number])).start[0])  # pyright: ignore
-    rows = {name: part.sections.column(f"block.{name}").whole() for name in ("raw", "plain")}  # pyright: ignore
-    block = int(rows["plain"].find(np.array([start]))[0])
-    raw = [int(rows["raw"].take(np.array([at]))[0]) for at in (block, block + 1)]
-    return raw[0], raw[1]
+    columns = [part.sections.column(f"block.{name}").whole() for name in ("raw", "plain")]
+    raw, plain = (column.take(np.arange(column.rows)) for column in columns)
+    block = int(np.searchsorted(plain, start, side="right")) - 1
+    return int(raw[block]), int(np.append(raw, part.path.stat().st_size)[block + 1])
 
 
 @pytest.mark.parametrize("wrapper", COMPRESSED)

@@ -27,12 +27,19 @@ def values(array: pa.Array) -> ColumnValues:
     return array.to_pylist()
 
 
-def narrow(array: pa.Array) -> pa.Array:
-    """Integers in the smallest type that holds them."""
-    if not pa.types.is_integer(array.type) or len(array) == array.null_count:
-        return array
-    least, most = pc.min_max(array).as_py().values()
-    for kind in (pa.int8(), pa.int16(), pa.int32()):
-        if -(1 << kind.bit_width - 1) <= least and most < 1 << kind.bit_width - 1:
-            return array.cast(kind)
-    return array
+def chunked(arrays: Sequence[pa.Array]) -> pa.ChunkedArray:
+    """One column of several files' arrays: integers in the smallest type that holds them all."""
+    if len({array.type for array in arrays}) > 1:
+        arrays = [decoded(array) for array in arrays]
+    kind = arrays[0].type
+    if not pa.types.is_integer(kind):
+        return pa.chunked_array(arrays)
+    limits = [pc.min_max(array).as_py() for array in arrays if len(array) > array.null_count]
+    least, most = min((limit["min"] for limit in limits), default=0), max((limit["max"] for limit in limits), default=0)
+    fitting = (small for small in (pa.int8(), pa.int16(), pa.int32()) if _holds(small, least) and _holds(small, most))
+    small = next(fitting, kind)
+    return pa.chunked_array([array.cast(small) for array in arrays])
+
+
+def _holds(kind: pa.DataType, value: int) -> bool:
+    return -(1 << kind.bit_width - 1) <= value < 1 << kind.bit_width - 1

@@ -157,11 +157,11 @@ class _ColumnWriter:
     def _transcode(self, dictionary: IntegerDictionary) -> None:
         """Replace values by codes of the distinct values, which are smaller."""
         codes = self._sections.column(f"{self.name}.codes")
-        missing = len(dictionary.values)  # a null's 0 need not be among them
+        valid = self._sections.read_back(f"{self.name}.valid") if self._nullable else None
         for values in self._sections.read_back(f"{self.name}.values"):
-            found = dictionary.encode(values, np.ones(len(values), np.bool_))
+            found = dictionary.encode(values, np.ones(len(values), np.bool_) if valid is None else next(valid) > 0)
             assert found is not None
-            codes.append(np.where(found < missing, found, 0))
+            codes.append(found)
 
 
 class _Follows:

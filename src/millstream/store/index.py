@@ -48,12 +48,16 @@ class IndexSettings:
     names: bool = False
     salvage: bool = False
 
+    def __post_init__(self) -> None:
+        if self.on_mismatch not in ("error", "skip", "null"):
+            raise ValueError(f"on_mismatch={self.on_mismatch!r}: it is error, skip or null")
+
     def serves(self, wanted: "IndexSettings") -> bool:
         """Whether an index made with these settings holds what is wanted."""
         if self.names < wanted.names or self.salvage < wanted.salvage:
             return False
         if wanted.header_regex is None:
-            return True
+            return _wanted(None, wanted.columns) == ()
         same = (self.header_regex, self.on_mismatch) == (wanted.header_regex, wanted.on_mismatch)
         return same and set(_wanted(Headers(wanted.header_regex), wanted.columns)) <= set(self.columns or ())
 
@@ -83,10 +87,7 @@ def index_places(path: Path, index_dir: Path | None = None) -> list[Path]:
 def load_index(path: Path, index: Path) -> Sections:
     """A file's index, if it can be believed: whole, ours, and of this very file."""
     again = f"Rebuild: millstream index {path} --rebuild"
-    try:
-        sections = Sections(index)
-    except BadIndex as error:
-        raise BadIndex(f"{error}. {again}") from None
+    sections = Sections(index, remedy=again)
     if sections.meta.get("what") != _WHAT:
         raise BadIndex(f"{index}: is an {sections.meta.get('what')}, not an {_WHAT}. {again}")
     difference = Fingerprint.of_json(sections.meta["fingerprint"]).difference(path)
@@ -305,7 +306,10 @@ def _index(
     for buffer, found in scanning:
         starts, ends, rows = found.header_starts, found.header_ends, found.rows
         if len(starts):
-            matched = columns.add(buffer, starts, ends) if columns else None
+            try:
+                matched = columns.add(buffer, starts, ends) if columns else None
+            except BadSource as error:
+                raise BadSource(f"{scanning.path}: {error}") from None
             if matched is not None and not matched.all():
                 mismatches.add(buffer, starts, ends, np.nonzero(~matched)[0], num_headers)
             fitting.add(np.ones(len(starts), np.bool_) if matched is None or not skips else matched)

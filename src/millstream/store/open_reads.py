@@ -1,5 +1,6 @@
 """Files -> a collection of reads: packed ones as they are, others with their index, which is built if it is missing."""
 
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -37,9 +38,9 @@ def open_reads(
         raise BadSource("no files given")
     wanted = settings or IndexSettings()
     budget = (parse_bytes(memory) if memory is not None else _half_of_free()) // len(paths)
-    folder = Path(index_dir) if index_dir is not None else None
+    folder = Path(index_dir).absolute() if index_dir is not None else None
     parts: list[Part] = []
-    for path in map(Path, paths):
+    for path in (Path(path).absolute() for path in paths):
         if is_pack(path):
             parts.append(open_pack(path, memory=budget))
             continue
@@ -49,9 +50,9 @@ def open_reads(
                 place = build_index(path, wanted, index_dir=folder, progress=progress, notify=notify)
             sections = load_index(path, place)
         parts.append(ReadFile(path, sections, memory=budget))
-    arguments = {"settings": settings, "mapping": mapping, "memory": memory, "index_dir": index_dir}
+    arguments = {"settings": settings, "mapping": mapping, "memory": memory, "index_dir": folder}
     labels = load_mapping(mapping) if mapping is not None else None
-    return Reads(parts, reopen=Reopen([str(path) for path in paths], arguments), mapping=labels)
+    return Reads(parts, reopen=Reopen([str(part.path) for part in parts], arguments), mapping=labels)
 
 
 def _half_of_free() -> int:
@@ -69,6 +70,10 @@ def _load(
     """The index of a file, if there is one that serves."""
     if not path.is_file():
         raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError as error:
+        raise BadSource(f"{path}: cannot be read ({error.strerror})") from None
     index = find_index(path, folder)
     if index is None:
         return None

@@ -29,6 +29,7 @@ class PackedWriter:
         self._num_pending = 0
         self._constant: int | None = None
         self._num_constant = 0
+        self._finished = False
         self.num_words = 0
         self.rows = 0
 
@@ -54,10 +55,12 @@ class PackedWriter:
         self._constant, self._num_constant, self.rows = value, count, count
 
     def finish(self) -> None:
-        """Write what is left. One more word lets readers look one word ahead."""
-        self._write_constant()
-        self._flush(self._num_pending)
-        self._files[1].write(bytes(8))
+        """Write what is left, once. One more word lets readers look one word ahead."""
+        if not self._finished:
+            self._finished = True
+            self._write_constant()
+            self._flush(self._num_pending)
+            self._files[1].write(bytes(8))
 
     def _write_constant(self) -> None:
         if self._constant is None:

@@ -103,7 +103,6 @@ class ReadFile:
 
     def fetch(self, rows: Numbers, fields: Collection[str]) -> Fetched:
         """Letters of these rows, and of quality, `name` and columns what is asked for."""
-        self.check_unchanged()
         places = self.places(rows)
         columns = {name: self.column(name, rows, places) for name in fields if name in self.columns}
         if NAME in fields and NAME not in self.columns:
@@ -115,6 +114,7 @@ class ReadFile:
 
     def places(self, rows: Numbers) -> Places:
         """Where these records lie."""
+        self.check_unchanged()  # nothing is read of a file that is not what it was
         geometry = self._geometry
         start = sums_before(geometry["anchor"].packed(rows >> 5), geometry["span"].packed(rows), rows)
         span, bases, tail, line, eol, gap = (
@@ -210,7 +210,6 @@ class ReadFile:
 
     def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
         """Letters [start, end) of records; where lines follow arithmetic, only those bytes are read."""
-        self.check_unchanged()
         places = self.places(rows)
         if (places.line == IRREGULAR).any():
             parts = [self.sequences(self.places(rows[at : at + 1]))[0] for at in range(len(rows))]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, overload
+from typing import Protocol, cast, overload
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from millstream.errors import BadSource
 from millstream.records import Bytes
 from millstream.source.gather import gather
 from millstream.source.mapping import LabelMapping
-from millstream.store.arrow_columns import joined, narrow, values
+from millstream.store.arrow_columns import chunked, joined, values
 from millstream.store.read_batch import ColumnValues, Read, ReadBatch, split_text
 from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.store.sections import Sections
@@ -119,7 +119,7 @@ class Reads:
     def __getitem__(self, number: int | slice) -> Read | list[Read]:
         if isinstance(number, slice):
             return list(self._iterate(range(*number.indices(len(self)))))
-        return next(self._reads(self._check(np.array([number], np.int64))))
+        return self._reads(self._check(np.array([number], np.int64)))[0]
 
     def __iter__(self) -> Iterator[Read]:
         return self._iterate(range(len(self)))
@@ -137,10 +137,11 @@ class Reads:
         split = self._split(wanted)
         parts = [part.fetch(rows, asked) for part, rows, _ in split]
         fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
-        columns = {name: values(fetched.columns[name]) for name in names if name in fetched.columns}
+        columns = {name: fetched.columns[name] for name in names if name in fetched.columns}
         if self._mapping:
             columns |= self._labels(self._mapping, names, fetched.columns[self._mapping.key])
-        return ReadBatch(wanted, fetched.flat, fetched.offsets, columns, fetched.quality)
+        plain = {name: values(column) for name, column in columns.items()}
+        return ReadBatch(wanted, fetched.flat, fetched.offsets, plain, fetched.quality)
 
     def lengths(self, numbers: Sequence[int] | Numbers) -> Numbers:
         """How many letters each read has; no letter is looked at."""
@@ -202,7 +203,7 @@ class Reads:
         """Length and columns of every read as one Arrow table; columns that are only in the headers are left out."""
         names = [name for name in self.column_names if self._is_indexed(name)]
         rows = [np.arange(part.records, dtype=np.int64) for part in self._parts]
-        lengths = pa.chunked_array([narrow(pa.array(p.lengths(r))) for p, r in zip(self._parts, rows, strict=True)])
+        lengths = chunked([pa.array(part.lengths(some)) for part, some in zip(self._parts, rows, strict=True)])
         return pa.table({"length": lengths, **{name: self.column(name) for name in names}}).unify_dictionaries()
 
     def column(self, name: str) -> pa.ChunkedArray:
@@ -212,8 +213,8 @@ class Reads:
         key = name if name in self._header_columns else self._mapping.key if self._mapping else name
         chunks = [part.column(key, np.arange(part.records, dtype=np.int64)) for part in self._parts]
         if name not in self._header_columns and self._mapping:
-            chunks = [pa.array(self._labels(self._mapping, [name], chunk)[name]) for chunk in chunks]
-        return pa.chunked_array([narrow(chunk) for chunk in chunks])
+            chunks = [self._labels(self._mapping, [name], chunk)[name] for chunk in chunks]
+        return chunked(chunks)
 
     @property
     def num_bases(self) -> int:
@@ -294,19 +295,24 @@ class Reads:
             for piece in np.split(some, np.flatnonzero(np.diff(edges)) + 1):
                 yield from self._reads(piece)
 
-    def _reads(self, numbers: Numbers) -> Iterator[Read]:
-        fields = dict.fromkeys([SEQUENCE, QUALITY, NAME, *self.column_names])
-        batch = self.fetch(numbers, list(fields))
-        names = np.empty(len(numbers), object)
+    def _reads(self, numbers: Numbers) -> list[Read]:
+        reads: list[Read | None] = [None] * len(numbers)
         for part, rows, places in self._split(numbers):
-            names[places] = part.names_of(rows)
+            for place, read in zip(
+                np.arange(len(numbers))[places], self._reads_of(part, rows, numbers[places]), strict=True
+            ):
+                reads[int(place)] = read
+        return cast(list[Read], reads)
+
+    def _reads_of(self, part: Part, rows: Numbers, numbers: Numbers) -> Iterator[Read]:
+        """Reads of one part, each with the quality it has."""
+        batch = self.fetch(numbers, [SEQUENCE, QUALITY, *self.column_names])
+        names = part.names_of(rows)
         missing: list[str | None] = [None] * len(batch)
         quality = missing if batch.quality is None else list(split_text(batch.quality, batch.offsets))
         columns = {name: _as_list(batch.columns[name]) for name in self.column_names}
-        for index, (name, letters, grades) in enumerate(
-            zip(names.tolist(), split_text(batch.flat, batch.offsets), quality, strict=True)
-        ):
-            yield Read(name, letters, grades, {key: values[index] for key, values in columns.items()})
+        for index, letters in enumerate(split_text(batch.flat, batch.offsets)):
+            yield Read(names[index], letters, quality[index], {key: column[index] for key, column in columns.items()})
 
     def _check_columns(self) -> list[str]:
         names = self._parts[0].column_names
@@ -326,6 +332,11 @@ class Reads:
             )
         for part in self._parts:
             distinct = part.distinct(mapping.key)
+            if distinct is None and not pa.types.is_integer(part.column(mapping.key, np.arange(0)).type):
+                raise BadSource(
+                    f"{part.path}: {mapping.key} is text, the mapping has numbers: let its group in header_regex match "
+                    f"digits only, as in (?P<{mapping.key}>\\d+)"
+                )
             if distinct is None:
                 distinct = part.column(mapping.key, np.arange(part.records)).unique().drop_null().to_numpy()
             mapping.check(distinct, where=str(part.path))
@@ -333,7 +344,7 @@ class Reads:
     def _mapping_names(self, mapping: LabelMapping) -> list[str]:
         return [LABEL, *(_label_name(name) for name in mapping.labels if name not in self._header_columns)]
 
-    def _labels(self, mapping: LabelMapping, names: Sequence[str], keys: pa.Array) -> dict[str, ColumnValues]:
+    def _labels(self, mapping: LabelMapping, names: Sequence[str], keys: pa.Array) -> dict[str, pa.Array]:
         """What the mapping says of these class ids; None for a read without one."""
         wanted = [name for name in self._mapping_names(mapping) if name in names]
         if not wanted:
@@ -342,11 +353,10 @@ class Reads:
         rows = np.full(len(keys), -1, np.int64)
         rows[known] = mapping.rows(keys.drop_null().to_numpy())
         found = pa.array(rows, mask=~known)
-        columns: dict[str, ColumnValues] = {}
+        columns: dict[str, pa.Array] = {}
         for name in wanted:
             source = next((label for label in mapping.labels if _label_name(label) == name), None)
-            labels = found if source is None else mapping.column(source).take(found)
-            columns[name] = values(labels)
+            columns[name] = found if source is None else mapping.column(source).take(found)
         return columns
 
 

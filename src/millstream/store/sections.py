@@ -10,6 +10,7 @@ import json
 import os
 import struct
 import tempfile
+import uuid
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -115,7 +116,7 @@ class SectionsWriter:
         """Write everything under a temporary name, then rename."""
         for column in self._columns.values():
             column.finish()
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
             with no_space(self.path, self._advice), open(temporary, "wb") as file:
                 self._write(file, meta)
@@ -165,23 +166,28 @@ class SectionsWriter:
 
 
 class Sections:
-    """A published file. `meta` is what was said of it; arrays are views of the mapped file."""
+    """A published file. `meta` is what was said of it; arrays are views of the mapped file.
 
-    def __init__(self, path: Path) -> None:
+    `remedy` is what an error tells to do about a damaged file.
+    """
+
+    def __init__(self, path: Path, *, remedy: str = "") -> None:
         self.path = path
+        self._remedy = remedy
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(size - _TAIL.size, 0))
             tail = file.read()
             if len(tail) < _TAIL.size or tail[-8:] != MAGIC:
-                raise BadIndex(f"{path}: not an index of millstream, or cut short")
+                raise BadIndex(f"{path}: not an index of millstream, or cut short. {remedy}")
             crcs_at, text_at, end, crcs_crc, text_crc, version, _ = _TAIL.unpack(tail)
             if version > VERSION:
                 raise BadIndex(f"{path}: format {version}, this millstream reads up to {VERSION}; upgrade millstream")
-            file.seek(crcs_at if crcs_at <= text_at <= end == size - _TAIL.size else 0)
-            crcs, text = file.read(text_at - crcs_at), file.read(end - text_at)
-        if end != size - _TAIL.size or crc32c(crcs) != crcs_crc or crc32c(text) != text_crc:
-            raise BadIndex(f"{path}: damaged (its table of contents fails its checksum)")
+            in_order = len(MAGIC) <= crcs_at <= text_at <= end == size - _TAIL.size
+            file.seek(crcs_at if in_order else 0)
+            crcs, text = (file.read(text_at - crcs_at), file.read(end - text_at)) if in_order else (b"", b"")
+        if not in_order or crc32c(crcs) != crcs_crc or crc32c(text) != text_crc:
+            raise BadIndex(f"{path}: damaged (its table of contents fails its checksum). {remedy}")
         self.meta: dict[str, object] = json.loads(text)
         self._places: dict[str, tuple[int, int]] = self.meta.pop("sections")  # pyright: ignore
         self._rows: dict[str, int] = self.meta.pop("rows")  # pyright: ignore
@@ -246,7 +252,8 @@ class Sections:
     def check_block(self, block: int) -> None:
         data = self._map.view[block * CRC_BYTES : min((block + 1) * CRC_BYTES, self._end)]
         if crc32c(data) != self._crcs[block]:
-            raise BadIndex(f"{self.path}: damaged between byte {block * CRC_BYTES} and {(block + 1) * CRC_BYTES}")
+            end = min((block + 1) * CRC_BYTES, self._end)
+            raise BadIndex(f"{self.path}: damaged between byte {block * CRC_BYTES} and {end}. {self._remedy}")
         self._checked[block] = True
 
     def damages(self) -> Generator[str]:

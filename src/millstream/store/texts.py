@@ -165,6 +165,10 @@ class BlockText:
         self._memory = memory
         self._start()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
     def _start(self) -> None:
         self._pid = os.getpid()
         self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -248,6 +252,7 @@ class BlockText:
     def _block(self, place: "_Place") -> Bytes:
         """The text of a block, decoded or from the cache."""
         if self._pid != os.getpid():  # after a fork: locks and half-decoded blocks belong to the parent
+            os.close(self._fd)
             self._start()
         with self._lock:
             found, mine = self._cache.get(place.block), None
