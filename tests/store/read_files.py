@@ -68,8 +68,8 @@ def members(text: bytes, size: int = 400) -> bytes:
     return b"".join(gzip.compress(text[at : at + size], mtime=0) for at in range(0, len(text), size))
 
 
-def flushed(text: bytes, size: int = 400, *, flush: int = zlib.Z_PARTIAL_FLUSH) -> bytes:
-    """One gzip member of many deflate blocks that lean on the text before them and seldom end with a byte."""
+def flushed(text: bytes, size: int = 400, *, flush: int = zlib.Z_SYNC_FLUSH) -> bytes:
+    """One gzip member of many deflate blocks that lean on the text before them and end with a byte."""
     deflate = zlib.compressobj(6, zlib.DEFLATED, 31)
     parts = [deflate.compress(text[at : at + size]) + deflate.flush(flush) for at in range(0, len(text), size)]
     return b"".join(parts) + deflate.flush()

@@ -355,6 +355,17 @@ def test_a_cut_source_is_refused_or_packed_up_to_the_last_whole_record(tmp_path,
     assert tried >= 3
 
 
+@pytest.mark.parametrize("end", ["@r2", "@r2\nAC", "@r2\nACGT\n", "@r2\nACGT\n+"])
+def test_plain_fastq_that_ends_in_the_middle_of_a_record_is_packed_up_to_it(tmp_path, end):
+    whole = b"@r0\nACGT\n+\nIIII\n@r1\nGG\n+\nII\n"
+    with pytest.raises(BadSource, match="ends in the middle of record 2"):
+        packed(tmp_path, whole + end.encode())
+    said: list[str] = []
+    file = packed(tmp_path, whole + end.encode(), settings=IndexSettings(salvage=True), notify=said.append)
+    assert unpacked(file) == whole
+    assert "ends in the middle of record 2. Packed what comes before" in said[0]
+
+
 def test_a_file_that_goes_on_as_ordinary_gzip_is_packed(tmp_path):
     text = b">a\nACGT\n" * 100
     file = packed(tmp_path, text, wrap=lambda text: bgzf(text)[:-28] + gzip.compress(b">z\nGG\n"))

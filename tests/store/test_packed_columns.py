@@ -142,7 +142,7 @@ def test_sections_give_back_columns_arrays_and_what_was_said(tmp_path: Path):
     values = {"a": np.arange(10_000) ** 2, "b": np.zeros(5, np.int64), "c": np.empty(0, np.int64)}
     publish(tmp_path / "file", values)
     found = Sections(tmp_path / "file")
-    assert found.meta == {"what": "a test"} and found.array("text").tobytes() == b"some text"
+    assert found.meta["what"] == "a test" and found.array("text").tobytes() == b"some text"
     for name, column in values.items():
         assert np.array_equal(found.column(name).take(np.arange(len(column))), column)
     assert os.listdir(tmp_path) == ["file"]

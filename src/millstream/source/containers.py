@@ -127,9 +127,11 @@ def inflate(data: bytes | memoryview, *, size: int, window: bytes = b"") -> byte
     """Raw deflate data decoded up to `size` bytes, starting with this window. zlib.error when it cannot be."""
     # Not isal's IgzipDecompressor: with a dictionary it corrupts the heap (isal 1.8.0).
     try:
-        return _zlib.decompressobj(-15, zdict=window).decompress(data, size)
-    except _zlib.error:  # isal gives nothing at all of data that is damaged further on
-        return zlib.decompressobj(-15, zdict=window).decompress(data, size)
+        text = _zlib.decompressobj(-15, zdict=window).decompress(data, size)
+    except _zlib.error:
+        text = b""
+    # Of data that is damaged or cut further on isal gives less than zlib, or nothing.
+    return text if len(text) == size else zlib.decompressobj(-15, zdict=window).decompress(data, size)
 
 
 def decode_frame(data: bytes, *, size: int) -> bytes:

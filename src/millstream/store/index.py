@@ -164,7 +164,8 @@ class Scanning:
                 self.damage = self.stream.damage
                 self._check_damage(scanner)
             found = self._scanned(scanner, buffer, filled, at, final=count == 0)
-            if count == 0 and self.damage and not self.damage.whole:
+            cut = (self.damage and not self.damage.whole) or scanner.unfinished() is not None
+            if count == 0 and cut:
                 found = _without_last(found, fastq=self.format == "fastq")
             yield Scan(buffer, _copied(found))
             if count == 0:

@@ -41,6 +41,7 @@ def open_reads(
     folder = Path(index_dir).absolute() if index_dir is not None else None
     parts: list[Part] = []
     for path in (Path(path).absolute() for path in paths):
+        _check_readable(path)
         if is_pack(path):
             parts.append(open_pack(path, memory=budget))
             continue
@@ -53,6 +54,15 @@ def open_reads(
     arguments = {"settings": settings, "mapping": mapping, "memory": memory, "index_dir": folder}
     labels = load_mapping(mapping) if mapping is not None else None
     return Reads(parts, reopen=Reopen([str(part.path) for part in parts], arguments), mapping=labels)
+
+
+def _check_readable(path: Path) -> None:
+    if not path.is_file():
+        raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError as error:
+        raise BadSource(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _half_of_free() -> int:
@@ -68,12 +78,6 @@ def _load(
     path: Path, wanted: IndexSettings, folder: Path | None, *, explicit: bool, notify: Callable[[str], None]
 ) -> Sections | None:
     """The index of a file, if there is one that serves."""
-    if not path.is_file():
-        raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
-    try:
-        os.close(os.open(path, os.O_RDONLY))
-    except OSError as error:
-        raise BadSource(f"{path}: cannot be read ({error.strerror})") from None
     index = find_index(path, folder)
     if index is None:
         return None

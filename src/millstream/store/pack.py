@@ -198,6 +198,7 @@ class _Packing:
         self._damages: list[str] = []
         self._mismatches: list[Mismatches] = []
         self._num_headers = self._num_rows = 0  # of this source
+        self._is_cut = False  # the last record of this source is not whole
         self._raw = self._text_bytes = self._text_crc = 0
         self._committed = time.monotonic()
         self._safe: dict[str, object] | None = None  # before the last record: a damaged file ends in half a one
@@ -208,6 +209,7 @@ class _Packing:
         scanning = Scanning(path, fd, kind, salvage=self._settings.salvage, points=self._settings.salvage)
         self._mismatches.append(Mismatches(self._settings.header_regex or "", self._settings.on_mismatch, path))
         self._num_headers = self._num_rows = 0
+        self._is_cut = False
         scans = iter(scanning)
         try:
             before = os.fstat(fd)
@@ -216,6 +218,9 @@ class _Packing:
                 self._progress(self._raw + scanning.stream.raw)
             if self._num_rows < self._num_headers:
                 self._drop_last()
+                self._is_cut = True
+            if self._is_cut and not scanning.damage:
+                self._damages.append(f"{path}: ends in the middle of record {self._num_rows}")
             after = os.stat(path)
             if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
                 raise StaleIndex(f"{path}: changed while it was packed. Once it is complete, run the command again")
@@ -291,14 +296,15 @@ class _Packing:
                 self._mismatches[-1].add(buffer, starts, ends, np.nonzero(~matched)[0], self._num_headers)
                 kept = matched if self._settings.on_mismatch == "skip" else kept
         self._fitting.add(kept)
-        if is_last and scanning.damage and not scanning.damage.whole:  # the scanning thread knows of it too early
-            rows = rows[:-1]  # the record that was cut
         fitting = self._fitting.take(len(rows))
         bases = np.ascontiguousarray(rows[:, BASES])
         if self._columns and len(rows):
             self._columns.emit(bases, None if fitting.all() else fitting)
         whole = _Found(buffer, np.stack([starts, ends], axis=1), kept, found.segments, found.qualities, bases, fitting)
-        self._write(whole, found.consumed)
+        # At its end a text holds a last header line or nothing. No header there: it was cut, and is no part of a record.
+        is_cut = is_last and not len(starts) and found.consumed > 0
+        self._is_cut |= is_cut
+        self._write(whole, 0 if is_cut else found.consumed)
         self._num_headers += len(starts)
         self._num_rows += len(rows)
 

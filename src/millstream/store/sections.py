@@ -29,7 +29,7 @@ MAGIC = b"MILLSIDX"
 VERSION = 1
 CRC_BYTES = 1 << 20
 _NOTHING_LEFT = "Nothing was left behind; free some space, or choose another place for the index with --index-dir"
-_TAIL = struct.Struct("<QQQIII8s")  # CRC list, JSON, their end; CRCs of both; version; magic
+_TAIL = struct.Struct("<QQQII8s")  # CRC list, JSON, their end; CRCs of both; magic
 _EAGER_BYTES = 16 << 20  # an array below this is checked whole on first use: 1 ms
 
 
@@ -157,11 +157,11 @@ class SectionsWriter:
             places[name] = start, out.position - start
         rows = {name: column.rows for name, column in self._columns.items()}
         crcs = out.finish()
-        text = json.dumps({**meta, "sections": places, "rows": rows}).encode()
+        text = json.dumps({**meta, "version": VERSION, "sections": places, "rows": rows}).encode()
         end = out.position
         file.write(crcs + text)
         file.write(
-            _TAIL.pack(end, end + len(crcs), end + len(crcs) + len(text), crc32c(crcs), crc32c(text), VERSION, MAGIC)
+            _TAIL.pack(end, end + len(crcs), end + len(crcs) + len(text), crc32c(crcs), crc32c(text), MAGIC)
         )
 
 
@@ -180,15 +180,16 @@ class Sections:
             tail = file.read()
             if len(tail) < _TAIL.size or tail[-8:] != MAGIC:
                 raise BadIndex(f"{path}: not an index of millstream, or cut short. {remedy}")
-            crcs_at, text_at, end, crcs_crc, text_crc, version, _ = _TAIL.unpack(tail)
-            if version > VERSION:
-                raise BadIndex(f"{path}: format {version}, this millstream reads up to {VERSION}; upgrade millstream")
+            crcs_at, text_at, end, crcs_crc, text_crc, _ = _TAIL.unpack(tail)
             in_order = len(MAGIC) <= crcs_at <= text_at <= end == size - _TAIL.size
             file.seek(crcs_at if in_order else 0)
             crcs, text = (file.read(text_at - crcs_at), file.read(end - text_at)) if in_order else (b"", b"")
         if not in_order or crc32c(crcs) != crcs_crc or crc32c(text) != text_crc:
             raise BadIndex(f"{path}: damaged (its table of contents fails its checksum). {remedy}")
         self.meta: dict[str, object] = json.loads(text)
+        version = cast(int, self.meta.pop("version"))
+        if version > VERSION:
+            raise BadIndex(f"{path}: format {version}, this millstream reads up to {VERSION}; upgrade millstream")
         self._places: dict[str, tuple[int, int]] = self.meta.pop("sections")  # pyright: ignore
         self._rows: dict[str, int] = self.meta.pop("rows")  # pyright: ignore
         self._map = Map(path)
