@@ -336,12 +336,7 @@ def test_a_cut_source_is_refused_or_packed_up_to_the_last_whole_record(tmp_path,
         tail = b"\n+\n" + bytes(rng.integers(35, 70, 90).astype(np.uint8)) if format == "fastq" else b""
         records.append((b"@" if format == "fastq" else b">") + b"r%d\n" % number + data + tail + b"\n")
     whole = gzip.compress(b"".join(records))
-    tried = 0
     for cut in (*range(len(whole) // 3, len(whole), len(whole) // 20), len(whole) - 20):
-        # The scanner still refuses FASTQ that is cut within a quality line.
-        if format == "fastq" and zlib.decompressobj(31).decompress(whole[:cut]).count(b"\n") % 4 == 3:
-            continue
-        tried += 1
         with pytest.raises(BadSource, match="ends"):
             packed(tmp_path, b"".join(records), wrap=lambda _, cut=cut: whole[:cut])
         said: list[str] = []
@@ -352,10 +347,9 @@ def test_a_cut_source_is_refused_or_packed_up_to_the_last_whole_record(tmp_path,
         assert 0 < file.records < 400
         assert unpacked(file) == b"".join(records[: file.records])
         assert file.records >= 400 * (cut - 2000) // len(whole)
-    assert tried >= 3
 
 
-@pytest.mark.parametrize("end", ["@r2", "@r2\nAC", "@r2\nACGT\n", "@r2\nACGT\n+"])
+@pytest.mark.parametrize("end", ["@r2", "@r2\nAC", "@r2\nACGT\n", "@r2\nACGT\n+", "@r2\nACGT\n+\nII"])
 def test_plain_fastq_that_ends_in_the_middle_of_a_record_is_packed_up_to_it(tmp_path, end):
     whole = b"@r0\nACGT\n+\nIIII\n@r1\nGG\n+\nII\n"
     with pytest.raises(BadSource, match="ends in the middle of record 2"):

@@ -74,6 +74,10 @@ class Stream(Protocol):
     def crc32c(self) -> int: ...
     @property
     def damage(self) -> Damage | None: ...
+    @property
+    def doubt(self) -> str | None:
+        """What is odd about the file, though all of it could be read."""
+        ...
 
     def readinto(self, out: Bytes) -> int:
         """Fill `out` as far as the text goes; 0 at its end."""
@@ -152,6 +156,7 @@ class _Plain:
         self.raw = self.plain = 0
         self.crc32c = 0
         self.damage: Damage | None = None
+        self.doubt: str | None = None
 
     def readinto(self, out: Bytes) -> int:
         count = os.readv(self._fd, [out.data])
@@ -181,6 +186,7 @@ class _Source:
         self.crcs: list[int] = []
         self.reason: str | None = None
         self.whole = False
+        self.doubt: str | None = None
         self._text_crc: int | None = None
 
     def read(self, count: int) -> bytes:
@@ -256,6 +262,10 @@ class _Pieces:
     @property
     def crc32c(self) -> int:
         return self._source.crc32c
+
+    @property
+    def doubt(self) -> str | None:
+        return self._source.doubt
 
     @property
     def damage(self) -> Damage | None:
@@ -335,6 +345,7 @@ def _gzip_once(source: _Source) -> Generator[memoryview]:
 
 
 def _bgzf(source: _Source) -> Generator[memoryview]:
+    text = b"?"
     while head := source.read(18):
         start = source.raw - len(head)
         size = bgzf_size(head)
@@ -351,6 +362,8 @@ def _bgzf(source: _Source) -> Generator[memoryview]:
             source.begin(start)
             yield source.text(text)
             source.end()
+    if text:
+        source.doubt = "the empty block that ends a BGZF file is missing; the file may have been cut between two blocks"
 
 
 def decode_bgzf(rest: bytes) -> bytes:

@@ -89,15 +89,17 @@ class Inflate:
         """Whether another member starts here; zeros after the last one are padding, anything else is damage."""
         while True:
             at = self.used
-            rest = self._in[len(self._in) - self._stream.avail_in :][:2]
+            start = len(self._in) - self._stream.avail_in
+            rest = self._in[start : start + 2]
             if rest[:1] == b"\x1f" and rest[1:] in (b"\x8b", b""):
                 break
-            if rest.strip(b"\0"):
+            if rest[:1] != b"\0":
                 self.damage = f"after the gzip data comes something else, at byte {at}"
                 self.whole = True
                 return False
-            self._stream.next_in = (self._stream.next_in or 0) + len(rest)
-            self._stream.avail_in -= len(rest)
+            zeros = self._stream.avail_in - len(self._in[start:].lstrip(b"\0"))
+            self._stream.next_in = (self._stream.next_in or 0) + zeros
+            self._stream.avail_in -= zeros
             if self._stream.avail_in == 0 and not self._refill():
                 return False
         self.member_start = at

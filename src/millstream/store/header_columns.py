@@ -124,6 +124,7 @@ class _ColumnWriter:
 
     def finish(self, follows: "_Follows | None") -> Stored:
         column = self._sections.column(f"{self.name}.{_KEPT[self.kind]}")
+        column.finish()
         kept = self._choose(column, follows)
         if kept == "codes" and isinstance(self._dictionary, IntegerDictionary):
             self._transcode(self._dictionary)
@@ -144,8 +145,9 @@ class _ColumnWriter:
             return "follows"
         if self._dictionary.overflowed:
             return "values"
-        code_bits = max(len(self._dictionary.values) - 1, 0).bit_length()
-        return "codes" if column.num_words * 64 > self._rows * (code_bits + 2) else "values"
+        distinct = len(self._dictionary.values)
+        with_codes = self._rows * (max(distinct - 1, 0).bit_length() + 2) + distinct * 64
+        return "codes" if column.num_words * 64 > with_codes else "values"
 
     def _write_valid(self, valid: NDArray[np.bool_]) -> None:
         if not self._nullable and not valid.all():

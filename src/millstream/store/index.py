@@ -210,7 +210,7 @@ class Scanning:
 
 
 def _without_last(found: Scanned, *, fastq: bool) -> Scanned:
-    """What the end of damaged text held, without the record that was cut."""
+    """What the end of damaged text held, without the record that was cut: it has no other header than that one's."""
     rows = found.rows if fastq else found.rows[:-1]
     return found._replace(rows=rows, header_starts=found.header_starts[:0], header_ends=found.header_ends[:0])
 
@@ -335,6 +335,8 @@ def _index(
         what = "left out" if settings.on_mismatch == "skip" else "kept without values"
         shown = "; ".join(mismatches.examples)
         notify(f"{scanning.path}: {mismatches.count} headers do not fit header_regex and were {what}, as: {shown}")
+    if scanning.stream.doubt:
+        notify(f"{scanning.path}: {scanning.stream.doubt}")
     if scanning.damage:
         notify(f"{scanning.path}: {scanning.damage.reason}. Indexed what comes before: {geometry.records} records")
     return {

@@ -278,7 +278,7 @@ class _Packing:
             self._parts.close()
 
     def _scan(self, scanning: Scanning, scan: Scan, *, is_last: bool) -> None:
-        buffer, found = scan
+        buffer, found = scan.buffer, scan.found
         if self._parts is None:
             self._begin(scanning.format)
         if scanning.format != self._format:
@@ -291,7 +291,10 @@ class _Packing:
             self._all_kept = np.ones(2 * len(starts), np.bool_)
         kept = self._all_kept[: len(starts)]
         if self._columns and len(starts):
-            matched = self._columns.add(buffer, starts, ends)
+            try:
+                matched = self._columns.add(buffer, starts, ends)
+            except BadSource as error:
+                raise BadSource(f"{scanning.path}: {error}") from None
             if not matched.all():
                 self._mismatches[-1].add(buffer, starts, ends, np.nonzero(~matched)[0], self._num_headers)
                 kept = matched if self._settings.on_mismatch == "skip" else kept
@@ -301,7 +304,7 @@ class _Packing:
         if self._columns and len(rows):
             self._columns.emit(bases, None if fitting.all() else fitting)
         whole = _Found(buffer, np.stack([starts, ends], axis=1), kept, found.segments, found.qualities, bases, fitting)
-        # At its end a text holds a last header line or nothing. No header there: it was cut, and is no part of a record.
+        # The last scan holds a header line without newline, or nothing. No header found: it was cut, and is left out.
         is_cut = is_last and not len(starts) and found.consumed > 0
         self._is_cut |= is_cut
         self._write(whole, 0 if is_cut else found.consumed)
