@@ -78,6 +78,7 @@ def pack(
     names: Annotated[bool, typer.Option(help="Keep the header lines.")] = True,
     quality: Annotated[bool, typer.Option(help="Keep the qualities of FASTQ.")] = True,
     salvage: Salvage = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Start anew, and replace OUT.")] = False,
     as_json: Json = False,
 ) -> None:
     """Pack reads into one file: 2 bits a base, any read at memory speed. Run again to go on after an interruption."""
@@ -92,7 +93,10 @@ def pack(
     settings = read_settings(header_regex, columns, on_mismatch, salvage=salvage)
     size = sum(file.stat().st_size for file in files if file.exists())
     with progress("pack", size, unit="bytes") as update:
-        done = put(files, Path(out), settings=settings, names=names, quality=quality, progress=update, notify=say)
+        done = put(
+            files, Path(out), settings=settings, names=names, quality=quality, rebuild=rebuild, progress=update,
+            notify=say,
+        )  # fmt: skip
     if as_json:
         print_json({"path": out, "records": done.records, "bases": done.bases, "bytes": done.bytes})
     say(f"{out}: {done.records} reads, {done.bases} bases, {format_bytes(done.bytes)}. Next: millstream inspect {out}")

@@ -106,8 +106,9 @@ def open_as_reads(path: str | Path) -> Reads:
 def _is_store(path: Path) -> bool:
     """Whether this is for `Traces`, which also says best what is wrong with what is nothing."""
     if not path.is_dir():
-        named_like_reads = path.name.lower().endswith(_READS) or any(mark in str(path) for mark in "*?[")
-        return not path.exists() and not named_like_reads
+        if path.exists():
+            return path.name.endswith((".pkl", ".pkl.gz", ".pt"))
+        return not path.name.lower().endswith(_READS) and not any(mark in str(path) for mark in "*?[")
     if (path / "manifest.json").exists() or any(path.glob("shard-*.arrow*")):
         return True
     from millstream.store.index import looks_like_reads

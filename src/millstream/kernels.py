@@ -49,4 +49,4 @@ def _tell_when_compiling() -> None:
         def on_end(self, event: Any) -> None:
             """Nothing to say."""
 
-    event.register("numba:compile", Teller())
+    event.register("numba:compile", Teller())  # pyright: ignore[reportUnknownMemberType]

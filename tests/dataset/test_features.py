@@ -52,5 +52,5 @@ def test_protein_is_refused_by_base_tokenizers_with_the_letters_found(tmp_path: 
     feature = ms.features.tokens("base")
     proteins = ms.open(file)
     assert isinstance(proteins, ms.Reads) and proteins[0].sequence == "MKVLEEQFHI"
-    with pytest.raises(ms.errors.BadSource, match="[EFILQ]"):
+    with pytest.raises(ms.errors.BadSource, match=r"[EFILQ]"):
         feature(proteins.fetch([0], feature.fields))

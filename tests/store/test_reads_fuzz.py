@@ -109,6 +109,7 @@ def test_any_bytes_at_all_are_read_or_refused_but_never_a_crash(tmp_path: Path, 
     try:
         reads = open_text(tmp_path, start + data)
     except ms.errors.MillstreamError as error:
-        assert "reads" in str(error)
+        told = str(error)
+        assert "reads" in told
         return
     assert [len(read.sequence) for read in reads] == reads.lengths(range(len(reads))).tolist()

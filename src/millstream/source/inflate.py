@@ -1,8 +1,8 @@
 """A gzip file as a stream with seek points: zlib by ctypes, because only its Z_BLOCK mode says where blocks end.
 
-A point is a place between two deflate blocks: the byte where the next one starts and the 32 kB of text before it are all
-a decoder needs to start there. Python's zlib hides both; rapidgzip gives them, at 380 MB of memory. One block in eight
-starts at a whole byte, and only those are taken, so that any decoder can start there.
+A point is a place between two deflate blocks: the byte where the next one starts and the 32 kB of text before it are
+all a decoder needs to start there. Python's zlib hides both; rapidgzip gives them, at 380 MB of memory. One block in
+eight starts at a whole byte, and only those are taken, so that any decoder can start there.
 """
 
 import ctypes

@@ -75,7 +75,7 @@ class PackFile:
     @property
     def format(self) -> str:
         """Of the text it was packed from."""
-        return self.meta["format"]
+        return f"packed {self.meta['format']}"
 
     @property
     def column_names(self) -> list[str]:
@@ -140,6 +140,14 @@ class PackFile:
         self._pages.count(np.minimum(at, place + num_bytes - 1))
         self._pages.release()
         return flat
+
+    def length(self, row: int) -> int:
+        return int(self.lengths(np.array([row], np.int64))[0])
+
+    def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
+        """Letters [start, end) of records."""
+        offsets = np.append(0, np.cumsum(ends - starts))
+        return self.letters(self.starts(rows) + starts, offsets), offsets
 
     def region(self, row: int, start: int, end: int) -> Bytes:
         """Letters [start, end) of one record, whatever its length."""
@@ -291,10 +299,7 @@ class _Pages:
 
 
 def _load(path: Path) -> Sections:
-    try:
-        sections = Sections(path)
-    except BadIndex as error:
-        raise BadIndex(f"{error}. Pack it again: millstream pack SOURCE {path} --rebuild") from None
+    sections = Sections(path, remedy=f"Pack it again: millstream pack SOURCE {path} --rebuild")
     if sections.meta.get("what") != WHAT:
         raise BadIndex(
             f"{path}: is an {sections.meta.get('what')}, not {WHAT} (millstream pack SOURCE OUT makes those)"

@@ -160,9 +160,7 @@ class SectionsWriter:
         text = json.dumps({**meta, "version": VERSION, "sections": places, "rows": rows}).encode()
         end = out.position
         file.write(crcs + text)
-        file.write(
-            _TAIL.pack(end, end + len(crcs), end + len(crcs) + len(text), crc32c(crcs), crc32c(text), MAGIC)
-        )
+        file.write(_TAIL.pack(end, end + len(crcs), end + len(crcs) + len(text), crc32c(crcs), crc32c(text), MAGIC))
 
 
 class Sections:
