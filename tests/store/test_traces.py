@@ -459,9 +459,9 @@ def test_the_manifest_is_json_that_people_and_scripts_can_read(store: Path) -> N
 
 
 def test_what_is_no_store_is_refused_with_advice(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file.pkl").write_text("")
     (tmp_path / "folder").mkdir()
-    for name, message in [("nowhere", "no such folder"), ("file", "a file, not"), ("folder", "not a trace store")]:
+    for name, message in [("nowhere", "no such folder"), ("file.pkl", "a file, not"), ("folder", "not a trace store")]:
         with pytest.raises(StoreError, match=message):
             ms.open(tmp_path / name)
 
