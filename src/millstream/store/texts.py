@@ -8,7 +8,8 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -161,12 +162,15 @@ class BlockText:
         plain = self._columns["plain"]
         # Searched for every read: at hand, unless there are so many that it would be part of the budget.
         self._plain = plain.take(np.arange(plain.rows)) if plain.rows <= _MANY_BLOCKS else None
+        self._plain_ends = np.append(self._plain if self._plain is not None else 0, self._edges["plain"])[1:]
         self._sections = sections
         self._memory = memory
         self._start()
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
+            if self._helpers is not None and self._pid == os.getpid():
+                self._helpers.shutdown(wait=False)
             os.close(self._fd)
 
     def _start(self) -> None:
@@ -175,6 +179,7 @@ class BlockText:
         self._lock = threading.Lock()
         self._cache: OrderedDict[int, tuple[int, Future[Bytes]]] = OrderedDict()
         self._held = 0
+        self._helpers: ThreadPoolExecutor | None = None
         self.decoded = 0  # blocks so far
 
     def letters(
@@ -197,6 +202,9 @@ class BlockText:
 
     def text(self, starts: Numbers, counts: Numbers) -> tuple[Bytes, Numbers]:
         """`counts[i]` bytes from `starts[i]` on."""
+        if self._pid != os.getpid():  # after a fork: locks, threads and half-decoded blocks belong to the parent
+            os.close(self._fd)
+            self._start()
         offsets = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
         out = np.empty(int(offsets[-1]), np.uint8)
@@ -204,15 +212,16 @@ class BlockText:
         last = first.copy()
         (far,) = np.nonzero(starts + counts > self._ends(first))  # goes on in the next block, or several
         last[far] = self._find(starts[far] + counts[far] - 1)
-        more = last - first
-        rows = np.repeat(np.arange(len(starts)), more + 1)
-        blocks = np.repeat(first, more + 1)
+        rows, blocks = np.arange(len(starts)), first
         if len(far):
-            blocks += np.arange(len(rows)) - np.repeat(np.cumsum(more + 1) - more - 1, more + 1)
-        order = np.argsort(blocks, kind="stable")
+            pieces = last - first + 1
+            rows, blocks = np.repeat(rows, pieces), np.repeat(first, pieces)
+            blocks += np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        order = _order(blocks)
         rows, blocks = rows[order], blocks[order]
         edges = np.flatnonzero(np.diff(blocks, prepend=-1, append=-1))
         places = self._places(blocks[edges[:-1]])
+        self._decode_ahead(places)
         pieces = np.diff(edges)
         begin = np.repeat(np.array([place.plain for place in places], np.int64), pieces)
         end = np.repeat(np.array([place.plain_end for place in places], np.int64), pieces)
@@ -233,7 +242,7 @@ class BlockText:
         """Where these blocks end in the text."""
         column = self._columns["plain"]
         if self._plain is not None:
-            return np.append(self._plain, self._edges["plain"])[blocks + 1]
+            return self._plain_ends[blocks]
         after = column.take(np.minimum(blocks + 1, column.rows - 1))
         return np.where(blocks == column.rows - 1, self._edges["plain"], after)
 
@@ -249,11 +258,20 @@ class BlockText:
     def held_bytes(self) -> int:
         return self._held
 
+    def _decode_ahead(self, places: "Sequence[_Place]") -> None:
+        """Let other threads decode blocks that are not there yet, as far as they surely fit beside each other."""
+        missing = [place for place in places if place.block not in self._cache]
+        room = self._memory // 2
+        for place in missing[1:]:
+            room -= place.plain_end - place.plain
+            if room < 0:
+                break
+            if self._helpers is None:
+                self._helpers = ThreadPoolExecutor(max_workers=max((os.cpu_count() or 2) - 1, 1))
+            self._helpers.submit(self._block, place)
+
     def _block(self, place: "_Place") -> Bytes:
         """The text of a block, decoded or from the cache."""
-        if self._pid != os.getpid():  # after a fork: locks and half-decoded blocks belong to the parent
-            os.close(self._fd)
-            self._start()
         with self._lock:
             found, mine = self._cache.get(place.block), None
             if found is not None:
@@ -305,6 +323,14 @@ class BlockText:
             f"{self._path}: the block at byte {place.raw} cannot be decoded ({reason}); the file has changed or is "
             f"damaged. Look at it: millstream verify {self._path}"
         )
+
+
+def _order(blocks: Numbers) -> Numbers:
+    """The stable order of blocks; numpy sorts 16-bit numbers by radix, ten times as fast as others."""
+    if not len(blocks):
+        return blocks
+    near = blocks - blocks.min()
+    return np.argsort(near.astype(np.uint16) if near.max() < 1 << 16 else near, kind="stable")
 
 
 class _Place(NamedTuple):
