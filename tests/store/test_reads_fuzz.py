@@ -16,7 +16,7 @@ from millstream.store import index
 from millstream.store.reads import Reads
 
 TEXTS = st.one_of(fasta_texts(), fastq_texts())
-many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def bgzf(text: bytes, size: int = 100) -> bytes:
@@ -79,13 +79,13 @@ def test_every_record_equals_the_slow_parsers(tmp_path: Path, text: bytes):
     compare(open_text(tmp_path, text), parse(text))
 
 
-@settings(many, max_examples=60)
+@settings(many, max_examples=40)
 @given(text=TEXTS, wrapper=st.sampled_from(sorted(WRAPPERS)))
 def test_compressed_or_not_the_records_are_the_same(tmp_path: Path, text: bytes, wrapper: str):
     compare(open_text(tmp_path, text, wrapper), parse(text))
 
 
-@settings(many, max_examples=100)
+@settings(many, max_examples=60)
 @given(text=TEXTS, size=st.sampled_from([64, 72, 128]))
 def test_records_and_headers_may_lie_across_the_ends_of_buffers(tmp_path: Path, text: bytes, size: int):
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def test_any_name_finds_its_records(tmp_path: Path, text: bytes):
     assert reads.find("no such name") == []
 
 
-@settings(many, max_examples=100)
+@settings(many, max_examples=60)
 @given(data=st.binary(min_size=1, max_size=300), start=st.sampled_from([b">a\nAC\n", b"@a\nAC\n+\nII\n", b""]))
 def test_any_bytes_at_all_are_read_or_refused_but_never_a_crash(tmp_path: Path, data: bytes, start: bytes):
     try:
