@@ -1,7 +1,7 @@
 """The same reads through other libraries and programs, each as its documentation advises. Knows nothing of millstream.
 
     python benchmarks/read_peers.py check                                        # everything, on 5 MB, verified
-    python benchmarks/read_peers.py index tool=pysam path=reads.fa folder=/tmp/x # one measurement, one line of JSON
+    python benchmarks/read_peers.py index tool=pysam path=reads.fa folder=work  # one measurement, one line of JSON
 
 `measure` runs one of them in a fresh process, so that its seconds and its memory are its own; `jobs` lists them all.
 Files are read once before the clock starts, and what a library returns is compared with the file's own bytes after it.

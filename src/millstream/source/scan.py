@@ -16,7 +16,6 @@ from millstream.records import Bytes
 Format = Literal["fasta", "fastq"]
 Numbers = NDArray[np.int64]
 IRREGULAR = -1  # as `line`: the lines of this record follow no arithmetic
-MAX_HEADER_BYTES = 1 << 20
 
 # What a row says of a record, in this order.
 START, HEAD, BASES, LINE, EOL, GAP = range(6)

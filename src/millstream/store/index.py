@@ -143,7 +143,6 @@ class Scanning:
         self.format: Format = "fasta"
         self.end = 0  # of the text that holds records
         self._salvage = salvage
-        self._fd = fd
 
     def __iter__(self) -> Generator[Scan]:
         """Read and scan in a thread; a buffer stays as it is while the next three are filled."""

@@ -5,7 +5,6 @@ import base64
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from millstream.errors import ConfigMismatch, StoreExists, StoreFull
-from millstream.store.layout import publish, sync_folder
+from millstream.store.layout import publish, remove_unpublished, sync_folder
 
 SUFFIX = ".partial"
 _JOURNAL = "journal.json"
@@ -33,7 +32,7 @@ class Journal:
         self._terms = cast(dict[str, object], json.loads(json.dumps(terms)))
         self._lock = _locked(self.path)
         try:
-            _remove_temporary(out)
+            remove_unpublished(out)
             if rebuild:
                 self._clear(set())
             self._check_terms()
@@ -107,14 +106,6 @@ def _locked(path: Path) -> int:
                 f"{path}: another process is writing there. Wait until it is done, or choose another output"
             ) from None
         os.close(fd)  # the process that had it has just finished and removed it
-
-
-def _remove_temporary(out: Path) -> None:
-    """What a run left that was killed while it published."""
-    pattern = re.compile(rf"\.{re.escape(out.name)}\.\d+\.tmp")
-    for name in os.listdir(out.parent):
-        if pattern.fullmatch(name):
-            (out.parent / name).unlink()
 
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -226,16 +226,31 @@ def no_space(file: Path, advice: str = _APPEND_AGAIN) -> Generator[None]:
 
 def publish(file: Path, data: bytes) -> None:
     """Write a file so that its name always holds either the old bytes or all of the new ones, also after a crash."""
+    with publishing(file) as f:
+        f.write(data)
+
+
+@contextmanager
+def publishing(file: Path, advice: str = _APPEND_AGAIN) -> Generator[BinaryIO]:
+    """The same for what is written piece by piece: `file` holds it once the block has ended."""
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with no_space(file), open(temporary, "wb") as f:
-            f.write(data)
+        with no_space(file, advice), open(temporary, "wb") as f:
+            yield f
             f.flush()
             os.fsync(f.fileno())
         os.rename(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_unpublished(file: Path) -> None:
+    """Remove what was left by a process that was killed while it published this file; nobody else may be at it."""
+    pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{12}}\.tmp")
+    for name in os.listdir(file.parent):
+        if pattern.fullmatch(name):
+            (file.parent / name).unlink()
 
 
 def sync_folder(path: Path) -> None:

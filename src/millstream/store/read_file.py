@@ -20,7 +20,7 @@ from millstream.store.index import add_names, stored_columns
 from millstream.store.name_table import NameTable
 from millstream.store.packed import Numbers, sums_before
 from millstream.store.sections import Sections
-from millstream.store.texts import Text, open_text
+from millstream.store.texts import Runs, Text, open_text
 
 SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"
 _NO_LETTERS = np.empty(0, np.uint8)
@@ -130,20 +130,22 @@ class ReadFile:
         """Letters and offsets."""
         # An end of line of 0 tells that there are no comments to skip; FASTQ that arithmetic follows is one line.
         eol = np.zeros_like(places.eol) if self.has_quality else places.eol
-        return self.text.letters(places.start + places.head, places.bases, places.span - places.head, places.line, eol)
+        return self.text.letters(
+            Runs(places.start + places.head, places.bases, places.span - places.head, places.line, eol)
+        )
 
     def qualities(self, places: Places) -> Bytes:
         """Quality letters, under the same offsets as the sequences."""
         start = places.start + places.head + places.bases + places.gap
         line = np.where(places.line == IRREGULAR, IRREGULAR, 0)
         nothing = np.zeros_like(line)
-        return self.text.letters(start, places.bases, places.start + places.span - start, line, nothing)[0]
+        return self.text.letters(Runs(start, places.bases, places.start + places.span - start, line, nothing))[0]
 
     def headers(self, places: Places) -> tuple[Bytes, Numbers, Numbers]:
         """Header lines without '>' and line end: text, starts, ends."""
         count = places.head - 1
         nothing = np.zeros_like(count)
-        flat, offsets = self.text.letters(places.start + 1, count, count, nothing, nothing)
+        flat, offsets = self.text.letters(Runs(places.start + 1, count, count, nothing, nothing))
         ends = offsets[1:].copy()
         for byte in b"\n\r":
             last = flat[np.maximum(ends - 1, 0)] if len(flat) else np.zeros(len(ends), np.uint8)
@@ -219,7 +221,8 @@ class ReadFile:
         skipped = np.where(places.line > 0, places.eol, 0)
         first, last = (at + at // line * skipped for at in (starts, np.maximum(ends - 1, starts)))
         raw = places.start + places.head + first
-        return self.text.letters(raw, ends - starts, last - first + 1, places.line, places.eol, starts % line)
+        runs = Runs(raw, ends - starts, last - first + 1, places.line, places.eol, starts % line)
+        return self.text.letters(runs)
 
     def length(self, row: int) -> int:
         return self._place(row)[1]

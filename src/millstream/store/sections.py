@@ -10,7 +10,6 @@ import json
 import os
 import struct
 import tempfile
-import uuid
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from millstream.errors import BadIndex
 from millstream.records import Bytes, crc32c
-from millstream.store.layout import no_space, sync_folder
+from millstream.store.layout import no_space, publishing, sync_folder
 from millstream.store.maps import Map
 from millstream.store.packed import Packed, PackedWriter
 
@@ -116,15 +115,8 @@ class SectionsWriter:
         """Write everything under a temporary name, then rename."""
         for column in self._columns.values():
             column.finish()
-        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:12]}.tmp")
-        try:
-            with no_space(self.path, self._advice), open(temporary, "wb") as file:
-                self._write(file, meta)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with publishing(self.path, self._advice) as file:
+            self._write(file, meta)
         sync_folder(self.path.parent)
 
     def close(self) -> None:

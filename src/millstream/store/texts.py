@@ -27,22 +27,34 @@ _MANY_BLOCKS = 1 << 18  # 2 MB of their starts
 _NEAR_BYTES = 4096  # reading so many bytes for nothing costs less than asking twice
 
 
+class Runs(NamedTuple):
+    """Letters to cut: `counts[i]` from `starts[i]` on, which lie within `spans[i]` bytes.
+
+    `phases[i]` letters of the first line come before `starts[i]`.
+    """
+
+    starts: Numbers
+    counts: Numbers
+    spans: Numbers
+    lines: Numbers
+    eols: Numbers
+    phases: Numbers | None = None
+
+    def from_text(self, text: Bytes, starts: Numbers) -> tuple[Bytes, Numbers]:
+        """The letters out of text in which the runs start here."""
+        return gather(text, starts, self.counts, self.lines, self.eols, self.phases)
+
+    @property
+    def num_bytes(self) -> Numbers:
+        """How much text each run takes: no more than its letters, if they are one line."""
+        return np.where(self.lines == 0, self.counts, self.spans)
+
+
 class Text(Protocol):
     """Text that records are cut from."""
 
-    def letters(
-        self,
-        starts: Numbers,
-        counts: Numbers,
-        spans: Numbers,
-        lines: Numbers,
-        eols: Numbers,
-        phases: Numbers | None = None,
-    ) -> tuple[Bytes, Numbers]:
-        """`counts[i]` letters from `starts[i]` on, which lie within `spans[i]` bytes: flat, and n+1 offsets.
-
-        `phases[i]` letters of the first line come before `starts[i]`.
-        """
+    def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
+        """The letters of all runs: flat, and n+1 offsets."""
         ...
 
     decoded: int  # blocks so far
@@ -64,16 +76,8 @@ class MappedText:
     def __init__(self, path: Path) -> None:
         self._map = Map(path)
 
-    def letters(
-        self,
-        starts: Numbers,
-        counts: Numbers,
-        spans: Numbers,
-        lines: Numbers,
-        eols: Numbers,
-        phases: Numbers | None = None,
-    ) -> tuple[Bytes, Numbers]:
-        return gather(self._map.view, starts, counts, lines, eols, phases)
+    def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
+        return runs.from_text(self._map.view, runs.starts)
 
     def read(self, start: int, count: int) -> bytes:
         return self._map.view[start : start + count].tobytes()
@@ -94,17 +98,8 @@ class PlainText:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def letters(
-        self,
-        starts: Numbers,
-        counts: Numbers,
-        spans: Numbers,
-        lines: Numbers,
-        eols: Numbers,
-        phases: Numbers | None = None,
-    ) -> tuple[Bytes, Numbers]:
-        text, places = self._read(starts, starts + np.where(lines == 0, counts, spans))
-        return gather(text, places, counts, lines, eols, phases)
+    def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
+        return runs.from_text(*self._read(runs.starts, runs.starts + runs.num_bytes))
 
     def read(self, start: int, count: int) -> bytes:
         return self._read(np.array([start], np.int64), np.array([start + count], np.int64))[0].tobytes()
@@ -182,20 +177,9 @@ class BlockText:
         self._helpers: ThreadPoolExecutor | None = None
         self.decoded = 0  # blocks so far
 
-    def letters(
-        self,
-        starts: Numbers,
-        counts: Numbers,
-        spans: Numbers,
-        lines: Numbers,
-        eols: Numbers,
-        phases: Numbers | None = None,
-    ) -> tuple[Bytes, Numbers]:
-        raw_counts = np.where(lines == 0, counts, spans)
-        text, offsets = self.text(starts, raw_counts)
-        if not lines.any():
-            return text, offsets
-        return gather(text, offsets[:-1], counts, lines, eols, phases)
+    def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
+        text, offsets = self.text(runs.starts, runs.num_bytes)
+        return runs.from_text(text, offsets[:-1]) if runs.lines.any() else (text, offsets)
 
     def read(self, start: int, count: int) -> bytes:
         return self.text(np.array([start], np.int64), np.array([count], np.int64))[0].tobytes()
@@ -273,18 +257,18 @@ class BlockText:
     def _block(self, place: "_Place") -> Bytes:
         """The text of a block, decoded or from the cache."""
         with self._lock:
-            found, mine = self._cache.get(place.block), None
+            found = self._cache.get(place.block)
             if found is not None:
                 self._cache.move_to_end(place.block)
+                mine = found[1]
             else:
                 mine = Future[Bytes]()
                 self._cache[place.block] = place.plain_end - place.plain, mine
                 self._held += place.plain_end - place.plain
                 while self._held > self._memory and len(self._cache) > 1:
                     self._held -= self._cache.popitem(last=False)[1][0]
-        if found is not None or mine is None:
-            assert found is not None
-            return found[1].result()
+        if found is not None:  # decoded, or being decoded by another thread
+            return mine.result()
         try:
             mine.set_result(self._decode(place))
         except BaseException as error:

@@ -1,6 +1,5 @@
 """A packed file -> the text it was made from, byte for byte when names and qualities were kept."""
 
-import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from millstream.console import Progress, silent
 from millstream.errors import BadIndex, StoreExists
 from millstream.records import Bytes, crc32c
 from millstream.store.gaps import HEADER, INSERT, INSERT_BYTES, LETTERS, QUALITIES, RECORD, Weaver
-from millstream.store.layout import no_space, sync_folder
+from millstream.store.layout import publishing, sync_folder
 from millstream.store.pack_file import PackFile
 from millstream.store.packed import Numbers, Packed
 
@@ -149,18 +148,11 @@ def _published(out: Path) -> Generator[Callable[[memoryview], object]]:
     """Write under a temporary name, which becomes `out` when all is written."""
     if out.exists():
         raise StoreExists(f"{out}: already there. Choose another name, or remove it")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with no_space(out, _NOTHING_LEFT), open(temporary, "wb") as file:
-            if out.name.endswith(".gz"):
-                deflate: Any = cast(Any, _zlib).compressobj(_LEVEL, 8, 31)  # a gzip header
-                yield lambda text: file.write(deflate.compress(text))
-                file.write(deflate.flush())
-            else:
-                yield file.write
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with publishing(out, _NOTHING_LEFT) as file:
+        if out.name.endswith(".gz"):
+            deflate: Any = cast(Any, _zlib).compressobj(_LEVEL, 8, 31)  # a gzip header
+            yield lambda text: file.write(deflate.compress(text))
+            file.write(deflate.flush())
+        else:
+            yield file.write
     sync_folder(out.parent)
