@@ -8,23 +8,66 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from millstream import errors
+    from millstream.collection import Collection
     from millstream.dataset import features
+    from millstream.dataset.concat import concat
+    from millstream.dataset.labels import labelled
+    from millstream.dataset.mix import mix
+    from millstream.dataset.split import Split, split
+    from millstream.dataset.subset import Subset, subset
     from millstream.door import open
+    from millstream.loader.datasets import RecordDataset, RecordStream
+    from millstream.loader.loader import Loader
+    from millstream.loader.order import Order
     from millstream.store.read_batch import Read, ReadBatch
     from millstream.store.reads import Reads
     from millstream.store.traces import Traces
     from millstream.store.writer import TraceWriter
 
 __version__ = "0.1.0"
-__all__ = ["Read", "ReadBatch", "Reads", "TraceWriter", "Traces", "__version__", "errors", "features", "open"]
+__all__ = [
+    "Collection",
+    "Loader",
+    "Order",
+    "Read",
+    "ReadBatch",
+    "Reads",
+    "RecordDataset",
+    "RecordStream",
+    "Split",
+    "Subset",
+    "TraceWriter",
+    "Traces",
+    "__version__",
+    "concat",
+    "errors",
+    "features",
+    "labelled",
+    "mix",
+    "open",
+    "split",
+    "subset",
+]
 
 _HOME = {
+    "Collection": "millstream.collection",
+    "Loader": "millstream.loader.loader",
+    "Order": "millstream.loader.order",
     "Read": "millstream.store.read_batch",
     "ReadBatch": "millstream.store.read_batch",
     "Reads": "millstream.store.reads",
+    "RecordDataset": "millstream.loader.datasets",
+    "RecordStream": "millstream.loader.datasets",
+    "Split": "millstream.dataset.split",
+    "Subset": "millstream.dataset.subset",
     "TraceWriter": "millstream.store.writer",
     "Traces": "millstream.store.traces",
+    "concat": "millstream.dataset.concat",
+    "labelled": "millstream.dataset.labels",
+    "mix": "millstream.dataset.mix",
     "open": "millstream.door",
+    "split": "millstream.dataset.split",
+    "subset": "millstream.dataset.subset",
 }
 
 

@@ -234,7 +234,7 @@ def convert(
     compression: Annotated[str | None, typer.Option(help="none, lz4 or zstd.", show_default="none")] = None,
     as_json: Json = False,
 ) -> None:
-    """Import old .pkl, .pkl.gz and .pt trace files. Runs no code from them; run again to resume."""
+    """Import old .pkl, .pkl.gz and .pt files, traces or preprocessed. Runs no code from them; run again to resume."""
     from millstream.console import progress, say
     from millstream.store.convert import convert as bring
     from millstream.store.convert import expand

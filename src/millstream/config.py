@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -36,3 +37,12 @@ def config_diff(old: Mapping[str, object], new: Mapping[str, object]) -> str:
     """`model: 'a' -> 'b', seed: 1 -> 2`: every setting that differs, on one line."""
     keys = [key for key in {**old, **new} if (key in old, old.get(key)) != (key in new, new.get(key))]
     return ", ".join(f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys)
+
+
+def available_bytes() -> int:
+    """Memory that programs can still have, if the system says; 2 GB otherwise."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
+    except (OSError, StopIteration):
+        return 2 << 30

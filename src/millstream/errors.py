@@ -11,11 +11,17 @@ MillstreamError
 │   ├── ConfigMismatch     the store belongs to another configuration
 │   ├── StoreFull          the disk refused more bytes
 │   └── StoreExists        the output is already there
-└── SourceError
-    ├── BadSource          an input file is broken or of another kind
-    ├── BadIndex           an index file is damaged, foreign or of a newer format
-    ├── StaleIndex         the data file changed since it was indexed
-    └── UnsafePickle       an old file asks for code to be run
+├── SourceError
+│   ├── BadSource          an input file is broken or of another kind
+│   ├── BadIndex           an index file is damaged, foreign or of a newer format
+│   ├── StaleIndex         the data file changed since it was indexed
+│   └── UnsafePickle       an old file asks for code to be run
+├── DatasetError
+│   ├── BadSplit           a split cannot be made, or its file is none
+│   └── MissingLabel       records have no label
+└── LoaderError
+    ├── OverBudget         one batch needs more memory than was given
+    └── StateMismatch      a saved position belongs to other data, another seed or another order
 
 DamageWarning              something is damaged, but the data could be read from its second copy
 """
@@ -83,6 +89,30 @@ class StaleIndex(SourceError):
 
 class UnsafePickle(SourceError):
     """An old pickle asks for something that is not a tensor or a plain container."""
+
+
+class DatasetError(MillstreamError):
+    """Something about records on their way from a store to a model."""
+
+
+class BadSplit(DatasetError):
+    """A split cannot be made of these records, or a file is no split."""
+
+
+class MissingLabel(DatasetError):
+    """Records have no label; the message counts them and says how to leave them out."""
+
+
+class LoaderError(MillstreamError):
+    """Something about a loader."""
+
+
+class OverBudget(LoaderError, MemoryError):
+    """One batch needs more memory than the loader was given; the message says how much would do."""
+
+
+class StateMismatch(LoaderError):
+    """A saved position belongs to other data, another seed or another order; the message says what differs."""
 
 
 class DamageWarning(UserWarning):

@@ -130,6 +130,14 @@ def test_a_broken_file_keeps_what_was_before_it_and_goes_on_when_mended(tmp_path
     assert_converted(tmp_path / "new", 8)
 
 
+def test_files_of_one_name_in_two_folders_are_both_imported(tmp_path: Path):
+    files = [*write_old(tmp_path / "a", num_files=1), *write_old(tmp_path / "b", num_files=1)]
+    convert(files, tmp_path / "new")
+    assert ms.open(tmp_path / "new").ids == 2 * [f"tc_{g}" for g in range(4)]
+    convert(files, tmp_path / "new")
+    assert len(ms.open(tmp_path / "new")) == 8
+
+
 def test_other_files_into_the_same_store_are_refused_with_what_differs(tmp_path: Path):
     files = write_old(tmp_path / "old")
     convert(files[:1], tmp_path / "new")
@@ -146,7 +154,7 @@ def test_traces_without_an_id_get_one_from_the_file_and_their_place(tmp_path: Pa
 def test_a_field_that_some_traces_lack_is_none_and_one_too_many_is_named(tmp_path: Path):
     (tmp_path / "a.pkl").write_bytes(pickle.dumps([{"question": "a", "cutoff": 3}, {"question": "b"}]))
     convert([tmp_path / "a.pkl"], tmp_path / "a")
-    assert ms.open(tmp_path / "a").column("cutoff") == [3, None]
+    assert ms.open(tmp_path / "a").column("cutoff").to_pylist() == [3, None]
     (tmp_path / "b.pkl").write_bytes(pickle.dumps([{"question": "a"}, {"question": "b", "extra": 1}]))
     with pytest.raises(SchemaMismatch, match="extra"):
         convert([tmp_path / "b.pkl"], tmp_path / "b")

@@ -106,7 +106,7 @@ def test_a_merged_store_without_its_manifest_still_knows_the_types_of_all_its_sh
         "answer": "string",
         "x": "float64[axis0]",
     }
-    assert traces.column("answer") == ["yes", None]
+    assert traces.column("answer").to_pylist() == ["yes", None]
     assert traces.fetch([0, 1])["x"][0].tolist() == [1, 1, 1]
 
 

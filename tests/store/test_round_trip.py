@@ -187,7 +187,7 @@ def test_names_that_are_the_beginnings_of_other_names_are_not_mixed_up(compressi
         writer.append(one)
     traces = ms.open(tmp_path / "store")
     assert exact(traces[0]) == exact(one)
-    assert traces.column("tags") == [["a"]] and traces.column("answer") == [{"text": "yes"}]
+    assert traces.column("tags").to_pylist() == [["a"]] and traces.column("answer").to_pylist() == [{"text": "yes"}]
     assert traces.table.to_pylist() == [{name: value for name, value in one.items() if name != "hidden"}]
 
 

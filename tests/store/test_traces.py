@@ -386,7 +386,7 @@ def test_the_table_has_one_type_a_column_even_where_shards_knew_only_none(tmp_pa
         pa.struct([("y", pa.list_(pa.binary()))]),
     ]
     assert table.to_pylist() == records
-    assert ms.open(tmp_path / "store").column("a") == [None, 1, None, None, 2]
+    assert ms.open(tmp_path / "store").column("a").to_pylist() == [None, 1, None, None, 2]
 
 
 def test_the_table_of_a_store_of_tensors_alone_has_no_columns(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_the_table_of_a_store_of_tensors_alone_has_no_columns(tmp_path: Path) ->
 def test_ids_and_columns_are_in_record_order(store: Path) -> None:
     traces = ms.open(store)
     assert traces.ids == [f"2:{number}" for number in range(COUNT)]
-    assert traces.column("score") == [one["score"] for one in EXPECTED]
+    assert traces.column("score").to_pylist() == [one["score"] for one in EXPECTED]
     for name in ("hidden", "nowhere"):
         with pytest.raises(KeyError, match=f"no scalar field '{name}'"):
             traces.column(name)

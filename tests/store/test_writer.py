@@ -361,7 +361,7 @@ def test_a_missing_field_is_named_with_its_type(tmp_path: Path) -> None:
         ):
             writer.append({name: value for name, value in FIRST.items() if name != "score"})
         writer.append({**FIRST, "score": None})
-    assert ms.open(tmp_path / "store").column("score") == [0.5, None]
+    assert ms.open(tmp_path / "store").column("score").to_pylist() == [0.5, None]
 
 
 def test_an_unknown_field_is_named_with_the_fields_there_are(tmp_path: Path) -> None:

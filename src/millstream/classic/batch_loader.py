@@ -104,7 +104,7 @@ class TraceBatchLoader:
         """Record numbers by the ids the traces were given when they were extracted, if they carry them."""
         if "global_example_id" not in self._traces.fields:
             return None
-        ids = cast(list[int], self._traces.column("global_example_id"))
+        ids = cast(list[int], self._traces.column("global_example_id").to_pylist())
         return {key: number for number, key in reversed(list(enumerate(ids)))}
 
 

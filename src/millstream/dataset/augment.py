@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from millstream.dataset.permutation import mix_words
 from millstream.dataset.tokens import Letters, Numbers, frozen
 from millstream.errors import BadSource
 from millstream.kernels import kernel
@@ -98,14 +99,8 @@ class Augment:
 
 
 def record_keys(numbers: Numbers, *, seed: int, epoch: int) -> Numbers:
-    """63 random bits for every record: rounds of splitmix64 over seed, epoch and number."""
-    key = np.zeros(numbers.size, np.uint64)
-    for part in (np.uint64(seed % 2**64), np.uint64(epoch % 2**64), numbers.astype(np.uint64)):
-        key = (key ^ part) + np.uint64(0x9E3779B97F4A7C15)  # arrays wrap around, as they should; scalars would warn
-        key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        key = key ^ (key >> np.uint64(31))
-    return (key >> np.uint64(1)).astype(np.int64)
+    """63 random bits for every record."""
+    return (mix_words(numbers, seed, epoch) >> np.uint64(1)).astype(np.int64)
 
 
 def _complement() -> Letters:

@@ -1,44 +1,67 @@
-"""What a model sees of a record, computed on the fly: `features.tokens` for reads."""
+"""What a model sees of a record, computed on the fly: `ms.features.layers`, `graphs`, `tokens`, `fields`, `each`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from millstream.dataset.augment import Augment
+from millstream.dataset.field_feature import EachFeature, FieldFeature, Transform
+from millstream.dataset.graph_feature import GraphFeature
+from millstream.dataset.layer_feature import TOKENS, LayerFeature, Token
+from millstream.dataset.token_feature import TokenFeature
 from millstream.dataset.tokenizers import Tokenizer, tokenizer
 from millstream.dataset.tokens import IdType, Pad
-from millstream.records import Array
-from millstream.store.read_batch import ReadBatch
+
+__all__ = ["each", "fields", "graphs", "layers", "tokens"]
 
 
-@dataclass(frozen=True)
-class TokenFeature:
-    """Reads as token ids. `fields` is what has to be fetched for it. Made by `tokens`.
+def fields(*names: str, pad: bool = True) -> FieldFeature:
+    """Fields as they are stored; all of them when none is named. `hidden[8,-1]` is two layers of a field.
 
-    feature = ms.features.tokens("kmer(6)", max_length=128, reverse_complement=0.5)
-    batch = feature(reads.fetch(numbers, feature.fields))  # {"input_ids": ..., "attention_mask": ..., "class_id": ...}
+    Tensors whose shapes differ are padded with zeros beside a `<name>_mask`, or with `pad=False` stay a list.
     """
+    return FieldFeature(names or None, pad)
 
-    tokenizer: Tokenizer
-    augment: Augment
-    columns: tuple[str, ...]
-    max_length: int | None
-    pad: Pad
-    dtype: IdType
 
-    @property
-    def fields(self) -> list[str]:
-        return ["sequence", *self.columns]
+def layers(
+    token: Token = "last", *, field: str = "hidden", layers: Sequence[int] | None = None, dtype: str = "float32"
+) -> LayerFeature:
+    """`layers` [batch, layer, dim]: the hidden states of a trace at one token, or their mean over tokens.
 
-    def __call__(self, batch: ReadBatch, *, epoch: int = 0) -> Mapping[str, Array | list[object]]:
-        """The same for a record in whatever batch, order, thread or process it comes."""
-        reads = self.augment.apply(batch.flat, batch.offsets, batch.numbers, epoch=epoch)
-        ids, mask = self.tokenizer.tokenize(
-            reads.flat, reads.offsets, max_length=self.max_length, pad=self.pad, dtype=self.dtype
-        )
-        return {"input_ids": ids, "attention_mask": mask, **{name: batch.columns[name] for name in self.columns}}
+    `token` is a place (0, -1, ...), "first", "last", "mean", or one that needs the field `prompt_len`: "last_prompt",
+    "first_answer", "mean_answer".
+    """
+    if isinstance(token, str) and token not in TOKENS:
+        raise ValueError(f"token={token!r}: there is {', '.join(TOKENS)}, or a number")
+    return LayerFeature(token, field, None if layers is None else tuple(layers), dtype)
+
+
+def graphs(
+    k: int | None = 8,
+    *,
+    threshold: float = 0.0,
+    hidden: str = "hidden",
+    attention: str = "attention",
+    self_loops: bool = False,
+    dtype: str = "float32",
+) -> GraphFeature:
+    """The token graph of every layer of every record, as one disjoint union (see GraphFeature for what is in it).
+
+    A token has edges from the tokens before it that it attends to, in the mean over heads, by more than `threshold`;
+    from the `k` strongest of them, or from all with `k=None`.
+    """
+    if k is not None and k < 1:
+        raise ValueError(f"k={k}: at least one edge a token; None keeps all above the threshold")
+    return GraphFeature(k, threshold, hidden, attention, self_loops, dtype)
+
+
+def each(transform: Transform, *, fields: Sequence[str] | None = None, pad: bool = True) -> EachFeature:
+    """What `transform(record, rng)` makes of each record: a dict of arrays, numbers or texts.
+
+    `rng` is a numpy Generator that depends on (seed, epoch, record number) alone.
+    """
+    return EachFeature(transform, None if fields is None else tuple(fields), pad)
 
 
 def tokens(

@@ -24,13 +24,40 @@ class Refused(Exception):
 Fetch = Callable[[int, int], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a file may have 25,000
 class Storage:
     """A flat row of numbers that tensors are cut from; `fetch(first, count)` brings the part that one covers."""
 
     dtype: torch.dtype
     numel: int
     fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that is still in its file. `read` brings it, and `stored[i]` is its i-th part along the first axis."""
+
+    storage: Storage
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __getitem__(self, number: int) -> "StoredTensor":
+        first = self.first + range(self.shape[0])[number] * self.strides[0]
+        return StoredTensor(self.storage, first, self.shape[1:], self.strides[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
+    @property
+    def span(self) -> int:
+        """The number of elements from the first to the last one that the tensor touches."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return 0 if 0 in self.shape else 1 + sum((n - 1) * stride for n, stride in steps)
+
+    def read(self) -> torch.Tensor:
+        return self.storage.fetch(self.first, self.span).as_strided(self.shape, self.strides)
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -107,16 +134,20 @@ def _check_array(shape: object, dtype: object, data: bytes | bytearray) -> None:
         raise pickle.UnpicklingError("a text with characters that do not exist")
 
 
-def _tensor(storage: object, first: object, shape: object, strides: object, *_grad_and_hooks: object) -> torch.Tensor:
+def stored_tensor(storage: object, first: object, shape: object, strides: object, *_: object) -> StoredTensor:
+    """What torch calls with gradient and hooks at the end to make a tensor, up to reading it."""
     if not isinstance(storage, Storage) or not (is_count(first) and are_counts(shape) and are_counts(strides)):
         raise pickle.UnpicklingError("a tensor without a storage or a shape")
     if len(shape) != len(strides):
         raise pickle.UnpicklingError("a tensor with more axes than strides")
-    # The elements from the first to the last one that the tensor touches
-    count = 0 if 0 in shape else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if first + count > storage.numel:
+    stored = StoredTensor(storage, first, shape, strides)
+    if first + stored.span > storage.numel:
         raise pickle.UnpicklingError("a tensor that is larger than its storage")
-    return storage.fetch(first, count).as_strided(shape, strides)
+    return stored
+
+
+def _tensor(*args: object) -> torch.Tensor:
+    return stored_tensor(*args).read()
 
 
 class NDArrayType:

@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import BinaryIO, cast
@@ -25,11 +26,12 @@ import torch
 
 from millstream.errors import BadSource, UnsafePickle
 from millstream.source.allowed import Array, Refused, Storage
-from millstream.source.unpickle import FindStorage, Input, SharedObject, TraceUnpickler, find_legacy_storages
+from millstream.source.unpickle import FindStorage, Input, Machine, SharedObject, TraceUnpickler, find_legacy_storages
 
 __all__ = ["normalise", "read_traces", "restore_steps"]
 
 BUFFER_BYTES = 1 << 18
+ZIP = b"PK\x03\x04"
 LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of unpickle.LEGACY_MAGIC
 
 # What the bytes of a broken file can raise on their way through zlib, zipfile, the unpickler, numpy and torch
@@ -68,7 +70,8 @@ def read_traces(
     for drop in (True, False):
         try:
             with ExitStack() as opened:
-                traces = TraceUnpickler(*_open(name, opened, drop=drop), drop=drop).traces()
+                machine = partial(TraceUnpickler, drop=drop)
+                traces = machine(*open_pickle(name, opened, machine)).traces()
                 for trace in islice(traces, number, None):
                     number += 1
                     yield trace
@@ -80,10 +83,7 @@ def read_traces(
                     f"{name}: trace {number} shares objects with earlier ones, so all of them have to stay in memory"
                 )
         except Refused as reason:
-            raise UnsafePickle(
-                f"{name}: refused: {reason}, which is not a tensor or a plain container. Nothing was run. If you trust "
-                "the file, load it with the script that wrote it and save only dicts, lists, numbers, text and arrays"
-            ) from None
+            raise unsafe(name, reason) from None
         except BROKEN as error:
             raise BadSource(
                 f"{name}: broken in trace {number}: {str(error) or type(error).__name__}. "
@@ -130,19 +130,26 @@ def restore_steps(record: dict[str, object]) -> dict[str, object]:
     return trace
 
 
+def unsafe(path: str, reason: Refused) -> UnsafePickle:
+    return UnsafePickle(
+        f"{path}: refused: {reason}, which is not a tensor or a plain container. Nothing was run. If you trust "
+        "the file, load it with the script that wrote it and save only dicts, lists, numbers, text and arrays"
+    )
+
+
 # -- files
 
 
-def _open(path: str, opened: ExitStack, *, drop: bool) -> tuple[Input, FindStorage | None]:
-    """The pickle in the file, and for torch files the way to their storages."""
+def open_pickle(path: str, opened: ExitStack, machine: Machine) -> tuple[Input, FindStorage | None]:
+    """The pickle in the file, and for torch files the way to their storages. `machine` is the one to read it with."""
     file = opened.enter_context(io.BufferedReader(io.FileIO(path), BUFFER_BYTES))
     end = file.seek(0, io.SEEK_END)
     file.seek(0)
     head = file.peek(16)
-    if head.startswith(b"PK\x03\x04"):
+    if head.startswith(ZIP):
         return _open_zip(file, end)
     if head.startswith(LEGACY_TORCH):
-        source, spans = find_legacy_storages(file, end, drop=drop)
+        source, spans = find_legacy_storages(file, end, machine)
         return source, _storages(file, spans.__getitem__)
     if head.startswith(b"\x1f\x8b"):
         unzipped = opened.enter_context(gzip.GzipFile(fileobj=file))

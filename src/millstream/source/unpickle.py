@@ -132,6 +132,17 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
             raise pickle.UnpicklingError("it stops in the middle of an object")
         self.value = self.stack.pop()
 
+    def begins_trace_list(self) -> bool:
+        """Whether a list that is pushed now is the pickled object itself, or its item "traces"."""
+        if not self.metastack and not self.stack:
+            return True
+        # The top-level dict is below "traces" on the stack (one key), or below the mark that opened its items.
+        items = self.stack[1:] if not self.metastack else self.stack
+        below = self.stack[:1] if not self.metastack else self.metastack[0]
+        at_top = len(self.metastack) < 2 and len(below) == 1 and type(below[0]) is dict
+        key = items[-1] if len(items) % 2 else None
+        return at_top and isinstance(key, str) and key == "traces"
+
     # -- what a hostile file would use
 
     def find_class(self, module: str, name: str) -> object:
@@ -284,16 +295,6 @@ class TraceUnpickler(Unpickler):
         else:
             self.append([])
 
-    def begins_trace_list(self) -> bool:
-        if not self.metastack and not self.stack:
-            return True
-        # The top-level dict is below "traces" on the stack (one key), or below the mark that opened its items.
-        items = self.stack[1:] if not self.metastack else self.stack
-        below = self.stack[:1] if not self.metastack else self.metastack[0]
-        at_top = len(self.metastack) < 2 and len(below) == 1 and type(below[0]) is dict
-        key = items[-1] if len(items) % 2 else None
-        return at_top and isinstance(key, str) and key == "traces"
-
     def load_append(self) -> None:
         if self.trace_list is not None and len(self.stack) > 1 and self.stack[-2] is self.trace_list:
             self.hand_out(self.stack.pop())
@@ -359,26 +360,30 @@ class TraceUnpickler(Unpickler):
             self.dict_arrived()
 
 
-def _handlers(machine: type[Unpickler]) -> dict[bytes, Callable[[Unpickler], None]]:
-    """The opcodes that protocols 2 to 5 use for data, and those that `machine` refuses by name."""
+def handlers_of(machine: type[Unpickler], more: str = "") -> dict[bytes, Callable[[Unpickler], None]]:
+    """The opcodes that protocols 2 to 5 use for data, those that `machine` refuses by name, and `more`."""
     opcodes = (
         "PROTO FRAME MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE "
         "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 "
         "TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE BUILD BINPUT "
         "LONG_BINPUT MEMOIZE BINGET LONG_BINGET INST EXT1 EXT2 EXT4 PERSID BINPERSID"
     )
-    codes = [cast(bytes, getattr(pickle, name)) for name in opcodes.split()]
+    codes = [cast(bytes, getattr(pickle, name)) for name in f"{opcodes} {more}".split()]
     return {code: getattr(machine, machine.dispatch[code[0]].__name__) for code in codes}
 
 
-Unpickler.handlers = _handlers(Unpickler)
-TraceUnpickler.handlers = _handlers(TraceUnpickler)
+Unpickler.handlers = handlers_of(Unpickler)
+TraceUnpickler.handlers = handlers_of(TraceUnpickler)
 
 
-def find_legacy_storages(file: BinaryIO, end: int, *, drop: bool) -> tuple[Input, dict[str, tuple[int, int]]]:
+# What reads the data of a file: an unpickler's class, or a function that makes one
+Machine = Callable[[Input, FindStorage | None], Unpickler]
+
+
+def find_legacy_storages(file: BinaryIO, end: int, machine: Machine) -> tuple[Input, dict[str, tuple[int, int]]]:
     """For a torch file that is no zip: the pickle of the data, and where each storage begins and how many bytes it has.
 
-    Such a file is five pickles and then the storages, so this is a first pass over the data that goes without them.
+    Such a file is five pickles and then the storages, so this is a first pass of `machine` over the data, without them.
     """
     source = Input(file, end)
     wanted: dict[str, tuple[int, int]] = {}
@@ -391,7 +396,7 @@ def find_legacy_storages(file: BinaryIO, end: int, *, drop: bool) -> tuple[Input
     if magic != LEGACY_MAGIC or version != 1001 or not cast(Trace, facts)["little_endian"]:
         raise pickle.UnpicklingError("a torch file of an unknown kind")
     start = file.tell()
-    for _ in TraceUnpickler(source, find, drop=drop).run():
+    for _ in machine(source, find).run():
         pass
     data = Input(file, file.tell())
     spans: dict[str, tuple[int, int]] = {}
@@ -410,7 +415,7 @@ def find_legacy_storages(file: BinaryIO, end: int, *, drop: bool) -> tuple[Input
 
 def _storage_of_bytes(data: bytes) -> Storage:
     """A tensor in a plain pickle holds its numbers as a whole torch file."""
-    source, spans = find_legacy_storages(io.BytesIO(data), len(data), drop=False)
+    source, spans = find_legacy_storages(io.BytesIO(data), len(data), Unpickler)
     storage = Unpickler(source, lambda dtype, key, numel: Storage(dtype, numel, cast(Fetch, None))).load()
     if not isinstance(storage, Storage) or len(spans) != 1:
         raise pickle.UnpicklingError("a torch file inside of the pickle that is not one storage")

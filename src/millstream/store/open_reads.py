@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from millstream.config import parse_bytes
+from millstream.config import available_bytes, parse_bytes
 from millstream.console import Progress, say, silent
 from millstream.errors import BadSource
 from millstream.source.mapping import MappingSource, load_mapping
@@ -37,7 +37,7 @@ def open_reads(
     if not paths:
         raise BadSource("no files given")
     wanted = settings or IndexSettings()
-    budget = (parse_bytes(memory) if memory is not None else _half_of_free()) // len(paths)
+    budget = (parse_bytes(memory) if memory is not None else available_bytes() // 2) // len(paths)
     folder = Path(index_dir).absolute() if index_dir is not None else None
     parts: list[Part] = []
     for path in (Path(path).absolute() for path in paths):
@@ -65,15 +65,6 @@ def _check_readable(path: Path) -> None:
         raise BadSource(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _half_of_free() -> int:
-    """Half of the memory that is available, if the system says."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 9
-    except (OSError, StopIteration):
-        return 1 << 30
-
-
 def _load(
     path: Path, wanted: IndexSettings, folder: Path | None, *, explicit: bool, notify: Callable[[str], None]
 ) -> Sections | None:
@@ -98,3 +89,7 @@ class Reopen:
 
     def __call__(self) -> Reads:
         return open_reads(self._paths, **self._arguments)  # pyright: ignore
+
+    def within(self, memory: int) -> Reads:
+        """With another `memory`."""
+        return Reopen(self._paths, {**self._arguments, "memory": memory})()

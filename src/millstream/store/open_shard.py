@@ -1,12 +1,15 @@
 """One sealed shard, open for reading: views of its mapped bytes at the sidecar's offsets, checked as they are read."""
 
-from collections.abc import Sequence
+import errno
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,23 +47,33 @@ class OpenShard:
 
     def __init__(self, path: Path, info: ShardInfo, *, first: int, verify: bool) -> None:
         self._path = path
-        self._file = path / shard_name(info.number)
+        self.file = path / shard_name(info.number)
         self._first = first  # the record number of row 0, for messages
         self._verify = verify
         self.sidecar = load_sidecar(path, info)
         self._packed = self.sidecar.compression != "none"
         if self.sidecar.num_records != info.records:
             raise CorruptShard(
-                f"{self._file}: {info.records} records in the manifest, {self.sidecar.num_records} in its sidecar. "
+                f"{self.file}: {info.records} records in the manifest, {self.sidecar.num_records} in its sidecar. "
                 f"Run: millstream repair {path}"
             )
 
     @cached_property
     def _map(self) -> Map:
         try:
-            return Map(self._file)
+            return Map(self.file)
         except FileNotFoundError:
-            raise CorruptShard(f"{self._file}: missing. See: millstream verify {self._path}") from None
+            raise self._missing() from None
+
+    def open(self) -> int:
+        """A descriptor of the file, the caller's to close."""
+        try:
+            return os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._missing() from None
+
+    def _missing(self) -> CorruptShard:
+        return CorruptShard(f"{self.file}: missing. See: millstream verify {self._path}")
 
     def value(self, row: int, name: str) -> object:
         """One scalar."""
@@ -132,28 +145,55 @@ class OpenShard:
             self.copy(plan, data)
         return from_bytes(plan.kind, plan.shape, data)
 
-    def copy(self, plan: Plan, out: Bytes) -> None:
-        """The raw bytes of what a plan gives into `out`, checked."""
+    def copy(self, plan: Plan, out: Bytes, reader: "ShardReader | None" = None) -> None:
+        """The raw bytes of what a plan gives into `out`, checked; out of the map, or read by `reader`."""
         if not out.size:
             return
         if plan.rows is not None:
             count, picks = plan.rows
             whole = np.empty(out.size // len(picks) * count, np.uint8)
-            self._copy_spans(plan, whole)
+            self._copy_spans(plan, whole, reader)
             out[:] = whole.reshape(count, -1)[picks].reshape(-1)
         else:
-            self._copy_spans(plan, out)
+            self._copy_spans(plan, out, reader)
 
-    def _copy_spans(self, plan: Plan, out: Bytes) -> None:
-        for part, span in zip(out.reshape(len(plan.spans), -1), plan.spans, strict=True):
-            offset, size, crc = span
-            if self._packed:
-                unpack(self._stored(plan, [span]), part, plan.kind.itemsize, self.sidecar.compression)
-                continue
+    def _copy_spans(self, plan: Plan, out: Bytes, reader: "ShardReader | None") -> None:
+        parts = out.reshape(len(plan.spans), -1)
+        if self._packed:
+            for part, span in zip(parts, plan.spans, strict=True):
+                stored = self._stored(plan, [span]) if reader is None else self._read(plan, span, reader)
+                unpack(stored, part, plan.kind.itemsize, self.sidecar.compression)
+            return
+        if reader is None:
+            for part, (offset, size, _) in zip(parts, plan.spans, strict=True):
+                self._check_end(plan, offset + size)
+                part[:] = self._map.view[offset : offset + size]
+        else:
+            runs = [(plan.spans[0][0], out)] if _are_neighbours(plan.spans) else []
+            for offset, part in runs or [(span[0], part) for span, part in zip(plan.spans, parts, strict=True)]:
+                if not reader.read(self, offset, part):
+                    self._check_end(plan, offset + part.size)
+        if self._verify:
+            for part, span in zip(parts, plan.spans, strict=True):
+                if crc32c(part) != span[2]:
+                    part[:] = self._stored(plan, [span])  # says what is wrong, if it is the file
+
+    def _read(self, plan: Plan, span: Span, reader: "ShardReader") -> Bytes:
+        offset, size, crc = span
+        stored = np.empty(size, np.uint8)
+        if not reader.read(self, offset, stored):
             self._check_end(plan, offset + size)
-            part[:] = self._map.view[offset : offset + size]
-            if self._verify and crc32c(part) != crc:  # over the copy: it is in the cache
-                part[:] = self._stored(plan, [span])
+        return stored if not self._verify or crc32c(stored) == crc else self._stored(plan, [span])
+
+    def sizes(self, rows: NDArray[np.int64], fields: Mapping[str, Sequence[int] | None]) -> NDArray[np.int64]:
+        """Bytes of the tensors among these fields (or of some layers of them), for every row."""
+        total = np.zeros(len(rows), np.int64)
+        for name, picks in fields.items():
+            places = self.sidecar.tensor(name) if name in self.sidecar.schema else None
+            if places is not None:
+                sizes = places.num_bytes[rows]
+                total += sizes if picks is None else sizes * len(picks) // np.maximum(places.first_axis[rows], 1)
+        return total
 
     def _stored(self, plan: Plan, spans: Sequence[Span]) -> Bytes:
         """The stored bytes of neighbouring slices, as a view of the map."""
@@ -164,7 +204,7 @@ class OpenShard:
             return view
         # A view handed out earlier may have been written to, which changes this process's copy of the page only.
         fresh = np.empty(end - start, np.uint8)
-        with open(self._file, "rb") as f:
+        with open(self.file, "rb") as f:
             f.seek(start)
             f.readinto(fresh.data)
         bad = _first_bad(fresh, spans)
@@ -180,9 +220,64 @@ class OpenShard:
     def _corrupt(self, row: int, where: str, what: str) -> None:
         key = f", {ID_FIELD} {self.value(row, ID_FIELD)!r}" if ID_FIELD in self.sidecar.schema else ""
         raise CorruptRecord(
-            f"{self._file}: record {self._first + row} (row {row}{key}), {where}: damaged ({what}). "
+            f"{self.file}: record {self._first + row} (row {row}{key}), {where}: damaged ({what}). "
             f"The other records still read; set it aside with: millstream repair {self._path}"
         )
+
+
+class ShardReader:
+    """Reads ranges of shards with read(2), for a batch: nothing is mapped, nothing is held.
+
+    The first range that is not cached makes it ask for all that the batch wants at once, so that the disk has more than
+    one request at a time.
+    """
+
+    def __init__(self, wanted: "Sequence[tuple[OpenShard, Plan | None]]") -> None:
+        self._wanted = wanted
+        self._asked = False
+        self.files: dict[Path, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd in self.files.values():
+            os.close(fd)
+
+    def read(self, shard: "OpenShard", offset: int, out: Bytes) -> bool:
+        """Fill `out`; whether the file had so many bytes."""
+        fd, left = self._open(shard), out.data
+        if not self._asked:
+            try:
+                count = os.preadv(fd, [left], offset, os.RWF_NOWAIT)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                count = 0
+            left, offset = left[count:], offset + count
+            if left.nbytes:
+                self._ask()
+        while left.nbytes:
+            count = os.preadv(fd, [left], offset)
+            if not count:
+                return False
+            left, offset = left[count:], offset + count
+        return True
+
+    def _ask(self) -> None:
+        self._asked = True
+        for shard, plan in self._wanted:
+            if plan is not None and plan.spans:
+                first, last = min(plan.spans), max(plan.spans)
+                fd = self._open(shard)
+                os.posix_fadvise(fd, first[0], last[0] + last[1] - first[0], os.POSIX_FADV_WILLNEED)
+
+    def _open(self, shard: "OpenShard") -> int:
+        if shard.file not in self.files:
+            self.files[shard.file] = shard.open()
+        return self.files[shard.file]
 
 
 def _are_neighbours(spans: Sequence[Span]) -> bool:

@@ -1,6 +1,6 @@
 """A packed read store: rows in, letters out, at memory speed and in any order."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
+from millstream.collection import Medium
 from millstream.console import say
 from millstream.errors import BadIndex
 from millstream.records import Bytes
@@ -22,6 +23,7 @@ from millstream.store.qualities import SECTION as GRADES
 from millstream.store.qualities import Qualities
 from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.store.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
+from millstream.store.texts import PAGE_BYTES
 from millstream.store.twobit import SECTION as STREAM
 from millstream.store.twobit import TwoBit
 
@@ -94,6 +96,21 @@ class PackFile:
     def decoded(self) -> int:
         return self.lines.decoded if self.lines else 0
 
+    @property
+    def identity(self) -> object:
+        """What changes when the file does."""
+        return self.meta["text_crc32c"], self.records
+
+    @property
+    def medium(self) -> Medium:
+        return Medium(self.sections.num_bytes, PAGE_BYTES, is_random=True)
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        """Start reading the letters from row `first[i]` to row `last[i]`."""
+        starts, ends = self.starts(first) >> 2, self.starts(last) >> 2
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            self.sections.will_need(self._stream_at + start, end - start + PAGE_BYTES)
+
     def is_indexed(self, name: str) -> bool:
         """Whether a column is stored by itself, not only in the headers."""
         return self.columns[name].stored.kept != "header"
@@ -103,7 +120,7 @@ class PackFile:
         values = self.columns[name].distinct
         return None if values is None or isinstance(values, pa.Array) else values
 
-    def fetch(self, rows: Numbers, fields: Collection[str]) -> Fetched:
+    def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
         """Letters of these rows, and of quality, `name` and columns what is asked for."""
         columns = {name: self.column(name, rows) for name in fields if name in self.columns}
         if NAME in fields and NAME not in self.columns:

@@ -1,7 +1,7 @@
 """One indexed FASTA or FASTQ file: rows in, letters out."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from millstream.collection import Medium
 from millstream.errors import StaleIndex
 from millstream.records import Bytes
 from millstream.source.fingerprint import Fingerprint, file_crc32c
@@ -71,6 +72,22 @@ class ReadFile:
         meta = self.sections.meta
         return str(meta["format"]) if meta["kind"] == "plain" else f"{meta['format']} in {meta['kind']}"
 
+    @property
+    def identity(self) -> object:
+        """What changes when the file does."""
+        return self.sections.meta["fingerprint"]["crc32c"], self.records  # pyright: ignore
+
+    @property
+    def medium(self) -> Medium:
+        run_bytes, is_random = self.text.run_bytes, self.sections.meta["kind"] == "plain"
+        return Medium(int(self.sections.meta["text_bytes"]), run_bytes, is_random)  # pyright: ignore
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        """Start reading the file from row `first[i]` to row `last[i]`."""
+        starts, ends = self.places(first).start, self.places(last)
+        for start, end in zip(starts.tolist(), (ends.start + ends.span).tolist(), strict=True):
+            self.text.will_need(start, end)
+
     def verify(self) -> Iterator[str]:
         """Check every byte of the index and of the file; what is wrong."""
         yield from self.sections.damages()
@@ -101,7 +118,7 @@ class ReadFile:
         """Whether a column is in the index, not only in the headers."""
         return self.columns[name].stored.kept != "header"
 
-    def fetch(self, rows: Numbers, fields: Collection[str]) -> Fetched:
+    def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
         """Letters of these rows, and of quality, `name` and columns what is asked for."""
         places = self.places(rows)
         columns = {name: self.column(name, rows, places) for name in fields if name in self.columns}

@@ -1,16 +1,18 @@
 """Reads as a collection: files of FASTA or FASTQ by record number, whatever they are wrapped in."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, cast, overload
+from typing import Protocol, Self, cast, overload
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from millstream.collection import Collection, Medium
+from millstream.config import config_hash
 from millstream.console import format_bytes
 from millstream.errors import BadSource
 from millstream.records import Bytes
@@ -50,7 +52,12 @@ class Part(Protocol):
     def decoded(self) -> int: ...
     @property
     def column_names(self) -> list[str]: ...
-    def fetch(self, rows: Numbers, fields: Collection[str]) -> Fetched: ...
+    @property
+    def identity(self) -> object: ...
+    @property
+    def medium(self) -> Medium: ...
+    def will_need(self, first: Numbers, last: Numbers) -> None: ...
+    def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched: ...
     def lengths(self, rows: Numbers) -> Numbers: ...
     def names_of(self, rows: Numbers) -> list[str]: ...
     def column(self, name: str, rows: Numbers) -> pa.Array: ...
@@ -64,7 +71,14 @@ class Part(Protocol):
     def verify(self) -> Iterator[str]: ...
 
 
-class Reads:
+class Reopen(Protocol):
+    """Opens the same files again."""
+
+    def __call__(self) -> "Reads": ...
+    def within(self, memory: int) -> "Reads": ...
+
+
+class Reads(Collection):
     """FASTA/FASTQ files open for reading by number. Made by `ms.open`.
 
     Safe to use from threads, after fork, and pickled into other processes (it reopens by path).
@@ -73,9 +87,7 @@ class Reads:
     >>> reads[7].sequence, reads.fetch([3, 1, 4]).flat, reads.region("chr1", 1000, 1150)
     """
 
-    def __init__(
-        self, parts: Sequence[Part], *, reopen: "Callable[[], Reads]", mapping: LabelMapping | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], *, reopen: Reopen, mapping: LabelMapping | None = None) -> None:
         self._parts = list(parts)
         self._reopen = reopen
         self._mapping = mapping
@@ -194,6 +206,40 @@ class Reads:
         return ReadBatch(wanted, fetched.flat, fetched.offsets, {})
 
     @property
+    def field_names(self) -> list[str]:
+        return list(dict.fromkeys([SEQUENCE, QUALITY, NAME, *self.column_names]))
+
+    def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
+        """How many bytes `fetch` takes for each read."""
+        letters = (SEQUENCE in fields) + (QUALITY in fields)
+        others = 8 * len(fields) + 16  # a number of each column, and the read's own number and offset
+        return self.lengths(numbers) * letters + others if letters else np.full(len(numbers), others, np.int64)
+
+    @property
+    def medium(self) -> Medium:
+        media = [part.medium for part in self._parts]
+        return Medium(
+            sum(medium.num_bytes for medium in media),
+            max(medium.run_bytes for medium in media),
+            all(medium.is_random for medium in media),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        mapping = {n: self._mapping.column(n).to_pylist() for n in self._mapping.labels} if self._mapping else None
+        return config_hash({"files": [part.identity for part in self._parts], "mapping": mapping})
+
+    def within(self, memory: int) -> Self:
+        """The same reads, opened again with another `memory`."""
+        return cast(Self, self._reopen.within(memory))
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        """Start reading the reads from `first[i]` to `last[i]`."""
+        for part, rows, at in self._split(first):
+            end = last[at] - self._first_numbers[self._parts.index(part)]
+            part.will_need(rows, np.clip(end, rows, part.records - 1))
+
+    @property
     def column_names(self) -> list[str]:
         """The columns of the headers, and those the mapping adds."""
         return [*self._header_columns, *(self._mapping_names(self._mapping) if self._mapping else ())]
@@ -268,10 +314,9 @@ class Reads:
             return [SEQUENCE, QUALITY, *(name for name in self.column_names if self._is_indexed(name))]
         if isinstance(fields, str):
             raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
-        known = [SEQUENCE, QUALITY, NAME, *self.column_names]
         for name in fields:
-            if name not in known:
-                raise ValueError(f"{self._where()}: no field {name!r}; it has {', '.join(dict.fromkeys(known))}")
+            if name not in self.field_names:
+                raise ValueError(f"{self._where()}: no field {name!r}; it has {', '.join(self.field_names)}")
         return list(fields)
 
     def _is_indexed(self, name: str) -> bool:

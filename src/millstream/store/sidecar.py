@@ -156,6 +156,22 @@ class Places:
         axes = int((bounds[1:] - bounds[:-1]).max(initial=0))
         return values.reshape(int((self.offsets >= 0).sum()), axes)
 
+    @cached_property
+    def num_bytes(self) -> Ints:
+        """Bytes of every tensor; 0 for None."""
+        counts = np.zeros(len(self.offsets), np.int64)
+        counts[self.offsets >= 0] = self.all_shapes().prod(axis=1)
+        return counts * self.itemsize
+
+    @cached_property
+    def first_axis(self) -> Ints:
+        """The size of every tensor's first axis; 0 for None."""
+        sizes = np.zeros(len(self.offsets), np.int64)
+        shapes = self.all_shapes()
+        if shapes.shape[1]:
+            sizes[self.offsets >= 0] = shapes[:, 0]
+        return sizes
+
     def shape(self, number: int) -> tuple[int, ...] | None:
         """The shape of one tensor; None for None."""
         return tuple(_item(self.shapes, number)) if self.offsets[number] >= 0 else None

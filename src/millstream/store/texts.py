@@ -23,6 +23,7 @@ from millstream.store.maps import Map
 from millstream.store.packed import Numbers
 from millstream.store.sections import Sections
 
+PAGE_BYTES = 4096
 _MANY_BLOCKS = 1 << 18  # 2 MB of their starts
 _NEAR_BYTES = 4096  # reading so many bytes for nothing costs less than asking twice
 
@@ -67,6 +68,15 @@ class Text(Protocol):
         """What it holds in memory at present."""
         ...
 
+    @property
+    def run_bytes(self) -> int:
+        """How much of the text has to be read to get at one byte."""
+        ...
+
+    def will_need(self, start: int, end: int) -> None:
+        """Start reading this part of the text from disk."""
+        ...
+
 
 class MappedText:
     """A plain file that may be held in memory whole."""
@@ -84,6 +94,13 @@ class MappedText:
 
     def held_bytes(self) -> int:
         return self._map.num_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        return PAGE_BYTES
+
+    def will_need(self, start: int, end: int) -> None:
+        self._map.will_need(start, end - start)
 
 
 class PlainText:
@@ -106,6 +123,13 @@ class PlainText:
 
     def held_bytes(self) -> int:
         return 0
+
+    @property
+    def run_bytes(self) -> int:
+        return PAGE_BYTES
+
+    def will_need(self, start: int, end: int) -> None:
+        os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_WILLNEED)
 
     def _read(self, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
         """The bytes of all ranges, neighbours read together, and where each begins in them."""
@@ -241,6 +265,16 @@ class BlockText:
 
     def held_bytes(self) -> int:
         return self._held
+
+    @property
+    def run_bytes(self) -> int:
+        return self._edges["plain"] // max(self._columns["plain"].rows, 1)
+
+    def will_need(self, start: int, end: int) -> None:
+        first, last = self._find(np.array([start, max(end - 1, start)], np.int64))
+        places = self._places(np.array([first, last], np.int64))
+        raw, raw_end = places[0].raw, places[1].raw_end
+        os.posix_fadvise(self._fd, raw, raw_end - raw, os.POSIX_FADV_WILLNEED)
 
     def _decode_ahead(self, places: "Sequence[_Place]") -> None:
         """Let other threads decode blocks that are not there yet, as far as they surely fit beside each other."""

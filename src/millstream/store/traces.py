@@ -1,5 +1,6 @@
 """A trace store as a collection: `len`, by number, by id, and `fetch` of many records' fields at once."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -13,12 +14,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from millstream.buffers import empty
+from millstream.collection import Collection, Medium
+from millstream.config import config_hash
 from millstream.console import format_bytes
-from millstream.records import Array, Schema, Tensor, from_bytes
+from millstream.records import Array, Bytes, Schema, Tensor, from_bytes
 from millstream.store.ids import IdIndex, build_index, load_index
 from millstream.store.layout import Manifest, ShardInfo, list_shards, read_manifest
 from millstream.store.message import Row
-from millstream.store.open_shard import Layers, OpenShard, Plan
+from millstream.store.open_shard import Layers, OpenShard, Plan, ShardReader
 from millstream.store.recover import ID_FIELD
 from millstream.store.table import read_column, read_table
 
@@ -26,10 +30,11 @@ if TYPE_CHECKING:
     import torch
 
 Record = dict[str, object]
+SCALAR_BYTES = 64  # what a number or text is taken to need, when memory is counted
 AHEAD = 4  # records whose reading is started before they are wanted, when iterating
 
 
-class Traces:
+class Traces(Collection):
     """A trace store open for reading. Opening reads the manifest only; sidecars and shards are read when wanted.
 
     Safe to use from threads, after fork, and pickled into other processes (it reopens by path). Tensors are views of
@@ -46,6 +51,7 @@ class Traces:
         verify: Literal["always", "never"] = "always",
         open_shards: int = 256,
         shards: Sequence[int] | None = None,
+        mapped: bool = True,
     ) -> None:
         if verify not in ("always", "never"):
             raise ValueError(f"verify must be 'always' or 'never', got {verify!r}")
@@ -54,6 +60,7 @@ class Traces:
         self.path = Path(path)
         self._verify: Literal["always", "never"] = verify
         self._open_shards = open_shards
+        self._mapped = mapped
         self._load(None if shards is None else set(shards))
 
     def refresh(self) -> Self:
@@ -98,9 +105,10 @@ class Traces:
         """Columns of many records. Tensors of equal shapes are stacked, others are a list of views.
 
         `layers` picks slices of the first axis of the fields that have a layer axis: an int drops the axis, a list
-        keeps it. Only what is asked for is read.
+        keeps it. `fields=["hidden[8,-1]"]` does so for one field. Only what is asked for is read.
         """
-        names = self._names(fields)
+        picks = self._fields(fields)
+        names = list(picks)
         if layers is not None and not any(self._has_layers(name) for name in names):
             raise ValueError(
                 f"layers={layers!r}: none of {', '.join(names)} has a first axis named 'layer'; name it when writing, "
@@ -109,14 +117,47 @@ class Traces:
         shards, rows = self._locate(numbers)
         wanted = [name for name in names if isinstance(self.fields[name], Tensor)]
         places = [(self._open(shard), row) for shard, row in zip(shards, rows, strict=True)] if wanted else []
-        plans = {name: [(shard, shard.plan(row, name, layers)) for shard, row in places] for name in wanted}
-        for column in plans.values():  # ask for everything before the first byte is wanted
-            for shard, plan in column:
-                shard.will_need(plan)
-        return {
-            name: (self._tensor_column(name, plans[name]) if name in plans else self._scalar_column(name, shards, rows))
-            for name in names
+        plans = {
+            name: [
+                (shard, shard.plan(row, name, layers if picks[name] is None else picks[name])) for shard, row in places
+            ]
+            for name in wanted
         }
+        tensors = self._views(plans) if self._mapped else self._copies(plans)
+        return {name: tensors[name] if name in tensors else self._scalar_column(name, shards, rows) for name in names}
+
+    @property
+    def field_names(self) -> list[str]:
+        return list(self.fields)
+
+    @property
+    def default_key(self) -> str | None:
+        return ID_FIELD if ID_FIELD in self.fields else None
+
+    def sizes(self, numbers: NDArray[np.int64], fields: Sequence[str]) -> NDArray[np.int64]:
+        """How many bytes `fetch` takes for each record."""
+        shards, rows = self._locate(numbers)
+        sizes = np.full(len(numbers), SCALAR_BYTES * len(fields), np.int64)
+        picks = self._fields(fields)
+        for index in set(shards):
+            (at,) = np.nonzero(np.asarray(shards) == index)
+            sizes[at] += self._open(index).sizes(np.asarray(rows)[at], picks)
+        return sizes
+
+    @property
+    def medium(self) -> Medium:
+        return Medium(self.num_bytes, self.num_bytes // max(len(self), 1), is_random=True)
+
+    @property
+    def fingerprint(self) -> str:
+        shards = [[shard.number, shard.records, shard.sidecar_crc32c] for shard in self._manifest.shards]
+        return config_hash({"shards": shards})
+
+    def within(self, memory: int) -> Self:
+        """The same records, read instead of mapped: tensors are copies, and nothing of the files is held."""
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), _mapped=False)
+        return copy
 
     def find(self, question_id: object) -> int:
         """The number of the first record with this id; KeyError when there is none."""
@@ -168,13 +209,13 @@ class Traces:
     @property
     def ids(self) -> list[object]:
         """The `question_id` of every record, in record order."""
-        return self.column(ID_FIELD)
+        return self.column(ID_FIELD).to_pylist()
 
-    def column(self, name: str) -> list[object]:
+    def column(self, name: str) -> pa.ChunkedArray:
         """One scalar field of every record, read from the sidecars and not kept."""
         if isinstance(self.fields.get(name), Tensor | None):
             raise KeyError(f"{self.path}: no scalar field {name!r}; it has {', '.join(self.fields)}")
-        return read_column(self.path, self._manifest, name).to_pylist()
+        return read_column(self.path, self._manifest, name)
 
     def locate(self, number: int) -> tuple[int, int]:
         """Which of `shards` holds a record, and the record's row in it."""
@@ -202,7 +243,7 @@ class Traces:
     def __reduce__(self) -> tuple[object, ...]:
         # The shards as seen now, so that another process numbers the records the same while a writer goes on.
         shards = np.array([shard.number for shard in self._manifest.shards], np.int32)
-        return _reopen, (str(self.path), self._verify, self._open_shards, shards.tobytes())
+        return _reopen, (str(self.path), self._verify, self._open_shards, shards.tobytes(), self._mapped)
 
     def __repr__(self) -> str:
         open_shards = len(list_shards(self.path)[1]) if self.path.exists() else 0
@@ -216,13 +257,20 @@ class Traces:
             raise IndexError(f"record {number} of {len(self)} in {self.path}")
         return number % len(self)
 
-    def _names(self, fields: Sequence[str] | None) -> list[str]:
+    def _fields(self, fields: Sequence[str] | None) -> dict[str, list[int] | None]:
+        """Field names, and which of their layers are wanted: `hidden[8,-1]` is {"hidden": [8, -1]}."""
         if isinstance(fields, str):
             raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
-        for name in fields or ():
-            if name not in self.fields:
-                raise ValueError(f"{self.path}: no field {name!r}; it has {', '.join(self.fields)}")
-        return list(self.fields if fields is None else fields)
+        wanted: dict[str, list[int] | None] = {}
+        for name in self.fields if fields is None else fields:
+            picked = re.fullmatch(r"(.+)\[\s*(-?\d+(?:\s*,\s*-?\d+)*)\s*\]", name) if name not in self.fields else None
+            plain = picked[1] if picked else name
+            if plain not in self.fields:
+                raise ValueError(f"{self.path}: no field {plain!r}; it has {', '.join(self.fields)}")
+            if picked and not self._has_layers(plain):
+                raise ValueError(f"{self.path}: {name!r}: the first axis of {plain!r} is not named 'layer'")
+            wanted[plain] = [int(pick) for pick in picked[2].split(",")] if picked else None
+        return wanted
 
     def _has_layers(self, name: str) -> bool:
         kind = self.fields[name]
@@ -258,19 +306,51 @@ class Traces:
                 self._open(index).will_need_record(row)
             yield self._record(number)
 
-    def _tensor_column(
-        self, name: str, plans: Sequence[tuple[OpenShard, Plan | None]]
-    ) -> "Array | torch.Tensor | list[object]":
-        kind = cast(Tensor, self.fields[name])
-        shapes = {plan and plan.shape for _, plan in plans}
-        shape = next(iter(shapes), None)
-        if len(shapes) != 1 or shape is None:
-            return [plan and shard.tensor(plan) for shard, plan in plans]
-        out = np.empty((len(plans), prod(shape) * kind.itemsize), np.uint8)
-        for (shard, plan), part in zip(plans, out, strict=True):
-            assert plan is not None
-            shard.copy(plan, part)
-        return from_bytes(kind, (len(plans), *shape), out.reshape(-1))
+    def _views(self, plans: "Plans") -> "dict[str, Array | torch.Tensor | list[object]]":
+        """Tensors of equal shapes stacked, others as views of the mapped files."""
+        for column in plans.values():  # ask for everything before the first byte is wanted
+            for shard, plan in column:
+                shard.will_need(plan)
+        columns: dict[str, Array | torch.Tensor | list[object]] = {}
+        for name, column in plans.items():
+            if not _are_alike(column):
+                columns[name] = [plan and shard.tensor(plan) for shard, plan in column]
+                continue
+            out = np.empty((len(column), _num_bytes(column[0][1])), np.uint8)
+            for (shard, plan), part in zip(column, out, strict=True):
+                assert plan is not None
+                shard.copy(plan, part)
+            columns[name] = self._stacked(name, column, out.reshape(-1))
+        return columns
+
+    def _copies(self, plans: "Plans") -> "dict[str, Array | torch.Tensor | list[object]]":
+        """The same, read into one piece of memory; what cannot be stacked begins at multiples of 64 bytes."""
+        starts: dict[str, list[int]] = {}
+        total = 0
+        for name, column in plans.items():
+            gap = 1 if _are_alike(column) else 64
+            starts[name] = list(accumulate((-(-_num_bytes(plan) // gap) * gap for _, plan in column), initial=total))
+            total = -(-starts[name][-1] // 64) * 64
+        memory = cast(Bytes, empty(total, np.uint8))
+        columns: dict[str, Array | torch.Tensor | list[object]] = {}
+        with ShardReader([place for column in plans.values() for place in column]) as reader:
+            for name, column in plans.items():
+                kind = cast(Tensor, self.fields[name])
+                tensors: list[object] = []
+                for (shard, plan), at in zip(column, starts[name], strict=False):
+                    part = memory[at : at + _num_bytes(plan)]
+                    if plan is not None:
+                        shard.copy(plan, part, reader)
+                    if not _are_alike(column):
+                        tensors.append(plan and from_bytes(kind, plan.shape, part))
+                whole = memory[starts[name][0] : starts[name][-1]]
+                columns[name] = self._stacked(name, column, whole) if _are_alike(column) else tensors
+        return columns
+
+    def _stacked(self, name: str, column: "Sequence[Place]", data: Bytes) -> "Array | torch.Tensor":
+        plan = column[0][1]
+        assert plan is not None
+        return from_bytes(cast(Tensor, self.fields[name]), (len(column), *plan.shape), data)
 
     def _scalar_column(self, name: str, shards: Sequence[int], rows: Sequence[int]) -> "Array | list[object]":
         """Numbers as an array; texts, lists and anything with a None as a list."""
@@ -293,5 +373,20 @@ class Traces:
         return (stored, rest) if stored else (rest,)
 
 
-def _reopen(path: str, verify: Literal["always", "never"], open_shards: int, shards: bytes) -> Traces:
-    return Traces(path, verify=verify, open_shards=open_shards, shards=np.frombuffer(shards, np.int32).tolist())
+Place = tuple[OpenShard, Plan | None]
+Plans = Mapping[str, Sequence[Place]]
+
+
+def _are_alike(column: Sequence[Place]) -> bool:
+    """Whether all tensors have one shape, so that they can be stacked."""
+    shapes = {plan and plan.shape for _, plan in column}
+    return len(shapes) == 1 and None not in shapes
+
+
+def _num_bytes(plan: Plan | None) -> int:
+    return 0 if plan is None else prod(plan.shape) * plan.kind.itemsize
+
+
+def _reopen(path: str, verify: Literal["always", "never"], open_shards: int, shards: bytes, mapped: bool) -> Traces:
+    numbers = np.frombuffer(shards, np.int32).tolist()
+    return Traces(path, verify=verify, open_shards=open_shards, shards=numbers, mapped=mapped)

@@ -1,0 +1,328 @@
+"""The loader benchmark's peers: write a data set with one of them, or read an epoch of it, each in its own process.
+
+    python benchmarks/loader_peers.py write PEER A|B FOLDER [--count N]
+    python benchmarks/loader_peers.py read PEER A|B FOLDER --workers N [--epochs 1] [--check]
+    python benchmarks/loader_peers.py limits A|B FOLDER [--count N]
+    python benchmarks/loader_peers.py peers
+
+A: traces of 2.7 MB, 600, batches of 16. B: reads of 150 bases, 2 M, batches of 4096. One line of JSON on stdout, all
+chatter on stderr. A peer that is not installed says so: {"peer": ..., "absent": reason}. Knows nothing of millstream.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import loader_data
+from loader_peers_reads import READ_PEERS
+from loader_peers_traces import TRACE_PEERS, Peer
+from pss import peak_pss, tree_pss
+
+PEERS: dict[str, dict[str, Callable[[], Peer]]] = {"A": TRACE_PEERS, "B": READ_PEERS}
+COUNTS = {"A": 600, "B": 2_000_000}
+BATCHES = {"A": 16, "B": 4096}
+SETTINGS = "loader_peers.json"  # beside the data: what was written
+DATA = "data"
+
+Result = dict[str, Any]
+
+
+def write(name: str, workload: str, folder: Path, *, count: int, seed: int) -> Result:
+    """`seconds` include making the records, which alone takes `make_s` (for A; for B they are made before)."""
+    peer = PEERS[workload][name]()
+    shutil.rmtree(folder / DATA, ignore_errors=True)
+    (folder / DATA).mkdir(parents=True)
+    make_s = clock(lambda: prepare(workload, count, seed))
+    base, _ = tree_pss()
+    with peak_pss() as memory:
+        seconds = clock(lambda: peer.write(folder / DATA, count=count, seed=seed))
+    (folder / SETTINGS).write_text(json.dumps({"peer": name, "workload": workload, "count": count, "seed": seed}))
+    files = [file for file in (folder / DATA).rglob("*") if file.is_file()]
+    return {
+        **_about(peer, workload),
+        "seconds": seconds,
+        "make_s": make_s,
+        "records": count,
+        "disk_bytes": sum(file.stat().st_size for file in files),
+        "files": len(files),
+        "base_pss_bytes": base,
+        "peak_pss_bytes": memory.peak_bytes,
+    }
+
+
+def read(
+    name: str, workload: str, folder: Path, *, workers: int, epochs: int, check: bool, limit_s: float, batch: int
+) -> Result:
+    """The median epoch of `epochs`; each opens the data anew, in this process.
+
+    open_s, first_batch_s and seconds follow one another: opening, until the first batch is there, the rest of the
+    epoch. records_per_s is the rest's rate, epoch_records_per_s that of first batch and rest together.
+    """
+    peer = PEERS[workload][name]()
+    settings = json.loads((folder / SETTINGS).read_text())
+    if (_family(settings["peer"]), settings["workload"]) != (_family(name), workload):
+        raise ValueError(f"{folder}: holds {settings}; write it with: loader_peers.py write {name} {workload} {folder}")
+    gc.collect()
+    base, _ = tree_pss()
+    runs = []
+    with peak_pss() as memory:
+        for epoch in range(epochs):
+            runs.append(_epoch(peer, folder / DATA, workload, workers, batch, epoch + 1, limit_s))
+            gc.collect()
+    run = sorted(runs, key=lambda run: run["first_batch_s"] + run["seconds"])[len(runs) // 2]
+    result = {**_about(peer, workload), "workers": workers, "batch_size": batch, **run, "base_pss_bytes": base}
+    result |= {"peak_pss_bytes": memory.peak_bytes, "peak_pss_file_bytes": memory.peak_file_bytes}
+    if epochs > 1:
+        result["epochs_s"] = [run["first_batch_s"] + run["seconds"] for run in runs]
+    if check and peer.shuffle != "none":
+        batches = peer.batches(folder / DATA, workers=workers, batch_size=batch, seed=1)
+        result |= CHECKS[workload](batches, settings["count"], settings["seed"])
+    return result
+
+
+def _epoch(peer: Peer, folder: Path, workload: str, workers: int, batch_size: int, seed: int, limit_s: float) -> Result:
+    size_of = SIZES[workload]
+    start = time.perf_counter()
+    source = peer.batches(folder, workers=workers, batch_size=batch_size, seed=seed)
+    opened = time.perf_counter()
+    stopped = False
+    batches = iter(source)
+    first_records, first_bytes = size_of(next(batches))
+    first = time.perf_counter()
+    num_records = num_bytes = 0
+    for batch in batches:
+        more_records, more_bytes = size_of(batch)
+        num_records += more_records
+        num_bytes += more_bytes
+        if stopped := time.perf_counter() - first > limit_s:
+            break
+    seconds = time.perf_counter() - first
+    getattr(batches, "close", lambda: None)()  # grain asks for it; torch's loaders end with their last reference
+    return {
+        "open_s": opened - start,
+        "first_batch_s": first - opened,
+        "seconds": seconds,
+        "records": first_records + num_records,
+        "bytes": first_bytes + num_bytes,
+        "records_per_s": num_records / seconds,
+        "bytes_per_s": num_bytes / seconds,
+        "epoch_records_per_s": (first_records + num_records) / (first - opened + seconds),
+        **({"stopped_after_s": limit_s} if stopped else {}),
+    }
+
+
+def _trace_size(batch: Any) -> tuple[int, int]:
+    return len(batch), sum(map(loader_data.trace_bytes, batch))
+
+
+def _read_size(batch: Any) -> tuple[int, int]:
+    bases, labels = batch
+    return len(bases), bases.nbytes + labels.nbytes
+
+
+def check_traces(batches: Any, count: int, seed: int) -> Result:
+    """Every record exactly once, and each bit for bit what was written."""
+    seen = np.zeros(count, np.int64)
+    order: list[int] = []
+    wrong = 0
+    for batch in batches:
+        for record in batch:
+            number = int(record["question_id"][1:])
+            order.append(number)
+            seen[number] += 1
+            wrong += not loader_data.same_trace(record, loader_data.trace(number, seed))
+    return _checked(seen, order, wrong)
+
+
+def check_reads(batches: Any, count: int, seed: int) -> Result:
+    all_bases, all_labels = loader_data.reads(count, seed)
+    seen = np.zeros(count, np.int64)
+    order: list[int] = []
+    wrong = 0
+    for batch in batches:
+        bases, labels = (np.asarray(part) for part in batch)
+        assert (bases.dtype, bases.shape[1:]) == (np.uint8, (loader_data.BASES,)), "not uint8 [B, 150]"
+        numbers = loader_data.read_numbers(bases)
+        order += numbers.tolist()
+        np.add.at(seen, numbers, 1)
+        wrong += int((bases != all_bases[numbers]).any(1).sum() + (labels != all_labels[numbers]).sum())
+    return _checked(seen, order, wrong)
+
+
+def _checked(seen: np.ndarray, order: list[int], wrong: int) -> Result:
+    """Neighbours are records that follow the one before them on disk: about 1 in an exact shuffle."""
+    neighbours = int((np.diff(order) == 1).sum())
+    return {
+        "complete": bool((seen == 1).all() and not wrong),
+        "missing": int((seen == 0).sum()),
+        "repeated": int((seen > 1).sum()),
+        "wrong": wrong,
+        "neighbours": neighbours,
+    }
+
+
+def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
+    """memcpy, read(2) and pread of the same bytes as one file, by records (A) or batches of reads (B)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "plain"
+    sizes = []
+    with file.open("wb") as out:
+        for part in _parts(workload, count, seed):
+            sizes.append(out.write(part))
+    total, most = sum(sizes), max(sizes)
+    source, target = np.ones(max(most, min(total, 1 << 28)), np.uint8), np.zeros(most, np.uint8)  # beyond the caches
+    view = memoryview(target)
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
+
+    def copy() -> None:
+        for start, size in zip(starts, sizes, strict=True):
+            start %= source.size - most + 1
+            target[:size] = source[start : start + size]
+
+    def sequential() -> None:
+        with file.open("rb", buffering=0) as f:
+            while f.readinto(view):
+                pass
+
+    fd = os.open(file, os.O_RDONLY)
+
+    def scattered() -> None:
+        for i in order:
+            assert os.preadv(fd, [view[: sizes[i]]], starts[i]) == sizes[i]
+
+    rates = {}
+    for name, action in (("memcpy", copy), ("read_warm", sequential), ("pread_warm", scattered)):
+        action()
+        rates[f"{name}_bytes_per_s"] = total / median(clock(action) for _ in range(3))
+    for name, action in (("read_cold", sequential), ("pread_cold", scattered)):
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        rates[f"{name}_bytes_per_s"] = total / clock(action)
+    os.close(fd)
+    file.unlink()
+    return {"peer": "limits", "workload": workload, "bytes": total, "parts": len(sizes), **rates}
+
+
+def _parts(workload: str, count: int, seed: int) -> Iterator[bytes]:
+    if workload == "A":
+        for record in loader_data.traces(count, seed):
+            yield b"".join(record[f].tobytes() for f in loader_data.TENSORS)
+    else:
+        rows = loader_data.packed(*loader_data.reads(count, seed))
+        for start in range(0, count, BATCHES["B"]):
+            yield rows[start : start + BATCHES["B"]].tobytes()
+
+
+def prepare(workload: str, count: int, seed: int) -> None:
+    """What the writers need is made before they are timed (B), or its time is known (A)."""
+    if workload == "A":
+        for _ in loader_data.traces(count, seed):
+            pass
+    else:
+        loader_data.reads(count, seed)
+
+
+def clock(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _family(name: str) -> str:
+    """mosaic-py1e and mosaic-naive read the same files."""
+    return name.partition("-")[0] if name.startswith("mosaic") else name
+
+
+def _about(peer: Peer, workload: str) -> Result:
+    about = {"peer": peer.name, "version": peer.version, "workload": workload, "shuffle": peer.shuffle}
+    return about | {"note": peer.note}
+
+
+SIZES = {"A": _trace_size, "B": _read_size}
+CHECKS = {"A": check_traces, "B": check_reads}
+
+
+def run(arguments: argparse.Namespace) -> Result:
+    options = vars(arguments).copy()
+    command, workload = options.pop("command"), options.get("workload")
+    if command == "peers":
+        return {name: "".join(w for w in PEERS if name in PEERS[w]) for peers in PEERS.values() for name in peers}
+    if command == "limits":
+        return limits(workload, arguments.folder, count=arguments.count or COUNTS[workload], seed=arguments.seed)
+    name = arguments.peer
+    about = {"peer": name, "workload": workload}
+    if name not in PEERS[workload]:
+        return about | {"absent": f"no such peer; there are {', '.join(PEERS[workload])}"}
+    try:
+        if command == "write":
+            count = arguments.count or COUNTS[workload]
+            return write(name, workload, arguments.folder, count=count, seed=arguments.seed)
+        return read(
+            name,
+            workload,
+            arguments.folder,
+            workers=arguments.workers,
+            epochs=arguments.epochs,
+            check=arguments.check,
+            limit_s=arguments.limit_s,
+            batch=arguments.batch_size or BATCHES[workload],
+        )
+    except Exception as error:  # a peer that is missing or fails must not end the run of the others
+        if not isinstance(error, ImportError):
+            import traceback
+
+            traceback.print_exc()
+        lines = str(error).strip().splitlines() or [""]
+        return about | {"absent": f"{type(error).__name__}: {lines[0]}"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("peers")
+    for command in ("write", "read", "limits"):
+        sub = commands.add_parser(command)
+        if command != "limits":
+            sub.add_argument("peer")
+        sub.add_argument("workload", choices=("A", "B"))
+        sub.add_argument("folder", type=Path)
+        if command != "read":
+            sub.add_argument("--count", type=int)
+            sub.add_argument("--seed", type=int, default=0)
+        else:
+            sub.add_argument("--workers", type=int, default=0)
+            sub.add_argument("--epochs", type=int, default=1)
+            sub.add_argument("--batch-size", type=int)
+            sub.add_argument("--check", action="store_true")
+            sub.add_argument("--limit-s", type=float, default=float("inf"), help="stop an epoch after so long")
+    arguments = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # progress bars and notices of the libraries, and of their processes
+    with contextlib.redirect_stdout(sys.stderr):
+        result = run(arguments)
+    print(json.dumps(_rounded(result)), file=answers, flush=True)
+    return 0
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return {key: _rounded(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

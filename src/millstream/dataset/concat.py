@@ -1,0 +1,131 @@
+"""Several collections as one."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self, cast
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.collection import Collection, Medium, Numbers
+from millstream.config import config_hash
+from millstream.records import Array
+from millstream.source.gather import gather
+from millstream.store.read_batch import ColumnValues, ReadBatch
+
+
+class Concat(Collection):
+    """One collection after the other. Made by `ms.concat`."""
+
+    def __init__(self, parts: Sequence[Collection]) -> None:
+        self.parts = list(parts)
+        self._starts = np.cumsum([0, *map(len, self.parts)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
+        wanted = np.asarray(numbers, np.int64)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
+            raise IndexError(f"record {wanted.min()} to {wanted.max()} of {len(self)}")
+        return fetch_from([(self.parts[part], rows, at) for part, rows, at in self._split(wanted)], fields)
+
+    @property
+    def field_names(self) -> list[str]:
+        """Those that all have."""
+        names = self.parts[0].field_names
+        return [name for name in names if all(name in part.field_names for part in self.parts)]
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        chunks = [chunk for part in self.parts for chunk in part.column(name).chunks]
+        return pa.chunked_array(chunks) if chunks else self.parts[0].column(name)
+
+    def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
+        out = np.empty(len(numbers), np.int64)
+        for part, rows, at in self._split(numbers):
+            out[at] = self.parts[part].sizes(rows, fields)
+        return out
+
+    @property
+    def medium(self) -> Medium:
+        media = [part.medium for part in self.parts]
+        num_bytes = sum(medium.num_bytes for medium in media)
+        return Medium(num_bytes, max(m.run_bytes for m in media), all(m.is_random for m in media))
+
+    @property
+    def fingerprint(self) -> str:
+        return config_hash({"parts": [part.fingerprint for part in self.parts]})
+
+    @property
+    def default_key(self) -> str | None:
+        keys = {part.default_key for part in self.parts}
+        return keys.pop() if len(keys) == 1 else None
+
+    def within(self, memory: int) -> Self:
+        return type(self)([part.within(memory // len(self.parts)) for part in self.parts])
+
+    def in_epoch(self, epoch: int) -> Self:
+        return type(self)([part.in_epoch(epoch) for part in self.parts])
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        for part, rows, at in self._split(first):
+            end = np.minimum(last[at] - self._starts[part], len(self.parts[part]) - 1)
+            self.parts[part].will_need(rows, end)
+
+    def __repr__(self) -> str:
+        return f"Concat({len(self)} records of {len(self.parts)} collections)"
+
+    def _split(self, numbers: Numbers) -> list[tuple[int, Numbers, Numbers]]:
+        """Part, rows in it and their places among `numbers`, for every part that has some."""
+        owner = np.searchsorted(self._starts, numbers, side="right") - 1
+        found = [(part, np.flatnonzero(owner == part)) for part in np.unique(owner).tolist() or [0]]
+        return [(part, numbers[at] - self._starts[part], at) for part, at in found]
+
+
+def concat(parts: Iterable[Collection]) -> Concat:
+    """Several collections of one kind as one, the records of the first before those of the second.
+
+    >>> both = ms.concat([ms.open("trivia/"), ms.open("nq/")])
+    """
+    given = list(parts)
+    if not given:
+        raise ValueError("nothing to put together: give at least one collection")
+    return Concat(given)
+
+
+def fetch_from(split: Sequence[tuple[Collection, Numbers, Numbers]], fields: Sequence[str] | None) -> object:
+    """Records of several collections (collection, numbers, places in the result), put in their places."""
+    fetched = [collection.fetch(rows, fields) for collection, rows, _ in split]
+    if len(fetched) == 1:
+        return fetched[0]
+    order = np.argsort(np.concatenate([at for _, _, at in split]), kind="stable")
+    kinds = {isinstance(part, ReadBatch) for part in fetched}
+    if kinds == {True, False}:
+        raise ValueError("traces and reads do not go into one batch; concatenate or mix collections of one kind")
+    if kinds == {True}:
+        return _join_reads(cast("list[ReadBatch]", fetched), order)
+    columns = [cast("Mapping[str, Array | list[object]]", part) for part in fetched]
+    names = [name for name in columns[0] if all(name in part for part in columns)]
+    return {name: _join([part[name] for part in columns], order) for name in names}
+
+
+def _join(parts: "Sequence[Array | list[object]]", order: Numbers) -> "Array | list[object]":
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if len(arrays) == len(parts) and len({(part.dtype, part.shape[1:]) for part in arrays}) == 1:
+        return np.concatenate(arrays)[order]
+    rows = [row for part in parts for row in part]
+    return [rows[place] for place in order.tolist()]
+
+
+def _join_reads(parts: Sequence[ReadBatch], order: Numbers) -> ReadBatch:
+    lengths = np.concatenate([part.lengths for part in parts])[order]
+    bases = np.cumsum([0, *(len(part.flat) for part in parts[:-1])])
+    begins = np.concatenate([part.offsets[:-1] + base for part, base in zip(parts, bases, strict=True)])[order]
+    nothing = np.zeros(len(order), np.int64)
+    flat, offsets = gather(np.concatenate([part.flat for part in parts]), begins, lengths, nothing, nothing)
+    grades = [part.quality for part in parts if part.quality is not None]
+    quality = (
+        gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0] if len(grades) == len(parts) else None
+    )
+    columns = {name: _join([part.columns[name] for part in parts], order) for name in parts[0].columns}
+    numbers = np.concatenate([part.numbers for part in parts])[order]
+    return ReadBatch(numbers, flat, offsets, cast(Mapping[str, ColumnValues], columns), quality)

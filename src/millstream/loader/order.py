@@ -1,0 +1,135 @@
+"""The order of an epoch as a pure function from position to record number. Knows integers; knows nothing of data."""
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import numpy as np
+
+from millstream.dataset.permutation import Numbers, Permutation, mix
+
+Mode = Literal["exact", "window", "none"]
+_BLOCKS = -1  # the key of the order of the blocks; windows have the keys 0, 1, 2, ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which record comes at which position of an epoch: the same for ever for the same arguments.
+
+    `exact` is a permutation of all records. `window` permutes blocks of `block` neighbouring records, takes `window`
+    blocks at a time and permutes the records of these: a disk sees large reads, and only `window * block` records are
+    in use at once. `none` is the order of the records.
+
+    >>> order = Order(10**12, seed=7, epoch=3)
+    >>> order[0:5], order.inverse(order[0:5])
+    """
+
+    n: int
+    seed: int = 0
+    epoch: int = 0
+    mode: Mode = "exact"
+    block: int = 1024
+    window: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("exact", "window", "none"):
+            raise ValueError(f"mode={self.mode!r}: there is exact, window and none")
+        if self.block < 1 or self.window < 1:
+            raise ValueError(f"block={self.block}, window={self.window}: a window has at least one block of one record")
+
+    def __len__(self) -> int:
+        return self.n
+
+    @overload
+    def __getitem__(self, positions: int) -> int: ...
+    @overload
+    def __getitem__(self, positions: slice | Numbers) -> Numbers: ...
+    def __getitem__(self, positions: int | slice | Numbers) -> int | Numbers:
+        """The record numbers at these positions."""
+        if isinstance(positions, slice):
+            return self._numbers(np.arange(*positions.indices(self.n), dtype=np.int64))
+        if isinstance(positions, np.ndarray):
+            return self._numbers(positions)
+        return int(self._numbers(np.array([positions], np.int64))[0])
+
+    def blocks_of(self, window: int) -> tuple[Numbers, Numbers]:
+        """First and last record of every block of a window."""
+        count = -(-self.n // self.block)
+        slots = np.arange(window * self.window, min((window + 1) * self.window, count), dtype=np.int64)
+        blocks = Permutation(count, self._key(_BLOCKS))(slots)
+        return blocks * self.block, np.minimum((blocks + 1) * self.block, self.n) - 1
+
+    def inverse(self, numbers: Numbers) -> Numbers:
+        """The positions at which these records come."""
+        if self.mode == "exact":
+            return Permutation(self.n, self._key()).inverse(numbers)
+        self._check(numbers)
+        return _Windows(self).positions(numbers) if self.mode == "window" else numbers.copy()
+
+    def _numbers(self, positions: Numbers) -> Numbers:
+        if self.mode == "exact":
+            return Permutation(self.n, self._key())(positions)
+        self._check(positions)
+        return _Windows(self).numbers(positions) if self.mode == "window" else positions.copy()
+
+    def _key(self, *of: int) -> int:
+        return mix(self.seed, self.epoch, *of)
+
+    def _check(self, values: Numbers) -> None:
+        if len(values) and not (int(values.min()) >= 0 and int(values.max()) < self.n):
+            raise IndexError(f"{values.min()} to {values.max()} in an order of {self.n} records")
+
+
+class _Windows:
+    """The order `window`. A place is where a record stands once blocks are permuted; the last block may be short."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._size = order.block * order.window  # records of a full window
+        count = -(-order.n // order.block)
+        self._blocks = Permutation(count, order._key(_BLOCKS))  # pyright: ignore[reportPrivateUsage]
+        self._missing = count * order.block - order.n  # in the last block
+        last = np.array([count - 1], np.int64)
+        # The places of the short block's missing records, which no position has
+        self._gap = (int(self._blocks.inverse(last)[0]) + 1) * order.block - self._missing if count else 0
+
+    def numbers(self, positions: Numbers) -> Numbers:
+        # Every window but that of the short block is full: positions after it are so many places further on.
+        window = self._window_of(positions)
+        start, size = self._extent(window)
+        return self._records(self._skip(start + self._within(window, positions - start, size, inverse=False)))
+
+    def positions(self, numbers: Numbers) -> Numbers:
+        block, offset = np.divmod(numbers, self._order.block)
+        places = self._blocks.inverse(block) * self._order.block + offset
+        places = np.where(places >= self._gap + self._missing, places - self._missing, places)
+        window = self._window_of(places)
+        start, size = self._extent(window)
+        return start + self._within(window, places - start, size, inverse=True)
+
+    def _window_of(self, positions: Numbers) -> Numbers:
+        """The window of each position."""
+        short_ends = (self._gap // self._size + 1) * self._size - self._missing
+        return np.where(positions < short_ends, positions, positions + self._missing) // self._size
+
+    def _extent(self, window: Numbers) -> tuple[Numbers, Numbers]:
+        """First position and number of records of each window."""
+        edges = [np.minimum(at * self._size, self._order.n + self._missing) for at in (window, window + 1)]
+        first, end = (np.where(edge > self._gap, edge - self._missing, edge) for edge in edges)
+        return first, end - first
+
+    def _skip(self, positions: Numbers) -> Numbers:
+        """The places of the records that would come at these positions if windows were not permuted."""
+        return np.where(positions >= self._gap, positions + self._missing, positions)
+
+    def _records(self, places: Numbers) -> Numbers:
+        slot, offset = np.divmod(places, self._order.block)
+        return self._blocks(slot) * self._order.block + offset
+
+    def _within(self, windows: Numbers, offsets: Numbers, sizes: Numbers, *, inverse: bool) -> Numbers:
+        """Offsets permuted within their windows, each by its own key."""
+        out = np.empty_like(offsets)
+        for window in np.unique(windows).tolist():
+            (at,) = np.nonzero(windows == window)
+            shuffle = Permutation(int(sizes[at[0]]), self._order._key(window))  # pyright: ignore[reportPrivateUsage]
+            out[at] = shuffle.inverse(offsets[at]) if inverse else shuffle(offsets[at])
+        return out

@@ -1,0 +1,44 @@
+"""The record numbers of a rank's batches, computed many at a time."""
+
+import numpy as np
+
+from millstream.collection import Collection, Numbers
+from millstream.loader.order import Order
+from millstream.loader.ranks import Layout
+
+CHUNK = 1 << 16  # positions whose record numbers are computed at once
+
+
+class Positions:
+    """What an order and a layout say of each batch from position `start` on. Safe to use from threads."""
+
+    def __init__(self, order: Order, layout: Layout, start: int) -> None:
+        self._order, self._layout, self._start = order, layout, start
+        self._chunk: tuple[int, Numbers] = (-1, np.empty(0, np.int64))
+        self._windows_asked = -1
+
+    def of(self, step: int) -> Numbers:
+        """The record numbers of a batch."""
+        positions = self._layout.positions(self._start, step)
+        if not len(positions):
+            return positions
+        first, last = int(positions.min()) // CHUNK, int(positions.max()) // CHUNK
+        if first != last:
+            return self._order[positions]
+        at, numbers = self._chunk
+        if at != first:
+            numbers = self._order[first * CHUNK : (first + 1) * CHUNK]
+            self._chunk = first, numbers  # one assignment: threads may do this at the same time
+        return numbers[positions - first * CHUNK]
+
+    def read_ahead(self, step: int, collection: Collection) -> None:
+        """Ask for the blocks of this and the next window, once, when a batch is the first in its window."""
+        order = self._order
+        if order.mode != "window":
+            return
+        window = (self._start + step * self._layout.batch_size * self._layout.world) // (order.block * order.window)
+        for ahead in range(max(window, self._windows_asked + 1), window + 2):
+            self._windows_asked = ahead
+            first, last = order.blocks_of(ahead)
+            if len(first):
+                collection.will_need(first, last)

@@ -1,0 +1,271 @@
+"""Old preprocessed training files -> one record a trace. Knows their two layouts; needs no torch_geometric.
+
+kind    file written by torch.save                                      record, next to "question_id" and "label"
+lstm    "sequences": [B, L, d]                                          "layers": [L, d]
+gnn     "graphs": B lists of L torch_geometric.data.Data of             "x": [L, T, d], "edge_counts": [L],
+        x [T, d], edge_index [2, E], edge_attr [E] or [E, 1]            "edge_index": [2, all E], "edge_attr": [all E]
+both    "labels": [B], "question_ids": B texts
+
+B traces, L layers, T tokens, d hidden size, E edges of one layer. Tensors stay in the file until their trace is due.
+"""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import accumulate, pairwise
+from typing import Literal, cast
+
+import numpy as np
+import torch
+
+from millstream.errors import BadSource
+from millstream.source.allowed import Array, Refused, StoredTensor, brief
+from millstream.source.lazy_unpickle import GRAPHS, GraphObject, KindIsClear, KindUnpickler, LazyUnpickler
+from millstream.source.pickles import BROKEN, LEGACY_TORCH, ZIP, open_pickle, unsafe
+
+__all__ = ["AXES", "is_preprocessed", "read_preprocessed", "split_graphs"]
+
+AXES = {
+    ("layers", 2): "layer, dim",
+    ("x", 3): "layer, token, dim",
+    ("edge_index", 2): "end, edge",
+    ("edge_attr", 1): "edge",
+    ("edge_counts", 1): "layer",
+}
+GRAPH_FIELDS = ("x", "edge_index", "edge_attr")
+
+
+def is_preprocessed(path: str | os.PathLike[str]) -> Literal["lstm", "gnn"] | None:
+    """Which kind of preprocessed file it is, told from its content in a moment; None for traces and anything else.
+
+        is_preprocessed("gnn/preprocessed_0000.pt")  # "gnn"
+
+    A torch file that cannot be read is a BadSource or UnsafePickle, as it is when read.
+    """
+    name = os.fspath(path)
+    with open(name, "rb") as file:
+        if not file.read(16).startswith((ZIP, LEGACY_TORCH)):
+            return None
+    try:
+        with ExitStack() as opened:
+            content = KindUnpickler(*open_pickle(name, opened, KindUnpickler)).load()
+    except KindIsClear as clear:
+        return "gnn" if clear.is_gnn else None
+    except Refused as reason:
+        raise unsafe(name, reason) from None
+    except BROKEN as error:
+        raise BadSource(
+            f"{name}: broken: {str(error) or type(error).__name__}. Copy the file again or write it anew"
+        ) from error
+    fields = cast(dict[str, object], content) if isinstance(content, dict) else {}
+    if "labels" not in fields and "question_ids" not in fields:
+        return None
+    if isinstance(fields.get("sequences"), StoredTensor):
+        return "lstm"
+    return "gnn" if any(key in fields for key in GRAPHS) else None
+
+
+def read_preprocessed(
+    path: str | os.PathLike[str], *, notify: Callable[[str], None] | None = None
+) -> Iterator[dict[str, object]]:
+    """The traces of a preprocessed file as records of torch tensors, one in memory at a time.
+
+        for record in read_preprocessed("lstm_solo/preprocessed_0000.pt"):
+            record["question_id"], record["label"], record["layers"].shape  # "tc_33", 1.0, (33, 4096)
+
+    Labels are as they were written: NaN stays NaN, and one that is missing is None. Nothing in the file is run:
+    UnsafePickle names what it asked for. BadSource comes after the last whole trace of a broken file. `notify` is told
+    of fields in the file that records do not have.
+    """
+    name = os.fspath(path)
+    number = 0
+    known = {"sequences", "labels", "question_ids", *GRAPHS, *GRAPH_FIELDS}
+
+    def leave_out(fields: Mapping[str, object]) -> None:
+        extra = sorted(field for field, value in fields.items() if field not in known and value is not None)
+        known.update(extra)
+        if extra and notify:
+            notify(f"{name}: left out, since training records do not have it: {', '.join(extra)}")
+
+    try:
+        with ExitStack() as opened:
+            source, find_storage = open_pickle(name, opened, LazyUnpickler)
+            content = LazyUnpickler(source, find_storage).load()
+            if not source.at_end():
+                raise pickle.UnpicklingError("more bytes follow the end of the pickle")
+            rows, labels, ids = _columns(name, content)
+            leave_out(cast(dict[str, object], content))
+            for number in range(len(ids)):
+                yield {
+                    "question_id": _id(ids[number]),
+                    "label": _label(labels[number]),
+                    **_tensors(rows, number, leave_out),
+                }
+    except Refused as reason:
+        raise unsafe(name, reason) from None
+    except BROKEN as error:
+        raise BadSource(
+            f"{name}: broken in trace {number}: {str(error) or type(error).__name__}. "
+            f"The {number} traces before it are whole; for the rest, copy the file again or write it anew"
+        ) from error
+
+
+def split_graphs(record: Mapping[str, object]) -> list[dict[str, Array]]:
+    """The graph of each layer as views: `x` [T, d], `edge_index` [2, E] and, where there is one, `edge_attr` [E].
+
+    graphs = [Data(**{name: torch.from_numpy(x) for name, x in g.items()}) for g in split_graphs(traces[0])]
+    """
+    counts = [int(count) for count in cast(Array, record["edge_counts"])]
+    x, edge_index, edge_attr = (cast(Array, record[field]) for field in GRAPH_FIELDS)
+    graphs: list[dict[str, Array]] = []
+    for layer, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
+        graph = {"x": x[layer], "edge_index": edge_index[:, start:stop]}
+        if record["edge_attr"] is not None:
+            graph["edge_attr"] = edge_attr[start:stop]
+        graphs.append(graph)
+    return graphs
+
+
+# -- the columns of a file: rows, labels, ids
+
+Rows = StoredTensor | Sequence[object]
+
+
+def _columns(name: str, content: object) -> tuple[Rows, Sequence[object], Sequence[object]]:
+    fields = cast(dict[str, object], content) if isinstance(content, dict) else {}
+    key = next((key for key in ("sequences", *GRAPHS) if key in fields), None)
+    if key is None:
+        raise BadSource(f"{name}: not a preprocessed file: it holds neither 'sequences' nor 'graphs'")
+    rows = fields[key]
+    if isinstance(rows, StoredTensor) and key == "sequences":
+        num_rows = rows.shape[0] if len(rows.shape) == 3 else -1
+    elif isinstance(rows, list | tuple) and key != "sequences":
+        num_rows = len(cast(Sequence[object], rows))
+    else:
+        num_rows = -1
+    if num_rows < 0:
+        shape = f" of shape {rows.shape}" if isinstance(rows, StoredTensor) else ""
+        wanted = "a tensor [trace, layer, dim]" if key == "sequences" else "lists of graphs"
+        raise pickle.UnpicklingError(f"expected {key!r} to be {wanted}, found {brief(fields[key])}{shape}")
+    missing = [None] * num_rows
+    labels = _items("labels", fields["labels"]) if "labels" in fields else missing
+    ids = _items("question_ids", fields["question_ids"]) if "question_ids" in fields else missing
+    if not num_rows == len(labels) == len(ids):
+        raise BadSource(
+            f"{name}: {num_rows} {key}, {len(labels)} labels and {len(ids)} question_ids, so nobody knows which belong "
+            "together. Write it anew with the script that made it"
+        )
+    return cast(Rows, rows), labels, ids
+
+
+def _items(key: str, value: object) -> Sequence[object]:
+    if isinstance(value, StoredTensor) and len(value.shape) == 1:
+        return cast(list[object], value.read().tolist())  # pyright: ignore[reportUnknownMemberType]
+    if isinstance(value, np.ndarray) and cast(Array, value).ndim == 1:
+        return cast(list[object], cast(Array, value).tolist())
+    if isinstance(value, list | tuple):
+        return cast(Sequence[object], value)
+    found = brief(cast(object, value))
+    raise pickle.UnpicklingError(f"expected {key!r} to be a list or a tensor of one axis, found {found}")
+
+
+def _label(value: object) -> float | None:
+    if isinstance(value, StoredTensor) and not value.shape:
+        value = cast(object, value.read().item())
+    elif isinstance(value, np.generic):
+        value = cast(object, value.item())
+    if value is None or isinstance(value, int | float):
+        return None if value is None else float(value)
+    raise pickle.UnpicklingError(f"its label is {brief(value)}, not a number")
+
+
+def _id(value: object) -> str | None:
+    if isinstance(value, str):
+        value.encode()  # Arrow takes no lone surrogates, pickle does
+    elif value is not None and type(value) is not int:
+        raise pickle.UnpicklingError(f"its question_id is {brief(value)}, not a text")
+    return None if value is None else str(value)
+
+
+# -- the tensors of a trace
+
+
+def _tensors(rows: Rows, number: int, leave_out: Callable[[Mapping[str, object]], None]) -> dict[str, object]:
+    if isinstance(rows, StoredTensor):
+        return {"layers": rows[number].read()}
+    graphs = [_fields(graph, leave_out) for graph in cast(Sequence[object], rows[number])]
+    if not graphs:
+        raise pickle.UnpicklingError("it has no layers")
+    x, edge_index = _of_one_dtype("x", graphs), _of_one_dtype("edge_index", graphs)
+    has_attr = any(graph.get("edge_attr") is not None for graph in graphs)
+    edge_attr = _of_one_dtype("edge_attr", graphs) if has_attr else []
+    _check_shapes(x, edge_index, edge_attr)
+    counts = [edges.shape[1] for edges in edge_index]
+    return {
+        "x": _stack(x),
+        "edge_index": _join_edges(edge_index, counts, num_nodes=x[0].shape[0]),
+        "edge_attr": torch.cat([weights.read().reshape(-1) for weights in edge_attr]) if has_attr else None,
+        "edge_counts": np.array(counts, np.int64),
+    }
+
+
+def _fields(graph: object, leave_out: Callable[[Mapping[str, object]], None]) -> dict[str, object]:
+    """x, edge_index, edge_attr and whatever else the graph has: Data keeps them in `_store`, and that in `_mapping`."""
+    store = graph.state.get("_store") if isinstance(graph, GraphObject) else None
+    mapping = store.state.get("_mapping") if isinstance(store, GraphObject) else None
+    if not isinstance(mapping, dict):
+        raise pickle.UnpicklingError(f"expected a graph for every layer, found {brief(graph)}")
+    leave_out(cast(dict[str, object], mapping))
+    return cast(dict[str, object], mapping)
+
+
+def _of_one_dtype(field: str, graphs: Sequence[dict[str, object]]) -> list[StoredTensor]:
+    tensors: list[StoredTensor] = []
+    for layer, graph in enumerate(graphs):
+        tensor = graph.get(field)
+        if not isinstance(tensor, StoredTensor):
+            raise pickle.UnpicklingError(f"expected {field} of layer {layer} to be a tensor, found {brief(tensor)}")
+        if tensors and tensor.dtype != tensors[0].dtype:
+            raise pickle.UnpicklingError(
+                f"{field} is {tensors[0].dtype} in layer 0 and {tensor.dtype} in layer {layer}"
+            )
+        tensors.append(tensor)
+    return tensors
+
+
+def _check_shapes(x: list[StoredTensor], edge_index: list[StoredTensor], edge_attr: list[StoredTensor]) -> None:
+    if len(x[0].shape) != 2:
+        raise pickle.UnpicklingError(f"expected x to be [token, dim], found shape {x[0].shape}")
+    for layer, edges in enumerate(edge_index):
+        if x[layer].shape != x[0].shape:
+            raise pickle.UnpicklingError(
+                f"x has shape {x[0].shape} in layer 0 and {x[layer].shape} in layer {layer}, "
+                "but the layers of a trace have the same tokens and dimensions"
+            )
+        if len(edges.shape) != 2 or edges.shape[0] != 2 or edges.dtype.is_floating_point:
+            raise pickle.UnpicklingError(
+                f"expected edge_index of layer {layer} to be whole numbers [2, edge], found {edges.dtype} {edges.shape}"
+            )
+        if edge_attr and edge_attr[layer].shape not in (edges.shape[1:], (*edges.shape[1:], 1)):
+            raise pickle.UnpicklingError(
+                f"layer {layer} has {edges.shape[1]} edges, but edge_attr of shape {edge_attr[layer].shape}"
+            )
+
+
+def _stack(layers: list[StoredTensor]) -> torch.Tensor:
+    stacked = torch.empty((len(layers), *layers[0].shape), dtype=layers[0].dtype)
+    for layer, tensor in enumerate(layers):
+        stacked[layer] = tensor.read()
+    return stacked
+
+
+def _join_edges(layers: list[StoredTensor], counts: list[int], *, num_nodes: int) -> torch.Tensor:
+    joined = torch.empty((2, sum(counts)), dtype=layers[0].dtype)
+    for layer, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
+        edges = joined[:, start:stop].copy_(layers[layer].read())
+        if edges.numel() and not (edges.min() >= 0 and edges.max() < num_nodes):
+            raise pickle.UnpicklingError(
+                f"edges of layer {layer} join nodes {int(edges.min())} to {int(edges.max())}, but it has {num_nodes}"
+            )
+    return joined
