@@ -1,12 +1,12 @@
 """The loader benchmark's peers: write a data set with one of them, or read an epoch of it, each in its own process.
 
     python benchmarks/loader_peers.py write PEER A|B FOLDER [--count N]
-    python benchmarks/loader_peers.py read PEER A|B FOLDER --workers N [--epochs 1] [--check]
+    python benchmarks/loader_peers.py read PEER A|B FOLDER --workers N [--epochs 1] [--check] [--limit-s S] ...
     python benchmarks/loader_peers.py limits A|B FOLDER [--count N]
     python benchmarks/loader_peers.py peers
 
 A: traces of 2.7 MB, 600, batches of 16. B: reads of 150 bases, 2 M, batches of 4096. One line of JSON on stdout, all
-chatter on stderr. A peer that is not installed says so: {"peer": ..., "absent": reason}. Knows nothing of millstream.
+chatter on stderr. A peer that is not installed says so: {"peer": ..., "absent": reason}.
 """
 
 import argparse
@@ -25,11 +25,15 @@ from typing import Any
 import numpy as np
 
 import loader_data
+from loader_millstream import Millstream, MillstreamPack, MillstreamReads
 from loader_peers_reads import READ_PEERS
 from loader_peers_traces import TRACE_PEERS, Peer
 from pss import peak_pss, tree_pss
 
-PEERS: dict[str, dict[str, Callable[[], Peer]]] = {"A": TRACE_PEERS, "B": READ_PEERS}
+PEERS: dict[str, dict[str, Callable[[], Peer]]] = {
+    "A": {"millstream": Millstream, **TRACE_PEERS},
+    "B": {"millstream": MillstreamReads, "millstream-pack": MillstreamPack, **READ_PEERS},
+}
 COUNTS = {"A": 600, "B": 2_000_000}
 BATCHES = {"A": 16, "B": 4096}
 SETTINGS = "loader_peers.json"  # beside the data: what was written
@@ -39,11 +43,11 @@ Result = dict[str, Any]
 
 
 def write(name: str, workload: str, folder: Path, *, count: int, seed: int) -> Result:
-    """`seconds` include making the records, which alone takes `make_s` (for A; for B they are made before)."""
+    """`seconds` include making the records, alone `make_s`; in B the peak includes all reads, in arrays."""
     peer = PEERS[workload][name]()
     shutil.rmtree(folder / DATA, ignore_errors=True)
     (folder / DATA).mkdir(parents=True)
-    make_s = clock(lambda: prepare(workload, count, seed))
+    make_s = clock(lambda: make(workload, count, seed))
     base, _ = tree_pss()
     with peak_pss() as memory:
         seconds = clock(lambda: peer.write(folder / DATA, count=count, seed=seed))
@@ -62,7 +66,16 @@ def write(name: str, workload: str, folder: Path, *, count: int, seed: int) -> R
 
 
 def read(
-    name: str, workload: str, folder: Path, *, workers: int, epochs: int, check: bool, limit_s: float, batch: int
+    name: str,
+    workload: str,
+    folder: Path,
+    *,
+    workers: int,
+    epochs: int,
+    check: bool,
+    memory: bool,
+    limit_s: float,
+    batch: int,
 ) -> Result:
     """The median epoch of `epochs`; each opens the data anew, in this process.
 
@@ -76,13 +89,14 @@ def read(
     gc.collect()
     base, _ = tree_pss()
     runs = []
-    with peak_pss() as memory:
+    with peak_pss() if memory else contextlib.nullcontext() as peak:
         for epoch in range(epochs):
             runs.append(_epoch(peer, folder / DATA, workload, workers, batch, epoch + 1, limit_s))
             gc.collect()
     run = sorted(runs, key=lambda run: run["first_batch_s"] + run["seconds"])[len(runs) // 2]
     result = {**_about(peer, workload), "workers": workers, "batch_size": batch, **run, "base_pss_bytes": base}
-    result |= {"peak_pss_bytes": memory.peak_bytes, "peak_pss_file_bytes": memory.peak_file_bytes}
+    if peak:
+        result |= {"peak_pss_bytes": peak.peak_bytes, "peak_pss_file_bytes": peak.peak_file_bytes}
     if epochs > 1:
         result["epochs_s"] = [run["first_batch_s"] + run["seconds"] for run in runs]
     if check and peer.shuffle != "none":
@@ -225,8 +239,8 @@ def _parts(workload: str, count: int, seed: int) -> Iterator[bytes]:
             yield rows[start : start + BATCHES["B"]].tobytes()
 
 
-def prepare(workload: str, count: int, seed: int) -> None:
-    """What the writers need is made before they are timed (B), or its time is known (A)."""
+def make(workload: str, count: int, seed: int) -> None:
+    """What every writer does besides writing."""
     if workload == "A":
         for _ in loader_data.traces(count, seed):
             pass
@@ -276,6 +290,7 @@ def run(arguments: argparse.Namespace) -> Result:
             workers=arguments.workers,
             epochs=arguments.epochs,
             check=arguments.check,
+            memory=not arguments.no_memory,
             limit_s=arguments.limit_s,
             batch=arguments.batch_size or BATCHES[workload],
         )
@@ -306,6 +321,7 @@ def main() -> int:
             sub.add_argument("--epochs", type=int, default=1)
             sub.add_argument("--batch-size", type=int)
             sub.add_argument("--check", action="store_true")
+            sub.add_argument("--no-memory", action="store_true", help="do not sample it: that takes a tenth of a core")
             sub.add_argument("--limit-s", type=float, default=float("inf"), help="stop an epoch after so long")
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")

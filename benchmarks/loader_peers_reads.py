@@ -77,7 +77,7 @@ class Safetensors(traces.Safetensors):
         file = self._lib.safe_open(folder / "data.safetensors", framework="pt")
         bases, labels = file.get_tensor("bases").numpy(), file.get_tensor("labels").numpy()
 
-        def take(numbers: list[int]) -> Batch:  # numpy's take: a sixth of the time of torch's index_select
+        def take(numbers: list[int]) -> Batch:  # by numpy, in one thread, as in `copied`
             return torch.from_numpy(bases.take(numbers, axis=0)), torch.from_numpy(labels.take(numbers))
 
         rows = Rows(len(labels), _one_by_one, take)

@@ -90,6 +90,10 @@ class Collection(ABC):
         """Start reading the records from `first[i]` to `last[i]`, for every i, from disk, where that helps."""
         return
 
+    def release(self, first: Numbers, last: Numbers) -> None:
+        """These were asked for by `will_need` and are not needed any more."""
+        return
+
     def subset(self, numbers: Sequence[int] | Numbers) -> "Subset":
         """Some of the records, in the order given."""
         import millstream as ms

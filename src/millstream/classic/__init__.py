@@ -1,6 +1,7 @@
 """The vocabulary of the old scripts (batch, global_example_id, StreamingSequenceDataset) on millstream's engine.
 
 from src.batch_loader import TraceBatchLoader  ->  from millstream.classic import TraceBatchLoader
+from baseline import PreprocessedLSTMDataset  ->  from millstream.classic import PreprocessedLSTMDataset
 from modules.dataloading import MetaGeneTokenizer  ->  from millstream.classic import MetaGeneTokenizer
 """
 
@@ -10,27 +11,41 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from millstream.classic.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
     from millstream.classic.metagene_tokenizer import MetaGeneTokenizer
+    from millstream.classic.preprocessed_datasets import (
+        PreprocessedGNNDataset,
+        PreprocessedLSTMDataset,
+        num_workers_for,
+        train_val_test,
+    )
     from millstream.classic.sequence_datasets import CachedStreamingDataset, SequenceDataset, StreamingSequenceDataset
 
 __all__ = [
     "CachedStreamingDataset",
     "MetaGeneTokenizer",
+    "PreprocessedGNNDataset",
+    "PreprocessedLSTMDataset",
     "SequenceDataset",
     "StreamingSequenceDataset",
     "TraceBatchLoader",
     "extract_batch_subset",
     "merge_batches",
+    "num_workers_for",
+    "train_val_test",
 ]
 
 # Imported when first used: the datasets take torch, 2 seconds, which TraceBatchLoader does not need.
 _HOME = {
     "CachedStreamingDataset": "sequence_datasets",
     "MetaGeneTokenizer": "metagene_tokenizer",
+    "PreprocessedGNNDataset": "preprocessed_datasets",
+    "PreprocessedLSTMDataset": "preprocessed_datasets",
     "SequenceDataset": "sequence_datasets",
     "StreamingSequenceDataset": "sequence_datasets",
     "TraceBatchLoader": "batch_loader",
     "extract_batch_subset": "batch_loader",
     "merge_batches": "batch_loader",
+    "num_workers_for": "preprocessed_datasets",
+    "train_val_test": "preprocessed_datasets",
 }
 
 

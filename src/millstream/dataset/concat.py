@@ -1,6 +1,6 @@
 """Several collections as one."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Self, cast
 
 import numpy as np
@@ -10,6 +10,7 @@ from millstream.collection import Collection, Medium, Numbers
 from millstream.config import config_hash
 from millstream.records import Array
 from millstream.source.gather import gather
+from millstream.store.arrow_columns import chunked
 from millstream.store.read_batch import ColumnValues, ReadBatch
 
 
@@ -37,7 +38,7 @@ class Concat(Collection):
 
     def column(self, name: str) -> pa.ChunkedArray:
         chunks = [chunk for part in self.parts for chunk in part.column(name).chunks]
-        return pa.chunked_array(chunks) if chunks else self.parts[0].column(name)
+        return chunked(chunks) if chunks else self.parts[0].column(name)
 
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
         out = np.empty(len(numbers), np.int64)
@@ -67,9 +68,16 @@ class Concat(Collection):
         return type(self)([part.in_epoch(epoch) for part in self.parts])
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
+        for part, rows, ends in self._ranges(first, last):
+            part.will_need(rows, ends)
+
+    def release(self, first: Numbers, last: Numbers) -> None:
+        for part, rows, ends in self._ranges(first, last):
+            part.release(rows, ends)
+
+    def _ranges(self, first: Numbers, last: Numbers) -> Iterator[tuple[Collection, Numbers, Numbers]]:
         for part, rows, at in self._split(first):
-            end = np.minimum(last[at] - self._starts[part], len(self.parts[part]) - 1)
-            self.parts[part].will_need(rows, end)
+            yield self.parts[part], rows, np.minimum(last[at] - self._starts[part], len(self.parts[part]) - 1)
 
     def __repr__(self) -> str:
         return f"Concat({len(self)} records of {len(self.parts)} collections)"
@@ -126,6 +134,7 @@ def _join_reads(parts: Sequence[ReadBatch], order: Numbers) -> ReadBatch:
     quality = (
         gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0] if len(grades) == len(parts) else None
     )
-    columns = {name: _join([part.columns[name] for part in parts], order) for name in parts[0].columns}
+    names = [name for name in parts[0].columns if all(name in part.columns for part in parts)]
+    columns = {name: _join([part.columns[name] for part in parts], order) for name in names}
     numbers = np.concatenate([part.numbers for part in parts])[order]
     return ReadBatch(numbers, flat, offsets, cast(Mapping[str, ColumnValues], columns), quality)

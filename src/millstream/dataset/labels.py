@@ -83,6 +83,9 @@ class Labelled(Collection):
     def will_need(self, first: Numbers, last: Numbers) -> None:
         self.collection.will_need(first, last)
 
+    def release(self, first: Numbers, last: Numbers) -> None:
+        self.collection.release(first, last)
+
     def __repr__(self) -> str:
         return f"Labelled({self.collection!r})"
 
@@ -142,6 +145,7 @@ def _find(collection: Collection, table: str | Path | pa.Table | None, column: s
         raise BadSource(f"{source}: expected {wanted}, found {', '.join(rows.column_names)}")
     values: dict[str, object] = {}
     for name, value in zip(rows.column(key).to_pylist(), rows.column(column).to_pylist(), strict=True):
+        value = None if value != value else value  # NaN, which is not even equal to itself
         if values.setdefault(str(name), value) != value:
             raise BadSource(f"{source}: {key} {name!r} has two labels, {values[str(name)]!r} and {value!r}")
     return [values.get(str(name)) for name in collection.column(key).to_pylist()], source

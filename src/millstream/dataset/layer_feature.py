@@ -61,7 +61,7 @@ class LayerFeature:
         start, end = {"mean": (0, count), "mean_answer": (prompt, count)}.get(str(self.token), (0, 0))
         if self.token in ("mean", "mean_answer") and start < end:
             return states_LTD[:, start:end].mean(axis=1, dtype=np.float32)
-        named = {"first": 0, "last": count - 1, "last_prompt": prompt - 1, "first_answer": prompt}
+        named = {"first": 0, "last": count - 1, "last_prompt": prompt - 1 if prompt else count, "first_answer": prompt}
         place = named.get(str(self.token), self.token)
         if isinstance(place, str) or not -count <= place < count:
             raise ValueError(f"record {number}: has {count} tokens, {prompt} of them prompt: no token {self.token!r}")

@@ -11,6 +11,7 @@ from millstream.config import config_hash
 from millstream.dataset.concat import fetch_from
 from millstream.dataset.permutation import Permutation
 from millstream.dataset.permutation import mix as mix_bits
+from millstream.store.arrow_columns import chunked
 
 MAX_RECORDS = 3 * 10**9  # products of two such numbers fit into 63 bits
 
@@ -44,7 +45,7 @@ class Mixture(Collection):
 
     def column(self, name: str) -> pa.ChunkedArray:
         chunks = [chunk for part in self.parts for chunk in part.column(name).chunks]
-        return pa.chunked_array(chunks).take(self.record_numbers(np.arange(len(self))))
+        return chunked(chunks).take(self.record_numbers(np.arange(len(self))))
 
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
         out = np.empty(len(numbers), np.int64)
@@ -134,5 +135,6 @@ def mix(weights: Mapping[Collection, float], seed: int = 0, *, repeat: bool = Fa
     if records > MAX_RECORDS:
         raise ValueError(f"a mixture of {records} records: at most {MAX_RECORDS}")
     exact = [records * weight / total for weight in weights.values()]
-    counts = [round(share) if repeat else min(round(share), len(c)) for c, share in zip(weights, exact, strict=True)]
+    bound = max if repeat else min  # rounding neither loses the last record of one nor asks for one more than it has
+    counts = [bound(round(share), len(c)) for c, share in zip(weights, exact, strict=True)]
     return Mixture(list(weights), counts, seed=seed)

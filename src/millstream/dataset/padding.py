@@ -18,11 +18,11 @@ def stack(arrays: "Sequence[Array | torch.Tensor]") -> "tuple[Array | torch.Tens
 
     The mask is True where there is data; it has the batch axis and the axes that differ, and is None if none does.
     """
-    if hasattr(arrays[0], "__torch_function__"):  # a dtype numpy lacks
+    if hasattr(arrays[0], "__torch_function__"):  # often of a dtype numpy lacks: as bits of its size
         import torch
 
         tensors = cast("Sequence[torch.Tensor]", arrays)
-        bits = torch.uint16 if tensors[0].itemsize == 2 else torch.uint8
+        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.int32, 8: torch.int64}[tensors[0].itemsize]
         whole, mask = stack([cast(Array, tensor.view(bits).numpy()) for tensor in tensors])
         back = torch.from_numpy(cast("NDArray[np.uint8]", whole))  # pyright: ignore[reportUnknownMemberType]
         return back.view(tensors[0].dtype), mask
@@ -34,10 +34,10 @@ def stack(arrays: "Sequence[Array | torch.Tensor]") -> "tuple[Array | torch.Tens
     sizes = shapes.max(axis=0, initial=0)
     ragged = np.flatnonzero((shapes != sizes).any(axis=0)).tolist()
     out = empty((len(rows), *sizes.tolist()), rows[0].dtype)
-    for row, target in zip(rows, out, strict=True):
-        target[tuple(slice(size) for size in row.shape)] = row
+    for place, row in enumerate(rows):
+        out[(place, *map(slice, row.shape))] = row
         for axis in ragged:  # what lies past the end on this axis
-            target[(slice(None),) * axis + (slice(row.shape[axis], None),)] = 0
+            out[(place, *(slice(None),) * axis, slice(row.shape[axis], None))] = 0
     if not ragged:
         return out, None
     mask = np.ones((len(rows), *sizes[ragged].tolist()), np.bool_)

@@ -69,6 +69,9 @@ class Subset(Collection):
     def will_need(self, first: Numbers, last: Numbers) -> None:
         self.collection.will_need(self._take(first), self._take(last))
 
+    def release(self, first: Numbers, last: Numbers) -> None:
+        self.collection.release(self._take(first), self._take(last))
+
     def __repr__(self) -> str:
         return f"Subset({len(self)} of {len(self.collection)} records of {self.collection!r})"
 

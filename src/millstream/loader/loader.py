@@ -3,11 +3,11 @@
 from collections.abc import Generator, Mapping, Sequence
 
 from millstream.buffers import Pool
-from millstream.collection import Collection
+from millstream.collection import Collection, Numbers
 from millstream.config import parse_bytes
 from millstream.console import format_bytes, say
 from millstream.dataset.batch import Feature
-from millstream.loader.plan import BATCHES_AHEAD, OrderName, plan_order, plan_threads
+from millstream.loader.plan import OrderName, batch_budget, plan_order, plan_threads
 from millstream.loader.positions import Positions
 from millstream.loader.prefetch import Prefetch
 from millstream.loader.ranks import Layout, Tail, find_ranks
@@ -46,8 +46,7 @@ class Loader:
         self._memory = parse_bytes(memory)
         self._plan = plan_order(collection, order, memory=self._memory)
         self._asked = order
-        # Half for batches; of compressed files, the other half is for decoded blocks.
-        self._budget = self._memory // 2 if self._plan.mode == "window" else self._memory * 3 // 4
+        self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
         self._collection = collection.within(self._memory - self._budget)
         self._recipe = Recipe(collection, features, seed=seed)
         rank, world = find_ranks(rank, world)
@@ -121,8 +120,14 @@ class Loader:
             self._said = True
             say(f"loader: {self.plan}")
 
+        wanted_at: dict[int, Numbers] = {}
+
+        def cost(step: int) -> int:
+            wanted_at[step] = numbers.of(step)
+            return self._recipe.cost(collection, wanted_at[step])
+
         def make(step: int) -> tuple[dict[str, object], int]:
-            wanted = numbers.of(step)
+            wanted = wanted_at.pop(step)
             numbers.read_ahead(step, collection)
             try:
                 with self._pool.use():
@@ -136,10 +141,10 @@ class Loader:
         self._samples = start
         prefetch = self._prefetch = Prefetch(
             make,
-            lambda step: self._recipe.cost(collection, numbers.of(step)),
+            cost,
             steps=layout.steps(start),
             threads=threads,
-            ahead=BATCHES_AHEAD * max(threads, 1),
+            ahead=threads + 1,
             budget=self._budget,
         )
         step = 0

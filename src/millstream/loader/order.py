@@ -1,5 +1,6 @@
 """The order of an epoch as a pure function from position to record number. Knows integers; knows nothing of data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -55,23 +56,24 @@ class Order:
         """First and last record of every block of a window."""
         count = -(-self.n // self.block)
         slots = np.arange(window * self.window, min((window + 1) * self.window, count), dtype=np.int64)
-        blocks = Permutation(count, self._key(_BLOCKS))(slots)
+        blocks = Permutation(count, self.key(_BLOCKS))(slots)
         return blocks * self.block, np.minimum((blocks + 1) * self.block, self.n) - 1
 
     def inverse(self, numbers: Numbers) -> Numbers:
         """The positions at which these records come."""
         if self.mode == "exact":
-            return Permutation(self.n, self._key()).inverse(numbers)
+            return Permutation(self.n, self.key()).inverse(numbers)
         self._check(numbers)
         return _Windows(self).positions(numbers) if self.mode == "window" else numbers.copy()
 
     def _numbers(self, positions: Numbers) -> Numbers:
         if self.mode == "exact":
-            return Permutation(self.n, self._key())(positions)
+            return Permutation(self.n, self.key())(positions)
         self._check(positions)
         return _Windows(self).numbers(positions) if self.mode == "window" else positions.copy()
 
-    def _key(self, *of: int) -> int:
+    def key(self, *of: int) -> int:
+        """The key of one of its permutations."""
         return mix(self.seed, self.epoch, *of)
 
     def _check(self, values: Numbers) -> None:
@@ -84,52 +86,53 @@ class _Windows:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._size = order.block * order.window  # records of a full window
+        self._size = order.block * order.window  # places of a window
         count = -(-order.n // order.block)
-        self._blocks = Permutation(count, order._key(_BLOCKS))  # pyright: ignore[reportPrivateUsage]
+        self._blocks = Permutation(count, order.key(_BLOCKS))
         self._missing = count * order.block - order.n  # in the last block
         last = np.array([count - 1], np.int64)
         # The places of the short block's missing records, which no position has
         self._gap = (int(self._blocks.inverse(last)[0]) + 1) * order.block - self._missing if count else 0
 
     def numbers(self, positions: Numbers) -> Numbers:
-        # Every window but that of the short block is full: positions after it are so many places further on.
-        window = self._window_of(positions)
-        start, size = self._extent(window)
-        return self._records(self._skip(start + self._within(window, positions - start, size, inverse=False)))
+        out = np.empty_like(positions)
+        for window, at in _by_value(self._window_of(positions)):
+            start, size = self._extent(window)
+            shuffle = Permutation(size, self._order.key(window))
+            places = start + shuffle(positions[at] - start)
+            places = np.where(places >= self._gap, places + self._missing, places) - window * self._size
+            slots = places // self._order.block
+            first = window * self._order.window
+            blocks = self._blocks(np.arange(first, min(first + self._order.window, self._blocks.n), dtype=np.int64))
+            out[at] = blocks[slots] * self._order.block + (places - slots * self._order.block)
+        return out
 
     def positions(self, numbers: Numbers) -> Numbers:
-        block, offset = np.divmod(numbers, self._order.block)
-        places = self._blocks.inverse(block) * self._order.block + offset
+        blocks = numbers // self._order.block
+        places = self._blocks.inverse(blocks) * self._order.block + (numbers - blocks * self._order.block)
         places = np.where(places >= self._gap + self._missing, places - self._missing, places)
-        window = self._window_of(places)
-        start, size = self._extent(window)
-        return start + self._within(window, places - start, size, inverse=True)
+        out = np.empty_like(places)
+        for window, at in _by_value(self._window_of(places)):
+            start, size = self._extent(window)
+            out[at] = start + Permutation(size, self._order.key(window)).inverse(places[at] - start)
+        return out
 
     def _window_of(self, positions: Numbers) -> Numbers:
-        """The window of each position."""
+        """The window of each position: all are full but that of the short block, which ends earlier."""
         short_ends = (self._gap // self._size + 1) * self._size - self._missing
         return np.where(positions < short_ends, positions, positions + self._missing) // self._size
 
-    def _extent(self, window: Numbers) -> tuple[Numbers, Numbers]:
-        """First position and number of records of each window."""
-        edges = [np.minimum(at * self._size, self._order.n + self._missing) for at in (window, window + 1)]
-        first, end = (np.where(edge > self._gap, edge - self._missing, edge) for edge in edges)
+    def _extent(self, window: int) -> tuple[int, int]:
+        """First position and number of records of a window."""
+        edges = [min(at * self._size, self._order.n + self._missing) for at in (window, window + 1)]
+        first, end = (edge - self._missing if edge > self._gap else edge for edge in edges)
         return first, end - first
 
-    def _skip(self, positions: Numbers) -> Numbers:
-        """The places of the records that would come at these positions if windows were not permuted."""
-        return np.where(positions >= self._gap, positions + self._missing, positions)
 
-    def _records(self, places: Numbers) -> Numbers:
-        slot, offset = np.divmod(places, self._order.block)
-        return self._blocks(slot) * self._order.block + offset
-
-    def _within(self, windows: Numbers, offsets: Numbers, sizes: Numbers, *, inverse: bool) -> Numbers:
-        """Offsets permuted within their windows, each by its own key."""
-        out = np.empty_like(offsets)
-        for window in np.unique(windows).tolist():
-            (at,) = np.nonzero(windows == window)
-            shuffle = Permutation(int(sizes[at[0]]), self._order._key(window))  # pyright: ignore[reportPrivateUsage]
-            out[at] = shuffle.inverse(offsets[at]) if inverse else shuffle(offsets[at])
-        return out
+def _by_value(values: Numbers) -> Iterator[tuple[int, "Numbers | slice"]]:
+    """Every value, and where it stands."""
+    if len(values) and values[0] == values[-1] and (values == values[0]).all():
+        yield int(values[0]), slice(None)
+        return
+    for value in np.unique(values).tolist():
+        yield value, np.flatnonzero(values == value)

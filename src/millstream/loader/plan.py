@@ -13,7 +13,6 @@ OrderName = Literal["auto", "exact", "window", "none"]
 BLOCK_BYTES = 256 << 10  # neighbouring records that are read together, in the order `window`
 LARGE_RECORD_BYTES = 256 << 10  # a disk reads such records at full speed in any order
 MAX_THREADS = 8
-BATCHES_AHEAD = 2  # for each thread
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,16 @@ def plan_order(collection: Collection, wanted: OrderName, *, memory: int) -> Pla
     kind = "free memory" if medium.is_random else "decoded blocks"
     size = f"{format_bytes(medium.num_bytes)} {'fit' if fits else 'do not fit'} into {format_bytes(free)} of {kind}"
     return Plan("exact" if fits else "window", block, window, size)
+
+
+def batch_budget(collection: Collection, memory: int, *, batch_size: int) -> int:
+    """How much of the memory is for batches: a quarter of it if they are small, three quarters if they are not.
+
+    The rest is for decoded blocks and mapped files.
+    """
+    record_bytes = collection.medium.num_bytes // max(len(collection), 1)
+    ample = batch_size * record_bytes * 16 * (MAX_THREADS + 2)  # tokens take 16 bytes a letter
+    return min(max(ample, memory // 4), memory * 3 // 4)
 
 
 def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int) -> tuple[int, str]:

@@ -1,5 +1,7 @@
 """The record numbers of a rank's batches, computed many at a time."""
 
+import threading
+
 import numpy as np
 
 from millstream.collection import Collection, Numbers
@@ -9,12 +11,18 @@ from millstream.loader.ranks import Layout
 CHUNK = 1 << 16  # positions whose record numbers are computed at once
 
 
+def window_of(position: int, order: Order) -> int:
+    """The window of a position, about: the one with the short block may end earlier."""
+    return position // (order.block * order.window)
+
+
 class Positions:
     """What an order and a layout say of each batch from position `start` on. Safe to use from threads."""
 
     def __init__(self, order: Order, layout: Layout, start: int) -> None:
         self._order, self._layout, self._start = order, layout, start
         self._chunk: tuple[int, Numbers] = (-1, np.empty(0, np.int64))
+        self._lock = threading.Lock()
         self._windows_asked = -1
 
     def of(self, step: int) -> Numbers:
@@ -25,20 +33,21 @@ class Positions:
         first, last = int(positions.min()) // CHUNK, int(positions.max()) // CHUNK
         if first != last:
             return self._order[positions]
-        at, numbers = self._chunk
-        if at != first:
-            numbers = self._order[first * CHUNK : (first + 1) * CHUNK]
-            self._chunk = first, numbers  # one assignment: threads may do this at the same time
-        return numbers[positions - first * CHUNK]
+        with self._lock:
+            if self._chunk[0] != first:
+                self._chunk = first, self._order[first * CHUNK : (first + 1) * CHUNK]
+            return self._chunk[1][positions - first * CHUNK]
 
     def read_ahead(self, step: int, collection: Collection) -> None:
         """Ask for the blocks of this and the next window, once, when a batch is the first in its window."""
         order = self._order
         if order.mode != "window":
             return
-        window = (self._start + step * self._layout.batch_size * self._layout.world) // (order.block * order.window)
+        window = window_of(self._start + step * self._layout.batch_size * self._layout.world, order)
         for ahead in range(max(window, self._windows_asked + 1), window + 2):
             self._windows_asked = ahead
             first, last = order.blocks_of(ahead)
             if len(first):
                 collection.will_need(first, last)
+            if ahead - 3 >= window_of(self._start, order):  # the last but one: some thread may still read the last
+                collection.release(*order.blocks_of(ahead - 3))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Made = "dict[str, torch.Tensor | list[object]]"
 NUMBERS = "numbers"
 _OBJECT_BYTES = 100  # what a text or a list in a batch is taken to need
+_RECORD_BYTES = 24  # the least that `Collection.sizes` says of a record
 
 
 class Recipe:
@@ -45,9 +47,10 @@ class Recipe:
         for names, features in self._groups:
             batch = fetch_batch(collection, numbers, names)
             span = _span(batch)
-            fetched_bytes += span[1]
+            fetched_bytes += span[1] + _RECORD_BYTES * len(numbers)
             for feature in features:
-                for name, value in feature(batch, seed=self._seed, epoch=epoch).items():
+                asked = batch if len(features) == 1 else _narrowed(batch, feature.fields)
+                for name, value in feature(asked, seed=self._seed, epoch=epoch).items():
                     if name in made:
                         raise ValueError(f"two features give {name!r}; a batch has one of each name")
                     made[name] = as_tensor(value)
@@ -71,14 +74,17 @@ class Recipe:
 
 
 def as_tensor(value: object) -> object:
-    """Arrays as torch tensors over the same memory; anything else as it is."""
+    """Arrays, and lists of them, as torch tensors over the same memory; anything else as it is."""
     import torch
 
+    if isinstance(value, list):
+        items = cast("list[object]", value)
+        return [as_tensor(item) for item in items] if items and isinstance(items[0], np.ndarray) else items
     if not isinstance(value, np.ndarray):
         return value
     array = cast(Array, value)
     if array.dtype.kind not in "biufc":
-        return array.tolist()
+        return cast("list[object]", array.tolist())
     if not array.flags.writeable:
         array = array.copy()
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
@@ -102,6 +108,17 @@ def _group(features: Sequence[Feature]) -> list[tuple[list[str] | None, list[Fea
         else:
             groups.append((wanted, [feature]))
     return [(None if names is None else list(names.values()), members) for names, members in groups]
+
+
+def _narrowed(batch: Batch, names: Sequence[str] | None) -> Batch:
+    """A batch that was fetched for several features, with what one of them asked for."""
+    if names is None:
+        return batch
+    asked = {re.sub(r"\[.*\]$", "", name) for name in names}
+    columns = {name: values for name, values in batch.columns.items() if name in asked}
+    if isinstance(batch, ReadBatch):
+        return replace(batch, columns=columns, quality=batch.quality if "quality" in asked else None)
+    return replace(batch, columns=columns)
 
 
 def _check_fields(collection: Collection, names: Sequence[str] | None) -> None:

@@ -69,28 +69,54 @@ class SharedBatch:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         files: dict[int, int] = {}
-        places = {name: self._send(value, files) for name, value in self.batch.items()}
+        room = _Room(self._memory, sum(map(self._loose_bytes, self.batch.values())))
+        places = {name: self._send(value, files, room) for name, value in self.batch.items()}
         return _arrive, (os.getpid(), files, places)
 
-    def _send(self, value: object, files: dict[int, int]) -> object:
+    def _send(self, value: object, files: dict[int, int], room: "_Room") -> object:
         """What stands for a value; the files it lies in are noted, with their sizes."""
         if isinstance(value, list):
-            return [self._send(item, files) for item in cast("list[object]", value)]
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)  # pyright: ignore
+            return [self._send(item, files, room) for item in cast("list[object]", value)]
         if not isinstance(value, torch.Tensor) or not value.nbytes:
             return value
-        tensor = value.contiguous()
-        block = self._memory.block_of(tensor.data_ptr())
-        if block is None:  # made elsewhere
-            memory = torch.from_numpy(self._memory.pool.take(tensor.nbytes))  # pyright: ignore
-            tensor = memory.view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
-            block = self._memory.block_of(tensor.data_ptr())
-            assert block is not None
+        block = self._home(value)
+        tensor = value if block else room.put(value)
+        block = block or room.block
+        assert block is not None
         block.send_away()
         files[block.fd] = block.data.nbytes
         dtype = str(tensor.dtype).removeprefix("torch.")
         return _Place(block.fd, tensor.data_ptr() - block.start, tuple(tensor.shape), dtype)
+
+    def _home(self, tensor: torch.Tensor) -> SharedBlock | None:
+        """The block a tensor lies in, in one piece."""
+        return self._memory.block_of(tensor.data_ptr()) if tensor.is_contiguous() else None
+
+    def _loose_bytes(self, value: object) -> int:
+        """Room for the tensors that were made elsewhere."""
+        if isinstance(value, list):
+            return sum(map(self._loose_bytes, cast("list[object]", value)))
+        if isinstance(value, torch.Tensor) and self._home(value) is None:
+            return _aligned(value.nbytes)
+        return 0
+
+
+class _Room:
+    """One piece of shared memory for all tensors of a batch that have none: a file each would be many files."""
+
+    def __init__(self, memory: SharedMemory, size: int) -> None:
+        self._left: Bytes = memory.pool.take(size) if size else np.empty(0, np.uint8)
+        self.block = memory.block_of(self._left.ctypes.data) if size else None
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, here."""
+        place, self._left = self._left[: tensor.nbytes], self._left[_aligned(tensor.nbytes) :]
+        copy = torch.from_numpy(place).view(tensor.dtype).reshape(tensor.shape)  # pyright: ignore
+        return copy.copy_(tensor)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 class _Place(NamedTuple):

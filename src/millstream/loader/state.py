@@ -38,11 +38,13 @@ class State:
         """The saved state, if it belongs to the same data and seed (and order, unless any will do)."""
         if saved.get("version") != VERSION:
             raise StateMismatch(f"a loader state of version {saved.get('version')!r}; this millstream reads {VERSION}")
-        mine = self.to_json()
-        fixed = ["seed", "records", "collection", *(() if any_order else ("order",))]
-        if differs := config_diff({key: saved.get(key) for key in fixed}, {key: mine[key] for key in fixed}):
-            raise StateMismatch(f"the state was saved for something else (saved -> here): {differs}")
         mode, block, window = cast("tuple[Mode, int, int]", saved["order"])
+        fixed = ["seed", "records", "collection"]
+        theirs, mine = ({key: state.get(key) for key in fixed} for state in (saved, self.to_json()))
+        if not any_order:  # its geometry, which depends on the memory, is taken over
+            theirs, mine = {**theirs, "order": mode}, {**mine, "order": self.plan.mode}
+        if differs := config_diff(theirs, mine):
+            raise StateMismatch(f"the state was saved for something else (saved -> here): {differs}")
         plan = Plan(mode, block, window, "as in the state resumed")
         epoch, samples = cast(int, saved["epoch"]), cast(int, saved["samples"])
         return State(self.seed, epoch, samples, self.records, self.collection, plan)

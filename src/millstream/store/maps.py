@@ -50,9 +50,10 @@ class Map:
         start = offset - offset % mmap.PAGESIZE
         self._memory.advise(start, end - start, mmap.MADV_WILLNEED)
 
-    def drop(self) -> None:
+    def drop(self, start: int = 0, end: int | None = None) -> None:
         """Take the pages out of this process; the kernel keeps them cached as long as it likes."""
-        self._memory.advise(0, self.num_bytes, mmap.MADV_DONTNEED)
+        start -= start % mmap.PAGESIZE
+        self._memory.advise(start, (self.num_bytes if end is None else end) - start, mmap.MADV_DONTNEED)
 
     def _is_cached(self, start: int, end: int) -> bool:
         """Whether first, middle and last byte are in the page cache (mincore is silent about others' files)."""

@@ -111,6 +111,9 @@ class PackFile:
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             self.sections.will_need(self._stream_at + start, end - start + PAGE_BYTES)
 
+    def release(self, first: Numbers, last: Numbers) -> None:
+        """Pages are let go of when there are too many."""
+
     def is_indexed(self, name: str) -> bool:
         """Whether a column is stored by itself, not only in the headers."""
         return self.columns[name].stored.kept != "header"

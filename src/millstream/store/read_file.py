@@ -84,9 +84,16 @@ class ReadFile:
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
         """Start reading the file from row `first[i]` to row `last[i]`."""
-        starts, ends = self.places(first).start, self.places(last)
-        for start, end in zip(starts.tolist(), (ends.start + ends.span).tolist(), strict=True):
+        for start, end in self._spans(first, last):
             self.text.will_need(start, end)
+
+    def release(self, first: Numbers, last: Numbers) -> None:
+        for start, end in self._spans(first, last):
+            self.text.release(start, end)
+
+    def _spans(self, first: Numbers, last: Numbers) -> Iterator[tuple[int, int]]:
+        starts, ends = self.places(first).start, self.places(last)
+        return zip(starts.tolist(), (ends.start + ends.span).tolist(), strict=True)
 
     def verify(self) -> Iterator[str]:
         """Check every byte of the index and of the file; what is wrong."""

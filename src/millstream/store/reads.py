@@ -57,6 +57,7 @@ class Part(Protocol):
     @property
     def medium(self) -> Medium: ...
     def will_need(self, first: Numbers, last: Numbers) -> None: ...
+    def release(self, first: Numbers, last: Numbers) -> None: ...
     def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched: ...
     def lengths(self, rows: Numbers) -> Numbers: ...
     def names_of(self, rows: Numbers) -> list[str]: ...
@@ -235,9 +236,17 @@ class Reads(Collection):
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
         """Start reading the reads from `first[i]` to `last[i]`."""
+        for part, rows, ends in self._ranges(first, last):
+            part.will_need(rows, ends)
+
+    def release(self, first: Numbers, last: Numbers) -> None:
+        for part, rows, ends in self._ranges(first, last):
+            part.release(rows, ends)
+
+    def _ranges(self, first: Numbers, last: Numbers) -> Iterator[tuple[Part, Numbers, Numbers]]:
         for part, rows, at in self._split(first):
-            end = last[at] - self._first_numbers[self._parts.index(part)]
-            part.will_need(rows, np.clip(end, rows, part.records - 1))
+            ends = last[at] - self._first_numbers[self._parts.index(part)]
+            yield part, rows, np.clip(ends, rows, part.records - 1)
 
     @property
     def column_names(self) -> list[str]:

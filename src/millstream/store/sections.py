@@ -12,6 +12,7 @@ import struct
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -290,7 +291,17 @@ class Column:
         return self._words_at + self._packed.words.nbytes - 1
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._constant is not None:
+            return np.full(len(rows), self._constant)
         return self.packed(rows).take(rows)
+
+    @cached_property
+    def _constant(self) -> int | None:
+        """The value of all rows, if it is one: lengths, line widths and gaps of most files are."""
+        if self._packed.words.size > 1 or not self.rows:
+            return None
+        values = self.whole().directory[:, 0]
+        return int(values[0]) if (values == values[0]).all() else None
 
     def whole(self) -> Packed:
         """The column, all of it checked."""

@@ -15,12 +15,13 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from millstream.errors import BadSource, StaleIndex
+from millstream.errors import BadSource
 from millstream.records import Bytes, crc32c
 from millstream.source.containers import Kind, bgzf_size, decode_bgzf, decode_frame, inflate
 from millstream.source.gather import copy_pieces, gather
 from millstream.store.maps import Map
 from millstream.store.packed import Numbers
+from millstream.store.read_ranges import read_ranges
 from millstream.store.sections import Sections
 
 PAGE_BYTES = 4096
@@ -77,6 +78,10 @@ class Text(Protocol):
         """Start reading this part of the text from disk."""
         ...
 
+    def release(self, start: int, end: int) -> None:
+        """This part of the text is not needed any more."""
+        ...
+
 
 class MappedText:
     """A plain file that may be held in memory whole."""
@@ -102,34 +107,51 @@ class MappedText:
     def will_need(self, start: int, end: int) -> None:
         self._map.will_need(start, end - start)
 
+    def release(self, start: int, end: int) -> None:
+        """The whole file may be held."""
+
 
 class PlainText:
     """A plain file larger than the memory it may take: read where it is wanted, and nothing kept.
 
     A mapping would do, but the kernel maps 64 kB around each byte that is touched, and letting go of that and taking it
-    again costs more (4 us a read) than asking for the bytes (1 us).
+    again costs more (4 us a read) than asking for the bytes (1 us). Where neighbours are wanted one after another it is
+    mapped: from the first `will_need` on, until `release`.
     """
 
     decoded = 0
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._map: Map | None = None
+        self._held = 0
 
     def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
+        if self._map is not None:
+            return runs.from_text(self._map.view, runs.starts)
         return runs.from_text(*self._read(runs.starts, runs.starts + runs.num_bytes))
 
     def read(self, start: int, count: int) -> bytes:
         return self._read(np.array([start], np.int64), np.array([start + count], np.int64))[0].tobytes()
 
     def held_bytes(self) -> int:
-        return 0
+        return self._held
 
     @property
     def run_bytes(self) -> int:
         return PAGE_BYTES
 
     def will_need(self, start: int, end: int) -> None:
+        if self._map is None:
+            self._map = Map(self._path)
         os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_WILLNEED)
+        self._held += end - start
+
+    def release(self, start: int, end: int) -> None:
+        if self._map is not None:
+            self._map.drop(start, end)
+            self._held -= end - start
 
     def _read(self, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
         """The bytes of all ranges, neighbours read together, and where each begins in them."""
@@ -141,20 +163,11 @@ class PlainText:
         low, high = ordered[first], reach[np.append(first[1:], len(order)) - 1]
         offsets = np.append(0, np.cumsum(high - low))
         text = np.empty(int(offsets[-1]), np.uint8)
-        view = text.data
-        for at, start, end in zip(low.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-            self._fill(view[start:end], at)
+        read_ranges(self._fd, low, high - low, text, offsets[:-1])
         run = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(order))))
         places = np.empty(len(order), np.int64)
         places[order] = ordered - low[run] + offsets[run]
         return text, places
-
-    def _fill(self, part: memoryview, at: int) -> None:
-        while part.nbytes:
-            count = os.preadv(self._fd, [part], at)
-            if count == 0:
-                raise StaleIndex("the file is shorter than it was when it was indexed; millstream index FILE --rebuild")
-            part, at = part[count:], at + count
 
     def __del__(self) -> None:
         os.close(self._fd)
@@ -275,6 +288,9 @@ class BlockText:
         places = self._places(np.array([first, last], np.int64))
         raw, raw_end = places[0].raw, places[1].raw_end
         os.posix_fadvise(self._fd, raw, raw_end - raw, os.POSIX_FADV_WILLNEED)
+
+    def release(self, start: int, end: int) -> None:
+        """Blocks not used for long are forgotten by themselves."""
 
     def _decode_ahead(self, places: "Sequence[_Place]") -> None:
         """Let other threads decode blocks that are not there yet, as far as they surely fit beside each other."""

@@ -354,12 +354,11 @@ class Traces(Collection):
 
     def _scalar_column(self, name: str, shards: Sequence[int], rows: Sequence[int]) -> "Array | list[object]":
         """Numbers as an array; texts, lists and anything with a None as a list."""
-        values: list[object] = [None] * len(rows)
-        for shard in set(shards):
-            (positions,) = np.nonzero(np.asarray(shards) == shard)
-            taken = self._open(shard).sidecar.column(name).take(np.asarray(rows)[positions]).to_pylist()
-            for position, value in zip(positions.tolist(), taken, strict=True):
-                values[position] = value
+        arrays = [self._open(shard).sidecar.numbers(name) for shard in shards]
+        numbers = [array[row] for array, row in zip(arrays, rows, strict=True) if array is not None]
+        if numbers and len(numbers) == len(rows):
+            return np.array(numbers)
+        values: list[object] = [self._open(shard).value(row, name) for shard, row in zip(shards, rows, strict=True)]
         if values and all(isinstance(value, bool | int | float) for value in values):
             return np.array(values)
         return values

@@ -1,0 +1,72 @@
+"""Lightning's Trainer and Accelerate train on the stock DataLoaders of a collection, and see every record."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loading import numbers_of
+from torch.utils.data import DataLoader
+
+import millstream as ms
+
+FEATURE = ms.features.fields("label", "vector")
+
+def loaders(traces: ms.Traces) -> list[DataLoader[Any]]:
+    """Map-style and shuffled by torch, and a stream that shuffles by itself, each with a worker."""
+    return [
+        DataLoader(traces.dataset(FEATURE), batch_size=8, shuffle=True, num_workers=1),
+        DataLoader(traces.stream(FEATURE, batch_size=8, seed=1), batch_size=None, num_workers=1),
+    ]
+
+
+def test_lightnings_trainer_fits_on_a_dataset_and_a_stream(traces: ms.Traces, tmp_path: Path):
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 1)
+            self.seen: list[list[int]] = []
+
+        def on_train_epoch_start(self) -> None:
+            self.seen.append([])
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            self.seen[-1] += batch["numbers"].tolist()
+            return (self.layer(batch["vector"] / 100)[:, 0] - batch["label"] / 100).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    for loader in loaders(traces):
+        model = Model()
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(model, loader)
+        assert [sorted(epoch) for epoch in model.seen] == [list(range(101))] * 2
+        assert trainer.global_step == 26
+
+
+def test_accelerate_prepares_a_dataset_and_a_stream(traces: ms.Traces):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    for loader in loaders(traces):
+        layer = torch.nn.Linear(5, 1)
+        model, optimizer, batches = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), loader)
+        seen: list[dict[str, torch.Tensor]] = []
+        for batch in batches:
+            loss = (model(batch["vector"] / 100)[:, 0] - batch["label"] / 100).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(batch)
+        assert len(seen) == len(batches) == 13
+        assert sorted(numbers_of(seen)) == list(range(101))

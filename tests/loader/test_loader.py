@@ -1,0 +1,374 @@
+"""An epoch is every record once, in one order, whatever makes it; and what goes wrong is said at the right place."""
+
+import gc
+import re
+import shutil
+import threading
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loading import (
+    by_number,
+    draw,
+    is_right,
+    numbers_of,
+    open_traces,
+    read,
+    refuse_60,
+    same,
+    write_records,
+    write_traces,
+)
+from making import flip, place_of
+
+import millstream as ms
+from millstream.errors import CorruptRecord, OverBudget
+
+LABEL = ms.features.fields("label")
+# With both given nothing is said.
+QUIET = {"order": "exact", "threads": 2}
+
+
+@settings(max_examples=25)
+@given(n=st.integers(1, 101), batch_size=st.integers(1, 120), seed=st.integers(0, 9), epoch=st.integers(0, 3))
+def test_an_epoch_has_every_record_once_in_the_order_of_order(
+    traces: ms.Traces, n: int, batch_size: int, seed: int, epoch: int
+):
+    loader = ms.Loader(traces.subset(range(n)), batch_size=batch_size, features=LABEL, seed=seed, **QUIET)
+    loader.set_epoch(epoch)
+    batches = list(loader)
+    assert numbers_of(batches) == ms.Order(n, seed, epoch)[:].tolist()
+    assert sorted(numbers_of(batches)) == list(range(n))
+    assert {len(batch["numbers"]) for batch in batches[:-1]} <= {batch_size}
+    assert len(batches) == len(loader) == -(-n // batch_size)
+
+
+def test_the_batches_are_those_written_and_the_same_for_any_number_of_threads(traces: ms.Traces):
+    runs = [list(ms.Loader(traces, batch_size=9, seed=1, order="exact", threads=t)) for t in (0, 1, 4)]
+    assert all(map(is_right, runs[0]))
+    assert same(runs[1], runs[0]) and same(runs[2], runs[0])
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_batches_that_were_kept_do_not_change_when_others_come(tmp_path: Path, threads: int):
+    """Memory is used again: only that of batches nobody has any more."""
+    big = write_records(tmp_path / "store", ({"big": np.full(40_000, n, np.float32)} for n in range(48)))
+    loader = ms.Loader(big, batch_size=2, memory="40MB", order="exact", threads=threads)
+    kept = [batch for step, batch in enumerate(loader) if step % 3 == 0]
+    views = [batch["big"][1, ::7] for step, batch in enumerate(loader) if step % 3 == 0]
+    assert all((batch["big"] == batch["numbers"][:, None]).all() for batch in kept)
+    order = ms.Order(48, 0, 1)
+    assert all((view == order[2 * 3 * place + 1]).all() for place, view in enumerate(views))
+
+
+def test_the_next_loop_is_the_next_epoch(traces: ms.Traces):
+    loader = ms.Loader(traces, batch_size=8, features=LABEL, seed=5, **QUIET)
+    loops = [numbers_of(loader) for _ in range(3)]
+    assert loader.epoch == 3
+    loader.set_epoch(1)
+    assert loader.epoch == 1 and numbers_of(loader) == loops[1]
+    assert loops == [ms.Order(101, 5, epoch)[:].tolist() for epoch in range(3)]
+
+
+def test_a_loop_that_was_left_begins_the_same_epoch_again(traces: ms.Traces):
+    loader = ms.Loader(traces, batch_size=8, features=LABEL, **QUIET)
+    begun = numbers_of(islice(loader, 3))
+    assert loader.epoch == 0 and numbers_of(loader)[:24] == begun
+
+
+def test_len_is_the_epoch_and_remaining_what_is_left_of_it(traces: ms.Traces):
+    loader = ms.Loader(traces, batch_size=8, features=LABEL, **QUIET)
+    assert len(loader) == loader.remaining == 13
+    list(islice(loader, 5))
+    again = ms.Loader(traces, batch_size=8, features=LABEL, **QUIET)
+    again.load_state_dict(loader.state_dict())
+    assert len(again) == 13 and again.remaining == 8 == len(list(again))
+    assert again.remaining == 13, "the next loop is a whole epoch"
+
+
+def test_drop_last_leaves_out_the_short_batch(traces: ms.Traces):
+    loader = ms.Loader(traces, batch_size=8, features=LABEL, drop_last=True, **QUIET)
+    assert len(loader) == 12
+    assert numbers_of(loader) == ms.Order(101)[:96].tolist()
+
+
+def test_an_empty_collection_has_no_batches(traces: ms.Traces):
+    loader = ms.Loader(traces.subset([]), batch_size=8, **QUIET)
+    assert len(loader) == 0 and list(loader) == [] and loader.epoch == 1
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_a_broken_record_is_named_at_its_batch_and_all_before_are_delivered(
+    traces: ms.Traces, tmp_path: Path, threads: int
+):
+    store = tmp_path / "store"
+    shutil.copytree(traces.path, store)
+    broken = ms.Order(101, 3)[43]
+    flip(*place_of(store, broken, "hidden"))
+    loader = ms.Loader(open_traces(store), batch_size=8, seed=3, order="exact", threads=threads)
+    given: list[int] = []
+    with pytest.raises(CorruptRecord, match=f"record {broken} .*'hidden'") as caught:
+        for batch in loader:
+            assert is_right(batch)
+            given += batch["numbers"].tolist()
+    assert given == ms.Order(101, 3)[:40].tolist()
+    assert loader.state_dict()["samples"] == 40
+    assert any(f"record {broken} " in note for note in caught.value.__notes__)
+    assert any("batch 5 of epoch 0" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_a_feature_that_raises_is_blamed_on_its_record_at_its_batch(traces: ms.Traces, threads: int):
+    part = traces.subset(np.arange(50, 101))  # the record is named by its own number, not by the subset's
+    at = ms.Order(51, 4)[:].tolist().index(10)
+    loader = ms.Loader(part, batch_size=4, seed=4, features=ms.features.each(refuse_60), order="exact", threads=threads)
+    given: list[int] = []
+    with pytest.raises(ArithmeticError, match="sixty is too much") as caught:
+        for batch in loader:
+            given += batch["numbers"].tolist()
+    assert given == (ms.Order(51, 4)[: at // 4 * 4] + 50).tolist()
+    assert "record 60 is the first in its batch that cannot be made" in caught.value.__notes__
+
+
+def test_no_thread_outlives_its_loop_however_it_ends(traces: ms.Traces, tmp_path: Path):
+    before = set(threading.enumerate())
+    loader = ms.Loader(traces, batch_size=4, order="exact", threads=4)
+
+    for _ in loader:
+        assert len(set(threading.enumerate()) - before) <= 4
+        break
+    assert set(threading.enumerate()) == before, "break"
+
+    with pytest.raises(KeyboardInterrupt):
+        for _ in loader:
+            raise KeyboardInterrupt
+    assert set(threading.enumerate()) == before, "an exception in the body"
+
+    dropped = iter(loader)
+    next(dropped)
+    del dropped
+    gc.collect()
+    assert set(threading.enumerate()) == before, "dropping the iterator"
+
+    unused = iter(loader)
+    del unused
+    for failing in (ms.Loader(traces, batch_size=4, features=ms.features.each(refuse_60), order="none", threads=3),):
+        with pytest.raises(ArithmeticError):
+            list(failing)
+    assert set(threading.enumerate()) == before, "an error of a batch"
+
+    list(loader)
+    assert set(threading.enumerate()) == before, "the end"
+
+
+def test_two_loops_at_once_do_not_disturb_each_other(traces: ms.Traces):
+    loader = ms.Loader(traces, batch_size=8, seed=2, **QUIET)
+    other = ms.Loader(traces, batch_size=8, seed=3, **QUIET)
+    alone = [list(ms.Loader(traces, batch_size=8, seed=seed, **QUIET)) for seed in (2, 3)]
+    first, second, third = zip(*zip(loader, loader, other, strict=True), strict=True)
+    assert same(list(first), alone[0]) and same(list(second), alone[0]) and same(list(third), alone[1])
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_batch_that_cannot_fit_is_refused_with_the_numbers_and_what_to_do(traces: ms.Traces, threads: int):
+    loader = ms.Loader(traces, batch_size=64, memory="20kB", order="exact", threads=threads)
+    message = (
+        r"one batch needs [\d.]+ kB, and there are [\d.]+ kB for batches: make memory larger or batch_size smaller"
+    )
+    with pytest.raises(OverBudget, match=message):
+        next(iter(loader))
+    with pytest.raises(MemoryError):
+        list(loader)
+    assert len(list(ms.Loader(traces, batch_size=4, memory="20kB", order="exact", threads=threads))) == 26
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"order": "random"}, "order='random'"),
+        ({"rank": 1}, "rank=1, world=None"),
+        ({"rank": 2, "world": 2}, "rank=2 of world=2"),
+        ({"features": ms.features.fields("hiden")}, "'hiden'.*question_id"),
+        ({"memory": "much"}, "'much'"),
+    ],
+)
+def test_a_bad_argument_is_refused_when_the_loader_is_made(traces: ms.Traces, wrong: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        ms.Loader(traces, **{"batch_size": 8, **wrong})  # pyright: ignore
+
+
+def test_two_features_of_one_name_are_refused(traces: ms.Traces):
+    loader = ms.Loader(traces, batch_size=8, features=[LABEL, ms.features.fields("label", "vector")], **QUIET)
+    with pytest.raises(ValueError, match="two features give 'label'"):
+        next(iter(loader))
+
+
+# -- what is said
+
+
+def test_the_plan_is_one_line_with_what_was_chosen_and_why(traces: ms.Traces):
+    asked = ms.Loader(traces, batch_size=8, rank=1, world=2, **QUIET).plan
+    assert re.fullmatch(
+        r"101 records, 7 batches of 8 \([\d.]+ kB\), rank 1 of 2; order exact: asked for; 2 threads: asked for; "
+        r"memory 2\.0 GB",
+        asked,
+    )
+    chosen = ms.Loader(traces, batch_size=8).plan
+    assert re.search(r"order exact: .* fit into .* of free memory; \d+ threads: \d+ cores;", chosen)
+    assert "\n" not in chosen
+
+
+def test_one_line_is_said_with_defaults_and_none_when_order_and_threads_are_given(
+    traces: ms.Traces, capfd: pytest.CaptureFixture[str]
+):
+    loader = ms.Loader(traces, batch_size=8, features=LABEL)
+    list(loader)
+    list(loader)
+    out, err = capfd.readouterr()
+    assert out == "" and err == f"loader: {loader.plan}\n"
+    list(ms.Loader(traces, batch_size=8, features=LABEL, **QUIET))
+    list(ms.Loader(traces, batch_size=8, features=LABEL, rank=1, world=2))
+    assert capfd.readouterr() == ("", "")
+
+
+# -- features
+
+
+def test_a_transform_gives_a_record_the_same_in_any_batch_thread_and_order(traces: ms.Traces):
+    feature = ms.features.each(draw, fields=["label"])
+
+    def run(epoch: int = 1, seed: int = 8, **options: object) -> dict[int, object]:
+        loader = ms.Loader(traces, features=feature, seed=seed, **options)  # pyright: ignore
+        loader.set_epoch(epoch)
+        return by_number(loader, "noise", "twice")
+
+    first = run(batch_size=8, order="exact", threads=2)
+    assert len(first) == 101
+    assert first == run(batch_size=101, order="none", threads=0)
+    assert first == run(batch_size=1, order="window", threads=4)
+    assert first != run(batch_size=8, order="exact", threads=2, epoch=2)
+    assert first != run(batch_size=8, order="exact", threads=2, seed=9)
+    assert all(twice == 2 * number for number, (_, twice) in first.items())  # pyright: ignore
+
+
+def test_a_part_draws_for_a_record_what_the_whole_does(traces: ms.Traces):
+    feature = ms.features.each(draw, fields=["label"])
+    whole = by_number(ms.Loader(traces, batch_size=8, features=feature, **QUIET), "noise")
+    part = by_number(ms.Loader(traces.subset(range(30, 60)), batch_size=8, features=feature, **QUIET), "noise")
+    assert part == {number: whole[number] for number in range(30, 60)}
+
+
+def test_features_that_want_different_layers_of_a_field_come_in_one_batch(traces: ms.Traces):
+    wanted = [ms.features.layers(token=0, layers=[1]), ms.features.fields("hidden[0,2]", "vector"), LABEL]
+    (batch,) = ms.Loader(traces.subset([4, 9]), batch_size=2, features=wanted, order="none", threads=0)
+    assert batch["layers"].shape == (2, 1, 4) and batch["hidden"].shape == (2, 2, 6, 4)
+    assert batch["label"].tolist() == [4, 9] == batch["numbers"].tolist()
+
+
+def test_a_feature_sees_only_what_it_asked_for_though_others_asked_for_more(traces: ms.Traces):
+    asked = [ms.features.layers(), LABEL, ms.features.each(lambda record, _: {"seen": len(record)}, fields=["vector"])]
+    (batch,) = ms.Loader(traces.subset([4, 9]), batch_size=2, features=asked, **QUIET)
+    assert list(batch) == ["layers", "label", "seen", "numbers"] and batch["seen"].tolist() == [1, 1]
+
+
+def test_texts_alone_do_not_count_as_more_memory_than_they_take(traces: ms.Traces):
+    many = traces.subset(np.arange(5_000) % 101)
+    loader = ms.Loader(many, batch_size=1_000, features=ms.features.fields("question_id"), memory="4MB", **QUIET)
+    assert [len(batch["question_id"]) for batch in loader] == [1_000] * 5
+
+
+def test_tensors_that_are_not_padded_come_as_a_list_of_tensors(traces: ms.Traces):
+    feature = ms.features.fields("hidden", "grade", pad=False)
+    for batch in ms.Loader(traces, batch_size=8, features=feature, **QUIET):
+        assert all(isinstance(tensor, torch.Tensor) for tensor in batch["hidden"])
+        assert [tensor.shape[1] for tensor in batch["hidden"]] == [2 + n % 5 for n in batch["numbers"].tolist()]
+        assert batch["grade"].dtype == torch.bfloat16
+
+
+# -- reads
+
+
+def test_reads_load_with_their_columns_in_window_order(reads: ms.Reads):
+    feature = ms.features.fields("sequence", "class_id")
+    loader = ms.Loader(reads, batch_size=2048, features=feature, seed=6, order="window", threads=2, memory="4MB")
+    order = ms.Order(60_000, 6, 0, *loader.state_dict()["order"])  # pyright: ignore
+    assert order.mode == "window" and order.block * order.window < 60_000
+    batches = list(loader)
+    assert numbers_of(batches) == order[:].tolist()
+    for batch in batches[::10]:
+        for row, number in enumerate(batch["numbers"].tolist()):
+            label, letters = read(number)
+            kept = batch["sequence"][row][batch["sequence_mask"][row]]
+            assert bytes(kept.tolist()).decode() == letters and batch["class_id"][row] == label
+
+
+def test_augmented_tokens_of_a_read_are_the_same_in_any_batch_thread_and_order(reads: ms.Reads):
+    feature = ms.features.tokens(
+        "kmer(3)",
+        columns=["class_id"],
+        max_length=20,
+        pad="max_length",
+        crop_length=25,
+        reverse_complement=0.5,
+        mask=0.1,
+    )
+
+    def run(epoch: int = 1, **options: object) -> dict[int, object]:
+        loader = ms.Loader(reads.subset(range(300)), features=feature, memory="4MB", **options)  # pyright: ignore
+        loader.set_epoch(epoch)
+        return by_number(loader, "input_ids", "attention_mask", "class_id")
+
+    first = run(batch_size=64, order="window", threads=2)
+    assert len(first) == 300
+    assert first == run(batch_size=7, order="exact", threads=0)
+    assert first == run(batch_size=300, order="none", threads=4)
+    assert first != run(batch_size=64, order="window", threads=2, epoch=2)
+
+
+def test_letters_are_read_with_the_regex_the_reads_were_opened_with(reads: ms.Reads):
+    """A loader opens the files again, with its own memory: the same columns are there."""
+    batch = next(iter(ms.Loader(reads, batch_size=4, order="none", threads=0, memory="1MB")))
+    assert batch["class_id"].tolist() == [0, 1, 2, 3]
+
+
+# -- parts and mixtures
+
+
+def test_numbers_are_those_of_the_whole_collection(traces: ms.Traces):
+    split = ms.split(traces, {"train": 0.6, "val": 0.4})
+    found: list[int] = []
+    for part in split:
+        for batch in ms.Loader(part.subset(range(len(part))), batch_size=8, **QUIET):
+            assert is_right(batch)
+            found += batch["numbers"].tolist()
+    assert sorted(found) == list(range(101))
+
+
+def test_a_mixture_has_other_records_in_other_epochs_and_resumes_exactly(traces: ms.Traces, tmp_path: Path):
+    other = write_traces(tmp_path / "other", range(200, 220))
+    mixture = ms.mix({traces: 0.5, other: 0.5}, seed=1)
+    whole = ms.Loader(mixture, batch_size=4, seed=2, **QUIET)
+    epochs = [list(whole) for _ in range(3)]
+    assert all(len(numbers_of(epoch)) == 40 for epoch in epochs)
+    assert len({tuple(sorted(numbers_of(epoch))) for epoch in epochs}) == 3
+    of_traces = [number for epoch in epochs[:2] for number in numbers_of(epoch) if number < 101]
+    assert len(set(of_traces)) == 40, "what an epoch did not take comes in the next"
+    labels = [label for batch in epochs[0] for label in batch["label"].tolist()]
+    assert labels == [n if n < 101 else n - 101 + 200 for n in numbers_of(epochs[0])]
+
+    for threads, (epoch, done) in enumerate([(0, 3), (1, 0), (2, 7)]):
+        stopped = ms.Loader(mixture, batch_size=4, seed=2, **QUIET)
+        stopped.set_epoch(epoch)
+        assert same(list(islice(stopped, done)), epochs[epoch][:done])
+        resumed = ms.Loader(ms.mix({traces: 0.5, other: 0.5}, seed=1), batch_size=4, seed=2, threads=threads)
+        resumed.load_state_dict(stopped.state_dict())
+        assert same(list(resumed), epochs[epoch][done:])

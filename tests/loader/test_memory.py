@@ -1,0 +1,125 @@
+"""`memory` is a promise: data twenty times as large passes through it, and the process grows by that much at most."""
+
+import select
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from loading import open_reads, write_records
+
+MB = 10**6
+TIMES = 20  # as much data as memory
+EVERY_S = 0.02
+
+# What a process may grow by beside the budget: its threads' stacks, a shard's sidecar, the batch that the loop still
+# has while the next one comes. Measured: the peak is 6 to 14 MB below the budget.
+BESIDE = 32 * MB
+# Decoding takes and frees megabytes at a time, and glibc keeps what was freed: up to 64 MB (twice the largest
+# M_MMAP_THRESHOLD) for later. Measured: 5 to 45 MB over the budget; 11 MB below it with MALLOC_MMAP_THRESHOLD_=262144.
+KEPT_BY_MALLOC = 64 * MB
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is measured in /proc")
+
+
+class Measured:
+    """A process that loads data, and the proportional memory (PSS) of it and its workers."""
+
+    def __init__(self, path: Path, budget: int) -> None:
+        child = str(Path(__file__).with_name("memory_child.py"))
+        self._process = subprocess.Popen(
+            [sys.executable, child, str(path), str(budget)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def peak(self, way: str) -> int:
+        """How much it takes at most above what it took before, loading in this way."""
+        self._tell(way)
+        assert self._hear() == "ready"
+        before = most = tree_bytes(self._process.pid)
+        self._tell("go")
+        while not select.select([self._process.stdout], [], [], EVERY_S)[0]:
+            most = max(most, tree_bytes(self._process.pid))
+        assert int(self._hear()) >= 30, "that was no epoch"
+        print(f"{way}: {(most - before) / MB:.1f} MB")
+        return most - before
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        assert self._process.wait(20) == 0
+        self._process.stdout.close()
+
+    def _tell(self, text: str) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(text + "\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
+
+
+def tree_bytes(pid: int) -> int:
+    """Memory of a process and its descendants; pages they share count once."""
+    return sum(_pss(process) for process in [pid, *_descendants(pid)])
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    try:
+        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # it has just ended
+        return
+    for child in " ".join(lists).split():
+        yield int(child)
+        yield from _descendants(int(child))
+
+
+def _pss(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def check(path: Path, budget: int, *, beside: int) -> None:
+    measured = Measured(path, budget)
+    try:
+        for way in ("loader", "loader, 4 threads", "loader, slow"):
+            assert measured.peak(way) <= budget + beside, way
+        idle = measured.peak("DataLoader, 2 idle workers")  # forked: they have copies of the pages they write to
+        assert measured.peak("DataLoader, 2 workers") <= budget + idle + beside
+    finally:
+        measured.close()
+
+
+def test_traces_of_twenty_times_the_memory_pass_through_it(tmp_path: Path):
+    budget = 24 * MB
+    count = TIMES * budget // 250_000
+    records = ({"label": number, "hidden": np.full(62_500, number, np.float32)} for number in range(count))
+    traces = write_records(tmp_path / "store", records, shard_bytes="64MB")
+    assert traces.num_bytes >= TIMES * budget
+    check(tmp_path / "store", budget, beside=BESIDE)
+
+
+def test_compressed_reads_of_twenty_times_the_memory_pass_through_it(tmp_path: Path):
+    """One gzip stream of blocks that do not lean on each other, so that one can be written many times."""
+    path, budget = tmp_path / "reads.fa.gz", 12 * MB
+    rng = np.random.default_rng(0)
+    letters = rng.choice(np.frombuffer(b"ACGT", np.uint8), (6_000, 150))
+    text = b"".join(b">r%05d\n%s\n" % (number, row.tobytes()) for number, row in enumerate(letters))
+    deflate = zlib.compressobj(1, zlib.DEFLATED, -15)
+    piece = deflate.compress(text) + deflate.flush(zlib.Z_FULL_FLUSH)
+    times, crc = -(-TIMES * budget // len(text)), 0
+    with path.open("wb") as f:
+        f.write(b"\x1f\x8b\x08\0\0\0\0\0\0\xff")
+        for _ in range(times):
+            f.write(piece)
+            crc = zlib.crc32(text, crc)
+        f.write(b"\x03\0" + struct.pack("<II", crc, times * len(text) & 0xFFFFFFFF))
+    assert open_reads(path).medium.num_bytes >= TIMES * budget
+    check(path, budget, beside=KEPT_BY_MALLOC)

@@ -1,0 +1,230 @@
+"""Memory of batches is used again, but never while anything still looks at it."""
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from millstream.buffers import SMALL_BYTES, HeapBlock, Pool, empty
+
+MB = 1 << 20
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def test_memory_comes_back_when_the_last_view_of_it_is_gone():
+    pool = Pool(10 * MB)
+    first = pool.take(MB)
+    place = address(first)
+    view = first[5:].view(np.uint8)[::2].reshape(-1, 1)[3:]
+    del first
+    other = pool.take(MB)
+    assert address(other) != place
+    del view
+    assert address(pool.take(MB)) == place
+
+
+def test_a_torch_tensor_keeps_the_memory_as_a_view_does():
+    pool = Pool(10 * MB)
+    with pool.use():
+        array = empty((512, 512), "float32")
+    place = address(array)
+    part = torch.from_numpy(array)[100:200].view(-1)
+    part.fill_(7)
+    del array
+    with pool.use():
+        others = [empty((512, 512), "float32") for _ in range(3)]
+    for other in others:
+        other.fill(0)
+    assert place not in map(address, others) and (part == 7).all()
+    del part, other
+    gc.collect()
+    with pool.use():
+        assert address(empty((512, 512), "float32")) == place
+
+
+def test_arrays_have_the_shape_and_dtype_asked_for_and_can_be_written():
+    pool = Pool(100 * MB)
+    with pool.use():
+        for shape, dtype in (((300, 7, 11), "float64"), (123_457, "int16"), ((1_000, 0), "int8"), ((), "float32")):
+            array = empty(shape, dtype)
+            assert array.shape == ((shape,) if isinstance(shape, int) else shape) and array.dtype == np.dtype(dtype)
+            array[...] = 3
+            assert (array == 3).all() and array.flags.c_contiguous
+
+
+def test_two_arrays_never_share_memory_while_both_live():
+    pool = Pool(50 * MB)
+    rng = np.random.default_rng(0)
+    live: list[tuple[int, np.ndarray]] = []
+    for mark in range(300):
+        array = pool.take(int(rng.integers(SMALL_BYTES, MB)))
+        array.fill(mark % 251)
+        live.append((mark % 251, array))
+        if len(live) > 12:
+            live.pop(int(rng.integers(len(live))))
+        assert all(array[0] == mark == array[-1] for mark, array in live)
+    assert all((array == mark).all() for mark, array in live)
+
+
+def test_batches_that_differ_a_little_use_the_same_memory():
+    pool = Pool(100 * MB)
+    places: set[int] = set()
+    for size in (1_000_000, 990_000, 1_010_000, 1_000_001, 960_000):
+        array = pool.take(size)
+        assert array.nbytes == size
+        places.add(address(array))
+        del array
+    assert len(places) == 1
+    assert pool.held_bytes < 1.25 * MB
+
+
+def test_small_arrays_and_those_outside_of_use_are_not_the_pools():
+    pool = Pool(10 * MB)
+    with pool.use():
+        empty(SMALL_BYTES - 1, np.uint8)
+        assert pool.held_bytes == 0
+        kept = empty(SMALL_BYTES, np.uint8)
+        assert pool.held_bytes >= SMALL_BYTES
+    outside = empty(MB, np.uint8)
+    assert pool.held_bytes < MB
+    del kept, outside
+
+
+def test_use_within_use_goes_back_to_the_pool_before():
+    outer, inner = Pool(10 * MB), Pool(10 * MB)
+    with outer.use():
+        with inner.use():
+            a = empty(MB, np.uint8)
+        b = empty(2 * MB, np.uint8)
+    assert inner.held_bytes == a.nbytes and outer.held_bytes == b.nbytes
+
+
+def test_an_error_ends_the_use_of_a_pool():
+    pool = Pool(10 * MB)
+
+    def fail() -> None:
+        with pool.use():
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    array = empty(MB, np.uint8)
+    assert pool.held_bytes == 0 < array.nbytes
+
+
+def test_held_bytes_count_what_is_leased_and_what_lies_unused():
+    pool = Pool(10 * MB)
+    assert pool.held_bytes == 0
+    one, two = pool.take(MB), pool.take(2 * MB)
+    assert pool.held_bytes == 3 * MB
+    del one
+    assert pool.held_bytes == 3 * MB
+    pool.trim(0)
+    assert pool.held_bytes == 2 * MB
+    del two
+    pool.trim(0)
+    assert pool.held_bytes == 0
+
+
+def test_unused_memory_makes_room_for_what_is_taken_so_that_the_limit_holds():
+    pool = Pool(8 * MB)
+    for size in (1, 2, 4, 7, 1, 3, 6, 5, 8):
+        array = pool.take(size * MB)
+        assert pool.held_bytes <= 8 * MB
+        del array
+    assert pool.held_bytes <= 8 * MB
+
+
+def test_what_is_in_use_is_never_refused_or_taken_away_for_the_limit():
+    pool = Pool(2 * MB)
+    arrays = [pool.take(MB) for _ in range(4)]
+    for mark, array in enumerate(arrays):
+        array.fill(mark)
+    assert pool.held_bytes == 4 * MB
+    assert all((array == mark).all() for mark, array in enumerate(arrays))
+
+
+@pytest.mark.xfail(strict=True, reason="known, see the report of these tests: what comes back is not held to the limit")
+def test_what_comes_back_beyond_the_limit_is_let_go_of():
+    pool = Pool(2 * MB)
+    arrays = [pool.take(MB) for _ in range(4)]
+    del arrays
+    pool.take(MB)
+    assert pool.held_bytes <= 2 * MB
+
+
+def test_memory_of_the_wrong_size_does_not_pile_up():
+    pool = Pool(1_000 * MB)
+    for size in range(1, 60):
+        array = pool.take(size * MB)
+        del array
+    assert pool.held_bytes <= 80 * MB  # one of the largest, and not all of them
+
+
+def test_a_block_that_another_process_still_uses_is_not_given_out():
+    class Away(HeapBlock):
+        is_away = True
+
+    made: list[Away] = []
+
+    def make(size: int) -> Away:
+        made.append(Away(size))
+        return made[-1]
+
+    pool = Pool(10 * MB, make)
+    first = pool.take(MB)
+    place = address(first)
+    del first
+    second = pool.take(MB)
+    assert address(second) != place and pool.held_bytes == 2 * MB
+    made[0].is_away = False
+    assert address(pool.take(MB)) == place
+
+
+def test_threads_take_and_return_without_ever_sharing():
+    pool = Pool(64 * MB)
+    start = threading.Barrier(4)
+
+    def work(mark: int) -> bool:
+        rng = np.random.default_rng(mark)
+        start.wait()
+        held: list[np.ndarray] = []
+        for _ in range(150):
+            with pool.use():
+                array = empty(int(rng.integers(SMALL_BYTES, 4 * SMALL_BYTES)), np.uint8)
+            array.fill(mark)
+            held.append(array)
+            if len(held) > 3 and not (held.pop(0) == mark).all():
+                return False
+        return all((array == mark).all() for array in held)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(1, 5)))
+    gc.collect()
+    assert pool.held_bytes <= 64 * MB
+    pool.trim(0)
+    assert pool.held_bytes == 0
+
+
+def test_a_thread_uses_its_own_pool_only():
+    pool = Pool(10 * MB)
+    with pool.use(), ThreadPoolExecutor(1) as threads:
+        array = threads.submit(empty, MB, np.uint8).result()
+        assert pool.held_bytes == 0
+    del array
+
+
+def test_memory_dropped_in_another_thread_comes_back():
+    pool = Pool(10 * MB)
+    box = [pool.take(MB)]
+    place = address(box[0])
+    worker = threading.Thread(target=box.clear)
+    worker.start()
+    worker.join()
+    assert address(pool.take(MB)) == place
