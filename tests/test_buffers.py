@@ -150,7 +150,6 @@ def test_what_is_in_use_is_never_refused_or_taken_away_for_the_limit():
     assert all((array == mark).all() for mark, array in enumerate(arrays))
 
 
-@pytest.mark.xfail(strict=True, reason="known, see the report of these tests: what comes back is not held to the limit")
 def test_what_comes_back_beyond_the_limit_is_let_go_of():
     pool = Pool(2 * MB)
     arrays = [pool.take(MB) for _ in range(4)]

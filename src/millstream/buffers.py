@@ -115,6 +115,7 @@ class Pool:
                 continue
             self._leased -= _size_of(block)
             insort(self._free, block, key=_size_of)
+        self._shrink(self.limit)
 
     def _shrink(self, limit: int) -> None:
         while self._free and self._leased + self._unused() > limit:
@@ -129,7 +130,7 @@ def _rounded(size: int) -> int:
 
     What is never written to takes no memory.
     """
-    step = max(1 << (size.bit_length() - 3), 1)
+    step = 1 << max(size.bit_length() - 3, 0)
     return -(-size // step) * step
 
 

@@ -39,6 +39,10 @@ class Collection(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
+    def __getitem__(self, number: int) -> object:
+        """One record: a dict for traces, a Read for reads."""
+
+    @abstractmethod
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
         """Columns of many records at once: a dict for traces, a ReadBatch for reads."""
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from making_small import BROKEN
 
 import millstream as ms
 from millstream.buffers import Pool
@@ -185,12 +184,6 @@ def test_a_record_without_a_tensor_is_refused_by_number(traces: ms.Traces):
         make(ms.features.fields("maybe"), traces, [1, 4, 5])
     with pytest.raises(ValueError, match="record 5 has no 'maybe'"):
         make(ms.features.fields("maybe"), traces.subset([3, 5]), [0, 1])
-
-
-@pytest.mark.xfail(strict=True, reason=BROKEN.format("collate cannot tell a tensor that all lack from a text"))
-def test_a_batch_of_records_without_a_tensor_is_refused_too(traces: ms.Traces):
-    with pytest.raises(ValueError, match="record 4 has no 'maybe'"):
-        make(ms.features.fields("maybe"), traces, [4, 5])
 
 
 def test_letters_of_reads_come_as_bytes_a_row_a_read(reads: ms.Reads):

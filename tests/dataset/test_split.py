@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making_small import BROKEN, write_reads, write_traces
+from making_small import write_reads, write_traces
 
 import millstream as ms
 from millstream.dataset import chosen
@@ -206,7 +206,6 @@ def test_a_file_that_is_not_there_is_refused_with_the_way_to_make_it(tmp_path: P
         ms.Split.load(tmp_path / "none.json", traces)
 
 
-@pytest.mark.xfail(strict=True, reason=BROKEN.format("Split.load reads parts, by, salt and lineage unchecked"))
 @pytest.mark.parametrize("parts", [None, 3, {}, {"a": "half"}, {"a": 2.0}])
 def test_a_split_whose_parts_are_missing_or_nonsense_is_refused(tmp_path: Path, traces: ms.Traces, parts: object):
     file = tmp_path / "split.json"
@@ -260,7 +259,6 @@ def test_folds_are_independent_of_a_split_of_the_same_records(traces: ms.Traces)
         assert len(ms.split(rest, {"a": 0.5, "b": 0.5})["a"]) / len(rest) == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.xfail(strict=True, reason=BROKEN.format("Concat and Mixture have no lineage"))
 @pytest.mark.parametrize(
     "put_together", [lambda parts: ms.concat(parts), lambda parts: ms.mix(dict.fromkeys(parts, 1))]
 )

@@ -87,6 +87,12 @@ def refuse_60(record: dict[str, object], rng: np.random.Generator) -> dict[str, 
     return {"label": record["label"]}
 
 
+def collect(batches: Iterable[Any], into: list[Any]) -> None:
+    """What comes before an error, too."""
+    for batch in batches:
+        into.append(batch)
+
+
 def numbers_of(batches: Iterable[Mapping[str, object]]) -> list[int]:
     """The record numbers of batches, in order."""
     return [number for batch in batches for number in _tensor(batch["numbers"]).tolist()]

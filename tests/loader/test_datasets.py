@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loading import by_number, draw, is_right, numbers_of, open_traces, refuse_60, same, trace, write_records
+from loading import by_number, collect, draw, is_right, numbers_of, open_traces, refuse_60, same, trace, write_records
 from making import flip, place_of
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -210,12 +210,10 @@ def test_a_corrupt_record_raises_in_the_main_process_and_is_named(traces: ms.Tra
             order().index(43) // 8,
         ),
     ):
-        found: list[object] = []
+        found: list[dict[str, object]] = []
         with pytest.raises(CorruptRecord, match="record 43 ") as caught:
-            for batch in loader:
-                assert is_right(batch)
-                found.append(batch)
-        assert len(found) == batches
+            collect(loader, found)
+        assert len(found) == batches and all(map(is_right, found))
         # A worker's error comes as text, its notes among it.
         assert "record 43 is the first in its batch" in "".join(
             [str(caught.value), *getattr(caught.value, "__notes__", [])]

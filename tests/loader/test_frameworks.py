@@ -11,6 +11,13 @@ from torch.utils.data import DataLoader
 import millstream as ms
 
 FEATURE = ms.features.fields("label", "vector")
+# What Lightning says of itself, and of workers in general; all else stays an error.
+ITS_OWN = [
+    "ignore:.*LeafSpec:FutureWarning",
+    "ignore:.*does not have many workers",
+    "ignore:Your `IterableDataset` has",
+]
+
 
 def loaders(traces: ms.Traces) -> list[DataLoader[Any]]:
     """Map-style and shuffled by torch, and a stream that shuffles by itself, each with a worker."""
@@ -20,17 +27,22 @@ def loaders(traces: ms.Traces) -> list[DataLoader[Any]]:
     ]
 
 
+@pytest.mark.filterwarnings(*ITS_OWN)
 def test_lightnings_trainer_fits_on_a_dataset_and_a_stream(traces: ms.Traces, tmp_path: Path):
     lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
 
     class Model(lightning.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self, dataset: Any) -> None:
             super().__init__()
+            self.dataset = dataset
             self.layer = torch.nn.Linear(5, 1)
             self.seen: list[list[int]] = []
 
         def on_train_epoch_start(self) -> None:
             self.seen.append([])
+
+        def on_train_epoch_end(self) -> None:
+            self.dataset.set_epoch(self.current_epoch + 1)  # Lightning tells samplers only
 
         def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             self.seen[-1] += batch["numbers"].tolist()
@@ -40,7 +52,7 @@ def test_lightnings_trainer_fits_on_a_dataset_and_a_stream(traces: ms.Traces, tm
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     for loader in loaders(traces):
-        model = Model()
+        model = Model(loader.dataset)
         trainer = lightning.Trainer(
             max_epochs=2,
             accelerator="cpu",
@@ -52,6 +64,7 @@ def test_lightnings_trainer_fits_on_a_dataset_and_a_stream(traces: ms.Traces, tm
         )
         trainer.fit(model, loader)
         assert [sorted(epoch) for epoch in model.seen] == [list(range(101))] * 2
+        assert model.seen[0] != model.seen[1]
         assert trainer.global_step == 26
 
 
@@ -70,3 +83,4 @@ def test_accelerate_prepares_a_dataset_and_a_stream(traces: ms.Traces):
             seen.append(batch)
         assert len(seen) == len(batches) == 13
         assert sorted(numbers_of(seen)) == list(range(101))
+        assert numbers_of(batches) != numbers_of(seen), "Accelerate sets the epoch of a stream by itself"

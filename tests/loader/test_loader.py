@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import (
     by_number,
+    collect,
     draw,
     is_right,
     numbers_of,
@@ -114,12 +115,10 @@ def test_a_broken_record_is_named_at_its_batch_and_all_before_are_delivered(
     broken = ms.Order(101, 3)[43]
     flip(*place_of(store, broken, "hidden"))
     loader = ms.Loader(open_traces(store), batch_size=8, seed=3, order="exact", threads=threads)
-    given: list[int] = []
+    found: list[dict[str, object]] = []
     with pytest.raises(CorruptRecord, match=f"record {broken} .*'hidden'") as caught:
-        for batch in loader:
-            assert is_right(batch)
-            given += batch["numbers"].tolist()
-    assert given == ms.Order(101, 3)[:40].tolist()
+        collect(loader, found)
+    assert numbers_of(found) == ms.Order(101, 3)[:40].tolist() and all(map(is_right, found))
     assert loader.state_dict()["samples"] == 40
     assert any(f"record {broken} " in note for note in caught.value.__notes__)
     assert any("batch 5 of epoch 0" in note for note in caught.value.__notes__)
@@ -130,15 +129,19 @@ def test_a_feature_that_raises_is_blamed_on_its_record_at_its_batch(traces: ms.T
     part = traces.subset(np.arange(50, 101))  # the record is named by its own number, not by the subset's
     at = ms.Order(51, 4)[:].tolist().index(10)
     loader = ms.Loader(part, batch_size=4, seed=4, features=ms.features.each(refuse_60), order="exact", threads=threads)
-    given: list[int] = []
+    found: list[dict[str, object]] = []
     with pytest.raises(ArithmeticError, match="sixty is too much") as caught:
-        for batch in loader:
-            given += batch["numbers"].tolist()
-    assert given == (ms.Order(51, 4)[: at // 4 * 4] + 50).tolist()
+        collect(loader, found)
+    assert numbers_of(found) == (ms.Order(51, 4)[: at // 4 * 4] + 50).tolist()
     assert "record 60 is the first in its batch that cannot be made" in caught.value.__notes__
 
 
-def test_no_thread_outlives_its_loop_however_it_ends(traces: ms.Traces, tmp_path: Path):
+def fail_in_the_body(loader: ms.Loader) -> None:
+    for _ in loader:
+        raise KeyboardInterrupt
+
+
+def test_no_thread_outlives_its_loop_however_it_ends(traces: ms.Traces):
     before = set(threading.enumerate())
     loader = ms.Loader(traces, batch_size=4, order="exact", threads=4)
 
@@ -148,8 +151,7 @@ def test_no_thread_outlives_its_loop_however_it_ends(traces: ms.Traces, tmp_path
     assert set(threading.enumerate()) == before, "break"
 
     with pytest.raises(KeyboardInterrupt):
-        for _ in loader:
-            raise KeyboardInterrupt
+        fail_in_the_body(loader)
     assert set(threading.enumerate()) == before, "an exception in the body"
 
     dropped = iter(loader)
@@ -160,9 +162,8 @@ def test_no_thread_outlives_its_loop_however_it_ends(traces: ms.Traces, tmp_path
 
     unused = iter(loader)
     del unused
-    for failing in (ms.Loader(traces, batch_size=4, features=ms.features.each(refuse_60), order="none", threads=3),):
-        with pytest.raises(ArithmeticError):
-            list(failing)
+    with pytest.raises(ArithmeticError):
+        list(ms.Loader(traces, batch_size=4, features=ms.features.each(refuse_60), order="none", threads=3))
     assert set(threading.enumerate()) == before, "an error of a batch"
 
     list(loader)
@@ -309,6 +310,16 @@ def test_reads_load_with_their_columns_in_window_order(reads: ms.Reads):
             label, letters = read(number)
             kept = batch["sequence"][row][batch["sequence_mask"][row]]
             assert bytes(kept.tolist()).decode() == letters and batch["class_id"][row] == label
+
+
+@pytest.mark.xfail(reason="the decoded blocks of a window do not fit into the share of the memory they are given")
+def test_window_order_decodes_each_compressed_block_about_once(reads: ms.Reads):
+    if reads.paths[0].suffix != ".gz":
+        pytest.skip("this file is not compressed")
+    loader = ms.Loader(reads, batch_size=2048, seed=6, order="window", threads=2, memory="8MB")
+    list(loader)
+    decoded = loader._collection.decoded_blocks  # pyright: ignore
+    assert decoded <= 2 * reads.medium.num_bytes / reads.medium.run_bytes
 
 
 def test_augmented_tokens_of_a_read_are_the_same_in_any_batch_thread_and_order(reads: ms.Reads):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_the_ranks_of_a_torchrun_job_share_every_epoch(traces: ms.Traces, tmp_pa
         assert len(first[name]) == len(second[name]) == 7, name
         order = ms.Order(101, 5, epoch)[:].tolist()
         expected = [*order, order[0]] if name == "padded" else order
-        assert interleaved(sum(first[name], []), sum(second[name], [])) == expected, name
+        assert interleaved(list(chain(*first[name])), list(chain(*second[name]))) == expected, name
 
 
 def interleaved(first: list[int], second: list[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +14,25 @@ _BLOCK = 256  # numbers with one count of the marks before them
 _WORDS = _BLOCK // 64
 
 
+class Chosen(Protocol):
+    """Some numbers, by position."""
+
+    @property
+    def keeps_neighbours(self) -> bool:
+        """Whether what is near here is near among all numbers."""
+        ...
+
+    def __len__(self) -> int: ...
+    def take(self, positions: Numbers) -> Numbers: ...
+    def digest(self) -> str: ...
+
+
 class Listed:
     """Numbers in the order given."""
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
+        self.keeps_neighbours = bool((np.diff(numbers) > 0).all())
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -31,6 +46,8 @@ class Listed:
 
 class Marked:
     """Numbers in ascending order, an eighth of a byte for each of all n, and a bit more to find them."""
+
+    keeps_neighbours = True
 
     def __init__(self, masks: Iterable[NDArray[np.bool_]]) -> None:
         """`masks`, one after the other, say of each number below n whether it is in; all but the last of 256 k."""
@@ -54,9 +71,6 @@ class Marked:
 
     def digest(self) -> str:
         return blake2b(self._words.data, digest_size=8).hexdigest()
-
-
-Chosen = Listed | Marked
 
 
 @kernel

@@ -9,9 +9,8 @@ import pyarrow as pa
 from millstream.collection import Collection, Medium, Numbers
 from millstream.config import config_hash
 from millstream.records import Array
-from millstream.source.gather import gather
 from millstream.store.arrow_columns import chunked
-from millstream.store.read_batch import ColumnValues, ReadBatch
+from millstream.store.read_batch import ColumnValues, ReadBatch, join_letters
 
 
 class Concat(Collection):
@@ -24,11 +23,13 @@ class Concat(Collection):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def __getitem__(self, number: int) -> object:
+        ((part, rows, _),) = self._split(np.array([number], np.int64))
+        return self.parts[part][int(rows[0])]
+
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
-        wanted = np.asarray(numbers, np.int64)
-        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
-            raise IndexError(f"record {wanted.min()} to {wanted.max()} of {len(self)}")
-        return fetch_from([(self.parts[part], rows, at) for part, rows, at in self._split(wanted)], fields)
+        split = [(self.parts[part], rows, at) for part, rows, at in self._split(np.asarray(numbers, np.int64))]
+        return _fetch(split, fields, self.field_names)
 
     @property
     def field_names(self) -> list[str]:
@@ -61,6 +62,10 @@ class Concat(Collection):
         keys = {part.default_key for part in self.parts}
         return keys.pop() if len(keys) == 1 else None
 
+    @property
+    def lineage(self) -> str:
+        return "+".join(dict.fromkeys(part.lineage for part in self.parts))
+
     def within(self, memory: int) -> Self:
         return type(self)([part.within(memory // len(self.parts)) for part in self.parts])
 
@@ -84,6 +89,8 @@ class Concat(Collection):
 
     def _split(self, numbers: Numbers) -> list[tuple[int, Numbers, Numbers]]:
         """Part, rows in it and their places among `numbers`, for every part that has some."""
+        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
+            raise IndexError(f"record {numbers.min()} to {numbers.max()} of {len(self)}")
         owner = np.searchsorted(self._starts, numbers, side="right") - 1
         found = [(part, np.flatnonzero(owner == part)) for part in np.unique(owner).tolist() or [0]]
         return [(part, numbers[at] - self._starts[part], at) for part, at in found]
@@ -100,41 +107,35 @@ def concat(parts: Iterable[Collection]) -> Concat:
     return Concat(given)
 
 
-def fetch_from(split: Sequence[tuple[Collection, Numbers, Numbers]], fields: Sequence[str] | None) -> object:
+def _fetch(
+    split: Sequence[tuple[Collection, Numbers, Numbers]], fields: Sequence[str] | None, common: Sequence[str]
+) -> object:
     """Records of several collections (collection, numbers, places in the result), put in their places."""
     fetched = [collection.fetch(rows, fields) for collection, rows, _ in split]
-    if len(fetched) == 1:
-        return fetched[0]
     order = np.argsort(np.concatenate([at for _, _, at in split]), kind="stable")
-    kinds = {isinstance(part, ReadBatch) for part in fetched}
-    if kinds == {True, False}:
+    reads = [part for part in fetched if isinstance(part, ReadBatch)]
+    if reads and len(reads) < len(fetched):
         raise ValueError("traces and reads do not go into one batch; concatenate or mix collections of one kind")
-    if kinds == {True}:
-        return _join_reads(cast("list[ReadBatch]", fetched), order)
-    columns = [cast("Mapping[str, Array | list[object]]", part) for part in fetched]
-    names = [name for name in columns[0] if all(name in part for part in columns)]
-    return {name: _join([part[name] for part in columns], order) for name in names}
+    columns = [_columns(part) for part in fetched]
+    names = [name for name in columns[0] if all(name in part for part in columns) and (fields or name in common)]
+    joined = {name: _join([part[name] for part in columns], order) for name in names}
+    if not reads:
+        return joined
+    letters = join_letters([(part.flat, part.offsets, part.quality) for part in reads], order)
+    numbers = np.concatenate([part.numbers for part in reads])[order]
+    return ReadBatch(numbers, letters[0], letters[1], cast("Mapping[str, ColumnValues]", joined), letters[2])
+
+
+def _columns(fetched: object) -> "Mapping[str, Array | list[object]]":
+    columns = fetched.columns if isinstance(fetched, ReadBatch) else fetched
+    return cast("Mapping[str, Array | list[object]]", columns)
 
 
 def _join(parts: "Sequence[Array | list[object]]", order: Numbers) -> "Array | list[object]":
+    if len(parts) == 1:
+        return parts[0]
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if len(arrays) == len(parts) and len({(part.dtype, part.shape[1:]) for part in arrays}) == 1:
         return np.concatenate(arrays)[order]
     rows = [row for part in parts for row in part]
     return [rows[place] for place in order.tolist()]
-
-
-def _join_reads(parts: Sequence[ReadBatch], order: Numbers) -> ReadBatch:
-    lengths = np.concatenate([part.lengths for part in parts])[order]
-    bases = np.cumsum([0, *(len(part.flat) for part in parts[:-1])])
-    begins = np.concatenate([part.offsets[:-1] + base for part, base in zip(parts, bases, strict=True)])[order]
-    nothing = np.zeros(len(order), np.int64)
-    flat, offsets = gather(np.concatenate([part.flat for part in parts]), begins, lengths, nothing, nothing)
-    grades = [part.quality for part in parts if part.quality is not None]
-    quality = (
-        gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0] if len(grades) == len(parts) else None
-    )
-    names = [name for name in parts[0].columns if all(name in part.columns for part in parts)]
-    columns = {name: _join([part.columns[name] for part in parts], order) for name in names}
-    numbers = np.concatenate([part.numbers for part in parts])[order]
-    return ReadBatch(numbers, flat, offsets, cast(Mapping[str, ColumnValues], columns), quality)

@@ -13,7 +13,7 @@ from millstream.collection import Collection, Medium, Numbers
 from millstream.dataset.chosen import Listed
 from millstream.dataset.subset import Subset
 from millstream.errors import BadSource, MissingLabel
-from millstream.store.read_batch import ReadBatch
+from millstream.store.read_batch import Read, ReadBatch
 from millstream.store.traces import Traces
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ class Labelled(Collection):
 
     def __len__(self) -> int:
         return len(self.collection)
+
+    def __getitem__(self, number: int) -> object:
+        record, label = self.collection[number], self.labels[number].item()
+        if isinstance(record, Read):
+            return replace(record, columns={**record.columns, LABEL: label})
+        return {**cast("Mapping[str, object]", record), LABEL: label}
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
         wanted = np.asarray(numbers, np.int64)

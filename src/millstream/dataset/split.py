@@ -108,14 +108,19 @@ class Split:
         try:
             saved = cast("dict[str, object]", json.loads(Path(path).read_text()))
             version = saved["millstream split"]
-        except FileNotFoundError:
-            raise BadSplit(f"{path}: no such file. Make it with ms.split(...).save({str(path)!r})") from None
+        except OSError as error:
+            what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            raise BadSplit(f"{path}: {what}. Make it with ms.split(...).save({str(path)!r})") from None
         except (ValueError, KeyError, TypeError):
             raise BadSplit(f"{path}: is no split that millstream saved") from None
         if version != VERSION:
             raise BadSplit(f"{path}: has version {version}; this millstream reads {VERSION}")
-        parts = cast("dict[str, float]", saved["parts"])
-        by, salt, lineage = cast("str | None", saved["by"]), str(saved["salt"]), str(saved["lineage"])
+        try:
+            parts = {str(name): float(share) for name, share in cast("dict[str, float]", saved["parts"]).items()}
+            by, salt, lineage = cast("str | None", saved["by"]), str(saved["salt"]), str(saved["lineage"])
+            _check_shares(parts)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise BadSplit(f"{path}: is damaged ({error}). Save the split again") from None
         if lineage != collection.lineage:
             raise BadSplit(
                 f"{path}: splits {lineage or 'a whole collection'}, not {collection.lineage or 'a whole collection'}"
@@ -144,10 +149,14 @@ def split(
             raise ValueError(f"folds={folds}: at least 2")
         parts = {f"fold{number}": 1 / folds for number in range(folds)}
     assert parts is not None
-    if not parts or min(parts.values()) <= 0 or sum(parts.values()) > 1 + 1e-9 or len(parts) >= _OUT:
-        raise ValueError(f"the shares of a split are above 0 and at most 1 together, got {dict(parts)}")
+    _check_shares(parts)
     rule = Rule(dict(parts), by or collection.default_key, salt, collection.lineage)
     return Split(collection, replace(rule, salt=salt or ("folds" if folds else "")))
+
+
+def _check_shares(parts: Mapping[str, float]) -> None:
+    if not parts or min(parts.values()) <= 0 or sum(parts.values()) > 1 + 1e-9 or len(parts) >= _OUT:
+        raise ValueError(f"the shares of a split are above 0 and at most 1 together, got {dict(parts)}")
 
 
 def _assign(collection: Collection, rule: Rule) -> Iterator[NDArray[np.uint8]]:

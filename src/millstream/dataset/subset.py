@@ -16,15 +16,14 @@ class Subset(Collection):
 
     def __init__(self, collection: Collection, chosen: Chosen, *, lineage: str = "") -> None:
         self.collection = collection
-        self._chosen = chosen
+        self.chosen = chosen
         self._lineage = lineage
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self.chosen)
 
     def __getitem__(self, number: int) -> object:
-        """One record, as the whole collection gives it."""
-        return self.collection[int(self._take(np.array([number], np.int64))[0])]  # pyright: ignore
+        return self.collection[int(self._take([number])[0])]
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
         return self.collection.fetch(self._take(numbers), fields)
@@ -43,11 +42,14 @@ class Subset(Collection):
     def medium(self) -> Medium:
         whole = self.collection.medium
         share = len(self) / max(len(self.collection), 1)
-        return Medium(int(whole.num_bytes * share), whole.run_bytes, whole.is_random)
+        # Where neighbours here are not neighbours on disk, no window of them would help.
+        return Medium(
+            int(whole.num_bytes * share), whole.run_bytes, whole.is_random or not self.chosen.keeps_neighbours
+        )
 
     @property
     def fingerprint(self) -> str:
-        return config_hash({"of": self.collection.fingerprint, "chosen": self._chosen.digest()})
+        return config_hash({"of": self.collection.fingerprint, "chosen": self.chosen.digest()})
 
     @property
     def default_key(self) -> str | None:
@@ -61,7 +63,7 @@ class Subset(Collection):
         return self._of(self.collection.within(memory))
 
     def in_epoch(self, epoch: int) -> Self:
-        return self._of(self.collection.in_epoch(epoch))
+        return self._of(self.collection.in_epoch(epoch), epoch)
 
     def record_numbers(self, numbers: Numbers) -> Numbers:
         return self.collection.record_numbers(self._take(numbers))
@@ -75,19 +77,22 @@ class Subset(Collection):
     def __repr__(self) -> str:
         return f"Subset({len(self)} of {len(self.collection)} records of {self.collection!r})"
 
-    def _of(self, collection: Collection) -> Self:
-        return type(self)(collection, self._chosen, lineage=self._lineage)
+    def _of(self, collection: Collection, epoch: int | None = None) -> Self:
+        return type(self)(collection, self.chosen, lineage=self._lineage)
 
     def _take(self, numbers: Sequence[int] | Numbers) -> Numbers:
         wanted = np.asarray(numbers, np.int64)
         if len(wanted) and not (-len(self) <= wanted.min() and wanted.max() < len(self)):
             raise IndexError(f"record {wanted.min()} to {wanted.max()} of a subset of {len(self)}")
-        return self._chosen.take(np.where(wanted < 0, wanted + len(self), wanted))
+        return self.chosen.take(np.where(wanted < 0, wanted + len(self), wanted))
 
 
 def subset(collection: Collection, numbers: Sequence[int] | Numbers) -> Subset:
     """The records of these numbers, in the order given."""
-    wanted = np.array(numbers, np.int64).reshape(-1)
+    given = np.asarray(numbers).reshape(-1)
+    if len(given) and given.dtype.kind not in "iu":
+        raise ValueError(f"a subset is chosen by record numbers, not by {given.dtype}; of a mask, np.flatnonzero(mask)")
+    wanted = given.astype(np.int64)
     if len(wanted) and not (-len(collection) <= wanted.min() and wanted.max() < len(collection)):
         raise IndexError(f"record {wanted.min()} to {wanted.max()} of a collection of {len(collection)}")
     return Subset(collection, Listed(np.where(wanted < 0, wanted + len(collection), wanted)))

@@ -43,11 +43,15 @@ class Positions:
         order = self._order
         if order.mode != "window":
             return
-        window = window_of(self._start + step * self._layout.batch_size * self._layout.world, order)
-        for ahead in range(max(window, self._windows_asked + 1), window + 2):
-            self._windows_asked = ahead
-            first, last = order.blocks_of(ahead)
-            if len(first):
-                collection.will_need(first, last)
-            if ahead - 3 >= window_of(self._start, order):  # the last but one: some thread may still read the last
-                collection.release(*order.blocks_of(ahead - 3))
+        batch = self._layout.batch_size * self._layout.world
+        first, last = (window_of(self._start + at * batch, order) for at in (step, step + 1))
+        with self._lock:
+            since = first if self._windows_asked < 0 else self._windows_asked + 1
+            asked = range(since, last + 2)
+            self._windows_asked = max(self._windows_asked, last + 1)
+        for window in asked:
+            blocks = order.blocks_of(window)
+            if len(blocks[0]):
+                collection.will_need(*blocks)
+            if window - 3 >= window_of(self._start, order):  # some thread may still read the last but one
+                collection.release(*order.blocks_of(window - 3))

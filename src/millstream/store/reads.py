@@ -16,10 +16,9 @@ from millstream.config import config_hash
 from millstream.console import format_bytes
 from millstream.errors import BadSource
 from millstream.records import Bytes
-from millstream.source.gather import gather
 from millstream.source.mapping import LabelMapping
 from millstream.store.arrow_columns import chunked, joined, values
-from millstream.store.read_batch import ColumnValues, Read, ReadBatch, split_text
+from millstream.store.read_batch import ColumnValues, Read, ReadBatch, join_letters, split_text
 from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.store.sections import Sections
 
@@ -417,15 +416,7 @@ class Reads(Collection):
 def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetched:
     """What several parts gave, in the order it was asked for."""
     order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")
-    lengths = np.concatenate([np.diff(part.offsets) for part in parts])[order]
-    starts = np.cumsum([0, *(len(part.flat) for part in parts[:-1])])
-    begins = np.concatenate([part.offsets[:-1] + start for part, start in zip(parts, starts, strict=True)])[order]
-    nothing = np.zeros(len(order), np.int64)
-    flat, offsets = gather(np.concatenate([part.flat for part in parts]), begins, lengths, nothing, nothing)
-    grades = [part.quality for part in parts if part.quality is not None]
-    quality = (
-        gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0] if len(grades) == len(parts) else None
-    )
+    flat, offsets, quality = join_letters([(part.flat, part.offsets, part.quality) for part in parts], order)
     columns = {name: joined([part.columns[name] for part in parts], order) for name in parts[0].columns}
     return Fetched(flat, offsets, quality, columns)
 
