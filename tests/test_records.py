@@ -76,7 +76,7 @@ def test_the_kind_of_a_value_is_inferred(value: object, kind: str) -> None:
         np.array(["2020-01-01"], "datetime64[D]"),
         np.zeros(2, [("a", "i4")]),
     ],
-    ids=str,
+    ids=lambda value: str(value).split(" at 0x")[0],
 )
 def test_a_value_that_cannot_be_stored_is_refused_with_the_name_of_its_field(value: object) -> None:
     with pytest.raises(SchemaMismatch, match=r"^field 'odd': expected .*, found "):
@@ -306,7 +306,7 @@ def test_lazily_conjugated_and_negated_torch_tensors_are_stored_by_value() -> No
     assert raw is not None and raw.data.view(np.float32).tolist() == [-2, 4]
 
 
-@pytest.mark.parametrize("value", [None, 1, 1.5, "text", b"bytes", [1, 2], {"a": 1}, np.float32(1)], ids=repr)
+@pytest.mark.parametrize("value", [None, 1, 1.5, "text", b"bytes", [1, 2], {"a": 1}, np.float32(1)], ids=lambda value: repr(value).split(" at 0x")[0])
 def test_what_is_no_array_is_no_tensor(value: object) -> None:
     assert as_tensor("x", value) is None
 

@@ -132,7 +132,9 @@ class Collection(ABC):
         """A `torch.utils.data.IterableDataset` that shuffles by itself and splits an epoch over ranks and workers.
 
         With `batch_size` it gives whole batches, for `DataLoader(stream, batch_size=None)`: they come in the same order
-        for any number of workers. Without, it gives records. `set_epoch` decides the order of the next epoch.
+        for any number of workers. Without, it gives records. `set_epoch` decides the order of the next epoch;
+        Accelerate calls it, Lightning does not (do it in `on_train_epoch_end`). Accelerate deals out batches of a
+        stream to its processes by itself: give `rank=0, world=1` there.
         """
         import millstream as ms
 

@@ -32,7 +32,17 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> ms.Traces:
 
 
 def load(dataset: Any, **options: Any) -> list[Any]:
-    return list(DataLoader(dataset, **options))
+    return list(batches_of(DataLoader(dataset, **options)))
+
+
+def batches_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """After an error torch's iterator is left to the garbage collector, and then waits 5 s for each worker."""
+    batches = iter(loader)
+    try:
+        yield from batches
+    finally:
+        if loader.num_workers:
+            batches._shutdown_workers()  # pyright: ignore
 
 
 def loader_batches(collection: ms.Collection, epoch: int = 0, **options: Any) -> list[dict[str, object]]:
@@ -212,7 +222,7 @@ def test_a_corrupt_record_raises_in_the_main_process_and_is_named(traces: ms.Tra
     ):
         found: list[dict[str, object]] = []
         with pytest.raises(CorruptRecord, match="record 43 ") as caught:
-            collect(loader, found)
+            collect(batches_of(loader), found)
         assert len(found) == batches and all(map(is_right, found))
         # A worker's error comes as text, its notes among it.
         assert "record 43 is the first in its batch" in "".join(

@@ -16,12 +16,11 @@ MB = 10**6
 TIMES = 20  # as much data as memory
 EVERY_S = 0.02
 
-# What a process may grow by beside the budget: its threads' stacks, a shard's sidecar, the batch that the loop still
-# has while the next one comes. Measured: the peak is 6 to 14 MB below the budget.
+# What a process may grow by beside the budget: threads' stacks, pages of sidecars and indexes, the batch that the loop
+# still has while the next one comes, and what malloc keeps of freed memory (malloc_trim gave back 12 to 16 MB after an
+# epoch of compressed reads). Measured: traces stay 12 MB below the budget; compressed reads go 7 MB above it here, and
+# 13 MB above one of 24 MB in a whole epoch.
 BESIDE = 32 * MB
-# Decoding takes and frees megabytes at a time, and glibc keeps what was freed: up to 64 MB (twice the largest
-# M_MMAP_THRESHOLD) for later. Measured: 5 to 45 MB over the budget; 11 MB below it with MALLOC_MMAP_THRESHOLD_=262144.
-KEPT_BY_MALLOC = 64 * MB
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is measured in /proc")
 
@@ -43,7 +42,7 @@ class Measured:
         self._tell("go")
         while not select.select([self._process.stdout], [], [], EVERY_S)[0]:
             most = max(most, tree_bytes(self._process.pid))
-        assert int(self._hear()) >= 30, "that was no epoch"
+        assert int(self._hear()) >= 30, "too few batches to tell"
         print(f"{way}: {(most - before) / MB:.1f} MB")
         return most - before
 
@@ -86,13 +85,13 @@ def _pss(pid: int) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
-def check(path: Path, budget: int, *, beside: int) -> None:
+def check(path: Path, budget: int) -> None:
     measured = Measured(path, budget)
     try:
         for way in ("loader", "loader, 4 threads", "loader, slow"):
-            assert measured.peak(way) <= budget + beside, way
+            assert measured.peak(way) <= budget + BESIDE, way
         idle = measured.peak("DataLoader, 2 idle workers")  # forked: they have copies of the pages they write to
-        assert measured.peak("DataLoader, 2 workers") <= budget + idle + beside
+        assert measured.peak("DataLoader, 2 workers") <= budget + idle + BESIDE
     finally:
         measured.close()
 
@@ -103,11 +102,11 @@ def test_traces_of_twenty_times_the_memory_pass_through_it(tmp_path: Path):
     records = ({"label": number, "hidden": np.full(62_500, number, np.float32)} for number in range(count))
     traces = write_records(tmp_path / "store", records, shard_bytes="64MB")
     assert traces.num_bytes >= TIMES * budget
-    check(tmp_path / "store", budget, beside=BESIDE)
+    check(tmp_path / "store", budget)
 
 
-def test_compressed_reads_of_twenty_times_the_memory_pass_through_it(tmp_path: Path):
-    """One gzip stream of blocks that do not lean on each other, so that one can be written many times."""
+def test_windows_of_compressed_reads_of_twenty_times_the_memory_pass_through_it(tmp_path: Path):
+    """The first dozen windows, not the epoch, which takes too long. One block is written many times."""
     path, budget = tmp_path / "reads.fa.gz", 12 * MB
     rng = np.random.default_rng(0)
     letters = rng.choice(np.frombuffer(b"ACGT", np.uint8), (6_000, 150))
@@ -122,4 +121,4 @@ def test_compressed_reads_of_twenty_times_the_memory_pass_through_it(tmp_path: P
             crc = zlib.crc32(text, crc)
         f.write(b"\x03\0" + struct.pack("<II", crc, times * len(text) & 0xFFFFFFFF))
     assert open_reads(path).medium.num_bytes >= TIMES * budget
-    check(path, budget, beside=KEPT_BY_MALLOC)
+    check(path, budget)

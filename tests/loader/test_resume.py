@@ -232,7 +232,7 @@ def test_an_epoch_goes_on_with_another_memory(traces: ms.Traces, order: str):
     whole = numbers_of(loader)
     loader.set_epoch(0)
     before = numbers_of(islice(loader, 100))
-    resumed = make(many, batch_size=10, order=order, memory="3MB")
+    resumed = make(many, batch_size=10, order=order, memory="100MB")
     assert resumed.state_dict()["order"] != loader.state_dict()["order"]
     resumed.load_state_dict(saved(loader.state_dict()))
     assert before + numbers_of(resumed) == whole

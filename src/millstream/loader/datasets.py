@@ -6,7 +6,7 @@ taught to make a batch of them all at once.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -36,38 +36,50 @@ class Kitchen:
         self.collection = collection
         self._recipe = recipe
         self._memory = memory
-        self._place: tuple[int, Collection, Pool, SharedMemory | None] | None = None
+        self._place: _Place | None = None
 
-    def make(self, numbers: Numbers, epoch: int) -> dict[str, object] | SharedBatch:
-        """A batch; in a worker process, one that can be sent."""
-        collection, pool, shared = self._here()
-        collection = collection.in_epoch(epoch)
-        need, budget = self._recipe.cost(collection, numbers), pool.limit // PREFETCHED
+    def send(self, numbers: Numbers, epoch: int) -> dict[str, object] | SharedBatch:
+        """A batch; in a worker process, one that is on its way."""
+        batch, shared = self.make(numbers, epoch), self.here().shared
+        return batch if shared is None else SharedBatch(batch, shared)
+
+    def make(self, numbers: Numbers, epoch: int) -> dict[str, object]:
+        """A batch."""
+        here = self.here()
+        collection = here.collection.in_epoch(epoch)
+        need, budget = self._recipe.cost(collection, numbers), here.pool.limit // PREFETCHED
         if need > budget:
             raise OverBudget(
                 f"one batch needs {format_bytes(need)}, and this process may take {format_bytes(budget)} for each of "
                 f"{PREFETCHED}: make memory larger, or batch_size or num_workers smaller"
             )
         try:
-            with pool.use():
+            with here.pool.use():
                 batch, _ = self._recipe.make(collection, numbers, epoch)
         except Exception as error:
             self._recipe.blame(collection, numbers, epoch, error)
             raise
-        return batch if shared is None else SharedBatch(batch, shared)
+        return batch
 
-    def _here(self) -> tuple[Collection, Pool, SharedMemory | None]:
+    def here(self) -> "_Place":
         """This process's own view of the collection and its memory; a forked worker does not touch its parent's."""
-        if self._place is None or self._place[0] != os.getpid():
+        if self._place is None or self._place.process != os.getpid():
             worker = get_worker_info()
             memory = self._memory // (worker.num_workers if worker else 1)
             collection = self.collection.within(memory // 4)
             shared = SharedMemory(memory * 3 // 4) if worker and hasattr(os, "memfd_create") else None
-            self._place = os.getpid(), collection, shared.pool if shared else Pool(memory * 3 // 4), shared
-        return self._place[1:]
+            self._place = _Place(os.getpid(), collection, shared.pool if shared else Pool(memory * 3 // 4), shared)
+        return self._place
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_place": None}
+
+
+class _Place(NamedTuple):
+    process: int
+    collection: Collection
+    pool: Pool
+    shared: SharedMemory | None
 
 
 class Sample(Mapping[str, object]):
@@ -91,8 +103,7 @@ class Sample(Mapping[str, object]):
     def _values(self) -> dict[str, object]:
         if self._made is None:
             numbers = np.array([self.number], np.int64)
-            batch = self.kitchen.make(numbers, self.epoch)
-            made = batch.batch if isinstance(batch, SharedBatch) else batch
+            made = self.kitchen.make(numbers, self.epoch)
             self._made = {name: _only(value) for name, value in made.items()}
         return self._made
 
@@ -162,7 +173,7 @@ class RecordStream(IterableDataset[object]):
         drop_last: bool = False,
     ) -> None:
         self._kitchen = Kitchen(collection, Recipe(collection, features, seed=seed), parse_bytes(memory))
-        self._plan = plan_order(collection, order, memory=parse_bytes(memory))
+        self._plan = plan_order(collection, order, room=parse_bytes(memory) // 8)  # a quarter, for two workers
         self._asked = order
         self._seed = seed
         self._gives_batches = batch_size is not None
@@ -204,8 +215,8 @@ class RecordStream(IterableDataset[object]):
             self._given += 1
             numbers = positions.of(step)
             if self._gives_batches:
-                positions.read_ahead(step, self._kitchen.collection)
-                yield self._kitchen.make(numbers, epoch)
+                positions.read_ahead(step, self._kitchen.here().collection)
+                yield self._kitchen.send(numbers, epoch)
             else:
                 yield Sample(self._kitchen, int(numbers[0]), epoch)
 
@@ -217,11 +228,11 @@ class RecordStream(IterableDataset[object]):
 def _collate(samples: Sequence[Sample], *, collate_fn_map: object = None) -> object:
     """A batch of samples, fetched and made at once."""
     if isinstance(samples, Samples):
-        return samples.kitchen.make(samples.numbers, samples.epoch)
+        return samples.kitchen.send(samples.numbers, samples.epoch)
     first = samples[0]
     if any(sample.kitchen is not first.kitchen for sample in samples):
         raise ValueError("samples of two datasets in one batch; put the collections together first, with ms.concat")
-    return first.kitchen.make(np.array([sample.number for sample in samples], np.int64), first.epoch)
+    return first.kitchen.send(np.array([sample.number for sample in samples], np.int64), first.epoch)
 
 
 def _only(value: object) -> object:

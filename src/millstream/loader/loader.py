@@ -44,9 +44,9 @@ class Loader:
         pin_memory: bool = False,
     ) -> None:
         self._memory = parse_bytes(memory)
-        self._plan = plan_order(collection, order, memory=self._memory)
-        self._asked = order
         self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
+        self._plan = plan_order(collection, order, room=self._memory - self._budget)
+        self._asked = order
         self._collection = collection.within(self._memory - self._budget)
         self._recipe = Recipe(collection, features, seed=seed)
         rank, world = find_ranks(rank, world)

@@ -28,19 +28,25 @@ class Plan:
         return Order(n, seed, epoch, self.mode, self.block, self.window)
 
 
-def plan_order(collection: Collection, wanted: OrderName, *, memory: int) -> Plan:
-    """The order to use. A window takes a quarter of the memory; its decoded blocks and the next one's fit into half."""
+def plan_order(collection: Collection, wanted: OrderName, *, room: int) -> Plan:
+    """The order to use, when decoded blocks and mapped files may take `room` bytes.
+
+    A window takes a third of them: at its end the next one is in use too, and blocks of records do not end where
+    compressed blocks do.
+    """
     if wanted not in ("auto", "exact", "window", "none"):
         raise ValueError(f"order={wanted!r}: there is auto, exact, window and none")
     medium = collection.medium
     record_bytes = max(medium.num_bytes // max(len(collection), 1), 1)
-    block = max(max(BLOCK_BYTES, medium.run_bytes) // record_bytes, 1)
-    window = max(memory // 4 // (block * record_bytes), 1)
+    # Four compressed blocks, so that few are cut in two, but at least 32 blocks in a window, so that it mixes.
+    block_bytes = max(min(4 * medium.run_bytes, room // 3 // 32), medium.run_bytes, BLOCK_BYTES)
+    block = max(block_bytes // record_bytes, 1)
+    window = max(room // 3 // (block * record_bytes), 1)
     if wanted != "auto":
         return Plan(wanted, block, window, "asked for")
     if medium.is_random and record_bytes >= LARGE_RECORD_BYTES:
         return Plan("exact", block, window, f"records of {format_bytes(record_bytes)} read well in any order")
-    free = available_bytes() if medium.is_random else memory // 2
+    free = available_bytes() if medium.is_random else room
     fits = medium.num_bytes <= free
     kind = "free memory" if medium.is_random else "decoded blocks"
     size = f"{format_bytes(medium.num_bytes)} {'fit' if fits else 'do not fit'} into {format_bytes(free)} of {kind}"
@@ -50,11 +56,12 @@ def plan_order(collection: Collection, wanted: OrderName, *, memory: int) -> Pla
 def batch_budget(collection: Collection, memory: int, *, batch_size: int) -> int:
     """How much of the memory is for batches: a quarter of it if they are small, three quarters if they are not.
 
-    The rest is for decoded blocks and mapped files.
+    The rest is for decoded blocks and mapped files; of compressed ones at least half.
     """
-    record_bytes = collection.medium.num_bytes // max(len(collection), 1)
+    medium = collection.medium
+    record_bytes = medium.num_bytes // max(len(collection), 1)
     ample = batch_size * record_bytes * 16 * (MAX_THREADS + 2)  # tokens take 16 bytes a letter
-    return min(max(ample, memory // 4), memory * 3 // 4)
+    return min(max(ample, memory // 4), memory * 3 // 4 if medium.is_random else memory // 2)
 
 
 def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int) -> tuple[int, str]:

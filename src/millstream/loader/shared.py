@@ -64,14 +64,14 @@ class SharedBatch:
     """A batch on its way to another process, where it arrives as a dict."""
 
     def __init__(self, batch: Mapping[str, object], memory: SharedMemory) -> None:
-        self.batch = batch
         self._memory = memory
+        self._files: dict[int, int] = {}
+        # Here, not when it is pickled: that happens in a thread whose errors nobody hears of.
+        room = _Room(memory, sum(map(self._loose_bytes, batch.values())))
+        self._places = {name: self._send(value, self._files, room) for name, value in batch.items()}
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        files: dict[int, int] = {}
-        room = _Room(self._memory, sum(map(self._loose_bytes, self.batch.values())))
-        places = {name: self._send(value, files, room) for name, value in self.batch.items()}
-        return _arrive, (os.getpid(), files, places)
+        return _arrive, (os.getpid(), self._files, self._places)
 
     def _send(self, value: object, files: dict[int, int], room: "_Room") -> object:
         """What stands for a value; the files it lies in are noted, with their sizes."""
