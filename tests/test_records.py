@@ -306,7 +306,11 @@ def test_lazily_conjugated_and_negated_torch_tensors_are_stored_by_value() -> No
     assert raw is not None and raw.data.view(np.float32).tolist() == [-2, 4]
 
 
-@pytest.mark.parametrize("value", [None, 1, 1.5, "text", b"bytes", [1, 2], {"a": 1}, np.float32(1)], ids=lambda value: repr(value).split(" at 0x")[0])
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, 1.5, "text", b"bytes", [1, 2], {"a": 1}, np.float32(1)],
+    ids=lambda value: repr(value).split(" at 0x")[0],
+)
 def test_what_is_no_array_is_no_tensor(value: object) -> None:
     assert as_tensor("x", value) is None
 

@@ -83,11 +83,11 @@ class Pool:
         with self._lock:
             self._collect()
             at = bisect_left(self._free, size, key=_size_of)
-            if at < len(self._free) and _size_of(self._free[at]) <= 2 * size:
+            if at < len(self._free) and _size_of(self._free[at]) <= 4 * size:  # the last batch may be short
                 block = self._free.pop(at)
             else:
-                if self._free:  # one in, one out: there are never more than were in use at once
-                    self._free.pop(max(at - 1, 0))
+                if at:  # a larger one in, a smaller one out: there are never more than were in use at once
+                    self._free.pop(at - 1)
                 rounded = _rounded(size)
                 self._shrink(self.limit - rounded)
                 block = self._make(rounded)
@@ -126,11 +126,11 @@ class Pool:
 
 
 def _rounded(size: int) -> int:
-    """The next of four steps between two powers of two: batches that differ a little can use each other's memory.
+    """The next power of two, or what lies half way: batches that differ a little can use each other's memory.
 
     What is never written to takes no memory.
     """
-    step = 1 << max(size.bit_length() - 3, 0)
+    step = 1 << max(size.bit_length() - 2, 0)
     return -(-size // step) * step
 
 

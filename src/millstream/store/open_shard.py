@@ -119,7 +119,7 @@ class OpenShard:
         if places is None or shape is None or not isinstance(kind, Tensor):
             return None
         if layers is None or kind.axes[:1] != ("layer",):
-            return Plan(row, name, kind, shape, places.spans(row), None)
+            return Plan(row, name, kind, shape, places.whole(row), None)
         count = shape[0]
         one = isinstance(layers, int | np.integer)
         picks = [int(layers)] if isinstance(layers, int | np.integer) else [int(pick) for pick in layers]
@@ -130,7 +130,7 @@ class OpenShard:
         picks = [pick % count for pick in picks]
         result = shape[1:] if one else (len(picks), *shape[1:])
         if places.num_slices(row) == 1 and count > 1:  # too small to be cut: taken out of the whole
-            return Plan(row, name, kind, result, places.spans(row), (count, picks))
+            return Plan(row, name, kind, result, places.whole(row), (count, picks))
         return Plan(row, name, kind, result, places.spans(row, picks), None)
 
     def tensor(self, plan: Plan) -> "Array | torch.Tensor":
@@ -207,10 +207,17 @@ class OpenShard:
         with open(self.file, "rb") as f:
             f.seek(start)
             f.readinto(fresh.data)
-        bad = _first_bad(fresh, spans)
-        if bad is not None:
-            self._corrupt(plan.row, f"field {plan.name!r}", f"CRC-32C of the slice at byte {spans[bad][0]}")
+        if _first_bad(fresh, spans) is not None:
+            self._corrupt(plan.row, f"field {plan.name!r}", f"CRC-32C of {self._bad_slice(plan, fresh, start)}")
         return fresh
+
+    def _bad_slice(self, plan: Plan, data: Bytes, start: int) -> str:
+        """Which slice of a tensor is damaged, given the bytes from `start` on."""
+        places = self.sidecar.tensor(plan.name)
+        slices = places.spans(plan.row) if places else []
+        inside = [span for span in slices if start <= span[0] and span[0] + span[1] <= start + data.size]
+        bad = [at for at, size, crc in inside if crc32c(data[at - start : at - start + size]) != crc]
+        return f"the slice at byte {bad[0]}" if bad else f"the bytes from {start} on"
 
     def _check_end(self, plan: Plan, end: int) -> None:
         if end > self._map.num_bytes:

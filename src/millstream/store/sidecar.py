@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from millstream.errors import SchemaMismatch
 from millstream.records import Schema, Tensor
+from millstream.store.checksums import joined_crc32c
 from millstream.store.message import Row, TensorRow, compression_of, record_schema, tensor_field
 
 Ints = NDArray[np.int64]
@@ -199,6 +200,24 @@ class Places:
     def num_slices(self, number: int) -> int:
         bounds = self.crc32c[0]
         return int(bounds[number + 1] - bounds[number])
+
+    @cached_property
+    def _whole_crc32c(self) -> Ints:
+        """The CRC-32C of every tensor as a whole."""
+        bounds, values = self.crc32c
+        counts = np.diff(bounds)
+        out = np.zeros(len(counts), np.int64)
+        for count in np.unique(counts[counts > 0]).tolist():
+            (rows,) = np.nonzero(counts == count)
+            crcs = values[bounds[rows][:, None] + np.arange(count)].astype(np.uint32)
+            out[rows] = joined_crc32c(crcs, self.num_bytes[rows] // count)
+        return out
+
+    def whole(self, number: int) -> list[Span]:
+        """One tensor as a single span, where its slices lie side by side; as its slices where they are compressed."""
+        if self.sizes is not None:
+            return self.spans(number)
+        return [(int(self.offsets[number]), int(self.num_bytes[number]), int(self._whole_crc32c[number]))]
 
     def spans(self, number: int, picks: Sequence[int] | None = None) -> list[Span]:
         """Offset, stored bytes and CRC-32C of each slice of one tensor, or of some of them."""
