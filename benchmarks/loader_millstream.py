@@ -4,6 +4,7 @@ Without workers it is `ms.Loader` with its default threads; with workers the sto
 """
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ class Millstream:
             for record in traces(count, seed):
                 writer.append(record)
 
+    @staticmethod
+    def opened(folder: Path) -> tuple[Any, Any]:
+        return ms.open(folder / "store"), ms.features.fields("question_id", *TENSORS, "label", pad=False)
+
     def batches(self, folder: Path, *, workers: int, batch_size: int, seed: int) -> Iterable[list[Record]]:
-        feature = ms.features.fields("question_id", *TENSORS, "label", pad=False)
-        return map(_records, _epoch(ms.open(folder / "store"), feature, workers, batch_size, seed))
+        return map(_records, _epoch(Millstream, folder, workers, batch_size, seed))
 
 
 class MillstreamReads:
@@ -43,9 +47,12 @@ class MillstreamReads:
         write_fasta(folder / "reads.fa", count, seed)
         ms.open(folder / "reads.fa", header_regex=HEADER)
 
+    @classmethod
+    def opened(cls, folder: Path) -> tuple[Any, Any]:
+        return ms.open(folder / cls.file), ms.features.fields("sequence", "class_id")
+
     def batches(self, folder: Path, *, workers: int, batch_size: int, seed: int) -> Iterable[tuple[Any, Any]]:
-        feature = ms.features.fields("sequence", "class_id")
-        for batch in _epoch(ms.open(folder / self.file), feature, workers, batch_size, seed):
+        for batch in _epoch(type(self), folder, workers, batch_size, seed):
             yield batch["sequence"], batch["class_id"]
 
 
@@ -60,9 +67,19 @@ class MillstreamPack(MillstreamReads):
         (folder / "reads.fa").unlink()
 
 
-def _epoch(collection: Any, feature: Any, workers: int, batch_size: int, seed: int) -> Iterator[dict[str, Any]]:
+@lru_cache
+def _loader(kind: type, folder: Path, batch_size: int) -> ms.Loader:
+    """One for all epochs, as in training: its memory is used again."""
+    collection, feature = kind.opened(folder)
+    return ms.Loader(collection, batch_size=batch_size, features=feature, seed=0, order="exact")
+
+
+def _epoch(kind: type, folder: Path, workers: int, batch_size: int, seed: int) -> Iterator[dict[str, Any]]:
     if not workers:
-        return iter(ms.Loader(collection, batch_size=batch_size, features=feature, seed=seed, order="exact"))
+        loader = _loader(kind, folder, batch_size)
+        loader.set_epoch(seed)
+        return iter(loader)
+    collection, feature = kind.opened(folder)
     stream = collection.stream(feature, batch_size=batch_size, seed=seed, order="exact")
     return iter(DataLoader(stream, batch_size=None, num_workers=workers))
 

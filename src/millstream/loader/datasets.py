@@ -19,7 +19,7 @@ from millstream.config import parse_bytes
 from millstream.console import format_bytes
 from millstream.dataset.batch import Feature
 from millstream.errors import OverBudget
-from millstream.loader.plan import OrderName, plan_order
+from millstream.loader.plan import OrderName, file_share, plan_order
 from millstream.loader.positions import Positions
 from millstream.loader.ranks import Layout, find_ranks
 from millstream.loader.recipe import Recipe
@@ -66,9 +66,10 @@ class Kitchen:
         if self._place is None or self._place.process != os.getpid():
             worker = get_worker_info()
             memory = self._memory // (worker.num_workers if worker else 1)
-            collection = self.collection.within(memory // 4)
-            shared = SharedMemory(memory * 3 // 4) if worker and hasattr(os, "memfd_create") else None
-            self._place = _Place(os.getpid(), collection, shared.pool if shared else Pool(memory * 3 // 4), shared)
+            files = file_share(self.collection, memory)
+            collection = self.collection.within(files)
+            shared = SharedMemory(memory - files) if worker and hasattr(os, "memfd_create") else None
+            self._place = _Place(os.getpid(), collection, shared.pool if shared else Pool(memory - files), shared)
         return self._place
 
     def __getstate__(self) -> dict[str, object]:
@@ -173,7 +174,8 @@ class RecordStream(IterableDataset[object]):
         drop_last: bool = False,
     ) -> None:
         self._kitchen = Kitchen(collection, Recipe(collection, features, seed=seed), parse_bytes(memory))
-        self._plan = plan_order(collection, order, room=parse_bytes(memory) // 8)  # a quarter, for two workers
+        room = file_share(collection, parse_bytes(memory)) // 2  # as if there were two workers
+        self._plan = plan_order(collection, order, room=room)
         self._asked = order
         self._seed = seed
         self._gives_batches = batch_size is not None

@@ -55,7 +55,6 @@ class Loader:
         self._threads = threads
         self._pins = pin_memory and _can_pin()
         self._pool = Pool(self._budget)
-        self._prefetch: Prefetch[dict[str, object]] | None = None
         self._epoch: int = 0
         self._start = 0  # the position at which the epoch is to begin
         self._samples = 0  # positions all ranks have been given
@@ -87,6 +86,7 @@ class Loader:
         threads, why = plan_threads(self._threads, batch_bytes=batch_bytes, budget=self._budget)
         window = f" of {plan.block * plan.window} records" if plan.mode == "window" else ""
         ranks = f", rank {layout.rank} of {layout.world}" if layout.world > 1 else ""
+        ranks += f", {layout.left_out} records left out" if layout.left_out else ""
         return (
             f"{layout.n} records, {len(self)} batches of {layout.batch_size} ({format_bytes(batch_bytes)}){ranks}; "
             f"order {plan.mode}{window}: {plan.why}; {threads} threads: {why}; memory {format_bytes(self._memory)}"
@@ -139,14 +139,8 @@ class Loader:
             return (_pin(batch) if self._pins else batch), num_bytes
 
         self._samples = start
-        prefetch = self._prefetch = Prefetch(
-            make,
-            cost,
-            steps=layout.steps(start),
-            threads=threads,
-            ahead=threads + 1,
-            budget=self._budget,
-        )
+        steps = layout.steps(start)
+        prefetch = Prefetch(make, cost, steps=steps, threads=threads, ahead=threads + 1, budget=self._budget)
         step = 0
         items = prefetch.items()
         try:

@@ -64,6 +64,12 @@ def batch_budget(collection: Collection, memory: int, *, batch_size: int) -> int
     return min(max(ample, memory // 4), memory * 3 // 4 if medium.is_random else memory // 2)
 
 
+def file_share(collection: Collection, memory: int) -> int:
+    """How much of the memory is for decoded blocks and mapped files where the size of batches is not known."""
+    record_bytes = collection.medium.num_bytes // max(len(collection), 1)
+    return memory // 4 if record_bytes >= LARGE_RECORD_BYTES else memory // 2
+
+
 def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int) -> tuple[int, str]:
     """How many threads, and why."""
     if wanted is not None:

@@ -42,6 +42,11 @@ class Layout:
             return full + 1
         return full
 
+    @property
+    def left_out(self) -> int:
+        """How many records no rank gets in a whole epoch."""
+        return max(self.n - self.steps() * self.batch_size * self.world, 0)
+
     def positions(self, start: int, step: int) -> Numbers:
         """The positions of this rank's batch."""
         first = start + step * self.batch_size * self.world

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -14,10 +14,6 @@ from millstream.dataset.features import fields
 from millstream.records import Array
 from millstream.store.read_batch import ReadBatch
 
-if TYPE_CHECKING:
-    pass
-
-Made = "dict[str, torch.Tensor | list[object]]"
 NUMBERS = "numbers"
 _OBJECT_BYTES = 100  # what a text or a list in a batch is taken to need
 _RECORD_BYTES = 24  # the least that `Collection.sizes` says of a record
@@ -94,7 +90,7 @@ def _group(features: Sequence[Feature]) -> list[tuple[list[str] | None, list[Fea
     """Features that can share one fetch: none wants other layers of a field than another."""
     groups: list[tuple[dict[str, str] | None, list[Feature]]] = []
     for feature in features:
-        wanted = None if feature.fields is None else {re.sub(r"\[.*\]$", "", name): name for name in feature.fields}
+        wanted = None if feature.fields is None else {_plain(name): name for name in feature.fields}
         for place, (names, members) in enumerate(groups):
             if names is None or wanted is None:
                 alike = names is wanted or all(plain == name for plain, name in (names or wanted or {}).items())
@@ -110,11 +106,16 @@ def _group(features: Sequence[Feature]) -> list[tuple[list[str] | None, list[Fea
     return [(None if names is None else list(names.values()), members) for names, members in groups]
 
 
+def _plain(name: str) -> str:
+    """`hidden[8,-1]` without its layers."""
+    return re.sub(r"\[[-\d,\s]*\]$", "", name)
+
+
 def _narrowed(batch: Batch, names: Sequence[str] | None) -> Batch:
     """A batch that was fetched for several features, with what one of them asked for."""
     if names is None:
         return batch
-    asked = {re.sub(r"\[.*\]$", "", name) for name in names}
+    asked = set(map(_plain, names))
     columns = {name: values for name, values in batch.columns.items() if name in asked}
     if isinstance(batch, ReadBatch):
         return replace(batch, columns=columns, quality=batch.quality if "quality" in asked else None)
@@ -123,7 +124,7 @@ def _narrowed(batch: Batch, names: Sequence[str] | None) -> Batch:
 
 def _check_fields(collection: Collection, names: Sequence[str] | None) -> None:
     for name in names or ():
-        if re.sub(r"\[[-\d,\s]*\]$", "", name) not in collection.field_names and name not in collection.field_names:
+        if _plain(name) not in collection.field_names and name not in collection.field_names:
             raise ValueError(f"no field {name!r} in these records; they have {', '.join(collection.field_names)}")
 
 
@@ -148,9 +149,6 @@ def _bytes_of(value: object, span: tuple[int, int]) -> tuple[int, bool]:
         return value.nbytes, not span[0] <= value.data_ptr() < span[1]
     if isinstance(value, list):
         items = cast("list[object]", value)
-        sizes = [_bytes_of(item, span) if hasattr(item, "nbytes") else (_OBJECT_BYTES, True) for item in items]
+        sizes = [_bytes_of(item, span) for item in items]
         return sum(size for size, _ in sizes), all(fresh for _, fresh in sizes)
-    if isinstance(value, np.ndarray):
-        array = cast(Array, value)
-        return array.nbytes, not span[0] <= array.ctypes.data < span[1]
     return _OBJECT_BYTES, True
