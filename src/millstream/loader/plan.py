@@ -66,8 +66,9 @@ def batch_budget(collection: Collection, memory: int, *, batch_size: int) -> int
 
 def file_share(collection: Collection, memory: int) -> int:
     """How much of the memory is for decoded blocks and mapped files where the size of batches is not known."""
-    record_bytes = collection.medium.num_bytes // max(len(collection), 1)
-    return memory // 4 if record_bytes >= LARGE_RECORD_BYTES else memory // 2
+    medium = collection.medium
+    reads_alone = medium.run_bytes * len(collection) <= 2 * medium.num_bytes  # nothing beside the record itself
+    return memory // 4 if reads_alone else memory // 2
 
 
 def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int) -> tuple[int, str]:
