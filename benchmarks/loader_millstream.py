@@ -61,9 +61,10 @@ class MillstreamPack(MillstreamReads):
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         super().write(folder, count=count, seed=seed)
+        from millstream.store.index import IndexSettings
         from millstream.store.pack import pack
 
-        pack([folder / "reads.fa"], folder / self.file)
+        pack([folder / "reads.fa"], folder / self.file, settings=IndexSettings(header_regex=HEADER))
         (folder / "reads.fa").unlink()
 
 

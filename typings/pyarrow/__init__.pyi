@@ -53,6 +53,7 @@ class Buffer:
 
 class Array:
     null_count: int
+    offset: int
     type: DataType
     @staticmethod
     def from_buffers(

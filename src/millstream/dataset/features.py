@@ -81,7 +81,8 @@ def tokens(
     """Token ids of reads by a tokenizer (`"base"`, `"kmer(6)"`, `"hf(folder)"`), and the columns named.
 
     `max_length` counts tokens. Before that a read longer than `crop_length` letters is cropped; `reverse_complement`,
-    `mask` (a share of letters becomes N) and `n` (what becomes of an N) are drawn from (seed, epoch, record number).
+    `mask` (a share of letters becomes N) and `n` (what becomes of an N) are drawn from (seed, epoch, record number);
+    the seed of a loader is added to this one.
     """
     augment = Augment(
         max_length=crop_length, crop=crop, reverse_complement=reverse_complement, mask=mask, n=n, seed=seed

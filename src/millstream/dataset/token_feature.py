@@ -1,10 +1,11 @@
 """Reads as token ids."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millstream.dataset.augment import Augment
 from millstream.dataset.batch import Batch
+from millstream.dataset.permutation import mix
 from millstream.dataset.tokens import IdType, Pad, Tokenizer
 from millstream.store.read_batch import ReadBatch
 
@@ -32,7 +33,8 @@ class TokenFeature:
         """The same for a record in whatever batch, order, thread or process it comes."""
         if not isinstance(batch, ReadBatch):
             raise ValueError("features.tokens makes tokens of reads; these records are traces")
-        reads = self.augment.apply(batch.flat, batch.offsets, batch.numbers, epoch=epoch)
+        augment = replace(self.augment, seed=mix(self.augment.seed, seed)) if seed else self.augment
+        reads = augment.apply(batch.flat, batch.offsets, batch.numbers, epoch=epoch)
         ids, mask = self.tokenizer.tokenize(
             reads.flat, reads.offsets, max_length=self.max_length, pad=self.pad, dtype=self.dtype
         )

@@ -140,7 +140,7 @@ class Loader:
 
         self._samples = start
         steps = layout.steps(start)
-        prefetch = Prefetch(make, cost, steps=steps, threads=threads, ahead=threads + 1, budget=self._budget)
+        prefetch = Prefetch(make, cost, steps=steps, threads=threads, ahead=max(threads, 2), budget=self._budget)
         step = 0
         items = prefetch.items()
         try:

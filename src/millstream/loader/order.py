@@ -33,7 +33,9 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.mode not in ("exact", "window", "none"):
-            raise ValueError(f"mode={self.mode!r}: there is exact, window and none")
+            raise ValueError(
+                f"mode={self.mode!r}: there is exact, window and none (auto is a loader's, which knows the data)"
+            )
         if self.block < 1 or self.window < 1:
             raise ValueError(f"block={self.block}, window={self.window}: a window has at least one block of one record")
 

@@ -95,7 +95,7 @@ class Sidecar:
         if name not in self._numbers:
             column = self.column(name)
             plain = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-            self._numbers[name] = column.to_numpy() if plain and not column.null_count else None
+            self._numbers[name] = _numbers_of(column) if plain and not column.null_count else None
         return self._numbers[name]
 
     def tensor(self, name: str) -> "Places | None":
@@ -115,7 +115,7 @@ class Sidecar:
 
     @cached_property
     def _own(self) -> tuple[Ints, Ints, Ints]:
-        own = (self._read(name).to_numpy().astype(np.int64) for name in (OFFSET, NUM_BYTES, META_BYTES))
+        own = (_numbers_of(self._read(name)).astype(np.int64) for name in (OFFSET, NUM_BYTES, META_BYTES))
         return next(own), next(own), next(own)
 
     def extent(self, number: int) -> tuple[int, int]:
@@ -167,7 +167,7 @@ class Places:
             given = column.is_valid().to_numpy(zero_copy_only=False)
             at = np.where(given, offsets.fill_null(-1).to_numpy(), -1)
         else:
-            at = offsets.to_numpy()
+            at = _numbers_of(offsets).astype(np.int64)
         sizes = _lists(members["sizes"]) if "sizes" in members else None
         return Places(at, _lists(members["shape"]), _lists(members["crc32c"]), sizes, itemsize)
 
@@ -248,9 +248,21 @@ def _place(tensor: TensorRow | None) -> dict[str, object] | None:
 
 def _lists(column: pa.Array) -> tuple[Ints, Ints]:
     assert isinstance(column, pa.ListArray)
-    return column.offsets.to_numpy().astype(np.int64), column.values.to_numpy().astype(np.int64)
+    return _numbers_of(column.offsets).astype(np.int64), _numbers_of(column.values).astype(np.int64)
 
 
 def _item(lists: tuple[Ints, Ints], number: int) -> list[int]:
     bounds, values = lists
     return values[bounds[number] : bounds[number + 1]].tolist()
+
+
+_NUMPY = {"float": "float32", "halffloat": "float16"}  # the rest have the names numpy knows
+
+
+def _numbers_of(array: pa.Array) -> NDArray[np.generic]:
+    """Numbers without a null, as numpy over the same memory. (pyarrow's own way imports pandas where there is one.)"""
+    dtype = np.dtype(_NUMPY.get(str(array.type), str(array.type)))
+    data = array.buffers()[1]
+    if data is None or not len(array):
+        return np.empty(0, dtype)
+    return np.frombuffer(memoryview(data), dtype)[array.offset : array.offset + len(array)]
