@@ -25,9 +25,10 @@ demo: install
 	$(BIN)/millstream demo
 
 # The peers live in an environment of their own; torch is constrained so that none of them pulls a CUDA build.
-$(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt benchmarks/requirements-reads.txt
+$(BENCH)/installed: pyproject.toml constraints.txt $(wildcard benchmarks/requirements*.txt)
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements.txt
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements.txt \
+		-r benchmarks/requirements-loader.txt
 	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reads]' \
 		-r benchmarks/requirements-reads.txt
 	touch $@
@@ -35,6 +36,7 @@ $(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt b
 bench: $(BENCH)/installed
 	$(BENCH)/bin/python benchmarks/store.py
 	$(BENCH)/bin/python benchmarks/reads.py $(if $(TOKENIZER),tokenizer=$(TOKENIZER))
+	$(BENCH)/bin/python benchmarks/loader.py
 
 clean:
 	rm -rf $(VENV) $(BENCH) demo .ruff_cache .hypothesis

@@ -213,14 +213,17 @@ class RecordStream(IterableDataset[object]):
         order = self._plan.order(self._layout.n, seed=self._seed, epoch=epoch)
         positions = Positions(order, self._layout, start)
         self._given = 0
-        for step in range(first, self._layout.steps(start), every):
-            self._given += 1
-            numbers = positions.of(step)
-            if self._gives_batches:
-                positions.read_ahead(step, self._kitchen.here().collection)
-                yield self._kitchen.send(numbers, epoch)
-            else:
-                yield Sample(self._kitchen, int(numbers[0]), epoch)
+        try:
+            for step in range(first, self._layout.steps(start), every):
+                self._given += 1
+                numbers = positions.of(step)
+                if self._gives_batches:
+                    positions.read_ahead(step, self._kitchen.here().collection)
+                    yield self._kitchen.send(numbers, epoch)
+                else:
+                    yield Sample(self._kitchen, int(numbers[0]), epoch)
+        finally:
+            positions.close()
 
     def _state(self, samples: int) -> State:
         fingerprint = self._kitchen.collection.fingerprint

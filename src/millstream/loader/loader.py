@@ -151,6 +151,7 @@ class Loader:
                 del batch  # so that its memory can be used for the next one
         finally:
             items.close()
+            numbers.close()
         self._epoch, self._start, self._samples = epoch + 1, 0, 0
 
     def _batch_bytes(self) -> int:

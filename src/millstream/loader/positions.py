@@ -1,10 +1,12 @@
 """The record numbers of a rank's batches, computed many at a time."""
 
 import threading
+from contextlib import suppress
 
 import numpy as np
 
 from millstream.collection import Collection, Numbers
+from millstream.errors import MillstreamError
 from millstream.loader.order import Order
 from millstream.loader.ranks import Layout
 
@@ -24,6 +26,7 @@ class Positions:
         self._chunk: tuple[int, Numbers] = (-1, np.empty(0, np.int64))
         self._lock = threading.Lock()
         self._windows_asked = -1
+        self._asking: threading.Thread | None = None
 
     def of(self, step: int) -> Numbers:
         """The record numbers of a batch."""
@@ -49,9 +52,24 @@ class Positions:
             since = first if self._windows_asked < 0 else self._windows_asked + 1
             asked = range(since, last + 2)
             self._windows_asked = max(self._windows_asked, last + 1)
-        for window in asked:
-            blocks = order.blocks_of(window)
-            if len(blocks[0]):
-                collection.will_need(*blocks)
-            if window - 3 >= window_of(self._start, order):  # some thread may still read the last but one
-                collection.release(*order.blocks_of(window - 3))
+            if not asked:
+                return
+            self.close()  # one at a time
+            # Asking takes as long as the disk takes: for what is needed later, somebody else asks.
+            self._asking = threading.Thread(target=self._ask, args=(asked, collection), name="millstream-read-ahead")
+            self._asking.start()
+
+    def close(self) -> None:
+        """Wait until what was asked for is on its way."""
+        if self._asking is not None:
+            self._asking.join()
+
+    def _ask(self, windows: range, collection: Collection) -> None:
+        order = self._order
+        with suppress(MillstreamError):  # whoever reads the records will say what is wrong
+            for window in windows:
+                blocks = order.blocks_of(window)
+                if len(blocks[0]):
+                    collection.will_need(*blocks)
+                if window - 3 >= window_of(self._start, order):  # some thread may still read the last but one
+                    collection.release(*order.blocks_of(window - 3))
