@@ -3,6 +3,8 @@
 import gc
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from itertools import islice
 from pathlib import Path
@@ -382,3 +384,15 @@ def test_a_mixture_has_other_records_in_other_epochs_and_resumes_exactly(traces:
         resumed = ms.Loader(ms.mix({traces: 0.5, other: 0.5}, seed=1), batch_size=4, seed=2, threads=threads)
         resumed.load_state_dict(stopped.state_dict())
         assert same(list(resumed), epochs[epoch][done:])
+
+
+def test_a_program_may_end_while_a_loop_is_not_done(traces: ms.Traces):
+    code = (
+        "import sys, millstream as ms\n"
+        "loader = ms.Loader(ms.open(sys.argv[1]), batch_size=2, threads=4, order='exact')\n"
+        "left_alone = iter(loader)\n"
+        "next(left_alone)\n"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code, str(traces.path)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -1,8 +1,10 @@
 """Work done ahead in threads, within a number of bytes, and handed out in order. Knows nothing of what is made."""
 
+import atexit
 import threading
 from collections.abc import Callable, Generator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 from millstream.console import format_bytes
 from millstream.errors import OverBudget
@@ -58,6 +60,7 @@ class Prefetch(Generic[T]):
             thread = threading.Thread(target=self._work, name=f"millstream-loader-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
+        _running.add(self)
         try:
             for step in range(self._steps):
                 yield self._next(step)
@@ -72,6 +75,7 @@ class Prefetch(Generic[T]):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        _running.discard(self)
         self._threads.clear()
         self._made.clear()
         self._held.clear()
@@ -152,3 +156,13 @@ class Prefetch(Generic[T]):
                 self._held[step] = num_bytes
             self._first_is_made = True
             self._changed.notify_all()
+
+
+_running = WeakSet[Prefetch[Any]]()
+
+
+@atexit.register
+def _end() -> None:
+    """A thread that is still at work when Python ends takes it down with SIGABRT; an iterator may be left alone."""
+    for prefetch in list(_running):
+        prefetch.close()
