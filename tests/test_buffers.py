@@ -125,10 +125,10 @@ def test_held_bytes_count_what_is_leased_and_what_lies_unused():
     assert pool.held_bytes == 3 * MB
     del one
     assert pool.held_bytes == 3 * MB
-    pool.trim(0)
+    pool.limit = 0
     assert pool.held_bytes == 2 * MB
     del two
-    pool.trim(0)
+    pool.limit = 0
     assert pool.held_bytes == 0
 
 
@@ -207,7 +207,7 @@ def test_threads_take_and_return_without_ever_sharing():
         assert all(threads.map(work, range(1, 5)))
     gc.collect()
     assert pool.held_bytes <= 64 * MB
-    pool.trim(0)
+    pool.limit = 0
     assert pool.held_bytes == 0
 
 

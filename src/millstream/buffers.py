@@ -94,12 +94,6 @@ class Pool:
             self._leased += _size_of(block)
         return np.asarray(_Lease(block, self._back))[:size]
 
-    def trim(self, limit: int) -> None:
-        """Let go of unused memory beyond so many bytes in all."""
-        with self._lock:
-            self._collect()
-            self._shrink(limit)
-
     @property
     def held_bytes(self) -> int:
         """Leased and unused memory together."""

@@ -11,8 +11,6 @@ from millstream.store.read_batch import ReadBatch
 if TYPE_CHECKING:
     import torch
 
-Values = "Array | torch.Tensor | Sequence[object]"
-
 
 @dataclass(frozen=True, slots=True)
 class TraceBatch:

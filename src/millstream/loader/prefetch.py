@@ -45,12 +45,6 @@ class Prefetch(Generic[T]):
         self._stopped = False
         self._threads: list[threading.Thread] = []
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of items being made, waiting, or with the consumer."""
-        with self._changed:
-            return sum(self._held.values())
-
     def items(self) -> Generator[T]:
         """The items in order. Closing it, or leaving the loop over it, ends the threads."""
         if not self._num_threads:

@@ -24,9 +24,8 @@ class Recipe:
 
     def __init__(self, collection: Collection, features: "Feature | Sequence[Feature] | None", *, seed: int) -> None:
         given = [fields()] if features is None else features
-        self._features = list(given) if isinstance(given, Sequence) else [given]
         self._seed = seed
-        self._groups = _group(self._features)
+        self._groups = _group(list(given) if isinstance(given, Sequence) else [given])
         for names, _ in self._groups:
             _check_fields(collection, names)
         self._growth = 0.0  # fresh bytes of the features for each byte fetched, the most seen so far
