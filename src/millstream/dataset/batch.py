@@ -33,7 +33,7 @@ class Feature(Protocol):
     """
 
     @property
-    def fields(self) -> list[str] | None:
+    def fields(self) -> Sequence[str] | None:
         """What has to be fetched for it; None: everything."""
         ...
 

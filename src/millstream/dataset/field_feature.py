@@ -24,19 +24,15 @@ Transform = Callable[[dict[str, object], np.random.Generator], Mapping[str, obje
 class FieldFeature:
     """Fields of records as they are stored. Made by `ms.features.fields`."""
 
-    names: tuple[str, ...] | None
+    fields: tuple[str, ...] | None
     pad: bool
-
-    @property
-    def fields(self) -> list[str] | None:
-        return None if self.names is None else list(self.names)
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         """Numbers as arrays, texts as lists, tensors stacked (and padded, with a mask) or a list."""
         out: dict[str, object] = {}
         for name, values in batch.columns.items():
             out |= collate(name, values, pad=self.pad, numbers=batch.numbers)
-        if isinstance(batch, ReadBatch) and (self.names is None or "sequence" in self.names):
+        if isinstance(batch, ReadBatch) and (self.fields is None or "sequence" in self.fields):
             out |= letters("sequence", batch.flat, batch.offsets)
         if isinstance(batch, ReadBatch) and batch.quality is not None:
             out |= letters("quality", batch.quality, batch.offsets)
@@ -48,12 +44,8 @@ class EachFeature:
     """What a function makes of each record. Made by `ms.features.each`."""
 
     transform: Transform
-    names: tuple[str, ...] | None
+    fields: tuple[str, ...] | None
     pad: bool
-
-    @property
-    def fields(self) -> list[str] | None:
-        return None if self.names is None else list(self.names)
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         columns: dict[str, Sequence[object]] = {name: cast("Sequence[object]", v) for name, v in batch.columns.items()}

@@ -6,6 +6,7 @@ taught to make a batch of them all at once.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -226,8 +227,11 @@ class RecordStream(IterableDataset[object]):
             positions.close()
 
     def _state(self, samples: int) -> State:
-        fingerprint = self._kitchen.collection.fingerprint
-        return State(self._seed, int(self._cell[0]), samples, self._layout.n, fingerprint, self._plan)
+        return State(self._seed, int(self._cell[0]), samples, self._layout.n, self._fingerprint, self._plan)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self._kitchen.collection.fingerprint
 
 
 def _collate(samples: Sequence[Sample], *, collate_fn_map: object = None) -> object:

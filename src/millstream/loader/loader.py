@@ -1,6 +1,7 @@
 """`ms.Loader`: batches of a collection in a global order, made ahead in threads, within a number of bytes."""
 
 from collections.abc import Generator, Mapping, Sequence
+from functools import cached_property
 
 from millstream.buffers import Pool
 from millstream.collection import Collection, Numbers
@@ -108,8 +109,12 @@ class Loader:
         self._start = self._samples = resumed.samples
 
     def _state(self) -> State:
-        fingerprint = self._collection.fingerprint
-        return State(self._seed, self._epoch, self._samples, self._layout.n, fingerprint, self._plan)
+        return State(self._seed, self._epoch, self._samples, self._layout.n, self._fingerprint, self._plan)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Looked at once, not in every state: a store of 10,000 shards, or a large subset, takes its time."""
+        return self._collection.fingerprint
 
     def __iter__(self) -> "Generator[dict[str, object]]":
         layout, start, epoch = self._layout, self._start, self._epoch

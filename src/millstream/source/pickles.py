@@ -85,10 +85,7 @@ def read_traces(
         except Refused as reason:
             raise unsafe(name, reason) from None
         except BROKEN as error:
-            raise BadSource(
-                f"{name}: broken in trace {number}: {str(error) or type(error).__name__}. "
-                f"The {number} traces before it are whole; for the rest, copy the file again or write it anew"
-            ) from error
+            raise broken(name, number, error) from error
 
 
 def normalise(trace: dict[str, object]) -> dict[str, object]:
@@ -134,6 +131,14 @@ def unsafe(path: str, reason: Refused) -> UnsafePickle:
     return UnsafePickle(
         f"{path}: refused: {reason}, which is not a tensor or a plain container. Nothing was run. If you trust "
         "the file, load it with the script that wrote it and save only dicts, lists, numbers, text and arrays"
+    )
+
+
+def broken(path: str, number: int, error: Exception) -> BadSource:
+    """What is said of a file that breaks off in one of its traces."""
+    return BadSource(
+        f"{path}: broken in trace {number}: {str(error) or type(error).__name__}. "
+        f"The {number} traces before it are whole; for the rest, copy the file again or write it anew"
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from millstream.errors import BadSource
 from millstream.source.allowed import Array, Refused, StoredTensor, brief
 from millstream.source.lazy_unpickle import GRAPHS, GraphObject, KindIsClear, KindUnpickler, LazyUnpickler
-from millstream.source.pickles import BROKEN, LEGACY_TORCH, ZIP, open_pickle, unsafe
+from millstream.source.pickles import BROKEN, LEGACY_TORCH, ZIP, broken, open_pickle, unsafe
 
 __all__ = ["AXES", "is_preprocessed", "read_preprocessed", "split_graphs"]
 
@@ -105,10 +105,7 @@ def read_preprocessed(
     except Refused as reason:
         raise unsafe(name, reason) from None
     except BROKEN as error:
-        raise BadSource(
-            f"{name}: broken in trace {number}: {str(error) or type(error).__name__}. "
-            f"The {number} traces before it are whole; for the rest, copy the file again or write it anew"
-        ) from error
+        raise broken(name, number, error) from error
 
 
 def split_graphs(record: Mapping[str, object]) -> list[dict[str, Array]]:
