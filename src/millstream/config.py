@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,3 +47,8 @@ def available_bytes() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
     except (OSError, StopIteration):
         return 2 << 30
+
+
+def cache_folder() -> Path:
+    """Where models that are built or converted once are kept: `$XDG_CACHE_HOME/millstream`, or `~/.cache/millstream`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream"

@@ -1,0 +1,1 @@
+"""Questions and a causal language model -> traces."""
