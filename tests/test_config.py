@@ -1,10 +1,12 @@
 """Byte sizes as people write them, and configurations as a fingerprint and as a difference."""
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.config import config_diff, config_hash, parse_bytes
+from millstream.config import config_diff, config_hash, parse_bytes, read_settings
 
 
 @pytest.mark.parametrize(
@@ -87,3 +89,37 @@ def test_there_is_a_difference_to_show_exactly_when_configurations_differ(
 
 def test_a_setting_that_is_none_differs_from_one_that_is_not_there() -> None:
     assert "limit" in config_diff({"limit": None}, {})
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: str = ""
+    beams: int = 1
+    temperature: float | None = None
+    loud: bool = False
+    memory: int | str = "2GB"
+
+
+def test_settings_are_read_from_texts_and_yaml_files_and_later_ones_win(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: 7\nbeams: 3\nloud: true\n")
+    read = read_settings(Settings, [str(tmp_path / "base.yaml"), "beams=5", "temperature=0.5", "memory=1GB"])
+    assert read == Settings("7", 5, 0.5, True, "1GB")
+    assert read_settings(Settings, {"temperature": None, "memory": 10}) == Settings(memory=10)
+    assert read_settings(Settings, ["temperature=none", "loud=no", "model=a=b"]) == Settings(model="a=b")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("beam=3", "did you mean beams="),
+        ("zzz=3", "there is model, beams"),
+        ("beams=many", "beams=many: expected int"),
+        ("loud=perhaps", "expected bool"),
+        ("loud", "key=value"),
+        ("missing.yaml", "no such file"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_settings(Settings, [given])

@@ -1,11 +1,19 @@
-"""Settings as people write them -> plain values: byte sizes and the fingerprint of a configuration."""
+"""Settings as people write them -> plain values: byte sizes, `key=value`, the fingerprint of a configuration."""
 
+import difflib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -38,6 +46,71 @@ def config_diff(old: Mapping[str, object], new: Mapping[str, object]) -> str:
     """`model: 'a' -> 'b', seed: 1 -> 2`: every setting that differs, on one line."""
     keys = [key for key in {**old, **new} if (key in old, old.get(key)) != (key in new, new.get(key))]
     return ", ".join(f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys)
+
+
+def read_settings(kind: type[T], given: Sequence[str] | Mapping[str, object]) -> T:
+    """A dataclass of settings from `key=value` texts and names of YAML files (or a mapping); later ones win.
+
+    >>> read_settings(ExtractSettings, ["base.yaml", "tier=full", "max_new_tokens=64"])
+    """
+    types: dict[str, Any] = get_type_hints(kind)
+    known = [field.name for field in fields(kind) if field.init]
+    values: dict[str, object] = {}
+    for key, value in _pairs(given):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}=?" if near else f"there is {', '.join(known)}"
+            raise ValueError(f"{key}={value}: no such setting; {hint}")
+        values[key] = _typed(key, value, get_args(types[key]) or (types[key],))
+    return kind(**values)
+
+
+def _pairs(given: Sequence[str] | Mapping[str, object]) -> list[tuple[str, object]]:
+    if isinstance(given, Mapping):
+        return list(given.items())
+    pairs: list[tuple[str, object]] = []
+    for text in given:
+        key, equals, value = text.partition("=")
+        if equals:
+            pairs.append((key.strip(), value))
+        elif text.endswith((".yaml", ".yml")):
+            pairs += _read_yaml(Path(text)).items()
+        else:
+            raise ValueError(f"{text}: write settings as key=value, or name a .yaml file")
+    return pairs
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is no YAML that can be read ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected settings as key: value, found {type(found).__name__}")
+    return {str(key): value for key, value in cast("dict[object, object]", found).items()}
+
+
+def _typed(key: str, value: object, allowed: tuple[Any, ...]) -> object:
+    """The value as one of the types its setting allows."""
+    text = str(value).strip()
+    if type(None) in allowed and (value is None or text.lower() in ("none", "null")):
+        return None
+    if bool in allowed and text.lower() in ("true", "false", "yes", "no", "1", "0"):
+        return text.lower() in ("true", "yes", "1")
+    for number in (int, float):
+        if number in allowed:
+            try:
+                return number(text)
+            except ValueError:
+                pass
+    if str in allowed and isinstance(value, str | int | float):
+        return str(value)
+    names = " or ".join("none" if kind is type(None) else kind.__name__ for kind in allowed)
+    raise ValueError(f"{key}={value}: expected {names}")
 
 
 def available_bytes() -> int:
