@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from millstream.loader.datasets import RecordDataset, RecordStream
     from millstream.loader.loader import Loader
     from millstream.loader.order import Order
+    from millstream.store.extract import extract
     from millstream.store.read_batch import Read, ReadBatch
     from millstream.store.reads import Reads
     from millstream.store.traces import Traces
@@ -41,6 +42,7 @@ __all__ = [
     "__version__",
     "concat",
     "errors",
+    "extract",
     "features",
     "labelled",
     "mix",
@@ -63,6 +65,7 @@ _HOME = {
     "TraceWriter": "millstream.store.writer",
     "Traces": "millstream.store.traces",
     "concat": "millstream.dataset.concat",
+    "extract": "millstream.store.extract",
     "labelled": "millstream.dataset.labels",
     "mix": "millstream.dataset.mix",
     "open": "millstream.door",

@@ -19,9 +19,10 @@ MillstreamError
 ├── DatasetError
 │   ├── BadSplit           a split cannot be made, or its file is none
 │   └── MissingLabel       records have no label
-└── LoaderError
-    ├── OverBudget         one batch needs more memory than was given
-    └── StateMismatch      a saved position belongs to other data, another seed or another order
+├── LoaderError
+│   ├── OverBudget         one batch needs more memory than was given
+│   └── StateMismatch      a saved position belongs to other data, another seed or another order
+└── EngineError            a cluster cannot be reached, or its workers keep dying
 
 DamageWarning              something is damaged, but the data could be read from its second copy
 """
@@ -113,6 +114,10 @@ class OverBudget(LoaderError, MemoryError):
 
 class StateMismatch(LoaderError):
     """A saved position belongs to other data, another seed or another order; the message says what differs."""
+
+
+class EngineError(MillstreamError):
+    """A cluster cannot be reached, or its workers keep dying."""
 
 
 class DamageWarning(UserWarning):

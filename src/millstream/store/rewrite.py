@@ -29,7 +29,7 @@ from millstream.store.layout import (
     write_manifest,
 )
 from millstream.store.maps import Map
-from millstream.store.message import arrow_schema, row_holds
+from millstream.store.message import arrow_schema, read_header, row_holds
 from millstream.store.recover import ID_FIELD, damaged_fields
 from millstream.store.shard import ShardWriter
 from millstream.store.table import load_sidecar
@@ -125,6 +125,35 @@ def subset_records(
         if writer is not None:
             shards.append(writer.seal())
         return _finish(folder, out, replace(read_manifest(source), shards=tuple(shards)))
+
+
+def drop_records(path: Path, numbers: Sequence[int]) -> None:
+    """Take records out of a store: their shards are written anew without them, a shard of nothing else goes."""
+    traces = Traces(path)
+    manifest = read_manifest(path)
+    for index, group in groupby(map(traces.locate, sorted(numbers)), key=lambda place: place[0]):
+        info = traces.shards[index]
+        dropped = {row for _, row in group}
+        sidecar = load_sidecar(path, info)
+        rows = [sidecar.row(row) for row in range(info.records) if row not in dropped]
+        file = path / shard_name(info.number)
+        others = tuple(shard for shard in manifest.shards if shard.number != info.number)
+        if rows:
+            view = Map(file, sequential=True).view
+            shard = ShardWriter.rebuild(path, info.number, read_header(view)[0])
+            try:
+                for row in rows:
+                    shard.append_message(view[row.offset : row.offset + row.num_bytes], row)
+                others += (shard.seal(seconds=info.seconds or 0),)
+            except BaseException:
+                shard.discard()
+                raise
+        manifest = replace(manifest, shards=tuple(sorted(others, key=lambda shard: shard.number)))
+        write_manifest(path, manifest)
+        if not rows:
+            for gone in (file, path / sidecar_name(info.number)):
+                gone.unlink(missing_ok=True)
+    update_ids(path, manifest)
 
 
 def find_ids(traces: Traces, file: Path) -> list[int]:

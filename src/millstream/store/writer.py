@@ -171,6 +171,11 @@ class TraceWriter:
         return self._ids
 
     @property
+    def shard_number(self) -> int | None:
+        """The shard being written; None between two of them."""
+        return self._shard.number if self._shard else None
+
+    @property
     def fields(self) -> list[str]:
         """Names of the store's fields; empty before the first record."""
         return list(self._schema or {})

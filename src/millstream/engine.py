@@ -1,0 +1,171 @@
+"""Jobs -> results, by one worker in this process or by many on a Ray cluster. Knows nothing of what is done."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from millstream.errors import EngineError, MillstreamError, MissingExtra
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+_MAX_DEATHS = 3  # one after another, without a result in between
+
+
+class Worker(Protocol[Job, Result]):
+    """Does jobs, one at a time."""
+
+    def do(self, job: Job, /) -> Result: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where work is done: `local`, or `ray` with so many workers on the cluster at `address` (a new local one if None)."""
+
+    name: str = "local"
+    address: str | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in ("local", "ray"):
+            raise ValueError(f"engine {self.name}: there is local and ray")
+        if self.name == "local" and (self.address or self.workers):
+            raise ValueError("--address and --workers go with --engine ray")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"{self.workers} workers: at least 1")
+
+    def run(
+        self,
+        make: Callable[[], Worker[Job, Result]],
+        jobs: Iterable[Job],
+        *,
+        redo: Callable[[Job], Job | None] = lambda job: job,
+    ) -> Generator[Result]:
+        """The results as they come. `redo` says what is left of the job of a worker that died; None: nothing.
+
+        `make` makes a worker where it works. Stopping early lets the jobs in progress end.
+        """
+        if self.name == "local":
+            return _run_here(make, jobs)
+        return _run_on_ray(self, make, jobs, redo)
+
+
+def _run_here(make: Callable[[], Worker[Job, Result]], jobs: Iterable[Job]) -> Generator[Result]:
+    worker = make()
+    try:
+        for job in jobs:
+            yield worker.do(job)
+    finally:
+        worker.close()
+
+
+class _Actor:
+    """A worker in a process of its own."""
+
+    def __init__(self, make: Callable[[], Worker[Any, Any]], threads: int) -> None:
+        if threads:
+            import torch
+
+            torch.set_num_threads(threads)
+        self._worker = make()
+
+    def do(self, job: Any) -> Any:
+        return self._worker.do(job)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _run_on_ray(
+    engine: Engine,
+    make: Callable[[], Worker[Job, Result]],
+    jobs: Iterable[Job],
+    redo: Callable[[Job], Job | None],
+) -> Generator[Result]:
+    try:
+        import ray
+        from ray.exceptions import RayActorError
+    except ImportError:
+        raise MissingExtra("--engine ray needs Ray: pip install 'millstream[ray]'") from None
+    own = not ray.is_initialized()
+    if own:
+        _connect(ray, engine.address)
+    count, needs = _layout(ray, engine.workers)
+    actor_class: Any = ray.remote(_Actor).options(**needs)
+    threads = int(needs["num_cpus"]) if not needs["num_gpus"] else 0
+    waiting, busy, idle, deaths = deque(jobs), {}, [], 0
+    actors: list[Any] = []
+
+    def start() -> None:
+        actors.append(actor_class.remote(make, threads))
+        idle.append(actors[-1])
+
+    for _ in range(min(count, len(waiting))):
+        start()
+    try:
+        while waiting or busy:
+            while waiting and idle:
+                actor, job = idle.pop(), waiting.popleft()
+                busy[actor.do.remote(job)] = (actor, job)
+            (done,), _ = ray.wait(list(busy), num_returns=1)
+            actor, job = busy.pop(done)
+            try:
+                result = _result(ray, done)
+            except RayActorError as error:
+                deaths += 1
+                if deaths > _MAX_DEATHS * count:
+                    raise EngineError(f"workers keep dying; the last one said: {_short(error)}") from None
+                actors.remove(actor)
+                left = redo(job)
+                if left is not None:
+                    waiting.appendleft(left)
+                if waiting:
+                    start()
+                continue
+            deaths = 0
+            idle.append(actor)
+            yield result
+    finally:
+        if busy:
+            ray.wait(list(busy), num_returns=len(busy))
+        closing = [actor.close.remote() for actor in actors]
+        ray.wait(closing, num_returns=len(closing)) if closing else None
+        if own:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    import logging
+
+    try:
+        ray.init(
+            address=address or "local", log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR
+        ) if address is None else ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise EngineError(f"--address {address}: no Ray cluster answers there ({_short(error)})") from None
+
+
+def _layout(ray: Any, workers: int | None) -> tuple[int, dict[str, float]]:
+    """How many workers, and what each takes: a GPU if there are any, else its share of the cores."""
+    have: dict[str, float] = ray.cluster_resources()
+    gpus, cores = int(have.get("GPU", 0)), max(1, int(have.get("CPU", 1)))
+    if gpus:
+        count = min(workers or gpus, gpus)
+        return count, {"num_gpus": 1, "num_cpus": max(1, min(4, cores // (count + 1)))}
+    count = min(workers or len(ray.nodes()), cores)
+    return count, {"num_gpus": 0, "num_cpus": max(1, cores // count)}
+
+
+def _result(ray: Any, reference: Any) -> Any:
+    """A result; what a worker raised comes as it was raised there, without Ray's account of it."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        raise cause if isinstance(cause, MillstreamError) else error from None
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]

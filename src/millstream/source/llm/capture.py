@@ -1,0 +1,294 @@
+"""What a forward pass shows, layer by layer -> what is kept of it. A layer is reduced where it is and then let go.
+
+A batch is looked at in one or two passes: the prompt (rows 0 to P - 2 of what `generate` does first) and the replay of
+the answer (rows P - 1 to P + N - 1), or all rows at once where the cache cannot be cut back.
+"""
+
+# B batch, L layers, H heads, R rows of a pass, K keys, T tokens, D hidden, P prompt with padding, N generated
+
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from millstream.source.llm.attention import TAP
+from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, Fields, Size
+
+_PROJECTION_SEED = 20170505
+Kept = dict[tuple[str, int], list[torch.Tensor]]  # parts along the rows, of each field and layer
+
+
+@dataclass
+class Pass:
+    """One forward pass that is looked at."""
+
+    start: int  # place of its first row in the padded sequence
+    keep: int  # rows that are kept
+    every: int  # rows of the batch that belong to one sample: beams
+    real_BR: torch.Tensor  # which kept rows are tokens, not padding
+    first_answer: int | None  # the row of the last prompt token, if the answer is in this pass
+    answer_len_B: torch.Tensor | None
+
+
+class Capture:
+    """Looks into a model: hooks on its layers and attention, asleep but in `prompt` and `replay`."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], fields: Fields, size: Size) -> None:
+        self.fields = fields
+        self.size = size
+        self._dtype: torch.dtype = getattr(torch, fields.stored)
+        self._hidden = set(fields.layers_of("hidden", size)) if "hidden" in fields.names else set[int]()
+        self._attention = set(fields.layers_of("attention", size)) if "attention" in fields.names else set[int]()
+        generator = torch.Generator().manual_seed(_PROJECTION_SEED)
+        self._projection = torch.randn(size.hidden, NODE_DIM, generator=generator) / size.hidden**0.5
+        self._pass: Pass | None = None
+        self.prompt_mask_BP = torch.empty(0)
+        self.clear()
+        layers[0].register_forward_pre_hook(self._before_first, with_kwargs=True)
+        for index, layer in enumerate(layers):
+            layer.register_forward_hook(self._after_layer(index + 1))
+            for module in layer.modules():  # whichever of them calls the attention function
+                setattr(module, TAP, _LayerTap(self, index))
+        model.register_forward_hook(self._after_model)
+
+    def clear(self) -> None:
+        self.kept: Kept = defaultdict(list)
+        self.largest_B: torch.Tensor | None = None
+        self._received: dict[int, torch.Tensor] = {}
+        self._diagonal: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def prompt(self, mask_BP: torch.Tensor, *, beams: int) -> Generator[None]:
+        """The next forward pass (and no later one) is that over the prompt."""
+        self.prompt_mask_BP = mask_BP.bool()
+        if not self.fields.need_prompt or mask_BP.shape[1] < 2:
+            yield
+            return
+        real = self.prompt_mask_BP[:, :-1]
+        with self._looking(Pass(0, real.shape[1], beams, real, None, None)):
+            yield
+
+    @contextmanager
+    def replay(self, mask_BT: torch.Tensor, answer_len_B: torch.Tensor, *, whole: bool) -> Generator[None]:
+        """The next forward pass is that over the last prompt token and the answer; `whole`: over everything."""
+        last_prompt = self.prompt_mask_BP.shape[1] - 1
+        start = 0 if whole else last_prompt
+        real = mask_BT.bool()[:, start:]
+        if whole:
+            self.clear()
+        with self._looking(Pass(start, real.shape[1], 1, real, last_prompt - start, answer_len_B)):
+            yield
+
+    @contextmanager
+    def _looking(self, seen: Pass) -> Generator[None]:
+        self._pass = seen
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    @property
+    def wants_attention(self) -> bool:
+        return self._pass is not None and self.fields.need_attention
+
+    def _before_first(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if self._pass is not None:
+            found = args[0] if args else kwargs["hidden_states"]
+            assert isinstance(found, torch.Tensor)
+            self._take_hidden(0, found, self._pass)
+
+    def _after_layer(self, layer: int):  # noqa: ANN202
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            if self._pass is not None:
+                self._take_hidden(layer, _first_tensor(output), self._pass)
+
+        return hook
+
+    def _after_model(self, module: nn.Module, args: object, output: object) -> None:
+        if self._pass is None:
+            return
+        if "post_norm" in self.fields.names:
+            self._keep("post_norm", 0, self._rows(_first_tensor(output), self._pass), large=True)
+        self._pass = None  # `generate` goes on without being looked at
+
+    def _rows(self, states: torch.Tensor, seen: Pass) -> torch.Tensor:
+        return states[:: seen.every, : seen.keep]
+
+    def _keep(self, name: str, layer: int, values: torch.Tensor, *, large: bool = False) -> None:
+        """Small things stay on the device until the batch is done: one transfer for all layers."""
+        kept = values.to(self._dtype) if values.is_floating_point() else values
+        self.kept[name, layer].append(kept.cpu() if large else kept)
+
+    def _take_hidden(self, layer: int, states: torch.Tensor, seen: Pass) -> None:
+        names = self.fields.names
+        rows_BRD = self._rows(states, seen)
+        if layer in self._hidden:
+            self._keep("hidden", layer, rows_BRD, large=True)
+        if "nodes" in names:
+            self._projection = self._projection.to(rows_BRD.device)
+            self._keep("nodes", layer, rows_BRD.float() @ self._projection)
+        if "states" in names and seen.first_answer is not None:
+            self._keep("states", layer, _states(rows_BRD[:, seen.first_answer :].float(), seen))
+        if self._dtype == torch.float16 and (layer in self._hidden or "states" in names):
+            largest = (rows_BRD * seen.real_BR[..., None]).abs().amax((1, 2)).float().cpu()
+            self.largest_B = largest if self.largest_B is None else torch.maximum(self.largest_B, largest)
+
+    def take_attention(self, layer: int, weights: torch.Tensor) -> None:
+        names, seen = self.fields.names, self._pass
+        assert seen is not None
+        weights_BHRK = weights[:: seen.every, :, : seen.keep]
+        if layer in self._attention:
+            self._keep("attention", layer, weights_BHRK, large=True)
+        if "edges" in names:
+            self._take_edges(layer, weights_BHRK, seen)
+        if "laplacian" in names:
+            self._take_columns(layer, weights_BHRK, seen)
+        if "heads" in names and seen.first_answer is not None:
+            rows = weights_BHRK[:, :, seen.first_answer :]
+            first = seen.start + seen.first_answer
+            self._keep("self_attention", layer, rows.diagonal(first, 2, 3))
+            self._keep("attention_entropy", layer, torch.special.entr(rows).sum(-1))
+            self._keep("prompt_attention", layer, rows[..., : self.prompt_mask_BP.shape[1]].sum(-1))
+
+    def _take_edges(self, layer: int, weights_BHRK: torch.Tensor, seen: Pass) -> None:
+        """The strongest earlier tokens of every token, in the mean over heads, and what is left of the row."""
+        mean_BRK = weights_BHRK.mean(1)
+        earlier = torch.ones(mean_BRK.shape[1:], dtype=torch.bool, device=mean_BRK.device).tril(seen.start - 1)
+        weight, source = mean_BRK.where(earlier, 0.0).topk(min(NUM_EDGES, mean_BRK.shape[2]), dim=-1)
+        self._keep("edge_weight", layer, weight)
+        self._keep("edge_source", layer, source.to(torch.int32))
+        self._keep("edge_rest", layer, 1 - weight.sum(-1))
+
+    def _take_columns(self, layer: int, weights_BHRK: torch.Tensor, seen: Pass) -> None:
+        """Attention received by every token and its attention to itself, added up over the passes."""
+        real = weights_BHRK * seen.real_BR[:, None, :, None]
+        received, own = real.sum(2), weights_BHRK.diagonal(seen.start, 2, 3)
+        if layer in self._received:
+            before = self._received[layer]
+            received[..., : before.shape[-1]] += before
+            own = torch.cat([self._diagonal[layer], own], dim=-1)
+        self._received[layer], self._diagonal[layer] = received, own
+
+    def traces(self, mask_BT: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        """The kept tensors of each sample, without padding; what was kept is forgotten."""
+        if self.fields.need_attention and len({layer for name, layer in self.kept if name != "hidden"}) == 0:
+            raise NotImplementedError("this model shows no attention")
+        names: dict[str, list[int]] = defaultdict(list)
+        for name, layer in sorted(self.kept):
+            names[name].append(layer)
+        whole = {name: self._joined(name, layers) for name, layers in names.items()}
+        if "laplacian" in self.fields.names:
+            whole["laplacian"], whole["attention_logdet"] = self._spectrum(mask_BT)
+        self.clear()
+        mask = mask_BT.bool().cpu()
+        padded = (~self.prompt_mask_BP).sum(1).tolist()
+        ends = (mask.shape[1] - mask.flip(1).int().argmax(1)).tolist()
+        width = self.prompt_mask_BP.shape[1]
+        return [
+            {name: _sample(name, values, i, padded[i], ends[i], width) for name, values in whole.items()}
+            for i in range(len(padded))
+        ]
+
+    def _joined(self, name: str, layers: Sequence[int]) -> list[torch.Tensor]:
+        """One field of the batch: for each layer [B, rows, ...], with the parts of both passes joined."""
+        if name == "attention":
+            return [_join_attention(self.kept[name, layer]) for layer in layers]
+        if name in ("hidden", "post_norm"):
+            return [torch.cat(self.kept[name, layer], dim=1) for layer in layers]
+        if name in ("self_attention", "attention_entropy", "prompt_attention", "states"):
+            stacked = torch.stack([self.kept[name, layer][0] for layer in layers]).cpu()
+        else:
+            parts = [
+                _pad_edges(self.kept[name, layer]) if name.startswith("edge") else self.kept[name, layer]
+                for layer in layers
+            ]
+            stacked = torch.stack([torch.cat(part, dim=1) for part in parts]).cpu()
+        return list(stacked)
+
+    def _spectrum(self, mask_BT: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Largest eigenvalues of the Laplacian of every head, and the mean log of its attention to itself.
+
+        Attention is causal, so the Laplacian is triangular and its diagonal holds the eigenvalues: the mean attention
+        a token receives from itself and those after it, less that from itself.
+        """
+        order = sorted(self._received)
+        received = torch.stack([self._received[layer] for layer in order])
+        own = torch.stack([self._diagonal[layer] for layer in order])
+        real = mask_BT.bool()
+        after_BT = real.flip(1).cumsum(1).flip(1).clamp_min(1)
+        diagonal = (received / after_BT[None, :, None] - own).masked_fill(~real[None, :, None], float("-inf"))
+        count = min(NUM_EIGENVALUES, diagonal.shape[-1])
+        top = diagonal.topk(count, dim=-1).values
+        top = nn.functional.pad(top.masked_fill(top.isinf(), 0.0), (0, NUM_EIGENVALUES - count)).to(self._dtype).cpu()
+        logs = own.clamp_min(1e-12).log().masked_fill(~real[None, :, None], 0.0)
+        logdet = (logs.sum(-1) / real.sum(1)[None, :, None]).float().cpu()
+        return list(top), list(logdet)
+
+
+@dataclass(frozen=True)
+class _LayerTap:
+    capture: Capture
+    layer: int
+
+    @property
+    def wanted(self) -> bool:
+        return self.capture.wants_attention
+
+    def take(self, weights_BHRK: torch.Tensor) -> None:
+        self.capture.take_attention(self.layer, weights_BHRK)
+
+
+def _states(rows_BRD: torch.Tensor, seen: Pass) -> torch.Tensor:
+    """[B, position, D] at the last prompt token and at the first, last and mean answer token."""
+    assert seen.answer_len_B is not None
+    count = seen.answer_len_B.to(rows_BRD.device)
+    place = torch.arange(rows_BRD.shape[1], device=rows_BRD.device)[None]
+    inside = ((place >= 1) & (place <= count[:, None])).to(rows_BRD.dtype)
+    mean = (rows_BRD * inside[..., None]).sum(1) / count[:, None]
+    last = rows_BRD[torch.arange(len(count), device=rows_BRD.device), count]
+    return torch.stack([rows_BRD[:, 0], rows_BRD[:, 1], last, mean], dim=1)
+
+
+def _join_attention(parts: list[torch.Tensor]) -> torch.Tensor:
+    """[B, H, T, T] of the rows over the prompt, which have fewer keys, and those after it."""
+    keys = parts[-1].shape[3]
+    return torch.cat([nn.functional.pad(part, (0, keys - part.shape[3])) for part in parts], dim=2)
+
+
+def _pad_edges(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A short prompt has fewer tokens to attend to than edges are kept."""
+    if parts[0].ndim < 3:
+        return parts
+    return [nn.functional.pad(part, (0, NUM_EDGES - part.shape[2])) for part in parts]
+
+
+def _sample(name: str, layers: list[torch.Tensor], i: int, first: int, end: int, prompt: int) -> torch.Tensor:
+    """A field of one sample, [L, ...], cut to its tokens: those from `first` to `end` of the padded sequence."""
+    if name == "attention":
+        return torch.stack([layer[i, :, first:end, first:end] for layer in layers])
+    if name == "post_norm":
+        return layers[0][i, first:end].contiguous()
+    if name in ("self_attention", "attention_entropy", "prompt_attention"):
+        return torch.stack([layer[i, :, : end - prompt + 1] for layer in layers])
+    if name in ("laplacian", "attention_logdet", "states"):
+        return torch.stack([layer[i] for layer in layers])
+    rows = torch.stack([layer[i, first:end] for layer in layers])
+    return _edge_places(rows, first) if name == "edge_source" else rows
+
+
+def _edge_places(source: torch.Tensor, first: int) -> torch.Tensor:
+    """Places among the sample's own tokens; -1 where there is no earlier token to have an edge from."""
+    rows = torch.arange(source.shape[1])[None, :, None]
+    place = source - first
+    return place.where((place >= 0) & (place < rows), -1).to(torch.int16)
+
+
+def _first_tensor(output: object) -> torch.Tensor:
+    found = output[0] if isinstance(output, tuple) else output
+    if not isinstance(found, torch.Tensor):
+        found = getattr(found, "last_hidden_state")  # noqa: B009
+    assert isinstance(found, torch.Tensor)
+    return found

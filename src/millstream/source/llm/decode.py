@@ -1,0 +1,138 @@
+"""Prompts -> generated ids: greedy, sampling or beams, and where each answer ends. Knows nothing of traces."""
+
+# B batch, P prompt with padding, N generated, V vocabulary
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the next token is chosen. `temperature` 0 is greedy, or beam search with more than one beam."""
+
+    max_new_tokens: int = 32
+    num_beams: int = 1
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.num_beams < 1 or self.temperature < 0:
+            raise ValueError("max_new_tokens and num_beams are at least 1, temperature at least 0")
+        if self.num_beams > 1 and self.temperature > 0:
+            raise ValueError("num_beams and temperature exclude each other: beam search draws nothing")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("top_k and top_p need temperature=, for example temperature=1")
+
+    def config(self, *, eos: int | Sequence[int] | None, pad: int) -> "GenerationConfig":
+        """Everything said in full: what a model's own generation_config.json asks for does not count."""
+        from transformers import GenerationConfig
+
+        return GenerationConfig(
+            max_new_tokens=self.max_new_tokens,
+            num_beams=self.num_beams,
+            early_stopping=self.num_beams > 1,
+            do_sample=False,  # sampling is ours: see Draw
+            eos_token_id=eos,
+            pad_token_id=pad,
+            return_dict_in_generate=True,
+            use_cache=True,
+        )
+
+    def processors(self, ids: Sequence[str], device: torch.device) -> "LogitsProcessorList":
+        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        if self.temperature == 0:
+            return LogitsProcessorList()
+        steps: list[Any] = [TemperatureLogitsWarper(self.temperature)]
+        steps += [TopKLogitsWarper(self.top_k)] if self.top_k is not None else []
+        steps += [TopPLogitsWarper(self.top_p)] if self.top_p is not None else []
+        return LogitsProcessorList([*steps, Draw(self.seed, ids, device)])
+
+
+class Draw:
+    """Sampling as greedy choice after adding Gumbel noise, which comes from (seed, question id, step) alone.
+
+    So a question gets the same answer whatever batch it is in, and again after an interruption.
+    """
+
+    def __init__(self, seed: int, ids: Sequence[str], device: torch.device) -> None:
+        self._generators = [
+            torch.Generator(device).manual_seed(
+                int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest())
+            )
+            for name in ids
+        ]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        noise = torch.empty_like(scores, dtype=torch.float32)
+        for row, generator in zip(noise, self._generators, strict=True):
+            row.exponential_(generator=generator)
+        return scores - noise.log_().to(scores.dtype)
+
+
+class StopAt:
+    """Stops a row as soon as one of the strings is in the text of what it generated."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], prompt: int) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._prompt = prompt
+        self._tail = max(map(len, stop)) + 4  # a token has at least one byte; a few more for what begins before
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
+        tails = input_ids[:, max(self._prompt, input_ids.shape[1] - self._tail) :]
+        texts: list[str] = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
+        found = [any(stop in text for stop in self._stop) for text in texts]
+        return torch.tensor(found, device=input_ids.device)
+
+
+def stopping(tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], prompt: int) -> "StoppingCriteriaList":
+    from transformers import StoppingCriteriaList
+
+    return StoppingCriteriaList([StopAt(tokenizer, stop, prompt)] if stop else [])  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated for one prompt: `ids` up to the token that ended it, `length` of them the answer itself."""
+
+    ids: list[int]
+    length: int
+    text: str  # of the answer
+    whole_text: str  # of everything generated
+    finish: str  # eos, stop or length
+
+
+def cut_answer(
+    tokenizer: "PreTrainedTokenizerBase", generated: Sequence[int], *, eos: set[int], pad: int, stop: Sequence[str]
+) -> Answer:
+    """Where an answer ends: before the end-of-text token, before a stop string, or where generation was cut off."""
+    ids = list(generated)
+    while len(ids) > 1 and ids[-1] == pad and pad not in eos:
+        ids.pop()
+    end = next((place for place, token in enumerate(ids) if token in eos), None)
+    length, finish = (len(ids), "length") if end is None else (end, "eos")
+    ids = ids[: length + (end is not None)]
+    text = _text(tokenizer, ids[:length])
+    places = [place for place in (text.find(mark) for mark in stop) if place >= 0]
+    if places:
+        cut = min(places)
+        texts = [_text(tokenizer, ids[: count + 1]) for count in range(length)]
+        whole = next(count for count, begin in enumerate(texts, 1) if any(mark in begin for mark in stop))
+        length = sum(len(begin) <= cut for begin in texts[:whole])
+        return Answer(ids[:whole], length, text[:cut].strip(), texts[whole - 1], "stop")
+    return Answer(ids, length, text.strip(), text, finish)
+
+
+def _text(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True))

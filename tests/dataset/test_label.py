@@ -1,0 +1,385 @@
+"""A store becomes labelled: every rule, nothing made up where something is missing, and never half a file."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import millstream as ms
+from millstream import cli_llm
+from millstream.dataset import label as label_file
+from millstream.dataset.label import LabelSettings, label, score_chunk
+from millstream.dataset.verdicts import parse_rule
+
+PARIS = ["Paris", "City of Light"]
+LONG = "I believe that the capital of France has for many centuries now been Paris"
+DATA = Path(os.environ.get("MILLSTREAM_DATA", "")) / "triviaqa"
+
+
+def write(path: Path, rows: Iterable[Mapping[str, object]], shard_records: int = 4) -> ms.Traces:
+    with ms.TraceWriter(path, shard_records=shard_records) as writer:
+        writer.extend({**row, "hidden": np.zeros(3, np.float16)} for row in rows)
+    opened = ms.open(path)
+    assert isinstance(opened, ms.Traces)
+    return opened
+
+
+def answered(*answers: str | None, aliases: object = None) -> list[dict[str, object]]:
+    truth = PARIS if aliases is None else aliases
+    return [{"question_id": f"q{i}", "generated_answer": text, "aliases": truth} for i, text in enumerate(answers)]
+
+
+def verdicts(path: Path) -> list[str | None]:
+    return pq.read_table(path / "labels.parquet").column("verdict").to_pylist()
+
+
+ANSWERS = [
+    "Paris.",
+    "It is Paris",
+    LONG,
+    "The Light City",
+    "I don't know",
+    "London",
+    None,
+    "",
+    " \n",
+    "The.",
+    "Paris\nQ: x",
+]
+BY_RULE = {
+    "default": ["right", "right", "ambiguous", "ambiguous", "refused", "wrong", None, None, None, "wrong", "right"],
+    "em": ["right", "wrong", "wrong", "wrong", "wrong", "wrong", None, None, None, "wrong", "right"],
+    "f1@0.5": ["right", "right", "wrong", "right", "wrong", "wrong", None, None, None, "wrong", "right"],
+    "rougeL@0.3": ["right", "right", "wrong", "right", "wrong", "wrong", None, None, None, "wrong", "right"],
+}
+
+
+@pytest.mark.parametrize("rule", BY_RULE)
+def test_a_rule_gives_each_answer_its_verdict_and_counts_them(rule: str, tmp_path: Path):
+    write(tmp_path / "s", answered(*ANSWERS))
+    done = label(tmp_path / "s", rule=rule)
+    assert verdicts(tmp_path / "s") == BY_RULE[rule]
+    assert done.records == sum(done.counts.values()) == len(ANSWERS)
+    for verdict, count in done.counts.items():
+        assert BY_RULE[rule].count(None if verdict == "unlabelled" else verdict) == count
+    assert done.conflicting == 0
+
+
+def test_the_file_has_a_row_a_record_with_all_scores_and_says_how_it_was_made(tmp_path: Path):
+    traces = write(tmp_path / "s", answered(*ANSWERS))
+    done = label(tmp_path / "s")
+    table = pq.read_table(done.path)
+    scores = ["em", "f1", "rouge_l", "contains", "num_tokens"]
+    assert table.column_names == ["question_id", "verdict", "label", *scores]
+    assert table.column("question_id").to_pylist() == traces.ids
+    assert table.schema.field("label").type == pa.int8()
+    assert table.column("label").to_pylist() == [0, 0, None, None, None, 1, None, None, None, 1, 0]
+    assert table.select(scores).to_pylist()[1] == {
+        "em": False,
+        "f1": pytest.approx(0.5),
+        "rouge_l": pytest.approx(0.5),
+        "contains": True,
+        "num_tokens": 3,
+    }
+    assert set(table.select(scores).to_pylist()[6].values()) == {None}
+    about = {key.decode(): value.decode() for key, value in pq.read_metadata(done.path).metadata.items()}
+    assert about["millstream.rule"] == "default"
+    assert about["millstream.label_version"] == done.label_version
+    assert json.loads(about["millstream.counts"]) == done.counts
+    assert json.loads(about["millstream.threshold"]) is None
+    assert about["millstream.store_fingerprint"] == traces.fingerprint
+
+
+def test_a_label_version_is_pinned_until_the_rules_change():
+    versions = [parse_rule(rule).version for rule in ("default", "em", "f1@0.5", "rougeL@0.30", "scores")]
+    assert versions == [
+        "default-1-9a7a081b",
+        "em-1-4eab6c3f",
+        "f1@0.5-1-94413c4b",
+        "rougeL@0.3-1-eb656381",
+        "scores@0.5-1-43f5bb8a",
+    ]
+
+
+@pytest.mark.parametrize("rule", ["best", "f1", "f1@", "f1@x", "f1@0", "f1@1.1", "f1@nan", "em@0.5", "rougel@0.3", ""])
+def test_an_unknown_rule_says_which_there_are(rule: str, tmp_path: Path):
+    with pytest.raises(ValueError, match="rule="):
+        label(tmp_path, rule=rule)
+
+
+@pytest.mark.parametrize("score", range(1, 11))
+def test_a_score_that_is_the_threshold_reaches_it(score: int, tmp_path: Path):
+    said, rest = " ".join(f"w{i}" for i in range(10)), " ".join(f"v{i}" for i in range(10 - score))
+    truth = " ".join([*(f"w{i}" for i in range(score)), rest])
+    write(tmp_path / "s", answered(said, aliases=[truth]))
+    for rule in ("f1", "rougeL"):
+        label(tmp_path / "s", rule=f"{rule}@{score / 10}")
+        assert verdicts(tmp_path / "s") == ["right"]
+
+
+def test_a_refusal_that_is_the_answer_is_right(tmp_path: Path):
+    rows = answered("Unknown.", "I don't know", aliases=["unknown"])
+    write(tmp_path / "s", [*rows, {**rows[0], "question_id": "q9", "aliases": PARIS}])
+    label(tmp_path / "s")
+    assert verdicts(tmp_path / "s") == ["right", "refused", "refused"]
+
+
+def test_an_answer_of_twelve_words_may_contain_the_truth_and_one_of_thirteen_is_ambiguous(tmp_path: Path):
+    write(tmp_path / "s", answered("w " * 11 + "Paris", "w " * 12 + "Paris"))
+    label(tmp_path / "s")
+    assert verdicts(tmp_path / "s") == ["right", "ambiguous"]
+
+
+def test_a_record_without_any_alias_or_with_another_status_than_ok_has_no_verdict(tmp_path: Path):
+    some = answered("Paris", "Paris", "Paris", "Paris", "The")
+    for row, aliases, status in zip(
+        some, (PARIS, None, ["", None], PARIS, ["A"]), ("ok", "ok", "ok", "error", "ok"), strict=True
+    ):
+        row.update(aliases=aliases, status=status)
+    write(tmp_path / "s", some)
+    for rule in ("default", "em"):
+        label(tmp_path / "s", rule=rule)
+        assert verdicts(tmp_path / "s") == ["right", None, None, None, "right"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "value"),
+    [
+        ("generated_answer_clean", "ground_truth_answers", PARIS),
+        ("generated_text", "answer", "Paris"),
+        ("generated_answer", "aliases", []),
+    ],
+)
+def test_fields_of_old_stores_are_found_by_their_names(answer: str, truth: str, value: object, tmp_path: Path):
+    write(tmp_path / "s", [{"question_id": i, answer: text, truth: value} for i, text in enumerate(["Paris", "Rome"])])
+    label(tmp_path / "s")
+    assert verdicts(tmp_path / "s") == (["right", "wrong"] if value else [None, None])
+
+
+def test_a_store_without_answers_or_ids_says_what_is_missing(tmp_path: Path):
+    write(tmp_path / "s", [{"question_id": "q", "aliases": PARIS}])
+    with pytest.raises(ms.errors.BadSource, match=r"generated_answer or .* only question_id, aliases, hidden"):
+        label(tmp_path / "s")
+    write(tmp_path / "t", [{"generated_answer": "Paris", "aliases": PARIS}])
+    with pytest.raises(ms.errors.BadSource, match="question_id"):
+        label(tmp_path / "t")
+    assert not list(tmp_path.glob("*/*labels*"))
+
+
+def test_labelled_takes_verdicts_and_labels_from_the_file(tmp_path: Path):
+    traces = write(tmp_path / "s", answered(*ANSWERS))
+    label(tmp_path / "s")
+    by_verdict = ms.labelled(traces, values={"right": 0, "wrong": 1}, column="verdict", missing="drop")
+    assert by_verdict.column("question_id").to_pylist() == ["q0", "q1", "q5", "q9", "q10"]
+    assert by_verdict.fetch(range(5), ["label"])["label"].tolist() == [0, 0, 1, 1, 0]
+    assert ms.labelled(traces, missing="drop").column("label").to_pylist() == [0, 0, 1, 1, 0]
+    with pytest.raises(ms.errors.MissingLabel, match="6 of 11 records"):
+        ms.labelled(traces)
+
+
+def test_records_of_one_id_keep_a_verdict_they_share_and_lose_one_they_do_not(tmp_path: Path):
+    names = ["same", "other", "same", "other", "half", "half", "alone"]
+    said = ["Paris", "Paris", "paris", "Rome", "Paris", None, "Rome"]
+    rows = [{**row, "question_id": name} for row, name in zip(answered(*said), names, strict=True)]
+    traces = write(tmp_path / "s", rows)
+    done = label(tmp_path / "s")
+    assert verdicts(tmp_path / "s") == ["right", None, "right", None, None, None, "wrong"]
+    assert (done.conflicting, done.counts["unlabelled"]) == (4, 4)
+    assert ms.labelled(traces, missing="drop").column("label").to_pylist() == [0, 0, 1]
+
+
+def write_scores(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_the_old_scores_decide_by_their_threshold_and_nothing_is_made_up_for_what_they_lack(tmp_path: Path):
+    write(tmp_path / "s", answered("a1", "b1", "c1", "d1", "e1", None))
+    text = "question_id,bleurt_score\nq0,0.5\nq1,0.49999\nq2,\nq3,nan\nq5,0.9\nother,1\n"
+    file = write_scores(tmp_path / "ground_truth_scores.csv", text)
+    done = label(tmp_path / "s", rule="scores", scores=file)
+    assert verdicts(tmp_path / "s") == ["right", "wrong", None, None, None, None]
+    assert pq.read_table(done.path).column("bleurt_score").to_pylist() == [0.5, 0.49999, None, None, None, 0.9]
+    label(tmp_path / "s", rule="scores", scores=file, threshold=0.4)
+    assert verdicts(tmp_path / "s")[:2] == ["right", "right"]
+    assert pq.read_metadata(done.path).metadata[b"millstream.threshold"] == b"0.4"
+
+
+def test_scores_also_decide_where_a_store_has_no_texts(tmp_path: Path):
+    write(tmp_path / "s", [{"question_id": i, "status": "ok" if i else "error"} for i in range(4)])
+    pq.write_table(pa.table({"question_id": [0, 1, 2], "judge": [1.0, 0.0, 1.0]}), tmp_path / "f.parquet")
+    label(tmp_path / "s", rule="scores", scores=tmp_path / "f.parquet")
+    assert verdicts(tmp_path / "s") == [None, "wrong", "right", None]
+
+
+def test_scores_with_another_rule_are_only_joined(tmp_path: Path):
+    write(tmp_path / "s", [{**row, "question_id": f"00{i}"} for i, row in enumerate(answered("Paris", "Rome"))])
+    file = write_scores(tmp_path / "f.csv", ',question_id,bleurt_score,judge\n0,001,0.9,"no, really"\n1,1,0.8,yes\n')
+    done = label(tmp_path / "s", scores=file)
+    table = pq.read_table(done.path)
+    assert table.column("verdict").to_pylist() == ["right", "wrong"]
+    assert table.column("judge").to_pylist() == [None, "no, really"]
+    assert table.column("bleurt_score").to_pylist() == [None, 0.9]
+    table = pq.read_table(label(tmp_path / "s", scores=file, column="judge").path)
+    assert "bleurt_score" not in table.column_names
+
+
+BAD_FILES = {
+    "no id": ("id,score\nq0,1\n", None, "expected the columns 'question_id' and 'a score', found id, score"),
+    "no such column": ("question_id,score\nq0,1\n", "judge", "'judge', found question_id, score"),
+    "only ids": ("question_id\nq0\n", None, "found question_id"),
+    "empty": ("", None, "found nothing"),
+    "two scores": ("question_id,score\nq0,1\nq0,0\n", None, r"'q0' has two rows that differ, \(1.0,\) and \(0.0,\)"),
+    "no numbers": ("question_id,score\nq0,good\n", None, "score 'good' is no number"),
+    "several": ("question_id,x,y\nq0,1,0\n", None, "which column counts, x, y"),
+    "short row": ("question_id,score\nq0\n", None, "row 2 has 1 values, the header has 2"),
+    "our own name": ("question_id,f1\nq0,1\n", None, "has a column 'f1' of its own"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_file_of_scores_that_cannot_be_used_is_named_with_the_reason(case: str, tmp_path: Path):
+    text, column, message = BAD_FILES[case]
+    write(tmp_path / "s", answered("Paris"))
+    file = write_scores(tmp_path / "f.csv", text)
+    with pytest.raises(ms.errors.BadSource, match=message) as caught:
+        label(tmp_path / "s", rule="scores", scores=file, column=column)
+    assert str(file) in str(caught.value)
+    assert not (tmp_path / "s" / "labels.parquet").exists()
+
+
+def test_a_file_of_scores_that_is_missing_or_of_another_kind_is_named(tmp_path: Path):
+    write(tmp_path / "s", answered("Paris"))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not")
+    (tmp_path / "bad.csv").write_bytes(b"question_id,score\n\xff\xfe,1\n")
+    for name in ("none.csv", "none.parquet", "bad.parquet", "bad.csv"):
+        with pytest.raises(ms.errors.BadSource, match=name):
+            label(tmp_path / "s", scores=tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "settings", [LabelSettings("scores"), LabelSettings(column="x"), LabelSettings("em", None, None, 0.5)], ids=range(3)
+)
+def test_settings_that_do_not_go_together_are_refused(settings: LabelSettings):
+    with pytest.raises(ValueError, match="="):
+        settings.check()
+
+
+@pytest.mark.parametrize("shard_records", [1, 3, 100])
+def test_chunks_and_shards_make_no_difference_and_chunks_can_be_scored_elsewhere(
+    shard_records: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows = answered(*ANSWERS * 3)
+    write(tmp_path / "s", rows, shard_records)
+    label(tmp_path / "s")
+    whole = pq.read_table(tmp_path / "s" / "labels.parquet")
+    monkeypatch.setattr(label_file, "CHUNK_RECORDS", 4)
+    sizes: list[int] = []
+    told: list[int] = []
+
+    def elsewhere(function: object, chunks: Iterable[pa.Table]) -> Iterable[pa.Table]:
+        assert function is score_chunk
+        for chunk in chunks:
+            sizes.append(chunk.num_rows)
+            yield score_chunk(chunk)
+
+    label(tmp_path / "s", map=elsewhere, progress=lambda done, note="": told.append(done))
+    assert pq.read_table(tmp_path / "s" / "labels.parquet").equals(whole)
+    assert max(sizes) <= 4 and sum(sizes) == len(rows)
+    assert told == np.cumsum(sizes).tolist()
+
+
+@pytest.mark.parametrize("step", ["rename", "fsync"])
+def test_a_labeller_killed_before_it_is_done_leaves_the_labels_that_were_there(step: str, tmp_path: Path):
+    write(tmp_path / "s", answered("Paris", "It is Paris"))
+    label(tmp_path / "s")
+    before = (tmp_path / "s" / "labels.parquet").read_bytes()
+    code = (
+        "import os, signal, sys; from millstream.dataset.label import label\n"
+        f"os.{step} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "label(sys.argv[1], rule='em')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "s" / "labels.parquet").read_bytes() == before
+    label(tmp_path / "s", rule="em")
+    assert verdicts(tmp_path / "s") == ["right", "wrong"]
+    assert len(ms.open(tmp_path / "s")) == 2
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    app = typer.Typer()
+    app.command()(cli_llm.label)
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_command_prints_counts_and_names_the_file_and_what_comes_next(tmp_path: Path):
+    store = tmp_path / "s"
+    write(store, answered(*ANSWERS))
+    code, out, err = run(store)
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["right", "3"],
+        ["wrong", "2"],
+        ["ambiguous", "2"],
+        ["refused", "1"],
+        ["unlabelled", "3"],
+    ]
+    version = parse_rule("default").version
+    assert err == (
+        f"{store}/labels.parquet: 11 records by the rule default ({version}). Next: millstream train data={store}\n"
+    )
+    code, out, _ = run(store, "rule=f1@0.5", "--json")
+    assert code == 0
+    assert json.loads(out)["counts"] == {"right": 4, "wrong": 4, "ambiguous": 0, "refused": 0, "unlabelled": 3}
+    assert json.loads(out)["rule"] == "f1@0.5"
+
+
+def test_the_command_takes_scores_and_tells_of_ids_that_disagree(tmp_path: Path):
+    store = tmp_path / "s"
+    write(store, [{**row, "question_id": "same"} for row in answered("Paris", "Rome")])
+    file = write_scores(tmp_path / "f.csv", "question_id,bleurt_score\nsame,0.6\n")
+    code, out, err = run(store, "rule=scores", f"scores={file}", "threshold=0.7")
+    assert (code, out.split()[:4]) == (0, ["right", "0", "wrong", "2"])
+    _, out, err = run(store)
+    assert out.split()[-1] == "2"
+    assert err.startswith("2 of the unlabelled share a question_id with a record that differs in verdict")
+
+
+@pytest.mark.parametrize("wrong", ["rule=best", "rul=em", "rule=scores", "threshold=high", "threshold=0.5", "em"])
+def test_wrong_settings_are_exit_code_two(wrong: str, tmp_path: Path):
+    write(tmp_path / "s", answered("Paris"))
+    code, out, err = run(tmp_path / "s", wrong)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="MILLSTREAM_DATA names no folder with triviaqa in it")
+def test_real_questions_get_the_verdicts_their_answers_were_made_for(tmp_path: Path):
+    rows = [json.loads(line) for line in (DATA / "dev.jsonl").read_text().splitlines()[:2000]]
+    made = [
+        lambda row, other: (row["aliases"][-1], {"right"}),
+        lambda row, other: (f"I think it is {row['answer']}.", {"right", "wrong", "ambiguous"}),
+        lambda row, other: ("I'm sorry, but I do not know.", {"refused"}),
+        lambda row, other: (other["answer"], {"wrong", "right", "ambiguous"}),
+    ]
+    pairs = [made[i % 4](row, rows[i - 7]) for i, row in enumerate(rows)]
+    ids = [{"question_id": row["id"], "aliases": row["aliases"]} for row in rows]
+    write(tmp_path / "s", [{**name, "generated_answer": said} for name, (said, _) in zip(ids, pairs, strict=True)], 500)
+    done = label(tmp_path / "s")
+    found = verdicts(tmp_path / "s")
+    assert all(verdict in allowed for verdict, (_, allowed) in zip(found, pairs, strict=True))
+    assert found[1::4].count("right") > 480
+    assert found[3::4].count("wrong") > 480
+    assert done.counts["refused"] == 500
