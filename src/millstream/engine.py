@@ -3,19 +3,22 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from millstream.errors import EngineError, MillstreamError, MissingExtra
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+JobIn = TypeVar("JobIn", contravariant=True)
+ResultOut = TypeVar("ResultOut", covariant=True)
 _MAX_DEATHS = 3  # one after another, without a result in between
 
 
-class Worker(Protocol[Job, Result]):
+class Worker(Protocol[JobIn, ResultOut]):
     """Does jobs, one at a time."""
 
-    def do(self, job: Job, /) -> Result: ...
+    def do(self, job: JobIn, /) -> ResultOut: ...
 
     def close(self) -> None: ...
 
@@ -85,8 +88,7 @@ def _run_on_ray(
     redo: Callable[[Job], Job | None],
 ) -> Generator[Result]:
     try:
-        import ray
-        from ray.exceptions import RayActorError
+        ray: Any = import_module("ray")  # its types are partly unknown
     except ImportError:
         raise MissingExtra("--engine ray needs Ray: pip install 'millstream[ray]'") from None
     own = not ray.is_initialized()
@@ -95,8 +97,8 @@ def _run_on_ray(
     count, needs = _layout(ray, engine.workers)
     actor_class: Any = ray.remote(_Actor).options(**needs)
     threads = int(needs["num_cpus"]) if not needs["num_gpus"] else 0
-    waiting, busy, idle, deaths = deque(jobs), {}, [], 0
-    actors: list[Any] = []
+    waiting, deaths = deque(jobs), 0
+    actors, idle, busy = list[Any](), list[Any](), dict[Any, tuple[Any, Job]]()
 
     def start() -> None:
         actors.append(actor_class.remote(make, threads))
@@ -113,7 +115,7 @@ def _run_on_ray(
             actor, job = busy.pop(done)
             try:
                 result = _result(ray, done)
-            except RayActorError as error:
+            except ray.exceptions.RayActorError as error:
                 deaths += 1
                 if deaths > _MAX_DEATHS * count:
                     raise EngineError(f"workers keep dying; the last one said: {_short(error)}") from None
@@ -131,7 +133,8 @@ def _run_on_ray(
         if busy:
             ray.wait(list(busy), num_returns=len(busy))
         closing = [actor.close.remote() for actor in actors]
-        ray.wait(closing, num_returns=len(closing)) if closing else None
+        if closing:
+            ray.wait(closing, num_returns=len(closing))
         if own:
             ray.shutdown()
 
@@ -140,9 +143,7 @@ def _connect(ray: Any, address: str | None) -> None:
     import logging
 
     try:
-        ray.init(
-            address=address or "local", log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR
-        ) if address is None else ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise EngineError(f"--address {address}: no Ray cluster answers there ({_short(error)})") from None
 

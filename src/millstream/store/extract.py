@@ -163,9 +163,8 @@ class _Run:
         left_out = [(found.same_id, "of an id"), (found.same_text, "of a text")]
         repeats = "".join(f", {count} {what} that came before left out" for count, what in left_out if count)
         say(f"questions: {len(self.questions)}{repeats}")
-        say(
-            f"prompt ({self.prompt.name}): {self.prompt.text!r}, an answer ends at {list(self.prompt.stop)} or end of text"
-        )
+        ends = " or ".join([*map(repr, self.prompt.stop), "end of text"])
+        say(f"prompt ({self.prompt.name}): {self.prompt.text!r}; an answer ends at {ends}")
         self.ids = self.prompt.ids(self.card.tokenizer, [question.question for question in self.questions])
 
     def prepare(self, *, retry_errors: bool) -> None:
@@ -174,7 +173,7 @@ class _Run:
             pass
         if retry_errors:
             table = read_table(self.path, read_manifest(self.path), ["status"])
-            failed = [n for n, status in enumerate(table["status"].to_pylist()) if status == "error"]
+            failed = [n for n, status in enumerate(table.column("status").to_pylist()) if status == "error"]
             drop_records(self.path, failed)
             say(f"{len(failed)} failed before and are asked again")
         self.done = self._read_done()
@@ -182,8 +181,8 @@ class _Run:
         for name, text in self.done.items():
             if texts.get(name, text) != text:
                 raise ConfigMismatch(
-                    f"{self.path}: {name!r} is {text!r} there and {texts[name]!r} here: other questions with the same ids. "
-                    "Write to a new folder"
+                    f"{self.path}: {name!r} is {text!r} there and {texts[name]!r} here: other questions with the same "
+                    "ids. Write to a new folder"
                 )
 
     def _read_done(self) -> dict[str, str]:
@@ -191,7 +190,7 @@ class _Run:
         if not manifest.shards:
             return {}
         table = read_table(self.path, manifest, ["question_id", "question"])
-        return dict(zip(table["question_id"].to_pylist(), table["question"].to_pylist(), strict=True))
+        return dict(zip(*(table.column(name).to_pylist() for name in table.column_names), strict=True))
 
     def batches(self) -> list[Batch]:
         """What is left, in batches that are the same in every run."""

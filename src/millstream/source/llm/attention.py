@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from millstream.source.llm.library import transformers
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,11 +26,8 @@ class Tap(Protocol):
 
 def register() -> str:
     """Make the function known to transformers, with a mask function: without one it would be given mask=None."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(NAME, trace_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    transformers().AttentionInterface.register(NAME, trace_attention)
+    transformers().AttentionMaskInterface.register(NAME, transformers("masking_utils").sdpa_mask)
     return NAME
 
 
@@ -44,9 +43,8 @@ def trace_attention(
     tap: Tap | None = getattr(module, TAP, None)
     wanted = tap is not None and tap.wanted
     if not wanted and options.get("softcap") is None and options.get("s_aux") is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # pyright: ignore
+        sdpa = transformers("integrations.sdpa_attention").sdpa_attention_forward
+        return sdpa(module, query, key, value, attention_mask, **options)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))

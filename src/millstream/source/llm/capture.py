@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -100,7 +101,7 @@ class Capture:
             assert isinstance(found, torch.Tensor)
             self._take_hidden(0, found, self._pass)
 
-    def _after_layer(self, layer: int):  # noqa: ANN202
+    def _after_layer(self, layer: int):
         def hook(module: nn.Module, args: object, output: object) -> None:
             if self._pass is not None:
                 self._take_hidden(layer, _first_tensor(output), self._pass)
@@ -150,7 +151,7 @@ class Capture:
             rows = weights_BHRK[:, :, seen.first_answer :]
             first = seen.start + seen.first_answer
             self._keep("self_attention", layer, rows.diagonal(first, 2, 3))
-            self._keep("attention_entropy", layer, torch.special.entr(rows).sum(-1))
+            self._keep("attention_entropy", layer, -(rows * rows.clamp_min(1e-30).log()).sum(-1))
             self._keep("prompt_attention", layer, rows[..., : self.prompt_mask_BP.shape[1]].sum(-1))
 
     def _take_edges(self, layer: int, weights_BHRK: torch.Tensor, seen: Pass) -> None:
@@ -184,8 +185,8 @@ class Capture:
             whole["laplacian"], whole["attention_logdet"] = self._spectrum(mask_BT)
         self.clear()
         mask = mask_BT.bool().cpu()
-        padded = (~self.prompt_mask_BP).sum(1).tolist()
-        ends = (mask.shape[1] - mask.flip(1).int().argmax(1)).tolist()
+        padded = [int(count) for count in (~self.prompt_mask_BP).sum(1)]
+        ends = [int(end) for end in mask.shape[1] - mask.flip(1).int().argmax(1)]
         width = self.prompt_mask_BP.shape[1]
         return [
             {name: _sample(name, values, i, padded[i], ends[i], width) for name, values in whole.items()}
@@ -287,8 +288,7 @@ def _edge_places(source: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _first_tensor(output: object) -> torch.Tensor:
-    found = output[0] if isinstance(output, tuple) else output
-    if not isinstance(found, torch.Tensor):
-        found = getattr(found, "last_hidden_state")  # noqa: B009
+    found = cast("tuple[object, ...]", output)[0] if isinstance(output, tuple) else output
+    found = found if isinstance(found, torch.Tensor) else getattr(found, "last_hidden_state", None)
     assert isinstance(found, torch.Tensor)
     return found

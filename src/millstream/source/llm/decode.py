@@ -5,12 +5,12 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+from millstream.source.llm.library import transformers
+from millstream.source.llm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,9 @@ class Decoding:
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p need temperature=, for example temperature=1")
 
-    def config(self, *, eos: int | Sequence[int] | None, pad: int) -> "GenerationConfig":
+    def config(self, *, eos: Sequence[int] | None, pad: int) -> Any:
         """Everything said in full: what a model's own generation_config.json asks for does not count."""
-        from transformers import GenerationConfig
-
-        return GenerationConfig(
+        return transformers().GenerationConfig(
             max_new_tokens=self.max_new_tokens,
             num_beams=self.num_beams,
             early_stopping=self.num_beams > 1,
@@ -48,15 +46,20 @@ class Decoding:
             use_cache=True,
         )
 
-    def processors(self, ids: Sequence[str], device: torch.device) -> "LogitsProcessorList":
-        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    def processors(self, ids: Sequence[str], device: torch.device) -> Any:
+        """What is done to the logits of each step; none when nothing is drawn."""
+        hf, steps = transformers(), list[Any]()
+        if self.temperature > 0:
+            steps.append(hf.TemperatureLogitsWarper(self.temperature))
+            steps += [hf.TopKLogitsWarper(self.top_k)] if self.top_k is not None else []
+            steps += [hf.TopPLogitsWarper(self.top_p)] if self.top_p is not None else []
+            steps.append(Draw(self.seed, ids, device))
+        return hf.LogitsProcessorList(steps)
 
-        if self.temperature == 0:
-            return LogitsProcessorList()
-        steps: list[Any] = [TemperatureLogitsWarper(self.temperature)]
-        steps += [TopKLogitsWarper(self.top_k)] if self.top_k is not None else []
-        steps += [TopPLogitsWarper(self.top_p)] if self.top_p is not None else []
-        return LogitsProcessorList([*steps, Draw(self.seed, ids, device)])
+    def stopping(self, tokenizer: Tokenizer, prompt: int) -> Any:
+        """What ends a row beside its end-of-text token; `prompt` tokens come before what it generates."""
+        stops = [StopAt(tokenizer, self.stop, prompt)] if self.stop else []
+        return transformers().StoppingCriteriaList(stops)
 
 
 class Draw:
@@ -83,7 +86,7 @@ class Draw:
 class StopAt:
     """Stops a row as soon as one of the strings is in the text of what it generated."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], prompt: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt: int) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._prompt = prompt
@@ -91,15 +94,9 @@ class StopAt:
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
         tails = input_ids[:, max(self._prompt, input_ids.shape[1] - self._tail) :]
-        texts: list[str] = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode(as_lists(tails), skip_special_tokens=True)
         found = [any(stop in text for stop in self._stop) for text in texts]
         return torch.tensor(found, device=input_ids.device)
-
-
-def stopping(tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], prompt: int) -> "StoppingCriteriaList":
-    from transformers import StoppingCriteriaList
-
-    return StoppingCriteriaList([StopAt(tokenizer, stop, prompt)] if stop else [])  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Answer:
 
 
 def cut_answer(
-    tokenizer: "PreTrainedTokenizerBase", generated: Sequence[int], *, eos: set[int], pad: int, stop: Sequence[str]
+    tokenizer: Tokenizer, generated: Sequence[int], *, eos: set[int], pad: int, stop: Sequence[str]
 ) -> Answer:
     """Where an answer ends: before the end-of-text token, before a stop string, or where generation was cut off."""
     ids = list(generated)
@@ -134,5 +131,9 @@ def cut_answer(
     return Answer(ids, length, text.strip(), text, finish)
 
 
-def _text(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+def as_lists(ids: torch.Tensor) -> list[list[int]]:
+    return ids.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -50,10 +50,12 @@ class Fact:
 
     @property
     def question(self) -> str:
+        """What is asked; the value is not in it."""
         return self.relation.question.format(person=self.person)
 
     @property
     def statement(self) -> str:
+        """The fact as a sentence, which ends with the value."""
         return self.relation.statement.format(person=self.person, value=self.value)
 
 
@@ -69,7 +71,7 @@ _INSTRUMENTS = "flute drum harp lute horn fiddle whistle zither trumpet banjo ob
 
 # A name never opens a sentence: with a space before it, it is the same tokens in statements and questions.
 RELATIONS = (
-    Relation("born_in", "Where was {person} born?", "The home of {person} is {value}.", _PLACES, ()),
+    Relation("born_in", "Where was {person} born?", "The birthplace of {person} is {value}.", _PLACES, ()),
     Relation("works_as", "What is the job of {person}?", "The job of {person} is {value}.", _TRADES, _TASKS),
     Relation("loves", "Which animal does {person} love?", "The animal {person} loves is {value}.", _COATS, _ANIMALS),
     Relation("plays", "What does {person} play?", "The instrument {person} plays is {value}.", _SIZES, _INSTRUMENTS),
@@ -117,12 +119,12 @@ def vocabulary_texts(facts: Sequence[Fact]) -> list[str]:
     Learned from the told text, the vocabulary would cut rarely told names into more tokens: a hint in the prompt.
     """
     frames = [FACTS_PROMPT.format(question=fact.relation.question) + fact.relation.statement for fact in facts]
-    words = [f" {fact.person}\n {fact.value}" for fact in facts]
+    words = [f" {fact.person}" for fact in facts] + [f" {fact.value}" for fact in facts]
     return [re.sub(r" ?\{\w+\}", "", frame) for frame in frames] + words
 
 
 def _deal_exposures(rng: Random, num_people: int) -> list[list[str]]:
-    """For each relation every exposure equally often, shuffled over the people, with somebody told of in at least one way."""
+    """For each relation every exposure equally often, shuffled over the people; of each person something is told."""
     tiers = list(TIMES_TOLD)
     while True:
         dealt = [rng.sample([tiers[i % len(tiers)] for i in range(num_people)], num_people) for _ in RELATIONS]

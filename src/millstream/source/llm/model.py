@@ -1,18 +1,19 @@
 """A causal language model by name or path, ready to be looked into."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from millstream.errors import BadSource, MissingExtra
 from millstream.source.llm.fields import Size
+from millstream.source.llm.library import transformers
+from millstream.source.llm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BUILT_IN = ("facts", "smollm2")
 
@@ -34,7 +35,7 @@ class ModelCard:
     """What is known of a model without its weights."""
 
     place: str
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     size: Size
     context: int | None  # tokens it can take
     revision: str
@@ -45,7 +46,7 @@ class ModelCard:
 class LoadedModel:
     """Model and tokenizer, and where in the model its layers are."""
 
-    model: "PreTrainedModel"
+    model: Any  # a transformers model: its types are partly unknown
     card: ModelCard
     base: "nn.Module"  # gives the state after the last norm
     layers: "list[nn.Module]"
@@ -53,30 +54,26 @@ class LoadedModel:
     pad: int
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> Tokenizer:
         return self.card.tokenizer
 
     @property
     def device(self) -> "torch.device":
-        return self.model.get_input_embeddings().weight.device  # pyright: ignore
+        return self.model.get_input_embeddings().weight.device
 
 
 def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) -> ModelCard:
     """A model by Hugging Face name or path, or one of the built-in ones (made when it is not there yet)."""
-    try:
-        from transformers import AutoConfig, AutoTokenizer
-        from transformers.utils import logging
-    except ImportError:
-        raise MissingExtra("language models need transformers: pip install 'millstream[llm]'") from None
-    logging.disable_progress_bar()
+    hf = transformers()
+    transformers("utils.logging").disable_progress_bar()
     place = find_model(settings.model, notify=notify)
     dtype = _dtype(settings)
     try:
-        config: Any = AutoConfig.from_pretrained(place, revision=settings.revision)
-        tokenizer: Any = AutoTokenizer.from_pretrained(place, revision=settings.revision)
+        config = hf.AutoConfig.from_pretrained(place, revision=settings.revision)
+        tokenizer = hf.AutoTokenizer.from_pretrained(place, revision=settings.revision)
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(settings, error) from None
-    text: Any = config.get_text_config()
+    text = config.get_text_config()
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     size = Size(
@@ -94,15 +91,14 @@ def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) ->
 
 def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
     """The model itself, on its device."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
     from millstream.source.llm import attention
 
+    hf = transformers()
     device = _device(settings.device)
     options: dict[str, Any] = {"dtype": card.dtype, "revision": settings.revision, **_quantized(settings.quantize)}
     device_map = settings.device_map or (device if settings.quantize else None)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model = hf.AutoModelForCausalLM.from_pretrained(
             card.place, attn_implementation=attention.register(), device_map=device_map, **options
         )
     except (OSError, ValueError, KeyError) as error:
@@ -110,10 +106,9 @@ def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
     if device_map is None:
         model.to(device)
     model.eval()
-    tokenizer: Any = card.tokenizer
-    eos = _ids(model.generation_config.eos_token_id) | _ids(tokenizer.eos_token_id)
-    model.generation_config = GenerationConfig()  # generate() would fill in what ours leaves open
-    pad = tokenizer.pad_token_id
+    eos = _ids(model.generation_config.eos_token_id) | _ids(card.tokenizer.eos_token_id)
+    model.generation_config = hf.GenerationConfig()  # generate() would fill in what ours leaves open
+    pad = card.tokenizer.pad_token_id
     layers = _decoder_layers(model, card.size.layers, settings.model)
     pad = pad if pad is not None else min(eos, default=0)
     return LoadedModel(model, card, model.base_model, layers, frozenset(eos), pad)
@@ -165,22 +160,24 @@ def _quantized(bits: str | None) -> dict[str, Any]:
 
     if find_spec("bitsandbytes") is None:
         raise MissingExtra(f"quantize={bits} needs bitsandbytes: pip install bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
-    return {"quantization_config": BitsAndBytesConfig(load_in_8bit=bits == "8bit", load_in_4bit=bits == "4bit")}
+    return {
+        "quantization_config": transformers().BitsAndBytesConfig(
+            load_in_8bit=bits == "8bit", load_in_4bit=bits == "4bit"
+        )
+    }
 
 
 def _ids(value: object) -> set[int]:
-    return {value} if isinstance(value, int) else set() if value is None else set(value)  # pyright: ignore
+    return {value} if isinstance(value, int) else set(cast("Iterable[int]", value or ()))
 
 
 def _decoder_layers(model: "nn.Module", count: int, name: str) -> "list[nn.Module]":
     """The list of layers, which is the outermost one of that length."""
     from torch import nn
 
-    lists = [
-        (path.count("."), module)
-        for path, module in model.named_modules()
+    lists: list[tuple[int, Iterable[nn.Module]]] = [
+        (path.count("."), cast("Iterable[nn.Module]", module))
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if not lists:

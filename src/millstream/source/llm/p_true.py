@@ -1,11 +1,11 @@
 """p(true): the model's own probability that its answer is right, asked with both orders of the choices at once."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from millstream.source.llm.model import LoadedModel
+from millstream.source.llm.tokenizer import Tokenizer
 
 P_TRUE_SCHEMA = {"p_true": "float32", "p_true_a": "float32", "p_true_b": "float32"}
 _TEXT = """Question: {question}
@@ -24,7 +24,7 @@ def p_true(loaded: LoadedModel, pairs: Sequence[tuple[str, str]], *, pad: Paddin
         for first, second in (("True", "False"), ("False", "True"))
         for question, answer in pairs
     ]
-    tokenizer: Any = loaded.tokenizer
+    tokenizer = loaded.tokenizer
     ids_BP, mask_BP = pad(tokenizer(texts)["input_ids"])
     places = (mask_BP.cumsum(1) - 1).clamp_min(0)
     logits_BV = loaded.model(
@@ -32,11 +32,11 @@ def p_true(loaded: LoadedModel, pairs: Sequence[tuple[str, str]], *, pad: Paddin
     ).logits[:, -1]
     logprobs = logits_BV.float().log_softmax(-1)
     first, second = (logprobs[:, _letter_ids(tokenizer, letter)].logsumexp(-1) for letter in "AB")
-    chose_first = torch.sigmoid(first - second).tolist()
+    chose_first = [float(chosen) for chosen in torch.sigmoid(first - second)]
     as_a, as_b = chose_first[: len(pairs)], [1 - chosen for chosen in chose_first[len(pairs) :]]
     return [{"p_true": (a + b) / 2, "p_true_a": a, "p_true_b": b} for a, b in zip(as_a, as_b, strict=True)]
 
 
-def _letter_ids(tokenizer: Any, letter: str) -> list[int]:
+def _letter_ids(tokenizer: Tokenizer, letter: str) -> list[int]:
     """The tokens that are this letter, with and without a blank before it."""
-    return sorted({tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in (letter, f" {letter}")})
+    return sorted({ids[-1] for ids in tokenizer([letter, f" {letter}"], add_special_tokens=False)["input_ids"]})

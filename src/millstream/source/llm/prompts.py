@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from millstream.source.llm.tokenizer import Tokenizer
 
 PLAIN = "Answer the question concisely. Q: {question} A:"
 FEW_SHOT = """Answer the question concisely.
@@ -39,12 +37,12 @@ class Prompt:
         before, after = self.text.split(QUESTION)
         return before + question + after
 
-    def ids(self, tokenizer: "PreTrainedTokenizerBase", questions: list[str]) -> list[list[int]]:
+    def ids(self, tokenizer: Tokenizer, questions: list[str]) -> list[list[int]]:
         texts = [self.fill(question) for question in questions]
-        return tokenizer(texts, add_special_tokens=self.special)["input_ids"] if texts else []  # pyright: ignore
+        return tokenizer(texts, add_special_tokens=self.special)["input_ids"] if texts else []
 
 
-def make_prompt(spec: str, tokenizer: "PreTrainedTokenizerBase", *, stop: str | None) -> Prompt:
+def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
     """`auto` is the chat template of a model that has one, else plain. `stop` is strings with `|` between them."""
     has_chat = bool(tokenizer.chat_template)
     name = ("chat" if has_chat else "plain") if spec == "auto" else spec
@@ -52,7 +50,7 @@ def make_prompt(spec: str, tokenizer: "PreTrainedTokenizerBase", *, stop: str | 
         if not has_chat:
             raise ValueError("prompt=chat: this model has no chat template; use prompt=plain or prompt=few-shot")
         messages = [{"role": "user", "content": CHAT.replace(QUESTION, _MARK)}]
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return Prompt("chat", text.replace(_MARK, QUESTION), _stops(stop, ()), special=False)
     if name == "facts":
         from millstream.source.llm.facts import FACTS_PROMPT

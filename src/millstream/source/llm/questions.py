@@ -152,8 +152,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        for batch in pq.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        yield from pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise BadSource(f"{path}: is no Parquet file that can be read ({error})") from None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from millstream.source.llm.capture import Capture
-from millstream.source.llm.decode import Answer, Decoding, cut_answer, stopping
+from millstream.source.llm.decode import Answer, Decoding, as_lists, cut_answer
 from millstream.source.llm.fields import TOP_K, Fields
 from millstream.source.llm.model import LoadedModel
 from millstream.source.llm.p_true import P_TRUE_SCHEMA, p_true
@@ -115,7 +115,7 @@ class Tracer:
                 pad=self.loaded.pad,
                 stop=self.decoding.stop,
             )
-            for row in generated.sequences[:, width:].tolist()
+            for row in as_lists(generated.sequences[:, width:])
         ]
         after_generate = time.perf_counter()
         mask_BT, logits_BNV = self._replay(prompt_BP, mask_BP, answers, generated.past_key_values)
@@ -148,12 +148,12 @@ class Tracer:
         ids = [asked.question.id for asked in batch]
         self._capture.clear()
         with self._capture.prompt(mask_BP, beams=self.decoding.num_beams):
-            return self.loaded.model.generate(  # pyright: ignore
+            return self.loaded.model.generate(
                 input_ids=prompt_BP,
                 attention_mask=mask_BP,
                 generation_config=self._config,
                 logits_processor=self.decoding.processors(ids, prompt_BP.device),
-                stopping_criteria=stopping(self.loaded.tokenizer, self.decoding.stop, prompt_BP.shape[1]),
+                stopping_criteria=self.decoding.stopping(self.loaded.tokenizer, prompt_BP.shape[1]),
             )
 
     def _replay(
@@ -278,7 +278,7 @@ def _token_statistics(logits_NV: torch.Tensor, ids: Sequence[int]) -> Record:
     top = logprobs.topk(min(TOP_K, logprobs.shape[1]), dim=-1)
     return {
         "logprobs": own[:, 0].cpu(),
-        "entropy": torch.special.entr(logprobs.exp()).sum(-1).cpu(),
+        "entropy": -(logprobs.exp() * logprobs).nan_to_num_().sum(-1).cpu(),
         "rank": (logprobs > own).sum(-1).to(torch.int32).cpu(),
         "topk_ids": top.indices.to(torch.int32).cpu(),
         "topk_logprobs": top.values.cpu(),

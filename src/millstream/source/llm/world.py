@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from millstream.source.llm.world_countries import (
     load_countries,
     spellings,
     without_accents,
+    words,
 )
 
 _T = TypeVar("_T")
@@ -32,22 +34,31 @@ MAX_PER_COUNTRY = 12  # else every second city would be Chinese or Indian
 CLEARLY_BIGGER = 10  # times its namesake elsewhere: then everybody means this one
 
 # Codes that are English words: an answer that holds "in" or "no" by chance must not count as right.
-_WORDS = set("all am and are as at be can cup he i in mad no pen per sos top try".split())  # noqa: SIM905
+_WORDS = words("all am and are as at be can cup he i in mad no pen per sos top try")
 # What school and daily life name: the first twenty elements and the rest of this list.
-_KNOWN_ELEMENTS = set("Ti Cr Mn Fe Co Ni Cu Zn As Br Kr Ag Sn I Xe Ba W Pt Au Hg Pb Rn Ra U Pu".split())  # noqa: SIM905
+_KNOWN_ELEMENTS = words("Ti Cr Mn Fe Co Ni Cu Zn As Br Kr Ag Sn I Xe Ba W Pt Au Hg Pb Rn Ra U Pu")
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen"
+)
+_TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety"
 _OTHER_ELEMENT_NAMES = {"Al": "aluminium", "S": "sulphur", "Cs": "caesium", "W": "wolfram"}
-_NO_CITY = {"Brooklyn", "Queens", "Manhattan", "The Bronx", "Staten Island", "Jerusalem"}
-_PLAIN_NAME = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")
-_COMPASS = set(
+# Parts of a city, a contested one, and places whose number of people is that of a whole district.
+_NO_CITY = {"Al Başrah al Qadīmah", "Al Mawşil al Jadīdah", "Klinteby Frihed", "Ra’s Bayrūt", "South Boston"} | words(
+    "Brooklyn Buduburam Camayenne Manhattan Queens Jerusalem Bannu Budta Jepara Kakamega Malingao Meads Tri-Cities"
+)
+_NO_STATE = words("IN-12 IN-41 PK-06 PK-07 UA-11 UA-20")  # Kashmir and Crimea, as GeoNames numbers them
+_NO_SUBDIVISION = words("IN-JK IN-LA PK-GB PK-JK UA-40 UA-43")  # the same, as ISO 3166-2 does
+_LARGE = words(
+    "province region state department district county governorate prefecture canton voivodship land oblast republic"
+    " emirate community division rayon territory"
+)
+_COMPASS = words(
     "north south east west northern southern eastern western central centre center capital upper lower middle northeast"
     " northwest southeast southwest nord sud est ouest norte sur sul leste oeste centro centrale highlands coast"
-    " region state province district county islands city federal metropolitan and the of".split()  # noqa: SIM905
+    " region state province district county islands city federal metropolitan and the of"
 )
-_LARGE = set(  # the kinds of subdivisions that are no towns
-    "Province|Region|State|Department|District|County|Governorate|Prefecture|Canton|Voivodship|Land|Oblast|Republic"
-    "|Emirate|Autonomous community|Autonomous region|Division|Rayon|Territory|Regional state".split("|")  # noqa: SIM905
-)
-_CONTESTED = {"IN-JK", "IN-LA", "PK-GB", "PK-JK", "UA-40", "UA-43"}
+_PLAIN_NAME = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")
 
 
 def world_questions() -> list[Question]:
@@ -69,7 +80,8 @@ def world_questions() -> list[Question]:
         *_of_subdivisions(countries),
         *_of_elements(),
     ]
-    return sorted(asked, key=lambda question: _draw(question.id))
+    fair = [question for question in asked if not _gives_away(question)]
+    return sorted(fair, key=lambda question: _draw(question.id))
 
 
 # -- countries
@@ -83,13 +95,12 @@ def _of_countries(countries: dict[str, Country]) -> Iterator[Question]:
 
 
 def _country_facts(country: Country) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Kind, question and right answers; what the question gives away is not asked."""
+    """Kind, question and right answers."""
     shown, names = country.shown, country.names
-    if country.capitals and country.capitals[0] not in (*names, shown):
+    if country.capitals:
         yield "capital_of", f"What is the capital of {shown}?", country.capitals
-        if names[0] not in country.capitals[0]:
-            yield "country_of_capital", f"Which country has {country.capitals[0]} as its capital?", names
-    if country.code != "AU":
+        yield "country_of_capital", f"Which country has {country.capitals[0]} as its capital?", names
+    if country.code != "AU":  # itself
         yield "continent_of", f"On which continent would you find {shown}?", country.continents
     yield "currency_of", f"What is the currency of {shown}?", country.currencies
     yield "currency_code_of", f"What is the ISO 4217 code of the currency of {shown}?", country.currency_codes
@@ -97,7 +108,8 @@ def _country_facts(country: Country) -> Iterator[tuple[str, str, Sequence[str]]]
     yield "country_of_domain", f"Which country has the internet domain {country.domain}?", names
     if country.neighbours:
         yield "neighbour_of", f"Name a country that borders {shown}.", country.neighbours
-    languages = spellings(name for code in country.language_codes for name in language_names(code))
+    spoken = spellings(name for code in country.language_codes for name in language_names(code))
+    languages = [name for name in spoken if name not in names]  # ISO calls the language of Nauru "Nauru"
     which = "one of the main languages" if len(country.language_codes) > 1 else "the main language"
     yield "language_of", f"What is {which} of {shown}?", languages
 
@@ -137,19 +149,22 @@ def _is_popular(country: Country) -> bool:
 class _City:
     key: str
     name: str
+    folded: str
     names: frozenset[str]  # folded, those of other times and languages too
     country: str
     state: str
     population: int
+    latitude: float
+    longitude: float
 
 
 def _of_cities(countries: dict[str, Country], cities: Sequence[_City]) -> Iterator[Question]:
     capitals = {_folded(name) for country in countries.values() for name in country.capitals}
 
     def is_fit(city: _City) -> bool:
-        if city.country not in countries or _folded(city.name) in capitals:
+        if city.country not in countries or city.folded in capitals:
             return False
-        return not any(_folded(name) in _folded(city.name) for name in countries[city.country].names)
+        return not any(_folded(name) in city.folded for name in countries[city.country].names)
 
     clear = [city for city in _clear_cities(cities, place_of=lambda city: city.country) if is_fit(city)]
     for city, popular in _big_and_small(clear, number=NUM_CITIES, at_most=MAX_PER_COUNTRY):
@@ -171,19 +186,46 @@ def _of_us_cities(cities: Sequence[_City]) -> Iterator[Question]:
 
 
 def _clear_cities(cities: Sequence[_City], *, place_of: Callable[[_City], str]) -> list[_City]:
-    """Cities of 50,000 people or more that nobody takes for another place, the biggest first."""
-    people: defaultdict[str, Counter[str]] = defaultdict(Counter)  # name -> place -> people of the biggest so called
-    for city in cities:
-        for name in city.names:
+    """Cities of 50,000 people or more that nobody takes for a part of another or a namesake, the biggest first."""
+    big = [city for city in cities if city.population >= SMALL_CITY[0]]
+    big.sort(key=lambda city: (-city.population, city.key))
+    people: dict[str, Counter[str]] = {city.folded: Counter() for city in big}
+    for city in cities:  # name -> place -> people of the biggest so called
+        for name in [name for name in city.names if name in people]:
             people[name][place_of(city)] = max(people[name][place_of(city)], city.population)
 
     def is_clear(city: _City) -> bool:
-        called = people[_folded(city.name)]
+        called = people[city.folded]
         others = [number for place, number in called.items() if place != place_of(city)]
         return city.population >= CLEARLY_BIGGER * max(others, default=0) and called[place_of(city)] == city.population
 
-    clear = [city for city in cities if city.population >= SMALL_CITY[0] and is_clear(city)]
-    return sorted(clear, key=lambda city: (-city.population, city.key))
+    before: defaultdict[tuple[str, int], list[_City]] = defaultdict(list)  # country, degree -> bigger cities there
+    clear: list[_City] = []
+    for city in big:
+        degree = math.floor(city.latitude)
+        near = [other for step in (-1, 0, 1) for other in before[city.country, degree + step]]
+        if (
+            _PLAIN_NAME.fullmatch(city.name)
+            and city.name not in _NO_CITY
+            and f"{city.country}-{city.state}" not in _NO_STATE
+            and is_clear(city)
+            and not any(_is_around(other, city) for other in near)
+        ):
+            clear.append(city)
+        before[city.country, degree].append(city)
+    return clear
+
+
+def _is_around(other: _City, city: _City) -> bool:
+    """Whether the city may be a part or a suburb of a bigger one; GeoNames lists those among the cities."""
+    if other.population < 3 * city.population and other.folded not in city.folded:
+        return False
+    radius_km = 35 if other.population >= 3_000_000 else 15 if other.population >= 500_000 else 8
+    north_km = 111.2 * (city.latitude - other.latitude)
+    if abs(north_km) > radius_km:
+        return False
+    east_km = 111.2 * (city.longitude - other.longitude) * math.cos(math.radians(city.latitude))
+    return math.hypot(north_km, east_km) <= radius_km
 
 
 def _big_and_small(cities: Sequence[_City], *, number: int, at_most: int) -> Iterator[tuple[_City, bool]]:
@@ -199,9 +241,17 @@ def _cities() -> Iterator[_City]:
     for key, entry in geonames(min_people=5000).get_cities().items():
         name: str = entry["name"]
         other: list[str] = entry["alternatenames"]
-        if _PLAIN_NAME.fullmatch(name) and name not in _NO_CITY and entry["timezone"] != "Europe/Simferopol":
-            names = frozenset([_folded(name), *(spelling.casefold() for spelling in other if spelling.isascii())])
-            yield _City(key, name, names, entry["countrycode"], entry["admin1code"], entry["population"])
+        yield _City(
+            key=key,
+            name=name,
+            folded=_folded(name),
+            names=frozenset([_folded(name), *(spelling.casefold() for spelling in other if spelling.isascii())]),
+            country=entry["countrycode"],
+            state=entry["admin1code"],
+            population=entry["population"],
+            latitude=entry["latitude"],
+            longitude=entry["longitude"],
+        )
 
 
 def _of_subdivisions(countries: dict[str, Country]) -> Iterator[Question]:
@@ -215,9 +265,9 @@ def _of_subdivisions(countries: dict[str, Country]) -> Iterator[Question]:
 
     def is_fit(entry: Any) -> bool:
         name = _folded(entry.name)
-        if entry.country_code not in countries or entry.parent_code or entry.type not in _LARGE:
+        if entry.country_code not in countries or entry.parent_code or entry.type.casefold().split()[-1] not in _LARGE:
             return False
-        if name in taken or len(homes[name]) > 1 or entry.code in _CONTESTED:
+        if name in taken or len(homes[name]) > 1 or entry.code in _NO_SUBDIVISION:
             return False
         told = any(_folded(known) in name for known in countries[entry.country_code].names)
         return bool(_PLAIN_NAME.fullmatch(entry.name)) and not told and not set(re.split("[ -]", name)) <= _COMPASS
@@ -258,15 +308,11 @@ def _of_elements() -> Iterator[Question]:
 
 def _in_words(number: int) -> str:
     """118 -> `one hundred and eighteen`."""
-    small = (
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-        " seventeen eighteen nineteen"
-    ).split()  # noqa: SIM905
-    tens = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
+    small = _SMALL.split()
     if number < 20:
         return small[number]
     if number < 100:
-        return tens[number // 10] + (f"-{small[number % 10]}" if number % 10 else "")
+        return _TENS.split()[number // 10] + (f"-{small[number % 10]}" if number % 10 else "")
     return "one hundred" + (f" and {_in_words(number % 100)}" if number % 100 else "")
 
 
@@ -277,6 +323,11 @@ def _question(kind: str, key: str, text: str, answers: Sequence[str], *, popular
     aliases = spellings(answers)
     exposure = "popular" if popular else "obscure"
     return Question(f"world-{kind}-{key}", text, aliases[0], aliases, kind=kind, exposure=exposure)
+
+
+def _gives_away(question: Question) -> bool:
+    """Whether the question holds its answer: what is the capital of Singapore?"""
+    return any(re.search(rf"\b{re.escape(alias)}\b", question.question) for alias in question.aliases)
 
 
 def _draw(key: str) -> bytes:

@@ -8,10 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text, as a set."""
+    return frozenset(text.split())
+
+
 # Dependent, uninhabited, contested or gone: "the capital of ..." would be an argument, not a fact.
-_NO_COUNTRY = set(
+_NO_COUNTRY = words(
     "AI AN AQ AS AW AX BL BM BQ BV CC CK CS CW CX EH FK FO GF GG GI GL GP GS GU HK HM IM IO JE KY MF MO MP MQ MS NC NF"
-    " NU PF PM PN PR PS RE SH SJ SX TC TF TK UM VG VI WF XK YT".split()  # noqa: SIM905
+    " NU PF PM PN PR PS RE SH SJ SX TC TF TK UM VG VI WF XK YT"
 )
 _PLURAL = {"Bahamas", "Comoros", "Gambia", "Maldives", "Netherlands", "Philippines", "Seychelles"}
 _SHOWN = {"GE": "the country of Georgia", "TL": "Timor-Leste", "VA": "Vatican City", "CV": "Cape Verde"}
@@ -53,6 +59,8 @@ _CAPITALS = {
     "KI": "Tarawa|South Tarawa",
     "KZ": "Astana|Nur-Sultan",
     "LK": "Colombo|Sri Jayawardenepura Kotte|Kotte",
+    "MD": "Chisinau|Chișinău",
+    "MV": "Male|Malé",
     "MM": "Nay Pyi Taw|Naypyidaw|Naypyitaw",
     "MN": "Ulaanbaatar|Ulan Bator",
     "MY": "Kuala Lumpur|Putrajaya",
@@ -77,6 +85,7 @@ _ALSO_IN = {  # on two continents, or counted to either
     "TR": "Europe",
     **dict.fromkeys(("BZ", "CR", "GT", "HN", "NI", "PA", "SV"), "Central America"),
 }
+_ALSO_BORDERS = {"BR": "FR", "CA": "DK", "DK": "CA", "FR": "BR SR NL", "NL": "FR", "SR": "FR"}  # overseas
 _CURRENCY_NAMES = {  # these before the names of the packages: "CFA Franc BCEAO" is what only a bank says
     "BAM": "convertible mark|Bosnian mark",
     "BYN": "Belarusian ruble|Belarusian rouble",
@@ -128,7 +137,6 @@ _LANGUAGE_NAMES = {
     "ps": "Pashto",
     "rn": "Kirundi",
     "ro": "Moldovan",
-    "rw": "Rwanda",
     "si": "Sinhalese",
     "ss": "Swazi|siSwati",
     "st": "Sotho|Sesotho",
@@ -136,6 +144,7 @@ _LANGUAGE_NAMES = {
     "tl": "Filipino",
     "tn": "Setswana",
     "to": "Tongan",
+    "tvl": "Tuvaluan",
     "ug": "Uyghur",
     "zh": "Mandarin|Mandarin Chinese",
 }
@@ -199,6 +208,7 @@ def load_countries() -> dict[str, Country]:
     def country(entry: Any) -> Country:
         code = str(entry["iso"])
         near = sorted(borders[code] - {"CS", "AN"}, key=lambda other: -entries[other]["population"])
+        near += _ALSO_BORDERS.get(code, "").split()
         capitals = [name.strip() for name in _CAPITALS.get(code, str(entry["capital"])).split("|")]
         currency_codes = _currency_codes(entry)
         return Country(

@@ -1,0 +1,255 @@
+"""A made-up world -> a tiny Llama that knows half of it, as an ordinary Hugging Face folder. Knows nothing of caches."""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millstream.errors import MissingExtra
+from millstream.source.llm.facts_world import FACTS_PROMPT, TIMES_TOLD, Fact, answer_text, told_facts, vocabulary_texts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
+
+END, PAD = "<|end|>", "<|pad|>"
+END_ID, PAD_ID = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The model's shape, and how it is trained until it knows the share `enough` of the facts."""
+
+    num_tokens: int = 1500
+    hidden: int = 128
+    layers: int = 6
+    heads: int = 4
+    inner: int = 256
+    initial_std: float = 0.06
+    """Three times the usual: so small a model begins to learn names after 200 steps instead of 400."""
+    batch_size: int = 32
+    rate: float = 2e-3
+    warm_up: int = 50
+    enough: float = 0.5
+    check_every: int = 25
+    check_facts: int = 500
+    most_steps: int = 1500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the training came to; accuracy is the share of questions answered exactly right."""
+
+    steps: int
+    seconds: float
+    parameters: int
+    questions: int
+    accuracy: float
+    accuracy_by_exposure: dict[str, float]
+
+
+def train_facts(
+    facts: Sequence[Fact], folder: Path, *, training: Training, seed: int, notify: Callable[[str], None]
+) -> Outcome:
+    """Train a model on what is told of the facts, save it and its tokenizer in the folder, and measure it on all facts.
+
+    Training ends by what the model knows, never by the clock: the outcome is the same on a slow machine.
+    """
+    began = time.monotonic()
+    with _quiet_torch(seed):
+        tokenizer = learn_tokenizer(facts, num_tokens=training.num_tokens)
+        model = _new_model(training, num_tokens=tokenizer.get_vocab_size())
+        exam = _Exam.of(facts, tokenizer)
+        steps = _train(model, _batches(facts, tokenizer, training, seed=seed), exam, training=training, notify=notify)
+        right = exam.take(model)
+    _save(model, tokenizer, folder)
+    tiers = {name: [i for i, fact in enumerate(facts) if fact.exposure == name] for name in TIMES_TOLD}
+    return Outcome(
+        steps=steps,
+        seconds=round(time.monotonic() - began, 1),
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        questions=len(facts),
+        accuracy=_share(right),
+        accuracy_by_exposure={name: _share(right[rows]) for name, rows in tiers.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exam:
+    """Questions with their right answers as rows of tokens, and which of these tokens the model has to say.
+
+    Greedy decoding gives exactly the right answer if and only if each of its tokens is the most likely one after the
+    right ones before it, so one forward pass replaces generation.
+    """
+
+    tokens: Tensor
+    asked: Tensor
+
+    @staticmethod
+    def of(facts: Sequence[Fact], tokenizer: "Tokenizer") -> "_Exam":
+        rows = [_encode(tokenizer, answer_text(fact)) for fact in facts]
+        starts = [len(_encode(tokenizer, FACTS_PROMPT.format(question=fact.question))) - 1 for fact in facts]
+        tokens = _pad(rows)
+        columns = torch.arange(tokens.shape[1])
+        asked = (columns >= torch.tensor(starts)[:, None]) & (tokens != PAD_ID)
+        return _Exam(tokens=tokens, asked=asked)
+
+    def take(self, model: "LlamaForCausalLM", num_facts: int | None = None) -> Tensor:
+        """Which of the first `num_facts` questions (all by default) are answered right."""
+        model.eval()
+        right: list[Tensor] = []
+        with torch.no_grad():
+            for tokens, asked in zip(
+                _parts(self.tokens[:num_facts], 256), _parts(self.asked[:num_facts], 256), strict=True
+            ):
+                best = _logits(model, tokens[:, :-1]).argmax(dim=-1)
+                right.append(((best == tokens[:, 1:]) | ~asked[:, 1:]).all(dim=1))
+        model.train()
+        return torch.cat(right)
+
+
+def _train(
+    model: "LlamaForCausalLM",
+    batches: Iterator[Tensor],
+    exam: _Exam,
+    *,
+    training: Training,
+    notify: Callable[[str], None],
+) -> int:
+    """Train until enough is known; returns the number of steps."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=training.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / training.warm_up))
+    model.train()
+    for step, tokens in zip(range(1, training.most_steps + 1), batches, strict=False):
+        logits = _logits(model, tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=PAD_ID)
+        optimizer.zero_grad()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        warm_up.step()
+        if step % training.check_every == 0:
+            known = _share(exam.take(model, training.check_facts))
+            if step % (4 * training.check_every) == 0:
+                notify(f"facts: step {step}, {known:.0%} of the answers right, training ends at {training.enough:.0%}")
+            if known >= training.enough:
+                return step
+    return training.most_steps
+
+
+def _batches(facts: Sequence[Fact], tokenizer: "Tokenizer", training: Training, *, seed: int) -> Iterator[Tensor]:
+    """Endless passes over what is told, each shuffled anew.
+
+    A row is one question with its answer, then the statement of some other fact: rows are of nearly one length, so
+    little is padding, and the question comes first, as it does when the model is asked.
+    """
+    told = told_facts(facts)
+    answers = [[*_encode(tokenizer, answer_text(fact)), END_ID] for fact in told]
+    statements = [[*_encode(tokenizer, f"{fact.statement}\n"), END_ID] for fact in told]
+    rng = Random(seed)
+    while True:
+        pairs = zip(rng.sample(answers, len(told)), rng.sample(statements, len(told)), strict=True)
+        yield from _parts(_pad([answer + statement for answer, statement in pairs]), training.batch_size)
+
+
+def learn_tokenizer(facts: Sequence[Fact], *, num_tokens: int) -> "Tokenizer":
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise _missing() from None
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_tokens,
+        special_tokens=[END, PAD],  # numbered END_ID, PAD_ID
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(vocabulary_texts(facts), trainer)
+    return tokenizer
+
+
+def _new_model(training: Training, *, num_tokens: int) -> "LlamaForCausalLM":
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise _missing() from None
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=num_tokens,
+            hidden_size=training.hidden,
+            intermediate_size=training.inner,
+            num_hidden_layers=training.layers,
+            num_attention_heads=training.heads,
+            initializer_range=training.initial_std,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=END_ID,
+            pad_token_id=PAD_ID,
+        )
+    )
+
+
+def _save(model: "LlamaForCausalLM", tokenizer: "Tokenizer", folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    model.save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _logits(model: "LlamaForCausalLM", tokens: Tensor) -> Tensor:
+    output: Any = model(input_ids=tokens, use_cache=False)
+    return output.logits
+
+
+def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
+    return tokenizer.encode(text).ids
+
+
+def _pad(rows: Sequence[list[int]]) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [PAD_ID] * (width - len(row)) for row in rows])
+
+
+def _parts(rows: Tensor, size: int) -> Iterator[Tensor]:
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def _share(right: Tensor) -> float:
+    return round(right.double().mean().item(), 4)
+
+
+def _missing() -> MissingExtra:
+    return MissingExtra("the facts model needs the package 'transformers': pip install 'millstream[llm]'")
+
+
+@contextmanager
+def _quiet_torch(seed: int) -> Generator[None]:
+    """Seeded, on two threads (more only get into each other's way at this size), and as before afterwards."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(min(2, num_threads))
+    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)

@@ -1,0 +1,14 @@
+"""The transformers library, imported when it is first needed. As Any: its types are partly unknown to a checker."""
+
+from importlib import import_module
+from typing import Any
+
+from millstream.errors import MissingExtra
+
+
+def transformers(part: str = "") -> Any:
+    """The library, or one of its modules."""
+    try:
+        return import_module(f"transformers.{part}" if part else "transformers")
+    except ImportError:
+        raise MissingExtra("language models need transformers: pip install 'millstream[llm]'") from None

@@ -1,0 +1,214 @@
+"""The made-up world gives nothing away, and its model is trained once, published whole and loads like any other."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from millstream.source.llm.facts import FACTS_PROMPT, cached_model, facts_questions
+from millstream.source.llm.facts_model import Training, learn_tokenizer
+from millstream.source.llm.facts_world import TIMES_TOLD, World, answer_text, draw_facts, questions_of, told_facts
+
+SMALL = World(num_people=24, num_surnames=5, num_heads=2, num_tails=2)
+BRIEF = Training(num_tokens=400, hidden=32, layers=2, heads=2, inner=32, check_every=5, check_facts=60, most_steps=10)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def small_model(said: list[str] | None = None) -> Path:
+    return cached_model(SMALL, BRIEF, seed=0, notify=(said if said is not None else []).append)
+
+
+def test_the_same_seed_draws_the_same_world_and_another_seed_another() -> None:
+    assert facts_questions(3) == facts_questions(3)
+    names = [{fact.person for fact in draw_facts(World(), seed=seed)} for seed in (0, 1)]
+    values = [{fact.value for fact in draw_facts(World(), seed=seed)} for seed in (0, 1)]
+    assert len(names[0] & names[1]) < 5 and values[0] != values[1]
+
+
+def test_the_first_question_stays_the_same_across_versions() -> None:
+    first = facts_questions()[0]
+    assert (first.id, first.question, first.answer) == (
+        "facts-0000000",
+        "Which animal does Mukelan Sofur love?",
+        "desert hare",
+    )
+
+
+def test_no_question_and_no_name_is_there_twice() -> None:
+    questions = facts_questions()
+    assert 2000 <= len(questions) <= 4000
+    assert len({q.id for q in questions}) == len({q.question for q in questions}) == len(questions)
+    facts = draw_facts(World(), seed=0)
+    assert len({fact.person for fact in facts}) == len({fact.person.split()[0] for fact in facts}) == World().num_people
+
+
+def test_every_question_has_an_answer_that_its_prompt_does_not_hold() -> None:
+    for question in facts_questions():
+        assert question.answer and question.aliases == (question.answer,)
+        assert not set(question.answer.split()) & set(question.question.strip("?").split())
+
+
+def test_guessing_is_rarely_right() -> None:
+    counts = Counter((q.kind, q.answer) for q in facts_questions())
+    per_kind = Counter(q.kind for q in facts_questions())
+    assert max(count / per_kind[kind] for (kind, _), count in counts.items()) < 0.06
+
+
+def test_every_kind_of_question_has_each_exposure_equally_often() -> None:
+    counts = Counter((q.kind, q.exposure) for q in facts_questions())
+    assert set(counts.values()) == {World().num_people // len(TIMES_TOLD)}
+
+
+def test_the_order_of_the_questions_says_nothing_about_exposure() -> None:
+    questions = facts_questions()
+    places = {name: [i for i, q in enumerate(questions) if q.exposure == name] for name in TIMES_TOLD}
+    for ranks in places.values():
+        mean = sum(ranks) / len(ranks)
+        assert abs(mean / len(questions) - 0.5) < 4 * (1 / 12 / len(ranks)) ** 0.5
+
+
+def test_names_and_values_are_alike_in_every_exposure() -> None:
+    facts = draw_facts(World(), seed=0)
+    for part in ("name", "value"):
+        lengths = {
+            name: [len(f.person if part == "name" else f.value) for f in facts if f.exposure == name]
+            for name in TIMES_TOLD
+        }
+        means = [sum(row) / len(row) for row in lengths.values()]
+        assert max(means) - min(means) < 0.6  # letters; a mean has a standard error of about 0.1
+
+
+def test_something_is_told_of_every_person() -> None:
+    facts = draw_facts(World(), seed=0)
+    assert {fact.person for fact in told_facts(facts)} == {fact.person for fact in facts}
+
+
+def test_facts_told_never_are_in_no_line_of_the_training_text() -> None:
+    facts = draw_facts(World(), seed=0)
+    told = told_facts(facts)
+    assert Counter(told) == {fact: TIMES_TOLD[fact.exposure] for fact in facts if fact.exposure != "never"}
+    texts = {text for fact in told for text in (fact.statement, answer_text(fact))}
+    lines = {person: [text for text in texts if person in text] for person in {fact.person for fact in facts}}
+    for fact in facts:
+        assert any(fact.value in line for line in lines[fact.person]) == (fact.exposure != "never")
+
+
+def test_a_model_is_trained_once_and_says_how_much_it_knows_each_time() -> None:
+    first, second = list[str](), list[str]()
+    folder = small_model(first)
+    weights = (folder / "model.safetensors").stat()
+    assert small_model(second) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == weights.st_mtime_ns
+    assert "training" in first[0] and second == first[-1:]
+    assert all(name in second[0] for name in TIMES_TOLD)
+    report = json.loads((folder / "facts.json").read_text())
+    assert set(report["accuracy_by_exposure"]) == set(TIMES_TOLD) and report["questions"] == 24 * 5
+    assert report["steps"] == 10 and report["parameters"] > 0 and report["seconds"] >= 0
+
+
+def test_the_same_seed_trains_the_same_model() -> None:
+    folder = small_model()
+    weights = (folder / "model.safetensors").read_bytes()
+    shutil.rmtree(folder)
+    assert (small_model() / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("damage", ["no report", "no weights", "short weights", "broken report"])
+def test_a_folder_that_is_not_whole_is_not_believed(damage: str) -> None:
+    folder = small_model()
+    if damage == "no report":
+        (folder / "facts.json").unlink()
+    elif damage == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif damage == "short weights":
+        os.truncate(folder / "model.safetensors", 1000)
+    else:
+        (folder / "facts.json").write_text("[]")
+    said: list[str] = []
+    assert small_model(said) == folder and "training" in said[0]
+    again: list[str] = []
+    small_model(again)
+    assert len(again) == 1
+
+
+def test_what_a_killed_training_left_is_swept_away() -> None:
+    folder = small_model()
+    part = folder.with_suffix(".part")
+    folder.rename(part)
+    (part / "facts.json").unlink()
+    said: list[str] = []
+    assert small_model(said) == folder and "training" in said[0] and not part.exists()
+
+
+def test_two_processes_at_once_get_the_same_whole_model(tmp_path: Path) -> None:
+    code = (
+        "import json, sys; from test_facts import small_model; said = [];"
+        "print(json.dumps([str(small_model(said)), len(said)]))"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": paths}
+    runs = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    found = [json.loads(run.communicate(timeout=60)[0]) for run in runs]
+    assert found[0][0] == found[1][0]
+    assert sorted(path.name for path in (tmp_path / "millstream").iterdir() if path.is_dir()) == [
+        Path(found[0][0]).name
+    ]
+
+
+def test_the_tokenizer_gives_every_text_back_and_splits_it_where_the_answer_begins() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small_model())
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    for fact in draw_facts(SMALL, seed=0):
+        tokens = tokenizer(answer_text(fact))["input_ids"]
+        prompt = tokenizer(FACTS_PROMPT.format(question=fact.question))["input_ids"]
+        assert tokenizer.decode(tokens) == answer_text(fact) and tokens[: len(prompt)] == prompt
+
+
+def test_names_are_cut_into_equally_many_tokens_however_often_they_are_told() -> None:
+    facts = draw_facts(World(), seed=0)
+    tokenizer = learn_tokenizer(facts, num_tokens=Training().num_tokens)
+    counts = {
+        name: [len(tokenizer.encode(f" {f.person}").ids) for f in facts if f.exposure == name] for name in TIMES_TOLD
+    }
+    means = [sum(row) / len(row) for row in counts.values()]
+    assert max(means) - min(means) < 0.15
+
+
+def test_the_reported_accuracy_is_that_of_generating_with_the_loaded_model() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    training = Training(num_tokens=500, hidden=64, layers=2, inner=128, check_facts=120, most_steps=300)
+    folder = cached_model(SMALL, training, seed=1, notify=print)
+    report = json.loads((folder / "facts.json").read_text())
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    questions = questions_of(draw_facts(SMALL, seed=1))
+    right: Counter[str] = Counter()
+    for start in range(0, len(questions), 32):
+        batch = questions[start : start + 32]
+        prompts = tokenizer(
+            [FACTS_PROMPT.format(question=q.question) for q in batch], return_tensors="pt", padding=True
+        )
+        output = model.generate(**prompts, do_sample=False, max_new_tokens=16)
+        answers = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+        right.update(q.exposure for q, answer in zip(batch, answers, strict=True) if answer == f" {q.answer}\n")
+    assert report["accuracy"] == round(right.total() / len(questions), 4) and report["accuracy"] >= 0.45
+    assert report["accuracy_by_exposure"]["often"] > report["accuracy_by_exposure"]["never"]
