@@ -5,11 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slow_reference import Seen, generate_beams, generate_greedily, look
 
+from millstream.source.llm.decode import Decoding
+from millstream.source.llm.fields import parse_fields
 from millstream.source.llm.model import LoadedModel, ModelSettings, describe_model, load_model
+from millstream.source.llm.prompts import Prompt
 from millstream.source.llm.question import Question
+from millstream.source.llm.tracer import Record, Tracer
 
-EOS, PAD = 0, 1
+EOS, PAD, NEW = 0, 1, 6
+EVERYTHING = "hidden,post_norm,attention,edges,heads,laplacian,nodes,states"
 TEXT = "the quick brown fox jumps over the lazy dog; what is the capital of France? Paris is the capital of France"
 KINDS = ("llama", "qwen", "gpt2", "neox", "mistral", "gemma2", "gptoss")
 QUESTIONS = [
@@ -57,6 +63,7 @@ def make_model(kind: str, folder: Path) -> Path:
     }
     grouped = {**common, "num_key_value_heads": 2}
     wide = {**grouped, "head_dim": 8}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
     gpt2 = {name: value for name, value in common.items() if name != "intermediate_size"}
     configs = {
         "llama": lambda: hf.LlamaConfig(**grouped),
@@ -65,7 +72,7 @@ def make_model(kind: str, folder: Path) -> Path:
         "neox": lambda: hf.GPTNeoXConfig(**common),
         "mistral": lambda: hf.MistralConfig(**grouped, sliding_window=8),
         "gemma2": lambda: hf.Gemma2Config(**wide, sliding_window=16, attn_logit_softcapping=0.5, query_pre_attn_scalar=8),
-        "gptoss": lambda: hf.GptOssConfig(**wide, sliding_window=16, num_local_experts=2, num_experts_per_tok=1),
+        "gptoss": lambda: hf.GptOssConfig(**wide, sliding_window=16, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope),
     }
     # The weights of an untrained model are so small that all attention is even: these are larger, and no bias is zero.
     generator = torch.Generator().manual_seed(KINDS.index(kind))
@@ -92,14 +99,63 @@ def load_eager(folder: Path) -> Any:
     return model.eval()
 
 
+def make_tracer(
+    loaded: LoadedModel,
+    *,
+    fields: str = EVERYTHING,
+    stored: str = "float32",
+    text: str = "{question}",
+    p_true: bool = False,
+    max_new_tokens: int = NEW,
+    **decoding: Any,
+) -> Tracer:
+    """The last one made for a model is the one that sees its attention."""
+    return Tracer(
+        loaded,
+        fields=parse_fields("full", fields, stored=stored),
+        decoding=Decoding(max_new_tokens=max_new_tokens, **decoding),
+        prompt=Prompt("own", text, (), special=True),
+        p_true=p_true,
+    )
+
+
+def generated(record: Any) -> list[int]:
+    """The ids after the prompt."""
+    assert record["status"] == "ok", record["error"]
+    return record["tokens"][record["prompt_len"] :].tolist()
+
+
 class TinyModels:
-    """The models of a test session: each made and loaded once."""
+    """The models of a test session, what they say to QUESTIONS and what they should: each made once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.folder = cache(self._make)
+        self.folder = cache(lambda kind: make_model(kind, folder))
         self.loaded = cache(lambda kind: load(self.folder(kind)))
         self.eager = cache(lambda kind: load_eager(self.folder(kind)))
+        self.traced = cache(self._traced)
+        self.expected = cache(self._expected)
 
-    def _make(self, kind: str) -> Path:
-        return make_model(kind, self._folder)
+    def prompts(self) -> list[list[int]]:
+        return make_tokenizer()([question.question for question in QUESTIONS])["input_ids"]
+
+    def _traced(self, kind: str, beams: int, batch_size: int) -> list[Record]:
+        """Records of QUESTIONS as the library makes them."""
+        tracer = make_tracer(self.loaded(kind), num_beams=beams)
+        asked = tracer.ask(QUESTIONS)
+        return [
+            record
+            for start in range(0, len(asked), batch_size)
+            for record in tracer.trace(asked[start : start + batch_size])
+        ]
+
+    def _expected(self, kind: str, beams: int) -> list[tuple[list[int], Seen]]:
+        """Ids of QUESTIONS, and what the model shows of prompt and answer, by the slow reference alone."""
+        model = self.eager(kind)
+        answers = [
+            generate_greedily(model, prompt, count=NEW, eos=EOS)
+            if beams == 1
+            else generate_beams(model, prompt, count=NEW, beams=beams, eos=EOS, pad=PAD)
+            for prompt in self.prompts()
+        ]
+        return [(ids, look(model, prompt + ids)) for prompt, ids in zip(self.prompts(), answers, strict=True)]
