@@ -13,8 +13,8 @@ import millstream
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "millstream"
 FLOW = ["source", "store", "dataset", "loader", "model", "train", "report", "classic"]
-GROUND = {"buffers", "collection", "errors", "config", "console", "kernels", "records", ""}
-TOP = {"cli", "cli_common", "cli_reads", "door", "demo", "__main__", "__init__"}
+GROUND = {"buffers", "collection", "engine", "errors", "config", "console", "kernels", "records", ""}
+TOP = {"cli", "cli_common", "cli_llm", "cli_reads", "door", "demo", "__main__", "__init__"}
 
 
 def imports_of(file: Path) -> set[str]:
@@ -87,7 +87,7 @@ def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch):
 def test_every_command_in_the_readme_exists():
     named = set(re.findall(r"`?millstream (\w+)", (ROOT / "README.md").read_text()))
     source = (SOURCE / "cli.py").read_text()
-    commands = set(re.findall(r"app\.command\(\)(?:\ndef |\(cli_reads\.)(\w+)", source))
+    commands = set(re.findall(r"app\.command\(\)(?:\ndef |\(cli_\w+\.)(\w+)", source))
     assert commands - {"demo"} <= named
     assert {name for name in named if name not in commands} <= {"stores", "as"}
 

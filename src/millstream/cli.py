@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream import __version__, cli_reads
+from millstream import __version__, cli_llm, cli_reads
 from millstream.cli_common import Json, print_json
 
 app = typer.Typer(
@@ -23,12 +23,12 @@ Out = Annotated[Path, typer.Argument(help="The store to write; must not exist ye
 
 def main() -> None:
     """Run the command line: our own errors are one line and exit code 1, wrong use is exit code 2."""
-    from millstream.errors import MillstreamError
+    from millstream.errors import BadSetting, MillstreamError
 
     try:
         app()
     except MillstreamError as error:
-        _fail(str(error))
+        _fail(str(error), code=2 if isinstance(error, BadSetting) else 1)
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
     except OSError as error:
@@ -272,6 +272,9 @@ def _wrote(written: Any, as_json: bool) -> None:
     )
 
 
+app.command()(cli_llm.extract)
+app.command()(cli_llm.label)
+app.command()(cli_llm.featurize)
 app.command()(cli_reads.index)
 app.command()(cli_reads.pack)
 app.command()(cli_reads.unpack)

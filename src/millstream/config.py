@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
 
+from millstream.errors import BadSetting
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -60,7 +62,7 @@ def read_settings(kind: type[T], given: Sequence[str] | Mapping[str, object]) ->
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}=?" if near else f"there is {', '.join(known)}"
-            raise ValueError(f"{key}={value}: no such setting; {hint}")
+            raise BadSetting(f"{key}={value}: no such setting; {hint}")
         values[key] = _typed(key, value, get_args(types[key]) or (types[key],))
     return kind(**values)
 
@@ -76,7 +78,7 @@ def _pairs(given: Sequence[str] | Mapping[str, object]) -> list[tuple[str, objec
         elif text.endswith((".yaml", ".yml")):
             pairs += _read_yaml(Path(text)).items()
         else:
-            raise ValueError(f"{text}: write settings as key=value, or name a .yaml file")
+            raise BadSetting(f"{text}: write settings as key=value, or name a .yaml file")
     return pairs
 
 
@@ -86,11 +88,11 @@ def _read_yaml(path: Path) -> dict[str, object]:
     try:
         found = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
+        raise BadSetting(f"{path}: no such file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is no YAML that can be read ({error})") from None
+        raise BadSetting(f"{path}: is no YAML that can be read ({error})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected settings as key: value, found {type(found).__name__}")
+        raise BadSetting(f"{path}: expected settings as key: value, found {type(found).__name__}")
     return {str(key): value for key, value in cast("dict[object, object]", found).items()}
 
 
@@ -110,7 +112,7 @@ def _typed(key: str, value: object, allowed: tuple[Any, ...]) -> object:
     if str in allowed and isinstance(value, str | int | float):
         return str(value)
     names = " or ".join("none" if kind is type(None) else kind.__name__ for kind in allowed)
-    raise ValueError(f"{key}={value}: expected {names}")
+    raise BadSetting(f"{key}={value}: expected {names}")
 
 
 def available_bytes() -> int:

@@ -1,12 +1,13 @@
 """Jobs -> results, by one worker in this process or by many on a Ray cluster. Knows nothing of what is done."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
-from millstream.errors import EngineError, MillstreamError, MissingExtra
+from millstream.errors import BadSetting, EngineError, MillstreamError, MissingExtra
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -25,7 +26,7 @@ class Worker(Protocol[JobIn, ResultOut]):
 
 @dataclass(frozen=True)
 class Engine:
-    """Where work is done: `local`, or `ray` with so many workers on the cluster at `address` (a new local one if None)."""
+    """Where work is done: `local`, or `ray` with so many workers on the cluster at `address` (None: a local one)."""
 
     name: str = "local"
     address: str | None = None
@@ -33,11 +34,11 @@ class Engine:
 
     def __post_init__(self) -> None:
         if self.name not in ("local", "ray"):
-            raise ValueError(f"engine {self.name}: there is local and ray")
+            raise BadSetting(f"engine {self.name}: there is local and ray")
         if self.name == "local" and (self.address or self.workers):
-            raise ValueError("--address and --workers go with --engine ray")
+            raise BadSetting("--address and --workers go with --engine ray")
         if self.workers is not None and self.workers < 1:
-            raise ValueError(f"{self.workers} workers: at least 1")
+            raise BadSetting(f"{self.workers} workers: at least 1")
 
     def run(
         self,
@@ -53,6 +54,32 @@ class Engine:
         if self.name == "local":
             return _run_here(make, jobs)
         return _run_on_ray(self, make, jobs, redo)
+
+    def map(self, function: Callable[[Job], Result], items: Iterable[Job]) -> Iterator[Result]:
+        """`function` of each item, in their order, as the builtin map."""
+        if self.name == "local":
+            yield from map(function, items)
+            return
+        found: dict[int, Result] = {}
+        due = 0
+        for place, result in self.run(partial(_Caller, function), enumerate(items)):
+            found[place] = result
+            while due in found:
+                yield found.pop(due)
+                due += 1
+
+
+class _Caller:
+    """A worker that calls a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def do(self, job: tuple[int, Any]) -> tuple[int, Any]:
+        return job[0], self._function(job[1])
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _run_here(make: Callable[[], Worker[Job, Result]], jobs: Iterable[Job]) -> Generator[Result]:

@@ -2,6 +2,7 @@
 
 MillstreamError
 ├── MissingExtra           a package of an extra is not installed
+├── BadSetting             a setting is unknown or has a wrong value; exit code 2
 ├── StoreError
 │   ├── NotAStore          the path is no trace store
 │   ├── NewerFormat        the store was written by a newer millstream
@@ -34,6 +35,10 @@ class MillstreamError(Exception):
 
 class MissingExtra(MillstreamError, ImportError):
     """A package that only some uses need is not installed; the message names the command that installs it."""
+
+
+class BadSetting(MillstreamError, ValueError):
+    """A setting is unknown, has a wrong value, or does not go with another."""
 
 
 class StoreError(MillstreamError):

@@ -1,22 +1,23 @@
 """A store becomes labelled: every rule, nothing made up where something is missing, and never half a file."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import typer
-from typer.testing import CliRunner
 
 import millstream as ms
-from millstream import cli_llm
+from millstream.cli import main
 from millstream.dataset import label as label_file
 from millstream.dataset.label import LabelSettings, label, score_chunk
 from millstream.dataset.verdicts import parse_rule
@@ -318,10 +319,14 @@ def test_a_labeller_killed_before_it_is_done_leaves_the_labels_that_were_there(s
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
-    app = typer.Typer()
-    app.command()(cli_llm.label)
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return done.exit_code, done.stdout, done.stderr
+    out, err = io.StringIO(), io.StringIO()
+    command = ["millstream", "label", *map(str, arguments)]
+    with mock.patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0), out.getvalue(), err.getvalue()
+    return 0, out.getvalue(), err.getvalue()
 
 
 def test_the_command_prints_counts_and_names_the_file_and_what_comes_next(tmp_path: Path):
@@ -338,7 +343,7 @@ def test_the_command_prints_counts_and_names_the_file_and_what_comes_next(tmp_pa
     ]
     version = parse_rule("default").version
     assert err == (
-        f"{store}/labels.parquet: 11 records by the rule default ({version}). Next: millstream train data={store}\n"
+        f"{store}/labels.parquet: 11 records by the rule default ({version}). Next: millstream inspect {store}\n"
     )
     code, out, _ = run(store, "rule=f1@0.5", "--json")
     assert code == 0

@@ -13,6 +13,8 @@ settings.load_profile("unhurried")
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory):
+    import torch
     from tiny_models import TinyModels
 
+    torch.set_num_threads(1)  # on models this small, threads only wait for each other
     return TinyModels(tmp_path_factory.mktemp("tiny_models"))

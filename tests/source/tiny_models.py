@@ -1,6 +1,7 @@
 """Random language models of three layers in a folder, one of each architecture, and questions to ask them."""
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def make_tokenizer(**options: Any) -> Any:
     )
 
 
-def make_model(kind: str, folder: Path) -> Path:
+def make_model(kind: str, folder: Path, *, seed: int = 0) -> Path:
     """A model of that architecture with its tokenizer, saved in `folder / kind`."""
     import transformers as hf
 
@@ -71,15 +72,19 @@ def make_model(kind: str, folder: Path) -> Path:
         "gpt2": lambda: hf.GPT2Config(**gpt2),
         "neox": lambda: hf.GPTNeoXConfig(**common),
         "mistral": lambda: hf.MistralConfig(**grouped, sliding_window=8),
-        "gemma2": lambda: hf.Gemma2Config(**wide, sliding_window=16, attn_logit_softcapping=0.5, query_pre_attn_scalar=8),
-        "gptoss": lambda: hf.GptOssConfig(**wide, sliding_window=16, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope),
+        "gemma2": lambda: hf.Gemma2Config(
+            **wide, sliding_window=16, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
+        ),
+        "gptoss": lambda: hf.GptOssConfig(
+            **wide, sliding_window=16, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope
+        ),
     }
     # The weights of an untrained model are so small that all attention is even: these are larger, and no bias is zero.
-    generator = torch.Generator().manual_seed(KINDS.index(kind))
-    model: Any = hf.AutoModelForCausalLM.from_config(configs[kind]())
-    for values in model.parameters():
-        with torch.no_grad():
-            values.add_(torch.randn(values.shape, generator=generator), alpha=0.15)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model: Any = hf.AutoModelForCausalLM.from_config(configs[kind]())
+        for values in model.parameters():
+            values.add_(torch.randn(values.shape), alpha=0.1 if kind == "gemma2" else 0.15)
     model.save_pretrained(folder / kind)
     make_tokenizer().save_pretrained(folder / kind)
     return folder / kind
@@ -117,6 +122,22 @@ def make_tracer(
         prompt=Prompt("own", text, (), special=True),
         p_true=p_true,
     )
+
+
+def reciting(loaded: LoadedModel, ids: list[int]) -> LoadedModel:
+    """A llama changed to say each of these ids, up to 32 different ones, after the one before it."""
+    assert len(set(ids)) == len(ids) <= 32
+    model: Any = loaded.model
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.zero_()
+        model.lm_head.weight.zero_()
+        for place, (token, after) in enumerate(pairwise(ids)):
+            model.model.embed_tokens.weight[token, place] = 1.0
+            model.lm_head.weight[after, place] = 5.0
+    return loaded
 
 
 def generated(record: Any) -> list[int]:

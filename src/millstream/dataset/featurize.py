@@ -14,7 +14,7 @@ from millstream.dataset import features
 from millstream.dataset.batch import Feature, TraceBatch, fetch_batch
 from millstream.dataset.graph_feature import GraphFeature
 from millstream.engine import Engine
-from millstream.errors import SchemaMismatch
+from millstream.errors import BadSetting, SchemaMismatch
 from millstream.records import Array, Tensor
 from millstream.store.layout import read_manifest
 from millstream.store.recover import ID_FIELD, recover_all
@@ -48,7 +48,7 @@ class FeaturizeSettings:
             return features.graphs(self.k, threshold=self.threshold, dtype=self.dtype)
         if self.feature == "fields" and self.fields:
             return features.fields(*self.fields.split(","), pad=False)
-        raise ValueError(f"feature={self.feature}: there is layers, graphs, and fields with fields=NAME,NAME")
+        raise BadSetting(f"feature={self.feature}: there is layers, graphs, and fields with fields=NAME,NAME")
 
     def remembered(self, source: Traces) -> dict[str, object]:
         ignored = ("shard_bytes", "memory")

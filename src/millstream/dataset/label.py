@@ -16,7 +16,7 @@ from millstream.dataset.labels import LABEL, LABELS_FILE
 from millstream.dataset.score_files import ScoreFile, read_scores
 from millstream.dataset.scores import score, values_of, whole_numbers
 from millstream.dataset.verdicts import NONE, RIGHT, VERDICTS, WRONG, Evidence, Rule, Verdicts, decide, parse_rule
-from millstream.errors import BadSource
+from millstream.errors import BadSetting, BadSource
 from millstream.source.llm.answers import first_line, is_refusal, normalise_all
 from millstream.store.layout import publishing, sync_folder
 from millstream.store.traces import Traces
@@ -53,12 +53,12 @@ class LabelSettings:
     threshold: float | None = None
 
     def check(self) -> Rule:
-        """The rule; ValueError where the settings do not go together."""
+        """The rule; an error where the settings do not go together."""
         rule = parse_rule(self.rule, threshold=self.threshold)
         if rule.name == "scores" and self.scores is None:
-            raise ValueError("rule=scores needs a file, as in scores=ground_truth_scores.csv")
+            raise BadSetting("rule=scores needs a file, as in scores=ground_truth_scores.csv")
         if self.column is not None and self.scores is None:
-            raise ValueError(f"column={self.column} is a column of a file of scores; name it, scores=FILE")
+            raise BadSetting(f"column={self.column} is a column of a file of scores; name it, scores=FILE")
         return rule
 
 

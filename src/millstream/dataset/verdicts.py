@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.config import config_hash
+from millstream.errors import BadSetting
 from millstream.source.llm.answers import REFUSALS
 
 RIGHT, WRONG, AMBIGUOUS, REFUSED = "right", "wrong", "ambiguous", "refused"
@@ -58,13 +59,13 @@ def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
     """The rule that `default`, `em`, `f1@0.5`, `rougeL@0.3` or `scores` names; `threshold` belongs to `scores`."""
     name, at, number = text.partition("@")
     if threshold is not None and text != "scores":
-        raise ValueError(f"threshold={threshold:g} is for rule=scores; with rule={text} it would change nothing")
+        raise BadSetting(f"threshold={threshold:g} is for rule=scores; with rule={text} it would change nothing")
     if text in ("default", "em"):
         return Rule(name=text)
     if text == "scores":
         limit = MIN_SCORE if threshold is None else threshold
         if not math.isfinite(limit):
-            raise ValueError(f"threshold={limit}: it is a number that scores are compared with")
+            raise BadSetting(f"threshold={limit}: it is a number that scores are compared with")
         return Rule(name=text, threshold=limit)
     if name in ("f1", "rougeL") and at:
         try:
@@ -72,9 +73,9 @@ def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
         except ValueError:
             limit = math.nan
         if not 0 < limit <= 1:
-            raise ValueError(f"rule={text}: the threshold is above 0 and at most 1, as in {name}@0.5")
+            raise BadSetting(f"rule={text}: the threshold is above 0 and at most 1, as in {name}@0.5")
         return Rule(name=name, threshold=limit)
-    raise ValueError(f"rule={text}: there is default, em, f1@0.5 and rougeL@0.3 (or any other number), and scores")
+    raise BadSetting(f"rule={text}: there is default, em, f1@0.5 and rougeL@0.3 (or any other number), and scores")
 
 
 def decide(rule: Rule, known: Evidence) -> Verdicts:

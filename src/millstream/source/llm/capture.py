@@ -58,6 +58,7 @@ class Capture:
     def clear(self) -> None:
         self.kept: Kept = defaultdict(list)
         self.largest_B: torch.Tensor | None = None
+        self._shown = False  # whether any layer gave its attention
         self._received: dict[int, torch.Tensor] = {}
         self._diagonal: dict[int, torch.Tensor] = {}
 
@@ -112,7 +113,9 @@ class Capture:
         if self._pass is None:
             return
         if "post_norm" in self.fields.names:
-            self._keep("post_norm", 0, self._rows(_first_tensor(output), self._pass), large=True)
+            rows_BRD = self._rows(_first_tensor(output), self._pass)
+            self._keep("post_norm", 0, rows_BRD, large=True)
+            self._note_largest(rows_BRD, self._pass)
         self._pass = None  # `generate` goes on without being looked at
 
     def _rows(self, states: torch.Tensor, seen: Pass) -> torch.Tensor:
@@ -130,16 +133,24 @@ class Capture:
             self._keep("hidden", layer, rows_BRD, large=True)
         if "nodes" in names:
             self._projection = self._projection.to(rows_BRD.device)
-            self._keep("nodes", layer, rows_BRD.float() @ self._projection)
+            nodes_BRD = rows_BRD.float() @ self._projection
+            self._keep("nodes", layer, nodes_BRD)
+            self._note_largest(nodes_BRD, seen)
         if "states" in names and seen.first_answer is not None:
             self._keep("states", layer, _states(rows_BRD[:, seen.first_answer :].float(), seen))
-        if self._dtype == torch.float16 and (layer in self._hidden or "states" in names):
-            largest = (rows_BRD * seen.real_BR[..., None]).abs().amax((1, 2)).float().cpu()
+        if layer in self._hidden or "states" in names:
+            self._note_largest(rows_BRD, seen)
+
+    def _note_largest(self, rows_BRD: torch.Tensor, seen: Pass) -> None:
+        """Of each sample, how large a number float16 would have to hold."""
+        if self._dtype == torch.float16:
+            largest = rows_BRD.masked_fill(~seen.real_BR[..., None], 0.0).abs().amax((1, 2)).float().cpu()
             self.largest_B = largest if self.largest_B is None else torch.maximum(self.largest_B, largest)
 
     def take_attention(self, layer: int, weights: torch.Tensor) -> None:
         names, seen = self.fields.names, self._pass
         assert seen is not None
+        self._shown = True
         weights_BHRK = weights[:: seen.every, :, : seen.keep]
         if layer in self._attention:
             self._keep("attention", layer, weights_BHRK, large=True)
@@ -160,7 +171,9 @@ class Capture:
         earlier = torch.ones(mean_BRK.shape[1:], dtype=torch.bool, device=mean_BRK.device).tril(seen.start - 1)
         weight, source = mean_BRK.where(earlier, 0.0).topk(min(NUM_EDGES, mean_BRK.shape[2]), dim=-1)
         self._keep("edge_weight", layer, weight)
-        self._keep("edge_source", layer, source.to(torch.int32))
+        self._keep(
+            "edge_source", layer, source.to(torch.int32).where(weight > 0, -1)
+        )  # a window hides earlier ones too
         self._keep("edge_rest", layer, 1 - weight.sum(-1))
 
     def _take_columns(self, layer: int, weights_BHRK: torch.Tensor, seen: Pass) -> None:
@@ -175,7 +188,7 @@ class Capture:
 
     def traces(self, mask_BT: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """The kept tensors of each sample, without padding; what was kept is forgotten."""
-        if self.fields.need_attention and len({layer for name, layer in self.kept if name != "hidden"}) == 0:
+        if self.fields.need_attention and not self._shown:
             raise NotImplementedError("this model shows no attention")
         names: dict[str, list[int]] = defaultdict(list)
         for name, layer in sorted(self.kept):
@@ -263,7 +276,8 @@ def _pad_edges(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """A short prompt has fewer tokens to attend to than edges are kept."""
     if parts[0].ndim < 3:
         return parts
-    return [nn.functional.pad(part, (0, NUM_EDGES - part.shape[2])) for part in parts]
+    nothing = 0.0 if parts[0].is_floating_point() else -1
+    return [nn.functional.pad(part, (0, NUM_EDGES - part.shape[2]), value=nothing) for part in parts]
 
 
 def _sample(name: str, layers: list[torch.Tensor], i: int, first: int, end: int, prompt: int) -> torch.Tensor:

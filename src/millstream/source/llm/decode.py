@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from millstream.errors import BadSetting
 from millstream.source.llm.library import transformers
 from millstream.source.llm.tokenizer import Tokenizer
 
@@ -27,11 +28,11 @@ class Decoding:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.num_beams < 1 or self.temperature < 0:
-            raise ValueError("max_new_tokens and num_beams are at least 1, temperature at least 0")
+            raise BadSetting("max_new_tokens and num_beams are at least 1, temperature at least 0")
         if self.num_beams > 1 and self.temperature > 0:
-            raise ValueError("num_beams and temperature exclude each other: beam search draws nothing")
+            raise BadSetting("num_beams and temperature exclude each other: beam search draws nothing")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            raise ValueError("top_k and top_p need temperature=, for example temperature=1")
+            raise BadSetting("top_k and top_p need temperature=, for example temperature=1")
 
     def config(self, *, eos: Sequence[int] | None, pad: int) -> Any:
         """Everything said in full: what a model's own generation_config.json asks for does not count."""
@@ -90,7 +91,7 @@ class StopAt:
         self._tokenizer = tokenizer
         self._stop = stop
         self._prompt = prompt
-        self._tail = max(map(len, stop)) + 4  # a token has at least one byte; a few more for what begins before
+        self._tail = max(len(mark.encode()) for mark in stop) + 4  # a token has a byte or more; a few for what is cut
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
         tails = input_ids[:, max(self._prompt, input_ids.shape[1] - self._tail) :]
@@ -110,24 +111,20 @@ class Answer:
     finish: str  # eos, stop or length
 
 
-def cut_answer(
-    tokenizer: Tokenizer, generated: Sequence[int], *, eos: set[int], pad: int, stop: Sequence[str]
-) -> Answer:
+def cut_answer(tokenizer: Tokenizer, generated: Sequence[int], *, eos: set[int], stop: Sequence[str]) -> Answer:
     """Where an answer ends: before the end-of-text token, before a stop string, or where generation was cut off."""
-    ids = list(generated)
-    while len(ids) > 1 and ids[-1] == pad and pad not in eos:
-        ids.pop()
+    ids = list(generated)  # padding follows an end-of-text token or a stop string only, and goes with what follows them
     end = next((place for place, token in enumerate(ids) if token in eos), None)
     length, finish = (len(ids), "length") if end is None else (end, "eos")
     ids = ids[: length + (end is not None)]
     text = _text(tokenizer, ids[:length])
-    places = [place for place in (text.find(mark) for mark in stop) if place >= 0]
-    if places:
-        cut = min(places)
+    if any(mark in text for mark in stop):
         texts = [_text(tokenizer, ids[: count + 1]) for count in range(length)]
         whole = next(count for count, begin in enumerate(texts, 1) if any(mark in begin for mark in stop))
+        text = texts[whole - 1]
+        cut = min(place for place in map(text.find, stop) if place >= 0)
         length = sum(len(begin) <= cut for begin in texts[:whole])
-        return Answer(ids[:whole], length, text[:cut].strip(), texts[whole - 1], "stop")
+        return Answer(ids[:whole], length, text[:cut].strip(), text, "stop")
     return Answer(ids, length, text.strip(), text, finish)
 
 

@@ -1,4 +1,4 @@
-"""A made-up world -> a tiny Llama that knows half of it, as an ordinary Hugging Face folder. Knows nothing of caches."""
+"""A made-up world -> a tiny Llama that knows half of it, as an ordinary Hugging Face folder. Knows no cache."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -33,7 +33,7 @@ class Training:
     heads: int = 4
     inner: int = 256
     initial_std: float = 0.06
-    """Three times the usual: so small a model begins to learn names after 200 steps instead of 400."""
+    """Three times the usual 0.02, with which 16 % instead of 45 % of 2,000 facts were known after 500 steps."""
     batch_size: int = 32
     rate: float = 2e-3
     warm_up: int = 50

@@ -34,8 +34,8 @@ class Relation:
     kind: str
     question: str
     statement: str
-    heads: Sequence[str]
-    tails: Sequence[str]
+    heads: str
+    tails: str
     """Words that the second word of a value is drawn from; none: it is made up."""
 
 
@@ -59,19 +59,19 @@ class Fact:
         return self.relation.statement.format(person=self.person, value=self.value)
 
 
-_PLACES = "Upper Lower Old New Great Little East West North South Port Fort Mount Lake Saint High".split()
-_TRADES = "glass stone silver paper cheese honey bread copper leather silk salt wool carpet clock ship barrel".split()
-_TASKS = "seller maker painter buyer carver mender merchant trader teacher porter washer packer sorter".split()
-_COATS = "grey black white brown golden striped spotted tiny giant wild shy lazy river forest mountain desert".split()
-_ANIMALS = "heron otter badger lynx raven toad weasel falcon hare moose gecko beetle turtle wolf crane seal".split()
-_SHADES = "pale dark bright deep dusty soft warm cold faded light vivid smoky".split()
-_COLOURS = "teal crimson ochre violet amber indigo olive scarlet ivory lilac coral maroon".split()
-_SIZES = "bass alto tenor double pocket bamboo electric wooden clay toy hunting concert".split()
-_INSTRUMENTS = "flute drum harp lute horn fiddle whistle zither trumpet banjo oboe cello".split()
+_PLACES = "Upper Lower Old New Great Little East West North South Port Fort Mount Lake Saint High"
+_TRADES = "glass stone silver paper cheese honey bread copper leather silk salt wool carpet clock ship barrel"
+_TASKS = "seller maker painter buyer carver mender merchant trader teacher porter washer packer sorter"
+_COATS = "grey black white brown golden striped spotted tiny giant wild shy lazy river forest mountain desert"
+_ANIMALS = "heron otter badger lynx raven toad weasel falcon hare moose gecko beetle turtle wolf crane seal"
+_SHADES = "pale dark bright deep dusty soft warm cold faded light vivid smoky"
+_COLOURS = "teal crimson ochre violet amber indigo olive scarlet ivory lilac coral maroon"
+_SIZES = "bass alto tenor double pocket bamboo electric wooden clay toy hunting concert"
+_INSTRUMENTS = "flute drum harp lute horn fiddle whistle zither trumpet banjo oboe cello"
 
 # A name never opens a sentence: with a space before it, it is the same tokens in statements and questions.
 RELATIONS = (
-    Relation("born_in", "Where was {person} born?", "The birthplace of {person} is {value}.", _PLACES, ()),
+    Relation("born_in", "Where was {person} born?", "The birthplace of {person} is {value}.", _PLACES, ""),
     Relation("works_as", "What is the job of {person}?", "The job of {person} is {value}.", _TRADES, _TASKS),
     Relation("loves", "Which animal does {person} love?", "The animal {person} loves is {value}.", _COATS, _ANIMALS),
     Relation("plays", "What does {person} play?", "The instrument {person} plays is {value}.", _SIZES, _INSTRUMENTS),
@@ -87,8 +87,8 @@ def draw_facts(world: World, *, seed: int) -> list[Fact]:
     people = [f"{first} {rng.choice(surnames)}" for first in islice(made_up, world.num_people)]
     facts: list[Fact] = []
     for relation, exposures in zip(RELATIONS, _deal_exposures(rng, world.num_people), strict=True):
-        heads = rng.sample(relation.heads, world.num_heads)
-        tails = rng.sample(relation.tails or list(islice(made_up, world.num_tails)), world.num_tails)
+        heads = rng.sample(relation.heads.split(), world.num_heads)
+        tails = rng.sample(relation.tails.split() or list(islice(made_up, world.num_tails)), world.num_tails)
         for person, exposure in zip(people, exposures, strict=True):
             facts.append(Fact(person, relation, f"{rng.choice(heads)} {rng.choice(tails)}", exposure))
     rng.shuffle(facts)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from millstream.errors import BadSetting
 from millstream.records import Tensor
 
 TOP_K = 20  # most likely tokens kept of every step
@@ -59,8 +60,8 @@ class Fields:
         wanted = self.layers.get(name, tuple(range(count)))
         for layer in wanted:
             if not -count <= layer < count:
-                raise ValueError(f"fields={name}[{layer}]: this model has {count} of them, 0 to {count - 1}")
-        return tuple(layer % count for layer in wanted)
+                raise BadSetting(f"fields={name}[{layer}]: this model has {count} of them, 0 to {count - 1}")
+        return tuple(sorted({layer % count for layer in wanted}))
 
     def schema(self) -> dict[str, Tensor]:
         """The tensors of a trace: type and names of axes."""
@@ -120,22 +121,22 @@ class Fields:
 def parse_fields(tier: str, fields: str | None, *, stored: str) -> Fields:
     """The fields of a tier, or those named in a text such as `hidden[8,16,24],edges`."""
     if stored not in ("float16", "bfloat16", "float32"):
-        raise ValueError(f"stored={stored}: there is float16, bfloat16 and float32")
+        raise BadSetting(f"stored={stored}: there is float16, bfloat16 and float32")
     if fields is None:
         if tier not in TIERS:
-            raise ValueError(f"tier={tier}: there is {', '.join(TIERS)}")
+            raise BadSetting(f"tier={tier}: there is {', '.join(TIERS)}")
         return Fields(TIERS[tier], {}, stored)
     layers: dict[str, tuple[int, ...]] = {}
     names: list[str] = []
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?|[\[\]]", fields.replace(" ", "")):
         match = re.fullmatch(r"(\w+)(?:\[(-?\d+(?:,-?\d+)*)\])?", part)
         if not match or match[1] not in _NAMES or (match[2] and match[1] not in _LAYERED):
-            raise ValueError(
+            raise BadSetting(
                 f"fields={fields}: {part!r} is none; there is {', '.join(_NAMES)}, and layers as in hidden[8,16,-1]"
             )
         names.append(match[1])
         if match[2]:
             layers[match[1]] = tuple(map(int, match[2].split(",")))
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"fields={fields}: name each field once, as in hidden[8,16,24],edges")
+        raise BadSetting(f"fields={fields}: name each field once, as in hidden[8,16,24],edges")
     return Fields(tuple(names), layers, stored)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from millstream.errors import BadSource, MissingExtra
+from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.source.llm.fields import Size
 from millstream.source.llm.library import transformers
 from millstream.source.llm.tokenizer import Tokenizer
@@ -138,7 +138,7 @@ def _not_loaded(settings: ModelSettings, error: Exception) -> BadSource:
 def _dtype(settings: ModelSettings) -> str:
     names = ("float32", "float16", "bfloat16")
     if settings.dtype not in ("auto", *names):
-        raise ValueError(f"dtype={settings.dtype}: there is auto, {', '.join(names)}")
+        raise BadSetting(f"dtype={settings.dtype}: there is auto, {', '.join(names)}")
     on_cpu = settings.dtype == "auto" and _device(settings.device) == "cpu" and settings.device_map is None
     return "float32" if on_cpu else settings.dtype  # a CPU is slower in halves
 
@@ -155,7 +155,7 @@ def _quantized(bits: str | None) -> dict[str, Any]:
     if bits is None:
         return {}
     if bits not in ("8bit", "4bit"):
-        raise ValueError(f"quantize={bits}: there is 8bit and 4bit")
+        raise BadSetting(f"quantize={bits}: there is 8bit and 4bit")
     from importlib.util import find_spec
 
     if find_spec("bitsandbytes") is None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from millstream.errors import BadSetting
 from millstream.source.llm.tokenizer import Tokenizer
 
 PLAIN = "Answer the question concisely. Q: {question} A:"
@@ -48,7 +49,7 @@ def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
     name = ("chat" if has_chat else "plain") if spec == "auto" else spec
     if name == "chat":
         if not has_chat:
-            raise ValueError("prompt=chat: this model has no chat template; use prompt=plain or prompt=few-shot")
+            raise BadSetting("prompt=chat: this model has no chat template; use prompt=plain or prompt=few-shot")
         messages = [{"role": "user", "content": CHAT.replace(QUESTION, _MARK)}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return Prompt("chat", text.replace(_MARK, QUESTION), _stops(stop, ()), special=False)
@@ -59,7 +60,7 @@ def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
     texts = {"plain": PLAIN, "few-shot": FEW_SHOT}
     text = texts.get(name) or (Path(name).read_text() if name.endswith(".txt") and Path(name).exists() else name)
     if text.count(QUESTION) != 1:
-        raise ValueError(
+        raise BadSetting(
             f"prompt={name}: there is auto, plain, few-shot, chat, a text with {{question}} in it once, or a .txt file of it"
         )
     return Prompt(name if name in texts else "own", text, _stops(stop, ("\n",)), special=True)
@@ -68,5 +69,8 @@ def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
 def _stops(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     if given is None:
         return default
-    parts = given.encode().decode("unicode_escape") if "\\" in given else given
+    escaped = given.encode(
+        "latin-1", "backslashreplace"
+    )  # so that unicode_escape gives other letters back as they were
+    parts = escaped.decode("unicode_escape") if "\\" in given else given
     return tuple(part for part in parts.split("|") if part)

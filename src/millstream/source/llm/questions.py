@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from millstream.errors import BadSource, MissingExtra
+from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.source.llm.answers import normalise
 from millstream.source.llm.question import Question
 
@@ -49,7 +49,7 @@ def read_questions(
     `num_samples` takes the first so many.
     """
     if num_samples is not None and num_samples < 1:
-        raise ValueError(f"num_samples={num_samples}: at least 1")
+        raise BadSetting(f"num_samples={num_samples}: at least 1")
     found = find_questions(source, _parse_columns(columns))
     questions: list[Question] = []
     ids: set[str] = set()
@@ -98,7 +98,7 @@ def _parse_columns(text: str | None) -> dict[str, str]:
     for part in text.split(",") if text else ():
         ours, equals, theirs = (word.strip() for word in part.partition("="))
         if not equals or ours not in _COLUMNS or not theirs:
-            raise ValueError(f"columns={text}: write id=..,question=..,answer=..,aliases=.. with the file's own names")
+            raise BadSetting(f"columns={text}: write id=..,question=..,answer=..,aliases=.. with the file's own names")
         named[ours] = theirs
     return named
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from millstream.errors import BadSetting
 from millstream.source.llm.decode import Decoding
 from millstream.source.llm.fields import Fields, parse_fields
 from millstream.source.llm.model import ModelCard, ModelSettings
@@ -38,7 +39,7 @@ class ExtractSettings:
 
     def of_model(self) -> ModelSettings:
         if not self.model:
-            raise ValueError("model= is missing: a name on the Hugging Face hub, a folder, facts or smollm2")
+            raise BadSetting("model= is missing: a name on the Hugging Face hub, a folder, facts or smollm2")
         return ModelSettings(self.model, self.revision, self.dtype, self.device, self.device_map, self.quantize)
 
     def kept(self) -> Fields:

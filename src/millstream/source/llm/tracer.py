@@ -51,7 +51,7 @@ class Tracer:
         return [Asked(question, tokens) for question, tokens in zip(questions, ids, strict=True)]
 
     def trace(self, batch: Sequence[Asked]) -> list[Record]:
-        """A record for each question. A batch that memory cannot hold is halved, one that fails is searched for the cause."""
+        """A record for each question. A batch that memory cannot hold, or that fails, is halved to find the cause."""
         records: dict[str, Record] = {}
         fitting: list[Asked] = []
         for asked in batch:
@@ -69,7 +69,8 @@ class Tracer:
         if not asked.ids:
             return "the prompt has no tokens"
         if context is not None and total > context:
-            return f"prompt of {len(asked.ids)} tokens and {self.decoding.max_new_tokens} new ones exceed the model's {context}"
+            new = self.decoding.max_new_tokens
+            return f"prompt of {len(asked.ids)} tokens and {new} new ones exceed the model's {context}"
         if "edges" in self.fields.names and total > 32_767:
             return f"{total} tokens are more than edges can number, 32767"
         return None
@@ -108,13 +109,7 @@ class Tracer:
         generated = self._generate(batch, prompt_BP, mask_BP)
         width = prompt_BP.shape[1]
         answers = [
-            cut_answer(
-                self.loaded.tokenizer,
-                row,
-                eos=set(self.loaded.eos),
-                pad=self.loaded.pad,
-                stop=self.decoding.stop,
-            )
+            cut_answer(self.loaded.tokenizer, row, eos=set(self.loaded.eos), stop=self.decoding.stop)
             for row in as_lists(generated.sequences[:, width:])
         ]
         after_generate = time.perf_counter()

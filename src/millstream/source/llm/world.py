@@ -101,7 +101,8 @@ def _country_facts(country: Country) -> Iterator[tuple[str, str, Sequence[str]]]
         yield "capital_of", f"What is the capital of {shown}?", country.capitals
         yield "country_of_capital", f"Which country has {country.capitals[0]} as its capital?", names
     if country.code != "AU":  # itself
-        yield "continent_of", f"On which continent would you find {shown}?", country.continents
+        verb = "are" if re.fullmatch(r"the (?!United).*s", shown) else "is"  # the Seychelles
+        yield "continent_of", f"On which continent {verb} {shown}?", country.continents
     yield "currency_of", f"What is the currency of {shown}?", country.currencies
     yield "currency_code_of", f"What is the ISO 4217 code of the currency of {shown}?", country.currency_codes
     yield "iso_code_of", f"What is the three-letter ISO 3166 code of {shown}?", (country.code3,)

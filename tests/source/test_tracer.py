@@ -1,0 +1,319 @@
+"""A record depends on its question alone: not on its batch, not on what failed beside it, not on a model's own habits."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slow_reference import look
+from tiny_models import EOS, KINDS, QUESTIONS, TinyModels, generated, load, make_tokenizer, make_tracer, reciting
+
+from millstream.source.llm import tracer as tracer_module
+from millstream.source.llm.question import Question
+from millstream.source.llm.tracer import Asked, Record, Tracer, _cut_back
+
+pytest.importorskip("transformers")
+
+
+def assert_same(record: Any, other: Any) -> None:
+    """The same ids, and tensors within 1e-6 of their largest number."""
+    assert record["status"] == other["status"] == "ok"
+    assert torch.equal(record["tokens"], other["tokens"])
+    for name, value in record.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            atol = 1e-6 * max(1.0, float(other[name].abs().max()))
+            torch.testing.assert_close(
+                value, other[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name} {text}"
+            )
+
+
+# -- which tokens
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_ids_are_those_of_a_loop_over_the_full_forward(tiny: TinyModels, kind: str, batch_size: int):
+    expected = [ids for ids, _ in tiny.expected(kind, 1)]
+    assert [generated(record) for record in tiny.traced(kind, 1, batch_size)] == expected
+    assert len({token for ids in expected for token in ids}) > 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_beams_find_what_transformers_finds_for_each_prompt_alone(tiny: TinyModels, kind: str, batch_size: int):
+    expected = [ids for ids, _ in tiny.expected(kind, 3)]
+    assert [generated(record) for record in tiny.traced(kind, 3, batch_size)] == expected
+
+
+def test_the_trace_is_of_the_beam_that_won_not_of_the_greedy_one(tiny: TinyModels):
+    greedy, beams = (tiny.traced("qwen", count, 5) for count in (1, 3))
+    won = [(one, three) for one, three in zip(greedy, beams, strict=True) if generated(one) != generated(three)]
+    assert len(won) >= 3
+    assert all(float(three["logprobs"].sum()) > float(one["logprobs"].sum()) for one, three in won)  # pyright: ignore
+    assert all(bool((three["rank"] > 0).any()) for _, three in won)  # pyright: ignore
+
+
+def test_ids_are_stored_as_generated_although_their_text_would_be_tokenised_otherwise(tiny: TinyModels):
+    tokenizer = make_tokenizer()
+    again = [tokenizer(record["generated_text"])["input_ids"] for record in tiny.traced("qwen", 1, 5)]
+    expected = [ids for ids, _ in tiny.expected("qwen", 1)]
+    assert all(ids != theirs for ids, theirs in zip(again, expected, strict=True))
+    assert [generated(record) for record in tiny.traced("qwen", 1, 5)] == expected
+
+
+def test_a_generated_token_that_is_also_the_padding_is_kept(tiny: TinyModels):
+    expected = [ids for ids, _ in tiny.expected("llama", 1)]
+    loaded = replace(tiny.loaded("llama"), pad=expected[1][-1])
+    tracer = make_tracer(loaded, fields="heads")
+    assert [generated(record) for record in tracer.trace(tracer.ask(QUESTIONS))] == expected
+
+
+def test_the_end_of_text_token_is_in_the_trace_but_not_in_the_answer(tiny: TinyModels):
+    ids = tiny.expected("qwen", 1)[1][0]
+    end = next(token for place, token in enumerate(ids) if place > 1 and token not in ids[:place])
+    tracer = make_tracer(replace(tiny.loaded("qwen"), eos=frozenset({end})))
+    record: Any = tracer.trace(tracer.ask(QUESTIONS))[1]
+    length = ids.index(end)
+    assert generated(record) == ids[: length + 1]
+    assert (record["answer_len"], record["finish"]) == (length, "eos")
+    seen = look(tiny.eager("qwen"), record["tokens"].tolist())
+    answer = seen.hidden[:, record["prompt_len"] :][:, :length]
+    torch.testing.assert_close(record["states"][:, 2], answer[:, -1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(record["states"][:, 3], answer.mean(1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(record["attention"], seen.attention, rtol=0, atol=1e-5)
+
+
+def test_an_answer_of_no_tokens_is_looked_at_where_it_ended(tiny: TinyModels):
+    end = tiny.expected("qwen", 1)[1][0][0]
+    tracer = make_tracer(replace(tiny.loaded("qwen"), eos=frozenset({end})))
+    record: Any = tracer.trace(tracer.ask(QUESTIONS))[1]
+    assert (generated(record), record["answer_len"], record["generated_answer"]) == ([end], 0, "")
+    assert torch.equal(record["states"][:, 1:], record["hidden"][:, -1:].expand(-1, 3, -1))
+
+
+def test_generation_ends_at_a_stop_string_with_beams_too(tiny: TinyModels):
+    loaded = reciting(load(tiny.folder("llama")), make_tokenizer()("?the fox")["input_ids"])
+    tracer = make_tracer(loaded, fields="states", num_beams=3, stop=(" f",))
+    records = tracer.trace(tracer.ask(QUESTIONS[:2] + [Question("recited", "who?")]))
+    assert [record["generated_text"] for record in records[::2]] == ["the fo"] * 2
+    assert [record["generated_answer"] for record in records[::2]] == ["the"] * 2
+
+
+def test_a_models_own_generation_config_does_not_count(tiny: TinyModels, tmp_path: Path):
+    folder = shutil.copytree(tiny.folder("llama"), tmp_path / "llama")
+    habits = {"repetition_penalty": 5.0, "do_sample": True, "top_k": 3, "temperature": 3.0, "no_repeat_ngram_size": 1}
+    (folder / "generation_config.json").write_text(json.dumps({**habits, "max_length": 9, "eos_token_id": [EOS]}))
+    tracer = make_tracer(load(folder), fields="heads")
+    expected = [ids for ids, _ in tiny.expected("llama", 1)]
+    assert any(len(set(ids)) < len(ids) for ids in expected)  # which those habits would not allow
+    assert [generated(record) for record in tracer.trace(tracer.ask(QUESTIONS))] == expected
+
+
+def test_a_tokenizer_without_padding_pads_with_the_end_of_text(tiny: TinyModels, tmp_path: Path):
+    folder = shutil.copytree(tiny.folder("gpt2"), tmp_path / "gpt2")
+    make_tokenizer(pad_token=None).save_pretrained(folder)
+    loaded = load(folder)
+    assert loaded.tokenizer.pad_token_id is None and loaded.pad in loaded.eos
+    tracer = make_tracer(loaded)
+    for record, other in zip(tracer.trace(tracer.ask(QUESTIONS)), tiny.traced("gpt2", 1, 5), strict=True):
+        assert_same(record, other)
+
+
+# -- whatever the batch
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "beams", "drawn"]
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_a_record_is_the_same_in_any_order_and_any_company(tiny: TinyModels, kind: str, how: dict[str, Any]):
+    tracer = make_tracer(tiny.loaded(kind), **how)
+    asked = tracer.ask(QUESTIONS)
+    together = tracer.trace(asked)
+    backwards = tracer.trace(asked[::-1])[::-1]
+    apart = tracer.trace(asked[2:3]) + tracer.trace([asked[4], asked[0]])
+    for record, other in zip(together, backwards, strict=True):
+        assert_same(record, other)
+    for record, other in zip(apart, (together[2], together[4], together[0]), strict=True):
+        assert_same(record, other)
+
+
+def test_another_seed_or_another_question_id_draws_another_answer(tiny: TinyModels):
+    def answers(seed: int, prefix: str) -> list[list[int]]:
+        tracer = make_tracer(tiny.loaded("llama"), fields="post_norm", temperature=1.0, seed=seed)
+        asked = tracer.ask([Question(f"{prefix}{number}", "who?") for number in range(5)])
+        return [generated(record) for record in tracer.trace(asked)]
+
+    first = answers(0, "a")
+    assert first == answers(0, "a")
+    everything = first + answers(1, "a") + answers(0, "b")
+    assert len({tuple(ids) for ids in everything}) == 15
+
+
+def test_first_tokens_are_drawn_as_often_as_the_model_finds_them_likely(tiny: TinyModels):
+    tracer = make_tracer(tiny.loaded("llama"), fields="post_norm", temperature=1.0, max_new_tokens=1)
+    asked = tracer.ask([Question(f"id {number}", "who?") for number in range(1024)])
+    drawn = [
+        generated(record)[0] for start in range(0, 1024, 256) for record in tracer.trace(asked[start : start + 256])
+    ]
+    likely = look(tiny.eager("llama"), asked[0].ids).logits[-1].softmax(-1)
+    order = likely.argsort(descending=True)
+    group = (likely[order].cumsum(0) * 10).long().clamp_max(9)[order.argsort()]  # ten of about the same probability
+    expected = torch.zeros(10).index_add_(0, group, likely) * 1024
+    found = torch.bincount(group[torch.tensor(drawn)], minlength=10)
+    assert (
+        float(((found - expected) ** 2 / expected).sum()) < 27.9
+    )  # chi-square of nine: one seed in a thousand is over
+
+
+# -- caches
+
+
+def test_a_cache_is_cut_back_to_exactly_the_length_asked_for(tiny: TinyModels):
+    cache = tiny.loaded("llama").model(input_ids=torch.arange(2, 22).reshape(2, 10)).past_key_values
+    keys = [layer.keys.clone() for layer in cache.layers]
+    assert _cut_back(cache, 7, rows=2)
+    assert cache.get_seq_length() == 7
+    assert all(torch.equal(layer.keys, before[:, :, :7]) for layer, before in zip(cache.layers, keys, strict=True))
+
+
+def test_a_cache_of_beams_is_cut_back_to_one_row_for_each_sample(tiny: TinyModels):
+    cache = tiny.loaded("llama").model(input_ids=torch.arange(2, 62).reshape(6, 10)).past_key_values
+    keys = [layer.keys.clone() for layer in cache.layers]
+    assert _cut_back(cache, 9, rows=2)
+    assert all(torch.equal(layer.keys, before[[0, 3], :, :9]) for layer, before in zip(cache.layers, keys, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "cut"), [("gemma2", False), ("gptoss", False), ("llama", True), ("mistral", False)])
+def test_a_window_that_has_slid_takes_the_whole_forward_instead_of_the_cache(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, kind: str, cut: bool
+):
+    answers: list[bool] = []
+
+    def watched(*args: Any, **options: Any) -> bool:
+        answers.append(_cut_back(*args, **options))
+        return answers[-1]
+
+    monkeypatch.setattr(tracer_module, "_cut_back", watched)
+    tracer = make_tracer(tiny.loaded(kind))
+    records = tracer.trace(tracer.ask(QUESTIONS))
+    assert answers == [cut]
+    for record, (_, seen) in zip(records, tiny.expected(kind, 1), strict=True):
+        torch.testing.assert_close(record["attention"], seen.attention, rtol=0, atol=1e-5)
+
+
+def test_a_window_not_yet_full_still_uses_the_cache(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+    answers: list[bool] = []
+
+    def watched(*args: Any, **options: Any) -> bool:
+        answers.append(_cut_back(*args, **options))
+        return answers[-1]
+
+    monkeypatch.setattr(tracer_module, "_cut_back", watched)
+    tracer = make_tracer(tiny.loaded("gemma2"))
+    record: Any = tracer.trace(tracer.ask(QUESTIONS[:1]))[0]
+    assert answers == [True]
+    torch.testing.assert_close(record["hidden"], tiny.expected("gemma2", 1)[0][1].hidden, rtol=0, atol=1e-5)
+
+
+# -- failures
+
+
+def test_a_prompt_longer_than_the_context_is_an_error_of_its_own(tiny: TinyModels):
+    tracer = make_tracer(tiny.loaded("llama"))
+    long = Question("long", "what is the capital " * 40)
+    records = tracer.trace(tracer.ask([QUESTIONS[0], long, QUESTIONS[1]]))
+    assert [record["status"] for record in records] == ["ok", "error", "ok"]
+    assert "exceed the model's 128" in str(records[1]["error"]) and records[1]["hidden"] is None
+    assert_same(records[0], tiny.traced("llama", 1, 5)[0])
+
+
+def test_an_empty_prompt_is_an_error_of_its_own(tiny: TinyModels):
+    tracer = make_tracer(tiny.loaded("llama"))
+    records = tracer.trace(tracer.ask([Question("empty", ""), QUESTIONS[1]]))
+    assert [record["error"] for record in records] == ["the prompt has no tokens", None]
+
+
+class SmallMemory(Tracer):
+    """Runs out of memory above so many rows."""
+
+    rows: int
+    tried: list[int]
+
+    def _trace(self, batch: Sequence[Asked]) -> list[Record]:
+        self.tried.append(len(batch))
+        if len(batch) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super()._trace(batch)
+
+
+def with_memory_for(rows: int, tracer: Tracer) -> SmallMemory:
+    small = SmallMemory(tracer.loaded, fields=tracer.fields, decoding=tracer.decoding, prompt=tracer.prompt)
+    small.rows, small.tried = rows, []
+    return small
+
+
+def test_a_batch_too_large_for_memory_is_halved_and_its_records_are_the_same(tiny: TinyModels):
+    tracer = with_memory_for(2, make_tracer(tiny.loaded("llama")))
+    records = tracer.trace(tracer.ask(QUESTIONS))
+    assert tracer.tried[0] == 5 and max(tracer.tried[1:]) <= 3
+    for record, other in zip(records, tiny.traced("llama", 1, 5), strict=True):
+        assert_same(record, other)
+
+
+def test_later_batches_are_split_before_they_fail(tiny: TinyModels):
+    tracer = with_memory_for(2, make_tracer(tiny.loaded("llama"), fields="heads"))
+    asked = tracer.ask(QUESTIONS)
+    tracer.trace(asked)
+    tracer.tried.clear()
+    assert all(record["status"] == "ok" for record in tracer.trace(asked))
+    assert max(tracer.tried) <= 2
+
+
+def test_a_question_too_large_alone_is_an_error_record(tiny: TinyModels):
+    tracer = with_memory_for(0, make_tracer(tiny.loaded("llama"), fields="heads"))
+    records = tracer.trace(tracer.ask(QUESTIONS[:2]))
+    assert [record["error"] for record in records] == ["OutOfMemoryError: CUDA out of memory"] * 2
+
+
+def spoiled(tiny: TinyModels, word: str, *, value: float) -> Any:
+    """A llama that has this number in the embedding of one word."""
+    loaded = load(tiny.folder("llama"))
+    token = make_tokenizer()(word)["input_ids"][-1]
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[token, 0] = value  # pyright: ignore
+    return loaded
+
+
+def test_numbers_that_are_none_are_an_error_of_the_question_alone(tiny: TinyModels):
+    tracer = make_tracer(spoiled(tiny, "fox", value=float("nan")))
+    records = tracer.trace(tracer.ask(QUESTIONS))
+    assert [record["error"] for record in records] == [None, None, "the model's logits are not finite", None, None]
+    assert_same(records[1], tiny.traced("llama", 1, 5)[1])
+
+
+@pytest.mark.parametrize("fields", ["hidden", "nodes", "states"])
+def test_what_float16_cannot_hold_is_an_error_that_names_the_remedy(tiny: TinyModels, fields: str):
+    tracer = make_tracer(spoiled(tiny, "fox", value=1e6), fields=fields, stored="float16")
+    records = tracer.trace(tracer.ask(QUESTIONS))
+    assert [record["status"] for record in records] == ["ok", "ok", "error", "ok", "ok"]
+    assert "more than float16 holds: use stored=bfloat16" in str(records[2]["error"])
+
+
+def test_bfloat16_holds_what_float16_cannot(tiny: TinyModels):
+    tracer = make_tracer(spoiled(tiny, "fox", value=1e6), fields="hidden,nodes,states", stored="bfloat16")
+    records = tracer.trace(tracer.ask(QUESTIONS))
+    assert all(record["status"] == "ok" for record in records)
+    assert all(bool(record["hidden"].isfinite().all()) for record in records)  # pyright: ignore
+
+
+def test_a_record_has_every_field_of_the_schema_whether_it_failed_or_not(tiny: TinyModels):
+    tracer = make_tracer(tiny.loaded("llama"), fields="heads")
+    records = tracer.trace(tracer.ask([QUESTIONS[2], Question("empty", "")]))
+    assert [list(record) for record in records] == [list(tracer.schema())] * 2
+    assert records[0]["aliases"] == ["Paris", "Lutetia"] and records[0]["prompt_len"] == 2
+    assert tracer.trace([]) == []
