@@ -30,7 +30,9 @@ def cut(ids: list[int], *stop: str) -> Answer:
 
 
 def test_an_answer_ends_before_the_end_of_text_token_which_is_kept():
-    assert cut([*ids_of("the", " is"), EOS, PAD, PAD]) == Answer([*ids_of("the", " is"), EOS], 2, "the is", "the is", "eos")
+    assert cut([*ids_of("the", " is"), EOS, PAD, PAD]) == Answer(
+        [*ids_of("the", " is"), EOS], 2, "the is", "the is", "eos"
+    )
 
 
 def test_an_answer_cut_off_is_everything_generated():

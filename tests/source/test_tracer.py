@@ -1,4 +1,4 @@
-"""A record depends on its question alone: not on its batch, not on what failed beside it, not on a model's own habits."""
+"""A record depends on its question alone: not on its batch, nor on what failed beside it, nor on a model's habits."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def test_an_answer_of_no_tokens_is_looked_at_where_it_ended(tiny: TinyModels):
 def test_generation_ends_at_a_stop_string_with_beams_too(tiny: TinyModels):
     loaded = reciting(load(tiny.folder("llama")), make_tokenizer()("?the fox")["input_ids"])
     tracer = make_tracer(loaded, fields="states", num_beams=3, stop=(" f",))
-    records = tracer.trace(tracer.ask(QUESTIONS[:2] + [Question("recited", "who?")]))
+    records = tracer.trace(tracer.ask([*QUESTIONS[:2], Question("recited", "who?")]))
     assert [record["generated_text"] for record in records[::2]] == ["the fo"] * 2
     assert [record["generated_answer"] for record in records[::2]] == ["the"] * 2
 

@@ -15,6 +15,15 @@ TRACES_DIR = "./traces_data"
 ONE_SHARD = "1000TB"
 
 Trace = dict[str, object]
+# What the old traces called it -> what `extract` does.
+OLD_NAMES = {
+    "prompt_length": "prompt_len",
+    "generated_answer_clean": "generated_answer",
+    "ground_truth_answers": "aliases",
+    "hidden_states": "hidden",
+    "attentions": "attention",
+    "cutoff_method": "finish",
+}
 
 
 class BatchInfo(TypedDict):
@@ -89,14 +98,17 @@ class TraceBatchLoader:
             "global_example_id": number,
             "batch_number": batch,
         }
-        return {**old, **record}
+        named = {theirs: record[ours] for theirs, ours in OLD_NAMES.items() if ours in record}
+        return {**old, **named, **record}
 
     def answer_lengths(self) -> list[int]:
         """Generated tokens of every trace, from shapes alone: all its tokens less the prompt's."""
-        if not {"tokens", "prompt_length"} <= self._traces.fields.keys():
+        fields = self._traces.fields
+        prompt = "prompt_length" if "prompt_length" in fields else OLD_NAMES["prompt_length"]
+        if not {"tokens", prompt} <= fields.keys():
             return []
         rows = map(self._traces.row, range(len(self._traces)))
-        found = [(row.tensors.get("tokens"), row.values["prompt_length"]) for row in rows]
+        found = [(row.tensors.get("tokens"), row.values[prompt]) for row in rows]
         return [tokens.shape[-1] - int(str(prompt)) for tokens, prompt in found if tokens and prompt is not None]
 
     @cached_property

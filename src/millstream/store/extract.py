@@ -4,8 +4,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,14 @@ from typing import Any
 from millstream.config import parse_bytes, read_settings
 from millstream.console import format_bytes, progress, say
 from millstream.engine import Engine
-from millstream.errors import BadSource, ConfigMismatch, StoreFull
+from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.source.llm.batches import plan_batches
 from millstream.source.llm.model import ModelCard, describe_model
 from millstream.source.llm.prompts import Prompt, make_prompt
 from millstream.source.llm.question import Question
 from millstream.source.llm.questions import read_questions
 from millstream.source.llm.settings import ExtractSettings
-from millstream.store.layout import read_manifest
+from millstream.store.layout import MANIFEST, list_shards, read_manifest, write_manifest
 from millstream.store.recover import recover_all
 from millstream.store.rewrite import drop_records
 from millstream.store.table import read_table
@@ -147,6 +147,7 @@ class _Run:
     ) -> None:
         self.path = path
         settings.kept()  # a wrong setting is said before a model is made or loaded
+        _check_sizes(settings)
         self.card: ModelCard = describe_model(settings.of_model(), notify=say)
         if settings.prompt == "auto" and settings.model == "facts":
             settings = replace(settings, prompt="facts")
@@ -155,7 +156,8 @@ class _Run:
         self.config = settings.remembered(self.card, self.prompt)
         self.fields = settings.kept()
         settings.decoding(self.prompt)
-        self.fields.layers_of("hidden", self.card.size)
+        for name in ("hidden", "attention"):
+            self.fields.layers_of(name, self.card.size)
         found = read_questions(
             questions, columns=settings.columns, num_samples=settings.num_samples, shuffle_seed=shuffle_seed
         )
@@ -169,13 +171,12 @@ class _Run:
 
     def prepare(self, *, retry_errors: bool) -> None:
         """Recover what was interrupted, and refuse a store of another configuration or of other questions."""
+        if (self.path / MANIFEST).exists() and not any(list_shards(self.path)):
+            manifest = read_manifest(self.path)
+            if not manifest.shards:  # left by a first run that failed: without records it binds nobody to its settings
+                write_manifest(self.path, replace(manifest, config=self.config, arrow_schema=None))
         with TraceWriter(self.path, config=self.config):
             pass
-        if retry_errors:
-            table = read_table(self.path, read_manifest(self.path), ["status"])
-            failed = [n for n, status in enumerate(table.column("status").to_pylist()) if status == "error"]
-            drop_records(self.path, failed)
-            say(f"{len(failed)} failed before and are asked again")
         self.done = self._read_done()
         texts = {question.id: question.question for question in self.questions}
         for name, text in self.done.items():
@@ -184,6 +185,19 @@ class _Run:
                     f"{self.path}: {name!r} is {text!r} there and {texts[name]!r} here: other questions with the same "
                     "ids. Write to a new folder"
                 )
+        if retry_errors:
+            self._forget_failed(texts)
+
+    def _forget_failed(self, asked: Mapping[str, str]) -> None:
+        """Take the failed ones among the questions asked out of the store."""
+        failed: list[int] = []
+        if self.done:
+            table = read_table(self.path, read_manifest(self.path), ["question_id", "status"])
+            pairs = zip(*(table.column(name).to_pylist() for name in ("question_id", "status")), strict=True)
+            failed = [n for n, (name, status) in enumerate(pairs) if status == "error" and name in asked]
+        drop_records(self.path, failed)
+        self.done = self._read_done()
+        say(f"{len(failed)} failed before and are asked again")
 
     def _read_done(self) -> dict[str, str]:
         manifest = read_manifest(self.path)
@@ -231,8 +245,11 @@ class _Run:
             begun = time.monotonic()
             done = errors = tokens = 0
             memory: dict[tuple[str, int], int] = {}
-            with _interruptible() as stop, progress("extract", missing, unit="traces") as update:
-                results = engine.run(make, batches, redo=self.left_of)
+            with (
+                _interruptible() as stop,
+                progress("extract", missing, unit="traces") as update,
+                closing(engine.run(make, batches, redo=self.left_of)) as results,
+            ):
                 for traced in results:
                     if not done:
                         self._foresee(traced, missing, engine)
@@ -247,7 +264,6 @@ class _Run:
                     if stop():
                         interrupted = True
                         break
-                results.close()
         return self._summary(interrupted=interrupted)
 
     def _foresee(self, first: Traced, missing: int, engine: Engine) -> None:
@@ -280,6 +296,16 @@ class _Run:
         traces = Traces(self.path)
         status = traces.column("status").to_pylist() if len(traces) else []
         return Extracted(self.path, len(traces), status.count("error"), traces.num_bytes, interrupted)
+
+
+def _check_sizes(settings: ExtractSettings) -> None:
+    if settings.shard_records is not None and settings.shard_records < 1:
+        raise BadSetting(f"shard_records={settings.shard_records}: at least 1")
+    for name, size in (("memory", settings.memory), ("shard_bytes", settings.shard_bytes)):
+        try:
+            parse_bytes(1 if size is None else size)
+        except ValueError as error:
+            raise BadSetting(f"{name}={size}: {error}") from None
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -133,7 +133,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 def _json(path: Path) -> Iterator[Row]:
     """A list of rows, or the official TriviaQA file, whose rows are under `Data`."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise BadSource(f"{path}: is no JSON ({error})") from None
     rows: Any = cast("Row", found).get("Data") if isinstance(found, dict) else found
@@ -143,7 +143,7 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         yield from csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
 
 

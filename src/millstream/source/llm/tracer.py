@@ -1,4 +1,4 @@
-"""A batch of questions -> their traces: generate, then replay the answers on the cut-back cache with the layers open."""
+"""A batch of questions -> their traces: generate, then replay the answers on the cut-back cache, looking inside."""
 
 # B batch, P prompt with padding, N generated, T = P + N, V vocabulary
 
