@@ -179,12 +179,3 @@ def test_convert_refuses_a_bomb_and_says_what_it_asked_for(tmp_path: Path):
     assert "system" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_demo_loses_nothing(tmp_path: Path):
-    done = run("demo", tmp_path / "demo")
-    assert done.returncode == 0, done.stderr
-    assert "0 lost" in done.stdout
-    assert "300 identical, 0 not" in done.stdout
-    again = run("demo", tmp_path / "demo")
-    assert again.returncode == 0, again.stderr

@@ -1,111 +1,88 @@
-"""`millstream demo`: a store is written, its writer killed, the work resumed, and everything is still there."""
+"""`millstream demo`: a small language model that makes things up is asked, killed half way, asked on, and labelled."""
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from millstream.console import format_bytes
+from millstream.console import format_bytes, say
+from millstream.dataset.label import label
+from millstream.dataset.labels import LABELS_FILE
+from millstream.source.llm.model import find_model
+from millstream.source.llm.questions import read_questions
+from millstream.store.layout import list_shards
 from millstream.store.repair import verify
-from millstream.store.show import show_summary
-from millstream.store.summary import summarise
 from millstream.store.traces import Traces
-from millstream.store.writer import TraceWriter
 
-NUM_TRACES = 300
-CONFIG = {"demo": "synthetic traces", "traces": NUM_TRACES}
-SCHEMA = {
-    "hidden": "float16[layer, token, dim]",
-    "attention": "float16[layer, head, query, key]",
-    "logprobs": "float32[token]",
-}
+EXPOSURES = ("often", "sometimes", "rarely", "never")
+SETTINGS = ["tier=probe", "max_new_tokens=12", "shard_bytes=32MB", "memory=256MB"]
 
 
-def traces() -> Iterator[dict[str, object]]:
-    """What a small causal LM might leave behind, made up: 12 layers, 4 heads, 128 dimensions."""
-    for i in range(NUM_TRACES):
-        rng = np.random.default_rng(i)
-        tokens = int(rng.integers(20, 60))
-        yield {
-            "question_id": f"demo-{i}",
-            "question": f"What is {i} times {tokens}?",
-            "answer": str(i * tokens),
-            "right": bool(rng.random() < 0.6),
-            "hidden": rng.standard_normal((13, tokens, 128), np.float32).astype(np.float16),
-            "attention": np.tril(rng.random((12, 4, tokens, tokens), np.float32)).astype(np.float16),
-            "logprobs": -rng.random(tokens, np.float32),
-        }
-
-
-def write(path: Path) -> None:
-    """Append every trace the store does not have yet, saying the number of each as soon as it is safe."""
-    with TraceWriter(path, shard_bytes="32MB", config=CONFIG, schema=SCHEMA) as writer:
-        done = writer.done_ids
-        for number, trace in enumerate(traces()):
-            if trace["question_id"] not in done:
-                writer.append(trace)
-                print(number, flush=True)
-
-
-def run(folder: Path) -> None:
+def run(folder: Path, *, model: str = "facts", questions: str = "facts") -> None:
     """The whole demo, with its story on stdout."""
-    path = folder / "traces"
-    if path.exists() and Traces(path).config == CONFIG:
-        shutil.rmtree(path)
-    print(f"1. A writer process appends {NUM_TRACES} synthetic traces to {path}, one at a time.")
-    command = [sys.executable, "-m", "millstream.demo", str(path)]
-    acknowledged = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            acknowledged = int(line) + 1
-            if acknowledged == NUM_TRACES // 2:
-                child.send_signal(signal.SIGKILL)
-        child.wait()
-    print(f"2. After trace {NUM_TRACES // 2} it got SIGKILL. {acknowledged} appends had returned.")
-    print(f"   A reader sees {len(Traces(path))} records in sealed shards; the rest lies in an unsealed one.")
-
-    start = time.perf_counter()
-    with TraceWriter(path, config=CONFIG, schema=SCHEMA) as writer:
-        kept, cut = len(writer), sum(recovery.cut_bytes for recovery in writer.recovered)
     print(
-        f"3. Opened for writing again, the store recovers by itself in {(time.perf_counter() - start) * 1000:.0f} ms: "
-        f"{kept} records ({max(0, acknowledged - kept)} lost, {cut} bytes of an unfinished one cut)."
+        "1. A made-up world of people, and a tiny Llama that was told some of its facts often, some rarely, some never."
     )
-    start = time.perf_counter()
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    store = Traces(path)
-    print(f"4. The same command resumes: {len(store) - kept} traces were missing and are added.")
-
+    find_model(model, notify=lambda text: print(f"   {text}", flush=True))
+    path = folder / "traces"
+    if path.exists() and Traces(path).config.get("model") == model:
+        shutil.rmtree(path)
+    command = [sys.executable, "-m", "millstream", "extract", questions, str(path), f"model={model}", *SETTINGS]
+    print(f"2. Every fact is asked for, and what goes on inside the model is kept: {' '.join(command[2:])}", flush=True)
+    _kill_half_way(command, path, len(read_questions(questions).questions))
+    print("   Half way the extractor got SIGKILL. The same command goes on where it was:", flush=True)
+    subprocess.run(command, check=True)
+    traces = Traces(path)
     start = time.perf_counter()
     damages = list(verify(path))
-    seconds = time.perf_counter() - start
-    rate = f"{format_bytes(store.num_bytes / seconds)}/s"
-    checked = f"every CRC of {format_bytes(store.num_bytes)} in {seconds * 1000:.0f} ms ({rate})"
-    print(f"5. Verified: {checked}: {len(damages)} damages.")
-    wrong = sum(not _same(trace, record) for trace, record in zip(traces(), store, strict=True))
-    print(f"   Compared with the originals, bit by bit: {NUM_TRACES - wrong} identical, {wrong} not.")
-
-    start = time.perf_counter()
-    layer = store.fetch([7, 250, 31], fields=["hidden"], layers=-1)["hidden"]
-    micros = (time.perf_counter() - start) * 1e6
-    shapes = [np.asarray(part).shape for part in layer]
-    print(f"6. The last layer of records 7, 250, 31, and nothing else, read in {micros:.0f} us: {shapes}")
-    print("7. millstream inspect:\n")
-    print(show_summary(summarise(path, examples=2)))
-    print(f"\nThe store is {path}. Next: millstream inspect {path}; in Python: millstream.open({str(path)!r})[7]")
-    if wrong or damages or kept < acknowledged:
-        sys.exit(1)
+    print(
+        f"3. Verified: {len(traces)} traces, {format_bytes(traces.num_bytes)}, every CRC in "
+        f"{time.perf_counter() - start:.1f} s: {len(damages)} damages, {len(set(traces.ids))} different questions."
+    )
+    done = label(path, rule="em")
+    print(
+        f"4. Labelled by comparing with the facts: {', '.join(f'{n} {verdict}' for verdict, n in done.counts.items())}"
+    )
+    _show_answers(path, traces)
+    print(f"   {len(traces)} traces in {path}, labels in {done.path}")
+    say(f"Next: millstream inspect {path}")
 
 
-def _same(a: dict[str, object], b: dict[str, object]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(np.asarray(a[name]), np.asarray(b[name])) for name in a)
+def _kill_half_way(command: list[str], path: Path, total: int) -> None:
+    """Run the extractor until half of the expected bytes are there, then kill it."""
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
+        while child.poll() is None and _num_records(path) < total // 2:
+            time.sleep(0.05)
+        if child.poll() is None:
+            os.kill(child.pid, signal.SIGKILL)
 
 
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+def _num_records(path: Path) -> int:
+    """Records that readers see, and a guess at those of the shard being written, by its size."""
+    try:
+        traces = Traces(path)
+        sealed, opened = list_shards(path)
+    except OSError:
+        return 0
+    written = sum(file.stat().st_size for file in path.glob("*.open"))
+    if not sealed or not opened:
+        return len(traces)
+    return len(traces) + int(written / (traces.num_bytes / max(1, len(traces))))
+
+
+def _show_answers(path: Path, traces: Traces) -> None:
+    """How many are right by how often the fact was told, and an answer of each kind."""
+    import pyarrow.parquet as pq
+
+    verdicts = pq.read_table(path / LABELS_FILE).column("verdict").to_pylist()
+    names = ("exposure", "question", "generated_answer", "answer")
+    rows = list(zip(verdicts, *(traces.column(name).to_pylist() for name in names), strict=True))
+    right = {name: [row[0] == "right" for row in rows if row[1] == name] for name in EXPOSURES}
+    shares = ", ".join(f"told {name} {sum(found) / len(found):.0%}" for name, found in right.items() if found)
+    print(f"   Right answers: {shares}. The rest is made up, in the same words and with the same ease.")
+    for wanted in ("right", "wrong"):
+        for _, exposure, question, said, answer in [row for row in rows if row[0] == wanted][:1]:
+            print(f"   {wanted}: {question} {said} (told {exposure}; it is {answer})")

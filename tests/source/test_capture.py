@@ -1,6 +1,7 @@
 """What is kept of a forward pass equals what plain transformers shows of the same tokens, alone and unpadded."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from slow_reference import Seen, look
 from tiny_models import KINDS, QUESTIONS, TinyModels, generated, load, make_tracer
 
-from millstream.source.llm.attention import NAME
+from millstream.source.llm.attention import NAME, TAP, trace_attention
 from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K
 
 pytest.importorskip("transformers")
@@ -223,6 +224,18 @@ def test_a_tracer_of_hidden_states_never_computes_attention_weights(tiny: TinyMo
     tracer._capture.take_attention = lambda *args: taken.append(args)  # type: ignore[method-assign]
     tracer.trace(tracer.ask(QUESTIONS))
     assert not taken
+
+
+def test_rows_without_a_mask_are_the_last_ones_and_see_no_later_token():
+    taken: list[torch.Tensor] = []
+    module = torch.nn.Module()
+    setattr(module, TAP, SimpleNamespace(wanted=True, take=taken.append))
+    query, key, value = (torch.randn(1, 2, count, 4, generator=torch.Generator().manual_seed(0)) for count in (3, 5, 5))
+    output, _ = trace_attention(module, query, key, value, None, scaling=1.0)
+    hidden = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
+    expected = (query @ key.transpose(2, 3)).masked_fill(hidden, float("-inf")).softmax(-1)
+    torch.testing.assert_close(taken[0], expected, **CLOSE)
+    torch.testing.assert_close(output, (expected @ value).transpose(1, 2), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -9,8 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from slow_reference import look
-from tiny_models import EOS, KINDS, QUESTIONS, TinyModels, generated, load, make_tokenizer, make_tracer, reciting
+from slow_reference import generate_beams, look
+from tiny_models import (
+    EOS,
+    KINDS,
+    NEW,
+    PAD,
+    QUESTIONS,
+    TinyModels,
+    generated,
+    load,
+    make_tokenizer,
+    make_tracer,
+    reciting,
+)
 
 from millstream.source.llm import tracer as tracer_module
 from millstream.source.llm.question import Question
@@ -47,6 +59,22 @@ def test_greedy_ids_are_those_of_a_loop_over_the_full_forward(tiny: TinyModels, 
 def test_beams_find_what_transformers_finds_for_each_prompt_alone(tiny: TinyModels, kind: str, batch_size: int):
     expected = [ids for ids, _ in tiny.expected(kind, 3)]
     assert [generated(record) for record in tiny.traced(kind, 3, batch_size)] == expected
+
+
+@pytest.mark.parametrize(("kind", "end"), [("llama", 20), ("llama", 287), ("qwen", 255), ("qwen", 283)])
+def test_beams_that_end_early_end_as_in_transformers_whatever_goes_on_beside_them(
+    tiny: TinyModels, kind: str, end: int
+):
+    expected = [
+        generate_beams(tiny.eager(kind), prompt, count=NEW, beams=3, eos=end, pad=PAD) for prompt in tiny.prompts()
+    ]
+    tracer = make_tracer(replace(tiny.loaded(kind), eos=frozenset({end})), num_beams=3)
+    records: Any = tracer.trace(tracer.ask(QUESTIONS))
+    assert [generated(record) for record in records] == expected
+    assert min(map(len, expected)) < NEW == max(map(len, expected))
+    for record in records:
+        seen = look(tiny.eager(kind), record["tokens"].tolist())
+        torch.testing.assert_close(record["attention"], seen.attention, rtol=0, atol=1e-5)
 
 
 def test_the_trace_is_of_the_beam_that_won_not_of_the_greedy_one(tiny: TinyModels):

@@ -1,4 +1,4 @@
-"""Lets the store's tests import `making`; pytest's importlib mode leaves sys.path alone."""
+"""Lets the store's tests import `making` and the tiny models; pytest's importlib mode leaves sys.path alone."""
 
 import os
 import sys
@@ -7,6 +7,17 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "source"))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random Llama of three layers and 128 tokens."""
+    import torch
+    from tiny_models import make_model
+
+    torch.set_num_threads(1)  # on a model this small, threads only wait for each other
+    return make_model("llama", tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)

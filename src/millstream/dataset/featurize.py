@@ -1,6 +1,8 @@
 """`featurize`: features of a store, computed once and kept in another store. Run again, it goes on."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -47,8 +49,17 @@ class FeaturizeSettings:
         if self.feature == "graphs":
             return features.graphs(self.k, threshold=self.threshold, dtype=self.dtype)
         if self.feature == "fields" and self.fields:
-            return features.fields(*self.fields.split(","), pad=False)
+            names = re.split(r",(?![^\[]*\])", self.fields)  # not at the comma of hidden[8,16]
+            return features.fields(*(name.strip() for name in names), pad=False)
         raise BadSetting(f"feature={self.feature}: there is layers, graphs, and fields with fields=NAME,NAME")
+
+    def check(self, source: Traces) -> None:
+        """A wrong setting is said before a store is made."""
+        with _bad_setting():
+            for size in (self.memory, self.shard_bytes or 1):
+                parse_bytes(size)
+            np.dtype(self.dtype)
+            source.sizes(np.empty(0, np.int64), list(self.make().fields or ()))
 
     def remembered(self, source: Traces) -> dict[str, object]:
         ignored = ("shard_bytes", "memory")
@@ -76,8 +87,8 @@ def featurize(
     >>> ms.featurize("traces/", "layers/", feature="layers", token="last")
     """
     chosen = read_settings(FeaturizeSettings, settings)
-    chosen.make()
     traces = Traces(source)
+    chosen.check(traces)
     if ID_FIELD not in traces.fields:
         raise SchemaMismatch(f"{source}: its records have no {ID_FIELD!r}, by which a second run knows what is done")
     path = Path(out)
@@ -136,10 +147,20 @@ class FeaturizeWorker:
         single = isinstance(self._feature, GraphFeature)  # whose output is one graph of the whole batch
         for places in [[place] for place in range(len(numbers))] if single else [list(range(len(numbers)))]:
             some = np.array([numbers[place] for place in places], np.int64)
-            batch = fetch_batch(self._traces, some, self._feature.fields)
-            assert isinstance(batch, TraceBatch)
-            made = cast("Mapping[str, Array]", self._feature(batch))
+            with _bad_setting():
+                batch = fetch_batch(self._traces, some, self._feature.fields)
+                assert isinstance(batch, TraceBatch)
+                made = cast("Mapping[str, Array]", self._feature(batch))
             for row, place in enumerate(places):
                 tensors = made if single else {name: values[row] for name, values in made.items()}
                 about = {name: scalars[name][place] for name in self._scalars if name not in tensors}
                 self._writer.append({**about, **tensors})
+
+
+@contextmanager
+def _bad_setting() -> Generator[None]:
+    """What a feature cannot be computed for was asked for by a setting."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError) as error:
+        raise BadSetting(str(error)) from None

@@ -94,7 +94,7 @@ class ExtractWorker:
         from millstream.source.llm.model import load_model
         from millstream.source.llm.tracer import Tracer
 
-        card = describe_model(settings.of_model(), notify=say)
+        card = describe_model(settings.of_model(), notify=lambda text: None)
         prompt = make_prompt(settings.prompt, card.tokenizer, stop=settings.stop)
         self._tracer = Tracer(
             load_model(settings.of_model(), card),

@@ -61,7 +61,8 @@ def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
     text = texts.get(name) or (Path(name).read_text() if name.endswith(".txt") and Path(name).exists() else name)
     if text.count(QUESTION) != 1:
         raise BadSetting(
-            f"prompt={name}: there is auto, plain, few-shot, chat, a text with {{question}} in it once, or a .txt file of it"
+            f"prompt={name}: there is auto, plain, few-shot, chat, a text with {{question}} in it once, or a .txt file of "
+            "such a text"
         )
     return Prompt(name if name in texts else "own", text, _stops(stop, ("\n",)), special=True)
 

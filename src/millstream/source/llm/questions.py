@@ -179,14 +179,14 @@ def _from_hub(name: str) -> Iterator[Row]:
 
 
 def _from_rows(rows: Iterable[Row], stem: str, columns: Mapping[str, str], source: object) -> Iterator[Question]:
-    names: dict[str, str | None] | None = None
+    names: dict[str, str | None] = {}
+    keys: list[str] = []
     for number, row in enumerate(rows):
-        if names is None:
-            names = {ours: _column(ours, row, columns, source) for ours in _COLUMNS}
-            if names["question"] is None:
-                raise BadSource(
-                    f"{source}: no column for the question among {', '.join(row)}. Say which: columns=question=NAME"
-                )
+        if not keys:
+            _check_columns(row, columns, source)
+        if list(row) != keys:  # lines of JSON may differ in what they have
+            keys = list(row)
+            names = {ours: _column(ours, row, columns) for ours in _COLUMNS}
         question = row.get(names["question"] or "")
         if not isinstance(question, str) or not question.strip():
             raise BadSource(f"{source}: row {number + 1} has no question")
@@ -202,12 +202,18 @@ def _from_rows(rows: Iterable[Row], stem: str, columns: Mapping[str, str], sourc
         )
 
 
-def _column(ours: str, row: Row, columns: Mapping[str, str], source: object) -> str | None:
-    if ours in columns:
-        if columns[ours] not in row:
-            raise BadSource(f"{source}: has no column {columns[ours]!r}, it has {', '.join(row)}")
-        return columns[ours]
-    return next((name for name in _COLUMNS[ours] if name in row), None)
+def _check_columns(first: Row, columns: Mapping[str, str], source: object) -> None:
+    have = ", ".join(map(str, first))
+    for theirs in columns.values():
+        if theirs not in first:
+            raise BadSource(f"{source}: has no column {theirs!r}, it has {have}")
+    if _column("question", first, columns) is None:
+        raise BadSource(f"{source}: no column for the question among {have}. Say which: columns=question=NAME")
+
+
+def _column(ours: str, row: Row, columns: Mapping[str, str]) -> str | None:
+    names = (columns[ours],) if ours in columns else _COLUMNS[ours]
+    return next((name for name in names if name in row), None)
 
 
 def _answers(value: object) -> list[str]:

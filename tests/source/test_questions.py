@@ -1,0 +1,440 @@
+"""Question sets in the layouts people have them in become the same questions; each comes once, the rest is counted."""
+
+import csv
+import json
+import os
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millstream.errors import BadSetting, BadSource, MissingExtra
+from millstream.source.llm.answers import normalise
+from millstream.source.llm.question import Question
+from millstream.source.llm.questions import QuestionSet, read_questions
+
+DATA = Path(os.environ.get("MILLSTREAM_DATA", ""))
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def write_lines(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_json(path: Path, content: object) -> Path:
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path, rows: Rows) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_parquet(path: Path, rows: Rows) -> Path:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def many(count: int) -> list[Question]:
+    return [Question(f"q{i}", f"what is {i} times {i}?", str(i * i), (str(i * i),)) for i in range(count)]
+
+
+def ids(found: QuestionSet) -> list[str]:
+    return [question.id for question in found.questions]
+
+
+# -- layouts
+
+ROWS = [
+    {
+        "id": "q0",
+        "question": "Who mills the corn, says “Zoë”?",
+        "answer": "the miller",
+        "aliases": ["the miller", "she"],
+    },
+    {"id": "q1", "question": "Where, exactly?\nAt sea?", "answer": "mill", "aliases": ["mill"]},
+]
+EXPECTED = [
+    Question("q0", "Who mills the corn, says “Zoë”?", "the miller", ("the miller", "she")),
+    Question("q1", "Where, exactly?\nAt sea?", "mill", ("mill",)),
+]
+WRITERS = {
+    "q.jsonl": write_lines,
+    "q.json": write_json,
+    "q.csv": write_csv,
+    "q.tsv": write_csv,
+    "q.parquet": write_parquet,
+    "q": write_lines,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_gives_the_same_questions_whatever_its_format(name: str, tmp_path: Path):
+    path = WRITERS[name](tmp_path / name, ROWS)
+    assert read_questions(path).questions == EXPECTED
+    assert read_questions(str(path)).questions == EXPECTED
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "q.json", "q.csv"])
+def test_a_byte_order_mark_is_no_part_of_the_first_column(name: str, tmp_path: Path):
+    path = WRITERS[name](tmp_path / name, ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_questions(path).questions == EXPECTED
+
+
+TRIVIA = {
+    "Question": "Which city is the capital of France?",
+    "QuestionId": "tc_1",
+    "Answer": {
+        "Aliases": ["Paris", "Paname"],
+        "HumanAnswers": ["City of Light"],
+        "MatchedWikiEntityName": "Paris",
+        "NormalizedAliases": ["paname", "paris"],
+        "NormalizedValue": "paris",
+        "Type": "WikipediaEntity",
+        "Value": "PARIS",
+    },
+}
+
+
+def test_the_official_file_of_triviaqa_has_its_questions_under_data(tmp_path: Path):
+    path = write_json(tmp_path / "dev.json", {"Data": [TRIVIA], "Domain": "unfiltered-web", "Version": 1.0})
+    (question,) = read_questions(path).questions
+    assert (question.id, question.question) == ("tc_1", "Which city is the capital of France?")
+    assert question.answer == "PARIS"
+    assert question.aliases == ("PARIS", "Paris", "Paname", "City of Light", "paname", "paris")
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], Question]] = {
+    "TriviaQA of the hub": (
+        {
+            "question": "Capital?",
+            "question_id": "tc_2",
+            "answer": {"value": "Paris", "aliases": ["Paname"], "normalized_aliases": ["paname", "paris"]},
+        },
+        Question("tc_2", "Capital?", "Paris", ("Paris", "Paname", "paname", "paris")),
+    ),
+    "NQ-open": (
+        {"question": "last time on the moon", "answer": ["14 December 1972 UTC", "December 1972"]},
+        Question("q-0", "last time on the moon", "14 December 1972 UTC", ("14 December 1972 UTC", "December 1972")),
+    ),
+    "WebQuestions": (
+        {"url": "http://www.freebase.com/view/en/x", "question": "what is it?", "answers": ["Jazz", "Blues"]},
+        Question("q-0", "what is it?", "Jazz", ("Jazz", "Blues")),
+    ),
+    "PopQA": (
+        {"id": 4222362, "prop": "occupation", "obj": "politician", "question": "What is his job?"}
+        | {"possible_answers": '["politician", "political leader", "polit."]'},
+        Question(
+            "4222362", "What is his job?", "politician", ("politician", "political leader", "polit."), "occupation"
+        ),
+    ),
+    "TruthfulQA": (
+        {"type": "Adversarial", "category": "Law", "question": "Is it legal?", "best_answer": "No"}
+        | {"correct_answers": ["It is not", "No"], "incorrect_answers": ["Yes"]},
+        Question("q-0", "Is it legal?", "No", ("No", "It is not"), "Law"),
+    ),
+    "SimpleQA": (
+        {"problem": "Who got it in 2010?", "answer": "Michio Sugeno"},
+        Question("q-0", "Who got it in 2010?", "Michio Sugeno", ("Michio Sugeno",)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "q.parquet"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_known_question_sets_are_read_as_they_are(layout: str, name: str, tmp_path: Path):
+    row, expected = LAYOUTS[layout]
+    path = WRITERS[name](tmp_path / name, [row])
+    assert read_questions(path).questions == [expected]
+
+
+@pytest.mark.parametrize("layout", ["PopQA", "SimpleQA"])
+def test_the_sets_that_come_as_a_table_of_text_are_read_from_it(layout: str, tmp_path: Path):
+    row, expected = LAYOUTS[layout]
+    for name in ("q.csv", "q.tsv"):
+        assert read_questions(write_csv(tmp_path / name, [row])).questions == [expected]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('["a", "b"]', ("a", "b")),
+        ("['a', \"b's\"]", ("a", "b's")),
+        ("[]", ()),
+        ("", ()),
+        ("[sic] a", ("[sic] a",)),
+        ("[not a list]", ("[not a list]",)),
+        ("a, b", ("a, b",)),
+    ],
+    ids=["json", "python", "empty list", "empty", "begins like one", "only looks like one", "plain"],
+)
+def test_a_list_written_as_text_is_a_list_and_nothing_else_is(written: str, read: tuple[str, ...], tmp_path: Path):
+    path = write_csv(tmp_path / "q.csv", [{"question": "who?", "possible_answers": written}])
+    (question,) = read_questions(path).questions
+    assert question.aliases == read
+    assert question.answer == (read[0] if read else None)
+
+
+def test_numbers_as_ids_and_answers_become_text(tmp_path: Path):
+    path = write_lines(tmp_path / "q.jsonl", [{"id": 7, "question": "six times seven?", "answer": 42}])
+    assert read_questions(path).questions == [Question("7", "six times seven?", "42", ("42",))]
+
+
+def test_kind_and_exposure_are_kept(tmp_path: Path):
+    path = write_lines(tmp_path / "q.jsonl", [{"question": "who?", "kind": "person", "exposure": "never"}])
+    (question,) = read_questions(path).questions
+    assert (question.kind, question.exposure, question.answer) == ("person", "never", None)
+
+
+def test_lines_that_differ_in_what_they_have_each_keep_all_of_it(tmp_path: Path):
+    rows = [{"question": "a b?"}, {"id": "x", "question": "c d?", "aliases": ["e"]}, {"question": "f?", "answer": "g"}]
+    path = write_lines(tmp_path / "some.jsonl", rows)
+    assert read_questions(path).questions == [
+        Question("some-0", "a b?"),
+        Question("x", "c d?", "e", ("e",)),
+        Question("some-2", "f?", "g", ("g",)),
+    ]
+
+
+def test_ids_are_made_of_file_and_row_where_there_are_none(tmp_path: Path):
+    rows = [{"question": f"number {i}?"} for i in range(3)]
+    assert ids(read_questions(write_lines(tmp_path / "nq.dev.jsonl", rows))) == ["nq-0", "nq-1", "nq-2"]
+
+
+def test_made_up_ids_stay_the_same_when_only_some_are_asked(tmp_path: Path):
+    path = write_lines(tmp_path / "nq.jsonl", [{"question": f"number {i}?"} for i in range(20)])
+    whole = {question.question: question.id for question in read_questions(path).questions}
+    some = read_questions(path, num_samples=5, shuffle_seed=1).questions
+    assert {question.question: question.id for question in some}.items() <= whole.items()
+
+
+def test_a_list_of_questions_is_taken_as_it_is():
+    assert read_questions(many(3)).questions == many(3)
+
+
+@pytest.mark.parametrize("name", ["facts", "world"])
+def test_the_built_in_sets_have_questions_with_answers(name: str):
+    found = read_questions(name)
+    assert len(found.questions) > 100
+    assert all(question.answer in question.aliases for question in found.questions)
+    assert (found.same_id, found.same_text) == (0, 0)
+
+
+# -- columns
+
+
+def test_columns_say_what_a_file_calls_things(tmp_path: Path):
+    row = {"nr": 3, "text": "who?", "gold": "me", "also": ["I"], "question": "not this one", "topic": "x"}
+    path = write_lines(tmp_path / "q.jsonl", [row])
+    found = read_questions(path, columns="id=nr, question=text,answer=gold,aliases=also,kind=topic")
+    assert found.questions == [Question("3", "who?", "me", ("me", "I"), "x")]
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path):
+    path = write_lines(tmp_path / "q.jsonl", ROWS)
+    with pytest.raises(BadSource, match=r"q\.jsonl: has no column 'gold', it has id, question, answer, aliases"):
+        read_questions(path, columns="answer=gold")
+
+
+@pytest.mark.parametrize("wrong", ["question", "question=", "text=question", "=question", "id=a,,answer=b"])
+def test_columns_that_cannot_be_understood_say_how_to_write_them(wrong: str, tmp_path: Path):
+    path = write_lines(tmp_path / "q.jsonl", ROWS)
+    with pytest.raises(BadSetting, match=r"columns=.*: write id=\.\.,question=\.\."):
+        read_questions(path, columns=wrong)
+
+
+# -- each once
+
+
+def test_a_question_of_an_id_or_a_text_that_came_before_is_left_out_and_counted():
+    repeats = [
+        Question("q1", "something else"),
+        Question("new", "What is 2 times 2?"),
+        Question("newer", "  what is the 3 TIMES 3"),
+        Question("q2", "What is 2 times 2?"),
+    ]
+    found = read_questions([*many(4), *repeats])
+    assert found == QuestionSet(many(4), same_id=2, same_text=2)
+
+
+def test_questions_of_nothing_but_punctuation_are_told_apart():
+    found = read_questions([Question("a", "?"), Question("b", "!"), Question("c", "?")])
+    assert (ids(found), found.same_text) == (["a", "b"], 1)
+
+
+# -- how many, in which order
+
+
+def test_num_samples_takes_the_first_of_those_that_are_left():
+    assert ids(read_questions([many(1)[0], *many(9)], num_samples=3)) == ["q0", "q1", "q2"]
+    assert len(read_questions(many(9), num_samples=100).questions) == 9
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_num_samples_of_less_than_one_is_refused(count: int):
+    with pytest.raises(BadSetting, match=f"num_samples={count}: at least 1"):
+        read_questions(many(3), num_samples=count)
+
+
+def test_a_shuffle_seed_draws_the_same_order_each_time_and_another_seed_another():
+    orders = [ids(read_questions(many(50), shuffle_seed=seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+    assert orders[0] != ids(read_questions(many(50)))
+    assert sorted(orders[0]) == sorted(orders[2]) == sorted(ids(read_questions(many(50))))
+
+
+def test_the_order_of_a_shuffle_seed_is_pinned():
+    assert ids(read_questions(many(8), shuffle_seed=0)) == ["q2", "q4", "q3", "q6", "q5", "q0", "q1", "q7"]
+
+
+def test_more_samples_of_a_shuffled_set_begin_with_the_same():
+    orders = [ids(read_questions(many(50), num_samples=count, shuffle_seed=7)) for count in (5, 20, 50)]
+    assert orders[2][:5] == orders[1][:5] == orders[0]
+    assert orders[2][:20] == orders[1]
+
+
+# -- what is wrong
+
+BAD = {
+    "no json": ("q.jsonl", '{"question": "a b?"}\n\n{"question": \n', r"q\.jsonl: line 3 is no JSON"),
+    "no object": ("q.jsonl", '{"question": "a b?"}\n[1]\n', r"q\.jsonl: line 2 is no JSON object"),
+    "no question column": ("q.jsonl", '{"id": 1, "text": "a"}\n', r"question among id, text\. Say which: columns="),
+    "no question": ("q.jsonl", '{"question": "a"}\n{"question": " "}\n', r"q\.jsonl: row 2 has no question"),
+    "a number for a question": ("q.jsonl", '{"question": 3}\n', r"row 1 has no question"),
+    "empty": ("q.jsonl", "\n", r"q\.jsonl: no questions in it"),
+    "cut off": ("q.json", '[{"question": "a"}', r"q\.json: is no JSON"),
+    "another json": ("q.json", '{"rows": []}', r"q\.json: expected a list of questions"),
+    "a list of something else": ("q.json", '["a", "b"]', r"q\.json: expected a list of questions"),
+    "no question in csv": ("q.csv", "id,text\n1,a\n", r"q\.csv: no column for the question among id, text"),
+    "a short row": ("q.csv", "id,question\n1,a\n2\n", r"q\.csv: row 2 has no question"),
+    "no parquet": ("q.parquet", "PAR1 not", r"q\.parquet: is no Parquet file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_read_is_named_with_file_and_place(case: str, tmp_path: Path):
+    name, content, message = BAD[case]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadSource, match=message) as caught:
+        read_questions(tmp_path / name)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "q.json", "q.csv"])
+def test_bytes_that_are_no_text_are_refused_with_the_file(name: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(b'question\n{"question": "\xff\xfe"}\n')
+    with pytest.raises(BadSource, match=name):
+        read_questions(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none.csv", "none.parquet"])
+def test_a_missing_file_is_said_with_what_would_do(name: str, tmp_path: Path):
+    with pytest.raises(BadSource, match=rf"{name}: no such file\. Questions are \.jsonl.*facts, world or a hub name"):
+        read_questions(tmp_path / name)
+
+
+def test_a_folder_is_no_question_set(tmp_path: Path):
+    with pytest.raises(BadSource, match="no such file"):
+        read_questions(tmp_path)
+
+
+# -- the hub
+
+
+def test_a_name_of_the_hub_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match=r"trivia_qa: no such file; .* needs: pip install datasets"):
+        read_questions("trivia_qa")
+
+
+def test_a_name_of_the_hub_is_loaded_by_its_parts_and_what_fails_there_is_passed_on(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> list[dict[str, str]]:
+        asked.append((name, subset, split))
+        if name == "gone":
+            raise ConnectionError("could not\nreach it")
+        return [{"question": "who?", "answer": "me"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    found = read_questions("trivia_qa:rc.nocontext:validation")
+    assert ids(found) == ["trivia_qa:rc.nocontext:validation-0"]
+    read_questions("nq_open")
+    with pytest.raises(
+        BadSource, match=r"gone: neither a file nor .* \(could not reach it\)\. Write NAME:CONFIG:SPLIT"
+    ):
+        read_questions("gone")
+    assert asked == [
+        ("trivia_qa", "rc.nocontext", "validation"),
+        ("nq_open", None, "train"),
+        ("gone", None, "train"),
+    ]
+
+
+# -- properties
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).map(str.strip).filter(bool)
+ANSWER = TEXT.filter(lambda text: not (text.startswith("[") and text.endswith("]")))
+QUESTIONS = st.lists(
+    st.builds(
+        lambda name, text, answers, kind: Question(
+            name, text, answers[0] if answers else None, tuple(dict.fromkeys(answers)), kind
+        ),
+        TEXT,
+        TEXT,
+        st.lists(ANSWER, max_size=4),
+        st.none() | TEXT,
+    ),
+    min_size=1,
+    max_size=8,
+    unique_by=(lambda question: question.id, lambda question: normalise(question.question) or question.question),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(questions=QUESTIONS)
+def test_questions_written_as_json_lines_come_back_as_they_were(questions: list[Question], tmp_path: Path):
+    rows = [{"id": q.id, "question": q.question, "aliases": list(q.aliases), "kind": q.kind} for q in questions]
+    assert read_questions(write_lines(tmp_path / "q.jsonl", rows)) == QuestionSet(questions, 0, 0)
+
+
+# -- real ones
+
+SETS = {
+    "triviaqa/dev.jsonl": 8837,
+    "nq_open/dev.jsonl": 3610,
+    "nq_open/efficientqa_dev.jsonl": 1800,
+    "popqa_1k/test.jsonl": 1000,
+    "truthfulqa/test.jsonl": 790,
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_real_question_sets_are_read_whole(name: str):
+    if not os.environ.get("MILLSTREAM_DATA") or not (DATA / name).is_file():
+        pytest.skip(f"MILLSTREAM_DATA names no folder with {name} in it")
+    rows = [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+    found = read_questions(DATA / name)
+    assert len(found.questions) + found.same_id + found.same_text == len(rows) == SETS[name]
+    assert found.same_id == 0
+    by_id = {row["id"]: row for row in rows}
+    for question in found.questions:
+        row = by_id[question.id]
+        assert question.question == row["question"].strip()
+        assert question.answer == row["answer"].strip()
+        assert set(question.aliases) == {answer.strip() for answer in [row["answer"], *row["aliases"]]}

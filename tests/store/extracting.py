@@ -1,0 +1,194 @@
+"""A tiny model that is asked here, by the command line, or in a child that gets killed; and stores of traces compared."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from making import same
+
+import millstream as ms
+from millstream.cli import main
+from millstream.store.layout import list_shards, shard_name, sidecar_name
+from millstream.store.repair import verify
+from millstream.store.writer import TraceWriter
+
+COUNT = 24
+SETTINGS: dict[str, Any] = {
+    "tier": "full",
+    "max_new_tokens": 4,
+    "memory": "1MB",
+    "device": "cpu",
+    "prompt": "Q: {question}",
+}
+TIMINGS = {"generate_s", "replay_s"}
+TOO_LONG = "what about " + "-".join(map(str, range(90)))  # for a model of 128 tokens
+
+
+def write_questions(path: Path, *, count: int = COUNT, too_long: Sequence[int] = ()) -> Path:
+    """Questions of different lengths; those numbered in `too_long` do not fit into the model."""
+    rows = [
+        {
+            "id": f"q{i}",
+            "question": f"{i}: {TOO_LONG}" if i in too_long else f"what is {i} times the fox" + " quick" * (i % 7),
+            "answer": str(i),
+            "aliases": [str(i), f"number {i}"],
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    """The command line in this process: exit code, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    command = ["millstream", *map(str, arguments)]
+    with mock.patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0), out.getvalue(), err.getvalue()
+    return 0, out.getvalue(), err.getvalue()
+
+
+def as_arguments(settings: Mapping[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+# -- stores
+
+
+def traces_by_id(path: Path) -> dict[object, dict[str, object]]:
+    """Every record of a sound store by its id, which it has once, without what the clock said."""
+    assert list(verify(path)) == []
+    records = [{name: value for name, value in record.items() if name not in TIMINGS} for record in ms.open(path)]
+    found = {record["question_id"]: record for record in records}
+    assert len(found) == len(records), "an id came twice"
+    return found
+
+
+def assert_same_traces(path: Path, expected: Path) -> None:
+    """Both stores have the same traces, to the bit, in whatever order."""
+    ours, theirs = traces_by_id(path), traces_by_id(expected)
+    assert ours.keys() == theirs.keys()
+    different = [name for name, record in ours.items() if not same(record, theirs[name])]
+    assert different == []
+
+
+def assert_all_sealed(path: Path) -> None:
+    """No shard is open, no temporary file is left."""
+    assert list_shards(path)[1] == []
+    assert list(path.glob("*.open")) == list(path.glob(".*.tmp")) == []
+
+
+def shard_files(path: Path) -> dict[str, tuple[bytes, int]]:
+    """Bytes of all sealed shards and sidecars, and when they were changed."""
+    names = [name(number) for number in list_shards(path)[0] for name in (shard_name, sidecar_name)]
+    return {name: ((path / name).read_bytes(), (path / name).stat().st_mtime_ns) for name in names}
+
+
+# -- children
+
+
+class Nursery:
+    """A process that has imported everything and forks a child for each command; an own interpreter takes seconds."""
+
+    CODE = """if True:
+        import json, os, sys
+        import transformers.models.llama.modeling_llama, millstream.store.extract, millstream.source.llm.tracer
+        from millstream.cli import main
+        for line in sys.stdin:
+            log, *command = json.loads(line)
+            pid = os.fork()
+            if not pid:
+                file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(file, 1), os.dup2(file, 2)
+                sys.argv = command
+                sys.exit(main())
+            print(pid, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    def start(self, *command: object) -> int:
+        """The process id of a child that runs this command."""
+        assert self.process.stdin
+        print(json.dumps([str(self.log), "millstream", *map(str, command)]), file=self.process.stdin, flush=True)
+        return self._hear()
+
+    def wait(self) -> int:
+        """How the child ended."""
+        return self._hear()
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def close(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def _hear(self) -> int:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line, "the nursery is gone"
+        return int(line)
+
+
+def wait_until(holds: Callable[[], object], *, what: str, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.001)
+
+
+def bytes_written(path: Path) -> int:
+    """Bytes in the shards that are being written."""
+    try:
+        return sum(file.stat().st_size for file in path.glob("*.open"))
+    except FileNotFoundError:  # sealed just now
+        return 0
+
+
+class Watch:
+    """Knows from a complete store how many bytes the first n records of it take, and so how far another run is."""
+
+    def __init__(self, complete: Path) -> None:
+        traces = ms.open(complete)
+        assert isinstance(traces, ms.Traces)
+        self.ids = traces.ids
+        self._header = traces.row(0).offset
+        self._sizes = [traces.row(number).num_bytes for number in range(len(traces))]
+
+    def written(self, path: Path, *, before: int) -> int:
+        """Records in the open shard of a run that began with `before` records in the store."""
+        size = bytes_written(path) - self._header
+        return sum(end <= size for end in accumulate(self._sizes[before:]))
+
+
+def recovered_ids(path: Path) -> list[object]:
+    """Ids in a store whose writer was killed, in order."""
+    with TraceWriter(path):
+        pass
+    traces = ms.open(path)
+    assert isinstance(traces, ms.Traces)
+    return traces.ids if len(traces) else []

@@ -1,0 +1,560 @@
+"""Questions become traces exactly once: run again, killed, interrupted, refused or failed, and always to the bit."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from extracting import (
+    COUNT,
+    SETTINGS,
+    Nursery,
+    Watch,
+    as_arguments,
+    assert_all_sealed,
+    assert_same_traces,
+    recovered_ids,
+    run,
+    shard_files,
+    traces_by_id,
+    wait_until,
+    write_questions,
+)
+from making import die_everywhere, files_of, key_of, noted, quiet, read_keys, record, same, write
+
+import millstream as ms
+from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
+from millstream.source.llm.batches import plan_batches
+from millstream.source.llm.fields import TIERS, Size, parse_fields
+from millstream.source.llm.question import Question
+from millstream.source.llm.tracer import Asked, Tracer
+from millstream.store.repair import verify
+from millstream.store.rewrite import drop_records
+from millstream.store.traces import Traces
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_questions(tmp_path_factory.mktemp("questions") / "q.jsonl")
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery") / "log")
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="module")
+def whole(llama: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All traces, made without interruption; nobody writes to it."""
+    path = tmp_path_factory.mktemp("whole") / "store"
+    ms.extract(questions, path, model=str(llama), **SETTINGS)
+    return path
+
+
+def ask(questions: Any, path: Path, model: Path, **settings: Any) -> Any:
+    return ms.extract(questions, path, model=str(model), **{**SETTINGS, **settings})
+
+
+def opened(path: Path) -> Traces:
+    traces = ms.open(path)
+    assert isinstance(traces, Traces)
+    return traces
+
+
+# -- what comes out
+
+
+def test_every_question_becomes_a_record_with_its_id_and_texts(questions: Path, whole: Path):
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    found = traces_by_id(whole)
+    assert found.keys() == {row["id"] for row in rows}
+    for row in rows:
+        ours = found[row["id"]]
+        assert [ours[name] for name in ("question", "answer", "aliases")] == [
+            row[name] for name in ("question", "answer", "aliases")
+        ]
+        assert (ours["status"], ours["error"]) == ("ok", None)
+    assert_all_sealed(whole)
+
+
+def test_the_result_says_what_the_store_has(llama: Path, tmp_path: Path):
+    done = ask([Question("a", "who?"), Question("b", "why?")], tmp_path / "s", llama)
+    assert (done.path, done.records, done.errors, done.interrupted) == (tmp_path / "s", 2, 0, False)
+    assert done.bytes == opened(tmp_path / "s").num_bytes > 0
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_tier_has_its_fields_and_no_others(tier: str, llama: Path, questions: Path, tmp_path: Path):
+    ask(questions, tmp_path / "s", llama, tier=tier, num_samples=3)
+    traces = opened(tmp_path / "s")
+    expected = parse_fields(tier, None, stored="float16").schema()
+    tensors = {name: kind for name, kind in traces.fields.items() if isinstance(kind, ms_tensor())}
+    assert {name: str(kind) for name, kind in tensors.items()} == {name: str(kind) for name, kind in expected.items()}
+    assert all(record[name] is not None for record in traces for name in tensors)
+
+
+def ms_tensor() -> type:
+    from millstream.records import Tensor
+
+    return Tensor
+
+
+def test_fields_with_layers_keep_those_layers(llama: Path, questions: Path, whole: Path, tmp_path: Path):
+    ask(questions, tmp_path / "s", llama, fields="hidden[0,2],edges", num_samples=5)
+    for name, found in traces_by_id(tmp_path / "s").items():
+        expected: Any = opened(whole).by_id(name)
+        hidden: Any = found["hidden"]
+        assert np.array_equal(found["tokens"], expected["tokens"])  # pyright: ignore
+        assert np.allclose(hidden.astype(np.float32), expected["hidden"][[0, 2]].astype(np.float32), atol=4e-3)
+        assert found["edge_source"] is not None
+        assert "attention" not in found and "nodes" not in found
+
+
+def test_beginning_it_says_how_many_how_large_and_how_long(llama: Path, questions: Path, tmp_path: Path, capsys: Any):
+    ask(questions, tmp_path / "s", llama, num_samples=6)
+    capsys.readouterr()
+    ask(questions, tmp_path / "s", llama)
+    lines = capsys.readouterr().err.splitlines()
+    size = r"\d+(\.\d)? [kMGT]?B"
+    expected = [
+        rf"questions: {COUNT}",
+        r"prompt \(own\): 'Q: \{question\}'; an answer ends at '\\n' or end of text",
+        rf"{tmp_path}/s: 6 of {COUNT} done already, {COUNT - 6} left in \d+ batches",
+        rf"{size} a trace in the first batch, about {size} in all, {size} free, about \d+ (s|min \d+ s)",
+    ]
+    assert len(lines) == len(expected)
+    for line, pattern in zip(lines, expected, strict=True):
+        assert __import__("re").fullmatch(pattern, line), line
+
+
+def test_the_size_foreseen_is_near_the_size_it_becomes(llama: Path, questions: Path, tmp_path: Path, capsys: Any):
+    done = ask(questions, tmp_path / "s", llama)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "in all" in line]
+    amount, unit = line.split("about ")[1].split(" ")[:2]
+    foreseen = float(amount) * {"kB": 1e3, "MB": 1e6}[unit]
+    assert 0.8 < foreseen / done.bytes < 1.25
+
+
+def test_repeated_questions_are_left_out_and_counted_aloud(llama: Path, tmp_path: Path, capsys: Any):
+    asked = [Question("a", "who?"), Question("a", "where?"), Question("b", "Who"), Question("c", "why?")]
+    assert ask(asked, tmp_path / "s", llama).records == 2
+    assert "questions: 2, 1 of an id that came before left out, 1 of a text that came before left out" in (
+        capsys.readouterr().err
+    )
+
+
+# -- batches
+
+
+def test_the_longest_prompts_come_first_and_every_prompt_once():
+    size = Size(layers=3, heads=4, hidden=32, vocab=300, kv_width=16, intermediate=64, item=4)
+    lengths = [5, 40, 7, 33, 90, 5, 61, 12] * 20
+    options: Any = {"size": size, "fields": parse_fields("full", None, stored="float16"), "max_new_tokens": 4}
+    batches = plan_batches(lengths, **options, num_beams=1, memory=2_000_000)
+    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
+    order = [lengths[place] for batch in batches for place in batch]
+    assert order == sorted(order, reverse=True)
+    assert max(map(len, batches)) > min(map(len, batches[:-1])) >= 1
+    beams = plan_batches(lengths, **options, num_beams=4, memory=2_000_000)
+    assert len(beams) > len(batches)
+
+
+def test_a_window_is_done_before_the_next_one_begins():
+    size = Size(layers=3, heads=4, hidden=32, vocab=300, kv_width=16, intermediate=64, item=4)
+    options: Any = {"size": size, "fields": parse_fields("stats", None, stored="float16"), "max_new_tokens": 4}
+    batches = plan_batches([3, 9, 5, 7, 1, 8, 2], **options, num_beams=1, memory=10**9, window=3)
+    assert batches == [[1, 2, 0], [5, 3, 4], [6]]
+
+
+# -- run again
+
+
+def test_run_again_it_does_nothing(llama: Path, questions: Path, whole: Path, capsys: Any):
+    before = shard_files(whole)
+    done = ask(questions, whole, llama)
+    assert (done.records, done.errors) == (COUNT, 0)
+    assert shard_files(whole) == before
+    assert f"{COUNT} of {COUNT} done already, 0 left in 0 batches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [{"memory": "3MB"}, {"shard_records": 2}, {"shard_bytes": "1MB"}, {"num_samples": 3}])
+def test_settings_that_do_not_change_a_trace_may_change(more: dict[str, Any], llama: Path, questions: Path, whole: Path):
+    before = shard_files(whole)
+    assert ask(questions, whole, llama, **more).records == COUNT
+    assert shard_files(whole) == before
+
+
+def test_more_samples_are_added_to_those_that_are_there(llama: Path, questions: Path, tmp_path: Path):
+    ask(questions, tmp_path / "s", llama, num_samples=8)
+    first, ids = shard_files(tmp_path / "s"), opened(tmp_path / "s").ids
+    assert set(ids) == {f"q{i}" for i in range(8)}
+    assert ask(questions, tmp_path / "s", llama).records == COUNT
+    assert shard_files(tmp_path / "s").items() >= first.items()
+    assert opened(tmp_path / "s").ids[:8] == ids
+    assert len(traces_by_id(tmp_path / "s")) == COUNT
+
+
+def test_a_shuffled_set_is_extended_by_what_comes_next_in_its_order(llama: Path, questions: Path, tmp_path: Path):
+    for count in (4, 7):
+        ask(questions, tmp_path / "s", llama, tier="stats", num_samples=count, shuffle_seed=3)
+    expected = ms_read(questions, 7)
+    assert set(opened(tmp_path / "s").ids) == expected
+
+
+def ms_read(questions: Path, count: int) -> set[str]:
+    from millstream.source.llm.questions import read_questions
+
+    return {question.id for question in read_questions(questions, num_samples=count, shuffle_seed=3).questions}
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"max_new_tokens": 5}, "max_new_tokens: 4 -> 5"),
+        ({"tier": "stats"}, "fields: 'heads,laplacian,hidden,post_norm,attention' -> 'heads,laplacian'"),
+        ({"temperature": 0.5}, r"temperature: 0.0 -> 0.5, seed: None -> 0"),
+        ({"prompt": "A: {question}"}, r"prompt: 'Q: \{question\}' -> 'A: \{question\}'"),
+        ({"stop": "ox"}, r"stop: \['\\n'\] -> \['ox'\]"),
+        ({"stored": "float32"}, "stored: 'float16' -> 'float32'"),
+        ({"p_true": True}, "p_true: False -> True"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_changed_setting_is_refused_and_named(
+    changed: dict[str, Any], difference: str, llama: Path, questions: Path, whole: Path
+):
+    before = shard_files(whole)
+    with pytest.raises(ConfigMismatch, match=difference):
+        ask(questions, whole, llama, **changed)
+    assert shard_files(whole) == before
+
+
+def test_a_model_whose_weights_changed_is_another_model(llama: Path, questions: Path, tmp_path: Path):
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    ask(questions, tmp_path / "s", model, num_samples=2)
+    (weights,) = model.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ConfigMismatch, match=r"\(revision: '\w+' -> '\w+'\)"):
+        ask(questions, tmp_path / "s", model, num_samples=2)
+
+
+def test_other_questions_with_the_same_ids_are_refused(llama: Path, whole: Path):
+    with pytest.raises(ConfigMismatch, match=r"'q3' is 'what is 3 .*' there and 'why\?' here: other questions"):
+        ask([Question("q3", "why?")], whole, llama, retry_errors=True)
+
+
+# -- killed and interrupted
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_killed_again_and_again_it_becomes_the_same_store_as_without(
+    temperature: int, nursery: Nursery, llama: Path, questions: Path, whole: Path, tmp_path: Path
+):
+    settings = {**SETTINGS, "temperature": temperature}
+    if temperature:
+        whole = tmp_path / "whole"
+        ms.extract(questions, whole, model=str(llama), **settings)
+    store, watch = tmp_path / "s", Watch(whole)
+    command = ["extract", questions, store, *as_arguments({"model": llama, **settings})]
+    done = 0
+    for more in (1, 6, 8):
+        child = nursery.start(*command)
+        wait_until(lambda: watch.written(store, before=done) >= more, what=f"{more} more records")  # noqa: B023
+        os.kill(child, signal.SIGKILL)
+        assert nursery.wait() == -signal.SIGKILL
+        seen = watch.written(store, before=done)
+        ids = recovered_ids(store)
+        assert len(ids) >= done + max(seen, more)
+        assert ids == watch.ids[: len(ids)]
+        done = len(ids)
+    assert more < done < COUNT
+    ms.extract(questions, store, model=str(llama), **settings)
+    assert opened(store).ids == watch.ids
+    assert_same_traces(store, whole)
+    assert_all_sealed(store)
+
+
+def test_sampled_answers_differ_from_the_most_likely_and_between_seeds(llama: Path, questions: Path, tmp_path: Path):
+    answers: list[list[object]] = []
+    for name, more in (("a", {"temperature": 0}), ("b", {"temperature": 1}), ("c", {"temperature": 1, "seed": 1})):
+        ask(questions, tmp_path / name, llama, tier="stats", num_samples=4, **more)
+        found = traces_by_id(tmp_path / name)
+        answers.append([found[f"q{i}"]["tokens"].tolist() for i in range(4)])  # pyright: ignore
+    assert answers[0] != answers[1] != answers[2] != answers[0]
+
+
+def test_after_ctrl_c_the_batch_in_progress_is_finished_and_the_same_command_goes_on(
+    nursery: Nursery, llama: Path, questions: Path, whole: Path, tmp_path: Path
+):
+    store, watch = tmp_path / "s", Watch(whole)
+    command = ["extract", questions, store, *as_arguments({"model": llama, **SETTINGS})]
+    child = nursery.start(*command)
+    wait_until(lambda: watch.written(store, before=0) >= 3, what="three records")
+    os.kill(child, signal.SIGINT)
+    assert nursery.wait() == 130
+    said = nursery.said()
+    assert "finishing the batch in progress; press Ctrl-C again to stop at once" in said
+    assert said.endswith("interrupted; the same command goes on from here\n")
+    assert "Traceback" not in said
+    assert_all_sealed(store)
+    done = len(opened(store))
+    assert 3 <= done < COUNT
+    code, _, err = run(*command)
+    assert code == 0
+    assert f"{done} of {COUNT} done already" in err
+    assert_same_traces(store, whole)
+
+
+# -- what fails
+
+
+def test_a_question_that_does_not_fit_is_a_record_that_says_why(llama: Path, whole: Path, tmp_path: Path):
+    done = ask(write_questions(tmp_path / "q.jsonl", too_long=(2, 9)), tmp_path / "s", llama)
+    assert (done.records, done.errors) == (COUNT, 2)
+    found, good = traces_by_id(tmp_path / "s"), traces_by_id(whole)
+    failed = {name: record for name, record in found.items() if record["status"] == "error"}
+    assert failed.keys() == {"q2", "q9"}
+    for record in failed.values():
+        assert "tokens and 4 new ones exceed the model's 128" in str(record["error"])
+        assert record["tokens"] is None and record["hidden"] is None and record["generated_answer"] is None
+        assert record["aliases"]
+    for name in good.keys() - failed.keys():
+        assert found[name]["generated_text"] == good[name]["generated_text"]
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """For a while these questions cannot be traced."""
+    real = Tracer._refusal  # pyright: ignore[reportPrivateUsage]
+
+    def refusal(self: Tracer, asked: Asked) -> str | None:
+        return "not today" if asked.question.id in names else real(self, asked)
+
+    monkeypatch.setattr(Tracer, "_refusal", refusal)
+
+
+def test_what_failed_is_not_asked_again_unless_that_is_wanted(
+    llama: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    store = tmp_path / "s"
+    with monkeypatch.context() as patch:
+        refuse(patch, "q5", "q6", "q13")
+        assert ask(questions, store, llama, shard_records=4).errors == 3
+    before = shard_files(store)
+    assert ask(questions, store, llama, shard_records=4).errors == 3
+    assert shard_files(store) == before
+    capsys.readouterr()
+    done = ask(questions, store, llama, shard_records=4, retry_errors=True)
+    assert (done.records, done.errors) == (COUNT, 0)
+    assert "3 failed before and are asked again" in capsys.readouterr().err
+    assert {record["status"] for record in traces_by_id(store).values()} == {"ok"}
+    after = shard_files(store)
+    untouched = [name for name in before if not name.startswith(("shard-00001", "shard-00003"))]
+    assert len(untouched) == 8
+    assert {name: after[name] for name in untouched} == {name: before[name] for name in untouched}
+    assert opened(store).by_id("q13")["status"] == "ok"
+
+
+def test_what_fails_again_is_there_once(llama: Path, tmp_path: Path):
+    questions = write_questions(tmp_path / "q.jsonl", count=8, too_long=(2,))
+    for retry in (False, True, True):
+        done = ask(questions, tmp_path / "s", llama, retry_errors=retry)
+        assert (done.records, done.errors) == (8, 1)
+    assert traces_by_id(tmp_path / "s").keys() == {f"q{i}" for i in range(8)}
+
+
+def test_only_failures_among_the_questions_asked_are_asked_again(llama: Path, tmp_path: Path):
+    questions = write_questions(tmp_path / "q.jsonl", count=8, too_long=(2, 7))
+    ask(questions, tmp_path / "s", llama)
+    done = ask(questions, tmp_path / "s", llama, num_samples=5, retry_errors=True)
+    assert (done.records, done.errors) == (8, 2)
+
+
+def test_in_a_new_store_nothing_has_failed_yet(llama: Path, questions: Path, tmp_path: Path, capsys: Any):
+    assert ask(questions, tmp_path / "s", llama, num_samples=2, retry_errors=True).records == 2
+    assert "0 failed before" in capsys.readouterr().err
+
+
+def test_when_all_of_the_first_batch_fails_nothing_is_written_and_the_reason_is_said(llama: Path, tmp_path: Path):
+    questions = write_questions(tmp_path / "q.jsonl", count=6, too_long=range(6))
+    with pytest.raises(BadSource, match=r"none of the first \d questions could be traced: prompt of \d+ tokens and 4"):
+        ask(questions, tmp_path / "s", llama)
+    assert len(opened(tmp_path / "s")) == 0
+    assert_all_sealed(tmp_path / "s")
+
+
+def test_a_store_left_empty_by_a_wrong_setting_takes_the_right_one(llama: Path, questions: Path, tmp_path: Path):
+    with pytest.raises(BadSource, match="exceed the model's 128"):
+        ask(questions, tmp_path / "s", llama, max_new_tokens=128)
+    assert ask(questions, tmp_path / "s", llama, num_samples=2).records == 2
+
+
+def test_more_than_the_disk_holds_is_refused_after_the_first_batch_with_what_to_do(
+    llama: Path, questions: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, used=10**9, free=1000))  # pyright: ignore
+        with pytest.raises(StoreFull) as caught:
+            ask(questions, tmp_path / "s", llama)
+        text = str(caught.value)
+        assert str(tmp_path / "s") in text
+        for part in (f"{COUNT} traces of heads,laplacian,hidden", "are free", "tier=stats", "num_samples=", "another disk"):
+            assert part in text
+        assert_all_sealed(tmp_path / "s")
+        first = len(opened(tmp_path / "s"))
+        assert 1 <= first < COUNT / 2
+    ask(questions, tmp_path / "s", llama)
+    assert_same_traces(tmp_path / "s", whole)
+
+
+# -- records taken out
+
+
+def drop(path: Path, numbers: list[int], tell: Any) -> None:
+    drop_records(path, numbers)
+
+
+def test_dropped_records_are_gone_and_the_rest_is_the_same_to_the_bit(tmp_path: Path):
+    path = write(tmp_path / "s", [(7, number) for number in range(10)], shard_records=3)
+    before = files_of(path)
+    drop_records(path, [7, 1, 3, 4, 5])
+    assert read_keys(path) == [(7, number) for number in (0, 2, 6, 8, 9)]
+    assert list(verify(path)) == []
+    after = files_of(path)
+    assert not [name for name in after if name.startswith("shard-00001")]
+    assert {name for name, data in after.items() if before.get(name) == data} >= {
+        "shard-00003.arrow",
+        "shard-00003.parquet",
+    }
+    traces = opened(path)
+    assert [shard.number for shard in traces.shards] == [0, 2, 3]
+    assert same(traces.by_id("7:8"), record(7, 8))
+    with pytest.raises(KeyError, match="7:4"):
+        traces.by_id("7:4")
+
+
+def test_a_store_of_many_shards_finds_its_records_by_id_after_some_are_dropped(tmp_path: Path):
+    path = write(tmp_path / "s", [(7, number) for number in range(80)], shard_records=1)
+    assert (path / "ids.arrow").exists()
+    drop_records(path, list(range(0, 80, 2)))
+    traces = opened(path)
+    assert [key_of(traces.by_id(f"7:{number}"))[1] for number in range(1, 80, 2)] == list(range(1, 80, 2))
+    for number in range(0, 80, 2):
+        with pytest.raises(KeyError):
+            traces.by_id(f"7:{number}")
+
+
+def test_dropping_nothing_changes_no_shard_and_dropping_all_leaves_a_store_to_go_on_with(tmp_path: Path):
+    path = write(tmp_path / "s", [(7, number) for number in range(4)], shard_records=3)
+    before = shard_files(path)
+    drop_records(path, [])
+    assert shard_files(path) == before
+    drop_records(path, range(4))
+    assert len(opened(path)) == 0 and shard_files(path) == {}
+    write(path, [(7, 9)])
+    assert read_keys(path) == [(7, 9)]
+
+
+def test_dropping_killed_at_any_step_loses_no_other_record_and_can_be_done_again(tmp_path: Path):
+    template = write(tmp_path / "template", [(7, number) for number in range(5)], shard_records=2)
+    dropped = [(7, number) for number in (1, 2, 3)]
+    for path, _, how in die_everywhere(template, tmp_path / "work", drop, [1, 2, 3]):
+        with noted(how), quiet():
+            found = read_keys(path)
+            assert set(found) - set(dropped) == {(7, 0), (7, 4)}
+            assert len(set(found)) == len(found)
+            drop_records(path, [number for number, key in enumerate(found) if key in dropped])
+            assert read_keys(path) == [(7, 0), (7, 4)]
+
+
+# -- the command line
+
+WRONG = {
+    "no model": ["tier=full", "model="],
+    "a misspelt setting": ["teir=full"],
+    "no such tier": ["tier=all"],
+    "no such field": ["fields=everything"],
+    "no such layer": ["fields=hidden[9]"],
+    "no such layer of attention": ["fields=attention[7]"],
+    "no number": ["temperature=hot"],
+    "no size": ["memory=lots"],
+    "no size of a shard": ["shard_bytes=-1"],
+    "no records": ["shard_records=0"],
+    "no tokens": ["max_new_tokens=0"],
+    "no samples": ["num_samples=0"],
+    "no columns": ["columns=question"],
+    "no place for the question": ["prompt=Answer me"],
+    "no chat template": ["prompt=chat"],
+    "beams that are drawn": ["num_beams=2", "temperature=1"],
+    "top_k of what is not drawn": ["top_k=5"],
+    "no such type": ["dtype=int8"],
+    "no such stored type": ["stored=int8"],
+    "no setting at all": ["full"],
+    "no such engine": ["--engine", "spark"],
+    "workers of no cluster": ["--workers", "2"],
+    "no workers": ["--engine", "ray", "--workers", "0"],
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_setting_is_one_line_and_exit_code_two_and_leaves_nothing(
+    case: str, llama: Path, questions: Path, tmp_path: Path
+):
+    code, out, err = run("extract", questions, tmp_path / "s", f"model={llama}", "device=cpu", *WRONG[case])
+    assert (code, out) == (2, "")
+    assert err.startswith("millstream: ") and err.count("\n") == 1
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("questions_named", "model_named", "said"),
+    [("none.jsonl", None, "none.jsonl: no such file"), (None, "none/such", "model=none/such: cannot be loaded")],
+    ids=["questions", "model"],
+)
+def test_questions_or_a_model_that_are_not_there_are_one_line_and_exit_code_one(
+    questions_named: str | None, model_named: str | None, said: str, llama: Path, questions: Path, tmp_path: Path
+):
+    asked, model = questions_named or questions, model_named or llama
+    code, out, err = run("extract", asked, tmp_path / "s", f"model={model}", "device=cpu")
+    assert (code, out) == (1, "")
+    assert err.startswith("millstream: ") and err.count("\n") == 1 and said in err
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_command_names_what_it_wrote_and_what_comes_next_and_json_is_all_of_stdout(
+    llama: Path, questions: Path, tmp_path: Path
+):
+    settings = as_arguments({"model": llama, **SETTINGS, "num_samples": 3})
+    code, out, err = run("extract", questions, tmp_path / "s", *settings, "--json")
+    assert code == 0
+    size = opened(tmp_path / "s").num_bytes
+    expected = {"path": str(tmp_path / "s"), "records": 3, "errors": 0, "bytes": size, "interrupted": False}
+    assert json.loads(out) == expected
+    assert err.splitlines()[-2].startswith(f"{tmp_path / 's'}: 3 traces, ")
+    assert err.splitlines()[-1] == f"Next: millstream label {tmp_path / 's'}"
+
+
+def test_the_command_counts_what_failed_and_says_how_to_ask_again(llama: Path, tmp_path: Path):
+    questions = write_questions(tmp_path / "q.jsonl", count=4, too_long=(2,))
+    settings = as_arguments({"model": llama, **SETTINGS})
+    code, out, err = run("extract", questions, tmp_path / "s", *settings)
+    assert (code, out) == (0, "")
+    assert "4 traces, 1 of them failed (again with --retry-errors)" in err
+    code, _, err = run("extract", questions, tmp_path / "s", *settings, "--retry-errors")
+    assert code == 0 and "1 failed before and are asked again" in err
+
+
+def test_a_setting_is_checked_before_the_questions_are_read(llama: Path, tmp_path: Path):
+    with pytest.raises(BadSetting, match=r"memory=lots: 'lots' is not a size in bytes"):
+        ask(tmp_path / "none.jsonl", tmp_path / "s", llama, memory="lots")
