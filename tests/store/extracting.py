@@ -19,6 +19,7 @@ import millstream as ms
 from millstream.cli import main
 from millstream.store.layout import list_shards, shard_name, sidecar_name
 from millstream.store.repair import verify
+from millstream.store.rewrite import drop_records
 from millstream.store.writer import TraceWriter
 
 COUNT = 24
@@ -154,11 +155,16 @@ class Nursery:
         return int(line)
 
 
-def wait_until(holds: Callable[[], object], *, what: str, seconds: float = 120) -> None:
+def drop(path: Path, numbers: list[int], tell: Callable[[object], None]) -> None:
+    """A job for a child of `making`."""
+    drop_records(path, numbers)
+
+
+def wait_until(holds: Callable[[], object], *, what: str, pause: float = 0.001, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.001)
+        time.sleep(pause)
 
 
 def bytes_written(path: Path) -> int:
@@ -178,6 +184,10 @@ class Watch:
         self.ids = traces.ids
         self._header = traces.row(0).offset
         self._sizes = [traces.row(number).num_bytes for number in range(len(traces))]
+
+    def bytes_of(self, count: int) -> int:
+        """Bytes of a shard of so many records, at most."""
+        return self._header + sum(sorted(self._sizes)[-count:])
 
     def written(self, path: Path, *, before: int) -> int:
         """Records in the open shard of a run that began with `before` records in the store."""

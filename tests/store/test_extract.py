@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from extracting import (
     as_arguments,
     assert_all_sealed,
     assert_same_traces,
+    drop,
     recovered_ids,
     run,
     shard_files,
@@ -30,9 +32,11 @@ from making import die_everywhere, files_of, key_of, noted, quiet, read_keys, re
 
 import millstream as ms
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
+from millstream.records import Tensor
 from millstream.source.llm.batches import plan_batches
 from millstream.source.llm.fields import TIERS, Size, parse_fields
 from millstream.source.llm.question import Question
+from millstream.source.llm.questions import read_questions
 from millstream.source.llm.tracer import Asked, Tracer
 from millstream.store.repair import verify
 from millstream.store.rewrite import drop_records
@@ -98,15 +102,9 @@ def test_a_tier_has_its_fields_and_no_others(tier: str, llama: Path, questions: 
     ask(questions, tmp_path / "s", llama, tier=tier, num_samples=3)
     traces = opened(tmp_path / "s")
     expected = parse_fields(tier, None, stored="float16").schema()
-    tensors = {name: kind for name, kind in traces.fields.items() if isinstance(kind, ms_tensor())}
+    tensors = {name: kind for name, kind in traces.fields.items() if isinstance(kind, Tensor)}
     assert {name: str(kind) for name, kind in tensors.items()} == {name: str(kind) for name, kind in expected.items()}
     assert all(record[name] is not None for record in traces for name in tensors)
-
-
-def ms_tensor() -> type:
-    from millstream.records import Tensor
-
-    return Tensor
 
 
 def test_fields_with_layers_keep_those_layers(llama: Path, questions: Path, whole: Path, tmp_path: Path):
@@ -134,7 +132,7 @@ def test_beginning_it_says_how_many_how_large_and_how_long(llama: Path, question
     ]
     assert len(lines) == len(expected)
     for line, pattern in zip(lines, expected, strict=True):
-        assert __import__("re").fullmatch(pattern, line), line
+        assert re.fullmatch(pattern, line), line
 
 
 def test_the_size_foreseen_is_near_the_size_it_becomes(llama: Path, questions: Path, tmp_path: Path, capsys: Any):
@@ -207,14 +205,8 @@ def test_more_samples_are_added_to_those_that_are_there(llama: Path, questions: 
 def test_a_shuffled_set_is_extended_by_what_comes_next_in_its_order(llama: Path, questions: Path, tmp_path: Path):
     for count in (4, 7):
         ask(questions, tmp_path / "s", llama, tier="stats", num_samples=count, shuffle_seed=3)
-    expected = ms_read(questions, 7)
-    assert set(opened(tmp_path / "s").ids) == expected
-
-
-def ms_read(questions: Path, count: int) -> set[str]:
-    from millstream.source.llm.questions import read_questions
-
-    return {question.id for question in read_questions(questions, num_samples=count, shuffle_seed=3).questions}
+    expected = read_questions(questions, num_samples=7, shuffle_seed=3).questions
+    assert set(opened(tmp_path / "s").ids) == {question.id for question in expected}
 
 
 @pytest.mark.parametrize(
@@ -419,10 +411,6 @@ def test_more_than_the_disk_holds_is_refused_after_the_first_batch_with_what_to_
 
 
 # -- records taken out
-
-
-def drop(path: Path, numbers: list[int], tell: Any) -> None:
-    drop_records(path, numbers)
 
 
 def test_dropped_records_are_gone_and_the_rest_is_the_same_to_the_bit(tmp_path: Path):

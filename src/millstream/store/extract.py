@@ -48,6 +48,7 @@ class Batch:
 
     asked: "list[Any]"  # of tracer.Asked, which would bring torch with it
     skip: frozenset[str] = frozenset()
+    too_long: bool = False  # all of them, for the model
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class ExtractWorker:
     def do(self, batch: Batch) -> Traced:
         begun = time.perf_counter()
         records = self._tracer.trace(batch.asked)
-        if not len(self._writer) and all(record["status"] == "error" for record in records):
+        failed = all(record["status"] == "error" for record in records)
+        if failed and not len(self._writer) and not batch.too_long:
             raise BadSource(f"none of the first {len(records)} questions could be traced: {records[0]['error']}")
         new = [record for record in records if record["question_id"] not in batch.skip]
         for record in new:
@@ -220,11 +222,17 @@ class _Run:
             window=self.settings.shard_records,
         )
         left: list[Batch] = []
+        context = self.card.context or 2**62
         for places in plan:
             questions = [self.questions[place] for place in places]
             skip = frozenset(question.id for question in questions if question.id in self.done)
             if len(skip) < len(questions):
-                left.append(Batch([Asked(self.questions[place], self.ids[place]) for place in places], skip))
+                asked = [Asked(self.questions[place], self.ids[place]) for place in places]
+                shortest = min(len(self.ids[place]) for place in places)
+                left.append(Batch(asked, skip, too_long=shortest + self.settings.max_new_tokens > context))
+        left.sort(key=lambda batch: batch.too_long)  # a first batch that fails means that all will
+        if left and left[0].too_long and not self.done:
+            left[0] = replace(left[0], too_long=False)
         return left
 
     def left_of(self, batch: Batch) -> Batch | None:

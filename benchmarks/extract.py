@@ -1,0 +1,212 @@
+"""Extraction at each tier against a bare `generate` and against the peers, on the same prompts and batches.
+
+    python benchmarks/extract.py                      # a random Llama of 84 M parameters, and SmolLM2 if it is there
+    python benchmarks/extract.py model=FOLDER         # another model
+
+Every variant does the same work in turns, so that the machine's moods meet them all; the ratio is of the fastest turns.
+`extract` includes writing to a store. Peaks are of a process each. Writes benchmarks/results/extract.json.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from extract_peers import PEERS
+from millstream.errors import MillstreamError
+from millstream.source.llm.decode import Decoding
+from millstream.source.llm.fields import TIERS, parse_fields
+from millstream.source.llm.model import LoadedModel, ModelSettings, describe_model, load_model
+from millstream.source.llm.prompts import make_prompt
+from millstream.source.llm.question import Question
+from millstream.source.llm.tracer import Asked, Tracer
+from millstream.store.writer import TraceWriter
+
+RESULTS = Path(__file__).parent / "results"
+SHAPES = {
+    "B8 P32 N12": (8, 32, 12),
+    "B8 P32 N48": (8, 32, 48),
+    "B8 P128 N12": (8, 128, 12),
+    "B32 P32 N12": (32, 32, 12),
+}
+GOALS = {"stats": 1.25, "graph": 1.25, "probe": None, "full": 1.4}
+PEAK_SHAPE = "B32 P32 N12"
+
+
+def random_llama(folder: Path) -> Path:
+    """84 M parameters, 16 layers, as in the measurements that the design rests on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(32_000)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t1").save_pretrained(folder)
+    return folder
+
+
+def prompts(loaded: LoadedModel, batch: int, length: int) -> list[list[int]]:
+    """Ragged prompts of random tokens, the longest of the length given."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.linspace(length * 0.6, length, batch).long().tolist()
+    return [torch.randint(100, 30_000, (n,), generator=generator).tolist() for n in lengths]
+
+
+class Bench:
+    """One model and one shape: the variants, each as a function that does the whole batch."""
+
+    def __init__(self, model: str, shape: str, scratch: Path) -> None:
+        settings = ModelSettings(model, dtype="float32", device="cpu")
+        loaded = load_model(settings, describe_model(settings, notify=print))
+        self.loaded = replace(loaded, eos=frozenset())  # every variant generates all tokens
+        self.model = loaded.model
+        batch, length, self.new = SHAPES[shape]
+        self.ids = prompts(loaded, batch, length)
+        self.scratch = scratch
+        self.decoding = Decoding(max_new_tokens=self.new)
+        self.config = self.decoding.config(eos=None, pad=loaded.pad)
+        self.trace_bytes: dict[str, int] = {}
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(map(len, self.ids))
+        rows = [[self.loaded.pad] * (width - len(row)) + row for row in self.ids]
+        masks = [[0] * (width - len(row)) + [1] * len(row) for row in self.ids]
+        return torch.tensor(rows), torch.tensor(masks)
+
+    @torch.inference_mode()
+    def bare(self) -> None:
+        ids, mask = self.padded()
+        self.model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config)
+
+    def extract(self, tier: str) -> Callable[[], None]:
+        prompt = make_prompt("plain", self.loaded.tokenizer, stop="")
+        fields = parse_fields(tier, None, stored="float16")
+        tracer = Tracer(self.loaded, fields=fields, decoding=self.decoding, prompt=prompt)
+        asked = [Asked(Question(f"q{i}", "?"), row) for i, row in enumerate(self.ids)]
+        writer = TraceWriter(self.scratch / tier, schema=tracer.schema())
+
+        def run() -> None:
+            records = tracer.trace(asked)
+            assert all(record["status"] == "ok" for record in records), records[0]["error"]
+            self.trace_bytes[tier] = sum(getattr(v, "nbytes", 0) for r in records for v in r.values()) // len(records)
+            writer.extend(records)
+
+        return run
+
+    def variant(self, name: str) -> Callable[[], None]:
+        if name == "bare":
+            return self.bare
+        return self.extract(name) if name in TIERS else PEERS[name](self)
+
+
+def measure(model: str, shape: str, turns: int) -> dict[str, Any]:
+    """Seconds of each variant, the fastest of some turns."""
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(model, shape, Path(scratch))
+        names = ["bare", *TIERS, *PEERS]
+        best: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        for _ in range(turns):
+            for name in names:
+                if name in failed:
+                    continue
+                try:
+                    run = bench.variant(name)  # anew: what looks into a model is looked into by the next one
+                    start = time.perf_counter()
+                    run()
+                    best[name] = min(best.get(name, float("inf")), time.perf_counter() - start)
+                except Exception as error:  # a peer that cannot do it is a result too
+                    failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+                bench.model.set_attn_implementation("millstream_trace")
+        return {"seconds": best, "failed": failed, "trace_bytes": bench.trace_bytes}
+
+
+def peak_bytes(model: str, name: str) -> int:
+    """Highest resident bytes of a process that does this one variant twice."""
+    command = [sys.executable, __file__, f"model={model}", f"peak={name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+def report_peak(model: str, name: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(model, PEAK_SHAPE, Path(scratch))
+        run = bench.variant(name)
+        run()
+        run()
+    status = Path("/proc/self/status").read_text().splitlines()
+    print(next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:")))
+
+
+def show(model: str, found: dict[str, Any]) -> None:
+    print(f"\n{model}: seconds relative to a bare generate (sdpa, greedy, float32, {torch.get_num_threads()} threads)")
+    shapes = list(found["shapes"])
+    print(f"{'':<34}" + "".join(f"{shape:>14}" for shape in shapes) + f"{'goal':>8}")
+    for name in ["bare", *TIERS, *PEERS]:
+        cells = ""
+        for shape in shapes:
+            times = found["shapes"][shape]["seconds"]
+            cells += f"{times[name] / times['bare']:>14.2f}" if name in times else f"{'-':>14}"
+        goal = GOALS.get(name)
+        print(f"{name:<34}{cells}{goal or '':>8}")
+    print(f"{'bare, s':<34}" + "".join(f"{found['shapes'][s]['seconds']['bare']:>14.2f}" for s in shapes))
+    print(
+        f"kB a trace: {[{n: round(b / 1e3, 1) for n, b in found['shapes'][s]['trace_bytes'].items()} for s in shapes]}"
+    )
+    for shape in shapes[:1]:
+        for name, why in found["shapes"][shape]["failed"].items():
+            print(f"{name}: {why}")
+    if "peaks" in found:
+        base = found["peaks"]["bare"]
+        print(f"peak memory of a process, {PEAK_SHAPE}, relative to bare ({base / 1e6:.0f} MB):")
+        print("  " + ", ".join(f"{name} {peak / base:.2f}" for name, peak in found["peaks"].items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", help="model=FOLDER turns=4 shapes=2")
+    given = dict(part.split("=", 1) for part in parser.parse_args().settings)
+    if "peak" in given:
+        report_peak(given["model"], given["peak"])
+        return
+    turns, count = int(given.get("turns", 4)), int(given.get("shapes", len(SHAPES)))
+    results: dict[str, Any] = {"threads": torch.get_num_threads(), "models": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        models = {given["model"]: given["model"]} if "model" in given else {"random Llama 84M": ""}
+        if "model" not in given:
+            models["random Llama 84M"] = str(random_llama(Path(folder)))
+            try:
+                from millstream.source.llm.smollm2 import smollm2_model
+
+                models["SmolLM2-135M"] = str(smollm2_model(notify=print))
+            except MillstreamError as error:
+                print(f"SmolLM2: {error}")
+        for name, place in models.items():
+            shapes = {shape: measure(place, shape, turns) for shape in list(SHAPES)[:count]}
+            peaks = {variant: peak_bytes(place, variant) for variant in ("bare", *TIERS, "generate with outputs")}
+            results["models"][name] = {"shapes": shapes, "peaks": peaks}
+            show(name, results["models"][name])
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "extract.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The usual ways to the same traces, each as a function of a `Bench` that gives a function doing the whole batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Variant = Callable[[Any], Callable[[], None]]
+
+
+def generate_with_outputs(bench: Any) -> Callable[[], None]:
+    """`generate(output_hidden_states, output_attentions)` in eager attention, assembled into whole traces.
+
+    It has no state for the last token, which is never fed back, and under beam search it would not be the winner's.
+    """
+    bench.model.set_attn_implementation("eager")
+
+    @torch.inference_mode()
+    def run() -> None:
+        ids, mask = bench.padded()
+        out = bench.model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=bench.config,
+            output_hidden_states=True,
+            output_attentions=True,
+        )
+        width = ids.shape[1]
+        for i, row in enumerate(bench.ids):
+            first = width - len(row)
+            hidden = torch.cat([torch.stack([layer[i] for layer in step]) for step in out.hidden_states], dim=1)
+            keys = width + len(out.attentions) - 1
+            rows = [
+                torch.nn.functional.pad(torch.stack([layer[i] for layer in step]), (0, keys - step[0].shape[-1]))
+                for step in out.attentions
+            ]
+            attention = torch.cat(rows, dim=2)[:, :, first:, first:]
+            keep(hidden[:, first:], attention)
+
+    return run
+
+
+def generate_and_forward(bench: Any) -> Callable[[], None]:
+    """A bare generate, then one eager forward over prompt and answer that keeps everything."""
+
+    @torch.inference_mode()
+    def run() -> None:
+        bench.model.set_attn_implementation("sdpa")
+        ids, mask = bench.padded()
+        out = bench.model.generate(input_ids=ids, attention_mask=mask, generation_config=bench.config)
+        bench.model.set_attn_implementation("eager")
+        whole = torch.cat([mask, mask.new_ones(len(mask), bench.new)], dim=1)
+        places = (whole.cumsum(1) - 1).clamp_min(0)
+        seen = bench.model(
+            input_ids=out.sequences,
+            attention_mask=whole,
+            position_ids=places,
+            output_hidden_states=True,
+            output_attentions=True,
+            use_cache=False,
+        )
+        for i, row in enumerate(bench.ids):
+            first = ids.shape[1] - len(row)
+            hidden = torch.stack([layer[i, first:] for layer in seen.hidden_states])
+            keep(hidden, torch.stack([layer[i, :, first:, first:] for layer in seen.attentions]))
+
+    return run
+
+
+def nnsight(bench: Any) -> Callable[[], None]:
+    """nnsight: generate, then a trace over prompt and answer that saves the output of every layer (no attention)."""
+    from nnsight import LanguageModel
+
+    bench.model.set_attn_implementation("sdpa")
+    wrapped = LanguageModel(bench.model, tokenizer=bench.loaded.tokenizer)
+
+    def run() -> None:
+        ids, mask = bench.padded()
+        with torch.inference_mode():
+            out = bench.model.generate(input_ids=ids, attention_mask=mask, generation_config=bench.config)
+        whole = torch.cat([mask, mask.new_ones(len(mask), bench.new)], dim=1)
+        layers = wrapped.model.layers
+        with torch.no_grad(), wrapped.trace({"input_ids": out.sequences.clone(), "attention_mask": whole}):
+            saved = [layer.output.save() for layer in layers]
+        states = [state[0] if isinstance(state, tuple) else state for state in saved]
+        for i, row in enumerate(bench.ids):
+            first = ids.shape[1] - len(row)
+            keep(torch.stack([state[i, first:] for state in states]), torch.empty(0))
+
+    return run
+
+
+def transformer_lens(bench: Any) -> Callable[[], None]:
+    """TransformerLens: generate, then `run_with_cache` over prompt and answer, states and patterns of every layer."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bench.model.set_attn_implementation("eager")
+    bridge = TransformerBridge.boot_transformers(bench.loaded.card.place, hf_model=bench.model, device="cpu")
+
+    @torch.inference_mode()
+    def run() -> None:
+        ids, mask = bench.padded()
+        out = bench.model.generate(input_ids=ids, attention_mask=mask, generation_config=bench.config)
+        whole = torch.cat([mask, mask.new_ones(len(mask), bench.new)], dim=1)
+        _, cache = bridge.run_with_cache(out.sequences, attention_mask=whole)
+        count = bench.loaded.card.size.layers
+        for i, row in enumerate(bench.ids):
+            first = ids.shape[1] - len(row)
+            hidden = torch.stack([cache["resid_post", layer][i, first:] for layer in range(count)])
+            keep(hidden, torch.stack([cache["pattern", layer][i, :, first:, first:] for layer in range(count)]))
+
+    return run
+
+
+def keep(hidden: torch.Tensor, attention: torch.Tensor) -> None:
+    """What the old scripts kept of a trace: half precision, on the host."""
+    hidden.half().cpu().contiguous()
+    attention.half().cpu().contiguous()
+
+
+PEERS: dict[str, Variant] = {
+    "generate with outputs": generate_with_outputs,
+    "generate, then a full forward": generate_and_forward,
+    "nnsight": nnsight,
+    "TransformerLens": transformer_lens,
+}

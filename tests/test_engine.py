@@ -1,0 +1,94 @@
+"""An engine does jobs where it is told to; here in this process, one after the other, as they are asked for."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.engine import Engine
+from millstream.errors import BadSetting, BadSource, MissingExtra
+
+
+class Doubler:
+    """A worker that notes what happens to it."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+        notes.append("made")
+
+    def do(self, job: int) -> int:
+        if job < 0:
+            raise BadSource(f"{job}: too little")
+        self.notes.append(f"do {job}")
+        return 2 * job
+
+    def close(self) -> None:
+        self.notes.append("closed")
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+def test_jobs_are_done_in_their_order_by_one_worker_which_is_then_closed(notes: list[str]):
+    assert list(Engine().run(lambda: Doubler(notes), [3, 1, 2])) == [6, 2, 4]
+    assert notes == ["made", "do 3", "do 1", "do 2", "closed"]
+
+
+def test_a_worker_is_made_when_the_first_result_is_wanted_and_a_job_is_done_when_its_own_is(notes: list[str]):
+    results = Engine().run(lambda: Doubler(notes), iter([3, 1, 2]))
+    assert notes == []
+    assert next(results) == 6
+    assert notes == ["made", "do 3"]
+
+
+def test_stopping_early_closes_the_worker(notes: list[str]):
+    results = Engine().run(lambda: Doubler(notes), [3, 1, 2])
+    next(results)
+    results.close()
+    assert notes == ["made", "do 3", "closed"]
+
+
+def test_what_a_worker_raises_comes_out_and_the_worker_is_closed(notes: list[str]):
+    results = Engine().run(lambda: Doubler(notes), [3, -1, 2])
+    assert next(results) == 6
+    with pytest.raises(BadSource, match="-1: too little"):
+        next(results)
+    assert notes == ["made", "do 3", "closed"]
+
+
+def test_map_gives_results_in_the_order_of_the_items_and_takes_them_one_by_one():
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(4):
+            taken.append(item)
+            yield item
+
+    results = Engine().map(lambda item: item * item, items())
+    assert next(results) == 0
+    assert taken == [0]
+    assert list(results) == [1, 4, 9]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("spark",), "engine spark: there is local and ray"),
+        (("local", None, 2), "go with --engine ray"),
+        (("local", "auto"), "go with --engine ray"),
+        (("ray", None, 0), "0 workers: at least 1"),
+    ],
+    ids=["name", "workers", "address", "count"],
+)
+def test_an_engine_that_cannot_be_is_refused(wrong: tuple[object, ...], said: str):
+    with pytest.raises(BadSetting, match=said):
+        Engine(*wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_ray_that_is_not_installed_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch, notes: list[str]):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'millstream\[ray\]'"):
+        next(Engine("ray").run(lambda: Doubler(notes), [1]))
+    assert notes == []
