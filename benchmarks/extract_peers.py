@@ -1,5 +1,6 @@
 """The usual ways to the same traces, each as a function of a `Bench` that gives a function doing the whole batch."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,9 @@ def generate_with_outputs(bench: Any) -> Callable[[], None]:
     @torch.inference_mode()
     def run() -> None:
         ids, mask = bench.padded()
-        out = bench.model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=bench.config,
-            output_hidden_states=True,
-            output_attentions=True,
-        )
+        config = copy.deepcopy(bench.config)
+        config.output_hidden_states = config.output_attentions = True
+        out = bench.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         width = ids.shape[1]
         for i, row in enumerate(bench.ids):
             first = width - len(row)
@@ -67,12 +64,12 @@ def generate_and_forward(bench: Any) -> Callable[[], None]:
     return run
 
 
-def nnsight(bench: Any) -> Callable[[], None]:
+def with_nnsight(bench: Any) -> Callable[[], None]:
     """nnsight: generate, then a trace over prompt and answer that saves the output of every layer (no attention)."""
-    from nnsight import LanguageModel
+    import nnsight
 
     bench.model.set_attn_implementation("sdpa")
-    wrapped = LanguageModel(bench.model, tokenizer=bench.loaded.tokenizer)
+    wrapped = nnsight.LanguageModel(bench.model, tokenizer=bench.loaded.tokenizer)
 
     def run() -> None:
         ids, mask = bench.padded()
@@ -80,8 +77,8 @@ def nnsight(bench: Any) -> Callable[[], None]:
             out = bench.model.generate(input_ids=ids, attention_mask=mask, generation_config=bench.config)
         whole = torch.cat([mask, mask.new_ones(len(mask), bench.new)], dim=1)
         layers = wrapped.model.layers
-        with torch.no_grad(), wrapped.trace({"input_ids": out.sequences.clone(), "attention_mask": whole}):
-            saved = [layer.output.save() for layer in layers]
+        with wrapped.trace({"input_ids": out.sequences.clone(), "attention_mask": whole}):
+            saved = nnsight.save([layer.output for layer in layers])
         states = [state[0] if isinstance(state, tuple) else state for state in saved]
         for i, row in enumerate(bench.ids):
             first = ids.shape[1] - len(row)
@@ -90,7 +87,7 @@ def nnsight(bench: Any) -> Callable[[], None]:
     return run
 
 
-def transformer_lens(bench: Any) -> Callable[[], None]:
+def with_transformer_lens(bench: Any) -> Callable[[], None]:
     """TransformerLens: generate, then `run_with_cache` over prompt and answer, states and patterns of every layer."""
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -121,6 +118,6 @@ def keep(hidden: torch.Tensor, attention: torch.Tensor) -> None:
 PEERS: dict[str, Variant] = {
     "generate with outputs": generate_with_outputs,
     "generate, then a full forward": generate_and_forward,
-    "nnsight": nnsight,
-    "TransformerLens": transformer_lens,
+    "nnsight": with_nnsight,
+    "TransformerLens": with_transformer_lens,
 }

@@ -1,5 +1,7 @@
 """The commands for traces of language models: extract, label, featurize."""
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +49,9 @@ def extract(
     where = Engine(engine, address, workers)
     from millstream.store.extract import extract as trace
 
-    done = trace(questions, store, shuffle_seed=shuffle_seed, retry_errors=retry_errors, engine=where, **asdict(given))
+    options = {"shuffle_seed": shuffle_seed, "retry_errors": retry_errors, "engine": where}
+    with redirect_stdout(sys.stderr):  # Ray tells of dead workers on stdout, which is for data
+        done = trace(questions, store, **options, **asdict(given))
     if as_json:
         print_json(asdict(done))
     failed = f", {done.errors} of them failed (again with --retry-errors)" if done.errors else ""
@@ -83,7 +87,7 @@ def label(
     given = read_settings(LabelSettings, settings or [])
     where = Engine(engine, address, workers)
     given.check()
-    with progress("label", len(Traces(store))) as update:
+    with redirect_stdout(sys.stderr), progress("label", len(Traces(store))) as update:
         done = write_labels(store, **asdict(given), progress=update, map=where.map)
     if as_json:
         print_json(asdict(done))
@@ -126,7 +130,7 @@ def featurize(
 
     given = read_settings(FeaturizeSettings, settings or [])
     where = Engine(engine, address, workers)
-    with progress("featurize", len(Traces(store))) as update:
+    with redirect_stdout(sys.stderr), progress("featurize", len(Traces(store))) as update:
         done = compute(store, out, engine=where, progress=update, **asdict(given))
     if as_json:
         print_json(asdict(done))

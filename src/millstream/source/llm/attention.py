@@ -39,7 +39,7 @@ def trace_attention(
     attention_mask: torch.Tensor | None,
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """sdpa; or, where somebody wants the weights or sdpa has no formula for them, softmax(q k^T) v by its definition."""
+    """sdpa; or, where somebody wants the weights or sdpa lacks the formula, softmax(q k^T) v by its definition."""
     tap: Tap | None = getattr(module, TAP, None)
     wanted = tap is not None and tap.wanted
     if not wanted and options.get("softcap") is None and options.get("s_aux") is None:
@@ -70,7 +70,7 @@ def _weights(
         mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
     if mask is not None:
         mask = mask[..., :keys]
-        # The smallest number, not -inf: a padded row that sees nothing must stay finite, its values are used with weight 0.
+        # The smallest number, not -inf: a padded row that sees nothing stays finite, its values count with weight 0.
         lowest = torch.finfo(scores_BHRK.dtype).min
         scores_BHRK = scores_BHRK.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores_BHRK + mask
     sinks = options.get("s_aux")

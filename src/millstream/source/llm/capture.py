@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from millstream.errors import BadSource
 from millstream.source.llm.attention import TAP
 from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, Fields, Size
 
@@ -46,19 +47,19 @@ class Capture:
         generator = torch.Generator().manual_seed(_PROJECTION_SEED)
         self._projection = torch.randn(size.hidden, NODE_DIM, generator=generator) / size.hidden**0.5
         self._pass: Pass | None = None
+        # Whichever module of a layer calls the attention function.
+        self._attending = [(m, _LayerTap(self, index)) for index, layer in enumerate(layers) for m in layer.modules()]
         self.prompt_mask_BP = torch.empty(0)
         self.clear()
         layers[0].register_forward_pre_hook(self._before_first, with_kwargs=True)
         for index, layer in enumerate(layers):
             layer.register_forward_hook(self._after_layer(index + 1))
-            for module in layer.modules():  # whichever of them calls the attention function
-                setattr(module, TAP, _LayerTap(self, index))
         model.register_forward_hook(self._after_model)
 
     def clear(self) -> None:
         self.kept: Kept = defaultdict(list)
         self.largest_B: torch.Tensor | None = None
-        self._shown = False  # whether any layer gave its attention
+        self._shown: set[int] = set()  # layers that gave their attention
         self._received: dict[int, torch.Tensor] = {}
         self._diagonal: dict[int, torch.Tensor] = {}
 
@@ -87,6 +88,8 @@ class Capture:
     @contextmanager
     def _looking(self, seen: Pass) -> Generator[None]:
         self._pass = seen
+        for module, tap in self._attending:
+            setattr(module, TAP, tap)
         try:
             yield
         finally:
@@ -150,7 +153,7 @@ class Capture:
     def take_attention(self, layer: int, weights: torch.Tensor) -> None:
         names, seen = self.fields.names, self._pass
         assert seen is not None
-        self._shown = True
+        self._shown.add(layer)
         weights_BHRK = weights[:: seen.every, :, : seen.keep]
         if layer in self._attention:
             self._keep("attention", layer, weights_BHRK, large=True)
@@ -188,8 +191,11 @@ class Capture:
 
     def traces(self, mask_BT: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """The kept tensors of each sample, without padding; what was kept is forgotten."""
-        if self.fields.need_attention and not self._shown:
-            raise NotImplementedError("this model shows no attention")
+        if self.fields.need_attention and len(self._shown) < self.size.layers:
+            raise BadSource(
+                f"this model shows the attention of {len(self._shown)} of its {self.size.layers} layers, not of all: "
+                "keep other fields, as in fields=hidden,post_norm"
+            )
         names: dict[str, list[int]] = defaultdict(list)
         for name, layer in sorted(self.kept):
             names[name].append(layer)

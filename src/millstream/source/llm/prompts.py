@@ -58,7 +58,11 @@ def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
 
         return Prompt(name, FACTS_PROMPT, _stops(stop, ("\n",)), special=True)
     texts = {"plain": PLAIN, "few-shot": FEW_SHOT}
-    text = texts.get(name) or (Path(name).read_text() if name.endswith(".txt") and Path(name).exists() else name)
+    text = texts.get(name) or (
+        Path(name).read_text(encoding="utf-8").removesuffix("\n")
+        if name.endswith(".txt") and Path(name).exists()
+        else name
+    )
     if text.count(QUESTION) != 1:
         raise BadSetting(
             f"prompt={name}: there is auto, plain, few-shot, chat, a text with {{question}} in it once, or a .txt file of "

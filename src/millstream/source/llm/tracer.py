@@ -52,16 +52,12 @@ class Tracer:
 
     def trace(self, batch: Sequence[Asked]) -> list[Record]:
         """A record for each question. A batch that memory cannot hold, or that fails, is halved to find the cause."""
-        records: dict[str, Record] = {}
-        fitting: list[Asked] = []
-        for asked in batch:
-            if problem := self._refusal(asked):
-                records[asked.question.id] = self.failed(asked, problem)
-            else:
-                fitting.append(asked)
-        for asked, record in zip(fitting, self._halving(fitting), strict=True):
-            records[asked.question.id] = record
-        return [records[asked.question.id] for asked in batch]
+        problems = [self._refusal(asked) for asked in batch]
+        traced = iter(self._halving([asked for asked, problem in zip(batch, problems, strict=True) if not problem]))
+        return [
+            self.failed(asked, problem) if problem else next(traced)
+            for asked, problem in zip(batch, problems, strict=True)
+        ]
 
     def _refusal(self, asked: Asked) -> str | None:
         total = len(asked.ids) + self.decoding.max_new_tokens
@@ -83,8 +79,6 @@ class Tracer:
             return self._halving(batch[:half]) + self._halving(batch[half:])
         try:
             return self._trace(batch)
-        except NotImplementedError:
-            raise
         except (RuntimeError, MemoryError, ValueError, IndexError) as error:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if is_out_of_memory(error):
