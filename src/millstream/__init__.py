@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from millstream.collection import Collection
     from millstream.dataset import features
     from millstream.dataset.concat import concat
+    from millstream.dataset.featurize import featurize
+    from millstream.dataset.label import label
     from millstream.dataset.labels import labelled
     from millstream.dataset.mix import mix
     from millstream.dataset.split import Split, split
@@ -44,6 +46,8 @@ __all__ = [
     "errors",
     "extract",
     "features",
+    "featurize",
+    "label",
     "labelled",
     "mix",
     "open",
@@ -66,6 +70,8 @@ _HOME = {
     "Traces": "millstream.store.traces",
     "concat": "millstream.dataset.concat",
     "extract": "millstream.store.extract",
+    "featurize": "millstream.dataset.featurize",
+    "label": "millstream.dataset.label",
     "labelled": "millstream.dataset.labels",
     "mix": "millstream.dataset.mix",
     "open": "millstream.door",

@@ -125,5 +125,5 @@ def available_bytes() -> int:
 
 
 def cache_folder() -> Path:
-    """Where models that are built or converted once are kept: `$XDG_CACHE_HOME/millstream`, or `~/.cache/millstream`."""
+    """Where models that are made once are kept: `$XDG_CACHE_HOME/millstream`, or `~/.cache/millstream`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream"

@@ -186,7 +186,9 @@ def test_run_again_it_does_nothing(llama: Path, questions: Path, whole: Path, ca
 
 
 @pytest.mark.parametrize("more", [{"memory": "3MB"}, {"shard_records": 2}, {"shard_bytes": "1MB"}, {"num_samples": 3}])
-def test_settings_that_do_not_change_a_trace_may_change(more: dict[str, Any], llama: Path, questions: Path, whole: Path):
+def test_settings_that_do_not_change_a_trace_may_change(
+    more: dict[str, Any], llama: Path, questions: Path, whole: Path
+):
     before = shard_files(whole)
     assert ask(questions, whole, llama, **more).records == COUNT
     assert shard_files(whole) == before
@@ -401,7 +403,13 @@ def test_more_than_the_disk_holds_is_refused_after_the_first_batch_with_what_to_
             ask(questions, tmp_path / "s", llama)
         text = str(caught.value)
         assert str(tmp_path / "s") in text
-        for part in (f"{COUNT} traces of heads,laplacian,hidden", "are free", "tier=stats", "num_samples=", "another disk"):
+        for part in (
+            f"{COUNT} traces of heads,laplacian,hidden",
+            "are free",
+            "tier=stats",
+            "num_samples=",
+            "another disk",
+        ):
             assert part in text
         assert_all_sealed(tmp_path / "s")
         first = len(opened(tmp_path / "s"))

@@ -192,7 +192,9 @@ def test_label_and_featurize_on_a_cluster_give_what_they_give_here(cluster: Clus
             about = {"question_id": f"q{number}", "aliases": [f"Paris {number % 3}"], "prompt_len": 2}
             hidden = None if number % 50 == 9 else rng.normal(size=(3, 4 + number % 5, 8)).astype(np.float16)
             said = f"it is Paris {number % 4}"
-            writer.append({**about, "generated_answer": said, "hidden": hidden, "status": "ok" if number % 50 != 9 else "error"})
+            writer.append(
+                {**about, "generated_answer": said, "hidden": hidden, "status": "ok" if number % 50 != 9 else "error"}
+            )
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     (tmp_path / "both.py").write_text(BOTH)
     commands = [f"label {tmp_path}/there", f"featurize {tmp_path}/there {tmp_path}/layers-there token=mean_answer"]

@@ -65,8 +65,8 @@ def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
     )
     if text.count(QUESTION) != 1:
         raise BadSetting(
-            f"prompt={name}: there is auto, plain, few-shot, chat, a text with {{question}} in it once, or a .txt file of "
-            "such a text"
+            f"prompt={name}: there is auto, plain, few-shot, chat, a text with {{question}} in it once, or a .txt file "
+            "of it"
         )
     return Prompt(name if name in texts else "own", text, _stops(stop, ("\n",)), special=True)
 
