@@ -1,4 +1,4 @@
-"""A tiny model that is asked here, by the command line, or in a child that gets killed; and stores of traces compared."""
+"""A tiny model asked here, by the command line, or in a child that gets killed; and stores of traces compared."""
 
 import io
 import json

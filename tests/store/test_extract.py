@@ -318,12 +318,12 @@ def test_a_question_that_does_not_fit_is_a_record_that_says_why(llama: Path, who
     done = ask(write_questions(tmp_path / "q.jsonl", too_long=(2, 9)), tmp_path / "s", llama)
     assert (done.records, done.errors) == (COUNT, 2)
     found, good = traces_by_id(tmp_path / "s"), traces_by_id(whole)
-    failed = {name: record for name, record in found.items() if record["status"] == "error"}
+    failed = {name: trace for name, trace in found.items() if trace["status"] == "error"}
     assert failed.keys() == {"q2", "q9"}
-    for record in failed.values():
-        assert "tokens and 4 new ones exceed the model's 128" in str(record["error"])
-        assert record["tokens"] is None and record["hidden"] is None and record["generated_answer"] is None
-        assert record["aliases"]
+    for trace in failed.values():
+        assert "tokens and 4 new ones exceed the model's 128" in str(trace["error"])
+        assert trace["tokens"] is None and trace["hidden"] is None and trace["generated_answer"] is None
+        assert trace["aliases"]
     for name in good.keys() - failed.keys():
         assert found[name]["generated_text"] == good[name]["generated_text"]
 

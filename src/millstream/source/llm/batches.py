@@ -39,6 +39,6 @@ def row_bytes(prompt: int, *, size: Size, fields: Fields, max_new_tokens: int, n
     cache = 2 * size.layers * size.kv_width * total * size.item * num_beams * 2  # twice while it is reordered or cut
     activations = (8 * size.hidden + 3 * size.intermediate) * size.item * max(prompt * num_beams, max_new_tokens + 1)
     logits = size.vocab * (3 * 4 * num_beams + (size.item + 4) * (max_new_tokens + 1))
-    weights = 4 * size.heads * 4 * max(prompt * prompt * num_beams, max_new_tokens * total)  # one layer's attention
+    weights = 6 * size.heads * 4 * max(prompt * prompt * num_beams, max_new_tokens * total)  # one layer's attention
     kept = 2 * fields.trace_bytes(size, prompt=prompt, answer=max_new_tokens)
     return cache + activations + logits + weights * fields.need_attention + kept

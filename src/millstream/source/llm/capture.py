@@ -18,9 +18,9 @@ from torch import nn
 from millstream.errors import BadSource
 from millstream.source.llm.attention import TAP
 from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, Fields, Size
+from millstream.source.llm.samples import Kept, Span, samples_of
 
 _PROJECTION_SEED = 20170505
-Kept = dict[tuple[str, int], list[torch.Tensor]]  # parts along the rows, of each field and layer
 
 
 @dataclass
@@ -196,39 +196,17 @@ class Capture:
                 f"this model shows the attention of {len(self._shown)} of its {self.size.layers} layers, not of all: "
                 "keep other fields, as in fields=hidden,post_norm"
             )
-        names: dict[str, list[int]] = defaultdict(list)
-        for name, layer in sorted(self.kept):
-            names[name].append(layer)
-        whole = {name: self._joined(name, layers) for name, layers in names.items()}
         if "laplacian" in self.fields.names:
-            whole["laplacian"], whole["attention_logdet"] = self._spectrum(mask_BT)
-        self.clear()
+            self._keep_spectrum(mask_BT)
         mask = mask_BT.bool().cpu()
         padded = [int(count) for count in (~self.prompt_mask_BP).sum(1)]
         ends = [int(end) for end in mask.shape[1] - mask.flip(1).int().argmax(1)]
-        width = self.prompt_mask_BP.shape[1]
-        return [
-            {name: _sample(name, values, i, padded[i], ends[i], width) for name, values in whole.items()}
-            for i in range(len(padded))
-        ]
+        answer = self.prompt_mask_BP.shape[1]
+        samples = samples_of(self.kept, [Span(first, end, answer) for first, end in zip(padded, ends, strict=True)])
+        self.clear()
+        return samples
 
-    def _joined(self, name: str, layers: Sequence[int]) -> list[torch.Tensor]:
-        """One field of the batch: for each layer [B, rows, ...], with the parts of both passes joined."""
-        if name == "attention":
-            return [_join_attention(self.kept[name, layer]) for layer in layers]
-        if name in ("hidden", "post_norm"):
-            return [torch.cat(self.kept[name, layer], dim=1) for layer in layers]
-        if name in ("self_attention", "attention_entropy", "prompt_attention", "states"):
-            stacked = torch.stack([self.kept[name, layer][0] for layer in layers]).cpu()
-        else:
-            parts = [
-                _pad_edges(self.kept[name, layer]) if name.startswith("edge") else self.kept[name, layer]
-                for layer in layers
-            ]
-            stacked = torch.stack([torch.cat(part, dim=1) for part in parts]).cpu()
-        return list(stacked)
-
-    def _spectrum(self, mask_BT: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _keep_spectrum(self, mask_BT: torch.Tensor) -> None:
         """Largest eigenvalues of the Laplacian of every head, and the mean log of its attention to itself.
 
         Attention is causal, so the Laplacian is triangular and its diagonal holds the eigenvalues: the mean attention
@@ -242,10 +220,12 @@ class Capture:
         diagonal = (received / after_BT[None, :, None] - own).masked_fill(~real[None, :, None], float("-inf"))
         count = min(NUM_EIGENVALUES, diagonal.shape[-1])
         top = diagonal.topk(count, dim=-1).values
-        top = nn.functional.pad(top.masked_fill(top.isinf(), 0.0), (0, NUM_EIGENVALUES - count)).to(self._dtype).cpu()
+        top = nn.functional.pad(top.masked_fill(top.isinf(), 0.0), (0, NUM_EIGENVALUES - count))
         logs = own.clamp_min(1e-12).log().masked_fill(~real[None, :, None], 0.0)
-        logdet = (logs.sum(-1) / real.sum(1)[None, :, None]).float().cpu()
-        return list(top), list(logdet)
+        logdet = logs.sum(-1) / real.sum(1)[None, :, None]
+        for layer in order:
+            self._keep("laplacian", layer, top[layer])
+            self.kept["attention_logdet", layer] = [logdet[layer].float()]
 
 
 @dataclass(frozen=True)
@@ -270,41 +250,6 @@ def _states(rows_BRD: torch.Tensor, seen: Pass) -> torch.Tensor:
     mean = (rows_BRD * inside[..., None]).sum(1) / count[:, None]
     last = rows_BRD[torch.arange(len(count), device=rows_BRD.device), count]
     return torch.stack([rows_BRD[:, 0], rows_BRD[:, 1], last, mean], dim=1)
-
-
-def _join_attention(parts: list[torch.Tensor]) -> torch.Tensor:
-    """[B, H, T, T] of the rows over the prompt, which have fewer keys, and those after it."""
-    keys = parts[-1].shape[3]
-    return torch.cat([nn.functional.pad(part, (0, keys - part.shape[3])) for part in parts], dim=2)
-
-
-def _pad_edges(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A short prompt has fewer tokens to attend to than edges are kept."""
-    if parts[0].ndim < 3:
-        return parts
-    nothing = 0.0 if parts[0].is_floating_point() else -1
-    return [nn.functional.pad(part, (0, NUM_EDGES - part.shape[2]), value=nothing) for part in parts]
-
-
-def _sample(name: str, layers: list[torch.Tensor], i: int, first: int, end: int, prompt: int) -> torch.Tensor:
-    """A field of one sample, [L, ...], cut to its tokens: those from `first` to `end` of the padded sequence."""
-    if name == "attention":
-        return torch.stack([layer[i, :, first:end, first:end] for layer in layers])
-    if name == "post_norm":
-        return layers[0][i, first:end].contiguous()
-    if name in ("self_attention", "attention_entropy", "prompt_attention"):
-        return torch.stack([layer[i, :, : end - prompt + 1] for layer in layers])
-    if name in ("laplacian", "attention_logdet", "states"):
-        return torch.stack([layer[i] for layer in layers])
-    rows = torch.stack([layer[i, first:end] for layer in layers])
-    return _edge_places(rows, first) if name == "edge_source" else rows
-
-
-def _edge_places(source: torch.Tensor, first: int) -> torch.Tensor:
-    """Places among the sample's own tokens; -1 where there is no earlier token to have an edge from."""
-    rows = torch.arange(source.shape[1])[None, :, None]
-    place = source - first
-    return place.where((place >= 0) & (place < rows), -1).to(torch.int16)
 
 
 def _first_tensor(output: object) -> torch.Tensor:

@@ -1,0 +1,286 @@
+"""Features kept in a store are those computed on the fly; a run that was killed goes on, and nothing comes twice."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import millstream as ms
+from millstream.cli import main
+from millstream.dataset.batch import Feature, fetch_batch
+from millstream.dataset.featurize import featurize
+from millstream.errors import BadSetting, ConfigMismatch, SchemaMismatch
+
+COUNT, FAILED = 40, (3, 17, 39)
+GOOD = [number for number in range(COUNT) if number not in FAILED]
+SCALARS = ["question_id", "question", "aliases", "status", "prompt_len", "score"]
+
+
+def record(number: int) -> dict[str, object]:
+    """An embedding and two layers, 3 to 7 tokens, three heads; some have failed and have no tensors."""
+    rng = np.random.default_rng(number)
+    tokens = 3 + number % 5
+    attention = np.tril(rng.random((2, 3, tokens, tokens), np.float32))
+    failed = number in FAILED
+    return {
+        "question_id": f"q{number}",
+        "question": f"Wer mahlt {number}?",
+        "aliases": ["die Mühle", str(number)],
+        "status": "error" if failed else "ok",
+        "prompt_len": 1 + number % 2,
+        "score": None if number % 7 == 2 else number / 4,
+        "logprobs": None if failed else rng.normal(size=tokens).astype(np.float32),
+        "hidden": None if failed else rng.normal(size=(3, tokens, 4)).astype(np.float16),
+        "attention": None if failed else attention / attention.sum(axis=-1, keepdims=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nobody writes to it."""
+    path = tmp_path_factory.mktemp("traces") / "store"
+    schema = {
+        "logprobs": "float32[step]",
+        "hidden": "float16[layer, token, dim]",
+        "attention": "float32[layer, head, query, key]",
+    }
+    with ms.TraceWriter(path, shard_records=11, schema=schema) as writer:
+        writer.extend(record(number) for number in range(COUNT))
+    return path
+
+
+def opened(path: Path) -> ms.Traces:
+    traces = ms.open(path)
+    assert isinstance(traces, ms.Traces)
+    return traces
+
+
+def on_the_fly(store: Path, feature: Feature, number: int) -> Any:
+    """The feature of one record alone."""
+    return feature(fetch_batch(opened(store), np.array([number]), feature.fields))
+
+
+# -- the same as on the fly
+
+
+@pytest.mark.parametrize("token", ["first", "last", "mean", "last_prompt", "first_answer", "mean_answer", "1", "-2"])
+def test_kept_layers_are_those_computed_on_the_fly(token: Any, store: Path, tmp_path: Path):
+    featurize(store, tmp_path / "out", token=token, dtype="float32")
+    place = int(token) if token.lstrip("-").isdigit() else token
+    found = opened(tmp_path / "out")
+    assert found.ids == [f"q{number}" for number in GOOD]
+    for kept, number in zip(found, GOOD, strict=True):
+        expected = on_the_fly(store, ms.features.layers(place), number)["layers"][0]
+        assert np.array_equal(kept["layers"], expected)  # pyright: ignore
+
+
+def test_layers_are_kept_in_the_type_wanted(store: Path, tmp_path: Path):
+    for dtype in ("float16", "float32", "float64"):
+        featurize(store, tmp_path / dtype, dtype=dtype)
+        assert opened(tmp_path / dtype)[0]["layers"].dtype == np.dtype(dtype)  # pyright: ignore
+
+
+@pytest.mark.parametrize("options", [{}, {"k": 2, "threshold": 0.1}], ids=["as it is", "k and threshold"])
+def test_a_kept_graph_is_that_of_a_batch_of_one(options: dict[str, Any], store: Path, tmp_path: Path):
+    featurize(store, tmp_path / "out", feature="graphs", dtype="float32", **options)
+    found = opened(tmp_path / "out")
+    assert found.ids == [f"q{number}" for number in GOOD]
+    for kept, number in zip(found, GOOD, strict=True):
+        expected = on_the_fly(store, ms.features.graphs(**options), number)
+        assert kept.keys() == expected.keys() | set(SCALARS)
+        for name, value in expected.items():
+            assert np.array_equal(kept[name], value), name  # pyright: ignore
+
+
+def test_kept_fields_are_the_fields_and_their_layers(store: Path, tmp_path: Path):
+    featurize(store, tmp_path / "out", feature="fields", fields="logprobs, hidden[0,-1]")
+    for kept, number in zip(opened(tmp_path / "out"), GOOD, strict=True):
+        whole: Any = record(number)
+        assert np.array_equal(kept["logprobs"], whole["logprobs"])  # pyright: ignore
+        assert np.array_equal(kept["hidden"], whole["hidden"][[0, 2]])  # pyright: ignore
+        assert "attention" not in kept
+
+
+@pytest.mark.parametrize("memory", ["1GB", "2kB", 1])
+def test_the_memory_given_makes_no_difference_to_what_is_kept(memory: Any, store: Path, tmp_path: Path):
+    featurize(store, tmp_path / "one", token="mean")
+    featurize(store, tmp_path / "other", token="mean", memory=memory)
+    ours, theirs = opened(tmp_path / "one"), opened(tmp_path / "other")
+    assert ours.ids == theirs.ids
+    assert all(np.array_equal(a["layers"], b["layers"]) for a, b in zip(ours, theirs, strict=True))  # pyright: ignore
+
+
+@pytest.mark.parametrize("feature", ["layers", "graphs"])
+def test_numbers_and_texts_of_a_record_go_with_its_features(feature: str, store: Path, tmp_path: Path):
+    featurize(store, tmp_path / "out", feature=feature)
+    for kept, number in zip(opened(tmp_path / "out"), GOOD, strict=True):
+        expected = record(number)
+        assert {name: kept[name] for name in SCALARS} == {name: expected[name] for name in SCALARS}
+
+
+# -- what failed
+
+
+def test_records_that_failed_are_left_out_and_counted(store: Path, tmp_path: Path):
+    done = featurize(store, tmp_path / "out")
+    assert (done.path, done.records, done.left_out) == (tmp_path / "out", len(GOOD), len(FAILED))
+    assert done.bytes == opened(tmp_path / "out").num_bytes
+    assert not {f"q{number}" for number in FAILED} & set(opened(tmp_path / "out").ids)
+
+
+# -- run again
+
+
+def shard_files(path: Path) -> dict[str, tuple[bytes, int]]:
+    return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in sorted(path.glob("shard-*"))}
+
+
+def test_run_again_it_does_nothing(store: Path, tmp_path: Path):
+    first = featurize(store, tmp_path / "out")
+    before = shard_files(tmp_path / "out")
+    assert featurize(store, tmp_path / "out") == first
+    assert shard_files(tmp_path / "out") == before
+
+
+def test_it_tells_how_far_it_has_come(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("millstream.dataset.featurize._CHUNK_RECORDS", 15)
+    told: list[int] = []
+    featurize(store, tmp_path / "out", progress=lambda done, note="": told.append(done))
+    assert told == [15, 30, 40]
+
+
+def test_killed_amid_its_work_it_goes_on_to_the_same_store(store: Path, tmp_path: Path):
+    code = (
+        "import os, signal, sys\n"
+        "from millstream.dataset.featurize import featurize\n"
+        "from millstream.store.shard import ShardWriter\n"
+        "append, count = ShardWriter.append, 0\n"
+        "def dying(self, record):\n"
+        "    global count\n"
+        "    append(self, record)\n"
+        "    count += 1\n"
+        "    if count == int(sys.argv[3]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ShardWriter.append = dying\n"
+        "featurize(sys.argv[1], sys.argv[2], token='mean')"
+    )
+    featurize(store, tmp_path / "whole", token="mean")
+    for more in (5, 20):
+        command = [sys.executable, "-c", code, str(store), str(tmp_path / "out"), str(more)]
+        killed = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = featurize(store, tmp_path / "out", token="mean")
+    assert (done.records, done.left_out) == (len(GOOD), len(FAILED))
+    ours, theirs = opened(tmp_path / "out"), opened(tmp_path / "whole")
+    assert [shard.records for shard in ours.shards] == [5, 20, len(GOOD) - 25]
+    assert ours.ids == theirs.ids
+    assert all(np.array_equal(a["layers"], b["layers"]) for a, b in zip(ours, theirs, strict=True))  # pyright: ignore
+
+
+@pytest.mark.parametrize("changed", [{"token": "mean"}, {"feature": "graphs"}, {"dtype": "float32"}])
+def test_another_feature_is_refused_and_named(changed: dict[str, Any], store: Path, tmp_path: Path):
+    featurize(store, tmp_path / "out")
+    before = shard_files(tmp_path / "out")
+    (name,) = changed
+    with pytest.raises(ConfigMismatch, match=rf"\({name}: '\w+' -> '{changed[name]}'\)"):
+        featurize(store, tmp_path / "out", **changed)
+    assert shard_files(tmp_path / "out") == before
+
+
+def test_a_store_that_has_changed_since_is_refused(store: Path, tmp_path: Path):
+    source = Path(shutil.copytree(store, tmp_path / "source"))
+    featurize(source, tmp_path / "out")
+    with ms.TraceWriter(source) as writer:
+        writer.append({**record(1), "question_id": "another"})
+    with pytest.raises(ConfigMismatch, match="source: '"):
+        featurize(source, tmp_path / "out")
+
+
+def test_records_without_an_id_are_refused(tmp_path: Path):
+    with ms.TraceWriter(tmp_path / "s") as writer:
+        writer.append({"hidden": np.zeros((2, 3, 4), np.float16)})
+    with pytest.raises(SchemaMismatch, match="'question_id', by which a second run knows what is done"):
+        featurize(tmp_path / "s", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# -- used
+
+
+def test_a_loader_takes_kept_features_as_it_takes_any_store(store: Path, tmp_path: Path):
+    featurize(store, tmp_path / "out")
+    feature = ms.features.fields("question_id", "layers")
+    loader = ms.Loader(opened(tmp_path / "out"), features=feature, batch_size=8, seed=1)
+    seen: list[str] = []
+    for batch in loader:
+        names: Any = batch["question_id"]
+        layers: Any = batch["layers"]
+        assert layers.shape == (len(names), 3, 4)
+        seen += names
+    assert sorted(seen) == sorted(f"q{number}" for number in GOOD)
+
+
+# -- the command line
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    command = ["millstream", "featurize", *map(str, arguments)]
+    with mock.patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0), out.getvalue(), err.getvalue()
+    return 0, out.getvalue(), err.getvalue()
+
+
+def test_the_command_says_what_was_kept_and_what_was_left_out(store: Path, tmp_path: Path):
+    code, out, err = run(store, tmp_path / "out", "token=mean")
+    assert (code, out) == (0, "")
+    lines = err.splitlines()
+    assert lines[0].startswith(f"{tmp_path}/out: 37 records, ") and lines[0].endswith(", 3 traces have no such tensors")
+    assert lines[1] == f"Next: millstream inspect {tmp_path}/out"
+    code, out, _ = run(store, tmp_path / "out", "token=mean", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert (answer["records"], answer["left_out"]) == (37, 3)
+
+
+WRONG = {
+    "no such feature": ["feature=words"],
+    "fields without names": ["feature=fields"],
+    "no such token": ["token=middle"],
+    "no such field": ["field=states"],
+    "no such field among several": ["feature=fields", "fields=logprobs,states"],
+    "no edges": ["feature=graphs", "k=0"],
+    "no such type": ["dtype=float7"],
+    "no size": ["memory=lots"],
+    "no size of a shard": ["shard_bytes=lots"],
+    "a misspelt setting": ["tokn=last"],
+    "no such engine": ["--engine", "spark"],
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_setting_is_one_line_and_exit_code_two_and_leaves_nothing(case: str, store: Path, tmp_path: Path):
+    code, out, err = run(store, tmp_path / "out", *WRONG[case])
+    assert (code, out) == (2, "")
+    assert err.startswith("millstream: ") and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"token": "99"}, {"field": "logprobs"}, {"feature": "fields", "fields": "hidden[7]"}], ids=range(3)
+)
+def test_what_a_record_does_not_have_is_said_with_its_number(wrong: dict[str, Any], store: Path, tmp_path: Path):
+    with pytest.raises(BadSetting, match="record 0"):
+        featurize(store, tmp_path / "out", **wrong)
