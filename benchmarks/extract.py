@@ -23,6 +23,7 @@ import transformers
 
 from extract_peers import PEERS
 from millstream.errors import MillstreamError
+from millstream.source.llm.batches import plan_batches
 from millstream.source.llm.decode import Decoding
 from millstream.source.llm.fields import TIERS, parse_fields
 from millstream.source.llm.model import LoadedModel, ModelSettings, describe_model, load_model
@@ -40,6 +41,7 @@ SHAPES = {
 }
 GOALS = {"stats": 1.25, "graph": 1.25, "probe": None, "full": 1.4}
 PEAK_SHAPE = "B32 P32 N12"
+BUDGET = 300_000_000  # `memory` of the batches whose peak is compared with it
 
 
 def random_llama(folder: Path) -> Path:
@@ -152,8 +154,53 @@ def report_peak(model: str, name: str) -> None:
         run = bench.variant(name)
         run()
         run()
-    status = Path("/proc/self/status").read_text().splitlines()
-    print(next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:")))
+    print(_status("VmHWM"))
+
+
+def report_budget(model: str, tier: str, length: int, beams: int) -> None:
+    """Peak over the loaded model of one batch as planned for BUDGET, and its rows."""
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(model, PEAK_SHAPE, Path(scratch))
+        fields = parse_fields(tier, None, stored="float16")
+        decoding = Decoding(max_new_tokens=12, num_beams=beams)
+        prompt = make_prompt("plain", bench.loaded.tokenizer, stop="")
+        tracer = Tracer(bench.loaded, fields=fields, decoding=decoding, prompt=prompt)
+        asked = [Asked(Question(f"q{i}", "?"), row) for i, row in enumerate(prompts(bench.loaded, 64, length))]
+        tracer.trace([Asked(Question("q", "?"), [101, 102, 103])])
+        plan = plan_batches(
+            [len(one.ids) for one in asked],
+            size=bench.loaded.card.size,
+            fields=fields,
+            max_new_tokens=12,
+            num_beams=beams,
+            memory=BUDGET,
+        )
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        tracer.trace([asked[place] for place in plan[0]])
+    print(len(plan[0]), _status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def budgets(model: str) -> dict[str, tuple[int, int]]:
+    """Rows and peak bytes of batches planned for BUDGET."""
+    found: dict[str, tuple[int, int]] = {}
+    for tier, length, beams in (
+        ("stats", 32, 1),
+        ("graph", 32, 1),
+        ("full", 32, 1),
+        ("graph", 256, 1),
+        ("full", 256, 3),
+    ):
+        command = [sys.executable, __file__, f"model={model}", f"budget={tier},{length},{beams}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows, peak = map(int, done.stdout.split()[-2:])
+        found[f"{tier} P{length} beams {beams}"] = (rows, peak)
+    return found
 
 
 def show(model: str, found: dict[str, Any]) -> None:
@@ -178,6 +225,11 @@ def show(model: str, found: dict[str, Any]) -> None:
         base = found["peaks"]["bare"]
         print(f"peak memory of a process, {PEAK_SHAPE}, relative to bare ({base / 1e6:.0f} MB):")
         print("  " + ", ".join(f"{name} {peak / base:.2f}" for name, peak in found["peaks"].items()))
+        print(f"peak over the loaded model of a batch planned for memory={BUDGET / 1e6:.0f}MB:")
+        print(
+            "  "
+            + ", ".join(f"{name}: {peak / 1e6:.0f} ({rows} rows)" for name, (rows, peak) in found["budgets"].items())
+        )
 
 
 def main() -> None:
@@ -186,6 +238,10 @@ def main() -> None:
     given = dict(part.split("=", 1) for part in parser.parse_args().settings)
     if "peak" in given:
         report_peak(given["model"], given["peak"])
+        return
+    if "budget" in given:
+        tier, length, beams = given["budget"].split(",")
+        report_budget(given["model"], tier, int(length), int(beams))
         return
     turns, count = int(given.get("turns", 4)), int(given.get("shapes", len(SHAPES)))
     results: dict[str, Any] = {"threads": torch.get_num_threads(), "models": {}}
@@ -202,7 +258,7 @@ def main() -> None:
         for name, place in models.items():
             shapes = {shape: measure(place, shape, turns) for shape in list(SHAPES)[:count]}
             peaks = {variant: peak_bytes(place, variant) for variant in ("bare", *TIERS, "generate with outputs")}
-            results["models"][name] = {"shapes": shapes, "peaks": peaks}
+            results["models"][name] = {"shapes": shapes, "peaks": peaks, "budgets": budgets(place)}
             show(name, results["models"][name])
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "extract.json").write_text(json.dumps(results, indent=1))

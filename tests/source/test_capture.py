@@ -255,3 +255,25 @@ def test_without_its_mask_function_left_padding_would_be_attended_to(
         for record, (_, seen), length in zip(records, expected, lengths, strict=True)
     ]
     assert wrong == [length < max(lengths) for length in lengths]
+
+
+@pytest.mark.parametrize("stored", ["float16", "float32"])
+def test_what_is_kept_of_a_layer_does_not_keep_the_layer_alive(stored: str, tiny: TinyModels):
+    tracer = make_tracer(tiny.loaded("llama"), fields="heads,laplacian,edges,nodes,states", stored=stored)
+    asked = tracer.ask(QUESTIONS)
+    ids, mask = tracer._pad([one.ids for one in asked])
+    with torch.inference_mode():
+        tracer._generate(asked, ids, mask)
+    capture = tracer._capture
+    held = [part for parts in capture.kept.values() for part in parts]
+    held += [*capture._received.values(), *capture._diagonal.values()]
+    assert len(held) > 10
+    for tensor in held:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_two_tracers_of_one_model_do_not_blind_each_other(tiny: TinyModels):
+    loaded = load(tiny.folder("llama"))
+    first, second = make_tracer(loaded, fields="attention"), make_tracer(loaded, fields="edges")
+    asked = first.ask(QUESTIONS[:2])
+    assert all(record["status"] == "ok" for tracer in (first, second, first) for record in tracer.trace(asked))

@@ -114,7 +114,6 @@ def make_tracer(
     max_new_tokens: int = NEW,
     **decoding: Any,
 ) -> Tracer:
-    """The last one made for a model is the one that sees its attention."""
     return Tracer(
         loaded,
         fields=parse_fields("full", fields, stored=stored),

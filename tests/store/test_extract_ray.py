@@ -31,11 +31,12 @@ from extracting import (
 from making import same
 
 import millstream as ms
+from millstream.store.layout import list_shards
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
-COUNT = 120
+COUNT = 90
 LONGER = {**SETTINGS, "max_new_tokens": 16}
 
 
@@ -114,15 +115,6 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _lives(pid: int) -> bool:
-    """Whether a process has a thread left, and so its files; its memory goes first, and its command with it."""
-    try:
-        states = [file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except OSError:
-        return False
-    return len(states) > 1 or states not in ([], ["Z"], ["X"])
-
-
 def _open_files(pid: int) -> list[str]:
     return [os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()]
 
@@ -151,10 +143,10 @@ def test_with_the_driver_killed_and_then_an_actor_the_traces_are_those_of_one_pr
 
     driver = cluster.start(*command)
     cluster.wait_for_writer(store, driver, num_bytes=enough)
-    actors = cluster.actors()
     driver.kill()
     driver.communicate()
-    wait_until(lambda: not any(map(_lives, actors)), what="the actors to die with their driver", pause=0.01)
+    wait_until(lambda: not cluster.actors(), what="the actors to die with their driver", pause=0.05)
+    wait_until(lambda: recovered_ids(store) and not list_shards(store)[1], what="their shards to be let go", pause=0.05)
     before = recovered_ids(store)
     assert 0 < len(set(before)) == len(before) < COUNT
 
@@ -190,12 +182,12 @@ BOTH = """if True:
                 main()
             except SystemExit as end:
                 assert not end.code, command
-        engine = Engine("ray", workers=2)
-        assert list(engine.map(square, range(6))) == [0, 1, 4, 9, 16, 25]
+        found = []
         try:
-            list(engine.map(square, range(9)))
+            for result in Engine("ray", workers=2).map(square, range(9)):
+                found.append(result)
         except BadSource as error:
-            print(error)
+            print(found == [0, 1, 4, 9, 16, 25, 36][:len(found)], error)
         assert ray.is_initialized(), "a cluster that was there before is left alone"
         ray.shutdown()
 """
@@ -215,7 +207,7 @@ def test_label_and_featurize_on_a_cluster_give_what_they_give_here(cluster: Clus
     (tmp_path / "both.py").write_text(BOTH)
     commands = [f"label {tmp_path}/there", f"featurize {tmp_path}/there {tmp_path}/layers-there token=mean_answer"]
     out, err = cluster.finish(cluster.start(tmp_path / "both.py", *commands))
-    assert out.endswith("7: not this one\n")
+    assert out.endswith("True 7: not this one\n")
     assert "Traceback" not in err
 
     assert run("label", tmp_path / "here")[0] == 0

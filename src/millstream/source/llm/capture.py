@@ -126,7 +126,8 @@ class Capture:
 
     def _keep(self, name: str, layer: int, values: torch.Tensor, *, large: bool = False) -> None:
         """Small things stay on the device until the batch is done: one transfer for all layers."""
-        kept = values.to(self._dtype) if values.is_floating_point() else values
+        # A copy also where the type stays: a view would keep all of a layer's attention alive.
+        kept = values.to(self._dtype if values.is_floating_point() else values.dtype, copy=True)
         self.kept[name, layer].append(kept.cpu() if large else kept)
 
     def _take_hidden(self, layer: int, states: torch.Tensor, seen: Pass) -> None:
@@ -182,7 +183,7 @@ class Capture:
     def _take_columns(self, layer: int, weights_BHRK: torch.Tensor, seen: Pass) -> None:
         """Attention received by every token and its attention to itself, added up over the passes."""
         real = weights_BHRK * seen.real_BR[:, None, :, None]
-        received, own = real.sum(2), weights_BHRK.diagonal(seen.start, 2, 3)
+        received, own = real.sum(2), weights_BHRK.diagonal(seen.start, 2, 3).clone()  # not a view of them all
         if layer in self._received:
             before = self._received[layer]
             received[..., : before.shape[-1]] += before
