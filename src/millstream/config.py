@@ -31,10 +31,10 @@ def parse_bytes(size: int | str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]i?)?b?\s*", size.lower())
         if not match:
-            raise ValueError(f"{size!r} is not a size in bytes; write for example '512MB', '2GiB' or 4096")
+            raise BadSetting(f"{size!r} is not a size in bytes; write for example '512MB', '2GiB' or 4096")
         value = int(float(match[1]) * _UNITS[match[2] or ""])
     if value <= 0:
-        raise ValueError(f"a size in bytes must be positive, got {size!r}")
+        raise BadSetting(f"a size in bytes must be positive, got {size!r}")
     return value
 
 
@@ -127,3 +127,14 @@ def available_bytes() -> int:
 def cache_folder() -> Path:
     """Where models that are made once are kept: `$XDG_CACHE_HOME/millstream`, or `~/.cache/millstream`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream"
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; where the system does not say, the most it ever held."""
+    import resource
+
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

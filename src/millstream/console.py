@@ -1,8 +1,10 @@
 """What people see while a command runs: progress on a terminal, plain lines elsewhere, all on stderr."""
 
+import signal
 import sys
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -80,3 +82,31 @@ def _bar(label: str, total: int, unit: str) -> Generator[Progress]:
 
 def _amount(count: float, unit: str) -> str:
     return format_bytes(count) if unit == "bytes" else f"{count:.0f} {unit}"
+
+
+@contextmanager
+def interruptible() -> Generator[Callable[[], bool]]:
+    """Within it the first Ctrl-C only makes the function given true; the second one interrupts."""
+    asked = False
+
+    def ask(signum: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, before)
+        say("finishing the batch in progress; press Ctrl-C again to stop at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def format_seconds(seconds: float) -> str:
+    """`2 h 5 min`, `3 min 20 s`, `40 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

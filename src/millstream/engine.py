@@ -94,11 +94,7 @@ def _run_here(make: Callable[[], Worker[Job, Result]], jobs: Iterable[Job]) -> G
 class _Actor:
     """A worker in a process of its own."""
 
-    def __init__(self, make: Callable[[], Worker[Any, Any]], threads: int) -> None:
-        if threads:
-            import torch
-
-            torch.set_num_threads(threads)
+    def __init__(self, make: Callable[[], Worker[Any, Any]]) -> None:
         self._worker = make()
 
     def do(self, job: Any) -> Any:
@@ -123,12 +119,11 @@ def _run_on_ray(
         _connect(ray, engine.address)
     count, needs = _layout(ray, engine.workers)
     actor_class: Any = ray.remote(_Actor).options(**needs)
-    threads = int(needs["num_cpus"]) if not needs["num_gpus"] else 0
     waiting, deaths = deque(jobs), 0
     actors, idle, busy = list[Any](), list[Any](), dict[Any, tuple[Any, Job]]()
 
     def start() -> None:
-        actors.append(actor_class.remote(make, threads))
+        actors.append(actor_class.remote(make))
         idle.append(actors[-1])
 
     for _ in range(min(count, len(waiting))):

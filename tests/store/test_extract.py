@@ -552,5 +552,5 @@ def test_the_command_counts_what_failed_and_says_how_to_ask_again(llama: Path, t
 
 
 def test_a_setting_is_checked_before_the_questions_are_read(llama: Path, tmp_path: Path):
-    with pytest.raises(BadSetting, match=r"memory=lots: 'lots' is not a size in bytes"):
+    with pytest.raises(BadSetting, match=r"'lots' is not a size in bytes"):
         ask(tmp_path / "none.jsonl", tmp_path / "s", llama, memory="lots")

@@ -1,18 +1,18 @@
 """`extract`: questions and a language model -> a trace store. Run again, it goes on where it stopped."""
 
+import os
 import shutil
-import signal
-import threading
+import socket
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millstream.config import parse_bytes, read_settings
-from millstream.console import format_bytes, progress, say
+from millstream.config import parse_bytes, read_settings, resident_bytes
+from millstream.console import format_bytes, format_seconds, interruptible, progress, say
 from millstream.engine import Engine
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.source.llm.batches import plan_batches
@@ -21,8 +21,8 @@ from millstream.source.llm.prompts import Prompt, make_prompt
 from millstream.source.llm.question import Question
 from millstream.source.llm.questions import read_questions
 from millstream.source.llm.settings import ExtractSettings
-from millstream.store.layout import MANIFEST, list_shards, read_manifest, write_manifest
-from millstream.store.recover import recover_all
+from millstream.store.layout import read_manifest
+from millstream.store.recover import recover_all, wait_for_writers
 from millstream.store.rewrite import drop_records
 from millstream.store.table import read_table
 from millstream.store.traces import Traces
@@ -128,8 +128,8 @@ class ExtractWorker:
             new_tokens=sum(len(record["logprobs"]) for record in new if record["status"] == "ok"),  # pyright: ignore
             bytes=sum(getattr(value, "nbytes", 0) for record in new for value in record.values()),
             seconds=time.perf_counter() - begun,
-            worker=_whoami(),
-            worker_bytes=_resident_bytes(),
+            worker=(socket.gethostname(), os.getpid()),
+            worker_bytes=resident_bytes(),
             shard=self._writer.shard_number,
         )
 
@@ -173,12 +173,9 @@ class _Run:
 
     def prepare(self, *, retry_errors: bool) -> None:
         """Recover what was interrupted, and refuse a store of another configuration or of other questions."""
-        if (self.path / MANIFEST).exists() and not any(list_shards(self.path)):
-            manifest = read_manifest(self.path)
-            if not manifest.shards:  # left by a first run that failed: without records it binds nobody to its settings
-                write_manifest(self.path, replace(manifest, config=self.config, arrow_schema=None))
         with TraceWriter(self.path, config=self.config):
             pass
+        wait_for_writers(self.path)
         self.done = self._read_done()
         texts = {question.id: question.question for question in self.questions}
         for name, text in self.done.items():
@@ -254,7 +251,7 @@ class _Run:
             done = errors = tokens = 0
             memory: dict[tuple[str, int], int] = {}
             with (
-                _interruptible() as stop,
+                interruptible() as stop,
                 progress("extract", missing, unit="traces") as update,
                 closing(engine.run(make, batches, redo=self.left_of)) as results,
             ):
@@ -291,7 +288,7 @@ class _Run:
         workers = engine.workers or 1
         say(
             f"{format_bytes(first.bytes / good)} a trace in the first batch, about {format_bytes(total)} in all, "
-            f"{format_bytes(free)} free, about {_duration(seconds / workers)}"
+            f"{format_bytes(free)} free, about {format_seconds(seconds / workers)}"
         )
         if total > free * FREE_SHARE:
             raise StoreFull(
@@ -309,57 +306,10 @@ class _Run:
 def _check_sizes(settings: ExtractSettings) -> None:
     if settings.shard_records is not None and settings.shard_records < 1:
         raise BadSetting(f"shard_records={settings.shard_records}: at least 1")
-    for name, size in (("memory", settings.memory), ("shard_bytes", settings.shard_bytes)):
-        try:
-            parse_bytes(1 if size is None else size)
-        except ValueError as error:
-            raise BadSetting(f"{name}={size}: {error}") from None
-
-
-@contextmanager
-def _interruptible() -> Generator[Callable[[], bool]]:
-    """Within it the first Ctrl-C only makes the function given true; the second one interrupts."""
-    asked = False
-
-    def ask(signum: int, frame: object) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, before)
-        say("finishing the batch in progress; press Ctrl-C again to stop at once")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)
+    for size in (settings.memory, settings.shard_bytes):
+        parse_bytes(1 if size is None else size)
 
 
 def _count(value: object) -> int:
     assert isinstance(value, int)
     return value
-
-
-def _whoami() -> tuple[str, int]:
-    import os
-    import socket
-
-    return socket.gethostname(), os.getpid()
-
-
-def _resident_bytes() -> int:
-    import resource
-
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

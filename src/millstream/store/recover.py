@@ -7,12 +7,14 @@ written anew from its good messages, and then the old file is set aside under `d
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
+from millstream.errors import StoreError
 from millstream.records import Bytes, Schema, Tensor
 from millstream.store.layout import (
     DAMAGED,
@@ -29,6 +31,7 @@ from millstream.store.message import Row, bad_slice, header_is_torn, is_whole, r
 from millstream.store.shard import ShardWriter
 
 ID_FIELD = "question_id"
+_WAIT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,19 @@ def recover_all(path: Path) -> list[Recovery]:
             if fd is not None:
                 recovered.append(_recover(path, number, fd))
     return recovered
+
+
+def wait_for_writers(path: Path) -> None:
+    """Until no other writer is at work on the store, for a while: the workers of a killed run take a moment to end."""
+    until = time.monotonic() + _WAIT_S
+    while held := list_shards(path)[1]:
+        recover_all(path)
+        if time.monotonic() > until:
+            raise StoreError(
+                f"{open_file(path, held[0])}: a writer is at work on it, and two at once would do the same work twice. "
+                "Wait for it to end, or stop it, and run this again"
+            )
+        time.sleep(0.1)
 
 
 def damaged_fields(view: Bytes, row: Row, schema: Schema) -> list[tuple[str, int]]:

@@ -74,10 +74,13 @@ class TraceWriter:
         if self.path.exists() and not self.path.is_dir():
             raise StoreExists(f"{self.path}: a file, not a folder. Write to a new folder")
         self.path.mkdir(parents=True, exist_ok=True)
-        new = not (self.path / MANIFEST).exists() and not any(list_shards(self.path))
-        if new:
-            self._refuse_foreign_folder()
-            write_manifest(self.path, Manifest(config or {}, compression or "none"))
+        if not any(list_shards(self.path)):
+            if not (self.path / MANIFEST).exists():
+                self._refuse_foreign_folder()
+                write_manifest(self.path, Manifest(config or {}, compression or "none"))
+            elif config is not None and not (found := read_manifest(self.path)).shards:
+                # Made by a run that failed before its first record: that binds nobody to its settings.
+                write_manifest(self.path, Manifest(config, compression or found.compression))
         manifest = read_manifest(self.path)  # refuses a newer format before anything is touched
         self.recovered: list[Recovery] = recover_all(self.path)
         if self.recovered:

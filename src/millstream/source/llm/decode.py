@@ -31,6 +31,8 @@ class Decoding:
             raise BadSetting("max_new_tokens and num_beams are at least 1, temperature at least 0")
         if self.num_beams > 1 and self.temperature > 0:
             raise BadSetting("num_beams and temperature exclude each other: beam search draws nothing")
+        if (self.top_k is not None and self.top_k < 1) or not 0 < (self.top_p or 1.0) <= 1:
+            raise BadSetting("top_k is at least 1, top_p above 0 and at most 1")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise BadSetting("top_k and top_p need temperature=, for example temperature=1")
 

@@ -66,6 +66,7 @@ def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) ->
     """A model by Hugging Face name or path, or one of the built-in ones (made when it is not there yet)."""
     hf = transformers()
     transformers("utils.logging").disable_progress_bar()
+    _quantized(settings.quantize)  # a wrong setting is said before anything is loaded
     place = find_model(settings.model, notify=notify)
     dtype = _dtype(settings)
     try:
@@ -147,6 +148,12 @@ def _device(name: str) -> str:
     import torch
 
     if name != "auto":
+        try:
+            kind = torch.device(name).type
+        except RuntimeError:
+            raise BadSetting(f"device={name}: there is auto, cpu, cuda, cuda:1, mps") from None
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise BadSetting(f"device={name}: torch finds no CUDA device here; use device=cpu")
         return name
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 

@@ -24,6 +24,7 @@ _COLUMNS = {
     "kind": ("kind", "prop", "category", "Category"),
     "exposure": ("exposure",),
 }
+_SEMICOLONS = "Correct Answers"  # of TruthfulQA's own file: answers with semicolons between them
 _SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -191,6 +192,8 @@ def _from_rows(rows: Iterable[Row], stem: str, columns: Mapping[str, str], sourc
         if not isinstance(question, str) or not question.strip():
             raise BadSource(f"{source}: row {number + 1} has no question")
         cell = {ours: row.get(theirs) if theirs else None for ours, theirs in names.items()}
+        if names["aliases"] == _SEMICOLONS and isinstance(cell["aliases"], str):
+            cell["aliases"] = cell["aliases"].split(";")
         accepted = list(dict.fromkeys([*_answers(cell["answer"]), *_answers(cell["aliases"])]))
         yield Question(
             id=str(cell["id"]) if cell["id"] not in (None, "") else f"{stem}-{number}",
