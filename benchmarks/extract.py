@@ -85,7 +85,9 @@ class Bench:
         self.scratch = scratch
         self.decoding = Decoding(max_new_tokens=self.new)
         self.config = self.decoding.config(eos=None, pad=loaded.pad)
+        self.config.output_logits = False
         self.trace_bytes: dict[str, int] = {}
+        self.own: dict[str, Any] = {}  # what a peer keeps from turn to turn
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(map(len, self.ids))
@@ -126,6 +128,7 @@ def measure(model: str, shape: str, turns: int) -> dict[str, Any]:
         names = ["bare", *TIERS, *PEERS]
         best: dict[str, float] = {}
         failed: dict[str, str] = {}
+        bench.bare()
         for _ in range(turns):
             for name in names:
                 if name in failed:

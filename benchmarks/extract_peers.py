@@ -89,10 +89,17 @@ def with_nnsight(bench: Any) -> Callable[[], None]:
 
 def with_transformer_lens(bench: Any) -> Callable[[], None]:
     """TransformerLens: generate, then `run_with_cache` over prompt and answer, states and patterns of every layer."""
+    import transformers
     from transformer_lens.model_bridge import TransformerBridge
 
-    bench.model.set_attn_implementation("eager")
-    bridge = TransformerBridge.boot_transformers(bench.loaded.card.place, hf_model=bench.model, device="cpu")
+    if "bridge" not in bench.own:  # a model of its own: the bridge takes it apart
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            bench.loaded.card.place, attn_implementation="eager", dtype=torch.float32
+        )
+        place = bench.loaded.card.place
+        bench.own["bridge"] = TransformerBridge.boot_transformers(place, hf_model=model, device="cpu")
+    bridge = bench.own["bridge"]
+    bench.model.set_attn_implementation("sdpa")
 
     @torch.inference_mode()
     def run() -> None:

@@ -46,6 +46,7 @@ class Decoding:
             eos_token_id=eos,
             pad_token_id=pad,
             return_dict_in_generate=True,
+            output_logits=self.num_beams == 1,  # of beams they are of all, in an order that changes
             use_cache=True,
         )
 
