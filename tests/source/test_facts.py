@@ -151,9 +151,9 @@ def test_a_folder_that_is_not_whole_is_not_believed(damage: str) -> None:
 
 def test_what_a_killed_training_left_is_swept_away() -> None:
     folder = small_model()
-    part = folder.with_suffix(".part")
+    part = folder.with_name(f"{folder.name}.partial")
     folder.rename(part)
-    (part / "facts.json").unlink()
+    (part / "millstream.json").unlink()
     said: list[str] = []
     assert small_model(said) == folder and "training" in said[0] and not part.exists()
 

