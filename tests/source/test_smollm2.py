@@ -238,7 +238,7 @@ def test_two_processes_at_once_convert_once_and_never_import_the_package(tiny: P
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate()[0].splitlines() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
-    assert sorted(len(lines) for lines in said) == [1, 1, 2]
+    assert sum(line.startswith("converting") for lines in said for line in lines) == 1
     folders = {Path(lines[-1]) for lines in said}
     assert len(folders) == 1 and is_complete(folders.pop())
 

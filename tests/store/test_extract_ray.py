@@ -36,7 +36,7 @@ from millstream.store.layout import list_shards
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
-COUNT = 90
+COUNT = 60
 LONGER = {**SETTINGS, "max_new_tokens": 16}
 
 
