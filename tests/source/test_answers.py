@@ -53,7 +53,7 @@ def test_a_text_is_normalised_as_the_definition_says(text: str, expected: str):
 TEXTS = st.lists(st.text() | st.text(ODD) | st.text(st.characters(max_codepoint=127)), max_size=8)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(TEXTS)
 def test_many_texts_at_once_are_normalised_as_each_on_its_own(texts: list[str]):
     assert [normalise(text) for text in texts] == [by_definition(text) for text in texts]
