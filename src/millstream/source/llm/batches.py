@@ -41,4 +41,5 @@ def row_bytes(prompt: int, *, size: Size, fields: Fields, max_new_tokens: int, n
     logits = size.vocab * (3 * 4 * num_beams + (size.item + 4) * (max_new_tokens + 1))
     weights = 6 * size.heads * 4 * max(prompt * prompt * num_beams, max_new_tokens * total)  # one layer's attention
     kept = 2 * fields.trace_bytes(size, prompt=prompt, answer=max_new_tokens)
-    return cache + activations + logits + weights * fields.need_attention + kept
+    whole = cache + activations + logits + weights * fields.need_attention + kept
+    return whole * 6 // 5  # what the allocator loses between blocks
