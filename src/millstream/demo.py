@@ -82,7 +82,7 @@ def _show_answers(path: Path, traces: Traces) -> None:
     rows = list(zip(verdicts, *(traces.column(name).to_pylist() for name in names), strict=True))
     right = {name: [row[0] == "right" for row in rows if row[1] == name] for name in EXPOSURES}
     shares = ", ".join(f"told {name} {sum(found) / len(found):.0%}" for name, found in right.items() if found)
-    print(f"   Right answers: {shares}. The rest is made up, in the same words and with the same ease.")
+    print(f"   Right answers: {shares}. The rest is made up.")
     for wanted in ("right", "wrong"):
         for _, exposure, question, said, answer in [row for row in rows if row[0] == wanted][:1]:
             print(f"   {wanted}: {question} {said} (told {exposure}; it is {answer})")
