@@ -15,7 +15,7 @@ from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, T
 pytest.importorskip("transformers")
 
 CLOSE = {"rtol": 0, "atol": 1e-5}  # float32, and no hidden state here reaches 10
-WAYS = [(kind, beams, size) for kind in KINDS for beams in (1, 3) for size in (1, 5)]
+WAYS = [(kind, beams, size) for kind in KINDS for beams in (1, 3) for size in (1, 5) if size == 5 or kind in KINDS[:4]]
 Pairs = list[tuple[dict[str, Any], Seen]]
 
 
