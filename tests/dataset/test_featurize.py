@@ -1,22 +1,19 @@
 """Features kept in a store are those computed on the fly; a run that was killed goes on, and nothing comes twice."""
 
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import millstream as ms
-from millstream.cli import main
+from commands import run_here
 from millstream.dataset.batch import Feature, fetch_batch
 from millstream.dataset.featurize import featurize
 from millstream.errors import BadSetting, ConfigMismatch, SchemaMismatch
@@ -233,14 +230,7 @@ def test_a_loader_takes_kept_features_as_it_takes_any_store(store: Path, tmp_pat
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    command = ["millstream", "featurize", *map(str, arguments)]
-    with mock.patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), out.getvalue(), err.getvalue()
-    return 0, out.getvalue(), err.getvalue()
+    return run_here("featurize", *arguments)
 
 
 def test_the_command_says_what_was_kept_and_what_was_left_out(store: Path, tmp_path: Path):

@@ -1,15 +1,12 @@
 """A store becomes labelled: every rule, nothing made up where something is missing, and never half a file."""
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import millstream as ms
-from millstream.cli import main
+from commands import run_here
 from millstream.dataset import label as label_file
 from millstream.dataset.label import LabelSettings, label, score_chunk
 from millstream.dataset.verdicts import parse_rule
@@ -319,14 +316,7 @@ def test_a_labeller_killed_before_it_is_done_leaves_the_labels_that_were_there(s
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    command = ["millstream", "label", *map(str, arguments)]
-    with mock.patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), out.getvalue(), err.getvalue()
-    return 0, out.getvalue(), err.getvalue()
+    return run_here("label", *arguments)
 
 
 def test_the_command_prints_counts_and_names_the_file_and_what_comes_next(tmp_path: Path):

@@ -1,22 +1,18 @@
 """A tiny model asked here, by the command line, or in a child that gets killed; and stores of traces compared."""
 
-import io
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from making import same
 
 import millstream as ms
-from millstream.cli import main
 from millstream.store.layout import list_shards, shard_name, sidecar_name
 from millstream.store.repair import verify
 from millstream.store.rewrite import drop_records
@@ -47,18 +43,6 @@ def write_questions(path: Path, *, count: int = COUNT, too_long: Sequence[int] =
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    """The command line in this process: exit code, stdout, stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    command = ["millstream", *map(str, arguments)]
-    with mock.patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), out.getvalue(), err.getvalue()
-    return 0, out.getvalue(), err.getvalue()
 
 
 def as_arguments(settings: Mapping[str, object]) -> list[str]:

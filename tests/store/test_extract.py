@@ -22,7 +22,6 @@ from extracting import (
     assert_same_traces,
     drop,
     recovered_ids,
-    run,
     shard_files,
     traces_by_id,
     wait_until,
@@ -31,6 +30,7 @@ from extracting import (
 from making import die_everywhere, files_of, key_of, noted, quiet, read_keys, record, same, write
 
 import millstream as ms
+from commands import run_here as run
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.records import Tensor
 from millstream.source.llm.batches import plan_batches

@@ -23,7 +23,6 @@ from extracting import (
     assert_all_sealed,
     assert_same_traces,
     recovered_ids,
-    run,
     traces_by_id,
     wait_until,
     write_questions,
@@ -31,6 +30,7 @@ from extracting import (
 from making import same
 
 import millstream as ms
+from commands import run_here as run
 from millstream.store.layout import list_shards
 
 pytest.importorskip("transformers")

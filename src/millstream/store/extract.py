@@ -148,7 +148,7 @@ class _Run:
         shuffle_seed: int | None,
     ) -> None:
         self.path = path
-        settings.kept()  # a wrong setting is said before a model is made or loaded
+        self.fields = settings.kept()  # a wrong setting is said before a model is made or loaded
         _check_sizes(settings)
         self.card: ModelCard = describe_model(settings.of_model(), notify=say)
         if settings.prompt == "auto" and settings.model == "facts":
@@ -156,7 +156,6 @@ class _Run:
         self.settings = settings
         self.prompt: Prompt = make_prompt(settings.prompt, self.card.tokenizer, stop=settings.stop)
         self.config = settings.remembered(self.card, self.prompt)
-        self.fields = settings.kept()
         settings.decoding(self.prompt)
         for name in ("hidden", "attention"):
             self.fields.layers_of(name, self.card.size)

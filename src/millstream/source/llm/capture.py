@@ -175,9 +175,8 @@ class Capture:
         earlier = torch.ones(mean_BRK.shape[1:], dtype=torch.bool, device=mean_BRK.device).tril(seen.start - 1)
         weight, source = mean_BRK.where(earlier, 0.0).topk(min(NUM_EDGES, mean_BRK.shape[2]), dim=-1)
         self._keep("edge_weight", layer, weight)
-        self._keep(
-            "edge_source", layer, source.to(torch.int32).where(weight > 0, -1)
-        )  # a window hides earlier ones too
+        seen_source = source.to(torch.int32).where(weight > 0, -1)  # a window hides earlier ones too
+        self._keep("edge_source", layer, seen_source)
         self._keep("edge_rest", layer, 1 - weight.sum(-1))
 
     def _take_columns(self, layer: int, weights_BHRK: torch.Tensor, seen: Pass) -> None:

@@ -109,8 +109,8 @@ def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
     model.eval()
     eos = _ids(model.generation_config.eos_token_id) | _ids(card.tokenizer.eos_token_id)
     model.generation_config = hf.GenerationConfig()  # generate() would fill in what ours leaves open
-    pad = card.tokenizer.pad_token_id
     layers = _decoder_layers(model, card.size.layers, settings.model)
+    pad = card.tokenizer.pad_token_id
     pad = pad if pad is not None else min(eos, default=0)
     return LoadedModel(model, card, model.base_model, layers, frozenset(eos), pad)
 
