@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from millstream.store.reads import Reads
     from millstream.store.traces import Traces
     from millstream.store.writer import TraceWriter
+    from millstream.train.evaluate import evaluate
+    from millstream.train.run import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "__version__",
     "concat",
     "errors",
+    "evaluate",
     "extract",
     "features",
     "featurize",
@@ -53,6 +56,7 @@ __all__ = [
     "open",
     "split",
     "subset",
+    "train",
 ]
 
 _HOME = {
@@ -69,6 +73,7 @@ _HOME = {
     "TraceWriter": "millstream.store.writer",
     "Traces": "millstream.store.traces",
     "concat": "millstream.dataset.concat",
+    "evaluate": "millstream.train.evaluate",
     "extract": "millstream.store.extract",
     "featurize": "millstream.dataset.featurize",
     "label": "millstream.dataset.label",
@@ -77,6 +82,7 @@ _HOME = {
     "open": "millstream.door",
     "split": "millstream.dataset.split",
     "subset": "millstream.dataset.subset",
+    "train": "millstream.train.run",
 }
 
 

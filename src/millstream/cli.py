@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream import __version__, cli_llm, cli_reads
+from millstream import __version__, cli_llm, cli_reads, cli_train
 from millstream.cli_common import Json, print_json
 
 app = typer.Typer(
@@ -275,6 +275,9 @@ def _wrote(written: Any, as_json: bool) -> None:
 app.command()(cli_llm.extract)
 app.command()(cli_llm.label)
 app.command()(cli_llm.featurize)
+app.command()(cli_train.train)
+app.command()(cli_train.evaluate)
+app.command()(cli_train.report)
 app.command()(cli_reads.index)
 app.command()(cli_reads.pack)
 app.command()(cli_reads.unpack)

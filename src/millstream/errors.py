@@ -23,6 +23,9 @@ MillstreamError
 ├── LoaderError
 │   ├── OverBudget         one batch needs more memory than was given
 │   └── StateMismatch      a saved position belongs to other data, another seed or another order
+├── TrainError
+│   ├── NotFinite          a loss is NaN or infinite
+│   └── NoDetector         a store has no fields for the detector that was asked for
 └── EngineError            a cluster cannot be reached, or its workers keep dying
 
 DamageWarning              something is damaged, but the data could be read from its second copy
@@ -119,6 +122,18 @@ class OverBudget(LoaderError, MemoryError):
 
 class StateMismatch(LoaderError):
     """A saved position belongs to other data, another seed or another order; the message says what differs."""
+
+
+class TrainError(MillstreamError):
+    """Something about training a detector."""
+
+
+class NotFinite(TrainError, ArithmeticError):
+    """A loss is NaN or infinite; the message names the records of the batch."""
+
+
+class NoDetector(TrainError):
+    """The store has no fields for a detector that was asked for; the message says which are missing."""
 
 
 class EngineError(MillstreamError):

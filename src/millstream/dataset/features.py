@@ -1,4 +1,4 @@
-"""What a model sees of a record, computed on the fly: `ms.features.layers`, `graphs`, `tokens`, `fields`, `each`."""
+"""What a model sees of a record, computed on the fly: `ms.features.layers`, `token_stats`, `graphs`, `tokens`, ..."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,13 +7,14 @@ import numpy as np
 
 from millstream.dataset.augment import Augment
 from millstream.dataset.field_feature import EachFeature, FieldFeature, Transform
-from millstream.dataset.graph_feature import GraphFeature
+from millstream.dataset.graph_feature import GraphFeature, Tokens, Wiring
 from millstream.dataset.layer_feature import TOKENS, LayerFeature, Token
 from millstream.dataset.token_feature import TokenFeature
+from millstream.dataset.token_stats import STATS, TokenStats
 from millstream.dataset.tokenizers import Tokenizer, tokenizer
 from millstream.dataset.tokens import IdType, Pad
 
-__all__ = ["each", "fields", "graphs", "layers", "tokens"]
+__all__ = ["each", "fields", "graphs", "layers", "token_stats", "tokens"]
 
 
 def fields(*names: str, pad: bool = True) -> FieldFeature:
@@ -30,11 +31,22 @@ def layers(
     """`layers` [batch, layer, dim]: the hidden states of a trace at one token, or their mean over tokens.
 
     `token` is a place (0, -1, ...), "first", "last", "mean", or one that needs the field `prompt_len`: "last_prompt",
-    "first_answer", "mean_answer".
+    "first_answer", "mean_answer" (of all tokens after the prompt), and "last_answer", which needs `answer_len` too.
     """
     if isinstance(token, str) and token not in TOKENS:
         raise ValueError(f"token={token!r}: there is {', '.join(TOKENS)}, or a number")
     return LayerFeature(token, field, None if layers is None else tuple(layers), dtype)
+
+
+def token_stats(*names: str) -> TokenStats:
+    """`stats` [batch, statistic]: how sure the model was of its answer, in the numbers named, or in all of `STATS`.
+
+    They are of the first `answer_len` tokens generated, so not of a stop token.
+    """
+    for name in names:
+        if name not in STATS:
+            raise ValueError(f"{name!r} is no token statistic; there is {', '.join(STATS)}")
+    return TokenStats(names or STATS)
 
 
 def graphs(
@@ -44,16 +56,21 @@ def graphs(
     hidden: str = "hidden",
     attention: str = "attention",
     self_loops: bool = False,
+    tokens: Tokens = "all",
+    wiring: Wiring = "attention",
     dtype: str = "float32",
 ) -> GraphFeature:
     """The token graph of every layer of every record, as one disjoint union (see GraphFeature for what is in it).
 
     A token has edges from the tokens before it that it attends to, in the mean over heads, by more than `threshold`;
-    from the `k` strongest of them, or from all with `k=None`.
+    from the `k` strongest of them, or from all with `k=None`. `hidden="nodes", attention="edges"` takes what the tier
+    `graph` keeps of a trace. With `tokens="answer"` only the tokens of the answer, and the last one of the prompt, have
+    edges, and the others are left out. `wiring` makes graphs to compare with: "shuffled" lets each edge come from any
+    token before, "none" has no edges.
     """
     if k is not None and k < 1:
         raise ValueError(f"k={k}: at least one edge a token; None keeps all above the threshold")
-    return GraphFeature(k, threshold, hidden, attention, self_loops, dtype)
+    return GraphFeature(k, threshold, hidden, attention, self_loops, dtype, tokens, wiring)
 
 
 def each(transform: Transform, *, fields: Sequence[str] | None = None, pad: bool = True) -> EachFeature:

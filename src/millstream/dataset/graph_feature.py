@@ -1,10 +1,10 @@
 """Token graphs of all layers of a batch as one disjoint union, for torch_geometric's layers in one call."""
 
-# B batch, L layers, H heads, T tokens, D hidden, N nodes, E edges, G graphs = B * L
+# B batch, L layers, H heads, T tokens, D hidden, K edges of a token, N nodes, E edges, G graphs = B * L
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,24 @@ from numpy.typing import NDArray
 from millstream.buffers import empty
 from millstream.dataset.batch import Batch, TraceBatch
 from millstream.dataset.layer_feature import as_floats
+from millstream.dataset.permutation import mix
 from millstream.records import Array
 
 Floats = NDArray[np.floating]
+Ints = NDArray[np.int64]
+Tokens = Literal["all", "answer"]
+Wiring = Literal["attention", "shuffled", "none"]
+STORED = "edges"  # as `attention`: the strongest edges that were kept of every token
+SPAN = ("prompt_len", "answer_len")
+
+
+class _Edges(NamedTuple):
+    """Edges of the layers of one record: from the token `source` to the token `target`."""
+
+    layer: Ints
+    target: Ints
+    source: Ints
+    weight: Floats
 
 
 @dataclass(frozen=True)
@@ -23,7 +38,8 @@ class GraphFeature:
 
     Gives, for the graphs of record 0 layer 0, record 0 layer 1, ... one after the other:
     `x` [N, D], `edge_index` [2, E], `edge_attr` [E, 1], `batch` [N] (the graph of a node), `ptr` [G + 1] (where the
-    nodes of a graph begin), `last` [G] (the node of its last token) and `num_layers` [B]. Made by `ms.features.graphs`.
+    nodes of a graph begin), `last` [G] (the node of its last token) and `num_layers` [B]. With tokens="answer" also
+    `answer` [N], whether a node is a token of the answer, the last of which is `last`. Made by `ms.features.graphs`.
     """
 
     k: int | None
@@ -32,57 +48,101 @@ class GraphFeature:
     attention: str
     self_loops: bool
     dtype: str
+    tokens: Tokens = "all"
+    wiring: Wiring = "attention"
 
     @property
     def fields(self) -> list[str]:
-        return [self.hidden, self.attention]
+        weights = ["edge_source", "edge_weight"] if self.attention == STORED else [self.attention]
+        return [self.hidden, *weights, *(SPAN if self.tokens == "answer" else ())]
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         if not isinstance(batch, TraceBatch):
             raise ValueError("features.graphs takes hidden states and attention of traces; these records are reads")
-        columns = (cast("Sequence[Array | None]", batch.columns[name]) for name in (self.hidden, self.attention))
-        records = [self._record(*record) for record in zip(batch.numbers.tolist(), *columns, strict=True)]
-        layers = np.array([len(hidden) for hidden, _ in records], np.int64)
-        tokens = np.array([hidden.shape[1] for hidden, _ in records], np.int64)
-        sizes = np.repeat(tokens, layers)
+        columns = {name: cast("Sequence[Array | None]", batch.columns[name]) for name in self.fields}
+        parts = [
+            self._record(number, {name: values[row] for name, values in columns.items()})
+            for row, number in enumerate(batch.numbers.tolist())
+        ]
+        layers = np.array([len(part.sizes) for part in parts], np.int64)
+        sizes = np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)])
         ptr = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(sizes, out=ptr[1:])
-        width = records[0][0].shape[2] if records else 0
-        x = empty((int(ptr[-1]), width), self.dtype)
-        edges: list[tuple[NDArray[np.int64], NDArray[np.int64], Floats]] = []
+        x = empty((int(ptr[-1]), parts[0].x.shape[-1] if parts else 0), self.dtype)
+        edge_index: list[Ints] = []
         node = 0
-        for hidden, mean in records:
-            count = hidden.shape[0] * hidden.shape[1]
-            x[node : node + count] = hidden.reshape(count, width)
-            layer, target, source = np.nonzero(self._kept(mean))
-            base = node + layer * hidden.shape[1]
-            edges.append((base + source, base + target, mean[layer, target, source]))
+        for part in parts:
+            count = int(part.sizes.sum())
+            x[node : node + count] = part.x
+            edge_index.append(part.edge_index + node)
             node += count
-        sources, targets, weights = (np.concatenate(part) for part in zip(*edges, strict=True))
-        return {
+        made: dict[str, object] = {
             "x": x,
-            "edge_index": np.stack([sources, targets]),
-            "edge_attr": weights.astype(self.dtype)[:, None],
+            "edge_index": np.concatenate([np.empty((2, 0), np.int64), *edge_index], axis=1),
+            "edge_attr": np.concatenate([np.empty(0), *(part.weight for part in parts)]).astype(self.dtype)[:, None],
             "batch": np.repeat(np.arange(len(sizes)), sizes),
             "ptr": ptr,
             "last": ptr[1:] - 1,
             "num_layers": layers,
         }
+        if self.tokens == "answer":
+            made["answer"] = np.concatenate([np.empty(0, np.bool_), *(part.answer for part in parts)])
+        return made
 
-    def _record(self, number: int, hidden: Array | None, attention: Array | None) -> tuple[Floats, Floats]:
-        """Hidden states [L, T, D] and attention [L, T, T], the mean over heads."""
-        if hidden is None or attention is None:
-            raise ValueError(f"record {number} has no {self.hidden if hidden is None else self.attention!r}")
-        states, weights = as_floats(hidden), as_floats(attention)
-        mean = weights.mean(axis=1, dtype=np.float32) if weights.ndim == 4 else weights.astype(np.float32)
-        if len(states) == len(mean) + 1:
-            states = states[1:]  # the embedding comes before the first layer, and attends to nothing
-        if mean.ndim != 3 or states.ndim != 3 or mean.shape != (len(states), states.shape[1], states.shape[1]):
+    def _record(self, number: int, values: Mapping[str, Array | None]) -> "_Part":
+        for name, value in values.items():
+            if value is None:
+                raise ValueError(f"record {number} has no {name!r}")
+        states = as_floats(cast(Array, values[self.hidden]))
+        if self.attention == STORED:
+            source, weight = cast(Array, values["edge_source"]), as_floats(cast(Array, values["edge_weight"]))
+            states = self._checked(number, states, weight)
+            edges = self._stored(source, weight)
+        else:
+            weights = as_floats(cast(Array, values[self.attention]))
+            mean = weights.mean(axis=1, dtype=np.float32) if weights.ndim == 4 else weights.astype(np.float32)
+            states = self._checked(number, states, mean)
+            layer, target, source = np.nonzero(self._kept(mean))
+            edges = _Edges(layer, target, source, mean[layer, target, source])
+        start, end = 0, states.shape[1]
+        if self.tokens == "answer":  # an empty one has the token that ends it
+            prompt, answer = (int(cast("int", values[name])) for name in SPAN)
+            start = min(prompt, states.shape[1] - 1)
+            end = min(start + max(answer, 1), states.shape[1])
+            edges = _where(edges, (edges.target >= start - 1) & (edges.target < end))
+        return _Part.of(states, self._rewired(edges, number), start, end)
+
+    def _rewired(self, edges: _Edges, number: int) -> _Edges:
+        """The null graphs: the same number of edges and the same weights, from any token before; or no edges."""
+        if self.wiring == "attention":
+            return edges
+        if self.wiring == "none":
+            return _where(edges, np.zeros(len(edges.layer), np.bool_))
+        chance = np.random.Generator(np.random.Philox(mix(0, 0, number))).random(len(edges.layer))
+        return edges._replace(source=(chance * edges.target).astype(np.int64))
+
+    def _checked(self, number: int, states: Floats, weights: Floats) -> Floats:
+        """The states of the layers that attend: the embedding comes before the first, and attends to nothing."""
+        if states.ndim == 3 and weights.ndim == 3 and len(states) == len(weights) + 1:
+            states = states[1:]
+        square = self.attention == STORED or weights.shape[-1] == weights.shape[1]
+        if states.ndim != 3 or weights.ndim != 3 or weights.shape[:2] != states.shape[:2] or not square:
             raise ValueError(
                 f"record {number}: {self.hidden!r} {states.shape} and {self.attention!r} {weights.shape} do not go "
-                "together, expected [layer, token, dim] and [layer, head, token, token]"
+                "together, expected [layer, token, dim] and [layer, head, token, token], or stored edges of each token"
             )
-        return states, mean
+        return states
+
+    def _stored(self, source_LTK: Array, weight_LTK: Floats) -> _Edges:
+        if self.k is not None and self.k < source_LTK.shape[2]:
+            strongest = np.argsort(-weight_LTK, axis=2, kind="stable")[:, :, : self.k]
+            source_LTK, weight_LTK = (np.take_along_axis(a, strongest, 2) for a in (source_LTK, weight_LTK))
+        kept = (source_LTK >= 0) & (weight_LTK > self.threshold)
+        if not self.self_loops:
+            kept &= source_LTK != np.arange(source_LTK.shape[1])[:, None]
+        layer, target, slot = np.nonzero(kept)
+        source = source_LTK[layer, target, slot].astype(np.int64)
+        return _Edges(layer, target, source, weight_LTK[layer, target, slot])
 
     def _kept(self, mean_LTT: Floats) -> NDArray[np.bool_]:
         """Which entries are edges: above the threshold, before the token itself, the k strongest of each token."""
@@ -96,3 +156,30 @@ class GraphFeature:
         among = np.zeros_like(kept)
         np.put_along_axis(among, strongest, True, axis=2)
         return kept & among
+
+
+class _Part(NamedTuple):
+    """The graphs of one record, their nodes numbered from 0."""
+
+    x: Floats
+    sizes: Ints
+    edge_index: Ints
+    weight: Floats
+    answer: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, states_LTD: Floats, edges: _Edges, start: int, end: int) -> "_Part":
+        """With the tokens from `start` to `end`, the one before them, and those that they have edges from."""
+        num_layers, num_tokens, _ = states_LTD.shape
+        used = np.zeros((num_layers, num_tokens), np.bool_)
+        used[:, max(start - 1, 0) : end] = True
+        used[edges.layer, edges.source] = True
+        place = np.cumsum(used).reshape(used.shape) - 1
+        ends = place[edges.layer, edges.source], place[edges.layer, edges.target]
+        in_answer = np.zeros_like(used)
+        in_answer[:, start:end] = True
+        return cls(states_LTD[used], used.sum(axis=1), np.stack(ends), edges.weight, in_answer[used])
+
+
+def _where(edges: _Edges, kept: NDArray[np.bool_]) -> _Edges:
+    return _Edges(*(values[kept] for values in edges))

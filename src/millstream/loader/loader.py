@@ -1,6 +1,6 @@
 """`ms.Loader`: batches of a collection in a global order, made ahead in threads, within a number of bytes."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 
 from millstream.buffers import Pool
@@ -43,6 +43,7 @@ class Loader:
         drop_last: bool = False,
         tail: Tail = "drop",
         pin_memory: bool = False,
+        notify: Callable[[str], None] = say,
     ) -> None:
         self._memory = parse_bytes(memory)
         self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
@@ -59,7 +60,7 @@ class Loader:
         self._epoch: int = 0
         self._start = 0  # the position at which the epoch is to begin
         self._samples = 0  # positions all ranks have been given
-        self._said = False
+        self._notify = notify  # told once, where something was left to us
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -121,9 +122,9 @@ class Loader:
         collection = self._collection.in_epoch(epoch)
         numbers = Positions(self._plan.order(layout.n, seed=self._seed, epoch=epoch), layout, start)
         threads, _ = plan_threads(self._threads, batch_bytes=self._batch_bytes(), budget=self._budget)
-        if not self._said and layout.rank == 0 and (self._threads is None or self._asked == "auto"):
-            self._said = True
-            say(f"loader: {self.plan}")
+        if layout.rank == 0 and (self._threads is None or self._asked == "auto"):
+            self._notify(f"loader: {self.plan}")
+            self._notify = _silent
 
         wanted_at: dict[int, Numbers] = {}
 
@@ -163,6 +164,10 @@ class Loader:
         """What a batch takes, about: from the mean record."""
         medium = self._collection.medium
         return self._layout.batch_size * (medium.num_bytes // max(self._layout.n, 1))
+
+
+def _silent(text: str) -> None:
+    return
 
 
 def _can_pin() -> bool:

@@ -1,0 +1,138 @@
+"""Logistic regressions on what attention heads do: log-determinants, looks back at the prompt, Laplacian eigenvalues."""
+
+# B batch, L layers, H heads, R rows (the last prompt token, then those generated), E eigenvalues, F features
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from millstream.collection import Collection
+from millstream.dataset.features import fields
+from millstream.errors import MissingExtra
+from millstream.model.detector import Arrays, Means, Scores
+from millstream.model.logistic import Inputs, Logistic, as_tensor, fit_logistic, score_logistic
+from millstream.model.reading import reader
+
+TOP = (5, 10)  # largest eigenvalues of each head, of which one is chosen
+_COMPONENTS = 512
+
+
+def logdet(means: Means) -> Logistic:
+    """LLM-Check's mean log self-attention, of every layer and head."""
+    return Logistic(means, inputs=Inputs(fields("attention_logdet"), _logdets))
+
+
+def lookback(means: Means) -> Logistic:
+    """Lookback Lens: the share of its attention that each head gives to the prompt, in the mean over the answer."""
+    return Logistic(means, inputs=Inputs(fields("prompt_attention", "answer_len"), _looks_back))
+
+
+class LapEigvals:
+    """Largest Laplacian eigenvalues of all layers and heads, principal components of them, and a regression."""
+
+    probabilities = True
+
+    def __init__(self, means: Means) -> None:
+        self.fields: Sequence[str] = ["laplacian"]
+        self.arrays: Arrays = {}
+        self.chosen: dict[str, object] = {}
+        self._means = means
+
+    def fit(self, train: Collection, val: Collection) -> None:
+        found = [_principal(train, top, self._means) for top in TOP]
+        inputs = Inputs(fields("laplacian"), _Projection(found), axis="top_k", names=TOP)
+        arrays, chosen = fit_logistic(train, val, inputs=inputs, means=self._means)
+        best = found[int(arrays["group"])]
+        self.arrays = {
+            **{name: arrays[name][: len(best.components)] for name in ("mean", "factor", "weights")},
+            "bias": arrays["bias"],
+            "group": np.array(0),  # of those kept
+            "top_k": np.array(best.top),
+            "pca_mean": best.mean,
+            "pca_components": best.components,
+        }
+        self.chosen = {**chosen, "components": len(best.components)}
+
+    def score(self, collection: Collection) -> Scores:
+        mean, components = (cast("NDArray[np.float32]", self.arrays[name]) for name in ("pca_mean", "pca_components"))
+        best = _Principal(int(self.arrays["top_k"]), mean, components)
+        inputs = Inputs(fields("laplacian"), _Projection([best]))
+        return score_logistic(collection, self.arrays, inputs=inputs, means=self._means)
+
+
+@dataclass(frozen=True)
+class _Principal:
+    """The principal components of the largest `top` eigenvalues."""
+
+    top: int
+    mean: NDArray[np.float32]  # [F]
+    components: NDArray[np.float32]  # [C, F]
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """Eigenvalues as their components: a group for each choice of `top`, with zeros after those of the smaller."""
+
+    choices: Sequence[_Principal]
+
+    def __call__(self, batch: Mapping[str, object]) -> Tensor:
+        width = max(len(choice.components) for choice in self.choices)
+        groups: list[Tensor] = []
+        for choice in self.choices:
+            mean_F, components_CF = as_tensor(choice.mean), as_tensor(choice.components)
+            x_BC = (_eigenvalues(batch, choice.top) - mean_F) @ components_CF.T
+            groups.append(functional.pad(x_BC, (0, width - x_BC.shape[1])))
+        return torch.stack(groups, dim=1)
+
+
+def _principal(train: Collection, top: int, means: Means) -> _Principal:
+    """Fitted in one pass; a few hundred rows are held at a time, since the first have to be more than components."""
+    try:
+        from sklearn.decomposition import IncrementalPCA
+    except ImportError:
+        raise MissingExtra("lapeigvals needs scikit-learn: pip install 'millstream[train]'") from None
+    pca: IncrementalPCA | None = None
+    waiting: list[Tensor] = []
+    for batch in reader(train, fields("laplacian"), means):
+        waiting.append(_eigenvalues(batch, top))
+        width = waiting[0].shape[1]
+        num_components = max(min(_COMPONENTS, width, len(train) // 2), 1)
+        if sum(map(len, waiting)) >= num_components:
+            pca = pca or IncrementalPCA(num_components)
+            pca.partial_fit(torch.cat(waiting).numpy())  # pyright: ignore[reportUnknownMemberType]
+            waiting = []
+    assert pca is not None, "half of the records are enough for the first part"
+    if waiting:
+        pca.partial_fit(torch.cat(waiting).numpy())  # pyright: ignore[reportUnknownMemberType]
+    return _Principal(top, np.asarray(pca.mean_, np.float32), np.asarray(pca.components_, np.float32))
+
+
+def _eigenvalues(batch: Mapping[str, object], top: int) -> Tensor:
+    """[B, F] of the largest of every layer and head; they are stored in descending order."""
+    laplacian_BLHE = cast(Tensor, batch["laplacian"])
+    return laplacian_BLHE[..., :top].float().flatten(1)
+
+
+def _logdets(batch: Mapping[str, object]) -> Tensor:
+    logdet_BLH = cast(Tensor, batch["attention_logdet"])
+    return logdet_BLH.float().flatten(1)[:, None]
+
+
+def _looks_back(batch: Mapping[str, object]) -> Tensor:
+    """Row 0 is the last prompt token, which sees nothing but the prompt; an answer of no tokens is seen in all rows."""
+    share_BLHR = cast(Tensor, batch["prompt_attention"]).float()
+    num_rows = share_BLHR.shape[-1]
+    real_BR = cast("Tensor | None", batch.get("prompt_attention_mask"))
+    generated_B = torch.full((len(share_BLHR),), num_rows - 1) if real_BR is None else real_BR.sum(1) - 1
+    asked_B = torch.as_tensor([length or 0 for length in cast("Sequence[int | None]", batch["answer_len"])])
+    length_B = torch.where(asked_B > 0, torch.minimum(asked_B, generated_B), generated_B)
+    row_R = torch.arange(num_rows)
+    inside_BR = (row_R >= 1) & (row_R <= length_B[:, None])
+    total_BLH = (share_BLHR * inside_BR[:, None, None]).sum(-1)
+    return (total_BLH / length_B.clamp(min=1)[:, None, None]).flatten(1)[:, None]

@@ -1,0 +1,65 @@
+"""`gnn`: one graph network over the token graphs of all layers at once, then an LSTM over the layers."""
+
+# B batch, L layers, D width of a node, N nodes, E edges, G graphs = B * L, W width
+
+import torch
+from torch import Tensor, nn
+
+from millstream.model.geometric import GINEConv, scatter
+from millstream.model.moments import Moments
+from millstream.model.net import Batch, Net, Reader, Scale
+
+NUM_ROUNDS = 2
+
+
+class GraphEncoder(nn.Module):
+    """Nodes [N, D] -> nodes [N, W]: GINE with attention as edge feature. Graphs do not mix, so all go in one call."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(dim, width)
+        self.rounds = nn.ModuleList(
+            GINEConv(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)), edge_dim=1)
+            for _ in range(NUM_ROUNDS)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(NUM_ROUNDS))
+
+    def forward(self, x_ND: Tensor, edge_index_2E: Tensor, edge_attr_E1: Tensor) -> Tensor:
+        nodes_NW = self.project(x_ND)
+        for convolve, norm in zip(self.rounds, self.norms, strict=True):
+            nodes_NW = nodes_NW + convolve(norm(nodes_NW).relu(), edge_index_2E, edge_attr_E1)
+        return nodes_NW
+
+
+class GraphLSTM(Net):
+    """Takes a union of graphs as `ms.features.graphs` makes it and, if `num_stats`, `stats` [B, S]."""
+
+    def __init__(self, width: int, *, num_layers: int, dim: int, num_stats: int, dropout: float) -> None:
+        super().__init__(num_stats)
+        self.x = Scale(num_layers, dim)
+        self.encoder = GraphEncoder(dim, width)
+        self.reader = Reader(2 * width, width, num_stats=num_stats, dropout=dropout)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.x.mean)
+
+    def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
+        super().observe(batch, moments)
+        moments["x"].add(batch["x"], batch["batch"] % self.num_layers, num_groups=self.num_layers)
+
+    def scaled_nodes(self, batch: Batch) -> Tensor:
+        return self.x(batch["x"], batch["batch"] % self.num_layers)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        nodes_NW = self.encoder(self.scaled_nodes(batch), batch["edge_index"], batch["edge_attr"])
+        return self.reader(read_layers(nodes_NW, batch, self.num_layers), self.scaled_stats(batch)), {}
+
+
+def read_layers(nodes_NW: Tensor, batch: Batch, num_layers: int) -> Tensor:
+    """[B, L, 2 W]: of each graph the last token of the answer, beside the mean over the answer."""
+    num_graphs = len(batch["last"])
+    answer = batch.get("answer")
+    rows, graph = (nodes_NW, batch["batch"]) if answer is None else (nodes_NW[answer], batch["batch"][answer])
+    mean_GW = scatter(rows, graph, dim=0, dim_size=num_graphs, reduce="mean")
+    return torch.cat([nodes_NW[batch["last"]], mean_GW], dim=1).reshape(num_graphs // num_layers, num_layers, -1)

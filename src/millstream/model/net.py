@@ -1,0 +1,112 @@
+"""What the trained detectors share: scaled inputs, a reader of layers, a loss, a width for a number of parameters."""
+
+# B batch, L layers, D width of an input, S token statistics, W width
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from millstream.model.moments import Moments
+
+Batch = Mapping[str, Tensor]
+LIMIT = 8.0  # standard deviations; a few units of large models are hundreds of them away
+
+
+class Scale(nn.Module):
+    """Standardises rows by what was seen on the training part, for each layer on its own."""
+
+    mean: Tensor
+    factor: Tensor
+
+    def __init__(self, num_groups: int, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_groups, dim))
+        self.register_buffer("factor", torch.ones(num_groups, dim))
+
+    def set(self, moments: Moments) -> None:
+        mean, factor = moments.scaling()
+        self.mean.copy_(mean)
+        self.factor.copy_(factor)
+
+    def forward(self, rows: Tensor, group: Tensor | None = None) -> Tensor:
+        """`group` is each row's; without it the groups are the last axis but one."""
+        mean, factor = (self.mean, self.factor) if group is None else (self.mean[group], self.factor[group])
+        return ((rows - mean) * factor).clamp(-LIMIT, LIMIT)
+
+
+class Reader(nn.Module):
+    """A bidirectional LSTM over the layers, and a head that sees the token statistics beside what it says."""
+
+    def __init__(self, dim: int, width: int, *, num_stats: int, dropout: float) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(dim, width // 2, batch_first=True, bidirectional=True)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Sequential(
+            nn.Linear(2 * (width // 2) + num_stats, width), nn.GELU(), nn.Dropout(dropout), nn.Linear(width, 1)
+        )
+
+    def forward(self, layers_BLD: Tensor, stats_BS: Tensor | None) -> Tensor:
+        _, (last_2BW, _) = self.lstm(self.dropout(layers_BLD))
+        read_BW = torch.cat([last_2BW[0], last_2BW[1]], dim=1)
+        seen = read_BW if stats_BS is None else torch.cat([read_BW, stats_BS], dim=1)
+        return self.head(seen)[:, 0]
+
+
+class Net(nn.Module):
+    """A detector that is trained by gradients: `logits` of being wrong, and what else its loss is made of."""
+
+    def __init__(self, num_stats: int) -> None:
+        super().__init__()
+        self.stats = Scale(1, num_stats) if num_stats else None
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits [B], and by name further terms of the loss (while training; already weighted)."""
+        raise NotImplementedError
+
+    def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
+        """Add a batch of the training part to the moments of each input."""
+        if self.stats is not None:
+            moments["stats"].add(batch["stats"])
+
+    def set_scales(self, moments: Mapping[str, Moments]) -> None:
+        for name, found in moments.items():
+            cast(Scale, getattr(self, name)).set(found)
+
+    def measures(self, batch: Batch) -> dict[str, Tensor]:
+        """What is worth knowing of a batch of the validation part, beside its scores."""
+        return {}
+
+    def forward(
+        self, batch: Batch, target_B: Tensor | None = None, weight_B: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The logits; or, given targets, the loss and its parts."""
+        logits_B, terms = self.logits(batch)
+        if target_B is None:
+            return logits_B, {}
+        loss = functional.binary_cross_entropy_with_logits(logits_B, target_B, weight_B)
+        parts = {"bce": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
+        return loss + sum(terms.values()), parts
+
+    def scaled_stats(self, batch: Batch) -> Tensor | None:
+        return None if self.stats is None else self.stats(batch["stats"])
+
+
+def count_parameters(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+def match_width(build: Callable[[int], nn.Module], parameters: int) -> int:
+    """The width, a multiple of four, that gives a net about so many parameters; at least 8."""
+
+    def size(width: int) -> int:
+        with torch.device("meta"):
+            return count_parameters(build(width))
+
+    low, high = 8, 4096
+    while high - low > 4:
+        middle = (low + high) // 8 * 4
+        low, high = (middle, high) if size(middle) <= parameters else (low, middle)
+    return min((low, high), key=lambda width: abs(size(width) - parameters))

@@ -1,0 +1,110 @@
+"""Names of detectors -> detectors: nets, baselines, groups of them, and classes of the user's own."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from millstream.errors import BadSetting, NoDetector
+from millstream.model.baselines import BASELINES
+from millstream.model.detector import Detector, Means
+from millstream.model.zoo import NETS, NULLS
+from millstream.train.log import Log
+from millstream.train.settings import TrainSettings
+from millstream.train.trained import NetDetector
+
+GROUP = "baselines"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A detector and what the report says of it."""
+
+    detector: Detector
+    title: str
+    kind: str
+    extra_forwards: int = 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A detector that was named."""
+
+    name: str
+
+    @property
+    def by_gradients(self) -> bool:
+        """Whether it is a net: trained by all processes, once for every seed."""
+        return self.name in NETS
+
+    def build(
+        self,
+        *,
+        means: Means,
+        settings: TrainSettings,
+        field_names: Sequence[str],
+        fabric: Any,
+        folder: Path | None = None,
+        log: Log | None = None,
+        budget: int = 0,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Built:
+        if self.name in NETS:
+            net = NetDetector(
+                self.name,
+                means=means,
+                settings=settings,
+                field_names=field_names,
+                fabric=fabric,
+                folder=folder,
+                log=log,
+                budget=budget,
+                stop=stop,
+            )
+            return Built(net, NETS[self.name].title, NETS[self.name].kind)
+        if ":" in self.name:
+            detector = _own(self.name)(means)
+            return Built(_checked(detector, field_names), self.name, "trained")
+        baseline = BASELINES[self.name]
+        detector = _checked(baseline.make(means, field_names), field_names)
+        return Built(detector, baseline.title, "baseline", baseline.extra_forwards)
+
+
+def asked_for(settings: TrainSettings) -> list[Asked]:
+    """The detectors named by `model=`; `baselines` are all there are, and the null graphs of the models named."""
+    names = [name.strip() for name in settings.model.split(",") if name.strip()]
+    found: dict[str, None] = {}
+    for name in names:
+        if name == GROUP:
+            nulls = [null for model in names for null in NULLS.get(model, ())]
+            found |= dict.fromkeys([*BASELINES, "charm", *nulls])
+        elif name in NETS or name in BASELINES:
+            found[name] = None
+        elif ":" in name:
+            _own(name)
+            found[name] = None
+        else:
+            known = [*NETS, *BASELINES, GROUP]
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}, or package.module:Class"
+            raise BadSetting(f"model={name}: no such detector; {hint}")
+    if not found:
+        raise BadSetting("model=: name at least one detector")
+    return [Asked(name) for name in found]
+
+
+def _own(name: str) -> Callable[[Means], Detector]:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BadSetting(f"model={name}: cannot be imported ({error})") from None
+
+
+def _checked(detector: Detector, field_names: Sequence[str]) -> Detector:
+    missing = [field for field in detector.fields if field.split("[")[0] not in field_names]
+    if missing:
+        raise NoDetector(f"the store has no {', '.join(missing)}")
+    return detector

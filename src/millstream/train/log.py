@@ -1,0 +1,107 @@
+"""metrics.jsonl: what happens in a run, a line each, and how much memory it takes, looked at every second."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from millstream.errors import MissingExtra
+
+FILE = "metrics.jsonl"
+INTERVAL_S = 1.0
+
+
+class Log:
+    """Appends lines. A line that a kill has torn is cut off when the run goes on, and time goes on from the last."""
+
+    def __init__(self, run: Path, *, tensorboard: bool = False) -> None:
+        self._path = run / FILE
+        self._lock = threading.Lock()
+        whole, last = _mend(self._path)
+        self._begun = time.monotonic() - last
+        self.lines = whole
+        self._board = _board(run) if tensorboard else None
+
+    def write(self, kind: str, **values: object) -> None:
+        line = {"kind": kind, "time_s": round(time.monotonic() - self._begun, 3), **values}
+        with self._lock, self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._board is not None and kind == "epoch":
+            for name, value in values.items():
+                if isinstance(value, float):
+                    tag = f"{values['model']}-{values['seed']}/{name}"
+                    self._board.add_scalar(tag, value, values["epoch"])  # pyright: ignore
+
+    @contextmanager
+    def memory(self, budget: int) -> Generator[None]:
+        """Within it the memory of this process and its children is written down every second."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while True:
+                self.write("memory", bytes=tree_bytes(), budget=budget)
+                if ended.wait(INTERVAL_S):
+                    return
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def read_lines(run: Path) -> list[dict[str, object]]:
+    """All whole lines of a run."""
+    return _mend(run / FILE, cut=False)[0]
+
+
+def tree_bytes() -> int:
+    """Memory of this process and its children, shared pages counted once (PSS); 0 where the system does not say."""
+    total, left = 0, [os.getpid()]
+    while left:
+        process = Path("/proc") / str(left.pop())
+        try:
+            rollup = (process / "smaps_rollup").read_text()
+            total += int(rollup.split("\nPss:")[1].split()[0]) << 10
+            for task in (process / "task").iterdir():
+                left += map(int, (task / "children").read_text().split())
+        except (OSError, IndexError):  # one that has just ended
+            continue
+    return total
+
+
+def _mend(path: Path, *, cut: bool = True) -> tuple[list[dict[str, object]], float]:
+    """The whole lines of a file, and the time of the last one."""
+    lines: list[dict[str, object]] = []
+    if not path.exists():
+        return lines, 0.0
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                lines.append(cast("dict[str, object]", json.loads(line)))
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                lines.pop()
+                break
+            end += len(line)
+    if cut and end < path.stat().st_size:
+        os.truncate(path, end)
+    return lines, float(cast(float, lines[-1].get("time_s", 0.0))) if lines else 0.0
+
+
+def _board(run: Path) -> object:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError:
+        raise MissingExtra("tensorboard=true needs it: pip install tensorboard") from None
+    return SummaryWriter(str(run / "tensorboard"))
+
+

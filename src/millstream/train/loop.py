@@ -1,0 +1,277 @@
+"""The training loop: batches of a Loader, AdamW, and a checkpoint from which it goes on to the same weights."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millstream.collection import Collection
+from millstream.console import Progress, format_bytes
+from millstream.dataset.batch import Feature
+from millstream.dataset.features import fields
+from millstream.dataset.labels import LABEL
+from millstream.dataset.permutation import mix
+from millstream.errors import NotFinite
+from millstream.loader.loader import Loader
+from millstream.model.auroc import auroc
+from millstream.model.detector import Scores
+from millstream.model.net import Net
+from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
+from millstream.train.log import Log, tree_bytes
+from millstream.train.settings import TrainSettings
+
+LATEST, BEST = "latest.safetensors", "best.safetensors"
+T = TypeVar("T")
+
+
+@dataclass
+class Progressed:
+    """Where training is: with the weights, all that the next step depends on. As JSON in a checkpoint."""
+
+    epoch: int = 0
+    step: int = 0  # over all epochs; chance and the learning rate follow from it
+    best: float = -1.0
+    best_epoch: int = -1
+    done: bool = False
+    sums: dict[str, float] = field(default_factory=dict[str, float])  # of the losses of this epoch so far
+    loader: dict[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model to train, with one seed."""
+
+    name: str
+    seed: int
+    folder: Path
+    settings: TrainSettings
+    features: Sequence[Feature]
+    memory: int  # for the loader
+    budget: int  # for the process, to compare with
+
+
+class Training:
+    """Trains a net on `train`, watches its AUROC on `val`, and leaves it with the weights of its best epoch."""
+
+    def __init__(
+        self, job: Job, fabric: Any, net: Net, *, log: Log, progress: Progress, stop: Callable[[], bool]
+    ) -> None:
+        self.job, self.fabric, self.bare = job, fabric, net
+        self.log, self.progress, self.stop = log, progress, stop
+        given = job.settings
+        optimizer = torch.optim.AdamW(net.parameters(), lr=given.lr, weight_decay=given.weight_decay)
+        self.net, self.optimizer = fabric.setup(net, optimizer)
+        self.at = Progressed()
+        self._saved = time.monotonic()
+
+    def run(self, train: Collection, val: Collection) -> bool:
+        """Whether it came to its end; if not, the checkpoint is where it goes on."""
+        job, given = self.job, self.job.settings
+        loader = Loader(
+            train,
+            batch_size=given.batch_size // self.fabric.world_size,
+            features=[*job.features, fields(LABEL)],
+            seed=job.seed,
+            memory=job.memory,
+            rank=self.fabric.global_rank,
+            world=self.fabric.world_size,
+            pin_memory=self.fabric.device.type == "cuda",
+        )
+        if (job.folder / LATEST).exists():
+            self._resume(loader)
+        weight_2 = _class_weights(train).to(self.fabric.device)
+        total = given.epochs * len(loader)
+        while self.at.epoch < given.epochs and not self.at.done:
+            loader.set_epoch(self.at.epoch)
+            clock = _Clock()
+            first = self.at.step
+            self.bare.train()
+            for batch in clock.watch(loader):
+                self._step(self.fabric.to_device(batch), weight_2, total)
+                del batch
+                self.at.loader = loader.state_dict()
+                self._tell(clock, len(train), len(loader), self.at.step - first)
+                stopped = self.stop()
+                if stopped or self._is_due():
+                    self._save()
+                if stopped:
+                    return False
+            self._end_epoch(val, clock, (self.at.step - first) * given.batch_size)
+        if (job.folder / BEST).exists():
+            self.bare.load_state_dict(load(job.folder / BEST)[0])
+        return True
+
+    def _step(self, batch: dict[str, Any], weight_2: Tensor, total: int) -> None:
+        job, step = self.job, self.at.step
+        torch.manual_seed(mix(job.seed, step, self.fabric.global_rank))  # so chance needs no state
+        for group in self.optimizer.param_groups:
+            group["lr"] = job.settings.lr * learning_share(step, total, job.settings.warmup)
+        if hasattr(self.bare, "kl_share"):
+            self.bare.kl_share.fill_(min(1.0, step / max(1, total // 5)))  # pyright: ignore
+        target_B = batch[LABEL].float()
+        loss, parts = self.net(batch, target_B, weight_2[batch[LABEL]])
+        value = loss.item()
+        if not math.isfinite(value):
+            raise NotFinite(_not_finite(job, self.at, value, batch))
+        self.fabric.backward(loss)
+        self.fabric.clip_gradients(self.net, self.optimizer, max_norm=job.settings.clip, error_if_nonfinite=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for name, part in {"loss": loss, **parts}.items():
+            self.at.sums[name] = self.at.sums.get(name, 0.0) + part.item()
+        self.at.sums["steps"] = self.at.sums.get("steps", 0.0) + 1
+        self.at.step += 1
+
+    def _end_epoch(self, val: Collection, clock: "_Clock", num_records: int) -> None:
+        at, job = self.at, self.job
+        scores, measures = predict(self.bare, val, job.features, memory=job.memory, fabric=self.fabric)
+        found = auroc(val.column(LABEL).to_numpy(), scores)
+        means = {name: value / at.sums["steps"] for name, value in at.sums.items() if name != "steps"}
+        if found > at.best:
+            at.best, at.best_epoch = found, at.epoch
+            if self.fabric.global_rank == 0:
+                save(job.folder / BEST, self.bare.state_dict(), {"epoch": at.epoch, "val_auroc": found})
+        if self.fabric.global_rank == 0:
+            self.log.write(
+                "epoch",
+                model=job.name,
+                seed=job.seed,
+                epoch=at.epoch,
+                step=at.step,
+                **means,
+                val_auroc=found,
+                lr=float(self.optimizer.param_groups[0]["lr"]),
+                records_per_s=num_records / max(clock.seconds, 1e-9),
+                waiting=clock.waited / max(clock.seconds, 1e-9),
+                memory=tree_bytes(),
+                **measures,
+            )
+        at.done = at.epoch - at.best_epoch >= job.settings.patience or at.epoch + 1 == job.settings.epochs
+        at.epoch, at.sums, at.loader = at.epoch + 1, {}, None
+        self._save()
+        self.fabric.barrier()
+
+    def _tell(self, clock: "_Clock", num_records: int, num_steps: int, step: int) -> None:
+        at = self.at
+        done = (at.epoch * num_steps + step) * num_records // num_steps
+        best = f"AUROC {at.best:.3f} so far, " if at.best_epoch >= 0 else ""
+        self.progress(
+            done,
+            f"epoch {at.epoch + 1}, step {step} of {num_steps}, loss {at.sums['loss'] / at.sums['steps']:.3f}, {best}"
+            f"{clock.waited / max(clock.seconds, 1e-9):.0%} waiting for data, "
+            f"{format_bytes(tree_bytes() if step % 50 == 1 else clock.memory)} of {format_bytes(self.job.budget)}",
+        )
+
+    def _is_due(self) -> bool:
+        steps, minutes = self.job.settings.checkpoint_steps, self.job.settings.checkpoint_minutes
+        late = time.monotonic() - self._saved >= minutes * 60
+        return late or (steps is not None and self.at.step % steps == 0)
+
+    def _save(self) -> None:
+        self._saved = time.monotonic()
+        if self.fabric.global_rank == 0:
+            tensors = {**self.bare.state_dict(prefix="model."), **pack_optimizer(self.optimizer)}
+            save(self.job.folder / LATEST, tensors, asdict(self.at))
+
+    def _resume(self, loader: Loader) -> None:
+        tensors, about = load(self.job.folder / LATEST)
+        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        self.bare.load_state_dict(weights)
+        unpack_optimizer(self.optimizer, tensors)
+        self.at = Progressed(**about)  # pyright: ignore[reportArgumentType]
+        if self.at.loader is not None:
+            loader.load_state_dict(self.at.loader)
+
+
+def predict(
+    net: Net, collection: Collection, features: Sequence[Feature], *, memory: int, fabric: Any, batch_size: int = 64
+) -> tuple[Scores, dict[str, float]]:
+    """The chance of being wrong of every record, in the collection's order, and the means of what the net measures.
+
+    Ranks share the work, and all of them have the answer.
+    """
+    loader = Loader(
+        collection,
+        batch_size=batch_size,
+        features=list(features),
+        order="none",
+        memory=memory,
+        rank=fabric.global_rank,
+        world=fabric.world_size,
+        tail="pad",
+        notify=lambda text: None,
+    )
+    found: list[Tensor] = []
+    numbers: list[Tensor] = []
+    sums: defaultdict[str, float] = defaultdict(float)
+    net.eval()
+    with torch.inference_mode():
+        for batch in loader:
+            on_device = fabric.to_device(batch)
+            found.append(net(on_device)[0].float().sigmoid())
+            numbers.append(on_device["numbers"])
+            for name, value in net.measures(on_device).items():
+                sums[name] += float(value)
+    whole, places = torch.cat(found), torch.cat(numbers)
+    if fabric.world_size > 1:
+        whole, places = fabric.all_gather(whole).reshape(-1), fabric.all_gather(places).reshape(-1)
+    own = collection.record_numbers(np.arange(len(collection)))
+    order = np.argsort(own, kind="stable")
+    scores = np.full(len(own), np.nan)
+    scores[order[np.searchsorted(own[order], places.cpu().numpy())]] = whole.double().cpu().numpy()
+    assert not np.isnan(scores).all() or not len(scores)
+    return scores, {name: value / max(len(loader), 1) for name, value in sums.items()}
+
+
+def learning_share(step: int, total: int, warmup: float) -> float:
+    """The learning rate at a step as a share of the highest: it rises in a line, then falls as a cosine to a tenth."""
+    rising = max(1, round(total * warmup))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
+
+
+def _class_weights(train: Collection) -> Tensor:
+    """So that right and wrong answers count the same in all."""
+    counts = np.bincount(train.column(LABEL).to_numpy().astype(np.int64), minlength=2)
+    return torch.tensor(counts.sum() / (2 * np.maximum(counts, 1)), dtype=torch.float32)
+
+
+def _not_finite(job: Job, at: Progressed, value: float, batch: dict[str, Any]) -> str:
+    numbers = batch["numbers"].tolist()
+    return (
+        f"{job.name} seed {job.seed}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of the "
+        f"records {', '.join(map(str, numbers))} of {job.settings.data}. Look at them with `millstream verify "
+        f"{job.settings.data}` and ms.open(...)[{numbers[0]}]; or train with a smaller lr={job.settings.lr / 10:g}"
+    )
+
+
+class _Clock:
+    """How long a loop takes, and how much of it is waiting for data."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.memory = tree_bytes()
+        self._begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+        iterator = iter(batches)
+        while True:
+            begun = time.perf_counter()
+            batch = next(iterator, None)
+            self.waited += time.perf_counter() - begun
+            if batch is None:
+                return
+            yield batch
+            del batch

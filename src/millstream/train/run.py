@@ -1,0 +1,232 @@
+"""`ms.train`: every detector asked for, on one split of one store, into a run folder. Run again, it goes on."""
+
+import gc
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from millstream.collection import Collection
+from millstream.config import config_diff, parse_bytes, read_settings
+from millstream.console import format_seconds, interruptible, say
+from millstream.dataset.labels import LABEL
+from millstream.dataset.split import Split
+from millstream.errors import BadSource, ConfigMismatch, NoDetector
+from millstream.model.detector import Means
+from millstream.store.layout import publish, publishing
+from millstream.train.checkpoint import save
+from millstream.train.data import data_card, open_labelled, split_of
+from millstream.train.detectors import Asked, Built, asked_for
+from millstream.train.devices import make_fabric
+from millstream.train.environment import environment
+from millstream.train.log import Log, tree_bytes
+from millstream.train.settings import TrainSettings
+from millstream.train.trained import Interrupted
+
+CONFIG, SPLIT, DATA, ENVIRONMENT, PREDICTIONS = "config.yaml", "split.json", "data.json", "env.json", "predictions.parquet"
+CHECKPOINTS, SCORES, DETECTOR = "checkpoints", "scores.parquet", "detector.safetensors"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder; `interrupted` when not all that was asked for is in it."""
+
+    path: Path
+    models: list[str]
+    interrupted: bool = False
+    is_first: bool = True  # of the processes that train together
+
+
+def train(data: str | Path | None = None, **settings: object) -> Run:
+    """Train and compare detectors on the labelled traces of a store.
+
+    Settings are those of `TrainSettings`. All detectors see the same split, by question; each model is trained once for
+    every seed; what is chosen is chosen on validation. Finished models are not trained again, and an interrupted one
+    goes on from its checkpoint.
+
+    >>> run = ms.train("traces/", model="lstm,baselines", out="runs/first", memory="500MB")
+    """
+    given = {**settings, **({} if data is None else {"data": str(data)})}
+    return _Training(read_settings(TrainSettings, given)).work()
+
+
+class _Training:
+    def __init__(self, settings: TrainSettings) -> None:
+        settings.check()
+        self.settings = settings
+        self.collection = open_labelled(settings.data, settings.label)
+        self.parts: Split = split_of(self.collection, settings)
+        self.path = Path(settings.out or Path("runs") / Path(settings.data).resolve().name)
+        self.asked = asked_for(settings)
+        self.fabric = make_fabric(settings)
+
+    @property
+    def is_first(self) -> bool:
+        return bool(self.fabric.global_rank == 0)
+
+    def work(self) -> Run:
+        if self.is_first:
+            self._prepare()
+        self.fabric.barrier()
+        log = Log(self.path, tensorboard=self.settings.tensorboard and self.is_first)
+        base, self.memory = tree_bytes(), parse_bytes(self.settings.memory)
+        self.budget = base + self.memory
+        done: list[str] = []
+        with ExitStack() as stack:
+            asks = stack.enter_context(interruptible())
+            if self.is_first:
+                stack.enter_context(log.memory(self.budget))
+            for asked in sorted(self.asked, key=lambda one: not one.by_gradients):  # other processes end after those
+                if not self.is_first and not asked.by_gradients:
+                    break
+                try:
+                    finished = self._each_seed(asked, log, asks)
+                except Interrupted:
+                    return Run(self.path, done, interrupted=True, is_first=self.is_first)
+                done += [asked.name] if finished else []
+        return Run(self.path, done, is_first=self.is_first)
+
+    def _prepare(self) -> None:
+        """Refuse a folder of another run; write down what this one is."""
+        card = data_card(self.settings.data, self.collection, self.parts)
+        science = {**self.settings.science(), "fingerprint": card["fingerprint"]}
+        config = self.path / CONFIG
+        if config.exists():
+            before = cast("dict[str, Any]", yaml.safe_load(config.read_text()))
+            old = {**{name: before.get(name) for name in self.settings.science()}, "fingerprint": _fingerprint(self.path)}
+            if old != science:
+                raise ConfigMismatch(
+                    f"{self.path}: holds a run with other settings ({config_diff(old, science)}). Choose another folder "
+                    f"with out=, or remove this one"
+                )
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise BadSource(f"{self.path}: is there and is no run; choose another folder with out=")
+        self.path.mkdir(parents=True, exist_ok=True)
+        publish(self.path / DATA, (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
+        self.parts.save(self.path / SPLIT)
+        publish(self.path / ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode())
+        publish(config, yaml.safe_dump(asdict(self.settings), sort_keys=False).encode())
+        say(f"{self.settings.data}: {len(self.collection)} of {card['records']} records are right or wrong")
+        say(self.parts.report(LABEL))
+
+    def _each_seed(self, asked: Asked, log: Log, stop: Callable[[], bool]) -> bool:
+        """Whether the detector could be run."""
+        for seed in range(self.settings.seed, self.settings.seed + (self.settings.seeds if asked.by_gradients else 1)):
+            folder = self.path / CHECKPOINTS / f"{asked.name}-{seed}"
+            if (folder / SCORES).exists():
+                continue
+            if stop():
+                raise Interrupted
+            try:
+                self._one(asked, seed, folder, log, stop)
+            except NoDetector as error:
+                if self.is_first:
+                    log.write("missing", model=asked.name, why=str(error))
+                    say(f"{asked.name}: left out, {error}")
+                return False
+            finally:
+                gc.collect()
+        return True
+
+    def _one(self, asked: Asked, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
+        """One detector, with one seed: fit, score validation and test, keep what it learned."""
+        means = Means(seed, self.memory // 2)  # the other half is for the model at work
+        built: Built = asked.build(
+            means=means,
+            settings=self.settings,
+            field_names=self.collection.field_names,
+            fabric=self.fabric,
+            folder=folder,
+            log=log,
+            budget=self.budget,
+            stop=stop,
+        )
+        detector = built.detector
+        begun = time.perf_counter()
+        detector.fit(self.parts["train"], self.parts["val"])
+        fitted = time.perf_counter()
+        scores = {name: detector.score(self.parts[name]) for name in ("val", "test")}
+        scored = time.perf_counter()
+        if not self.is_first:
+            return
+        arrays = getattr(detector, "arrays", {})
+        _keep(folder / DETECTOR, arrays, {"model": asked.name, "seed": seed})
+        test = self.parts["test"]
+        log.write(
+            "fit",
+            model=asked.name,
+            seed=seed,
+            family=built.kind,
+            title=built.title,
+            parameters=getattr(detector, "parameters", None),
+            fit_s=fitted - begun,
+            score_s=scored - fitted,
+            num_scored=sum(map(len, scores.values())),
+            trace_bytes=_bytes_read(test, detector.fields),
+            extra_forwards=built.extra_forwards,
+            probabilities=bool(getattr(detector, "probabilities", False)),
+            chosen=getattr(detector, "chosen", {}),
+        )
+        _write_scores(folder / SCORES, self.parts, scores)
+        write_predictions(self.path)
+        say(f"{asked.name} seed {seed}: done in {format_seconds(scored - begun)}")
+
+
+def write_predictions(run: Path) -> None:
+    """predictions.parquet: every score of every finished model, so that anyone can compute anything again."""
+    tables: list[pa.Table] = []
+    for file in sorted((run / CHECKPOINTS).glob(f"*/{SCORES}")):
+        model, _, seed = file.parent.name.rpartition("-")
+        table = pq.read_table(file)
+        size = table.num_rows
+        table = table.append_column("model", pa.array([model] * size))
+        tables.append(table.append_column("seed", pa.array(np.full(size, int(seed), np.int32))))
+    with publishing(run / PREDICTIONS) as file:
+        pq.write_table(pa.concat_tables(tables), file)
+
+
+def _write_scores(path: Path, parts: Split | Mapping[str, Collection], scores: Mapping[str, Any]) -> None:
+    tables: list[pa.Table] = []
+    for name, values in scores.items():
+        part = parts[name]
+        ids = part.column("question_id") if "question_id" in part.field_names else None
+        records = part.record_numbers(np.arange(len(part)))
+        tables.append(
+            pa.table(
+                {
+                    "part": [name] * len(part),
+                    "record": records,
+                    "question_id": pa.array(map(str, records) if ids is None else map(str, ids.to_pylist()), pa.string()),
+                    "label": part.column(LABEL).to_numpy().astype(np.int8),
+                    "score": np.asarray(values, np.float64),
+                }
+            )
+        )
+    with publishing(path) as file:
+        pq.write_table(pa.concat_tables(tables), file)
+
+
+def _keep(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:
+    import torch
+
+    save(path, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}, about)
+
+
+def _bytes_read(collection: Collection, fields: Sequence[str]) -> float:
+    some = np.arange(min(64, len(collection)))
+    return float(collection.sizes(some, list(fields)).mean()) if len(some) else 0.0
+
+
+def _fingerprint(run: Path) -> object:
+    try:
+        return json.loads((run / DATA).read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError):
+        return None

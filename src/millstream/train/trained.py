@@ -1,0 +1,117 @@
+"""A net as a detector: `fit` trains it, `score` is the chance it gives to being wrong."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import fields as fields_of
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millstream.collection import Collection
+from millstream.console import progress, silent
+from millstream.loader.loader import Loader
+from millstream.model.detector import Arrays, Means, Scores
+from millstream.model.moments import Moments
+from millstream.model.net import Net, count_parameters
+from millstream.model.zoo import Recipe, build_net, net_features
+from millstream.train.log import Log
+from millstream.train.loop import Job, Training, predict
+from millstream.train.settings import TrainSettings
+
+
+class Interrupted(Exception):
+    """Training was asked to stop, and can go on from its checkpoint."""
+
+
+def recipe_of(settings: TrainSettings) -> Recipe:
+    return Recipe(**{field.name: getattr(settings, field.name) for field in fields_of(Recipe)})
+
+
+class NetDetector:
+    """`lstm`, `gnn`, `gvae` and the nets they are compared with."""
+
+    probabilities = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        means: Means,
+        settings: TrainSettings,
+        field_names: Sequence[str],
+        fabric: Any,
+        folder: Path | None = None,
+        log: Log | None = None,
+        budget: int = 0,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.name, self.means, self.settings, self.fabric = name, means, settings, fabric
+        self.folder, self.log, self.budget, self.stop = folder, log, budget, stop
+        self.recipe = recipe_of(settings)
+        self.features = net_features(name, field_names, self.recipe)
+        self.fields = list(dict.fromkeys(name for feature in self.features for name in feature.fields or ()))
+        self.arrays: Arrays = {}
+        self.chosen: dict[str, object] = {}
+        self.parameters: int | None = None
+
+    def fit(self, train: Collection, val: Collection) -> None:
+        assert self.folder is not None and self.log is not None
+        torch.manual_seed(self.means.seed)
+        net = self._build(train)
+        self.parameters = count_parameters(net)
+        net.set_scales(self._moments(net, train))
+        job = Job(
+            self.name, self.means.seed, self.folder, self.settings, self.features, self.means.memory, self.budget
+        )
+        with progress(f"{self.name} seed {self.means.seed}", len(train) * self.settings.epochs) as shown:
+            shown = shown if self.fabric.global_rank == 0 else silent
+            training = Training(job, self.fabric, net, log=self.log, progress=shown, stop=self.stop)
+            if not training.run(train, val):
+                raise Interrupted
+        self.arrays = {name: tensor.cpu().numpy() for name, tensor in net.state_dict().items()}
+        self.chosen = {"epoch": training.at.best_epoch, "width": _width(net)}
+        self._net = net
+
+    def score(self, collection: Collection) -> Scores:
+        net = getattr(self, "_net", None) or self._restored(collection)
+        return predict(net, collection, self.features, memory=self.means.memory, fabric=self.fabric)[0]
+
+    def _build(self, collection: Collection) -> Net:
+        return build_net(self.name, next(iter(self._loader(collection.subset([0])))), self.recipe)
+
+    def _restored(self, collection: Collection) -> Net:
+        net = self._build(collection)
+        net.load_state_dict({name: torch.from_numpy(np.asarray(array)) for name, array in self.arrays.items()})
+        self._net = net.to(self.fabric.device)
+        return self._net
+
+    def _moments(self, net: Net, train: Collection) -> dict[str, Moments]:
+        """Of each input, over the training part alone."""
+        moments: defaultdict[str, Moments] = defaultdict(Moments)
+        for batch in self._loader(train):
+            net.observe(batch, moments)
+        return moments
+
+    def _loader(self, collection: Collection) -> Loader:
+        return Loader(
+            collection,
+            batch_size=64,
+            features=self.features,
+            order="none",
+            memory=self.means.memory,
+            rank=0,
+            world=1,
+            notify=_unsaid,
+        )
+
+
+def _unsaid(text: str) -> None:
+    return
+
+
+def _width(net: Net) -> int:
+    reader = getattr(net, "reader", None)
+    return int(reader.head[-1].in_features) if reader is not None else int(net.head[-1].in_features)  # pyright: ignore
+

@@ -1,0 +1,136 @@
+"""The report in a real browser: it sorts, fits a phone, asks for nothing, and runs nothing that the data say."""
+
+import shutil
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+pytest.importorskip("playwright.sync_api", reason="no browser tests: pip install playwright")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser tests: chromium is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from made_results import made_results  # noqa: E402
+from playwright.sync_api import sync_playwright  # noqa: E402
+
+from millstream.report.page import write_report  # noqa: E402
+
+TABLE = "table.comparison"
+ORDERS = "(rows, place) => rows.map((row) => row.cells[place].dataset.order)"
+
+
+@dataclass
+class Opened:
+    """A page in the browser, and everything that went wrong or over the network."""
+
+    page: Any
+    trouble: list[str] = field(default_factory=list[str])
+    requests: list[str] = field(default_factory=list[str])
+
+    def column(self, title: str) -> Any:
+        return self.page.locator(f"{TABLE} thead th", has=self.page.get_by_role("button", name=title, exact=True))
+
+    def orders(self, title: str) -> list[str]:
+        place = self.column(title).evaluate("(heading) => heading.cellIndex")
+        return self.page.locator(f"{TABLE} tbody tr").evaluate_all(ORDERS, place)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Any]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(made_results(), tmp_path_factory.mktemp("browser") / "report.html")
+
+
+@pytest.fixture
+def opened(browser: Any, file: Path, request: pytest.FixtureRequest) -> Generator[Opened]:
+    width, scheme = getattr(request, "param", (1440, "light"))
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    found = Opened(page)
+    page.on("console", lambda message: found.trouble.append(message.text))
+    page.on("pageerror", lambda error: found.trouble.append(str(error)))
+    page.on("dialog", lambda dialog: found.trouble.append(dialog.message))
+    page.on("request", lambda asked: found.requests.append(asked.url))
+    page.goto(file.as_uri())
+    yield found
+    page.close()
+    assert found.trouble == []
+    assert found.requests == [file.as_uri()]
+
+
+def test_a_click_sorts_numbers_as_numbers_and_the_next_one_turns_the_order(opened: Opened):
+    for title in ("fit, s", "kB a trace", "AURC"):
+        for direction in ("descending", "ascending"):
+            opened.column(title).get_by_role("button").click()
+            assert opened.column(title).get_attribute("aria-sort") == direction
+            numbers = [float(order) for order in opened.orders(title)]
+            assert numbers == sorted(numbers, reverse=direction == "descending")
+            assert len(set(numbers)) > 1
+    assert opened.page.locator(f"{TABLE} [aria-sort]").count() == 1
+
+
+def test_it_opens_with_the_best_first(opened: Opened):
+    assert opened.column("AUROC").get_attribute("aria-sort") == "descending"
+    numbers = [float(order) for order in opened.orders("AUROC")]
+    assert numbers == sorted(numbers, reverse=True)
+
+
+def test_the_keyboard_sorts_too(opened: Opened):
+    opened.column("detector").get_by_role("button").focus()
+    opened.page.keyboard.press("Enter")
+    names = opened.orders("detector")
+    assert names == sorted(names) and opened.column("detector").get_attribute("aria-sort") == "ascending"
+    opened.page.keyboard.press("Tab")
+    opened.page.keyboard.press("Space")
+    kinds = opened.orders("kind")
+    assert kinds == sorted(kinds) and len(set(kinds)) == 3
+
+
+def test_what_has_no_number_is_last_in_either_order(opened: Opened):
+    for _ in range(2):
+        opened.column("parameters").get_by_role("button").click()
+        orders = opened.orders("parameters")
+        known = [order for order in orders if order]
+        assert 0 < len(known) < len(orders) and orders[: len(known)] == known
+
+
+@pytest.mark.parametrize("opened", [(390, "light"), (390, "dark"), (1440, "dark"), (320, "light")], indirect=True)
+def test_the_page_never_scrolls_sideways(opened: Opened):
+    size = opened.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert size[0] == size[1]
+    box = opened.page.locator(".box", has=opened.page.locator(TABLE))
+    assert box.evaluate("(box) => box.scrollWidth > box.clientWidth")
+    left = opened.page.locator(f"{TABLE} tbody th").first.evaluate("(cell) => cell.getBoundingClientRect().left")
+    box.evaluate("(box) => box.scrollLeft = 400")
+    assert opened.page.locator(f"{TABLE} tbody th").first.evaluate("(c) => c.getBoundingClientRect().left") == left
+
+
+def test_texts_of_the_data_do_not_run(opened: Opened):
+    assert opened.page.evaluate("window.hacked") is None
+    assert opened.page.locator("#mistakes img, #mistakes script").count() == 0
+    assert "window.hacked = 1</script>" in opened.page.locator("#mistakes article").nth(2).inner_text()
+
+
+@pytest.mark.parametrize("opened", [(800, "light"), (800, "dark")], indirect=True)
+def test_the_button_turns_light_into_dark_and_back(opened: Opened):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    line = "getComputedStyle(document.querySelector('#figure-roc text')).fill"
+    seen = [(opened.page.evaluate(ground), opened.page.evaluate(line))]
+    for _ in range(2):
+        opened.page.locator("#theme").click()
+        seen.append((opened.page.evaluate(ground), opened.page.evaluate(line)))
+    assert seen[0] == seen[2] and seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1]
