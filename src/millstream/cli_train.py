@@ -81,7 +81,9 @@ def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
     results = read_results(run)
     if as_json:
         found = asdict(results)
-        print_json({name: found[name] for name in ("run", "num_test", "num_wrong", "models", "differences", "findings")})
+        print_json(
+            {name: found[name] for name in ("run", "num_test", "num_wrong", "models", "differences", "findings")}
+        )
     else:
         print(comparison_text(results))
         for finding in results.findings:

@@ -53,7 +53,7 @@ def made_results(*, run: Path = Path("runs/triviaqa")) -> Results:
             "train": {"epochs": 12, "batch_size": 64, "lr": 0.001, "memory": "2GB"},
         },
         environment={
-            "date": "2026-11-16 09:30",
+            "time": "2026-11-16 09:30 UTC",
             "millstream": "0.1.0",
             "python": "3.11.9",
             "torch": "2.13.0",

@@ -60,6 +60,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(browser: Any, file: Path, request: pytest.FixtureRequest) -> Generator[Opened]:
     width, scheme = getattr(request, "param", (1440, "light"))
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(5000)
     found = Opened(page)
     page.on("console", lambda message: found.trouble.append(message.text))
     page.on("pageerror", lambda error: found.trouble.append(str(error)))

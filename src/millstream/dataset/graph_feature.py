@@ -95,7 +95,8 @@ class GraphFeature:
                 raise ValueError(f"record {number} has no {name!r}")
         states = as_floats(cast(Array, values[self.hidden]))
         if self.attention == STORED:
-            source, weight = cast(Array, values["edge_source"]), as_floats(cast(Array, values["edge_weight"]))
+            source = np.asarray(values["edge_source"], np.int64)
+            weight = as_floats(cast(Array, values["edge_weight"]))
             states = self._checked(number, states, weight)
             edges = self._stored(source, weight)
         else:
@@ -133,16 +134,17 @@ class GraphFeature:
             )
         return states
 
-    def _stored(self, source_LTK: Array, weight_LTK: Floats) -> _Edges:
+    def _stored(self, source_LTK: Ints, weight_LTK: Floats) -> _Edges:
         if self.k is not None and self.k < source_LTK.shape[2]:
             strongest = np.argsort(-weight_LTK, axis=2, kind="stable")[:, :, : self.k]
-            source_LTK, weight_LTK = (np.take_along_axis(a, strongest, 2) for a in (source_LTK, weight_LTK))
+            source_LTK = np.take_along_axis(source_LTK, strongest, 2)
+            weight_LTK = np.take_along_axis(weight_LTK, strongest, 2)
         kept = (source_LTK >= 0) & (weight_LTK > self.threshold)
         if not self.self_loops:
-            kept &= source_LTK != np.arange(source_LTK.shape[1])[:, None]
+            own: NDArray[np.bool_] = source_LTK == np.arange(source_LTK.shape[1])[:, None]
+            kept &= ~own
         layer, target, slot = np.nonzero(kept)
-        source = source_LTK[layer, target, slot].astype(np.int64)
-        return _Edges(layer, target, source, weight_LTK[layer, target, slot])
+        return _Edges(layer, target, source_LTK[layer, target, slot], weight_LTK[layer, target, slot])
 
     def _kept(self, mean_LTT: Floats) -> NDArray[np.bool_]:
         """Which entries are edges: above the threshold, before the token itself, the k strongest of each token."""
@@ -182,4 +184,4 @@ class _Part(NamedTuple):
 
 
 def _where(edges: _Edges, kept: NDArray[np.bool_]) -> _Edges:
-    return _Edges(*(values[kept] for values in edges))
+    return _Edges(edges.layer[kept], edges.target[kept], edges.source[kept], edges.weight[kept])

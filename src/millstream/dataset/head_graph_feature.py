@@ -81,7 +81,7 @@ class HeadGraphFeature:
             attended = weights.reshape(-1, end - start + 1, num_tokens).transpose(1, 2, 0)
             rows = np.arange(end - start + 1)
             return attended[rows, rows + start - 1], attended, start - 1
-        source = record["edge_source"][:, start - 1 : end]
+        source = np.asarray(record["edge_source"][:, start - 1 : end], np.int64)
         layer, row, slot = np.nonzero(source >= 0)
         attended = np.zeros((end - start + 1, num_tokens, len(source)), np.float32)
         weights = as_floats(record["edge_weight"])[:, start - 1 : end]

@@ -1,10 +1,10 @@
-"""Logistic regressions on what attention heads do: log-determinants, looks back at the prompt, Laplacian eigenvalues."""
+"""Logistic regressions on what heads attend to: log-determinants, looks back at the prompt, Laplacian eigenvalues."""
 
 # B batch, L layers, H heads, R rows (the last prompt token, then those generated), E eigenvalues, F features
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ def logdet(means: Means) -> Logistic:
 
 def lookback(means: Means) -> Logistic:
     """Lookback Lens: the share of its attention that each head gives to the prompt, in the mean over the answer."""
-    return Logistic(means, inputs=Inputs(fields("prompt_attention", "answer_len"), _looks_back))
+    return Logistic(means, inputs=Inputs(fields("prompt_attention", "answer_len"), looks_back))
 
 
 class LapEigvals:
@@ -66,6 +66,23 @@ class LapEigvals:
         return score_logistic(collection, self.arrays, inputs=inputs, means=self._means)
 
 
+def looks_back(batch: Mapping[str, object]) -> Tensor:
+    """[B, 1, L * H]: the mean over the rows of the answer, of which row 0, the last prompt token, is none.
+
+    An answer of no tokens is looked at in all rows that were generated.
+    """
+    share_BLHR = cast(Tensor, batch["prompt_attention"]).float()
+    num_rows = share_BLHR.shape[-1]
+    real_BR = cast("Tensor | None", batch.get("prompt_attention_mask"))
+    generated_B = torch.full((len(share_BLHR),), num_rows - 1) if real_BR is None else real_BR.sum(1) - 1
+    asked_B = torch.as_tensor([length or 0 for length in cast("Sequence[int | None]", batch["answer_len"])])
+    length_B = torch.where(asked_B > 0, torch.minimum(asked_B, generated_B), generated_B)
+    row_R = torch.arange(num_rows)
+    inside_BR = (row_R >= 1) & (row_R <= length_B[:, None])
+    total_BLH = (share_BLHR * inside_BR[:, None, None]).sum(-1)
+    return (total_BLH / length_B.clamp(min=1)[:, None, None]).flatten(1)[:, None]
+
+
 @dataclass(frozen=True)
 class _Principal:
     """The principal components of the largest `top` eigenvalues."""
@@ -91,26 +108,38 @@ class _Projection:
         return torch.stack(groups, dim=1)
 
 
+class _PCA(Protocol):
+    """What is used of scikit-learn's IncrementalPCA, which has no types."""
+
+    mean_: NDArray[np.float64]
+    components_: NDArray[np.float64]
+
+    def partial_fit(self, X: NDArray[np.float32]) -> object: ...
+
+
 def _principal(train: Collection, top: int, means: Means) -> _Principal:
-    """Fitted in one pass; a few hundred rows are held at a time, since the first have to be more than components."""
-    try:
-        from sklearn.decomposition import IncrementalPCA
-    except ImportError:
-        raise MissingExtra("lapeigvals needs scikit-learn: pip install 'millstream[train]'") from None
-    pca: IncrementalPCA | None = None
+    """Fitted in one pass, on parts of at least as many rows as components, which the first has to have."""
+    pca: _PCA | None = None
     waiting: list[Tensor] = []
     for batch in reader(train, fields("laplacian"), means):
         waiting.append(_eigenvalues(batch, top))
-        width = waiting[0].shape[1]
-        num_components = max(min(_COMPONENTS, width, len(train) // 2), 1)
+        num_components = max(min(_COMPONENTS, waiting[0].shape[1], len(train) // 2), 1)
         if sum(map(len, waiting)) >= num_components:
-            pca = pca or IncrementalPCA(num_components)
-            pca.partial_fit(torch.cat(waiting).numpy())  # pyright: ignore[reportUnknownMemberType]
+            pca = pca or _new_pca(num_components)
+            pca.partial_fit(torch.cat(waiting).numpy())
             waiting = []
     assert pca is not None, "half of the records are enough for the first part"
     if waiting:
-        pca.partial_fit(torch.cat(waiting).numpy())  # pyright: ignore[reportUnknownMemberType]
-    return _Principal(top, np.asarray(pca.mean_, np.float32), np.asarray(pca.components_, np.float32))
+        pca.partial_fit(torch.cat(waiting).numpy())
+    return _Principal(top, pca.mean_.astype(np.float32), pca.components_.astype(np.float32))
+
+
+def _new_pca(num_components: int) -> _PCA:
+    try:
+        from sklearn.decomposition import IncrementalPCA  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError:
+        raise MissingExtra("lapeigvals needs scikit-learn: pip install 'millstream[train]'") from None
+    return cast(_PCA, IncrementalPCA(num_components))
 
 
 def _eigenvalues(batch: Mapping[str, object], top: int) -> Tensor:
@@ -122,17 +151,3 @@ def _eigenvalues(batch: Mapping[str, object], top: int) -> Tensor:
 def _logdets(batch: Mapping[str, object]) -> Tensor:
     logdet_BLH = cast(Tensor, batch["attention_logdet"])
     return logdet_BLH.float().flatten(1)[:, None]
-
-
-def _looks_back(batch: Mapping[str, object]) -> Tensor:
-    """Row 0 is the last prompt token, which sees nothing but the prompt; an answer of no tokens is seen in all rows."""
-    share_BLHR = cast(Tensor, batch["prompt_attention"]).float()
-    num_rows = share_BLHR.shape[-1]
-    real_BR = cast("Tensor | None", batch.get("prompt_attention_mask"))
-    generated_B = torch.full((len(share_BLHR),), num_rows - 1) if real_BR is None else real_BR.sum(1) - 1
-    asked_B = torch.as_tensor([length or 0 for length in cast("Sequence[int | None]", batch["answer_len"])])
-    length_B = torch.where(asked_B > 0, torch.minimum(asked_B, generated_B), generated_B)
-    row_R = torch.arange(num_rows)
-    inside_BR = (row_R >= 1) & (row_R <= length_B[:, None])
-    total_BLH = (share_BLHR * inside_BR[:, None, None]).sum(-1)
-    return (total_BLH / length_B.clamp(min=1)[:, None, None]).flatten(1)[:, None]

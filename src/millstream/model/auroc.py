@@ -6,7 +6,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-def auroc(labels: NDArray[np.generic], scores: NDArray[np.generic], weights: NDArray[np.generic] | None = None) -> float:
+def auroc(
+    labels: NDArray[np.generic], scores: NDArray[np.generic], weights: NDArray[np.generic] | None = None
+) -> float:
     """The chance that a record of label 1 has a higher score than one of label 0; ties count half.
 
     NaN where there is only one class.

@@ -1,6 +1,7 @@
 """The baselines by name: what every trained detector has to beat, most of them for the price of reading a store."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from millstream.dataset.features import fields, token_stats
@@ -31,17 +32,26 @@ def usable(field_names: Sequence[str]) -> list[str]:
     ]
 
 
+def _alone(title: str, make: Callable[[Means], Detector], *needed: str, extra_forwards: int = 0) -> Baseline:
+    """One that is made the same way for every store."""
+
+    def make_for(means: Means, field_names: Sequence[str]) -> Detector:
+        return make(means)
+
+    return Baseline(title, make_for, needed, extra_forwards)
+
+
 def _stat(title: str, stat: str) -> Baseline:
     feature = token_stats(stat)
-    return Baseline(title, lambda means, _: Single(means, feature=feature, key="stats"), tuple(feature.fields))
+    return _alone(title, partial(Single, feature=feature, key="stats"), *feature.fields)
 
 
 def _field(title: str, name: str, *, extra_forwards: int = 0) -> Baseline:
-    return Baseline(title, lambda means, _: Single(means, feature=fields(name), key=name), (name,), extra_forwards)
+    return _alone(title, partial(Single, feature=fields(name), key=name), name, extra_forwards=extra_forwards)
 
 
 def _probe(title: str, position: Position) -> Baseline:
-    return Baseline(title, lambda means, field_names: probe(means, field_names, position=position), ("states|hidden",))
+    return Baseline(title, partial(probe, position=position), ("states|hidden",))
 
 
 BASELINES: Mapping[str, Baseline] = {
@@ -54,16 +64,10 @@ BASELINES: Mapping[str, Baseline] = {
     "margin": _stat("mean top-1 less top-2 probability", "mean_margin"),
     "p_true": _field("the model's own P(True)", "p_true", extra_forwards=2),
     "logdet_mean": _field("mean attention log-determinant", "attention_logdet"),
-    "token_stats": Baseline(
-        "regression on token statistics", lambda means, _: token_probe(means), tuple(token_stats().fields)
-    ),
-    "logdet": Baseline(
-        "regression on attention log-determinants", lambda means, _: logdet(means), ("attention_logdet",)
-    ),
-    "lookback": Baseline(
-        "regression on looks back at the prompt", lambda means, _: lookback(means), ("prompt_attention", "answer_len")
-    ),
-    "lapeigvals": Baseline("regression on Laplacian eigenvalues", lambda means, _: LapEigvals(means), ("laplacian",)),
+    "token_stats": _alone("regression on token statistics", token_probe, *token_stats().fields),
+    "logdet": _alone("regression on attention log-determinants", logdet, "attention_logdet"),
+    "lookback": _alone("regression on looks back at the prompt", lookback, "prompt_attention", "answer_len"),
+    "lapeigvals": _alone("regression on Laplacian eigenvalues", LapEigvals, "laplacian"),
     "probe_last_prompt": _probe("probe at the last prompt token", "last_prompt"),
     "probe_first_answer": _probe("probe at the first answer token", "first_answer"),
     "probe_last_answer": _probe("probe at the last answer token", "last_answer"),

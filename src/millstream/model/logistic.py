@@ -26,9 +26,8 @@ from millstream.model.reading import LABEL, labels_of, reader
 from millstream.model.regressions import STEP_ROWS, Regressions
 
 STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)  # C: the smaller, the more large weights cost
-_MIN_STEPS, _MIN_EPOCHS, _MAX_EPOCHS = 1000, 8, 60
-_PATIENCE = 8
-_AS_GOOD = 0.005  # later epochs are nearer to the solution: an earlier one has to be better by more than this
+_NUM_STEPS, _FEW_EPOCHS, _MIN_EPOCHS = 1500, 10, 5
+_PATIENCE = 0.3  # of the epochs
 
 
 @dataclass(frozen=True)
@@ -69,19 +68,23 @@ def fit_logistic(
     shuffled, in_order = reader(train, inputs.feature, means, shuffle=True), reader(val, inputs.feature, means)
     arrays: Arrays = {}
     chosen: dict[str, object] = {}
+    num_epochs, sweeps = _duration(len(labels))
+    # Later epochs are nearer to the solution: an earlier one has to be better by more than this, which is little
+    # beside the chance in the validation part (about 0.5 / sqrt).
+    as_good = 0.1 / len(val_labels) ** 0.5
     best, last_good = 0.0, 0
-    for epoch in range(_num_epochs(len(labels))):
+    for epoch in range(num_epochs):
         for batch in shuffled:
-            regressions.learn(inputs.groups(batch), cast(Tensor, batch[LABEL]))
+            regressions.learn(inputs.groups(batch), cast(Tensor, batch[LABEL]), sweeps=sweeps)
         logits_NGK = torch.cat([regressions.logits(rows_BGF) for rows_BGF in _rows(in_order, inputs)]).numpy()
         auroc_GK = _aurocs(val_labels, logits_NGK)
         best = max(best, float(auroc_GK.max()))
-        if auroc_GK.max() >= best - _AS_GOOD:
+        if auroc_GK.max() >= best - as_good:
             last_good = epoch
             group, strength = divmod(int(auroc_GK.argmax()), len(STRENGTHS))
             arrays = _kept(regressions, group, strength)
             chosen = _described(inputs, auroc_GK, group, strength) | {"epoch": epoch + 1}
-        if epoch - last_good >= _PATIENCE:
+        if epoch - last_good > _PATIENCE * num_epochs:
             break
     return arrays, chosen
 
@@ -113,6 +116,7 @@ def _prepared(train: Collection, labels: NDArray[np.int64], inputs: Inputs, mean
         num_groups=num_groups,
         penalties=1 / (torch.tensor(STRENGTHS) * len(labels)),  # of the mean loss, where sklearn's C is of the sum
         class_weights=torch.tensor(0.5 / shares, dtype=torch.float32),
+        seed=means.seed,
     )
 
 
@@ -121,9 +125,14 @@ def _rows(batches: Loader, inputs: Inputs) -> Iterator[Tensor]:
         yield inputs.groups(batch)
 
 
-def _num_epochs(num_records: int) -> int:
-    """Enough for so many steps, whatever the size of the training part."""
-    return min(max(ceil(_MIN_STEPS / ceil(num_records / STEP_ROWS)), _MIN_EPOCHS), _MAX_EPOCHS)
+def _duration(num_records: int) -> tuple[int, int]:
+    """How many epochs, and sweeps over each batch, make enough steps, whatever the size of the training part.
+
+    Of a small one there are several sweeps: reading a batch takes longer than learning from it.
+    """
+    per_epoch = ceil(num_records / STEP_ROWS)
+    sweeps = ceil(_NUM_STEPS / _FEW_EPOCHS / per_epoch)
+    return max(ceil(_NUM_STEPS / per_epoch / sweeps), _MIN_EPOCHS), sweeps
 
 
 def _aurocs(labels: NDArray[np.int64], logits_NGK: NDArray[np.float32]) -> NDArray[np.float64]:

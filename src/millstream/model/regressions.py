@@ -18,10 +18,13 @@ _RECENT = 8  # the larger, the more the mean of all steps is that of the last on
 class Regressions:
     """G x K regressions, each on the standardised features of its group and under its own penalty."""
 
-    def __init__(self, moments: Moments, *, num_groups: int, penalties: Tensor, class_weights: Tensor) -> None:
+    def __init__(
+        self, moments: Moments, *, num_groups: int, penalties: Tensor, class_weights: Tensor, seed: int
+    ) -> None:
         self.mean_GF, self.factor_GF = _scaling(moments, num_groups)
         self._penalty_K = penalties
         self._class_weights = class_weights  # of label 0 and label 1
+        self._chance = torch.Generator().manual_seed(seed)
         self._weights_GFK = _Averaged(torch.zeros(*self.mean_GF.shape, len(penalties)))
         self._bias_G1K = _Averaged(torch.zeros(num_groups, 1, len(penalties)))
 
@@ -33,16 +36,20 @@ class Regressions:
     def bias_GK(self) -> Tensor:
         return self._bias_G1K.mean[:, 0]
 
-    def learn(self, rows_BGF: Tensor, label_B: Tensor) -> None:
-        """Steps over one batch."""
+    def learn(self, rows_BGF: Tensor, label_B: Tensor, *, sweeps: int = 1) -> None:
+        """Steps over one batch, each on some of its rows; in every sweep on all of them."""
         x_GBF = self._standardised(rows_BGF)
         count = ceil(len(label_B) / STEP_ROWS)  # in equal parts: a step on two rows would be mostly chance
-        for x_GMF, label_M in zip(x_GBF.tensor_split(count, 1), label_B.tensor_split(count), strict=True):
-            p_GMK = torch.sigmoid(x_GMF @ self._weights_GFK.value + self._bias_G1K.value)
-            error_GMK = (p_GMK - label_M[:, None]) * self._class_weights[label_M][:, None] / len(label_M)
-            self._bias_G1K.step(error_GMK.sum(1, keepdim=True))
-            slope_GFK = x_GMF.transpose(1, 2) @ error_GMK
-            self._weights_GFK.step(slope_GFK + self._weights_GFK.value * self._penalty_K)
+        for _ in range(sweeps):
+            for place_M in torch.randperm(len(label_B), generator=self._chance).tensor_split(count):
+                self._step(x_GBF[:, place_M], label_B[place_M])
+
+    def _step(self, x_GMF: Tensor, label_M: Tensor) -> None:
+        p_GMK = torch.sigmoid(x_GMF @ self._weights_GFK.value + self._bias_G1K.value)
+        error_GMK = (p_GMK - label_M[:, None]) * self._class_weights[label_M][:, None] / len(label_M)
+        self._bias_G1K.step(error_GMK.sum(1, keepdim=True))
+        slope_GFK = x_GMF.transpose(1, 2) @ error_GMK
+        self._weights_GFK.step(slope_GFK + self._weights_GFK.value * self._penalty_K)
 
     def logits(self, rows_BGF: Tensor) -> Tensor:
         """[B, G, K]"""

@@ -1,7 +1,8 @@
 """The detectors by name: what each takes from a store, and how it is built."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 from torch import Tensor
@@ -72,41 +73,27 @@ def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[
 
 def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
     """A net for batches like the example, about as large as the recipe says."""
-    net = NETS[name]
-    num_stats = cast(Tensor, example["stats"]).shape[1] if "stats" in example else 0
-    build: Callable[[int], Net]
-    if net.family == "lstm":
+    shapes = {key: tuple(value.shape) for key, value in example.items() if isinstance(value, Tensor)}
+    num_stats = shapes["stats"][1] if "stats" in shapes else 0
+    family = NETS[name].family
+    if family == "lstm":
         from millstream.model.lstm import LayerLSTM
 
-        _, num_layers, dim = cast(Tensor, example["layers"]).shape
-
-        def build(width: int) -> Net:
-            return LayerLSTM(width, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
-
-    elif net.family == "charm":
+        _, num_layers, dim = shapes["layers"]
+        build = partial(LayerLSTM, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
+    elif family == "charm":
         from millstream.model.charm import HeadGraph
 
-        dim, edge_dim = (cast(Tensor, example[name]).shape[1] for name in ("x", "edge_attr"))
-
-        def build(width: int) -> Net:
-            return HeadGraph(width, dim=dim, edge_dim=edge_dim, dropout=recipe.dropout)
-
+        build = partial(HeadGraph, dim=shapes["x"][1], edge_dim=shapes["edge_attr"][1], dropout=recipe.dropout)
     else:
-        num_layers, dim = int(cast(Tensor, example["num_layers"])[0]), cast(Tensor, example["x"]).shape[1]
-        sizes = {"num_layers": num_layers, "dim": dim, "num_stats": num_stats}
-        if net.family == "gnn":
-            from millstream.model.gnn import GraphLSTM
+        from millstream.model.gnn import GraphLSTM
+        from millstream.model.gvae import GraphVAE
 
-            def build(width: int) -> Net:
-                return GraphLSTM(width, **sizes, dropout=recipe.dropout)
-
-        else:
-            from millstream.model.gvae import GraphVAE
-
-            def build(width: int) -> Net:
-                weights = {"kl_weight": recipe.kl_weight, "free_bits": recipe.free_bits}
-                return GraphVAE(width, **sizes, dropout=recipe.dropout, **weights)
-
+        kind = (
+            GraphLSTM if family == "gnn" else partial(GraphVAE, kl_weight=recipe.kl_weight, free_bits=recipe.free_bits)
+        )
+        num_layers, dim = int(cast(Tensor, example["num_layers"])[0]), shapes["x"][1]
+        build = partial(kind, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
     return build(match_width(build, recipe.parameters))
 
 
@@ -128,7 +115,9 @@ def _graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
     if "hidden" in names and "attention" in names:
         tokens = "answer" if "answer_len" in names and "prompt_len" in names else "all"
         return features.graphs(recipe.k, tokens=tokens, wiring=net.wiring)
-    raise NoDetector(f"the store has neither nodes and edges (tiers graph, probe) nor hidden and attention (full), only {', '.join(names)}")
+    raise NoDetector(
+        f"the store has neither nodes and edges (tiers graph, probe) nor hidden and attention (full), only {', '.join(names)}"
+    )
 
 
 def _head_graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
@@ -137,4 +126,6 @@ def _head_graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
             return HeadGraphFeature(from_attention=True)
         if "edge_source" in names and "self_attention" in names:
             return HeadGraphFeature(from_attention=False)
-    raise NoDetector(f"the store has neither edges and heads (tiers graph, probe) nor attention (full), only {', '.join(names)}")
+    raise NoDetector(
+        f"the store has neither edges and heads (tiers graph, probe) nor attention (full), only {', '.join(names)}"
+    )

@@ -224,7 +224,7 @@ def _of_curves(results: Results, looks: Mapping[str, _Look]) -> list[Drawing]:
             marker = {"marker": "o", "markersize": 3} if kind.name == "calibration" else {}
             axes.plot(*_thinned(kind.curve(model)), **looks[model.name].options(label), **marker)
         axes.set_xlim(0, 1)
-        axes.set_ylim(0, None if kind.name == "risk_coverage" else 1)
+        axes.set_ylim(0, None if kind.name == "risk_coverage" else 1.02)  # a line along the top keeps its width
         _legend(figure, axes, grey=any(not looks[model.name].named for model in models))
         drawings.append(Drawing(kind.name, kind.title, caption, figure))
     return drawings
@@ -259,6 +259,7 @@ def _of_history(history: Sequence[Mapping[str, object]], looks: Mapping[str, _Lo
             named.add(name)
             axes.plot(*zip(*points, strict=True), **options, marker="o", markersize=2)
         axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=key == "active_units")
         _legend(figure, axes, grey=any(not looks.get(name, _Look()).named for name in named))
         drawings.append(Drawing(key, title, caption, figure))
     return drawings

@@ -9,7 +9,7 @@ from pathlib import Path
 from millstream.errors import MissingExtra
 from millstream.report.figures import PALETTE, Drawing, draw
 from millstream.report.results import Difference, Interval, ModelResult, Results
-from millstream.report.tables import COLUMNS, DASH, GROUPS, Cell, Column, branch, flat, shown
+from millstream.report.tables import COLUMNS, DASH, GROUPS, Cell, Column, branch, flat, p_text, shown
 from millstream.store.layout import publish
 
 try:
@@ -19,14 +19,13 @@ except ImportError:
     raise MissingExtra("The report needs the package 'jinja2': pip install 'millstream[report]'") from None
 
 _MAX_TEXT = 400  # characters shown of a question or an answer
-_DATES = ("date", "started", "time")
 _VARIABLES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
 
 
 def write_report(results: Results, out: Path) -> Path:
     """The report as the file `out`, whole or not at all.
 
-    >>> write_report(read_run("run"), Path("run/report.html"))  # doctest: +SKIP
+    >>> write_report(read_results("run"), Path("run/report.html"))  # doctest: +SKIP
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -35,7 +34,7 @@ def write_report(results: Results, out: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(shown=shown, clipped=_clipped)
+    environment.filters.update(shown=shown, chance=p_text, clipped=_clipped)
     drawings = draw(results)
     page = environment.get_template("template.html.j2").render(
         results=results,
@@ -148,7 +147,6 @@ def _title(results: Results) -> str:
 
 def _facts(results: Results) -> dict[str, str]:
     """What was run, for the line below the title."""
-    date = next((results.environment[name] for name in _DATES if results.environment.get(name)), None)
     records = results.data.get("records")
     facts = {
         "store": results.data.get("store"),
@@ -157,7 +155,7 @@ def _facts(results: Results) -> dict[str, str]:
         if isinstance(records, int)
         else results.num_test,
         "run": results.run,
-        "date": date,
+        "date": results.environment.get("time"),
     }
     return {name: str(value) for name, value in facts.items() if value is not None}
 

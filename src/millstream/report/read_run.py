@@ -116,10 +116,10 @@ class _Predictions:
         labels = self._labels[rows]
         if not np.isin(labels, (0, 1)).all():
             raise self._damaged("labels other than 0 and 1")
-        if len(classes := np.unique(labels)) < 2:
-            only = {0: "right", 1: "wrong"}[int(classes[0])] + " answers" if len(classes) else "no records"
+        if len(np.unique(labels)) < 2:
+            what = "no records" if not len(labels) else f"only {'wrong' if labels[0] else 'right'} answers"
             raise BadSource(
-                f"{self._file}: the {name} part has only {only}: there is nothing to tell apart. "
+                f"{self._file}: the {name} part has {what}: there is nothing to tell apart. "
                 f"Train on more records, or set a larger share. {_next(self._file.parent)}-again"
             )
         codes, numbers = self._questions[rows], self._records[rows]

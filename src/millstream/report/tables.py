@@ -63,7 +63,7 @@ _TEXT = ("auroc", "auroc_sd", "aupr", "f1", "ece_platt", "fit_s")
 def comparison_text(results: Results, *, width: int = 100) -> str:
     """The comparison for a terminal: a line a detector, the best first, and what it was measured on.
 
-    >>> print(comparison_text(read_run("run")))  # doctest: +SKIP
+    >>> print(comparison_text(read_results("run")))  # doctest: +SKIP
     """
     columns = [column for column in COLUMNS if column.name in _TEXT]
     titles = {"auroc": "AUROC [95 %]", "ece_platt": "ECE", "fit_s": "seconds"}
@@ -101,7 +101,7 @@ def write_tables(results: Results, folder: Path) -> list[Path]:
         "differences.csv": _csv(_difference_rows(results.differences)),
         "differences.tex": _latex(
             ["a", "b", "AUROC of a - b", "p", "p, Holm"],
-            [[d.a, d.b, shown(d.auroc, "+.3f", full=True), shown(d.p), shown(d.p_holm)] for d in results.differences],
+            [[d.a, d.b, shown(d.auroc, "+.3f", full=True), p_text(d.p), p_text(d.p_holm)] for d in results.differences],
         ),
         "data.csv": _csv([["name", "value"], *card]),
         "data.tex": _latex(["", ""], card),
@@ -119,6 +119,11 @@ def shown(cell: Cell, spec: str = ".3f", *, full: bool = False) -> str:
     if cell is None or cell == "" or (isinstance(cell, float) and not math.isfinite(cell)):
         return DASH
     return cell if isinstance(cell, str) else format(cell, spec)
+
+
+def p_text(p: float) -> str:
+    """`0.031`; a bootstrap never shows that p is nought."""
+    return "<0.001" if p < 0.001 else shown(p)
 
 
 def chosen_text(model: ModelResult) -> str:

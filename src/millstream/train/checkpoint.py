@@ -1,4 +1,4 @@
-"""Weights and where training is, in one safetensors file: written whole or not at all, and no code is run to read it."""
+"""Weights and where training is, in one safetensors file: written whole or not at all, read without running code."""
 
 import json
 from collections.abc import Mapping
@@ -36,7 +36,9 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
             tensors = {name: cast(Tensor, file.get_tensor(name)) for name in names}  # pyright: ignore[reportUnknownMemberType]
             return tensors, cast("dict[str, object]", json.loads(about[ABOUT]))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise BadSource(f"{path}: is no checkpoint of millstream, or damaged ({error}). Remove it and train again") from None
+        raise BadSource(
+            f"{path}: is no checkpoint of millstream, or damaged ({error}). Remove it and train again"
+        ) from None
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The labelled records of a store, split once for all detectors, and the card that says what they are."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +11,6 @@ import pyarrow.parquet as pq
 from millstream.collection import Collection
 from millstream.dataset.labels import LABEL, LABELS_FILE, labelled
 from millstream.dataset.split import Split, split
-from millstream.dataset.subset import Subset
 from millstream.errors import BadSplit, MissingLabel
 from millstream.store.traces import Traces
 from millstream.train.settings import TrainSettings
@@ -22,7 +22,7 @@ def open_labelled(path: str, label: str) -> Collection:
     """The records that are known to be right or wrong; the others are counted on the card."""
     traces = Traces(path)
     known = traces.path / LABELS_FILE
-    has_verdicts = known.exists() and label in pq.read_schema(known).names
+    has_verdicts = known.exists() and label in pq.ParquetFile(known).schema_arrow.names
     if label == "verdict" and not has_verdicts and LABEL not in traces.field_names:
         raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {path}")
     if label == "verdict" and has_verdicts:
@@ -35,9 +35,9 @@ def split_of(collection: Collection, settings: TrainSettings) -> Split:
     shares = {"train": settings.train, "val": settings.val, "test": 1 - settings.train - settings.val}
     parts = split(collection, shares, by=settings.by, salt=settings.salt)
     for name in shares:
-        labels = parts[name].column(LABEL).to_numpy()
+        labels = np.asarray(parts[name].column(LABEL).to_numpy(), np.float64)
         if len(np.unique(labels)) < 2 or not np.isin(labels, (0, 1)).all():
-            found = dict(Counter(labels.tolist()))
+            found = dict(Counter[object](labels.tolist()))
             raise BadSplit(
                 f"{settings.data}: the {name} part has {len(labels)} records with the labels {found}; a detector needs "
                 "0 (right) and 1 (wrong) in each part: label or extract more, or choose another salt="
@@ -45,7 +45,7 @@ def split_of(collection: Collection, settings: TrainSettings) -> Split:
     return parts
 
 
-def data_card(path: str, collection: Collection, parts: Split) -> dict[str, object]:
+def data_card(path: str, collection: Collection, parts: Mapping[str, Collection], how: str) -> dict[str, object]:
     """What the data is, with every record counted."""
     traces = Traces(path)
     names = traces.field_names
@@ -68,8 +68,8 @@ def data_card(path: str, collection: Collection, parts: Split) -> dict[str, obje
         "records": len(traces),
         "used": len(collection),
         "verdicts": dict(verdicts),
-        "parts": {name: _part(parts[name]) for name in ("train", "val", "test")},
-        "split": f"by {parts.rule.by}, hashed with the salt {parts.rule.salt!r}",
+        "parts": {name: _part(part) for name, part in parts.items()},
+        "split": how,
         "language_model": str(config.get("model", "")),
         "label_rule": about.get("rule"),
         "label_version": about.get("label_version"),
@@ -79,8 +79,8 @@ def data_card(path: str, collection: Collection, parts: Split) -> dict[str, obje
     }
 
 
-def _part(part: Subset) -> dict[str, int]:
+def _part(part: Collection) -> dict[str, int]:
     questions = part.column("question_id") if "question_id" in part.field_names else None
-    wrong = int(part.column(LABEL).to_numpy().sum())
-    num_questions = len(part) if questions is None else len(questions.unique())
+    wrong = int(np.asarray(part.column(LABEL).to_numpy(), np.int64).sum())
+    num_questions = len(part) if questions is None else len(set(questions.to_pylist()))
     return {"records": len(part), "questions": num_questions, "wrong": wrong}

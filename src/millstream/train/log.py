@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -103,5 +103,3 @@ def _board(run: Path) -> object:
     except ImportError:
         raise MissingExtra("tensorboard=true needs it: pip install tensorboard") from None
     return SummaryWriter(str(run / "tensorboard"))
-
-

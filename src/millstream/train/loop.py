@@ -110,7 +110,7 @@ class Training:
 
     def _step(self, batch: dict[str, Any], weight_2: Tensor, total: int) -> None:
         job, step = self.job, self.at.step
-        torch.manual_seed(mix(job.seed, step, self.fabric.global_rank))  # so chance needs no state
+        seed_all(mix(job.seed, step, self.fabric.global_rank))  # so chance needs no state
         for group in self.optimizer.param_groups:
             group["lr"] = job.settings.lr * learning_share(step, total, job.settings.warmup)
         if hasattr(self.bare, "kl_share"):
@@ -133,7 +133,7 @@ class Training:
         at, job = self.at, self.job
         scores, measures = predict(self.bare, val, job.features, memory=job.memory, fabric=self.fabric)
         found = auroc(val.column(LABEL).to_numpy(), scores)
-        means = {name: value / at.sums["steps"] for name, value in at.sums.items() if name != "steps"}
+        means = {name: self._over_ranks(sums / at.sums["steps"]) for name, sums in at.sums.items() if name != "steps"}
         if found > at.best:
             at.best, at.best_epoch = found, at.epoch
             if self.fabric.global_rank == 0:
@@ -157,6 +157,11 @@ class Training:
         at.epoch, at.sums, at.loader = at.epoch + 1, {}, None
         self._save()
         self.fabric.barrier()
+
+    def _over_ranks(self, value: float) -> float:
+        if self.fabric.world_size == 1:
+            return value
+        return float(self.fabric.all_reduce(torch.tensor(value, device=self.fabric.device), reduce_op="mean"))
 
     def _tell(self, clock: "_Clock", num_records: int, num_steps: int, step: int) -> None:
         at = self.at
@@ -230,6 +235,10 @@ def predict(
     return scores, {name: value / max(len(loader), 1) for name, value in sums.items()}
 
 
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+
+
 def learning_share(step: int, total: int, warmup: float) -> float:
     """The learning rate at a step as a share of the highest: it rises in a line, then falls as a cosine to a tenth."""
     rising = max(1, round(total * warmup))
@@ -245,11 +254,10 @@ def _class_weights(train: Collection) -> Tensor:
 
 
 def _not_finite(job: Job, at: Progressed, value: float, batch: dict[str, Any]) -> str:
-    numbers = batch["numbers"].tolist()
+    numbers = ", ".join(map(str, batch["numbers"].tolist()))
     return (
         f"{job.name} seed {job.seed}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of the "
-        f"records {', '.join(map(str, numbers))} of {job.settings.data}. Look at them with `millstream verify "
-        f"{job.settings.data}` and ms.open(...)[{numbers[0]}]; or train with a smaller lr={job.settings.lr / 10:g}"
+        f"records {numbers} of {job.settings.data}. Their inputs are finite: try a smaller lr={job.settings.lr / 10:g}"
     )
 
 

@@ -20,7 +20,7 @@ from millstream.console import format_seconds, interruptible, say
 from millstream.dataset.labels import LABEL
 from millstream.dataset.split import Split
 from millstream.errors import BadSource, ConfigMismatch, NoDetector
-from millstream.model.detector import Means
+from millstream.model.detector import Means, Scores
 from millstream.store.layout import publish, publishing
 from millstream.train.checkpoint import save
 from millstream.train.data import data_card, open_labelled, split_of
@@ -31,7 +31,13 @@ from millstream.train.log import Log, tree_bytes
 from millstream.train.settings import TrainSettings
 from millstream.train.trained import Interrupted
 
-CONFIG, SPLIT, DATA, ENVIRONMENT, PREDICTIONS = "config.yaml", "split.json", "data.json", "env.json", "predictions.parquet"
+CONFIG, SPLIT, DATA, ENVIRONMENT, PREDICTIONS = (
+    "config.yaml",
+    "split.json",
+    "data.json",
+    "env.json",
+    "predictions.parquet",
+)
 CHECKPOINTS, SCORES, DETECTOR = "checkpoints", "scores.parquet", "detector.safetensors"
 
 
@@ -96,16 +102,22 @@ class _Training:
 
     def _prepare(self) -> None:
         """Refuse a folder of another run; write down what this one is."""
-        card = data_card(self.settings.data, self.collection, self.parts)
+        rule = self.parts.rule
+        how = f"by a hash of {rule.by}, salt {rule.salt!r}"
+        parts = {name: self.parts[name] for name in rule.parts}
+        card = data_card(self.settings.data, self.collection, parts, how)
         science = {**self.settings.science(), "fingerprint": card["fingerprint"]}
         config = self.path / CONFIG
         if config.exists():
             before = cast("dict[str, Any]", yaml.safe_load(config.read_text()))
-            old = {**{name: before.get(name) for name in self.settings.science()}, "fingerprint": _fingerprint(self.path)}
+            old = {
+                **{name: before.get(name) for name in self.settings.science()},
+                "fingerprint": _fingerprint(self.path),
+            }
             if old != science:
                 raise ConfigMismatch(
-                    f"{self.path}: holds a run with other settings ({config_diff(old, science)}). Choose another folder "
-                    f"with out=, or remove this one"
+                    f"{self.path}: holds a run with other settings ({config_diff(old, science)}). Choose another "
+                    "folder with out=, or remove this one"
                 )
         elif self.path.exists() and any(self.path.iterdir()):
             raise BadSource(f"{self.path}: is there and is no run; choose another folder with out=")
@@ -175,7 +187,8 @@ class _Training:
             probabilities=bool(getattr(detector, "probabilities", False)),
             chosen=getattr(detector, "chosen", {}),
         )
-        _write_scores(folder / SCORES, self.parts, scores)
+        tables = [scores_table(name, self.parts[name], found) for name, found in scores.items()]
+        write_table(folder / SCORES, pa.concat_tables(tables))
         write_predictions(self.path)
         say(f"{asked.name} seed {seed}: done in {format_seconds(scored - begun)}")
 
@@ -189,35 +202,33 @@ def write_predictions(run: Path) -> None:
         size = table.num_rows
         table = table.append_column("model", pa.array([model] * size))
         tables.append(table.append_column("seed", pa.array(np.full(size, int(seed), np.int32))))
-    with publishing(run / PREDICTIONS) as file:
-        pq.write_table(pa.concat_tables(tables), file)
+    write_table(run / PREDICTIONS, pa.concat_tables(tables))
 
 
-def _write_scores(path: Path, parts: Split | Mapping[str, Collection], scores: Mapping[str, Any]) -> None:
-    tables: list[pa.Table] = []
-    for name, values in scores.items():
-        part = parts[name]
-        ids = part.column("question_id") if "question_id" in part.field_names else None
-        records = part.record_numbers(np.arange(len(part)))
-        tables.append(
-            pa.table(
-                {
-                    "part": [name] * len(part),
-                    "record": records,
-                    "question_id": pa.array(map(str, records) if ids is None else map(str, ids.to_pylist()), pa.string()),
-                    "label": part.column(LABEL).to_numpy().astype(np.int8),
-                    "score": np.asarray(values, np.float64),
-                }
-            )
-        )
+def scores_table(name: str, part: Collection, scores: Scores) -> pa.Table:
+    """Rows of predictions.parquet, but for the model and its seed."""
+    records = part.record_numbers(np.arange(len(part)))
+    ids = part.column("question_id").to_pylist() if "question_id" in part.field_names else records.tolist()
+    return pa.table(
+        {
+            "part": pa.array([name] * len(part), pa.string()),
+            "record": pa.array(records),
+            "question_id": pa.array(map(str, ids), pa.string()),
+            "label": pa.array(np.asarray(part.column(LABEL).to_numpy(), np.int8)),
+            "score": pa.array(np.asarray(scores, np.float64)),
+        }
+    )
+
+
+def write_table(path: Path, table: pa.Table) -> None:
     with publishing(path) as file:
-        pq.write_table(pa.concat_tables(tables), file)
+        pq.write_table(table, file, compression="zstd")
 
 
 def _keep(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:
     import torch
 
-    save(path, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}, about)
+    save(path, {name: torch.tensor(np.ascontiguousarray(array)) for name, array in arrays.items()}, about)
 
 
 def _bytes_read(collection: Collection, fields: Sequence[str]) -> float:

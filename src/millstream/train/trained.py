@@ -1,23 +1,24 @@
 """A net as a detector: `fit` trains it, `score` is the chance it gives to being wrong."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from millstream.collection import Collection
 from millstream.console import progress, silent
+from millstream.errors import NotFinite
 from millstream.loader.loader import Loader
 from millstream.model.detector import Arrays, Means, Scores
 from millstream.model.moments import Moments
 from millstream.model.net import Net, count_parameters
 from millstream.model.zoo import Recipe, build_net, net_features
 from millstream.train.log import Log
-from millstream.train.loop import Job, Training, predict
+from millstream.train.loop import Job, Training, predict, seed_all
 from millstream.train.settings import TrainSettings
 
 
@@ -51,20 +52,18 @@ class NetDetector:
         self.folder, self.log, self.budget, self.stop = folder, log, budget, stop
         self.recipe = recipe_of(settings)
         self.features = net_features(name, field_names, self.recipe)
-        self.fields = list(dict.fromkeys(name for feature in self.features for name in feature.fields or ()))
+        self.fields: Sequence[str] = list(dict.fromkeys(f for feature in self.features for f in feature.fields or ()))
         self.arrays: Arrays = {}
         self.chosen: dict[str, object] = {}
         self.parameters: int | None = None
 
     def fit(self, train: Collection, val: Collection) -> None:
         assert self.folder is not None and self.log is not None
-        torch.manual_seed(self.means.seed)
+        seed_all(self.means.seed)
         net = self._build(train)
         self.parameters = count_parameters(net)
         net.set_scales(self._moments(net, train))
-        job = Job(
-            self.name, self.means.seed, self.folder, self.settings, self.features, self.means.memory, self.budget
-        )
+        job = Job(self.name, self.means.seed, self.folder, self.settings, self.features, self.means.memory, self.budget)
         with progress(f"{self.name} seed {self.means.seed}", len(train) * self.settings.epochs) as shown:
             shown = shown if self.fabric.global_rank == 0 else silent
             training = Training(job, self.fabric, net, log=self.log, progress=shown, stop=self.stop)
@@ -83,18 +82,31 @@ class NetDetector:
 
     def _restored(self, collection: Collection) -> Net:
         net = self._build(collection)
-        net.load_state_dict({name: torch.from_numpy(np.asarray(array)) for name, array in self.arrays.items()})
+        net.load_state_dict({name: torch.tensor(np.asarray(array)) for name, array in self.arrays.items()})
         self._net = net.to(self.fabric.device)
         return self._net
 
     def _moments(self, net: Net, train: Collection) -> dict[str, Moments]:
         """Of each input, over the training part alone."""
         moments: defaultdict[str, Moments] = defaultdict(Moments)
+        place = 0
         for batch in self._loader(train):
+            if not _is_finite(batch):
+                self._blame(train, range(place, place + len(batch["numbers"])))
             net.observe(batch, moments)
+            place += len(batch["numbers"])
         return moments
 
-    def _loader(self, collection: Collection) -> Loader:
+    def _blame(self, train: Collection, places: Iterable[int]) -> NoReturn:
+        """Say which records have numbers that are none: one of them would spoil the scale of all."""
+        bad = [place for place in places if not _is_finite(next(iter(self._loader(train.subset([place])))))]
+        numbers = train.record_numbers(np.array(bad, np.int64)).tolist()
+        raise NotFinite(
+            f"{self.name}: NaN or infinity in the inputs of the records {', '.join(map(str, numbers))} of "
+            f"{self.settings.data}, read from {', '.join(self.fields)}. Leave them out: millstream subset"
+        )
+
+    def _loader(self, collection: Collection) -> Iterable[dict[str, Any]]:
         return Loader(
             collection,
             batch_size=64,
@@ -107,6 +119,11 @@ class NetDetector:
         )
 
 
+def _is_finite(batch: Mapping[str, object]) -> bool:
+    floats = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return all(bool(value.isfinite().all()) for value in floats)
+
+
 def _unsaid(text: str) -> None:
     return
 
@@ -114,4 +131,3 @@ def _unsaid(text: str) -> None:
 def _width(net: Net) -> int:
     reader = getattr(net, "reader", None)
     return int(reader.head[-1].in_features) if reader is not None else int(net.head[-1].in_features)  # pyright: ignore
-

@@ -1,0 +1,158 @@
+"""Streaming regressions find what scikit-learn finds, and choose on validation alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+
+import millstream as ms
+from millstream.model.auroc import auroc
+from millstream.model.detector import Means
+from millstream.model.logistic import Inputs, Logistic
+
+# N records, G groups, F features
+
+Part = tuple[np.ndarray, np.ndarray]  # inputs [N, G, F], labels [N]
+
+
+def write(path: Path, x_NGF: np.ndarray, labels: np.ndarray) -> ms.Collection:
+    with ms.TraceWriter(path) as writer:
+        writer.extend(
+            {"question_id": str(i), "x": x.astype(np.float32), "truth": int(label)}
+            for i, (x, label) in enumerate(zip(x_NGF, labels, strict=True))
+        )
+    return ms.labelled(ms.open(path), column="truth")
+
+
+def detector(**means: int) -> Logistic:
+    inputs = Inputs(ms.features.fields("x"), lambda batch: batch["x"], axis="layer")
+    return Logistic(Means(**means), inputs=inputs)
+
+
+def draw(rng: np.random.Generator, num: int, way_F: np.ndarray, mix_FF: np.ndarray) -> Part:
+    z = rng.normal(size=(num, len(way_F)))
+    labels = (z @ way_F + 0.7 * rng.normal(size=num) > 0.4).astype(int)
+    return (5 + 0.3 * (z @ mix_FF))[:, None], labels
+
+
+@pytest.mark.parametrize(("num", "width"), [(1200, 20), (150, 300)])
+def test_on_test_it_is_as_good_as_scikit_learn_with_the_same_choice(tmp_path: Path, num: int, width: int):
+    rng = np.random.default_rng(num)
+    way = rng.normal(size=width) * (rng.random(width) < 0.3)
+    way /= np.linalg.norm(way)
+    mix = np.diag(0.2 + rng.random(width)) + 0.1 * rng.normal(size=(width, width))  # correlated, of several scales
+    train, val, test = (draw(rng, size, way, mix) for size in (num, 200, 600))
+    parts = [write(tmp_path / str(i), *part) for i, part in enumerate((train, val, test))]
+    found = detector()
+    found.fit(parts[0], parts[1])
+    mean, std = train[0].mean(axis=0), train[0].std(axis=0)
+    peer = LogisticRegression(C=float(str(found.chosen["C"])), class_weight="balanced", max_iter=1000)
+    peer.fit(((train[0] - mean) / std)[:, 0], train[1])
+    theirs = peer.predict_proba(((test[0] - mean) / std)[:, 0])[:, 1]
+    ours = found.score(parts[2])
+    assert auroc(test[1], ours) == pytest.approx(auroc(test[1], theirs), abs=0.012)
+    assert np.corrcoef(ours, theirs)[0, 1] > 0.98
+    assert auroc(test[1], ours) > (0.8 if num > width else 0.6)
+    if num > width:  # where there is one solution, the probabilities are calibrated alike
+        assert np.abs(ours - theirs).mean() < 0.03
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[ms.Collection, ms.Collection, Part]:
+    """Group 0 tells on both parts, group 1 on `train` better but in the other direction on `val`, group 2 is constant."""
+    rng = np.random.default_rng(5)
+
+    def part(num: int, ways: tuple[float, float]) -> Part:
+        labels = rng.integers(0, 2, num)
+        x = rng.normal(size=(num, 3, 4))
+        for group, way in enumerate(ways):
+            x[:, group, 1] += way * labels
+        x[:, 2] = 3.0
+        return x, labels
+
+    path = tmp_path_factory.mktemp("small")
+    train, val = part(240, (1.5, 3.0)), part(80, (1.5, -3.0))
+    return write(path / "train", *train), write(path / "val", 10 * val[0] - 7, val[1]), train
+
+
+def test_the_group_is_chosen_on_validation_not_on_training(small: tuple[ms.Collection, ms.Collection, Part]):
+    found = detector()
+    found.fit(small[0], small[1])
+    by_layer = found.chosen["auroc_by_layer"]
+    assert isinstance(by_layer, list) and len(by_layer) == 3
+    assert found.chosen["layer"] == 0 and found.chosen["val_auroc"] == by_layer[0] > 0.7
+    assert by_layer[1] < 0.1 and by_layer[2] == 0.5
+    assert found.chosen["val_auroc"] == pytest.approx(auroc(_labels(small[1]), found.score(small[1])), abs=1e-3)
+
+
+def test_inputs_are_scaled_by_the_training_part_alone(small: tuple[ms.Collection, ms.Collection, Part]):
+    found = detector(batch_size=50)
+    found.fit(small[0], small[1])
+    x = small[2][0][:, 0]
+    np.testing.assert_allclose(found.arrays["mean"], x.mean(axis=0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.arrays["factor"], 1 / x.std(axis=0), rtol=1e-4)
+
+
+def test_scores_are_probabilities_in_the_order_of_the_collection(small: tuple[ms.Collection, ms.Collection, Part]):
+    train, val, (_, labels) = small
+    found = detector()
+    found.fit(train, val)
+    scores = found.score(train)
+    assert scores.shape == (240,) and scores.dtype == np.float64 and 0 <= scores.min() < scores.max() <= 1
+    assert auroc(labels, scores) > 0.8
+    order = np.random.default_rng(0).permutation(240)[:77]
+    again = detector(batch_size=10)
+    again.arrays = found.arrays  # all that it learned
+    np.testing.assert_allclose(again.score(train.subset(order)), scores[order], rtol=1e-5)
+    assert found.score(train.subset([])).shape == (0,)
+
+
+def test_the_same_seed_gives_the_same_regression(small: tuple[ms.Collection, ms.Collection, Part]):
+    first, second, other = detector(seed=3), detector(seed=3), detector(seed=4)
+    for found in (first, second, other):
+        found.fit(small[0], small[1])
+    assert first.chosen == second.chosen
+    assert all(np.array_equal(first.arrays[name], second.arrays[name]) for name in first.arrays)
+    assert not np.array_equal(first.arrays["weights"], other.arrays["weights"])
+
+
+def test_the_scale_of_the_inputs_does_not_matter_and_constants_do_no_harm(tmp_path: Path):
+    rng = np.random.default_rng(1)
+    x, labels = draw(rng, 300, np.array([1.0, 0, 0]), np.eye(3))
+    x[..., 2] = 1e4
+    scores: list[np.ndarray] = []
+    for scale in (1.0, 2.0**-20):
+        part = write(tmp_path / str(scale), x * scale, labels)
+        found = detector()
+        found.fit(part.subset(range(200)), part.subset(range(200, 250)))
+        scores.append(found.score(part.subset(range(250, 300))))
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3)
+    assert auroc(labels[250:], scores[0]) > 0.75
+
+
+def test_rare_classes_weigh_as_much_as_frequent_ones(tmp_path: Path):
+    rng = np.random.default_rng(2)
+    labels = (np.arange(600) % 12 == 0).astype(int)
+    x = rng.normal(size=(600, 1, 2)) + labels[:, None, None]
+    part = write(tmp_path / "rare", x, labels)
+    found = detector()
+    found.fit(part.subset(range(400)), part.subset(range(400, 600)))
+    assert 0.3 < found.score(part).mean() < 0.6  # without, it would be near the share of one in twelve
+
+
+def test_a_part_of_one_class_is_refused_and_so_is_what_is_not_a_number(tmp_path: Path):
+    x = np.zeros((6, 1, 2))
+    part = write(tmp_path / "one", x, np.array([0, 1, 0, 0, 0, 1]))
+    with pytest.raises(ValueError, match=r"the validation part has 2 records with the labels \[0\]"):
+        detector().fit(part.subset([0, 1, 5]), part.subset([2, 3]))
+    with pytest.raises(ValueError, match=r"the training part has 0 records"):
+        detector().fit(part.subset([]), part)
+    x[1] = np.nan
+    bad = write(tmp_path / "bad", x, np.array([0, 1, 0, 0, 0, 1]))
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        detector().fit(bad, bad)
+
+
+def _labels(collection: ms.Collection) -> np.ndarray:
+    return collection.column("label").to_numpy()

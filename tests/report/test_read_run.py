@@ -1,0 +1,450 @@
+"""From the files of a run to its results: what is chosen where, what is compared, and what is said of it."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from sklearn.metrics import f1_score, roc_auc_score
+
+import millstream as ms
+from millstream.errors import BadSource
+from millstream.report.evaluate import read_results
+from millstream.report.results import Difference, ModelResult, Results
+from report.making_run import MODELS, PROBES, Made, make_run
+
+FEW = ("gnn", "mean_logprob", "length")
+Row = dict[str, object]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def results(run: Path) -> Results:
+    return read_results(run, resamples=1000)
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("few"), models=FEW, num_test=100)
+
+
+@pytest.fixture
+def few(made_once: Path, tmp_path: Path) -> Path:
+    """A run of its own for every test, and its store beside it."""
+    for name in ("run", "traces"):
+        shutil.copytree(made_once.parent / name, tmp_path / name)
+    card = json.loads((tmp_path / "run" / "data.json").read_text())
+    (tmp_path / "run" / "data.json").write_text(json.dumps(card | {"store": str(tmp_path / "traces")}))
+    return tmp_path / "run"
+
+
+def read(run: Path, resamples: int = 50) -> Results:
+    return read_results(run, resamples=resamples)
+
+
+def model(results: Results, name: str) -> ModelResult:
+    return next(model for model in results.models if model.name == name)
+
+
+def difference(results: Results, a: str, b: str) -> Difference:
+    return next(found for found in results.differences if (found.a, found.b) == (a, b))
+
+
+def scores_of(run: Path, name: str, part: str = "test", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and scores, straight from the file."""
+    table = pq.read_table(run / "predictions.parquet").to_pylist()
+    rows = [row for row in table if (row["model"], row["part"], row["seed"]) == (name, part, seed)]
+    return np.array([row["label"] for row in rows]), np.array([row["score"] for row in rows])
+
+
+def rewrite(run: Path, change: Callable[[Row], Row | None]) -> None:
+    """Other predictions: each row changed, or dropped."""
+    table = pq.read_table(run / "predictions.parquet")
+    rows = [new for row in table.to_pylist() if (new := change(row)) is not None]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "predictions.parquet")
+
+
+def knows(run: Path, name: str, part: str) -> None:
+    """Make a detector perfect in one part."""
+    rewrite(
+        run, lambda row: row | {"score": 1.0 * row["label"]} if (row["model"], row["part"]) == (name, part) else row
+    )
+
+
+def write_lines(run: Path, lines: Sequence[Row], *, end: str = "") -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines) + end)
+
+
+# -- numbers
+
+
+def test_numbers_are_means_over_seeds_on_the_test_part(run: Path, results: Results):
+    areas = [roc_auc_score(*scores_of(run, "gnn", seed=seed)) for seed in range(2)]
+    on_val = [roc_auc_score(*scores_of(run, "gnn", "val", seed)) for seed in range(2)]
+    gnn = model(results, "gnn")
+    assert gnn.auroc.value == pytest.approx(np.mean(areas)) and gnn.auroc_val == pytest.approx(np.mean(on_val))
+    assert gnn.auroc_sd == pytest.approx(np.std(areas, ddof=1)) and gnn.seeds == 2
+    assert gnn.auroc.low < gnn.auroc.value < gnn.auroc.high
+    assert (gnn.fit_s, gnn.score_ms, gnn.trace_kb, gnn.parameters) == (12.5, 1.0, 32.0, 90_000)
+    labels, _ = scores_of(run, "gnn")
+    assert (results.num_test, results.num_wrong) == (200, labels.sum())
+    assert results.prevalence == pytest.approx(labels.mean())
+
+
+def test_models_come_best_first_and_baselines_have_one_seed(results: Results):
+    areas = [model.auroc.value for model in results.models]
+    assert areas == sorted(areas, reverse=True) and len(areas) == len(MODELS)
+    assert {model.name: model.kind for model in results.models} == {name: made.family for name, made in MODELS.items()}
+    assert model(results, "length").auroc_sd is None and model(results, "length").seeds == 1
+
+
+def test_only_probabilities_have_a_brier_score_of_their_own_but_all_have_one_after_platt(results: Results):
+    for one in results.models:
+        assert (one.brier is not None) == (one.ece is not None) == MODELS[one.name].probabilities
+        assert 0 < one.brier_platt < 0.26 and 0 <= one.ece_platt < 0.2
+
+
+def test_the_threshold_and_the_calibration_are_chosen_on_validation(few: Path):
+    before = model(read(few), "gnn")
+    labels, scores = scores_of(few, "gnn")
+    other, _ = scores_of(few, "gnn", seed=1)
+    assert before.f1.value == pytest.approx(
+        np.mean([f1_score(labels, scores >= before.threshold), f1_score(other, _ >= second_threshold(few))])
+    )
+    rewrite(few, lambda row: row | {"score": row["score"] / 2} if row["part"] == "test" else row)  # type: ignore
+    after = model(read(few), "gnn")
+    assert after.threshold == before.threshold
+    assert after.auroc == before.auroc
+    assert after.recall < before.recall and after.f1.value < before.f1.value
+    assert after.brier_platt > before.brier_platt + 0.05
+
+
+def second_threshold(run: Path) -> float:
+    labels, scores = scores_of(run, "gnn", "val", 1)
+    return max(np.unique(scores), key=lambda threshold: f1_score(labels, scores >= threshold))
+
+
+def test_the_results_are_the_same_every_time_and_for_any_order_of_the_rows(few: Path):
+    first = read(few)
+    assert read(few) == first
+    table = pq.read_table(few / "predictions.parquet")
+    pq.write_table(table.take(np.random.default_rng(0).permutation(table.num_rows)), few / "predictions.parquet")
+    again = read(few)
+    assert [again.differences, again.findings, again.mistakes] == [first.differences, first.findings, first.mistakes]
+    assert sorted(again.models, key=lambda one: one.name) == sorted(first.models, key=lambda one: one.name)
+
+
+def test_questions_are_drawn_and_not_records(few: Path):
+    alone = model(read(few, 400), "gnn").auroc
+    # Ten records a question, all alike in label and score, but with other numbers: nothing new is known.
+    table = pq.read_table(few / "predictions.parquet")
+    records = table.column("record").to_numpy()
+    copies = [table.set_column(1, "record", pa.chunked_array([records * 10 + copy])) for copy in range(10)]
+    pq.write_table(pa.concat_tables(copies), few / "predictions.parquet")
+    many = model(read(few, 400), "gnn").auroc
+    assert many.high - many.low == pytest.approx(alone.high - alone.low, rel=0.01)
+
+
+# -- comparisons
+
+
+def test_the_best_baseline_and_the_best_probe_are_chosen_on_validation(tmp_path: Path):
+    run = make_run(tmp_path, models=("gnn", "probe_first_answer", "probe_last_answer", "length"), num_test=100, seeds=1)
+    knows(run, "probe_first_answer", "val")
+    knows(run, "probe_last_answer", "test")
+    found = read(run)
+    assert found.models[0].name == "probe_last_answer"
+    pairs = {(one.a, one.b) for one in found.differences}
+    assert pairs == {("gnn", "probe_first_answer"), ("gnn", "length"), ("probe_first_answer", "length")}
+    assert found.findings[1].startswith("The best probe (on validation), probe_first_answer,")
+    assert {mistake.detector for mistake in found.mistakes} == {"probe_first_answer"}
+
+
+def test_the_best_trained_detector_is_chosen_on_validation(tmp_path: Path):
+    run = make_run(tmp_path, models=("gnn", "lstm", "length"), num_test=100, seeds=1)
+    knows(run, "lstm", "val")
+    knows(run, "gnn", "test")
+    assert read(run).findings[0].startswith("The best trained detector (on validation), lstm,")
+
+
+def test_all_comparisons_are_made_and_each_only_once(results: Results):
+    pairs = [(found.a, found.b) for found in results.differences]
+    best = max((model(results, name) for name in PROBES), key=lambda probe: probe.auroc_val).name
+    trained = ("gnn", "lstm", "gvae")
+    expected = {(one, other) for one in trained for other in (best, "length", "mean_logprob", "token_stats")}
+    expected |= {("gnn", "lstm"), ("gnn", "gvae"), ("lstm", "gvae"), (best, "length"), (best, "mean_logprob")}
+    expected |= {(one, f"{one}_{null}") for one in ("gnn", "gvae") for null in ("shuffled", "unwired")}
+    assert set(pairs) == expected and len(pairs) == len(expected)
+
+
+def test_a_difference_is_a_minus_b_on_the_same_draws(results: Results):
+    for found in results.differences:
+        a, b = model(results, found.a).auroc, model(results, found.b).auroc
+        assert found.auroc.value == pytest.approx(a.value - b.value)
+        assert found.auroc.low <= found.auroc.value <= found.auroc.high
+    found = difference(results, "gnn", "gnn_unwired").auroc
+    a, b = model(results, "gnn").auroc, model(results, "gnn_unwired").auroc
+    assert found.high - found.low < 0.9 * np.hypot(a.high - a.low, b.high - b.low)
+
+
+def test_every_p_is_corrected_for_all_comparisons(results: Results):
+    ranked = sorted(results.differences, key=lambda found: found.p)
+    assert ranked[0].p_holm == pytest.approx(min(1, len(ranked) * ranked[0].p))
+    for number, (found, following) in enumerate(pairwise(ranked), start=1):
+        expected = max(found.p_holm, min(1, (len(ranked) - number) * following.p))
+        assert following.p_holm == pytest.approx(expected)
+    assert all(found.differs == (found.p_holm < 0.05) for found in ranked)
+    assert any(found.p < 0.05 and not found.differs for found in ranked)
+
+
+# -- what is said
+
+
+def made(**signals: float) -> dict[str, Made]:
+    families = {"gnn": "trained", "gnn_shuffled": "null", "gnn_unwired": "null"}
+    return {name: Made(families.get(name, "baseline"), name, signal) for name, signal in signals.items()}
+
+
+def test_the_first_sentence_says_that_the_best_detector_beats_the_baselines_and_by_how_much(tmp_path: Path):
+    found = read(make_run(tmp_path, models=made(gnn=2.6, mean_logprob=1.0, length=0.4)), 400)
+    gnn, logprob = model(found, "gnn").auroc, model(found, "mean_logprob").auroc
+    by = difference(found, "gnn", "mean_logprob")
+    margin = f"{by.auroc.value:.3f} [{by.auroc.low:.3f}, {by.auroc.high:.3f}]"
+    assert by.differs
+    assert found.findings[0].startswith(
+        f"The best trained detector (on validation), gnn, has AUROC {gnn.value:.3f} [{gnn.low:.3f}, {gnn.high:.3f}]; "
+        f"it beats mean_logprob ({logprob.value:.3f}) by {margin}, p <= {by.p_holm:.3f} after Holm; it beats length ("
+    )
+
+
+def test_it_says_so_when_the_best_detector_does_not_beat_a_baseline_or_is_worse(tmp_path: Path):
+    found = read(make_run(tmp_path, models=made(gnn=1.5, mean_logprob=1.5, probe_last_answer=3.5)), 400)
+    by = difference(found, "gnn", "mean_logprob")
+    assert not by.differs
+    assert (
+        f"it does NOT beat mean_logprob ({model(found, 'mean_logprob').auroc.value:.3f}): {by.auroc.value:+.3f} ["
+        in (found.findings[0])
+    )
+    worse = difference(found, "gnn", "probe_last_answer").auroc
+    told = f"gnn is WORSE than probe_last_answer ({model(found, 'probe_last_answer').auroc.value:.3f}) by "
+    assert f"{told}{-worse.value:.3f} [{-worse.high:.3f}, {-worse.low:.3f}], p" in found.findings[1]
+
+
+@pytest.mark.parametrize(
+    ("shuffled", "unwired", "verdict"),
+    [
+        (0.8, 0.8, "Attention structure matters to gnn: it beats gnn_shuffled"),
+        (2.0, 2.0, "That attention structure matters to gnn is NOT shown: it does NOT beat gnn_shuffled"),
+        (0.8, 2.4, "It is open what matters to gnn: it beats gnn_shuffled"),
+    ],
+)
+def test_structure_matters_only_if_both_nulls_are_beaten(tmp_path: Path, shuffled: float, unwired: float, verdict: str):
+    models = made(gnn=2.0, gnn_shuffled=shuffled, gnn_unwired=unwired)
+    found = read(make_run(tmp_path, models=models), 400)
+    assert any(sentence.startswith(verdict) for sentence in found.findings), found.findings
+
+
+def test_small_tests_few_resamples_seeds_confounds_and_what_is_left_out_are_told(tmp_path: Path, results: Results):
+    told = " ".join(results.findings)
+    assert "Length is a confound: the number of answer tokens alone has AUROC 0.6" in told
+    assert "14 of 814 records are left out: 11 ambiguous, 3 refused." in told
+    sd = model(results, "gnn").auroc_sd
+    assert f"means over 2 seeds; its AUROC varies between them with a standard deviation of {sd:.3f}; with 5" in told
+    assert "resamples" not in told and "small" not in told
+    found = read(make_run(tmp_path, models=FEW, num_test=30, seeds=1), 20)
+    half = model(found, "gnn").auroc
+    told = " ".join(found.findings)
+    assert f"with 30 records the AUROC of gnn is known to ±{(half.high - half.low) / 2:.3f} only" in told
+    assert "20 resamples are too few for 2 comparisons: after Holm no p could be below 0.19." in told
+    assert "gnn was trained once" in told
+
+
+def test_length_is_no_confound_where_it_tells_nothing(few: Path):
+    rewrite(few, lambda row: row | {"score": 1.0 * (row["record"] % 3)} if row["model"] == "length" else row)  # type: ignore
+    assert "confound" not in " ".join(read(few).findings)
+
+
+def test_a_run_of_baselines_only_says_that_nothing_was_trained(tmp_path: Path):
+    found = read(make_run(tmp_path, models=("length", "mean_logprob", "probe_last_answer"), num_test=100))
+    assert found.findings[0] == "No trained detector is finished in this run."
+    assert found.findings[1].startswith("The best probe (on validation), probe_last_answer, has AUROC")
+
+
+# -- texts
+
+
+def test_auroc_by_length_has_up_to_four_ranges_that_hold_all_answers(run: Path, results: Results):
+    ranges = model(results, "gnn").by_length
+    assert len(ranges) == 4
+    lengths = np.array(ms.open(run.parent / "traces").column("answer_len").to_pylist())[600:]  # type: ignore
+    for name, num_questions, area in ranges:
+        low, _, high = name.partition("-")
+        inside = (lengths >= int(low)) & (lengths <= int(high or low))
+        areas = [roc_auc_score(*(part[inside] for part in scores_of(run, "gnn", seed=seed))) for seed in range(2)]
+        assert area == pytest.approx(np.mean(areas))
+        assert 0.85 * inside.sum() < num_questions <= inside.sum()
+    ends = [tuple(map(int, name.split("-"))) for name, _, _ in ranges]
+    assert ends[0][0] == lengths.min() and ends[-1][-1] == lengths.max()
+    assert all(one[-1] + 1 == following[0] for one, following in pairwise(ends))
+
+
+def test_a_range_of_one_class_has_no_auroc(few: Path, tmp_path: Path):
+    lengths = ms.open(tmp_path / "traces").column("answer_len").to_pylist()  # type: ignore
+    longest = max(lengths)
+    rewrite(few, lambda row: row | {"label": 0} if lengths[row["record"]] >= longest - 2 else row)  # type: ignore
+    assert model(read(few), "gnn").by_length[-1][2] is None
+
+
+def test_mistakes_are_the_answers_the_best_detector_is_most_sure_and_most_wrong_about(results: Results):
+    mistakes = results.mistakes
+    assert len(mistakes) == 12 and {mistake.detector for mistake in mistakes} == {"gnn"}
+    errors = [abs(mistake.probability - (mistake.verdict == "wrong")) for mistake in mistakes]
+    assert errors == sorted(errors, reverse=True) and errors[-1] > 0.5
+    assert {mistake.verdict for mistake in mistakes} == {"right", "wrong"}
+    for mistake in mistakes:
+        assert mistake.answer.startswith(mistake.verdict)
+        number = mistake.answer.split()[1]
+        assert mistake.question == f"What is <b>{number}</b> & why?"
+        assert mistake.references == [f"right {number}", f"Right {number}"]
+        assert mistake.question_id in (f"q{number}", f"q{int(number) - 1}")
+
+
+def without_texts(found: Results) -> None:
+    assert all(one.by_length == [] or not one.by_length for one in found.models)
+    assert found.mistakes and all(mistake.question_id.startswith("q") for mistake in found.mistakes)
+    assert {(m.question, m.answer, tuple(m.references)) for m in found.mistakes} == {("", "", ())}
+
+
+def test_without_its_store_a_run_has_results_but_no_texts(few: Path, tmp_path: Path):
+    shutil.rmtree(tmp_path / "traces")
+    without_texts(read(few))
+
+
+def test_an_old_store_without_texts_is_enough(few: Path, tmp_path: Path):
+    ids = ms.open(tmp_path / "traces").column("question_id").to_pylist()  # type: ignore
+    shutil.rmtree(tmp_path / "traces")
+    with ms.TraceWriter(tmp_path / "traces") as writer:
+        writer.extend({"question_id": name, "vector": np.zeros(2)} for name in ids)
+    without_texts(read(few))
+
+
+@pytest.mark.parametrize("num_records", [400, 10])
+def test_texts_of_another_store_at_the_same_place_are_not_used(few: Path, tmp_path: Path, num_records: int):
+    shutil.rmtree(tmp_path / "traces")
+    with ms.TraceWriter(tmp_path / "traces") as writer:
+        writer.extend({"question_id": f"x{n}", "question": "another", "answer_len": 3} for n in range(num_records))
+    without_texts(read(few))
+
+
+# -- what training left
+
+
+def test_what_training_wrote_is_handed_on(run: Path, results: Results):
+    assert results.config["seeds"] == 2 and results.environment["cores"] == 2 and results.data["label_rule"] == "em"
+    assert results.memory[1] == (1.0, 800_000_001) and results.budget == 10**9
+    assert dict(results.missing) == {"p_true": "the store has no field p_true"}
+    assert results.run == run
+    curve = results.probe_layers["last_answer"]
+    assert set(results.probe_layers) == {name.removeprefix("probe_") for name in PROBES}
+    assert (list(curve.x), list(curve.y)) == ([0, 1, 2, 3], MODELS["probe_last_answer"].chosen["auroc_by_layer"])
+    assert [line["epoch"] for line in results.history if (line["model"], line["seed"]) == ("gnn", 1)] == [0, 1, 2]
+
+
+def test_of_lines_written_twice_the_later_counts_and_a_torn_last_line_is_left_out(few: Path):
+    lines = [json.loads(line) for line in (few / "metrics.jsonl").read_text().splitlines()]
+    fit = next(line for line in lines if line["kind"] == "fit" and line["model"] == "length")
+    epoch = {"kind": "epoch", "model": "gnn", "seed": 0, "epoch": 1, "loss": 0.123}
+    write_lines(few, [epoch, fit | {"fit_s": 99.0}], end='{"kind": "fit", "model": "gn')
+    found = read(few)
+    assert [line["loss"] for line in found.history if line["epoch"] == 1 and line["seed"] == 0] == [0.123]
+    assert len(found.history) == 6
+    assert model(found, "length").fit_s == 99.0
+
+
+def test_only_finished_detectors_and_seeds_have_results(few: Path):
+    lines = [json.loads(line) for line in (few / "metrics.jsonl").read_text().splitlines()]
+    unfinished = {("gnn", 1), ("length", 0)}
+    kept = [line for line in lines if line["kind"] != "fit" or (line["model"], line["seed"]) not in unfinished]
+    scored_later = next(line for line in lines if line["kind"] == "fit") | {"model": "lstm"}
+    (few / "metrics.jsonl").write_text("")
+    write_lines(few, [*kept, scored_later])
+    found = read(few)
+    assert {one.name: one.seeds for one in found.models} == {"gnn": 1, "mean_logprob": 1}
+    assert [(one.a, one.b) for one in found.differences] == [("gnn", "mean_logprob")]
+
+
+def test_a_detector_with_scores_that_are_no_numbers_is_missing_and_not_hidden(few: Path):
+    bad = float("nan")
+    rewrite(
+        few, lambda row: row | {"score": bad} if (row["model"], row["seed"], row["record"]) == ("gnn", 1, 350) else row
+    )
+    found = read(few)
+    assert found.missing["gnn"] == "seed 1 gave 1 scores that are not finite"
+    assert "gnn" not in {one.name for one in found.models}
+
+
+# -- what is no run
+
+
+def fails(run: Path, *parts: str) -> None:
+    with pytest.raises(BadSource) as raised:
+        read(run)
+    for part in (str(run), "Next: ", f"millstream train data=STORE out={run}", *parts):
+        assert part in str(raised.value)
+
+
+def test_what_is_no_run_or_not_far_enough_says_what_to_do(few: Path, tmp_path: Path):
+    fails(tmp_path / "nowhere", "no such folder")
+    (tmp_path / "empty").mkdir()
+    fails(tmp_path / "empty", "has no config.yaml, so it is no run")
+    shutil.copy(few / "predictions.parquet", tmp_path / "kept")
+    (few / "predictions.parquet").unlink()
+    fails(few, "no detector is finished yet")
+    shutil.copy(tmp_path / "kept", few / "predictions.parquet")
+    (few / "metrics.jsonl").write_text('{"kind": "memory", "time_s": 1, "bytes": 5}\n')
+    fails(few, "no detector is finished yet")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "data.json", "env.json", "predictions.parquet", "metrics.jsonl"])
+def test_a_damaged_file_is_named(few: Path, name: str):
+    (few / name).write_text("{[ no\n {[ no\n")
+    fails(few, name, "damaged")
+
+
+@pytest.mark.parametrize("name", ["data.json", "env.json"])
+def test_a_file_that_is_gone_or_holds_something_else_is_named(few: Path, name: str):
+    (few / name).write_text("[1, 2]")
+    fails(few, name, "a list, not a mapping")
+    (few / name).unlink()
+    fails(few, name, "no such file")
+
+
+def test_a_line_without_what_it_should_say_is_named(few: Path):
+    write_lines(few, [{"kind": "fit", "model": "gnn", "seed": 0}])
+    fails(few, "metrics.jsonl: line", "'family'")
+
+
+def test_predictions_without_a_column_or_of_other_records_are_damaged(few: Path):
+    table = pq.read_table(few / "predictions.parquet")
+    rewrite(few, lambda row: None if (row["model"], row["record"]) == ("length", 333) else row)
+    fails(few, "length, seed 0, was scored on other test records than")
+    pq.write_table(table.filter(pc.field("part") == "val"), few / "predictions.parquet")
+    fails(few, "the test part has no records")
+    pq.write_table(table.drop_columns(["score"]), few / "predictions.parquet")
+    fails(few, "predictions.parquet", "score")
+
+
+def test_a_part_of_one_class_has_nothing_to_tell_apart(few: Path):
+    rewrite(few, lambda row: row | {"label": 0} if row["part"] == "val" else row)
+    fails(few, "the val part has only right answers")
