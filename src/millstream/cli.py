@@ -60,11 +60,12 @@ def about(
 @app.command()
 def demo(
     path: Annotated[Path, typer.Argument(help="Folder for the demo's files.")] = Path("demo"),
+    model: Annotated[str, typer.Option(help="Who is asked: facts, or smollm2 for a real model.")] = "facts",
 ) -> None:
-    """Write a store of synthetic traces, kill the writer half way, resume, verify, inspect."""
-    from millstream.demo import run
+    """Ask a small language model, kill it half way, go on, verify, label, train detectors, and report."""
+    from millstream.demo import run, story_of
 
-    run(path)
+    run(path, story_of(model))
 
 
 @app.command()

@@ -75,7 +75,7 @@ def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
 
     from millstream.console import say
     from millstream.report.page import write_report
-    from millstream.report.read_run import read_results
+    from millstream.report.evaluate import read_results
     from millstream.report.tables import comparison_text
 
     results = read_results(run)

@@ -1,4 +1,4 @@
-"""`millstream demo`: a small language model that makes things up is asked, killed half way, asked on, and labelled."""
+"""`millstream demo`: a language model that makes things up is asked, killed half way, asked on, labelled, seen through."""
 
 import os
 import shutil
@@ -6,35 +6,81 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from millstream.console import format_bytes, say
+from millstream.console import format_bytes, format_seconds, say
 from millstream.dataset.label import label
 from millstream.dataset.labels import LABELS_FILE
+from millstream.errors import BadSetting
 from millstream.source.llm.model import find_model
 from millstream.source.llm.questions import read_questions
 from millstream.store.layout import list_shards
 from millstream.store.repair import verify
 from millstream.store.traces import Traces
 
-EXPOSURES = ("often", "sometimes", "rarely", "never")
-SETTINGS = ["tier=probe", "max_new_tokens=12", "shard_bytes=32MB", "memory=256MB"]
+EXPOSURES = ("often", "sometimes", "rarely", "never", "popular", "obscure")
 
 
-def run(folder: Path, *, model: str = "facts", questions: str = "facts") -> None:
+@dataclass(frozen=True)
+class Story:
+    """Who is asked what, and how it is trained on."""
+
+    intro: str
+    model: str
+    questions: str
+    extract: Sequence[str]
+    rule: str
+    train: Sequence[str]
+    num_questions: int | None = None  # the first of a shuffled list
+
+
+FACTS = Story(
+    intro="A made-up world of people, and a tiny Llama that was told some of its facts often, some rarely, some never.",
+    model="facts",
+    questions="facts",
+    extract=("tier=probe", "max_new_tokens=12", "shard_bytes=32MB", "memory=256MB"),
+    rule="em",
+    train=("seeds=2", "epochs=15", "patience=4", "batch_size=64", "memory=500MB"),
+)
+WORLD = Story(
+    intro="SmolLM2, a real language model of 135 M parameters, and questions about countries, cities and elements.",
+    model="smollm2",
+    questions="world",
+    extract=(
+        "tier=probe",
+        "prompt=Q: Which planet is known as the Red Planet?\nA: Mars\nQ: Who painted the Mona Lisa?\n"
+        "A: Leonardo da Vinci\nQ: {question}\nA:",
+        "max_new_tokens=12",
+        "memory=500MB",
+        "p_true=true",
+        "num_samples=1500",
+        "--shuffle-seed=0",
+    ),
+    rule="default",
+    train=("seeds=2", "epochs=12", "patience=4", "memory=1GB"),
+    num_questions=1500,
+)
+STORIES = {"facts": FACTS, "smollm2": WORLD}
+
+
+def run(folder: Path, story: Story) -> None:
     """The whole demo, with its story on stdout."""
-    print(
-        "1. A made-up world of people, and a tiny Llama that was told some of its facts often, some rarely, some never."
-    )
-    find_model(model, notify=lambda text: print(f"   {text}", flush=True))
-    path = folder / "traces"
-    if path.exists() and Traces(path).config.get("model") == model:
+    begun = time.monotonic()
+    print(f"1. {story.intro}")
+    find_model(story.model, notify=lambda text: print(f"   {text}", flush=True))
+    path, trained = folder / "traces", folder / "run"
+    if path.exists() and Traces(path).config.get("model") == story.model:
         shutil.rmtree(path)
-    command = [sys.executable, "-m", "millstream", "extract", questions, str(path), f"model={model}", *SETTINGS]
-    print(f"2. Every fact is asked for, and what goes on inside the model is kept: {' '.join(command[2:])}", flush=True)
-    _kill_half_way(command, path, len(read_questions(questions).questions))
+    if (trained / "config.yaml").exists():
+        shutil.rmtree(trained)
+    total = story.num_questions or len(read_questions(story.questions).questions)
+    extract = _command("extract", story.questions, str(path), f"model={story.model}", *story.extract)
+    print(f"2. Every question is asked, and what goes on inside the model is kept: {_shown(extract)}", flush=True)
+    _kill_half_way(extract, path, total)
     print("   Half way the extractor got SIGKILL. The same command goes on where it was:", flush=True)
-    subprocess.run(command, check=True)
+    subprocess.run(extract, check=True)
     traces = Traces(path)
     start = time.perf_counter()
     damages = list(verify(path))
@@ -42,13 +88,32 @@ def run(folder: Path, *, model: str = "facts", questions: str = "facts") -> None
         f"3. Verified: {len(traces)} traces, {format_bytes(traces.num_bytes)}, every CRC in "
         f"{time.perf_counter() - start:.1f} s: {len(damages)} damages, {len(set(traces.ids))} different questions."
     )
-    done = label(path, rule="em")
-    print(
-        f"4. Labelled by comparing with the facts: {', '.join(f'{n} {verdict}' for verdict, n in done.counts.items())}"
-    )
+    done = label(path, rule=story.rule)
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in done.counts.items())
+    print(f"4. Labelled by comparing with the references: {counts}")
     _show_answers(path, traces)
-    print(f"   {len(traces)} traces in {path}, labels in {done.path}")
-    say(f"Next: millstream inspect {path}")
+    train = _command("train", f"data={path}", f"out={trained}", "model=lstm,gnn,gvae,baselines", *story.train)
+    print(f"5. Detectors learn to tell right from made up, on one split by question: {_shown(train)}", flush=True)
+    subprocess.run(train, check=True)
+    print(f"6. The report, after {format_seconds(time.monotonic() - begun)}: {trained / 'report.html'}")
+    say(f"Next: open {trained / 'report.html'} in a browser")
+
+
+def story_of(name: str) -> Story:
+    if name not in STORIES:
+        raise BadSetting(f"--model {name}: there is {' and '.join(STORIES)}")
+    return STORIES[name]
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "millstream", *arguments]
+
+
+def _shown(command: list[str]) -> str:
+    """As a person would type it."""
+    import shlex
+
+    return shlex.join(["millstream", *command[3:]])
 
 
 def _kill_half_way(command: list[str], path: Path, total: int) -> None:
@@ -74,15 +139,15 @@ def _num_records(path: Path) -> int:
 
 
 def _show_answers(path: Path, traces: Traces) -> None:
-    """How many are right by how often the fact was told, and an answer of each kind."""
+    """How many are right by how well known the fact is, and an answer of each kind."""
     import pyarrow.parquet as pq
 
     verdicts = pq.read_table(path / LABELS_FILE).column("verdict").to_pylist()
     names = ("exposure", "question", "generated_answer", "answer")
     rows = list(zip(verdicts, *(traces.column(name).to_pylist() for name in names), strict=True))
     right = {name: [row[0] == "right" for row in rows if row[1] == name] for name in EXPOSURES}
-    shares = ", ".join(f"told {name} {sum(found) / len(found):.0%}" for name, found in right.items() if found)
-    print(f"   Right answers: {shares}. The rest is made up.")
+    shares = ", ".join(f"{name} {sum(found) / len(found):.0%}" for name, found in right.items() if found)
+    print(f"   Right answers, by how often or how widely a fact is told: {shares}. The rest is made up.")
     for wanted in ("right", "wrong"):
         for _, exposure, question, said, answer in [row for row in rows if row[0] == wanted][:1]:
-            print(f"   {wanted}: {question} {said} (told {exposure}; it is {answer})")
+            print(f"   {wanted}: {question} {said} ({exposure}; it is {answer})")

@@ -93,7 +93,12 @@ def test_some_of_them_are_the_same_columns_and_need_fewer_fields(traces: ms.Coll
 def columns(counts: list[int], lengths: list[int | None]) -> TraceBatch:
     many = [np.full((count, 20), -1.5, np.float32) for count in counts]
     one = [array[:, 0] for array in many]
-    values = {"logprobs": one, "entropy": list(one), "rank": [(-x).astype(np.int32) for x in one], "topk_logprobs": many}
+    values = {
+        "logprobs": one,
+        "entropy": list(one),
+        "rank": [(-x).astype(np.int32) for x in one],
+        "topk_logprobs": many,
+    }
     texts: list[str | None] = [None] * len(counts)
     return TraceBatch(np.arange(len(counts)) + 30, {**values, "answer_len": lengths, "generated_answer": texts})
 

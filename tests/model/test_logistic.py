@@ -76,45 +76,52 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[ms.Collection, ms.C
     return write(path / "train", *train), write(path / "val", 10 * val[0] - 7, val[1]), train
 
 
-def test_the_group_is_chosen_on_validation_not_on_training(small: tuple[ms.Collection, ms.Collection, Part]):
-    found = detector()
+@pytest.fixture(scope="module")
+def fitted(small: tuple[ms.Collection, ms.Collection, Part]) -> Logistic:
+    found = detector(seed=3)
     found.fit(small[0], small[1])
-    by_layer = found.chosen["auroc_by_layer"]
+    return found
+
+
+def test_the_group_is_chosen_on_validation_not_on_training(
+    small: tuple[ms.Collection, ms.Collection, Part], fitted: Logistic
+):
+    by_layer = fitted.chosen["auroc_by_layer"]
     assert isinstance(by_layer, list) and len(by_layer) == 3
-    assert found.chosen["layer"] == 0 and found.chosen["val_auroc"] == by_layer[0] > 0.7
+    assert fitted.chosen["layer"] == 0 and fitted.chosen["val_auroc"] == by_layer[0] > 0.7
     assert by_layer[1] < 0.1 and by_layer[2] == 0.5
-    assert found.chosen["val_auroc"] == pytest.approx(auroc(_labels(small[1]), found.score(small[1])), abs=1e-3)
+    assert fitted.chosen["val_auroc"] == pytest.approx(auroc(_labels(small[1]), fitted.score(small[1])), abs=1e-3)
 
 
-def test_inputs_are_scaled_by_the_training_part_alone(small: tuple[ms.Collection, ms.Collection, Part]):
-    found = detector(batch_size=50)
-    found.fit(small[0], small[1])
+def test_inputs_are_scaled_by_the_training_part_alone(
+    small: tuple[ms.Collection, ms.Collection, Part], fitted: Logistic
+):
     x = small[2][0][:, 0]
-    np.testing.assert_allclose(found.arrays["mean"], x.mean(axis=0), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(found.arrays["factor"], 1 / x.std(axis=0), rtol=1e-4)
+    np.testing.assert_allclose(fitted.arrays["mean"], x.mean(axis=0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(fitted.arrays["factor"], 1 / x.std(axis=0), rtol=1e-4)
 
 
-def test_scores_are_probabilities_in_the_order_of_the_collection(small: tuple[ms.Collection, ms.Collection, Part]):
-    train, val, (_, labels) = small
-    found = detector()
-    found.fit(train, val)
-    scores = found.score(train)
+def test_scores_are_probabilities_in_the_order_of_the_collection(
+    small: tuple[ms.Collection, ms.Collection, Part], fitted: Logistic
+):
+    train, _, (_, labels) = small
+    scores = fitted.score(train)
     assert scores.shape == (240,) and scores.dtype == np.float64 and 0 <= scores.min() < scores.max() <= 1
     assert auroc(labels, scores) > 0.8
     order = np.random.default_rng(0).permutation(240)[:77]
     again = detector(batch_size=10)
-    again.arrays = found.arrays  # all that it learned
+    again.arrays = fitted.arrays  # all that it learned
     np.testing.assert_allclose(again.score(train.subset(order)), scores[order], rtol=1e-5)
-    assert found.score(train.subset([])).shape == (0,)
+    assert fitted.score(train.subset([])).shape == (0,)
 
 
-def test_the_same_seed_gives_the_same_regression(small: tuple[ms.Collection, ms.Collection, Part]):
-    first, second, other = detector(seed=3), detector(seed=3), detector(seed=4)
-    for found in (first, second, other):
+def test_the_same_seed_gives_the_same_regression(small: tuple[ms.Collection, ms.Collection, Part], fitted: Logistic):
+    again, other = detector(seed=3), detector(seed=4)
+    for found in (again, other):
         found.fit(small[0], small[1])
-    assert first.chosen == second.chosen
-    assert all(np.array_equal(first.arrays[name], second.arrays[name]) for name in first.arrays)
-    assert not np.array_equal(first.arrays["weights"], other.arrays["weights"])
+    assert again.chosen == fitted.chosen
+    assert all(np.array_equal(again.arrays[name], fitted.arrays[name]) for name in fitted.arrays)
+    assert not np.array_equal(other.arrays["weights"], fitted.arrays["weights"])
 
 
 def test_the_scale_of_the_inputs_does_not_matter_and_constants_do_no_harm(tmp_path: Path):

@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,8 @@ def browser() -> Generator[Any]:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(made_results(), tmp_path_factory.mktemp("browser") / "report.html")
+    few_figures = replace(made_results(), history=[], memory=[], probe_layers={})
+    return write_report(few_figures, tmp_path_factory.mktemp("browser") / "report.html")
 
 
 @pytest.fixture

@@ -141,8 +141,8 @@ class GraphFeature:
             weight_LTK = np.take_along_axis(weight_LTK, strongest, 2)
         kept = (source_LTK >= 0) & (weight_LTK > self.threshold)
         if not self.self_loops:
-            own: NDArray[np.bool_] = source_LTK == np.arange(source_LTK.shape[1])[:, None]
-            kept &= ~own
+            token_T1 = np.arange(source_LTK.shape[1], dtype=np.int64).reshape(-1, 1)
+            kept &= source_LTK != token_T1
         layer, target, slot = np.nonzero(kept)
         return _Edges(layer, target, source_LTK[layer, target, slot], weight_LTK[layer, target, slot])
 

@@ -1,6 +1,6 @@
-"""One graph a record: tokens of the answer and what they attend to, each edge with the attention of every layer or head."""
+"""One graph a record: the answer and what it attends to; an edge carries the attention of every layer or head."""
 
-# L layers, H heads, T tokens, R rows (last token of the prompt, then those of the answer), K stored edges, A = L or L * H
+# L layers, H heads, T tokens, R rows (last token of the prompt, then the answer), N nodes, E edges, A = L or L * H
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

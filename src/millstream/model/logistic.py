@@ -141,11 +141,12 @@ def _aurocs(labels: NDArray[np.int64], logits_NGK: NDArray[np.float32]) -> NDArr
 
 
 def _kept(regressions: Regressions, group: int, strength: int) -> Arrays:
+    weights_W = regressions.weights_GWK[group, :, strength]
     kept = {
         "mean": regressions.mean_GF[group],
         "factor": regressions.factor_GF[group],
-        "weights": regressions.weights_GFK[group, :, strength],
-        "bias": regressions.bias_GK[group, strength],
+        "weights": weights_W[:-1],
+        "bias": weights_W[-1],
     }
     return {"group": np.array(group), **{name: value.numpy().copy() for name, value in kept.items()}}
 

@@ -26,7 +26,8 @@ class Recipe:
     dropout: float = 0.2
     token: str = "last_answer"
     token_stats: bool = True
-    k: int = 8
+    k: int | None = 8
+    threshold: float = 0.0
     kl_weight: float = 0.1
     free_bits: float = 0.05
 
@@ -110,13 +111,14 @@ def _layers(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
 
 
 def _graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
+    make = partial(features.graphs, recipe.k, threshold=recipe.threshold, wiring=net.wiring)
     if "nodes" in names and "edge_source" in names:
-        return features.graphs(recipe.k, hidden="nodes", attention=STORED, tokens="answer", wiring=net.wiring)
+        return make(hidden="nodes", attention=STORED, tokens="answer")
     if "hidden" in names and "attention" in names:
-        tokens = "answer" if "answer_len" in names and "prompt_len" in names else "all"
-        return features.graphs(recipe.k, tokens=tokens, wiring=net.wiring)
+        return make(tokens="answer" if "answer_len" in names and "prompt_len" in names else "all")
     raise NoDetector(
-        f"the store has neither nodes and edges (tiers graph, probe) nor hidden and attention (full), only {', '.join(names)}"
+        "the store has neither nodes and edges (tiers graph and probe) nor hidden and attention (full), only "
+        f"{', '.join(names)}"
     )
 
 

@@ -189,7 +189,7 @@ def _csv(rows: Sequence[Sequence[object]]) -> str:
 def _latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [" & ".join(map(_latex_text, row)) + r" \\" for row in (header, *rows)]
     head = [lines[0], r"\midrule"] if any(header) else []
-    columns = "l" * len(header)
+    columns = "ll" + "r" * (len(header) - 2)  # two names, then numbers
     return "\n".join(
         [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *head, *lines[1:], r"\bottomrule", r"\end{tabular}", ""]
     )

@@ -44,7 +44,8 @@ class TrainSettings:
     parameters: int = 100_000  # of each model: its width follows
     token: str = "last_answer"  # whose vectors the LSTM reads: last_prompt, first_answer, last_answer, mean_answer
     token_stats: bool = True  # whether models see log-probabilities and the like beside the states
-    k: int = 8  # edges of a token
+    k: int | None = 8  # edges of a token; none: all above the threshold
+    threshold: float = 0.0  # attention an edge has at least
     kl_weight: float = 0.1  # of gvae: how much explaining the graph counts
     free_bits: float = 0.05
     memory: int | str = "2GB"
@@ -62,7 +63,7 @@ class TrainSettings:
         if min(self.train, self.val) <= 0 or self.train + self.val >= 1:
             raise BadSetting(f"train={self.train} val={self.val}: both above 0, and together below 1 to leave a test")
         for name in ("seeds", "epochs", "batch_size", "patience", "parameters", "k", "devices"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise BadSetting(f"{name}={getattr(self, name)}: at least 1")
         if self.batch_size % self.devices:
             raise BadSetting(f"batch_size={self.batch_size}: has to be a multiple of devices={self.devices}")

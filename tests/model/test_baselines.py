@@ -1,0 +1,206 @@
+"""Each baseline reads what it says, points the right way, and scores records in their order."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model.making_traces import TOLD_BY, labelled, make_traces
+
+import millstream as ms
+from millstream.model.attention import looks_back
+from millstream.model.auroc import auroc
+from millstream.model.baselines import BASELINES, usable
+from millstream.model.detector import Detector, Means
+
+LEARNED = {name for name in BASELINES if name.startswith("probe") or name in ("token_stats", "logdet", "lookback")}
+Parts = tuple[ms.Collection, ms.Collection, ms.Collection]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> ms.Collection:
+    return labelled(make_traces(tmp_path_factory.mktemp("baselines") / "traces", num=220))
+
+
+@pytest.fixture(scope="module")
+def parts(traces: ms.Collection) -> Parts:
+    return traces.subset(range(120)), traces.subset(range(120, 160)), traces.subset(range(219, 159, -1))
+
+
+@pytest.fixture(scope="module")
+def fitted(traces: ms.Collection, parts: Parts) -> Mapping[str, Detector]:
+    detectors = {name: BASELINES[name].make(Means(), traces.field_names) for name in BASELINES}
+    for detector in detectors.values():
+        detector.fit(parts[0], parts[1])
+    return detectors
+
+
+def labels_of(collection: ms.Collection) -> np.ndarray:
+    return collection.column("label").to_numpy()
+
+
+def test_those_that_see_the_doubt_tell_wrong_from_right_and_the_others_do_not_by_much(
+    fitted: Mapping[str, Detector], parts: Parts
+):
+    test = parts[2]
+    found = {name: auroc(labels_of(test), detector.score(test)) for name, detector in fitted.items()}
+    probes = [f"probe_{position}" for position in ("last_prompt", "first_answer", "last_answer", "mean_answer")]
+    assert all(found[name] > 0.85 for name in probes), found
+    assert all(found[name] > 0.75 for name in ("mean_logprob", "entropy", "margin", "token_stats", "lookback")), found
+    assert found["p_true"] > 0.65, found
+    assert all(0.25 < found[name] < 0.75 for name in ("length", "words")), found
+
+
+def test_all_fields_that_it_reads_are_named_and_no_other_is_needed(
+    traces: ms.Collection, fitted: Mapping[str, Detector]
+):
+    for name, baseline in BASELINES.items():
+        said = {alternatives.split("|")[0] for alternatives in baseline.needed}
+        assert set(fitted[name].fields) == said <= set(traces.field_names), name
+        assert len(baseline.title.split()) <= 6
+    assert usable(traces.field_names) == list(BASELINES)
+    assert usable(["hidden", "prompt_len", "answer_len", "logprobs"]) == [
+        *("length", "sequence_logprob", "mean_logprob", "min_logprob"),
+        *(name for name in BASELINES if name.startswith("probe")),
+    ]
+    assert [name for name in BASELINES if BASELINES[name].extra_forwards] == ["p_true"]
+
+
+def test_scores_come_in_the_order_of_the_collection_from_what_was_kept(
+    traces: ms.Collection, fitted: Mapping[str, Detector], parts: Parts
+):
+    backwards = traces.subset(range(160, 220))
+    for name, detector in fitted.items():
+        scores = detector.score(parts[2])
+        assert scores.shape == (60,) and scores.dtype == np.float64 and len(np.unique(scores)) > 3, name
+        again = BASELINES[name].make(Means(batch_size=13, memory=4_000_000), traces.field_names)
+        again.arrays = {key: array.copy() for key, array in detector.arrays.items()}
+        np.testing.assert_allclose(again.score(backwards)[::-1], scores, rtol=1e-4, err_msg=name)
+
+
+def test_regressions_give_probabilities_and_single_numbers_do_not(fitted: Mapping[str, Detector], parts: Parts):
+    for name, detector in fitted.items():
+        scores = detector.score(parts[1])
+        assert getattr(detector, "probabilities") == (name in LEARNED | {"lapeigvals"})  # noqa: B009
+        if name in LEARNED:
+            assert 0 <= scores.min() and scores.max() <= 1
+        assert json.loads(json.dumps(detector.chosen)) == detector.chosen
+
+
+def test_the_direction_is_that_of_the_training_part(parts: Parts):
+    directions = {"mean_logprob": -1, "entropy": 1, "margin": -1, "p_true": -1}
+    for name, direction in directions.items():
+        detector = BASELINES[name].make(Means(), [])
+        detector.fit(parts[0], flipped(parts[1]))
+        assert detector.chosen["direction"] == direction
+        upright = detector.score(parts[2])
+        detector.fit(flipped(parts[0]), parts[1])
+        assert detector.chosen["direction"] == -direction
+        np.testing.assert_array_equal(detector.score(parts[2]), -upright)
+
+
+def flipped(collection: ms.Collection) -> ms.Collection:
+    names = collection.column("question_id").to_pylist()
+    table = dict(zip(names, (1 - labels_of(collection)).tolist(), strict=True))
+    return ms.labelled(collection, _table(table))
+
+
+def _table(labels: Mapping[str, int]):
+    import pyarrow as pa
+
+    return pa.table({"question_id": list(labels), "label": list(labels.values())})
+
+
+def test_a_single_number_is_the_statistic_itself(traces: ms.Collection, fitted: Mapping[str, Detector], parts: Parts):
+    trace = traces[219]
+    count = trace["answer_len"]
+    expected = {
+        "length": count,
+        "min_logprob": trace["logprobs"][:count].min(),
+        "entropy": trace["entropy"][:count].mean(),
+    }
+    expected |= {"p_true": trace["p_true"], "logdet_mean": trace["attention_logdet"].mean()}
+    for name, value in expected.items():
+        assert abs(fitted[name].score(parts[2])[0]) == pytest.approx(abs(value), rel=1e-5), name
+
+
+def test_a_probe_says_which_layer_it_took_and_how_good_the_others_are(fitted: Mapping[str, Detector]):
+    for position in ("last_prompt", "first_answer", "last_answer", "mean_answer"):
+        chosen = fitted[f"probe_{position}"].chosen
+        by_layer = chosen["auroc_by_layer"]
+        assert isinstance(by_layer, list) and len(by_layer) == 4
+        assert chosen["layer"] == TOLD_BY == int(np.argmax(by_layer)) and max(by_layer) == chosen["val_auroc"]
+
+
+@pytest.mark.parametrize("position", ["last_prompt", "first_answer", "last_answer"])
+def test_a_probe_on_whole_hidden_states_sees_what_one_on_stored_positions_sees(tmp_path: Path, position: str):
+    scores: list[np.ndarray] = []
+    for tier, read in (("probe", {"states"}), ("full", {"hidden", "prompt_len", "answer_len"})):
+        traces = labelled(make_traces(tmp_path / tier, num=60, tier=tier))
+        detector = BASELINES[f"probe_{position}"].make(Means(), traces.field_names)
+        assert set(detector.fields) <= read and detector.fields[0] in ("states", "hidden")
+        if tier == "probe":
+            detector.fit(traces.subset(range(40)), traces.subset(range(40, 60)))
+            arrays = detector.arrays
+        else:
+            detector.arrays = arrays
+        scores.append(detector.score(traces))
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5)
+
+
+def test_looking_back_is_the_mean_over_the_answer_without_the_prompt_and_the_stop_token(traces: ms.Collection):
+    names = ("prompt_attention", "answer_len")
+    (batch,) = ms.Loader(
+        traces.subset(range(30)), batch_size=30, features=ms.features.fields(*names), order="none", threads=0
+    )
+    found = looks_back(batch)
+    assert tuple(found.shape) == (30, 1, 6)
+    for row, number in zip(found[:, 0].numpy(), range(30), strict=True):
+        share = traces[number]["prompt_attention"].astype(np.float32)
+        count = traces[number]["answer_len"]
+        np.testing.assert_allclose(row, share[:, :, 1 : count + 1].mean(axis=-1).ravel(), rtol=1e-5)
+    batch["answer_len"][:] = 0
+    np.testing.assert_allclose(
+        looks_back(batch)[3, 0].numpy(),
+        traces[3]["prompt_attention"][:, :, 1:].astype(float).mean(-1).ravel(),
+        rtol=1e-3,
+    )
+
+
+def test_a_record_without_p_true_gets_the_mean_of_the_training_part(tmp_path: Path):
+    with ms.TraceWriter(tmp_path / "s", schema={"p_true": "float32"}) as writer:
+        for number in range(12):
+            writer.append(
+                {"question_id": str(number), "p_true": None if number % 5 == 0 else number / 16, "y": number % 2}
+            )
+    traces = ms.labelled(ms.open(tmp_path / "s"), column="y")
+    detector = BASELINES["p_true"].make(Means(batch_size=3), traces.field_names)
+    detector.fit(traces.subset([0, 1, 2, 3]), traces)
+    scores = detector.score(traces) * int(str(detector.chosen["direction"]))
+    np.testing.assert_allclose(scores[[0, 5, 10]], 2 / 16)
+    np.testing.assert_allclose(scores[[1, 7, 11]], np.array([1, 7, 11]) / 16)
+
+
+def test_one_process_of_a_job_reads_everything(
+    fitted: Mapping[str, Detector], parts: Parts, monkeypatch: pytest.MonkeyPatch
+):
+    whole = fitted["token_stats"].score(parts[2])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    np.testing.assert_array_equal(fitted["token_stats"].score(parts[2]), whole)
+
+
+def test_eigenvalues_keep_the_components_of_the_choice_and_need_scikit_learn(
+    traces: ms.Collection, fitted: Mapping[str, Detector], parts: Parts, monkeypatch: pytest.MonkeyPatch
+):
+    found = fitted["lapeigvals"]
+    top = found.chosen["top_k"]
+    assert top in (5, 10) and found.arrays["pca_components"].shape == (found.chosen["components"], 6 * int(str(top)))
+    assert found.chosen["components"] == len(found.arrays["weights"]) <= 60
+    train = np.stack([traces[number]["laplacian"][..., :top].astype(np.float64).ravel() for number in range(120)])
+    np.testing.assert_allclose(found.arrays["pca_mean"], train.mean(axis=0), rtol=1e-3, atol=1e-5)
+    monkeypatch.setitem(sys.modules, "sklearn.decomposition", None)
+    with pytest.raises(ms.errors.MissingExtra, match=r"pip install 'millstream\[train\]'"):
+        BASELINES["lapeigvals"].make(Means(), traces.field_names).fit(parts[0], parts[1])
