@@ -60,7 +60,7 @@ def test_on_test_it_is_as_good_as_scikit_learn_with_the_same_choice(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[ms.Collection, ms.Collection, Part]:
-    """Group 0 tells on both parts, group 1 on `train` better but in the other direction on `val`, group 2 is constant."""
+    """Group 0 tells on both parts, group 1 better on `train` but the other way round on `val`, group 2 is constant."""
     rng = np.random.default_rng(5)
 
     def part(num: int, ways: tuple[float, float]) -> Part:

@@ -66,7 +66,7 @@ BASELINES: Mapping[str, Baseline] = {
     "logdet_mean": _field("mean attention log-determinant", "attention_logdet"),
     "token_stats": _alone("regression on token statistics", token_probe, *token_stats().fields),
     "logdet": _alone("regression on attention log-determinants", logdet, "attention_logdet"),
-    "lookback": _alone("regression on looks back at the prompt", lookback, "prompt_attention", "answer_len"),
+    "lookback": _alone("regression on attention to the prompt", lookback, "prompt_attention", "answer_len"),
     "lapeigvals": _alone("regression on Laplacian eigenvalues", LapEigvals, "laplacian"),
     "probe_last_prompt": _probe("probe at the last prompt token", "last_prompt"),
     "probe_first_answer": _probe("probe at the first answer token", "first_answer"),

@@ -105,8 +105,8 @@ def _layers(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
         return features.layers(POSITIONS.index(recipe.token), field="states")
     if "hidden" in names:
         return features.layers(cast("features.Token", recipe.token), field="hidden")
-    if "sequence" in names:
-        return features.layers("last", field="sequence")
+    if "layers" in names:  # of preprocessed files, as they are
+        return features.fields("layers")
     raise NoDetector(f"the store has neither states (tier probe) nor hidden (tier full), only {', '.join(names)}")
 
 
