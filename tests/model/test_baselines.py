@@ -77,6 +77,8 @@ def test_scores_come_in_the_order_of_the_collection_from_what_was_kept(
         assert scores.shape == (60,) and scores.dtype == np.float64 and len(np.unique(scores)) > 3, name
         again = BASELINES[name].make(Means(batch_size=13, memory=4_000_000), traces.field_names)
         again.arrays = {key: array.copy() for key, array in detector.arrays.items()}
+        for array in again.arrays.values():
+            array.flags.writeable = False  # as if mapped from a file
         np.testing.assert_allclose(again.score(backwards)[::-1], scores, rtol=1e-4, err_msg=name)
 
 

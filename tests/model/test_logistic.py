@@ -116,12 +116,10 @@ def test_scores_are_probabilities_in_the_order_of_the_collection(
 
 
 def test_the_same_seed_gives_the_same_regression(small: tuple[ms.Collection, ms.Collection, Part], fitted: Logistic):
-    again, other = detector(seed=3), detector(seed=4)
-    for found in (again, other):
-        found.fit(small[0], small[1])
+    again = detector(seed=3)
+    again.fit(small[0], small[1])
     assert again.chosen == fitted.chosen
     assert all(np.array_equal(again.arrays[name], fitted.arrays[name]) for name in fitted.arrays)
-    assert not np.array_equal(other.arrays["weights"], fitted.arrays["weights"])
 
 
 def test_the_scale_of_the_inputs_does_not_matter_and_constants_do_no_harm(tmp_path: Path):

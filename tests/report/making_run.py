@@ -125,7 +125,8 @@ def data_card(store: Path, labels: NDArray[np.int8]) -> dict[str, object]:
     return {
         "store": str(store),
         "fingerprint": "0123456789abcdef",
-        "records": len(labels),
+        "records": sum(verdicts.values()),
+        "used": len(labels),
         "verdicts": verdicts,
         "parts": {
             name: {
@@ -135,6 +136,7 @@ def data_card(store: Path, labels: NDArray[np.int8]) -> dict[str, object]:
             }
             for name, part in parts.items()
         },
+        "split": "by a hash of question_id, salt ''",
         "language_model": "tiny",
         "label_rule": "em",
         "label_version": "em-1-00000000",

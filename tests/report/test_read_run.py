@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from sklearn.metrics import f1_score, roc_auc_score
+from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 import millstream as ms
 from millstream.errors import BadSource
+from millstream.report.bootstrap import draw
 from millstream.report.evaluate import read_results
 from millstream.report.results import Difference, ModelResult, Results
-from report.making_run import MODELS, PROBES, Made, make_run
+from report.making_run import MODELS, PROBES, Made, make_run, question_of
 
 FEW = ("gnn", "mean_logprob", "length")
 Row = dict[str, object]
@@ -143,6 +144,26 @@ def test_the_results_are_the_same_every_time_and_for_any_order_of_the_rows(few: 
     again = read(few)
     assert [again.differences, again.findings, again.mistakes] == [first.differences, first.findings, first.mistakes]
     assert sorted(again.models, key=lambda one: one.name) == sorted(first.models, key=lambda one: one.name)
+
+
+def test_an_interval_is_that_of_the_mean_over_seeds_on_the_same_draws(few: Path):
+    both = [scores_of(few, "gnn", seed=seed) for seed in range(2)]
+    labels = both[0][0].astype(np.int8)
+    questions = np.unique([question_of(number) for number in range(300, 400)], return_inverse=True)[1]
+    counts = np.concatenate(list(draw(labels, questions, resamples=60)))
+    areas = [[roc_auc_score(*one, sample_weight=row) for one in both] for row in counts]
+    precisions = [[average_precision_score(*one, sample_weight=row) for one in both] for row in counts]
+    gnn = model(read(few, 60), "gnn")
+    for interval, values in ((gnn.auroc, areas), (gnn.aupr, precisions)):
+        assert [interval.low, interval.high] == pytest.approx(np.quantile(np.mean(values, axis=1), [0.025, 0.975]))
+
+
+def test_of_a_record_scored_twice_the_later_score_counts(few: Path):
+    first = read(few)
+    table = pq.read_table(few / "predictions.parquet")
+    stale = table.set_column(6, "score", pa.chunked_array([-table.column("score").to_numpy()]))
+    pq.write_table(pa.concat_tables([stale, table]), few / "predictions.parquet")
+    assert read(few) == first
 
 
 def test_questions_are_drawn_and_not_records(few: Path):
@@ -321,7 +342,7 @@ def test_mistakes_are_the_answers_the_best_detector_is_most_sure_and_most_wrong_
 
 
 def without_texts(found: Results) -> None:
-    assert all(one.by_length == [] or not one.by_length for one in found.models)
+    assert all(list(one.by_length) == [] for one in found.models)
     assert found.mistakes and all(mistake.question_id.startswith("q") for mistake in found.mistakes)
     assert {(m.question, m.answer, tuple(m.references)) for m in found.mistakes} == {("", "", ())}
 

@@ -17,7 +17,7 @@ from millstream.dataset.features import fields
 from millstream.errors import MissingExtra
 from millstream.model.detector import Arrays, Means, Scores
 from millstream.model.logistic import Inputs, Logistic, as_tensor, fit_logistic, score_logistic
-from millstream.model.reading import reader
+from millstream.model.reading import labels_of, reader
 
 TOP = (5, 10)  # largest eigenvalues of each head, of which one is chosen
 _COMPONENTS = 512
@@ -45,6 +45,7 @@ class LapEigvals:
         self._means = means
 
     def fit(self, train: Collection, val: Collection) -> None:
+        labels_of(train, "training")
         found = [_principal(train, top, self._means) for top in TOP]
         inputs = Inputs(fields("laplacian"), _Projection(found), axis="top_k", names=TOP)
         arrays, chosen = fit_logistic(train, val, inputs=inputs, means=self._means)

@@ -35,6 +35,7 @@ class Detector(Protocol):
     """All that `fit` learned: kept with the run, and set again before it scores other records."""
     chosen: dict[str, object]
     """What was chosen on validation, as JSON, for the report."""
+    # Optional: `probabilities = True` where scores are chances of being wrong, and `parameters`, how many it has.
 
     def fit(self, train: Collection, val: Collection) -> None: ...
 

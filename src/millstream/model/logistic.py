@@ -101,7 +101,9 @@ def score_logistic(collection: Collection, arrays: Arrays, *, inputs: Inputs, me
 
 
 def as_tensor(array: NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType, reportArgumentType]
+    """Over the same memory, unless that is read-only, as of a mapped file."""
+    writeable = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(writeable)  # pyright: ignore[reportUnknownMemberType, reportArgumentType]
 
 
 def _prepared(train: Collection, labels: NDArray[np.int64], inputs: Inputs, means: Means) -> Regressions:

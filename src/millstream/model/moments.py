@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SMALLEST = 1e-3  # a standard deviation below it is a constant, which must not be blown up
+SMALLEST = 1e-5  # a standard deviation below it is a constant, which must not be blown up
 
 
 @dataclass

@@ -11,6 +11,8 @@ from millstream.dataset import features
 from millstream.dataset.batch import Feature
 from millstream.dataset.graph_feature import STORED, Wiring
 from millstream.dataset.head_graph_feature import HeadGraphFeature
+from millstream.dataset.joined_steps import JoinedSteps, steps_field
+from millstream.dataset.saved_graph_feature import SAVED, SavedGraphFeature
 from millstream.errors import BadSetting, NoDetector
 from millstream.model.net import Net, match_width
 from millstream.source.llm.fields import POSITIONS
@@ -105,6 +107,8 @@ def _layers(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
         return features.layers(POSITIONS.index(recipe.token), field="states")
     if "hidden" in names:
         return features.layers(cast("features.Token", recipe.token), field="hidden")
+    if "hidden_states" in names:  # of old traces, not all of which say where the answer ends
+        return _joined(features.layers("last", field="hidden_states"), names)
     if "layers" in names:  # of preprocessed files, as they are
         return features.fields("layers")
     raise NoDetector(f"the store has neither states (tier probe) nor hidden (tier full), only {', '.join(names)}")
@@ -116,10 +120,19 @@ def _graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
         return make(hidden="nodes", attention=STORED, tokens="answer")
     if "hidden" in names and "attention" in names:
         return make(tokens="answer" if "answer_len" in names and "prompt_len" in names else "all")
+    if "hidden_states" in names and "attentions" in names:  # of old traces
+        return _joined(make(hidden="hidden_states", attention="attentions"), names)
+    if set(SAVED) <= set(names):  # of preprocessed files, as they are
+        return SavedGraphFeature(net.wiring)
     raise NoDetector(
         "the store has neither nodes and edges (tiers graph and probe) nor hidden and attention (full), only "
         f"{', '.join(names)}"
     )
+
+
+def _joined(feature: Feature, names: Sequence[str]) -> Feature:
+    """For old traces, the first of which lie step by step."""
+    return JoinedSteps(feature) if steps_field("hidden_states") in names else feature
 
 
 def _head_graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:

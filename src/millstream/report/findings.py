@@ -116,10 +116,10 @@ def _size(model: ModelResult, num_test: int) -> Iterator[str]:
 
 def _left_out(data: Mapping[str, object]) -> Iterator[str]:
     verdicts = cast("Mapping[str, int]", data.get("verdicts") or {})
-    left = {name: verdicts[name] for name in LEFT_OUT if verdicts.get(name)}
+    left = {name: verdicts[name] for name in LEFT_OUT if verdicts.get(name, 0) > 0}
     if left:
         kinds = ", ".join(f"{count} {name}" for name, count in left.items())
-        yield f"{sum(left.values())} of {sum(verdicts.values())} records are left out: {kinds}."
+        yield f"{sum(left.values())} of {data.get('records')} records are left out: {kinds}."
 
 
 def _seeds(models: Mapping[str, ModelResult], best: Best) -> Iterator[str]:

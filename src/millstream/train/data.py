@@ -59,8 +59,9 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
         if "verdict" in table.column_names:
             verdicts.update(str(v or "unlabelled") for v in table.column("verdict").to_pylist())
     if "status" in names:
-        verdicts["error"] = sum(status == "error" for status in traces.column("status").to_pylist())
-        verdicts["unlabelled"] -= verdicts["error"]  # what failed has no verdict
+        failed = sum(status == "error" for status in traces.column("status").to_pylist())
+        verdicts["unlabelled"] = max(0, verdicts["unlabelled"] - failed)  # what failed has no verdict
+        verdicts["error"] = failed
     config = dict(traces.config)
     return {
         "store": str(Path(path).resolve()),

@@ -84,14 +84,10 @@ def _mend(path: Path, *, cut: bool = True) -> tuple[list[dict[str, object]], flo
     end = 0
     with path.open("rb") as file:
         for line in file:
-            try:
-                lines.append(cast("dict[str, object]", json.loads(line)))
-            except ValueError:
-                break
             if not line.endswith(b"\n"):
-                lines.pop()
                 break
             end += len(line)
+            lines.append(cast("dict[str, object]", json.loads(line)))
     if cut and end < path.stat().st_size:
         os.truncate(path, end)
     return lines, float(cast(float, lines[-1].get("time_s", 0.0))) if lines else 0.0

@@ -213,7 +213,7 @@ def scores_table(name: str, part: Collection, scores: Scores) -> pa.Table:
         {
             "part": pa.array([name] * len(part), pa.string()),
             "record": pa.array(records),
-            "question_id": pa.array(map(str, ids), pa.string()),
+            "question_id": pa.array([None if name is None else str(name) for name in ids], pa.string()),
             "label": pa.array(np.asarray(part.column(LABEL).to_numpy(), np.int8)),
             "score": pa.array(np.asarray(scores, np.float64)),
         }
@@ -228,7 +228,7 @@ def write_table(path: Path, table: pa.Table) -> None:
 def _keep(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:
     import torch
 
-    save(path, {name: torch.tensor(np.ascontiguousarray(array)) for name, array in arrays.items()}, about)
+    save(path, {name: torch.tensor(np.array(array, order="C")) for name, array in arrays.items()}, about)
 
 
 def _bytes_read(collection: Collection, fields: Sequence[str]) -> float:

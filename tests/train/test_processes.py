@@ -1,0 +1,34 @@
+"""Two processes on CPU learn what one does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training import SHORT, losses_of, scores_of
+
+import millstream as ms
+
+
+def test_two_processes_have_the_losses_and_scores_of_one(store: Path, tmp_path: Path):
+    asked = {**SHORT, "model": "lstm,gnn,length", "dropout": 0.0, "accelerator": "cpu"}
+    settings = [f"{name}={value}" for name, value in asked.items()]
+    command = [
+        sys.executable,
+        "-m",
+        "millstream",
+        "train",
+        f"data={store}",
+        f"out={tmp_path / 'two'}",
+        "devices=2",
+        *settings,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("AUROC [") == 1  # one process tells
+    ms.train(store, out=str(tmp_path / "one"), **asked)
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-3)
+    one, two = scores_of(tmp_path / "one"), scores_of(tmp_path / "two")
+    assert set(one) == set(two)
+    for job in one:
+        assert two[job] == pytest.approx(one[job], abs=0.01)

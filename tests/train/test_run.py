@@ -1,0 +1,236 @@
+"""`ms.train` and `ms.evaluate`: one split for all, a run folder anyone can check, nothing trained twice."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from commands import run_here
+from making_traces import make_traces
+from training import SHORT, lines_of, losses_of, scores_of
+
+import millstream as ms
+from millstream.errors import BadSetting, BadSource, BadSplit, ConfigMismatch, MissingLabel, NotFinite
+from millstream.model.auroc import auroc
+
+
+@pytest.fixture(scope="module")
+def run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every detector there is, briefly."""
+    out = tmp_path_factory.mktemp("runs") / "all"
+    done = ms.train(store, model="lstm,gnn,gvae,baselines", out=str(out), **{**SHORT, "epochs": 2, "seeds": 2})
+    assert not done.interrupted and len(done.models) > 20
+    return out
+
+
+def test_a_run_folder_has_all_that_is_promised(run: Path):
+    for name in ("config.yaml", "metrics.jsonl", "predictions.parquet", "env.json", "split.json", "data.json"):
+        assert (run / name).stat().st_size > 0
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["epochs"] == 2 and config["lr"] == 1e-3
+    card = json.loads((run / "data.json").read_text())
+    assert card["records"] == 160 and card["verdicts"]["right"] + card["verdicts"]["wrong"] == 160
+    assert sum(part["records"] for part in card["parts"].values()) == 160
+
+
+def test_all_models_are_compared_on_the_same_questions_which_are_in_no_other_part(run: Path, store: Path):
+    asked = {tuple(sorted(scores)) for scores in scores_of(run).values()}
+    assert len(asked) == 1
+    rows = pq.read_table(run / "predictions.parquet").to_pylist()
+    val, test = ({row["question_id"] for row in rows if row["part"] == part} for part in ("val", "test"))
+    split = ms.Split.load(run / "split.json", ms.open(store))
+    train = set(split["train"].column("question_id").to_pylist())
+    assert val and test and not val & test and not train & (val | test)
+    assert len(train | val | test) == 160
+    labels = dict(
+        zip(*(pq.read_table(store / "labels.parquet").column(c).to_pylist() for c in ("question_id", "label")))
+    )
+    assert all(row["label"] == labels[row["question_id"]] for row in rows)
+
+
+def test_models_are_trained_once_for_each_seed_and_differ_by_it(run: Path):
+    found = scores_of(run)
+    assert {seed for name, seed in found if name == "lstm"} == {0, 1}
+    assert {seed for name, seed in found if name == "mean_logprob"} == {0}
+    assert found["lstm", 0] != found["lstm", 1]
+
+
+def test_parameters_of_the_three_models_are_within_a_fifth_of_each_other(store: Path, tmp_path: Path):
+    fits = {line["model"]: line["parameters"] for line in lines_of(_briefly(store, tmp_path), "fit")}
+    counts = [fits[name] for name in ("lstm", "gnn", "gvae")]
+    assert max(counts) <= 1.2 * min(counts) and 80_000 < min(counts)
+
+
+def _briefly(store: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "run"
+    ms.train(store, model="lstm,gnn,gvae", out=str(out), **{**SHORT, "epochs": 1, "parameters": 100_000})
+    return out
+
+
+def test_what_can_be_known_is_learned(run: Path, store: Path, tmp_path: Path):
+    out = tmp_path / "longer"
+    ms.train(store, model="lstm,gnn", out=str(out), **{**SHORT, "epochs": 12, "lr": 3e-3})
+    rows = pq.read_table(out / "predictions.parquet").to_pylist()
+    for name in ("lstm", "gnn"):
+        mine = [row for row in rows if row["model"] == name and row["part"] == "test"]
+        assert auroc(*(np.array([row[key] for row in mine]) for key in ("label", "score"))) > 0.8
+        assert losses_of(out)[-1] < losses_of(out)[0]
+
+
+def test_a_finished_run_is_not_trained_again_and_more_models_can_be_added(run: Path, store: Path):
+    before = (run / "checkpoints" / "lstm-0" / "best.safetensors").stat().st_mtime_ns
+    asked = {**SHORT, "epochs": 2, "seeds": 1}
+    done = ms.train(store, model="lstm,probe_last_answer", out=str(run), **asked)
+    assert done.models == ["lstm", "probe_last_answer"]
+    assert (run / "checkpoints" / "lstm-0" / "best.safetensors").stat().st_mtime_ns == before
+    assert ("gvae", 1) in scores_of(run)
+
+
+def test_a_folder_of_another_run_is_refused_with_what_differs(run: Path, store: Path, tmp_path: Path):
+    with pytest.raises(ConfigMismatch, match=r"lr: 0\.001 -> 0\.01"):
+        ms.train(store, model="lstm", out=str(run), **{**SHORT, "epochs": 2, "lr": 0.01})
+    other = make_traces(tmp_path / "other", num=60, seed=5)
+    with pytest.raises(ConfigMismatch, match="fingerprint"):
+        ms.train(other, model="lstm", out=str(run), **{**SHORT, "epochs": 2})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    with pytest.raises(BadSource, match="is no run"):
+        ms.train(store, model="lstm", out=str(tmp_path / "full"), **SHORT)
+
+
+def test_evaluating_a_run_gives_its_own_scores_again(run: Path):
+    again = scores_of(ms.evaluate(run))
+    before = scores_of(run)
+    assert set(again) == set(before)
+    for job, scores in again.items():
+        assert scores == pytest.approx(before[job], abs=1e-6), job
+
+
+def test_detectors_are_carried_to_another_store(run: Path, tmp_path: Path):
+    other = make_traces(tmp_path / "other", num=50, seed=3)
+    out = ms.evaluate(run, data=str(other), model="lstm,mean_logprob")
+    rows = pq.read_table(out / "predictions.parquet").to_pylist()
+    tested = [row for row in rows if row["part"] == "test" and row["model"] == "lstm" and row["seed"] == 0]
+    assert {row["question_id"] for row in tested} == {f"q{n}" for n in range(50)}
+    validated = [row for row in rows if row["part"] == "val" and row["model"] == "lstm" and row["seed"] == 0]
+    mine = [row for row in pq.read_table(run / "predictions.parquet").to_pylist() if row["part"] == "val"]
+    assert {row["score"] for row in validated} <= {row["score"] for row in mine}
+    from millstream.report.evaluate import read_results
+
+    assert {model.name for model in read_results(out, resamples=50).models} == {"lstm", "mean_logprob"}
+
+
+class ByNumber:
+    """A detector of one's own: the smallest there can be."""
+
+    fields = ("answer_len",)
+
+    def __init__(self, means) -> None:
+        self.arrays: dict = {}
+        self.chosen: dict = {}
+
+    def fit(self, train, val) -> None:
+        self.arrays = {"mean": np.array([np.mean(train.column("label").to_pylist())])}
+
+    def score(self, collection) -> np.ndarray:
+        return np.array(collection.column("answer_len").to_pylist()) * float(self.arrays["mean"][0])
+
+
+def test_a_detector_of_ones_own_is_one_class(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "own_detector", sys.modules[__name__])
+    ms.train(store, model="own_detector:ByNumber,length", out=str(tmp_path / "run"), **SHORT)
+    found = scores_of(tmp_path / "run")
+    own = found["own_detector:ByNumber", 0]
+    assert len(set(own.values())) > 1 and set(own) == set(found["length", 0])
+    assert scores_of(ms.evaluate(tmp_path / "run"))["own_detector:ByNumber", 0] == own
+
+
+def test_a_detector_that_a_store_has_no_fields_for_is_left_out_and_said(tmp_path: Path, capfd):
+    with ms.TraceWriter(tmp_path / "few", schema={"hidden": "float16[layer, token, dim]"}) as writer:
+        for number in range(200):
+            hidden = np.random.default_rng(number).normal(size=(3, 5, 8)).astype(np.float16)
+            writer.append(
+                {"question_id": f"q{number}", "label": number * 7 % 11 % 2, "hidden": hidden, "prompt_len": 2, "answer_len": 3}
+            )
+    done = ms.train(tmp_path / "few", model="lstm,gnn,p_true,probe_last_answer", out=str(tmp_path / "run"), **SHORT)
+    assert done.models == ["lstm", "probe_last_answer"]
+    missing = {line["model"]: line["why"] for line in lines_of(tmp_path / "run", "missing")}
+    assert "attention" in missing["gnn"] and "p_true" in missing["p_true"]
+    assert "p_true: left out" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "lstn"}, "did you mean lstm"),
+        ({"model": "nowhere:Class"}, "cannot be imported"),
+        ({"epochs": 0}, "epochs=0: at least 1"),
+        ({"train": 0.9, "val": 0.2}, "together below 1"),
+        ({"token": "middle"}, "there is last_prompt"),
+        ({"batch_size": 15, "devices": 2}, "multiple of devices"),
+        ({"lr": -1}, "above 0"),
+        ({"epoch": 3}, "did you mean epochs"),
+        ({"accelerator": "abacus"}, "accelerator=abacus"),
+    ],
+)
+def test_a_wrong_setting_is_said_before_anything_is_made(store: Path, tmp_path: Path, settings: dict, said: str):
+    with pytest.raises(BadSetting, match=said):
+        ms.train(store, out=str(tmp_path / "run"), **{"model": "lstm", **SHORT, **settings})
+
+
+def test_answers_without_labels_or_of_one_kind_are_refused_with_the_next_command(tmp_path: Path):
+    path = make_traces(tmp_path / "traces", num=40)
+    (path / "labels.parquet").rename(tmp_path / "labels.parquet")
+    with pytest.raises(MissingLabel, match="millstream label"):
+        ms.train(path, model="length", out=str(tmp_path / "run"), **SHORT)
+    table = pq.read_table(tmp_path / "labels.parquet").to_pydict()
+    table["verdict"] = ["right"] * 40
+    import pyarrow as pa
+
+    pq.write_table(pa.table(table), path / "labels.parquet")
+    with pytest.raises(BadSplit, match="a detector needs"):
+        ms.train(path, model="length", out=str(tmp_path / "run"), **SHORT)
+
+
+def test_numbers_that_are_none_are_named_by_record(tmp_path: Path):
+    path = make_traces(tmp_path / "traces", num=60)
+    records = [dict(record) for record in ms.open(path)]
+    broken = next(iter(ms.split(ms.open(path), {"train": 0.7, "val": 0.15, "test": 0.15}))).record_numbers(
+        np.array([4])
+    )[0]
+    records[broken]["states"] = records[broken]["states"].copy()
+    records[broken]["states"][1, 2, 3] = np.nan
+    with ms.TraceWriter(tmp_path / "broken", schema=ms.open(path).fields) as writer:
+        for record in records:
+            writer.append(record)
+    (path / "labels.parquet").rename(tmp_path / "broken" / "labels.parquet")
+    with pytest.raises(NotFinite, match=rf"records {broken} of"):
+        ms.train(tmp_path / "broken", model="lstm", out=str(tmp_path / "run"), **SHORT)
+
+
+def test_a_loss_that_is_no_number_stops_with_the_records_of_the_batch(store: Path, tmp_path: Path):
+    with pytest.raises(
+        NotFinite, match=r"the loss is (nan|inf) at epoch \d+, step \d+, in the batch of the records \d+, "
+    ):
+        ms.train(store, model="lstm", out=str(tmp_path / "run"), **{**SHORT, "lr": 1e30, "clip": 1e30})
+
+
+def test_the_commands_end_with_the_table_and_the_page(store: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    config = tmp_path / "detector.yaml"
+    config.write_text(yaml.safe_dump({**SHORT, "model": "lstm,mean_logprob"}))
+    code, out, err = run_here("train", config, f"data={store}", f"out={tmp_path / 'run'}")
+    assert code == 0 and "mean_logprob" in out and "AUROC" in out, err
+    assert "report.html" in err and (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    code, out, err = run_here("report", tmp_path / "run", "-o", tmp_path / "page.html", "--json")
+    assert code == 0 and len(json.loads(out)["models"]) == 2 and (tmp_path / "page.html").exists()
+    code, out, err = run_here("evaluate", tmp_path / "run", "model=lstm")
+    assert code == 0 and "lstm" in out and "mean_logprob" not in out
+    code, _, err = run_here("evaluate", tmp_path / "nowhere")
+    assert code == 1 and "is no run" in err and "\n" not in err.strip()
+    code, _, err = run_here("train", "data=", "model=lstm")
+    assert code == 2 and "name the trace store" in err
