@@ -74,8 +74,8 @@ def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
     from dataclasses import asdict
 
     from millstream.console import say
-    from millstream.report.page import write_report
     from millstream.report.evaluate import read_results
+    from millstream.report.page import write_report
     from millstream.report.tables import comparison_text
 
     results = read_results(run)

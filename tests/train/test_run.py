@@ -4,14 +4,15 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from commands import run_here
 from making_traces import make_traces
 from training import SHORT, lines_of, losses_of, scores_of
 
 import millstream as ms
+from commands import run_here
 from millstream.errors import BadSetting, BadSource, BadSplit, ConfigMismatch, MissingLabel, NotFinite
 from millstream.model.auroc import auroc
 
@@ -29,7 +30,7 @@ def test_a_run_folder_has_all_that_is_promised(run: Path):
     for name in ("config.yaml", "metrics.jsonl", "predictions.parquet", "env.json", "split.json", "data.json"):
         assert (run / name).stat().st_size > 0
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["epochs"] == 2 and config["lr"] == 1e-3
+    assert config["epochs"] == 2 and config["lr"] == 2e-3
     card = json.loads((run / "data.json").read_text())
     assert card["records"] == 160 and card["verdicts"]["right"] + card["verdicts"]["wrong"] == 160
     assert sum(part["records"] for part in card["parts"].values()) == 160
@@ -45,7 +46,7 @@ def test_all_models_are_compared_on_the_same_questions_which_are_in_no_other_par
     assert val and test and not val & test and not train & (val | test)
     assert len(train | val | test) == 160
     labels = dict(
-        zip(*(pq.read_table(store / "labels.parquet").column(c).to_pylist() for c in ("question_id", "label")))
+        zip(*(pq.read_table(store / "labels.parquet").column(c).to_pylist() for c in ("question_id", "label")), strict=False)
     )
     assert all(row["label"] == labels[row["question_id"]] for row in rows)
 
@@ -60,7 +61,7 @@ def test_models_are_trained_once_for_each_seed_and_differ_by_it(run: Path):
 def test_parameters_of_the_three_models_are_within_a_fifth_of_each_other(store: Path, tmp_path: Path):
     fits = {line["model"]: line["parameters"] for line in lines_of(_briefly(store, tmp_path), "fit")}
     counts = [fits[name] for name in ("lstm", "gnn", "gvae")]
-    assert max(counts) <= 1.2 * min(counts) and 80_000 < min(counts)
+    assert max(counts) <= 1.2 * min(counts) and min(counts) > 80_000
 
 
 def _briefly(store: Path, tmp_path: Path) -> Path:
@@ -89,11 +90,17 @@ def test_a_finished_run_is_not_trained_again_and_more_models_can_be_added(run: P
 
 
 def test_a_folder_of_another_run_is_refused_with_what_differs(run: Path, store: Path, tmp_path: Path):
-    with pytest.raises(ConfigMismatch, match=r"lr: 0\.001 -> 0\.01"):
+    with pytest.raises(ConfigMismatch, match=r"lr: 0\.002 -> 0\.01"):
         ms.train(store, model="lstm", out=str(run), **{**SHORT, "epochs": 2, "lr": 0.01})
     other = make_traces(tmp_path / "other", num=60, seed=5)
     with pytest.raises(ConfigMismatch, match="fingerprint"):
         ms.train(other, model="lstm", out=str(run), **{**SHORT, "epochs": 2})
+    relabelled = make_traces(tmp_path / "same", num=160)
+    table = pq.read_table(relabelled / "labels.parquet").to_pydict()
+    table["verdict"][:2] = ["wrong", "right"] if table["verdict"][0] == "right" else ["right", "wrong"]
+    pq.write_table(pa.table(table), relabelled / "labels.parquet")
+    with pytest.raises(ConfigMismatch, match="label_digest"):
+        ms.train(relabelled, model="lstm", out=str(run), **{**SHORT, "epochs": 2})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     with pytest.raises(BadSource, match="is no run"):
@@ -154,7 +161,13 @@ def test_a_detector_that_a_store_has_no_fields_for_is_left_out_and_said(tmp_path
         for number in range(200):
             hidden = np.random.default_rng(number).normal(size=(3, 5, 8)).astype(np.float16)
             writer.append(
-                {"question_id": f"q{number}", "label": number * 7 % 11 % 2, "hidden": hidden, "prompt_len": 2, "answer_len": 3}
+                {
+                    "question_id": f"q{number}",
+                    "label": number * 7 % 11 % 2,
+                    "hidden": hidden,
+                    "prompt_len": 2,
+                    "answer_len": 3,
+                }
             )
     done = ms.train(tmp_path / "few", model="lstm,gnn,p_true,probe_last_answer", out=str(tmp_path / "run"), **SHORT)
     assert done.models == ["lstm", "probe_last_answer"]
@@ -189,8 +202,6 @@ def test_answers_without_labels_or_of_one_kind_are_refused_with_the_next_command
         ms.train(path, model="length", out=str(tmp_path / "run"), **SHORT)
     table = pq.read_table(tmp_path / "labels.parquet").to_pydict()
     table["verdict"] = ["right"] * 40
-    import pyarrow as pa
-
     pq.write_table(pa.table(table), path / "labels.parquet")
     with pytest.raises(BadSplit, match="a detector needs"):
         ms.train(path, model="length", out=str(tmp_path / "run"), **SHORT)

@@ -3,6 +3,8 @@
 from src.batch_loader import TraceBatchLoader  ->  from millstream.classic import TraceBatchLoader
 from baseline import PreprocessedLSTMDataset  ->  from millstream.classic import PreprocessedLSTMDataset
 from modules.dataloading import MetaGeneTokenizer  ->  from millstream.classic import MetaGeneTokenizer
+python src/trace_extractor.py ...  ->  python -m millstream.classic.trace_extractor ...
+python src/baseline.py ...  ->  python -m millstream.classic.baseline ...
 """
 
 from importlib import import_module

@@ -3,19 +3,23 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from millstream.classic.baseline_data import RUNS, Job, preprocessed_jobs, traces_job
 from millstream.classic.baseline_metrics import METRICS, TITLES, check_same_split, metrics_text, write_metrics
-from millstream.config import parse_bytes
+from millstream.config import parse_bytes, read_settings
 from millstream.console import format_bytes, say
 from millstream.errors import BadSetting, ConfigMismatch, MillstreamError, MissingExtra, NoDetector, OverBudget
+from millstream.model.zoo import Recipe, net_features
 from millstream.report.read_run import Run as Finished
 from millstream.report.read_run import read_run
+from millstream.store.traces import Traces
 from millstream.train.data import data_card, open_labelled
 from millstream.train.run import DATA, PREDICTIONS, Run, train
+from millstream.train.settings import TrainSettings
 
 OUTPUT_DIR = "results"
 BATCH_MEMORY = "2GB"  # what the old guide says a file in the cache takes
@@ -43,16 +47,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def work(options: argparse.Namespace) -> list[Run]:
-    """Train and write; only what was trained before an interruption has numbers."""
+    """Train, check the split, and write down the numbers; after an interruption the runs so far."""
     out: Path = options.output_dir
-    jobs = _jobs(options)
+    settings = _settings(options)
+    jobs = [_possible(job, options) for job in _jobs(options)]
     say("every model sees the same split: a hash of its question_id puts a trace into train, val or test")
     runs: list[Run] = []
     for job in jobs:
-        runs.append(_train(job, options))
+        runs.append(_train(job, out / job.run, settings))
         if runs[-1].interrupted:
             return runs
-        _check_trained(job, runs[-1], options)
     trained = [read_run(run.path) for run in runs]
     if len(jobs) > 1:
         shared = check_same_split(trained, [_questions(job.store) for job in jobs])
@@ -60,9 +64,8 @@ def work(options: argparse.Namespace) -> list[Run]:
     print(metrics_text(write_metrics(out, [*_earlier(out, jobs), *trained])))
     for run in runs:
         _report(run.path)
-    say(
-        f"{out / METRICS}: the numbers above; checkpoints and predictions are in {', '.join(str(r.path) for r in runs)}"
-    )
+    folders = ", ".join(str(run.path) for run in runs)
+    say(f"{out / METRICS}: the numbers above; checkpoints and predictions are in {folders}")
     return runs
 
 
@@ -93,7 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", type=Path, default=Path(OUTPUT_DIR), help="(default %(default)s)")
     for model, switch in SWITCHES.items():
         parser.add_argument(
-            f"--{switch}", dest=model, action=argparse.BooleanOptionalAction, help=f"{TITLES[model]}; by default it is"
+            f"--{switch}",
+            dest=model,
+            action=argparse.BooleanOptionalAction,
+            help=f"train {TITLES[model]} (default: yes)",
         )
     return parser
 
@@ -104,8 +110,6 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     models = {model: given is True for model, given in asked.items() if given is not False}
     if not models:
         raise BadSetting("all models are switched off; leave out one of --no-" + ", --no-".join(SWITCHES.values()))
-    if options.max_cache_batches < 1:
-        raise BadSetting(f"--max-cache-batches {options.max_cache_batches}: at least 1")
     if (options.preprocessed_dir is None) == (options.data_pattern is None):
         raise BadSetting("give --preprocessed-dir DIR, or --data-pattern PATTERN with --scores-file FILE")
     if (options.scores_file is None) != (options.data_pattern is None):
@@ -116,31 +120,55 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     return [traces_job(options.data_pattern, options.scores_file, threshold, out=out, models=list(models))]
 
 
-def _train(job: Job, options: argparse.Namespace) -> Run:
-    """The run of a job; one that is in the way, of other settings, data or labels, is set aside."""
-    out = cast(Path, options.output_dir) / job.run
-    memory = options.max_cache_batches * parse_bytes(BATCH_MEMORY)
+def _possible(job: Job, options: argparse.Namespace) -> Job:
+    """Without the models whose fields the store lacks; one that was asked for by name has to be there."""
+    names = Traces(job.store).field_names
+    models: list[str] = []
+    for model in job.models:
+        try:
+            net_features(model, names, Recipe())
+            models.append(model)
+        except NoDetector as error:
+            said = f"{job.store}: nothing for {TITLES[model]}, {error}"
+            if vars(options)[model] or (model == job.models[-1] and not models):
+                raise NoDetector(said) from None
+            say(said)
+    return replace(job, models=models)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, object]:
+    """Those of `millstream train`, checked before anything is made."""
+    if options.max_cache_batches < 1:
+        raise BadSetting(f"--max-cache-batches {options.max_cache_batches}: at least 1")
+    if options.output_dir.exists() and not options.output_dir.is_dir():
+        raise BadSetting(f"--output-dir {options.output_dir}: is a file; choose a folder")
     given = {"lr": options.lr, "kl_weight": options.kl_weight}
     settings: dict[str, object] = {
-        "model": ",".join(job.models),
-        "out": str(out),
         "label": LABEL,
         "seeds": 1,
         "epochs": options.epochs,
         "batch_size": options.batch_size,
         "k": None,
         "threshold": ATTN_THRESHOLD if options.attn_threshold is None else options.attn_threshold,
-        "memory": memory,
+        "memory": options.max_cache_batches * parse_bytes(BATCH_MEMORY),
         **{name: value for name, value in given.items() if value is not None},
     }
-    say(f"{', '.join(TITLES[model] for model in job.models)}: from {job.store}, below {format_bytes(memory)} of memory")
+    read_settings(TrainSettings, {**settings, "data": "."}).check()
+    return settings
+
+
+def _train(job: Job, out: Path, settings: Mapping[str, object]) -> Run:
+    """The run of a job; one that is in the way, of other settings, data or labels, is set aside."""
+    memory = format_bytes(cast(int, settings["memory"]))
+    say(f"{', '.join(TITLES[model] for model in job.models)}: from {job.store}, below {memory} of memory")
+    asked = {**settings, "model": ",".join(job.models), "out": str(out)}
     if _has_other_labels(out, job.store):
         _set_aside(out)
     try:
-        return train(job.store, **settings)
+        return train(job.store, **asked)
     except ConfigMismatch:
         _set_aside(out)
-        return train(job.store, **settings)
+        return train(job.store, **asked)
 
 
 def _has_other_labels(run: Path, store: Path) -> bool:
@@ -164,13 +192,6 @@ def _earlier(out: Path, jobs: Sequence[Job]) -> list[Finished]:
     """The runs of earlier commands in the same folder, for the models that were not trained now."""
     now = {job.run for job in jobs}
     return [read_run(out / name) for name in RUNS if name not in now and (out / name / PREDICTIONS).exists()]
-
-
-def _check_trained(job: Job, run: Run, options: argparse.Namespace) -> None:
-    """A model that was asked for by name has to be there, and of the others one."""
-    missing = [model for model in job.models if model not in run.models]
-    if len(missing) == len(job.models) or any(vars(options)[model] for model in missing):
-        raise NoDetector(f"{job.store}: has not the fields that {', '.join(TITLES[model] for model in missing)} reads")
 
 
 def _questions(store: Path) -> set[str]:

@@ -59,8 +59,10 @@ def traces_job(pattern: str, scores: Path, threshold: float, *, out: Path, model
     try:
         with progress("convert", sum(file.stat().st_size for file in files), unit="bytes") as update:
             convert(files, store, notify=say, progress=update)
-    except ConfigMismatch as error:
-        raise ConfigMismatch(f"{error}: {pattern} are other files than before. Remove {store}") from None
+    except ConfigMismatch:
+        raise ConfigMismatch(
+            f"{store}: was made of other files than {pattern} has now; remove it, or choose another --output-dir"
+        ) from None
     found = label(store, rule="scores", scores=scores, column=USUAL, threshold=threshold)
     right, wrong, without = (found.counts[name] for name in ("right", "wrong", UNLABELLED))
     if not right + wrong:

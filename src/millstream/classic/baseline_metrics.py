@@ -46,6 +46,7 @@ def read_models(run: Run) -> dict[str, Numbers]:
             "run": run.path.name,
         }
         for model, trials in run.trials.items()
+        if model in TITLES
     }
 
 

@@ -69,10 +69,11 @@ class SavedGraphFeature:
             return part.edge_index
         if self.wiring == "none":
             return part.edge_index[:, :0]
-        source, target = part.edge_index
-        chance = np.random.Generator(np.random.Philox(mix(0, 0, part.number))).random(len(target))
-        drawn: Ints = np.where(source == target, source, (chance * target).astype(np.int64))
-        return np.stack([drawn, target])
+        rewired = part.edge_index.copy()
+        moved = rewired[0] != rewired[1]
+        chance = np.random.Generator(np.random.Philox(mix(0, 0, part.number))).random(int(moved.sum()))
+        rewired[0, moved] = (chance * rewired[1, moved]).astype(np.int64)
+        return rewired
 
 
 class _Graphs:

@@ -19,16 +19,19 @@ class GraphEncoder(nn.Module):
         super().__init__()
         self.project = nn.Linear(dim, width)
         self.rounds = nn.ModuleList(
-            GINEConv(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)), edge_dim=1)
+            GINEConv(
+                nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)), edge_dim=1, aggr="mean"
+            )
             for _ in range(NUM_ROUNDS)
         )
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(NUM_ROUNDS))
+        self.last_norm = nn.LayerNorm(width)
 
     def forward(self, x_ND: Tensor, edge_index_2E: Tensor, edge_attr_E1: Tensor) -> Tensor:
         nodes_NW = self.project(x_ND)
         for convolve, norm in zip(self.rounds, self.norms, strict=True):
             nodes_NW = nodes_NW + convolve(norm(nodes_NW).relu(), edge_index_2E, edge_attr_E1)
-        return nodes_NW
+        return self.last_norm(nodes_NW)
 
 
 class GraphLSTM(Net):

@@ -19,7 +19,7 @@ def reader(collection: Collection, feature: Feature, means: Means, *, shuffle: b
     """Batches of the feature in the order of the records; or shuffled, anew in every epoch, and with `label`."""
     return Loader(
         collection,
-        batch_size=_batch_size(collection, feature, means),
+        batch_size=fitting_batch(collection, [feature], memory=means.memory, at_most=means.batch_size),
         features=[feature, fields(LABEL)] if shuffle else feature,
         seed=means.seed,
         memory=means.memory,
@@ -42,9 +42,10 @@ def labels_of(collection: Collection, part: str) -> NDArray[np.int64]:
     return labels
 
 
-def _batch_size(collection: Collection, feature: Feature, means: Means) -> int:
-    """As in `means`, or fewer where records are so large that the few batches held at once would fill the memory."""
+def fitting_batch(collection: Collection, features: Sequence[Feature], *, memory: int, at_most: int) -> int:
+    """`at_most`, or fewer where records are so large that the few batches held at once would fill the memory."""
     some = np.unique(np.linspace(0, len(collection) - 1, 32).astype(np.int64)) if len(collection) else np.zeros(0, int)
-    names: Sequence[str] = collection.field_names if feature.fields is None else feature.fields
-    largest = int(collection.sizes(some, list(names)).max(initial=1))
-    return max(1, min(means.batch_size, means.memory // 8 // largest))
+    named = [collection.field_names if feature.fields is None else feature.fields for feature in features]
+    names = list(dict.fromkeys(name for names in named for name in names))
+    largest = int(collection.sizes(some, names).max(initial=1))
+    return max(1, min(at_most, memory // 8 // largest))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import cast
 
@@ -67,6 +68,7 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
         "store": str(Path(path).resolve()),
         "fingerprint": traces.fingerprint,
         "records": len(traces),
+        "label_digest": _digest(collection),
         "used": len(collection),
         "verdicts": dict(verdicts),
         "parts": {name: _part(part) for name, part in parts.items()},
@@ -78,6 +80,13 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
         "fields": names,
         "config": config,
     }
+
+
+def _digest(collection: Collection) -> str:
+    """Changes when a label does, or which records have one."""
+    numbers = collection.record_numbers(np.arange(len(collection)))
+    labels = np.asarray(collection.column(LABEL).to_numpy(), np.float64)
+    return blake2b(numbers.tobytes() + labels.tobytes(), digest_size=8).hexdigest()
 
 
 def _part(part: Collection) -> dict[str, int]:

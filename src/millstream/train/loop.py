@@ -23,10 +23,12 @@ from millstream.loader.loader import Loader
 from millstream.model.auroc import auroc
 from millstream.model.detector import Scores
 from millstream.model.net import Net
+from millstream.model.reading import fitting_batch
 from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
 from millstream.train.log import Log, tree_bytes
 from millstream.train.settings import TrainSettings
 
+SCORED_AT_ONCE = 64
 LATEST, BEST = "latest.safetensors", "best.safetensors"
 T = TypeVar("T")
 
@@ -196,7 +198,7 @@ class Training:
 
 
 def predict(
-    net: Net, collection: Collection, features: Sequence[Feature], *, memory: int, fabric: Any, batch_size: int = 64
+    net: Net, collection: Collection, features: Sequence[Feature], *, memory: int, fabric: Any
 ) -> tuple[Scores, dict[str, float]]:
     """The chance of being wrong of every record, in the collection's order, and the means of what the net measures.
 
@@ -204,7 +206,7 @@ def predict(
     """
     loader = Loader(
         collection,
-        batch_size=batch_size,
+        batch_size=fitting_batch(collection, features, memory=memory, at_most=SCORED_AT_ONCE),
         features=list(features),
         order="none",
         memory=memory,
@@ -227,12 +229,10 @@ def predict(
     whole, places = torch.cat(found), torch.cat(numbers)
     if fabric.world_size > 1:
         whole, places = fabric.all_gather(whole).reshape(-1), fabric.all_gather(places).reshape(-1)
-    own = collection.record_numbers(np.arange(len(collection)))
-    order = np.argsort(own, kind="stable")
+    own, place = np.unique(collection.record_numbers(np.arange(len(collection))), return_inverse=True)
     scores = np.full(len(own), np.nan)
-    scores[order[np.searchsorted(own[order], places.cpu().numpy())]] = whole.double().cpu().numpy()
-    assert not np.isnan(scores).all() or not len(scores)
-    return scores, {name: value / max(len(loader), 1) for name, value in sums.items()}
+    scores[np.searchsorted(own, places.cpu().numpy())] = whole.double().cpu().numpy()
+    return scores[place], {name: value / max(len(loader), 1) for name, value in sums.items()}
 
 
 def seed_all(seed: int) -> None:

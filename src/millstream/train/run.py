@@ -38,6 +38,7 @@ CONFIG, SPLIT, DATA, ENVIRONMENT, PREDICTIONS = (
     "env.json",
     "predictions.parquet",
 )
+KEYS = ("fingerprint", "label_digest")  # of the data card: with other records or labels it is another run
 CHECKPOINTS, SCORES, DETECTOR = "checkpoints", "scores.parquet", "detector.safetensors"
 
 
@@ -106,14 +107,11 @@ class _Training:
         how = f"by a hash of {rule.by}, salt {rule.salt!r}"
         parts = {name: self.parts[name] for name in rule.parts}
         card = data_card(self.settings.data, self.collection, parts, how)
-        science = {**self.settings.science(), "fingerprint": card["fingerprint"]}
+        science = {**self.settings.science(), **{name: card[name] for name in KEYS}}
         config = self.path / CONFIG
         if config.exists():
             before = cast("dict[str, Any]", yaml.safe_load(config.read_text()))
-            old = {
-                **{name: before.get(name) for name in self.settings.science()},
-                "fingerprint": _fingerprint(self.path),
-            }
+            old = {**{name: before.get(name) for name in self.settings.science()}, **_keys(self.path)}
             if old != science:
                 raise ConfigMismatch(
                     f"{self.path}: holds a run with other settings ({config_diff(old, science)}). Choose another "
@@ -236,8 +234,9 @@ def _bytes_read(collection: Collection, fields: Sequence[str]) -> float:
     return float(collection.sizes(some, list(fields)).mean()) if len(some) else 0.0
 
 
-def _fingerprint(run: Path) -> object:
+def _keys(run: Path) -> dict[str, object]:
     try:
-        return json.loads((run / DATA).read_text())["fingerprint"]
-    except (OSError, ValueError, KeyError):
-        return None
+        card = cast("dict[str, object]", json.loads((run / DATA).read_text()))
+    except (OSError, ValueError):
+        return {}
+    return {name: card.get(name) for name in KEYS}

@@ -35,7 +35,7 @@ class TrainSettings:
     seed: int = 0  # the first of them
     epochs: int = 30
     batch_size: int = 32  # over all devices
-    lr: float = 1e-3
+    lr: float = 2e-3
     weight_decay: float = 0.01
     warmup: float = 0.05  # share of the steps in which the learning rate rises
     clip: float = 1.0  # norm of the gradient
@@ -62,7 +62,7 @@ class TrainSettings:
             raise BadSetting("data=STORE: name the trace store to train on")
         if min(self.train, self.val) <= 0 or self.train + self.val >= 1:
             raise BadSetting(f"train={self.train} val={self.val}: both above 0, and together below 1 to leave a test")
-        for name in ("seeds", "epochs", "batch_size", "patience", "parameters", "k", "devices"):
+        for name in ("seeds", "epochs", "batch_size", "patience", "parameters", "k", "devices", "checkpoint_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise BadSetting(f"{name}={getattr(self, name)}: at least 1")
         if self.batch_size % self.devices:

@@ -16,9 +16,10 @@ from millstream.loader.loader import Loader
 from millstream.model.detector import Arrays, Means, Scores
 from millstream.model.moments import Moments
 from millstream.model.net import Net, count_parameters
+from millstream.model.reading import fitting_batch
 from millstream.model.zoo import Recipe, build_net, net_features
 from millstream.train.log import Log
-from millstream.train.loop import Job, Training, predict, seed_all
+from millstream.train.loop import SCORED_AT_ONCE, Job, Training, predict, seed_all
 from millstream.train.settings import TrainSettings
 
 
@@ -109,7 +110,7 @@ class NetDetector:
     def _loader(self, collection: Collection) -> Iterable[dict[str, Any]]:
         return Loader(
             collection,
-            batch_size=64,
+            batch_size=fitting_batch(collection, self.features, memory=self.means.memory, at_most=SCORED_AT_ONCE),
             features=self.features,
             order="none",
             memory=self.means.memory,

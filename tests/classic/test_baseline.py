@@ -1,0 +1,483 @@
+"""The commands of the old guides to training run on small old files, and their numbers are what they say."""
+
+import gc
+import json
+import os
+import pickle
+import shlex
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+pytest.importorskip("lightning_fabric")
+pytest.importorskip("torch_geometric")
+
+import millstream as ms
+from millstream.classic.baseline import main
+from millstream.classic.baseline_metrics import METRICS
+from millstream.dataset.batch import TraceBatch, fetch_batch
+from millstream.dataset.graph_feature import GraphFeature
+from millstream.dataset.saved_graph_feature import SAVED, SavedGraphFeature
+from millstream.model.zoo import Recipe, net_features
+from millstream.store.convert import convert, expand
+
+L, H, D, TRACES = 3, 2, 8, 60
+TITLES = ["LSTM-solo", "GNN-det+LSTM", "GVAE+LSTM"]
+
+
+# -- files as the old scripts wrote them; wrong answers are where the states are larger
+
+
+class GlobalStorage:
+    def __init__(self, mapping: dict[str, object]) -> None:
+        self._mapping = mapping
+
+
+class Data:
+    def __init__(self, **fields: object) -> None:
+        self._store = GlobalStorage(fields)
+
+
+Data.__module__, GlobalStorage.__module__ = "torch_geometric.data.data", "torch_geometric.data.storage"
+
+
+@contextmanager
+def old_torch_geometric():
+    """As far as torch.save needs it."""
+    modules = {name: ModuleType(name) for name in ("torch_geometric", "torch_geometric.data")}
+    for cls in (Data, GlobalStorage):
+        modules[cls.__module__] = ModuleType(cls.__module__)
+        setattr(modules[cls.__module__], cls.__name__, cls)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        yield
+
+
+def states(number: int) -> np.ndarray:
+    """Of a trace: [layer, token, dim]."""
+    rng = np.random.default_rng(number)
+    return (rng.standard_normal((L, 4 + number % 3, D)) + number % 2).astype(np.float16)
+
+
+def attention(number: int) -> np.ndarray:
+    """[layer, head, token, token]"""
+    size = states(number).shape[1]
+    weights = np.tril(np.random.default_rng(1000 + number).random((L, H, size, size)) + 0.1)
+    return (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float16)
+
+
+def graphs(number: int, *, weighted: bool = True) -> list[Data]:
+    made: list[Data] = []
+    for x, weight in zip(states(number), attention(number).mean(axis=1, dtype=np.float32), strict=True):
+        target, source = np.nonzero(np.tri(len(x)))
+        edges: dict[str, object] = {
+            "x": torch.from_numpy(x),
+            "edge_index": torch.from_numpy(np.stack([source, target])),
+        }
+        if weighted:
+            edges["edge_attr"] = torch.from_numpy(weight[target, source]).half()
+        made.append(Data(**edges, num_nodes=len(x)))
+    return made
+
+
+def write_preprocessed(folder: Path, *, gnn_traces: int = TRACES) -> Path:
+    """lstm_solo/ and gnn/, in files that are cut at other places."""
+    for kind, total, cut in (("lstm_solo", TRACES, 25), ("gnn", gnn_traces, 40)):
+        (folder / kind).mkdir(parents=True)
+        for numbers in (range(cut), range(cut, total)):
+            rest = {
+                "labels": torch.tensor([float(number % 2) for number in numbers]),
+                "question_ids": [f"tc_{number}" for number in numbers],
+            }
+            if kind == "gnn":
+                content: dict[str, Any] = {"graphs": [graphs(number) for number in numbers], **rest}
+            else:
+                last = np.stack([states(number)[:, -1] for number in numbers])
+                content = {"sequences": torch.from_numpy(last), **rest}
+            with old_torch_geometric():
+                torch.save(content, folder / kind / f"preprocessed_{numbers[0]:04d}.pt")
+    return folder
+
+
+def steps(number: int) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
+    """Hidden states and attention as `generate` gave them, [layer][step]; the prompt has three tokens."""
+    hidden, weights = states(number), attention(number)
+    ends = range(3, hidden.shape[1] + 1)
+    cuts = [(0 if end == 3 else end - 1, end) for end in ends]
+    return (
+        [[layer[None, start:end] for start, end in cuts] for layer in hidden],
+        [[layer[None, :, start:end, :end] for start, end in cuts] for layer in weights],
+    )
+
+
+def write_traces(folder: Path, *, stepwise: bool) -> None:
+    folder.mkdir()
+    for first in (0, 30):
+        traces: list[dict[str, object]] = []
+        for number in range(first, first + 30):
+            hidden, weights = steps(number) if stepwise else (list(states(number)), list(attention(number)))
+            traces.append(
+                {
+                    "question_id": f"tc_{number}",
+                    "question": f"what is {number}?",
+                    "hidden_states": hidden,
+                    "attentions": weights,
+                    "generated_answer_clean": f"it is {number}",
+                }
+            )
+        (folder / f"trivia_qa_traces_batch_{first // 30:04d}.pkl").write_bytes(pickle.dumps(traces))
+
+
+def write_scores(file: Path, scores: dict[int, float]) -> None:
+    rows = [f"tc_{number},{score}" for number, score in scores.items()]
+    file.write_text("\n".join(["question_id,bleurt_score", *rows]) + "\n")
+
+
+# -- running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_look_through():
+    """Training collects garbage after each model; of all that was imported there is none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def old_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_preprocessed(tmp_path_factory.mktemp("old") / "preprocessed_data")
+
+
+@pytest.fixture
+def here(tmp_path: Path, old_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with `preprocessed_data`, and without what draws a report: that takes seconds."""
+    monkeypatch.chdir(tmp_path)
+    os.symlink(old_folder, "preprocessed_data")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.delitem(sys.modules, "millstream.report.page", raising=False)
+    return tmp_path
+
+
+def run(command: str) -> None:
+    """A command of a guide, with fewer epochs."""
+    words = shlex.split(command.replace("python src/baseline.py", "python -m millstream.classic.baseline"))
+    assert words[:3] == ["python", "-m", "millstream.classic.baseline"]
+    main([*words[3:], "--epochs", "1"])
+
+
+def metrics(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, METRICS).read_text())
+
+
+def predictions(run: str, model: str, part: str) -> dict[str, tuple[int, float]]:
+    """Label and score of each question."""
+    rows = pq.read_table(Path(run) / "predictions.parquet").to_pylist()
+    return {
+        row["question_id"]: (row["label"], row["score"]) for row in rows if (row["model"], row["part"]) == (model, part)
+    }
+
+
+def written(run: str) -> dict[str, int]:
+    """When the files of the finished models were written."""
+    files = Path(run).glob("checkpoints/*/*")
+    return {str(file): file.stat().st_mtime_ns for file in files}
+
+
+def assert_numbers_are_those_of_the_predictions(folder: str, title: str, run: str, model: str) -> None:
+    """Counted anew, one answer at a time."""
+    found = metrics(folder)["models"][title]
+    val, test = ([*predictions(run, model, part).values()] for part in ("val", "test"))
+
+    def rates(threshold: float, pairs: list[tuple[int, float]]) -> tuple[int, int, int, int]:
+        called = [(label, score >= threshold) for label, score in pairs]
+        return tuple(called.count(case) for case in ((1, True), (0, True), (1, False), (0, False)))  # type: ignore
+
+    def youden(threshold: float) -> float:
+        hits, alarms, missed, passed = rates(threshold, val)
+        return hits / (hits + missed) - alarms / (alarms + passed)
+
+    assert found["threshold"] in [score for _, score in val]
+    assert youden(found["threshold"]) == pytest.approx(max(youden(score) for _, score in val))
+    hits, alarms, missed, passed = rates(found["threshold"], test)
+    wrong, right = ([score for label, score in test if label == kind] for kind in (1, 0))
+    above = sum((w > r) + (w == r) / 2 for w in wrong for r in right)
+    assert found["auroc"] == pytest.approx(above / len(wrong) / len(right))
+    assert found["accuracy"] == pytest.approx((hits + passed) / len(test))
+    assert found["precision"] == pytest.approx(hits / max(hits + alarms, 1))
+    assert found["recall"] == pytest.approx(hits / (hits + missed))
+    assert found["f1"] == pytest.approx(2 * hits / max(2 * hits + alarms + missed, 1))
+    assert (found["test_records"], found["test_wrong"]) == (len(test), len(wrong))
+
+
+# -- the commands of the guides
+
+
+def test_001_all_models_on_one_split_and_any_size_of_the_cache_gives_the_same(here, capsys):
+    run("python src/baseline.py --preprocessed-dir preprocessed_data --epochs 50 --batch-size 16")
+    said = capsys.readouterr()
+    assert list(metrics("results")["models"]) == TITLES
+    assert all(title in said.out for title in TITLES)
+    parts = {name: predictions("results/lstm_solo", "lstm", name) for name in ("val", "test")}
+    for model, title, where in zip(("lstm", "gnn", "gvae"), TITLES, ("lstm_solo", "gnn", "gnn"), strict=True):
+        assert_numbers_are_those_of_the_predictions("results", title, f"results/{where}", model)
+        assert Path(f"results/{where}/checkpoints/{model}-0/best.safetensors").exists()
+        for name, seen in parts.items():
+            assert predictions(f"results/{where}", model, name).keys() == seen.keys()
+    assert f"have the same {len(parts['test'])} test questions" in said.err
+    before = written("results/lstm_solo") | written("results/gnn")
+    for cache in (1, 4):  # what is finished stays
+        run(f"python src/baseline.py --preprocessed-dir preprocessed_data --max-cache-batches {cache} --epochs 50")
+        assert f"below {2 * cache}.0 GB" in capsys.readouterr().err
+    assert written("results/lstm_solo") | written("results/gnn") == before
+    assert not any(path.name.endswith("-1") for path in Path("results").iterdir())
+
+
+def test_001_models_one_by_one_each_into_its_folder(here):
+    flags = "python src/baseline.py --preprocessed-dir preprocessed_data --max-cache-batches 2"
+    run(f"{flags} --run-lstm --no-run-gnn-det --no-run-gvae --epochs 50 --output-dir results_lstm")
+    run(f"{flags} --no-run-lstm --run-gnn-det --no-run-gvae --epochs 50 --output-dir results_gnn_det")
+    run(f"{flags} --no-run-lstm --no-run-gnn-det --run-gvae --epochs 50 --output-dir results_gvae")
+    folders = ["results_lstm", "results_gnn_det", "results_gvae"]
+    assert [list(metrics(folder)["models"]) for folder in folders] == [[title] for title in TITLES]
+    tests = [
+        predictions("results_lstm/lstm_solo", "lstm", "test"),
+        predictions("results_gnn_det/gnn", "gnn", "test"),
+        predictions("results_gvae/gnn", "gvae", "test"),
+    ]
+    assert tests[0].keys() == tests[1].keys() == tests[2].keys()
+
+
+def test_002_another_batch_size_is_another_run_and_the_earlier_one_is_kept(here, capsys):
+    flags = "python src/baseline.py --preprocessed-dir preprocessed_data/lstm_solo"
+    run(f"{flags} --epochs 1 --batch-size 16")
+    assert "nothing for gnn, gvae" in capsys.readouterr().err
+    run(f"{flags} --epochs 1 --batch-size 32")
+    assert "is now results/lstm_solo-1" in capsys.readouterr().err
+    assert list(metrics("results")["models"]) == ["LSTM-solo"]
+    assert "batch_size: 32" in Path("results/lstm_solo/config.yaml").read_text()
+    assert "batch_size: 16" in Path("results/lstm_solo-1/config.yaml").read_text()
+    run("python src/baseline.py --preprocessed-dir preprocessed_data --no-run-lstm --run-gnn-det --no-run-gvae")
+    assert list(metrics("results")["models"]) == TITLES[:2]  # of both commands
+
+
+LEGACY = "python src/baseline.py --data-pattern 'traces_data/*.pkl*' --scores-file ground_truth_scores.csv --epochs 50"
+
+
+def test_001_old_traces_and_a_table_of_scores(here, capsys):
+    write_traces(Path("traces_data"), stepwise=False)
+    scores = {number: 0.2 if number % 2 else 0.7 for number in range(TRACES) if number not in (4, 7)}
+    write_scores(Path("ground_truth_scores.csv"), scores)
+    run(LEGACY)
+    assert "60 traces, 29 right and 29 wrong (bleurt_score below 0.5); 2 without a score" in capsys.readouterr().err
+    found = metrics("results")
+    assert found["data"]["all_models"]["verdicts"]["unlabelled"] == 2
+    assert (found["data"]["all_models"]["records"], found["data"]["all_models"]["used"]) == (60, 58)
+    seen = {}
+    for model, title in zip(("lstm", "gnn", "gvae"), TITLES, strict=True):
+        assert_numbers_are_those_of_the_predictions("results", title, "results/all_models", model)
+        seen[model] = predictions("results/all_models", model, "test")
+    assert seen["lstm"].keys() == seen["gnn"].keys() == seen["gvae"].keys()
+    assert all(label == int(name[3:]) % 2 for name, (label, _) in seen["lstm"].items())
+    # Another threshold is other labels, so the models are trained again; the traces are there already.
+    converted = {file.name: file.stat().st_mtime_ns for file in Path("results/traces").glob("shard-*.arrow")}
+    scores |= {0: 0.65, 2: 0.65}
+    write_scores(Path("ground_truth_scores.csv"), scores)
+    run(f"{LEGACY} --score-threshold 0.66 --no-run-gvae --no-run-gnn-det")
+    said = capsys.readouterr().err
+    assert "27 right and 31 wrong" in said and "is now results/all_models-1" in said
+    assert {file.name: file.stat().st_mtime_ns for file in Path("results/traces").glob("shard-*.arrow")} == converted
+    Path("traces_data/trivia_qa_traces_batch_0002.pkl").write_bytes(pickle.dumps([]))
+    with pytest.raises(SystemExit, match="1"):
+        run(LEGACY)
+    assert "results/traces: was made of other files than" in capsys.readouterr().err
+
+
+def test_old_traces_that_lie_step_by_step_are_joined_first(here):
+    for name, stepwise in (("whole", False), ("stepwise", True)):
+        write_traces(Path(name), stepwise=stepwise)
+        convert(expand([name]), Path(f"{name}_store"))
+    numbers = np.arange(4)
+    for model in ("lstm", "gnn"):
+        made = []
+        for name in ("whole_store", "stepwise_store"):
+            traces = ms.open(name)
+            (feature,) = net_features(model, traces.field_names, Recipe(k=None, threshold=0.01))
+            made.append(feature(fetch_batch(traces, numbers, feature.fields)))
+        assert made[0].keys() == made[1].keys()
+        for key, value in made[0].items():
+            assert np.array_equal(value, made[1][key]), key
+    write_scores(Path("ground_truth_scores.csv"), {number: number % 2 for number in range(TRACES)})
+    run(f"{LEGACY.replace('traces_data', 'stepwise')} --no-run-gvae --no-run-lstm")
+    assert list(metrics("results")["models"]) == TITLES[1:2]
+
+
+def test_the_split_is_the_same_where_not_all_questions_have_graphs(tmp_path, here, capsys):
+    write_preprocessed(tmp_path / "fewer", gnn_traces=50)
+    run("python src/baseline.py --preprocessed-dir fewer --no-run-gvae --lr 0.002 --attn-threshold 0.1")
+    lstm, gnn = predictions("results/lstm_solo", "lstm", "test"), predictions("results/gnn", "gnn", "test")
+    assert gnn.keys() == {name for name in lstm if int(name[3:]) < 50} != lstm.keys()
+    assert f"have the same {len(gnn)} test questions" in capsys.readouterr().err
+
+
+def test_a_trace_store_is_trained_on_as_it_is(here):
+    with ms.TraceWriter("store") as writer:
+        for number in range(TRACES):
+            label = None if number == 5 else number % 2
+            hidden, weights = states(number), attention(number)
+            writer.append({"question_id": f"tc_{number}", "hidden": hidden, "attention": weights, "label": label})
+    run("python src/baseline.py --preprocessed-dir store --no-run-gvae --no-run-lstm --kl-weight 0.2")
+    assert list(metrics("results")["models"]) == ["GNN-det+LSTM"]
+    assert metrics("results")["data"]["all_models"]["used"] == TRACES - 1
+
+
+def test_sequences_without_a_label_are_counted_and_left_out(here, capsys):
+    content = torch.load("preprocessed_data/lstm_solo/preprocessed_0000.pt")
+    content["labels"][3] = float("nan")
+    Path("unsure").mkdir()
+    torch.save(content, "unsure/preprocessed_0000.pt")
+    os.symlink(Path("preprocessed_data/lstm_solo/preprocessed_0025.pt").resolve(), "unsure/preprocessed_0025.pt")
+    run("python src/baseline.py --preprocessed-dir unsure")
+    assert "59 of 60 records are right or wrong" in capsys.readouterr().err
+    assert metrics("results")["data"]["lstm_solo"]["used"] == 59
+
+
+def test_the_report_is_in_the_run(tmp_path, old_folder, monkeypatch):
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    run(f"python src/baseline.py --preprocessed-dir {old_folder} --no-run-gnn-det --no-run-gvae")
+    assert "LSTM over the layers" in Path("results/lstm_solo/report.html").read_text()
+
+
+# -- wrong use
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What commands can be wrong about."""
+    folder = tmp_path_factory.mktemp("mistaken")
+    for name in ("empty", "traces_data", "text"):
+        (folder / name).mkdir()
+    (folder / "scores.csv").write_text("question_id,bleurt_score\n")
+    (folder / "nothing.csv").touch()
+    (folder / "text" / "notes.pkl").write_text("to do")
+    trace = {"question_id": "tc_0", "hidden_states": list(states(0)), "attentions": list(attention(0))}
+    (folder / "traces_data" / "batch_0000.pkl").write_bytes(pickle.dumps([trace]))
+    for name, count in (("few", 3), ("store", TRACES)):
+        with ms.TraceWriter(folder / name) as writer:
+            for number in range(count):
+                layers = states(number)[:, -1]
+                writer.append({"question_id": f"tc_{number}", "layers": layers, "label": number % 2})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ("", 2, "give --preprocessed-dir DIR, or --data-pattern"),
+        ("--preprocessed-dir a --data-pattern b", 2, "give --preprocessed-dir DIR, or --data-pattern"),
+        ("--data-pattern b", 2, "--data-pattern and --scores-file go together"),
+        ("--preprocessed-dir a --scores-file b", 2, "--data-pattern and --scores-file go together"),
+        ("--preprocessed-dir a --no-run-lstm --no-run-gnn-det --no-run-gvae", 2, "all models are switched off"),
+        ("--preprocessed-dir a --max-cache-batches 0", 2, "--max-cache-batches 0: at least 1"),
+        ("--preprocessed-dir a --output-dir scores.csv", 2, "--output-dir scores.csv: is a file"),
+        ("--preprocessed-dir a --epochs 0", 2, "epochs=0: at least 1"),
+        ("--preprocessed-dir nowhere", 1, "nowhere: no such folder"),
+        ("--preprocessed-dir empty", 1, "empty: nothing to train on there; expected preprocessed_*.pt"),
+        (
+            "--preprocessed-dir preprocessed_data/gnn --run-lstm",
+            1,
+            "holds graphs (for the GNN one), expected sequences",
+        ),
+        ("--data-pattern 'no/*.pkl' --scores-file scores.csv", 1, "no/*.pkl: no such file"),
+        ("--data-pattern 'traces_data/*' --scores-file nowhere.csv", 1, "nowhere.csv: no such file"),
+        ("--data-pattern 'traces_data/*' --scores-file nothing.csv", 1, "nothing.csv: expected the columns"),
+        ("--data-pattern 'traces_data/*' --scores-file scores.csv", 1, "scores.csv: has no score for any of the 1"),
+        ("--data-pattern 'text/*' --scores-file scores.csv", 1, "text/notes.pkl: broken in trace 0"),
+        ("--preprocessed-dir few", 1, "a detector needs 0 (right) and 1 (wrong) in each part"),
+        ("--preprocessed-dir store --run-gvae", 1, "store: nothing for GVAE+LSTM, the store has neither"),
+    ],
+)
+def test_wrong_use_is_one_line(here, mistaken, capsys, flags, code, message):
+    for path in mistaken.iterdir():
+        os.symlink(path, path.name)
+    with pytest.raises(SystemExit) as ended:
+        main([*shlex.split(flags), "--epochs", "1"] if "--epochs" not in flags else shlex.split(flags))
+    said = capsys.readouterr().err
+    assert ended.value.code == code
+    assert said.splitlines()[-1].startswith("baseline: ") and message in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+# -- graphs as they were saved
+
+
+def saved(numbers: range, *, weighted: bool = True, folder: Path) -> Any:
+    """A store of old graphs."""
+    content = {
+        "graphs": [graphs(number, weighted=weighted) for number in numbers],
+        "labels": torch.zeros(len(numbers)),
+        "question_ids": [f"tc_{number}" for number in numbers],
+    }
+    with old_torch_geometric():
+        torch.save(content, folder / "preprocessed_0000.pt")
+    convert([folder / "preprocessed_0000.pt"], folder / "store")
+    return ms.open(folder / "store")
+
+
+def test_saved_graphs_are_batches_like_those_made_from_attention(tmp_path):
+    traces = saved(range(7), folder=tmp_path)
+    made = SavedGraphFeature()(fetch_batch(traces, np.array([5, 0, 3]), list(SAVED)))
+    columns = {"hidden": [states(n) for n in (5, 0, 3)], "attention": [attention(n) for n in (5, 0, 3)]}
+    every_edge = GraphFeature(None, -1.0, "hidden", "attention", self_loops=True, dtype="float32")
+    wanted = every_edge(TraceBatch(np.array([5, 0, 3]), columns))
+    assert made.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert np.allclose(made[key], value, atol=1e-3), key
+        assert np.shape(made[key]) == np.shape(value)
+    assert made["x"].dtype == np.float16  # as they were saved
+
+
+def test_saved_graphs_of_equal_sizes_come_stacked_and_are_the_same_batch(tmp_path):
+    traces = saved(range(7), folder=tmp_path)
+    feature = SavedGraphFeature()
+    together = feature(fetch_batch(traces, np.array([0, 3, 6]), list(SAVED)))
+    alone = [feature(fetch_batch(traces, np.array([number]), list(SAVED))) for number in (0, 3, 6)]
+    assert np.array_equal(together["x"], np.concatenate([one["x"] for one in alone]))
+    shifts = np.cumsum([0, *(len(one["x"]) for one in alone[:-1])])
+    edges = [one["edge_index"] + shift for one, shift in zip(alone, shifts, strict=True)]
+    assert np.array_equal(together["edge_index"], np.concatenate(edges, axis=1))
+
+
+def test_saved_edges_without_weights_weigh_1(tmp_path):
+    traces = saved(range(3), weighted=False, folder=tmp_path)
+    (feature,) = net_features("gnn", traces.field_names, Recipe())
+    made = feature(fetch_batch(traces, np.arange(3), feature.fields))
+    assert made["edge_attr"].shape == (made["edge_index"].shape[1], 1)
+    assert (made["edge_attr"] == 1).all()
+
+
+def test_saved_graphs_can_be_rewired_to_compare_with(tmp_path):
+    traces = saved(range(3), folder=tmp_path)
+    batch = fetch_batch(traces, np.arange(3), list(SAVED))
+    plain = SavedGraphFeature()(batch)
+    shuffled, again = (SavedGraphFeature("shuffled")(batch) for _ in range(2))
+    loops = plain["edge_index"][0] == plain["edge_index"][1]
+    assert np.array_equal(shuffled["edge_index"], again["edge_index"])
+    assert np.array_equal(shuffled["edge_index"][1], plain["edge_index"][1])
+    assert np.array_equal(shuffled["edge_index"][0] == shuffled["edge_index"][1], loops)
+    assert (shuffled["batch"][shuffled["edge_index"][0]] == shuffled["batch"][shuffled["edge_index"][1]]).all()
+    assert (shuffled["edge_index"][0] <= shuffled["edge_index"][1]).all()
+    assert not np.array_equal(shuffled["edge_index"], plain["edge_index"])
+    none = SavedGraphFeature("none")(batch)
+    assert none["edge_index"].shape == (2, 0) and none["edge_attr"].shape == (0, 1)
+    assert np.array_equal(none["x"], plain["x"])

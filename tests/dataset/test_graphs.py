@@ -1,0 +1,381 @@
+"""Token graphs are those that a slow reading of the attention finds, whatever they are read from and batched with."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import millstream as ms
+from millstream.dataset.batch import Feature, TraceBatch, fetch_batch
+from millstream.dataset.head_graph_feature import THRESHOLD, HeadGraphFeature
+from millstream.source.llm.fields import NODE_DIM, NUM_EDGES
+from model.making_traces import make_traces
+
+Edges = dict[tuple[int, int], float]  # from one token to another, and its weight
+NUM, DIM, LAYERS = 40, 16, 3
+FEW = settings(max_examples=40, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> ms.Collection:
+    return ms.open(make_traces(tmp_path_factory.mktemp("graphs") / "full", num=NUM, tier="full"))
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> ms.Collection:
+    return ms.open(make_traces(tmp_path_factory.mktemp("graphs") / "probe", num=NUM, tier="probe"))
+
+
+def stored(k: int | None = 8, **asked: Any) -> Feature:
+    return ms.features.graphs(k, hidden="nodes", attention="edges", **asked)
+
+
+def make(feature: Feature, collection: ms.Collection, numbers: Sequence[int]) -> dict[str, Any]:
+    return dict(feature(fetch_batch(collection, np.array(numbers, np.int64), feature.fields)))
+
+
+class Graph(NamedTuple):
+    """One graph of a batch, its nodes numbered from 0; repeated edges are counted by their list."""
+
+    x: np.ndarray
+    edges: list[tuple[int, int, float]]
+    answer: list[bool]
+    last: int
+
+
+def each_graph(batch: Mapping[str, Any]) -> Iterator[Graph]:
+    """A batch taken apart again; what belongs to no graph, or to two, is noticed here."""
+    ptr, (source, target) = batch["ptr"].tolist(), batch["edge_index"]
+    assert batch["edge_attr"].shape == (len(source), 1) and batch["x"].shape[0] == ptr[-1] == len(batch["batch"])
+    assert np.array_equal(batch["batch"][source], batch["batch"][target])
+    for graph, (first, end) in enumerate(pairwise(ptr)):
+        assert (batch["batch"][first:end] == graph).all()
+        own = np.flatnonzero(batch["batch"][target] == graph)
+        weights = batch["edge_attr"][own, 0].tolist()
+        ends = zip((source[own] - first).tolist(), (target[own] - first).tolist(), weights, strict=True)
+        answer = batch["answer"][first:end].tolist() if "answer" in batch else []
+        yield Graph(batch["x"][first:end], list(ends), answer, int(batch["last"][graph]) - first)
+
+
+# -- records of chance
+
+
+def record_of(seed: int, *, tokens: int, prompt: int, answer: int, layers: int = 2, heads: int = 2) -> dict[str, Any]:
+    """A trace in both forms: all of its attention, and the strongest edges of every token."""
+    rng = np.random.default_rng(seed)
+    attention = np.tril(rng.random((layers, heads, tokens, tokens), np.float32) ** 3)
+    attention /= attention.sum(axis=-1, keepdims=True)
+    source = np.full((layers, tokens, NUM_EDGES), -1, np.int16)
+    weight = np.zeros((layers, tokens, NUM_EDGES), np.float32)
+    for layer, i in np.ndindex(layers, tokens):
+        mean = attention[layer, :, i, :i].mean(axis=0)
+        strongest = np.argsort(-mean)[:NUM_EDGES]
+        source[layer, i, : len(strongest)], weight[layer, i, : len(strongest)] = strongest, mean[strongest]
+    states = rng.normal(size=(layers + 1, tokens, 4)).astype(np.float32)
+    own = attention.diagonal(axis1=2, axis2=3)[:, :, max(prompt - 1, 0) :]
+    return {
+        "hidden": states,
+        "nodes": states,
+        "attention": attention,
+        "edge_source": source,
+        "edge_weight": weight,
+        "self_attention": own,
+        "prompt_len": prompt,
+        "answer_len": answer,
+    }
+
+
+@st.composite
+def records(draw: st.DrawFn) -> dict[str, Any]:
+    """Long and short prompts, empty answers, with and without a token that ends them."""
+    prompt, answer = draw(st.integers(1, 12)), draw(st.integers(0, 4))
+    after = 1 if answer == 0 else draw(st.integers(0, 2))
+    return record_of(draw(st.integers(0, 10**6)), tokens=prompt + answer + after, prompt=prompt, answer=answer)
+
+
+def batch_of(feature: Feature, given: Sequence[Mapping[str, Any]], numbers: Sequence[int] | None = None) -> Any:
+    columns = {name: [record[name] for record in given] for name in feature.fields or ()}
+    return dict(feature(TraceBatch(np.array(range(len(given)) if numbers is None else numbers), columns)))
+
+
+def slow_edges(mean_TT: np.ndarray, k: int | None, threshold: float, self_loops: bool, targets: Sequence[int]) -> Edges:
+    found: Edges = {}
+    for i in targets:
+        row = {j: float(mean_TT[i, j]) for j in range(i + 1 if self_loops else i) if mean_TT[i, j] > threshold}
+        strongest = sorted(row, key=lambda j: -row[j])
+        found |= {(j, i): row[j] for j in (strongest if k is None else strongest[:k])}
+    return found
+
+
+def slow_graphs(record: Mapping[str, Any], k: int | None, threshold: float, self_loops: bool, tokens: str) -> Any:
+    """Of each layer: its tokens, their states, its edges between tokens, and which of them are the answer."""
+    prompt, count = record["prompt_len"], record["hidden"].shape[1]
+    answer = list(range(prompt, prompt + record["answer_len"])) or [prompt]
+    for layer, weights in enumerate(record["attention"]):
+        looking = [prompt - 1, *answer] if tokens == "answer" else list(range(count))
+        edges = slow_edges(weights.mean(axis=0), k, threshold, self_loops, looking)
+        nodes = sorted({*looking, *(source for source, _ in edges)})
+        yield nodes, record["hidden"][layer + 1][nodes], edges, [node in answer for node in nodes]
+
+
+def assert_is(graph: Graph, nodes: list[int], x: np.ndarray, edges: Edges) -> None:
+    assert np.array_equal(graph.x, x)
+    found = {(nodes[a], nodes[b]): weight for a, b, weight in graph.edges}
+    assert len(found) == len(graph.edges), "an edge is there twice"
+    assert found == pytest.approx(edges, abs=1e-6)
+
+
+# -- graphs of layers
+
+
+@FEW
+@given(
+    given_records=st.lists(records(), min_size=1, max_size=3),
+    k=st.sampled_from([1, 3, 8, None]),
+    threshold=st.sampled_from([0.0, 0.1, 0.3]),
+    self_loops=st.booleans(),
+    tokens=st.sampled_from(["all", "answer"]),
+)
+def test_graphs_of_attention_are_those_made_token_by_token(
+    given_records: list[dict[str, Any]], k: int | None, threshold: float, self_loops: bool, tokens: Any
+):
+    feature = ms.features.graphs(k, threshold=threshold, self_loops=self_loops, tokens=tokens)
+    batch = batch_of(feature, given_records)
+    found = each_graph(batch)
+    for record in given_records:
+        for nodes, x, edges, answer in slow_graphs(record, k, threshold, self_loops, tokens):
+            graph = next(found)
+            assert_is(graph, nodes, x, edges)
+            assert graph.last == len(nodes) - 1
+            assert graph.answer == (answer if tokens == "answer" else [])
+    assert next(found, None) is None
+    assert batch["num_layers"].tolist() == [2] * len(given_records)
+
+
+@FEW
+@given(
+    given_records=st.lists(records(), min_size=1, max_size=3),
+    k=st.sampled_from([1, 3, 8, None]),
+    threshold=st.sampled_from([0.0, 0.1]),
+    tokens=st.sampled_from(["all", "answer"]),
+)
+def test_graphs_of_stored_edges_are_those_of_the_attention_they_were_kept_of(
+    given_records: list[dict[str, Any]], k: int | None, threshold: float, tokens: Any
+):
+    """With `k=None` all that are stored: eight."""
+    batch = batch_of(stored(k, threshold=threshold, tokens=tokens), given_records)
+    found = each_graph(batch)
+    for record in given_records:
+        for nodes, x, edges, _ in slow_graphs(record, 8 if k is None else k, threshold, False, tokens):
+            assert_is(next(found), nodes, x, edges)
+
+
+@pytest.mark.parametrize("tokens", ["all", "answer"])
+def test_a_store_with_edges_gives_the_graphs_of_one_with_all_attention(
+    full: ms.Collection, probe: ms.Collection, tokens: Any
+):
+    """Up to float16, in which the one keeps weights of heads and the other their mean."""
+    whole = make(ms.features.graphs(8, tokens=tokens), full, range(NUM))
+    kept = make(stored(8, tokens=tokens), probe, range(NUM))
+    rng = np.random.default_rng(0)
+    rng.normal(size=DIM)
+    projection = rng.normal(size=(DIM, NODE_DIM)) / DIM**0.5  # as make_traces draws it
+    assert np.array_equal(kept["ptr"], whole["ptr"]) and np.array_equal(kept["last"], whole["last"])
+    assert kept["x"] == pytest.approx(whole["x"] @ projection, abs=0.02)
+    for ours, theirs in zip(each_graph(kept), each_graph(whole), strict=True):
+        assert ours.answer == theirs.answer
+        assert {(a, b): w for a, b, w in ours.edges} == pytest.approx({(a, b): w for a, b, w in theirs.edges}, abs=1e-3)
+    assert len(kept["edge_attr"]) > 5 * NUM * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "tokens", "nodes"),
+    [
+        (3, 2, 6, [2, 3, 4]),  # a token that ends the answer is no part of it
+        (3, 2, 5, [2, 3, 4]),  # cut off before there was one
+        (3, 0, 4, [2, 3]),  # an empty answer has that token alone
+        (1, 1, 3, [0, 1]),
+        (1, 0, 2, [0, 1]),
+    ],
+)
+@pytest.mark.parametrize("feature", [ms.features.graphs(tokens="answer"), stored(tokens="answer")])
+def test_the_answer_and_its_last_token_are_where_they_are(
+    feature: Feature, prompt: int, answer: int, tokens: int, nodes: list[int]
+):
+    record = record_of(5, tokens=tokens, prompt=prompt, answer=answer)
+    graphs = list(each_graph(batch_of(feature, [record])))
+    assert len(graphs) == 2
+    for layer, graph in enumerate(graphs):
+        states = record["hidden"][layer + 1]
+        assert np.array_equal(graph.x[graph.answer], states[nodes[1:]])
+        assert np.array_equal(graph.x[graph.last], states[nodes[-1]])
+        assert {b for _, b, _ in graph.edges} <= {len(graph.x) - len(nodes) + place for place in range(len(nodes))}
+        assert len({b for _, b, _ in graph.edges}) == len(nodes) - (prompt == 1)  # the first token of all has none
+
+
+@pytest.mark.parametrize("make_feature", [ms.features.graphs, stored])
+def test_a_record_has_the_same_graphs_in_any_batch(make_feature: Any, full: ms.Collection, probe: ms.Collection):
+    collection = probe if make_feature is stored else full
+    for wiring in ("attention", "shuffled", "none"):
+        feature = make_feature(tokens="answer", wiring=wiring)
+        numbers = [7, 31, 2, 2]
+        singles = [list(each_graph(make(feature, collection, [number]))) for number in numbers]
+        alone = [graph for graphs in singles for graph in graphs]
+        together = list(each_graph(make(feature, collection, numbers)))
+        assert len(alone) == len(together) == LAYERS * len(numbers)
+        for ours, theirs in zip(alone, together, strict=True):
+            assert np.array_equal(ours.x, theirs.x) and ours[1:] == theirs[1:]
+        taken = make(feature, collection.subset([5, 31, 7]), [1])  # 31 again, by another number
+        assert [graph[1:] for graph in each_graph(taken)] == [graph[1:] for graph in singles[1]]
+
+
+def test_a_batch_of_nothing_has_no_graphs():
+    batch = batch_of(ms.features.graphs(tokens="answer"), [])
+    assert batch["ptr"].tolist() == [0] and batch["edge_index"].shape == (2, 0) and len(batch["answer"]) == 0
+
+
+# -- null graphs
+
+
+def test_unwired_graphs_have_the_answer_and_no_edges(full: ms.Collection, probe: ms.Collection):
+    for feature, collection in (
+        (ms.features.graphs(tokens="answer", wiring="none"), full),
+        (stored(tokens="answer", wiring="none"), probe),
+    ):
+        batch = make(feature, collection, range(NUM))
+        assert batch["edge_index"].shape == (2, 0) and batch["edge_attr"].shape == (0, 1)
+        answers = np.repeat(collection.column("answer_len").to_numpy(), LAYERS)
+        assert np.array_equal(np.diff(batch["ptr"]), answers + 1)
+        assert np.array_equal(np.add.reduceat(batch["answer"], batch["ptr"][:-1], dtype=int), answers)
+
+
+def tokens_of(record: Mapping[str, Any], layer: int, graph: Graph) -> list[int]:
+    """Which tokens the nodes are: states are all different."""
+    return [int(np.flatnonzero((record["hidden"][layer + 1] == row).all(axis=1))[0]) for row in graph.x]
+
+
+@FEW
+@given(record=records(), tokens=st.sampled_from(["all", "answer"]), from_stored=st.booleans())
+def test_shuffled_graphs_have_as_many_edges_of_the_same_weights_from_tokens_before(
+    record: dict[str, Any], tokens: Any, from_stored: bool
+):
+    kind = stored if from_stored else ms.features.graphs
+    wired = each_graph(batch_of(kind(3, tokens=tokens), [record]))
+    shuffled = each_graph(batch_of(kind(3, tokens=tokens, wiring="shuffled"), [record]))
+    for layer, (ours, theirs) in enumerate(zip(wired, shuffled, strict=True)):
+        before, after = tokens_of(record, layer, ours), tokens_of(record, layer, theirs)
+        assert sorted((before[b], w) for _, b, w in ours.edges) == sorted((after[b], w) for _, b, w in theirs.edges)
+        assert all(after[a] < after[b] for a, b, _ in theirs.edges)
+        assert np.array_equal(theirs.x, record["hidden"][layer + 1][after]) and after == sorted(set(after))
+        assert after[theirs.last] == before[ours.last]
+        kept = {node for node, is_answer in zip(after, theirs.answer, strict=False) if is_answer}
+        assert kept == {node for node, is_answer in zip(before, ours.answer, strict=False) if is_answer}
+
+
+def test_shuffled_edges_come_from_every_token_before_about_as_often():
+    record = record_of(0, tokens=7, prompt=5, answer=1, layers=1)
+    counts = np.zeros((7, 7))
+    feature = ms.features.graphs(2, wiring="shuffled")
+    batch = batch_of(feature, [record] * 600, range(1000, 1600))
+    for graph in each_graph(batch):
+        for source, target, _ in graph.edges:
+            counts[target, source] += 1
+    for target in range(2, 7):
+        assert counts[target, :target].sum() == 1200 and counts[target, target:].sum() == 0
+        assert counts[target, :target] == pytest.approx(1200 / target, rel=0.25)
+
+
+def test_records_are_shuffled_differently_and_every_time_the_same():
+    record = record_of(0, tokens=12, prompt=8, answer=3)
+    feature = ms.features.graphs(4, wiring="shuffled")
+    one, other, again = (batch_of(feature, [record], [number])["edge_index"] for number in (3, 4, 3))
+    assert np.array_equal(one, again) and not np.array_equal(one, other)
+
+
+# -- what does not fit
+
+
+def test_edges_stored_of_other_tokens_are_refused_by_number():
+    record = record_of(0, tokens=6, prompt=3, answer=2) | {"nodes": np.ones((3, 5, 4), np.float32)}
+    with pytest.raises(ValueError, match=r"record 9: 'nodes' .* do not go together"):
+        batch_of(stored(), [record], [9])
+    with pytest.raises(ValueError, match="record 9 has no 'edge_source'"):
+        batch_of(stored(), [record | {"edge_source": None}], [9])
+    with pytest.raises(ValueError, match="record 9 has no 'prompt_len'"):
+        batch_of(stored(tokens="answer"), [record | {"prompt_len": None}], [9])
+
+
+# -- one graph a record, with all heads
+
+
+def slow_head_graph(record: Mapping[str, Any], *, from_attention: bool) -> Any:
+    """Nodes with their features, edges with their vectors, value by value."""
+    prompt, attention = record["prompt_len"], record["attention"]
+    layers, heads, count, _ = attention.shape
+    answer = list(range(prompt, prompt + record["answer_len"])) or [prompt]
+    looking = [prompt - 1, *answer]
+    edges: dict[tuple[int, int], list[float]] = {}
+    for i in looking:
+        for j in range(i):
+            if from_attention:
+                values = [float(attention[layer, head, i, j]) for layer in range(layers) for head in range(heads)]
+            else:
+                slots = [np.flatnonzero(record["edge_source"][layer, i] == j) for layer in range(layers)]
+                values = [float(record["edge_weight"][layer, i, slot].sum()) for layer, slot in enumerate(slots)]
+            if max(values) > THRESHOLD:
+                edges[j, i] = values
+    nodes = sorted({*looking, *(source for source, _ in edges)})
+    own = [[float(attention[n, h, i, i]) for n in range(layers) for h in range(heads)] for i in range(count)]
+    x = [[*(own[i] if i in looking else [0.0] * layers * heads), float(i in answer)] for i in nodes]
+    return nodes, x, edges
+
+
+@FEW
+@given(given_records=st.lists(records(), min_size=1, max_size=3), from_attention=st.booleans())
+def test_graphs_over_heads_are_those_made_value_by_value(given_records: list[dict[str, Any]], from_attention: bool):
+    batch = batch_of(HeadGraphFeature(from_attention), given_records)
+    ptr, (source, target) = batch["ptr"].tolist(), batch["edge_index"]
+    assert batch["edge_attr"].shape == (len(source), 4 if from_attention else 2)
+    assert batch["batch"].tolist() == [row for row in range(len(given_records)) for _ in range(*ptr[row : row + 2])]
+    for row, record in enumerate(given_records):
+        nodes, x, edges = slow_head_graph(record, from_attention=from_attention)
+        assert batch["x"][ptr[row] : ptr[row + 1]] == pytest.approx(np.array(x), abs=1e-6)
+        assert batch["answer"][ptr[row] : ptr[row + 1]].tolist() == [features[-1] == 1 for features in x]
+        own = np.flatnonzero((target >= ptr[row]) & (target < ptr[row + 1]))
+        found = {(nodes[source[e] - ptr[row]], nodes[target[e] - ptr[row]]): batch["edge_attr"][e] for e in own}
+        assert len(found) == len(own) and set(found) == set(edges)
+        for edge, values in edges.items():
+            assert found[edge] == pytest.approx(np.array(values), abs=1e-6)
+
+
+def test_graphs_over_heads_are_made_of_both_kinds_of_store(full: ms.Collection, probe: ms.Collection):
+    """The mean over heads is what edges keep of attention; attention of a token to itself is kept of every head."""
+    whole = make(HeadGraphFeature(from_attention=True), full, range(NUM))
+    kept = make(HeadGraphFeature(from_attention=False), probe, range(NUM))
+    assert whole["x"].shape[1] == kept["x"].shape[1] == LAYERS * 2 + 1
+    assert whole["edge_attr"].shape[1] == LAYERS * 2 and kept["edge_attr"].shape[1] == LAYERS
+    assert kept["x"][kept["answer"]] == pytest.approx(whole["x"][whole["answer"]], abs=1e-3)
+    assert np.count_nonzero(kept["answer"]) == sum(full.column("answer_len").to_pylist())
+
+
+def test_a_record_has_the_same_graph_over_heads_in_any_batch(probe: ms.Collection):
+    feature = HeadGraphFeature(from_attention=False)
+    numbers = [7, 31, 2]
+    together = make(feature, probe, numbers)
+    for row, number in enumerate(numbers):
+        alone = make(feature, probe, [number])
+        first, end = together["ptr"][row : row + 2]
+        own = (together["edge_index"][1] >= first) & (together["edge_index"][1] < end)
+        assert np.array_equal(together["x"][first:end], alone["x"])
+        assert np.array_equal(together["edge_index"][:, own] - first, alone["edge_index"])
+        assert np.array_equal(together["edge_attr"][own], alone["edge_attr"])
+
+
+def test_graphs_over_heads_need_all_their_fields():
+    record = record_of(0, tokens=6, prompt=3, answer=2)
+    with pytest.raises(ValueError, match="record 4 has no 'self_attention'"):
+        batch_of(HeadGraphFeature(from_attention=False), [record | {"self_attention": None}], [4])

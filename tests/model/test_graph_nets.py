@@ -1,0 +1,304 @@
+"""The nets over graphs: all graphs in one call are each graph alone, edges count, and the VAE has to explain them."""
+
+import math
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import millstream as ms
+from millstream.dataset.batch import TraceBatch, fetch_batch
+from millstream.model.net import Net
+from millstream.model.zoo import Recipe, build_net, net_features
+from model.making_traces import labelled, make_traces
+
+pytest.importorskip("torch_geometric")
+
+from millstream.model import gvae as gvae_module
+from millstream.model.charm import HeadMessages
+from millstream.model.gnn import NUM_ROUNDS, GraphEncoder, read_layers
+from millstream.model.gvae import ACTIVE, LOGVAR_LIMIT, MASKED, GraphVAE
+
+RECIPE = Recipe(parameters=2000, dropout=0.0)
+NUM, LAYERS = 12, 3
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> ms.Collection:
+    return labelled(make_traces(tmp_path_factory.mktemp("nets") / "traces", num=NUM, dim=8))
+
+
+def batch_of(
+    collection: ms.Collection, name: str, change: Callable[[TraceBatch], TraceBatch] = lambda fetched: fetched
+) -> Batch:
+    """What a net sees of all records; `change` alters what was fetched for it."""
+    made: dict[str, Any] = {}
+    for feature in net_features(name, collection.field_names, RECIPE):
+        fetched = fetch_batch(collection, np.arange(len(collection)), feature.fields)
+        assert isinstance(fetched, TraceBatch)
+        made |= feature(change(fetched))
+    return {key: torch.as_tensor(value) for key, value in made.items()}
+
+
+def net_of(name: str, batch: Batch, recipe: Recipe = RECIPE) -> Any:
+    torch.manual_seed(0)
+    return build_net(name, batch, recipe).eval()
+
+
+def scores(net: Net, batch: Batch) -> np.ndarray:
+    with torch.inference_mode():
+        return net(batch)[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def graphs(traces: ms.Collection) -> Batch:
+    return batch_of(traces, "gnn")
+
+
+def random_graph(num_nodes: int, num_edges: int, width: int, edge_dim: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(num_nodes)
+    index = torch.randint(0, num_nodes, (2, num_edges), generator=chance)
+    return torch.randn(num_nodes, width, generator=chance), index, torch.rand(num_edges, edge_dim, generator=chance)
+
+
+# -- one call for all graphs
+
+
+def test_all_graphs_in_one_call_are_each_graph_alone(graphs: Batch):
+    encoder = net_of("gnn", graphs).encoder
+    with torch.inference_mode():
+        together = encoder(graphs["x"], graphs["edge_index"], graphs["edge_attr"])
+        for graph, (first, end) in enumerate(zip(graphs["ptr"][:-1], graphs["ptr"][1:], strict=True)):
+            own = graphs["batch"][graphs["edge_index"][1]] == graph
+            alone = encoder(graphs["x"][first:end], graphs["edge_index"][:, own] - first, graphs["edge_attr"][own])
+            assert together[first:end].numpy() == pytest.approx(alone.numpy(), abs=1e-4)
+    assert len(graphs["ptr"]) == NUM * LAYERS + 1
+
+
+def test_a_node_hears_of_those_that_lead_to_it_and_not_of_those_it_leads_to():
+    """Along 0 -> 1 -> 2 -> 3 -> 4, as far as there are rounds."""
+    x, index = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+    torch.manual_seed(0)
+    encoder = GraphEncoder(3, 8).eval()
+    with torch.inference_mode():
+        before = encoder(x, index, torch.ones(4, 1))
+        x[1] += 1
+        heard = (encoder(x, index, torch.ones(4, 1)) - before).abs().amax(dim=1) > 1e-6
+    assert heard.nonzero().flatten().tolist() == list(range(1, 2 + NUM_ROUNDS))
+
+
+def test_messages_over_heads_are_the_mean_of_what_edges_say():
+    x, index, values = random_graph(5, 9, 8, edge_dim=4)
+    torch.manual_seed(0)
+    messages = HeadMessages(8, 4)
+    with torch.inference_mode():
+        found = messages(x, index, values)
+        for node in range(5):
+            own = (index[1] == node).nonzero()[:, 0].tolist()
+            said = [messages.say(torch.cat([x[index[0, edge]], values[edge]])) for edge in own]
+            heard = torch.stack(said).mean(dim=0) if said else torch.zeros(8)
+            expected = x[node] + messages.hear(torch.cat([x[node], heard])).relu()
+            assert found[node].numpy() == pytest.approx(expected.numpy(), abs=1e-5)
+
+
+def test_what_is_read_of_a_graph_is_its_last_token_and_the_mean_of_its_answer(graphs: Batch):
+    nodes = torch.randn(len(graphs["x"]), 4, generator=torch.Generator().manual_seed(0))
+    whole = {key: value for key, value in graphs.items() if key != "answer"}
+    read, read_whole = read_layers(nodes, graphs, LAYERS), read_layers(nodes, whole, LAYERS)
+    assert read.shape == (NUM, LAYERS, 8)
+    for graph, (first, end) in enumerate(zip(graphs["ptr"][:-1], graphs["ptr"][1:], strict=True)):
+        own, is_answer = nodes[first:end], graphs["answer"][first:end]
+        place = divmod(graph, LAYERS)
+        assert read[place].tolist() == pytest.approx(
+            [*own[-1].tolist(), *own[is_answer].mean(dim=0).tolist()], abs=1e-5
+        )
+        assert read_whole[place].tolist() == pytest.approx([*own[-1].tolist(), *own.mean(dim=0).tolist()], abs=1e-5)
+
+
+# -- edges
+
+
+def edges_of(batch: Batch, record: int, num_graphs: int) -> Tensor:
+    return batch["batch"][batch["edge_index"][1]] // num_graphs == record
+
+
+@pytest.mark.parametrize(("name", "num_graphs"), [("gnn", LAYERS), ("gvae", LAYERS), ("charm", 1)])
+def test_other_weights_of_edges_change_the_score_of_their_record_alone(
+    name: str, num_graphs: int, traces: ms.Collection
+):
+    batch = batch_of(traces, name)
+    net = net_of(name, batch)
+    before = scores(net, batch)
+    own = edges_of(batch, 5, num_graphs)
+    heavier = {**batch, "edge_attr": torch.where(own[:, None], batch["edge_attr"] + 0.5, batch["edge_attr"])}
+    without = {**batch, "edge_index": batch["edge_index"][:, ~own], "edge_attr": batch["edge_attr"][~own]}
+    for other in (heavier, without):
+        change = np.abs(scores(net, other) - before)
+        assert change[5] > 1e-4 and np.delete(change, 5).max() < 1e-5
+
+
+@pytest.mark.parametrize(("name", "sees"), [("gnn", True), ("gnn_shuffled", True), ("gnn_unwired", False)])
+def test_a_net_without_edges_sees_nothing_of_attention(name: str, sees: bool, traces: ms.Collection):
+    def altered(fetched: TraceBatch) -> TraceBatch:
+        if "edge_weight" not in fetched.columns:
+            return fetched
+        weights: Sequence[Any] = fetched.columns["edge_weight"]
+        return replace(fetched, columns={**fetched.columns, "edge_weight": [weight**2 for weight in weights]})
+
+    batch, other = batch_of(traces, name), batch_of(traces, name, altered)
+    net = net_of(name, batch)
+    assert np.array_equal(scores(net, batch), scores(net, other)) is not sees
+    assert sees or len(batch["edge_attr"]) == 0
+
+
+def test_null_graphs_are_read_by_nets_of_the_same_size(traces: ms.Collection):
+    for kind in ("gnn", "gvae"):
+        nets = [net_of(name, batch_of(traces, name)) for name in (kind, f"{kind}_shuffled", f"{kind}_unwired")]
+        shapes = [{key: value.shape for key, value in net.state_dict().items()} for net in nets]
+        assert shapes[0] == shapes[1] == shapes[2]
+
+
+# -- the graph VAE
+
+
+def parts_of(net: GraphVAE, batch: Batch, seed: int = 0) -> dict[str, float]:
+    torch.manual_seed(seed)
+    _, parts = net.train()(batch, torch.ones(NUM), torch.ones(NUM))
+    return {name: float(part) for name, part in parts.items()}
+
+
+@pytest.fixture(scope="module")
+def untouched(graphs: Batch) -> GraphVAE:
+    return net_of("gvae", graphs)
+
+
+@pytest.fixture
+def vae(untouched: GraphVAE) -> GraphVAE:
+    return deepcopy(untouched)
+
+
+def test_scores_of_the_vae_are_without_chance_and_training_is_not(vae: GraphVAE, graphs: Batch):
+    assert np.array_equal(scores(vae, graphs), scores(vae, graphs))
+    assert vae.logits(graphs)[1] == {}
+    one, other = parts_of(vae, graphs, 0), parts_of(vae, graphs, 1)
+    assert set(one) == {"bce", "node_loss", "edge_loss", "kl"}
+    assert all(math.isfinite(value) for value in one.values()) and one != other
+    assert one == parts_of(vae, graphs, 0)
+
+
+def believing(net: GraphVAE, mean: float, logvar: float) -> GraphVAE:
+    """It believes the same of every node."""
+    latent = net.belief.out_features // 2
+    torch.nn.init.zeros_(net.belief.weight)
+    with torch.no_grad():
+        net.belief.bias[:latent], net.belief.bias[latent:] = mean, logvar
+    return net
+
+
+@pytest.mark.parametrize(("mean", "logvar"), [(0.0, -2.0), (1.5, 0.0), (0.5, 1.0), (0.0, 20.0)])
+def test_the_kl_is_that_of_a_normal_to_the_standard_one(vae: GraphVAE, graphs: Batch, mean: float, logvar: float):
+    found = parts_of(believing(vae, mean, logvar), graphs)["kl"]
+    logvar = min(logvar, LOGVAR_LIMIT)
+    assert found == pytest.approx(0.1 * (mean**2 + math.exp(logvar) - 1 - logvar) / 2, rel=1e-5)
+
+
+def test_the_first_free_bits_of_a_unit_pull_at_nothing(vae: GraphVAE, graphs: Batch):
+    believing(vae, 0.1, 0.0).train()
+    assert parts_of(vae, graphs)["kl"] == pytest.approx(0.1 * 0.05)
+    torch.manual_seed(0)
+    vae.logits(graphs)[1]["kl"].backward()
+    assert vae.belief.bias.grad is not None and not vae.belief.bias.grad.any()
+    with torch.no_grad():
+        vae.belief.bias[0] = 1.0  # a unit that has more than is free pays, and it alone
+    vae.belief.bias.grad = None
+    vae.logits(graphs)[1]["kl"].backward()
+    assert vae.belief.bias.grad is not None and vae.belief.bias.grad.nonzero().flatten().tolist() == [0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_kl_counts_by_its_share(vae: GraphVAE, graphs: Batch, share: float):
+    whole = parts_of(vae, graphs)
+    vae.kl_share.fill_(share)
+    part = parts_of(vae, graphs)
+    assert whole["kl"] > 0 and part["kl"] == pytest.approx(share * whole["kl"])
+    assert {**part, "kl": 0} == {**whole, "kl": 0}
+
+
+def test_explaining_the_graph_counts_by_its_weight(graphs: Batch):
+    once, twice = (
+        parts_of(net_of("gvae", graphs, replace(RECIPE, kl_weight=weight, free_bits=0.0)), graphs)
+        for weight in (0.1, 0.2)
+    )
+    assert all(twice[name] == pytest.approx(2 * once[name], rel=1e-4) for name in ("kl", "node_loss", "edge_loss"))
+    assert once["bce"] == twice["bce"]
+
+
+def test_masked_nodes_are_hidden_from_the_encoder(vae: GraphVAE, graphs: Batch):
+    torch.manual_seed(7)
+    masked = torch.rand(len(graphs["x"])) < MASKED  # what is drawn first
+    assert 0.1 < masked.float().mean() < 0.3
+
+    def seen(changed: Tensor) -> tuple[np.ndarray, float]:
+        torch.manual_seed(7)
+        other = {**graphs, "x": torch.where(changed[:, None], graphs["x"] + 1.0, graphs["x"])}
+        with torch.no_grad():
+            logits, terms = vae.train().logits(other)
+        return logits.numpy(), float(terms["node_loss"])
+
+    nothing = torch.zeros_like(masked)
+    assert np.array_equal(seen(masked)[0], seen(nothing)[0])
+    assert seen(masked)[1] != seen(nothing)[1]  # but they are what has to be told
+    assert np.abs(seen(~masked)[0] - seen(nothing)[0]).min() > 0
+
+
+def test_gradients_reach_every_parameter_where_chance_masks_no_node(
+    vae: GraphVAE, graphs: Batch, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gvae_module, "MASKED", 0.0)
+    loss, parts = vae.train()(graphs, torch.ones(NUM), torch.ones(NUM))
+    assert float(parts["node_loss"]) == 0
+    loss.backward()
+    assert [name for name, parameter in vae.named_parameters() if parameter.grad is None] == []
+
+
+def test_pairs_to_tell_from_edges_are_of_the_same_graph(vae: GraphVAE, graphs: Batch):
+    """With beliefs that are alike within a graph and unlike between graphs, edges and pairs look the same."""
+    latent = vae.belief.out_features // 2
+    chance = torch.Generator().manual_seed(0)
+    z = torch.randn(NUM * LAYERS, latent, generator=chance)[graphs["batch"]]
+    likely = (z.square().sum(dim=1) / latent**0.5)[graphs["edge_index"][1]]
+    expected = (torch.nn.functional.softplus(-likely).mean() + torch.nn.functional.softplus(likely).mean()) / 2
+    assert vae._edge_loss(z, graphs).item() == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_what_is_told_of_nodes_and_edges_gets_better_with_training(vae: GraphVAE, graphs: Batch):
+    def told() -> dict[str, float]:
+        found = [parts_of(vae, graphs, seed) for seed in range(5)]
+        return {name: sum(parts[name] for parts in found) / 5 for name in found[0]}
+
+    before = told()
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=1e-2)
+    target = torch.arange(NUM) % 2.0
+    for step in range(40):
+        torch.manual_seed(100 + step)
+        loss, _ = vae(graphs, target, torch.ones(NUM))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = told()
+    assert after["node_loss"] < 0.9 * before["node_loss"]
+    assert after["edge_loss"] < 0.9 * before["edge_loss"]
+
+
+def test_units_that_differ_between_nodes_are_counted_as_active(vae: GraphVAE, graphs: Batch):
+    with torch.inference_mode():
+        mu, _ = vae.believe(vae.scaled_nodes(graphs), graphs)
+    found = float(vae.measures(graphs)["active_units"])
+    assert found == np.count_nonzero(mu.numpy().var(axis=0, ddof=1) > ACTIVE) > 0
+    assert float(believing(vae, 1.0, 0.0).measures(graphs)["active_units"]) == 0

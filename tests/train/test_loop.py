@@ -1,0 +1,257 @@
+"""What a step of training depends on, and what it leaves behind: rates, weights, scores, checkpoints, memory."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from making_traces import labelled, make_traces
+from torch import Tensor, nn
+
+import millstream as ms
+from millstream.dataset.features import fields
+from millstream.errors import BadSetting, BadSource
+from millstream.model.net import Net
+from millstream.train import log as log_module
+from millstream.train import loop as loop_module
+from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
+from millstream.train.devices import make_fabric
+from millstream.train.log import Log, read_lines, tree_bytes
+from millstream.train.loop import _class_weights, learning_share, predict
+from millstream.train.settings import TrainSettings
+
+NUM = 40
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> ms.Collection:
+    return labelled(make_traces(tmp_path_factory.mktemp("loop") / "traces", num=NUM))
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Any:
+    return make_fabric(TrainSettings(accelerator="cpu"))
+
+
+# -- learning rate
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("total", [20, 1000])
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth(total: int, warmup: float):
+    shares = [learning_share(step, total, warmup) for step in range(total)]
+    peak = max(1, round(total * warmup)) - 1
+    assert max(shares) == shares[peak] == 1.0 and min(shares) > 0
+    assert shares[: peak + 1] == pytest.approx(np.linspace(0, 1, peak + 2)[1:])
+    assert all(later <= before for before, later in zip(shares[peak:], shares[peak + 1 :], strict=False))
+    assert learning_share(total, total, warmup) == pytest.approx(0.1)
+    assert 0.1 < shares[-1] < 0.13
+    halfway = (peak + 1 + total) / 2
+    assert learning_share(int(halfway), total, warmup) == pytest.approx(0.55, abs=0.06)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_a_run_of_few_steps_has_a_learning_rate_too(total: int):
+    assert all(0.1 <= learning_share(step, total, warmup) <= 1 for step in range(total) for warmup in (0.0, 0.05, 0.9))
+
+
+# -- classes
+
+
+def test_right_and_wrong_answers_weigh_the_same_in_all(traces: ms.Collection):
+    labels = traces.column("label").to_numpy()
+    uneven = traces.subset([*np.flatnonzero(labels == 0)[:12], *np.flatnonzero(labels == 1)[:4]])
+    weight = _class_weights(uneven)[uneven.column("label").to_pylist()]
+    assert weight[:12].sum().item() == pytest.approx(weight[12:].sum().item()) == pytest.approx(8)
+    assert weight.mean().item() == pytest.approx(1)  # so that the loss of chance is that of even classes
+    alone = traces.subset(np.flatnonzero(labels == 1)[:4])
+    assert _class_weights(alone).isfinite().all()
+
+
+# -- scores
+
+
+class Reading(Net):
+    """Its logit is a number of the record, and it counts what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.one = nn.Parameter(torch.ones(()))
+
+    def logits(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        assert not self.training and not torch.is_grad_enabled()
+        return batch["p_true"].float() * self.one, {}
+
+    def measures(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"mean": batch["p_true"].mean()}
+
+
+def expected_of(collection: ms.Collection) -> np.ndarray:
+    return 1 / (1 + np.exp(-collection.column("p_true").to_numpy().astype(np.float64)))
+
+
+def scores_of(collection: ms.Collection, fabric: Any) -> tuple[np.ndarray, dict[str, float]]:
+    return predict(Reading().train(), collection, [fields("p_true")], memory=50 << 20, fabric=fabric)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 64])
+def test_scores_come_in_the_order_of_the_collection(
+    traces: ms.Collection, fabric: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loop_module, "SCORED_AT_ONCE", at_once)
+    shuffled = np.random.default_rng(0).permutation(NUM)[:23]
+    for collection in (traces, traces.subset(shuffled), traces.subset(shuffled).subset([9, 3, 4])):
+        scores, measures = scores_of(collection, fabric)
+        assert scores.dtype == np.float64 and scores == pytest.approx(expected_of(collection), abs=1e-6)
+        if at_once != 7:  # of batches that are equally large
+            assert measures["mean"] == pytest.approx(np.mean(collection.column("p_true").to_numpy()), abs=1e-6)
+
+
+def test_a_record_that_is_there_twice_has_its_score_twice(traces: ms.Collection, fabric: Any):
+    twice = traces.subset([5, 8, 5, 5])
+    assert scores_of(twice, fabric)[0] == pytest.approx(expected_of(twice), abs=1e-6)
+
+
+# -- checkpoints
+
+
+def stepped(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        net(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 1))
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def test_weights_and_state_of_adamw_go_on_bit_for_bit_from_a_checkpoint(tmp_path: Path):
+    net, optimizer = made()
+    stepped(net, optimizer, range(3))
+    about = {"epoch": 2, "best": 0.625, "sums": {"loss": 1 / 3}, "loader": None, "said": "Mühle"}
+    path = tmp_path / "new" / "latest.safetensors"
+    save(path, {**net.state_dict(prefix="model."), **pack_optimizer(optimizer)}, about)
+    tensors, read = load(path)
+    assert read == about
+    again, other = made()
+    again.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
+    unpack_optimizer(other, tensors)
+    before, after = pack_optimizer(optimizer), pack_optimizer(other)
+    assert set(before) == set(after) and len(before) == 12
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype
+    stepped(net, optimizer, range(3, 6))
+    stepped(again, other, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+def test_the_state_of_an_optimizer_that_has_not_stepped_is_empty_and_is_taken(tmp_path: Path):
+    net, optimizer = made()
+    save(tmp_path / "c", {**net.state_dict(prefix="model."), **pack_optimizer(optimizer)}, {})
+    again, other = made()
+    unpack_optimizer(other, load(tmp_path / "c")[0])
+    assert pack_optimizer(other) == {}
+    stepped(again, other, range(1))
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", bytes(64)])
+def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path, content: bytes):
+    from safetensors.torch import save_file
+
+    (tmp_path / "c.safetensors").write_bytes(content)
+    with pytest.raises(BadSource, match=r"c\.safetensors: is no checkpoint of millstream.*train again"):
+        load(tmp_path / "c.safetensors")
+    save_file({"x": torch.ones(2)}, tmp_path / "c.safetensors")  # of another program
+    with pytest.raises(BadSource, match="is no checkpoint"):
+        load(tmp_path / "c.safetensors")
+
+
+def test_tensors_that_are_views_are_saved_as_they_are(tmp_path: Path):
+    whole = torch.arange(12.0).reshape(3, 4)
+    save(tmp_path / "c", {"columns": whole.T, "number": torch.tensor(3.5)}, {})
+    found, _ = load(tmp_path / "c")
+    assert torch.equal(found["columns"], whole.T) and found["number"].shape == ()
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"checkpoint_steps": 0}, "checkpoint_steps=0"),
+        ({"patience": 0}, "patience=0: at least 1"),
+        ({"k": 0}, "k=0: at least 1"),
+        ({"warmup": 1.0}, "warmup"),
+        ({"train": 0.0}, "both above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str):
+    with pytest.raises(BadSetting, match=said):
+        TrainSettings(data="traces", **settings).check()
+
+
+def test_settings_that_are_no_science_may_change_when_a_run_goes_on():
+    one = TrainSettings(data="a", seeds=3, devices=1, checkpoint_minutes=5)
+    assert one.science() == TrainSettings(data="b", seeds=5, devices=2, checkpoint_minutes=1).science()
+    assert one.science() != TrainSettings(data="a", lr=0.1).science()
+    TrainSettings(data="a", k=None, checkpoint_steps=None).check()
+
+
+# -- memory
+
+
+def test_memory_is_written_down_while_it_is_watched_and_not_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(log_module, "INTERVAL_S", 0.02)
+    log = Log(tmp_path)
+    with log.memory(budget=1 << 30):
+        while len(read_lines(tmp_path)) < 3:
+            time.sleep(0.01)
+        log.write("epoch", epoch=0)
+    lines = read_lines(tmp_path)
+    time.sleep(0.1)
+    assert read_lines(tmp_path) == lines
+    watched = [line for line in lines if line["kind"] == "memory"]
+    assert len(watched) >= 3 and {line["budget"] for line in watched} == {1 << 30}
+    assert all(isinstance(line["bytes"], int) and line["bytes"] > 10_000_000 for line in watched)
+    times: list[Any] = [line["time_s"] for line in lines]
+    assert times == sorted(times) and len(lines) == len(watched) + 1
+
+
+def test_a_failure_within_ends_the_watch_too(tmp_path: Path):
+    with pytest.raises(KeyError), Log(tmp_path).memory(budget=1):
+        raise KeyError
+    assert [line["kind"] for line in read_lines(tmp_path)] == ["memory"]
+
+
+def own_bytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"\n{name}:")[1].split()[0]) << 10
+
+
+def test_memory_is_what_the_process_takes():
+    """Between what it has alone and what is mapped; a block more is a block more."""
+    before = tree_bytes()
+    assert 0.7 * own_bytes("RssAnon") < before < 1.3 * own_bytes("VmRSS")
+    block = np.ones(64 << 17)
+    assert tree_bytes() - before == pytest.approx(block.nbytes, rel=0.3)
+
+
+def test_memory_of_children_counts():
+    before = tree_bytes()
+    code = "block = bytearray(b'x') * (64 << 20); print(len(block), flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:  # pyright: ignore
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline().strip() == str(64 << 20)
+        grown = tree_bytes() - before
+        child.stdin.write("\n")
+    assert 60 << 20 < grown < 100 << 20
