@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "source"))
 
 
-def test_the_demo_is_killed_half_way_and_loses_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_demo_is_killed_half_way_loses_nothing_and_ends_in_a_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     from tiny_models import make_model
 
@@ -26,11 +26,25 @@ def test_the_demo_is_killed_half_way_and_loses_nothing(
     ]
     questions.write_text("\n".join(map(json.dumps, rows)))
     model = make_model("llama", tmp_path / "model")
-    monkeypatch.setattr(demo, "SETTINGS", ["tier=probe", "max_new_tokens=4", "shard_records=8", "memory=1MB"])
-    demo.run(tmp_path / "demo", model=str(model), questions=str(questions))
+    ms.extract(questions, tmp_path / "first", model=str(model), tier="stats", max_new_tokens=4)
+    said = ms.open(tmp_path / "first").table.to_pylist()
+    right = {row["question_id"]: row["generated_answer"] for row in said[::3]}  # what it says is so, of every third
+    rows = [{**row, "answer": right.get(str(row["id"]), "x")} for row in rows]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    story = demo.Story(
+        intro="A model that knows a third.",
+        model=str(model),
+        questions=str(questions),
+        extract=("tier=stats", "max_new_tokens=4", "shard_records=8", "memory=1MB"),
+        rule="em",
+        train=("model=length,mean_logprob",),
+    )
+    demo.run(tmp_path / "demo", story)
     shown = capfd.readouterr()
     assert "80 traces" in shown.out and "0 damages, 80 different questions" in shown.out
-    assert "0 right, 80 wrong" in shown.out and "told never 0%" in shown.out
+    assert f"{len(right)} right, {80 - len(right)} wrong" in shown.out and "never " in shown.out
+    assert "mean_logprob" in shown.out and "report.html" in shown.out
+    assert (tmp_path / "demo" / "run" / "report.html").stat().st_size > 10_000
     done = int(shown.err.split(" of 80 done already")[0].split()[-1])
     assert 40 <= done <= 80
     traces = ms.open(tmp_path / "demo" / "traces")

@@ -75,8 +75,9 @@ def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
 
     from millstream.console import say
     from millstream.report.evaluate import read_results
+    from millstream.report.figures import write_figures
     from millstream.report.page import write_report
-    from millstream.report.tables import comparison_text
+    from millstream.report.tables import comparison_text, write_tables
 
     results = read_results(run)
     if as_json:
@@ -89,4 +90,6 @@ def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
         for finding in results.findings:
             print(finding)
     page = write_report(results, out or run / "report.html")
+    write_figures(results, page.parent / "figures")
+    write_tables(results, page.parent / "tables")
     say(f"{run}: {len(results.models)} detectors compared. Open {page}")

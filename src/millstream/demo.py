@@ -1,4 +1,4 @@
-"""`millstream demo`: a language model that makes things up is asked, killed half way, asked on, labelled, seen through."""
+"""`millstream demo`: a language model that makes things up is asked, killed half way, asked on, and seen through."""
 
 import os
 import shutil
@@ -20,6 +20,7 @@ from millstream.store.layout import list_shards
 from millstream.store.repair import verify
 from millstream.store.traces import Traces
 
+ALL = "model=lstm,gnn,gvae,baselines"
 EXPOSURES = ("often", "sometimes", "rarely", "never", "popular", "obscure")
 
 
@@ -42,7 +43,7 @@ FACTS = Story(
     questions="facts",
     extract=("tier=probe", "max_new_tokens=12", "shard_bytes=32MB", "memory=256MB"),
     rule="em",
-    train=("seeds=2", "epochs=15", "patience=4", "batch_size=64", "memory=500MB"),
+    train=(ALL, "seeds=2", "epochs=10", "patience=3", "batch_size=64", "parameters=50000", "memory=500MB"),
 )
 WORLD = Story(
     intro="SmolLM2, a real language model of 135 M parameters, and questions about countries, cities and elements.",
@@ -59,7 +60,7 @@ WORLD = Story(
         "--shuffle-seed=0",
     ),
     rule="default",
-    train=("seeds=2", "epochs=12", "patience=4", "memory=1GB"),
+    train=(ALL, "seeds=1", "epochs=8", "patience=3", "parameters=50000", "memory=1GB"),
     num_questions=1500,
 )
 STORIES = {"facts": FACTS, "smollm2": WORLD}
@@ -92,7 +93,7 @@ def run(folder: Path, story: Story) -> None:
     counts = ", ".join(f"{n} {verdict}" for verdict, n in done.counts.items())
     print(f"4. Labelled by comparing with the references: {counts}")
     _show_answers(path, traces)
-    train = _command("train", f"data={path}", f"out={trained}", "model=lstm,gnn,gvae,baselines", *story.train)
+    train = _command("train", f"data={path}", f"out={trained}", *story.train)
     print(f"5. Detectors learn to tell right from made up, on one split by question: {_shown(train)}", flush=True)
     subprocess.run(train, check=True)
     print(f"6. The report, after {format_seconds(time.monotonic() - begun)}: {trained / 'report.html'}")

