@@ -39,6 +39,7 @@ def test_the_demo_is_killed_half_way_loses_nothing_and_ends_in_a_report(
         rule="em",
         train=("model=length,mean_logprob",),
     )
+    capfd.readouterr()
     demo.run(tmp_path / "demo", story)
     shown = capfd.readouterr()
     assert "80 traces" in shown.out and "0 damages, 80 different questions" in shown.out

