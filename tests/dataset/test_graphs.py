@@ -280,6 +280,7 @@ def test_shuffled_graphs_have_as_many_edges_of_the_same_weights_from_tokens_befo
         before, after = tokens_of(record, layer, ours), tokens_of(record, layer, theirs)
         assert sorted((before[b], w) for _, b, w in ours.edges) == sorted((after[b], w) for _, b, w in theirs.edges)
         assert all(after[a] < after[b] for a, b, _ in theirs.edges)
+        assert len({(a, b) for a, b, _ in theirs.edges}) == len(theirs.edges)
         assert np.array_equal(theirs.x, record["hidden"][layer + 1][after]) and after == sorted(set(after))
         assert after[theirs.last] == before[ours.last]
         kept = {node for node, is_answer in zip(after, theirs.answer, strict=False) if is_answer}

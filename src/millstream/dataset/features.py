@@ -1,7 +1,7 @@
 """What a model sees of a record, computed on the fly: `ms.features.layers`, `token_stats`, `graphs`, `tokens`, ..."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -70,6 +70,9 @@ def graphs(
     """
     if k is not None and k < 1:
         raise ValueError(f"k={k}: at least one edge a token; None keeps all above the threshold")
+    for name, value, known in (("tokens", tokens, get_args(Tokens)), ("wiring", wiring, get_args(Wiring))):
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: there is {', '.join(known)}")
     return GraphFeature(k, threshold, hidden, attention, self_loops, dtype, tokens, wiring)
 
 

@@ -97,19 +97,19 @@ class GraphFeature:
         if self.attention == STORED:
             source = np.asarray(values["edge_source"], np.int64)
             weight = as_floats(cast(Array, values["edge_weight"]))
-            states = self._checked(number, states, weight)
+            states = self._checked(number, states, weight, weight.shape)
             edges = self._stored(source, weight)
         else:
             weights = as_floats(cast(Array, values[self.attention]))
             mean = weights.mean(axis=1, dtype=np.float32) if weights.ndim == 4 else weights.astype(np.float32)
-            states = self._checked(number, states, mean)
+            states = self._checked(number, states, mean, weights.shape)
             layer, target, source = np.nonzero(self._kept(mean))
             edges = _Edges(layer, target, source, mean[layer, target, source])
         start, end = 0, states.shape[1]
-        if self.tokens == "answer":  # an empty one has the token that ends it
+        if self.tokens == "answer":  # an empty one has the tokens that end it
             prompt, answer = (int(cast("int", values[name])) for name in SPAN)
             start = min(prompt, states.shape[1] - 1)
-            end = min(start + max(answer, 1), states.shape[1])
+            end = min(start + (answer or states.shape[1]), states.shape[1])
             edges = _where(edges, (edges.target >= start - 1) & (edges.target < end))
         return _Part.of(states, self._rewired(edges, number), start, end)
 
@@ -119,17 +119,17 @@ class GraphFeature:
             return edges
         if self.wiring == "none":
             return _where(edges, np.zeros(len(edges.layer), np.bool_))
-        chance = np.random.Generator(np.random.Philox(mix(0, 0, number))).random(len(edges.layer))
-        return edges._replace(source=(chance * edges.target).astype(np.int64))
+        return edges._replace(source=shuffled_sources(edges.layer, edges.target, edges.source, seed=number))
 
-    def _checked(self, number: int, states: Floats, weights: Floats) -> Floats:
+    def _checked(self, number: int, states: Floats, weights: Floats, found: tuple[int, ...]) -> Floats:
         """The states of the layers that attend: the embedding comes before the first, and attends to nothing."""
+        whole = states.shape
         if states.ndim == 3 and weights.ndim == 3 and len(states) == len(weights) + 1:
             states = states[1:]
         square = self.attention == STORED or weights.shape[-1] == weights.shape[1]
         if states.ndim != 3 or weights.ndim != 3 or weights.shape[:2] != states.shape[:2] or not square:
             raise ValueError(
-                f"record {number}: {self.hidden!r} {states.shape} and {self.attention!r} {weights.shape} do not go "
+                f"record {number}: {self.hidden!r} {whole} and {self.attention!r} {found} do not go "
                 "together, expected [layer, token, dim] and [layer, head, token, token], or stored edges of each token"
             )
         return states
@@ -158,6 +158,28 @@ class GraphFeature:
         among = np.zeros_like(kept)
         np.put_along_axis(among, strongest, True, axis=2)
         return kept & among
+
+
+def shuffled_sources(layer_E: Ints, target_E: Ints, source_E: Ints, *, seed: int) -> Ints:
+    """For each edge another token before its target; no two edges of a target from the same. Self loops stay.
+
+    Depends on the edges and the seed alone.
+    """
+    moved = source_E != target_E
+    target = target_E[moved]
+    _, first, node, count = np.unique(
+        layer_E[moved] * (int(target_E.max(initial=0)) + 1) + target,
+        return_index=True,
+        return_inverse=True,
+        return_counts=True,
+    )
+    rank = np.empty(len(target), np.int64)  # which of its target's edges each is
+    rank[np.argsort(node, kind="stable")] = np.arange(len(target)) - np.repeat(np.cumsum(count) - count, count)
+    chance = np.random.Generator(np.random.Philox(mix(0, 0, seed))).random((len(count), int(target.max(initial=0))))
+    chance[np.arange(chance.shape[1]) >= target[first][:, None]] = 2.0  # not from itself or later
+    drawn = source_E.copy()
+    drawn[moved] = np.argsort(chance, axis=1)[node, rank]
+    return drawn
 
 
 class _Part(NamedTuple):

@@ -75,7 +75,7 @@ class HeadGraphFeature:
         name = "attention" if self.from_attention else "edge_source"
         num_tokens = record[name].shape[-1 if self.from_attention else 1]
         start = min(max(prompt, 1), num_tokens - 1)
-        end = min(start + max(answer, 1), num_tokens)
+        end = min(start + (answer or num_tokens), num_tokens)
         if self.from_attention:
             weights = as_floats(record["attention"])[:, :, start - 1 : end]
             attended = weights.reshape(-1, end - start + 1, num_tokens).transpose(1, 2, 0)

@@ -10,9 +10,8 @@ import numpy as np
 
 from millstream.buffers import empty
 from millstream.dataset.batch import Batch, TraceBatch
-from millstream.dataset.graph_feature import Floats, Ints, Wiring
+from millstream.dataset.graph_feature import Floats, Ints, Wiring, shuffled_sources
 from millstream.dataset.layer_feature import as_floats
-from millstream.dataset.permutation import mix
 from millstream.records import Array
 
 if TYPE_CHECKING:
@@ -69,11 +68,9 @@ class SavedGraphFeature:
             return part.edge_index
         if self.wiring == "none":
             return part.edge_index[:, :0]
-        rewired = part.edge_index.copy()
-        moved = rewired[0] != rewired[1]
-        chance = np.random.Generator(np.random.Philox(mix(0, 0, part.number))).random(int(moved.sum()))
-        rewired[0, moved] = (chance * rewired[1, moved]).astype(np.int64)
-        return rewired
+        layer = np.repeat(np.arange(len(part.counts)), part.counts)
+        source, target = part.edge_index
+        return np.stack([shuffled_sources(layer, target, source, seed=part.number), target])
 
 
 class _Graphs:

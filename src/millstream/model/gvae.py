@@ -42,7 +42,7 @@ class GraphVAE(GraphLSTM):
         self.encoder = GraphEncoder(dim, width)
         self.mask = nn.Parameter(torch.zeros(dim))
         self.belief = nn.Linear(width, 2 * latent)
-        self.edge_bias = nn.Parameter(torch.zeros(1))
+        self.edge_gain, self.edge_bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
         self.tell_nodes = nn.Linear(latent, dim)
         self.reader = Reader(4 * latent, width, num_stats=num_stats, dropout=dropout)
         self.register_buffer("kl_share", torch.ones(()))
@@ -62,7 +62,7 @@ class GraphVAE(GraphLSTM):
         mu_NZ, logvar_NZ = self.believe(torch.where(masked_N[:, None], self.mask, x_ND), batch)
         z_NZ = mu_NZ + torch.randn_like(mu_NZ) * (logvar_NZ / 2).exp()
         told_MD = self.tell_nodes(z_NZ[masked_N])
-        node_loss = functional.mse_loss(told_MD, x_ND[masked_N]) if len(told_MD) else z_NZ.sum() * 0
+        node_loss = functional.mse_loss(told_MD, x_ND[masked_N]) if len(told_MD) else told_MD.sum()
         kl_Z = (mu_NZ.square() + logvar_NZ.exp() - 1 - logvar_NZ).mean(dim=0) / 2
         terms = {
             "node_loss": node_loss * self.kl_weight,
@@ -84,11 +84,12 @@ class GraphVAE(GraphLSTM):
         """Edges that are there against as many pairs of a node and another one of its graph, drawn by chance."""
         source_E, target_E = batch["edge_index"]
         if not len(source_E):
-            return z_NZ.sum() * 0
+            return (z_NZ.sum() + self.edge_gain.sum() + self.edge_bias.sum()) * 0  # all parameters have a gradient
         graph_E = batch["batch"][target_E]
         first_E, end_E = batch["ptr"][graph_E], batch["ptr"][graph_E + 1]
-        chance_E = torch.rand(len(source_E), device=z_NZ.device)
-        other_E = (first_E + (chance_E * (end_E - first_E)).long()).clamp(max=len(z_NZ) - 1)
-        scale = 1 / math.sqrt(z_NZ.shape[1])
-        there_E, drawn_E = (((z_NZ[a] * z_NZ[target_E]).sum(1) * scale + self.edge_bias) for a in (source_E, other_E))
+        size_E = end_E - first_E
+        step_E = 1 + (torch.rand(len(source_E), device=z_NZ.device) * (size_E - 1)).long().clamp(min=0)
+        other_E = first_E + (target_E - first_E + step_E) % size_E  # not itself, though it may be a true edge
+        gain = self.edge_gain / math.sqrt(z_NZ.shape[1])
+        there_E, drawn_E = (((z_NZ[a] * z_NZ[target_E]).sum(1) * gain + self.edge_bias) for a in (source_E, other_E))
         return (functional.softplus(-there_E).mean() + functional.softplus(drawn_E).mean()) / 2

@@ -106,7 +106,7 @@ def match_width(build: Callable[[int], nn.Module], parameters: int) -> int:
             return count_parameters(build(width))
 
     low, high = 8, 4096
-    while high - low > 4:
-        middle = (low + high) // 8 * 4
+    while high - low > 2:
+        middle = (low + high) // 4 * 2
         low, high = (middle, high) if size(middle) <= parameters else (low, middle)
     return min((low, high), key=lambda width: abs(size(width) - parameters))

@@ -1,11 +1,12 @@
 """metrics.jsonl: what happens in a run, a line each, and how much memory it takes, looked at every second."""
 
+import ctypes
 import json
 import os
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -74,6 +75,12 @@ def tree_bytes() -> int:
         except (OSError, IndexError):  # one that has just ended
             continue
     return total
+
+
+def give_back_memory() -> None:
+    """Let malloc return what was freed: tensors of ever new sizes leave holes that it keeps for itself (glibc)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _mend(path: Path, *, cut: bool = True) -> tuple[list[dict[str, object]], float]:

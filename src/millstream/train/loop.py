@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millstream.collection import Collection
-from millstream.console import Progress, format_bytes
+from millstream.console import Progress, format_bytes, say
 from millstream.dataset.batch import Feature
 from millstream.dataset.features import fields
 from millstream.dataset.labels import LABEL
@@ -26,7 +26,7 @@ from millstream.model.detector import Scores
 from millstream.model.net import Net
 from millstream.model.reading import fitting_batch
 from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
-from millstream.train.log import Log, tree_bytes
+from millstream.train.log import Log, give_back_memory, tree_bytes
 from millstream.train.settings import TrainSettings
 
 SCORED_AT_ONCE = 64
@@ -89,6 +89,7 @@ class Training:
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
             pin_memory=self.fabric.device.type == "cuda",
+            notify=say if job.seed == given.seed else lambda text: None,
         )
         if (job.folder / LATEST).exists():
             self._resume(loader)
@@ -103,7 +104,7 @@ class Training:
                 self._step([self.fabric.to_device(batch) for batch in parts], weight_2, given.epochs * num_steps)
                 del parts
                 self.at.loader = loader.state_dict()
-                self._tell(clock, len(train), num_steps, self.at.step - first)
+                self._tell(clock, len(train), num_steps)
                 stopped = self.stop()
                 if stopped or self._is_due():
                     self._save()
@@ -163,7 +164,7 @@ class Training:
                 val_auroc=found,
                 lr=float(self.optimizer.param_groups[0]["lr"]),
                 records_per_s=num_records / max(clock.seconds, 1e-9),
-                waiting=clock.waited / max(clock.seconds, 1e-9),
+                waiting=clock.share,
                 memory=tree_bytes(),
                 **measures,
             )
@@ -177,14 +178,16 @@ class Training:
             return value
         return float(self.fabric.all_reduce(torch.tensor(value, device=self.fabric.device), reduce_op="mean"))
 
-    def _tell(self, clock: "_Clock", num_records: int, num_steps: int, step: int) -> None:
+    def _tell(self, clock: "_Clock", num_records: int, num_steps: int) -> None:
         at = self.at
-        done = (at.epoch * num_steps + step) * num_records // num_steps
+        done = at.step * num_records // num_steps
+        if clock.look() and clock.memory > self.job.budget - self.job.memory // 2:
+            give_back_memory()
+        place = f"epoch {at.epoch + 1}, step {at.step - at.epoch * num_steps} of {num_steps}"
         best = f"AUROC {at.best:.3f} so far, " if at.best_epoch >= 0 else ""
         self.progress(
             done,
-            f"epoch {at.epoch + 1}, step {step} of {num_steps}, loss {at.sums['loss'] / at.sums['steps']:.3f}, {best}"
-            f"{clock.waited / max(clock.seconds, 1e-9):.0%} waiting for data, "
+            f"{place}, loss {at.sums['loss'] / at.sums['steps']:.3f}, {best}{clock.share:.0%} waiting for data, "
             f"{format_bytes(clock.memory)} of {format_bytes(self.job.budget)}",
         )
 
@@ -292,12 +295,23 @@ class _Clock:
     def __init__(self) -> None:
         self.waited = 0.0
         self.memory = tree_bytes()
-        self._begun = time.perf_counter()
+        self._looked = self._begun = time.perf_counter()
         self._ended: float | None = None
 
     @property
     def seconds(self) -> float:
         return (self._ended or time.perf_counter()) - self._begun
+
+    @property
+    def share(self) -> float:
+        return self.waited / max(self.seconds, 1e-9)
+
+    def look(self) -> bool:
+        """Look at the memory, once a second: the kernel takes its time to count it. Whether it has."""
+        if time.perf_counter() - self._looked < 1:
+            return False
+        self.memory, self._looked = tree_bytes(), time.perf_counter()
+        return True
 
     def stop(self) -> None:
         self._ended = time.perf_counter()
