@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "results.md"
 MARK = "<!-- made by benchmarks/detect_smollm2.py -->"
 PROMPT = "Q: Which planet is known as the Red Planet?\nA: Mars\nQ: Who painted the Mona Lisa?\nA: Leonardo da Vinci\n"
 PROMPT += "Q: {question}\nA:"
-TRAIN = ["model=lstm,gnn,gvae,baselines", "seeds=3", "epochs=8", "patience=3", "parameters=50000", "memory=1GB"]
+TRAIN = ["model=lstm,gnn,gvae,baselines", "seeds=2", "epochs=8", "patience=3", "parameters=50000", "memory=1GB"]
 
 
 def main(questions: str, *settings: str) -> None:

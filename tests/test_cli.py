@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 import millstream as ms
+from commands import run_here
 
 
 def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """In this process; with a folder to run in, in another."""
     command = [sys.executable, "-m", "millstream", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "COLUMNS": "100"})
+    if cwd is None:
+        return subprocess.CompletedProcess(command, *run_here(*arguments))
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
 def record(i: int) -> dict[str, object]:

@@ -3,17 +3,18 @@
 import gzip
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import run_here
 
 REGEX = r"lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?"
 TEXT = "".join(f">lbl|{i % 3}|{500 + i % 3}|x{i} more\n{'ACGT' * (i % 5 + 1)}\n" for i in range(50))
 
 
 def millstream(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "millstream", *map(str, arguments)], capture_output=True, text=True)
+    return subprocess.CompletedProcess(arguments, *run_here(*arguments))
 
 
 @pytest.fixture

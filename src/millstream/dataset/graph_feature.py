@@ -1,6 +1,6 @@
 """Token graphs of all layers of a batch as one disjoint union, for torch_geometric's layers in one call."""
 
-# B batch, L layers, H heads, T tokens, D hidden, K edges of a token, N nodes, E edges, G graphs = B * L
+# B batch, L layers, H heads, T tokens, R tokens with edges, D hidden, K edges of a token, N nodes, E edges, G graphs = B * L
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,23 +94,20 @@ class GraphFeature:
             if value is None:
                 raise ValueError(f"record {number} has no {name!r}")
         states = as_floats(cast(Array, values[self.hidden]))
-        if self.attention == STORED:
-            source = np.asarray(values["edge_source"], np.int64)
-            weight = as_floats(cast(Array, values["edge_weight"]))
-            states = self._checked(number, states, weight, weight.shape)
-            edges = self._stored(source, weight)
-        else:
-            weights = as_floats(cast(Array, values[self.attention]))
-            mean = weights.mean(axis=1, dtype=np.float32) if weights.ndim == 4 else weights.astype(np.float32)
-            states = self._checked(number, states, mean, weights.shape)
-            layer, target, source = np.nonzero(self._kept(mean))
-            edges = _Edges(layer, target, source, mean[layer, target, source])
+        weights = as_floats(cast(Array, values["edge_weight" if self.attention == STORED else self.attention]))
+        mean = weights.mean(axis=1, dtype=np.float32) if weights.ndim == 4 else weights
+        states = self._checked(number, states, mean, weights.shape)
         start, end = 0, states.shape[1]
         if self.tokens == "answer":  # an empty one has the tokens that end it
             prompt, answer = (int(cast("int", values[name])) for name in SPAN)
             start = min(prompt, states.shape[1] - 1)
             end = min(start + (answer or states.shape[1]), states.shape[1])
-            edges = _where(edges, (edges.target >= start - 1) & (edges.target < end))
+        rows = slice(max(start - 1, 0), end)  # the tokens that have edges
+        if self.attention == STORED:
+            edges = self._stored(np.asarray(cast(Array, values["edge_source"])[:, rows], np.int64), mean[:, rows], rows)
+        else:
+            layer, row, source = np.nonzero(self._kept(mean[:, rows].astype(np.float32), rows))
+            edges = _Edges(layer, row + rows.start, source, mean[layer, row + rows.start, source])
         return _Part.of(states, self._rewired(edges, number), start, end)
 
     def _rewired(self, edges: _Edges, number: int) -> _Edges:
@@ -118,7 +115,7 @@ class GraphFeature:
         if self.wiring == "attention":
             return edges
         if self.wiring == "none":
-            return _where(edges, np.zeros(len(edges.layer), np.bool_))
+            return _Edges(edges.layer[:0], edges.target[:0], edges.source[:0], edges.weight[:0])
         return edges._replace(source=shuffled_sources(edges.layer, edges.target, edges.source, seed=number))
 
     def _checked(self, number: int, states: Floats, weights: Floats, found: tuple[int, ...]) -> Floats:
@@ -134,26 +131,26 @@ class GraphFeature:
             )
         return states
 
-    def _stored(self, source_LTK: Ints, weight_LTK: Floats) -> _Edges:
-        if self.k is not None and self.k < source_LTK.shape[2]:
-            strongest = np.argsort(-weight_LTK, axis=2, kind="stable")[:, :, : self.k]
-            source_LTK = np.take_along_axis(source_LTK, strongest, 2)
-            weight_LTK = np.take_along_axis(weight_LTK, strongest, 2)
-        kept = (source_LTK >= 0) & (weight_LTK > self.threshold)
+    def _stored(self, source_LRK: Ints, weight_LRK: Floats, rows: slice) -> _Edges:
+        if self.k is not None and self.k < source_LRK.shape[2]:
+            strongest = np.argsort(-weight_LRK, axis=2, kind="stable")[:, :, : self.k]
+            source_LRK = np.take_along_axis(source_LRK, strongest, 2)
+            weight_LRK = np.take_along_axis(weight_LRK, strongest, 2)
+        kept = (source_LRK >= 0) & (weight_LRK > self.threshold)
         if not self.self_loops:
-            token_T1 = np.arange(source_LTK.shape[1], dtype=np.int64).reshape(-1, 1)
-            kept &= source_LTK != token_T1
-        layer, target, slot = np.nonzero(kept)
-        return _Edges(layer, target, source_LTK[layer, target, slot], weight_LTK[layer, target, slot])
+            token_R1 = np.arange(rows.start, rows.stop, dtype=np.int64).reshape(-1, 1)
+            kept &= source_LRK != token_R1
+        layer, row, slot = np.nonzero(kept)
+        return _Edges(layer, row + rows.start, source_LRK[layer, row, slot], weight_LRK[layer, row, slot])
 
-    def _kept(self, mean_LTT: Floats) -> NDArray[np.bool_]:
+    def _kept(self, mean_LRT: Floats, rows: slice) -> NDArray[np.bool_]:
         """Which entries are edges: above the threshold, before the token itself, the k strongest of each token."""
-        size = mean_LTT.shape[1]
-        causal = np.tri(size, size, 0 if self.self_loops else -1, np.bool_)
-        kept = causal & (mean_LTT > self.threshold)
+        size = mean_LRT.shape[2]
+        causal = np.tri(mean_LRT.shape[1], size, rows.start - (not self.self_loops), np.bool_)
+        kept = causal & (mean_LRT > self.threshold)
         if self.k is None or self.k >= size:
             return kept
-        strength = np.where(kept, mean_LTT, -np.inf)
+        strength = np.where(kept, mean_LRT, -np.inf)
         strongest = np.argpartition(strength, size - self.k, axis=2)[:, :, size - self.k :]
         among = np.zeros_like(kept)
         np.put_along_axis(among, strongest, True, axis=2)
@@ -203,7 +200,3 @@ class _Part(NamedTuple):
         in_answer = np.zeros_like(used)
         in_answer[:, start:end] = True
         return cls(states_LTD[used], used.sum(axis=1), np.stack(ends), edges.weight, in_answer[used])
-
-
-def _where(edges: _Edges, kept: NDArray[np.bool_]) -> _Edges:
-    return _Edges(edges.layer[kept], edges.target[kept], edges.source[kept], edges.weight[kept])
