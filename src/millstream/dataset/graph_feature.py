@@ -1,6 +1,6 @@
 """Token graphs of all layers of a batch as one disjoint union, for torch_geometric's layers in one call."""
 
-# B batch, L layers, H heads, T tokens, R tokens with edges, K edges of one, D hidden, N nodes, E edges, G graphs = B * L
+# B batch, L layers, H heads, T tokens, R with edges, K edges of one, D hidden, N nodes, E edges, G = B * L graphs
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
+from millstream.config import resident_bytes
 from millstream.errors import MissingExtra
 
 FILE = "metrics.jsonl"
@@ -77,10 +78,21 @@ def tree_bytes() -> int:
     return total
 
 
-def give_back_memory() -> None:
-    """Let malloc return what was freed: tensors of ever new sizes leave holes that it keeps for itself (glibc)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+class Heap:
+    """Lets malloc return what was freed: tensors of ever new sizes leave holes, which glibc would keep for itself.
+
+    When the process has grown by `slack` bytes; more often, getting the pages again would cost more than it saves.
+    """
+
+    def __init__(self, slack: int) -> None:
+        self._slack = slack
+        self._floor = resident_bytes()
+
+    def settle(self) -> None:
+        if resident_bytes() > self._floor + self._slack:
+            with suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+            self._floor = resident_bytes()
 
 
 def _mend(path: Path, *, cut: bool = True) -> tuple[list[dict[str, object]], float]:

@@ -26,7 +26,7 @@ from millstream.model.detector import Scores
 from millstream.model.net import Net
 from millstream.model.reading import fitting_batch
 from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
-from millstream.train.log import Log, give_back_memory, tree_bytes
+from millstream.train.log import Heap, Log, tree_bytes
 from millstream.train.settings import TrainSettings
 
 SCORED_AT_ONCE = 64
@@ -74,6 +74,7 @@ class Training:
         self.net, self.optimizer = fabric.setup(net, optimizer)
         self.at = Progressed()
         self._saved = time.monotonic()
+        self._heap = Heap(job.memory // 2)
 
     def run(self, train: Collection, val: Collection) -> bool:
         """Whether it came to its end; if not, the checkpoint is where it goes on."""
@@ -138,6 +139,7 @@ class Training:
         self.fabric.clip_gradients(self.net, self.optimizer, max_norm=job.settings.clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._heap.settle()
         for name, value in {**sums, "steps": 1.0}.items():
             self.at.sums[name] = self.at.sums.get(name, 0.0) + value
         self.at.step += 1
@@ -181,8 +183,7 @@ class Training:
     def _tell(self, clock: "_Clock", num_records: int, num_steps: int) -> None:
         at = self.at
         done = at.step * num_records // num_steps
-        if clock.look() and clock.memory > self.job.budget - self.job.memory // 2:
-            give_back_memory()
+        clock.look()
         place = f"epoch {at.epoch + 1}, step {at.step - at.epoch * num_steps} of {num_steps}"
         best = f"AUROC {at.best:.3f} so far, " if at.best_epoch >= 0 else ""
         self.progress(
@@ -239,12 +240,14 @@ def predict(
     found: list[Tensor] = []
     numbers: list[Tensor] = []
     sums: defaultdict[str, float] = defaultdict(float)
+    heap = Heap(memory // 2)
     net.eval()
     with torch.inference_mode():
         for batch in loader:
             on_device = fabric.to_device(batch)
             found.append(net(on_device)[0].float().sigmoid())
             numbers.append(on_device["numbers"])
+            heap.settle()
             for name, value in net.measures(on_device).items():
                 sums[name] += float(value)
     whole, places = torch.cat(found), torch.cat(numbers)
@@ -306,12 +309,10 @@ class _Clock:
     def share(self) -> float:
         return self.waited / max(self.seconds, 1e-9)
 
-    def look(self) -> bool:
-        """Look at the memory, once a second: the kernel takes its time to count it. Whether it has."""
-        if time.perf_counter() - self._looked < 1:
-            return False
-        self.memory, self._looked = tree_bytes(), time.perf_counter()
-        return True
+    def look(self) -> None:
+        """At the memory, once a second: the kernel takes its time to count it."""
+        if time.perf_counter() - self._looked > 1:
+            self.memory, self._looked = tree_bytes(), time.perf_counter()
 
     def stop(self) -> None:
         self._ended = time.perf_counter()
