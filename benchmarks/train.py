@@ -50,7 +50,7 @@ from millstream.train.devices import make_fabric
 from millstream.train.log import Log, read_lines
 from millstream.train.loop import Job, Training, _class_weights, _Clock, seed_all
 from millstream.train.settings import TrainSettings
-from millstream.train.trained import NetDetector
+from millstream.train.trained import NetDetector, Workplace
 from pss import peak_pss, tree_pss
 from train_data import Record, Shape, graph_records, write_store
 
@@ -363,7 +363,8 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
     part = traces.subset(range(min(num_records, len(traces))))
     fabric = make_fabric(settings)
     means = Means(0, MEMORY // 2)  # as in a run: the other half is for the model at work
-    detector = NetDetector(name, means=means, settings=settings, field_names=part.field_names, fabric=fabric)
+    place = Workplace(settings, fabric)
+    detector = NetDetector(name, means=means, field_names=part.field_names, place=place)
     seed_all(0)
     net = detector._build(part)
     net.set_scales(detector._moments(net, part))

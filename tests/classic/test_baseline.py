@@ -6,9 +6,7 @@ import os
 import pickle
 import shlex
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ pytest.importorskip("lightning_fabric")
 pytest.importorskip("torch_geometric")
 
 import millstream as ms
+from classic.old_graphs import Data, old_torch_geometric
 from millstream.classic.baseline import main
 from millstream.classic.baseline_metrics import METRICS
 from millstream.dataset.batch import TraceBatch, fetch_batch
@@ -33,32 +32,6 @@ TITLES = ["LSTM-solo", "GNN-det+LSTM", "GVAE+LSTM"]
 
 
 # -- files as the old scripts wrote them; wrong answers are where the states are larger
-
-
-class GlobalStorage:
-    def __init__(self, mapping: dict[str, object]) -> None:
-        self._mapping = mapping
-
-
-class Data:
-    def __init__(self, **fields: object) -> None:
-        self._store = GlobalStorage(fields)
-
-
-Data.__module__, GlobalStorage.__module__ = "torch_geometric.data.data", "torch_geometric.data.storage"
-
-
-@contextmanager
-def old_torch_geometric():
-    """As far as torch.save needs it."""
-    modules = {name: ModuleType(name) for name in ("torch_geometric", "torch_geometric.data")}
-    for cls in (Data, GlobalStorage):
-        modules[cls.__module__] = ModuleType(cls.__module__)
-        setattr(modules[cls.__module__], cls.__name__, cls)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in modules.items():
-            patch.setitem(sys.modules, name, module)
-        yield
 
 
 def states(number: int) -> np.ndarray:

@@ -6,7 +6,6 @@ import pickle
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import millstream as ms
+from classic.old_graphs import Data, old_torch_geometric
 from millstream.classic import PreprocessedGNNDataset, PreprocessedLSTMDataset, num_workers_for, train_val_test
 from millstream.classic.preprocessed_store import SOURCES
 from millstream.classic.trace_items import _graph_type
@@ -37,32 +37,6 @@ quiet_loader = pytest.mark.filterwarnings(
 
 
 # -- files as the old scripts wrote them, with what torch_geometric's classes look like to pickle
-
-
-class GlobalStorage:
-    def __init__(self, mapping: dict[str, object]) -> None:
-        self._mapping = mapping
-
-
-class Data:
-    def __init__(self, **fields: object) -> None:
-        self._store = GlobalStorage(fields)
-
-
-Data.__module__, GlobalStorage.__module__ = "torch_geometric.data.data", "torch_geometric.data.storage"
-
-
-@contextmanager
-def torch_geometric():
-    """As far as torch.save needs it."""
-    modules = {name: ModuleType(name) for name in ("torch_geometric", "torch_geometric.data")}
-    for cls in (Data, GlobalStorage):
-        modules[cls.__module__] = ModuleType(cls.__module__)
-        setattr(modules[cls.__module__], cls.__name__, cls)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in modules.items():
-            patch.setitem(sys.modules, name, module)
-        yield
 
 
 def content_of(kind: str, first: int, count: int) -> dict[str, Any]:
@@ -92,7 +66,7 @@ def graph(number: int, layer: int) -> Data:
 def write(folder: Path, kind: str, first: int, count: int, name: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / (name or f"preprocessed_{first:04d}.pt")
-    with torch_geometric():
+    with old_torch_geometric():
         torch.save(content_of(kind, first, count), file)
     return file
 

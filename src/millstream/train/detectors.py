@@ -5,15 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from millstream.errors import BadSetting, NoDetector
 from millstream.model.baselines import BASELINES
 from millstream.model.detector import Detector, Means
 from millstream.model.zoo import NETS, NULLS
-from millstream.train.log import Log
 from millstream.train.settings import TrainSettings
-from millstream.train.trained import NetDetector
+from millstream.train.trained import NetDetector, Workplace
 
 GROUP = "baselines"
 
@@ -39,30 +37,9 @@ class Asked:
         """Whether it is a net: trained by all processes, once for every seed."""
         return self.name in NETS
 
-    def build(
-        self,
-        *,
-        means: Means,
-        settings: TrainSettings,
-        field_names: Sequence[str],
-        fabric: Any,
-        folder: Path | None = None,
-        log: Log | None = None,
-        budget: int = 0,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> Built:
+    def build(self, *, means: Means, field_names: Sequence[str], place: Workplace, folder: Path | None = None) -> Built:
         if self.name in NETS:
-            net = NetDetector(
-                self.name,
-                means=means,
-                settings=settings,
-                field_names=field_names,
-                fabric=fabric,
-                folder=folder,
-                log=log,
-                budget=budget,
-                stop=stop,
-            )
+            net = NetDetector(self.name, means=means, field_names=field_names, place=place, folder=folder)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
         if ":" in self.name:
             detector = _own(self.name)(means)

@@ -37,6 +37,7 @@ from millstream.train.run import (
     write_table,
 )
 from millstream.train.settings import TrainSettings
+from millstream.train.trained import Workplace
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def evaluate(run: str | Path, **settings: object) -> Path:
     for name, seed in jobs:
         folder = path / CHECKPOINTS / f"{name}-{seed}"
         means = Means(seed, parse_bytes(given.memory) // 2)
-        built = Asked(name).build(means=means, settings=trained, field_names=collection.field_names, fabric=fabric)
+        built = Asked(name).build(means=means, field_names=collection.field_names, place=Workplace(trained, fabric))
         tensors, _ = load(folder / DETECTOR)
         built.detector.arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
         begun = time.perf_counter()

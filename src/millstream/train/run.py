@@ -29,7 +29,7 @@ from millstream.train.devices import make_fabric
 from millstream.train.environment import environment
 from millstream.train.log import Log, tree_bytes
 from millstream.train.settings import TrainSettings
-from millstream.train.trained import Interrupted
+from millstream.train.trained import Interrupted, Workplace
 
 CONFIG, SPLIT, DATA, ENVIRONMENT, PREDICTIONS = (
     "config.yaml",
@@ -149,16 +149,9 @@ class _Training:
     def _one(self, asked: Asked, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
         """One detector, with one seed: fit, score validation and test, keep what it learned."""
         means = Means(seed, self.memory // 2)  # the other half is for the model at work
-        built: Built = asked.build(
-            means=means,
-            settings=self.settings,
-            field_names=self.collection.field_names,
-            fabric=self.fabric,
-            folder=folder,
-            log=log,
-            budget=self.budget,
-            stop=stop,
-        )
+        place = Workplace(self.settings, self.fabric, log, self.budget, stop)
+        names = self.collection.field_names
+        built: Built = asked.build(means=means, field_names=names, place=place, folder=folder)
         detector = built.detector
         begun = time.perf_counter()
         detector.fit(self.parts["train"], self.parts["val"])

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +31,17 @@ class Interrupted(Exception):
     """Training was asked to stop, and can go on from its checkpoint."""
 
 
+@dataclass(frozen=True)
+class Workplace:
+    """Where nets are trained: on which devices, and who is told."""
+
+    settings: TrainSettings
+    fabric: Any
+    log: Log | None = None
+    budget: int = 0
+    stop: Callable[[], bool] = lambda: False
+
+
 def recipe_of(settings: TrainSettings) -> Recipe:
     return Recipe(**{field.name: getattr(settings, field.name) for field in fields_of(Recipe)})
 
@@ -44,17 +56,13 @@ class NetDetector:
         name: str,
         *,
         means: Means,
-        settings: TrainSettings,
         field_names: Sequence[str],
-        fabric: Any,
+        place: Workplace,
         folder: Path | None = None,
-        log: Log | None = None,
-        budget: int = 0,
-        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.name, self.means, self.settings, self.fabric = name, means, settings, fabric
-        self.folder, self.log, self.budget, self.stop = folder, log, budget, stop
-        self.recipe = recipe_of(settings)
+        self.name, self.means, self.place, self.folder = name, means, place, folder
+        self.settings, self.fabric = place.settings, place.fabric
+        self.recipe = recipe_of(place.settings)
         self.features = net_features(name, field_names, self.recipe)
         self.fields: Sequence[str] = list(dict.fromkeys(f for feature in self.features for f in feature.fields or ()))
         self.arrays: Arrays = {}
@@ -62,7 +70,8 @@ class NetDetector:
         self.parameters: int | None = None
 
     def fit(self, train: Collection, val: Collection) -> None:
-        assert self.folder is not None and self.log is not None
+        log = self.place.log
+        assert self.folder is not None and log is not None
         seed_all(self.means.seed)
         net = self._build(train)
         self.parameters = count_parameters(net)
@@ -74,12 +83,12 @@ class NetDetector:
             self.settings,
             self.features,
             memory=self.means.memory,
-            budget=self.budget,
+            budget=self.place.budget,
             at_once=self.at_once,
         )
         with progress(f"{self.name} seed {self.means.seed}", len(train) * self.settings.epochs) as shown:
             shown = shown if self.fabric.global_rank == 0 else silent
-            training = Training(job, self.fabric, net, log=self.log, progress=shown, stop=self.stop)
+            training = Training(job, self.fabric, net, log=log, progress=shown, stop=self.place.stop)
             if not training.run(train, val):
                 raise Interrupted
         self.arrays = {name: tensor.cpu().numpy() for name, tensor in net.state_dict().items()}
