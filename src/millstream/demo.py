@@ -43,7 +43,7 @@ FACTS = Story(
     questions="facts",
     extract=("tier=probe", "max_new_tokens=12", "shard_bytes=32MB", "memory=256MB"),
     rule="em",
-    train=(ALL, "seeds=2", "epochs=10", "patience=3", "batch_size=64", "parameters=50000", "memory=500MB"),
+    train=(ALL, "seeds=1", "epochs=6", "batch_size=64", "parameters=30000", "memory=500MB"),
 )
 WORLD = Story(
     intro="SmolLM2, a real language model of 135 M parameters, and questions about countries, cities and elements.",
@@ -60,7 +60,7 @@ WORLD = Story(
         "--shuffle-seed=0",
     ),
     rule="default",
-    train=(ALL, "seeds=1", "epochs=8", "patience=3", "parameters=50000", "memory=1GB"),
+    train=(ALL, "seeds=1", "epochs=6", "parameters=50000", "memory=1GB"),
     num_questions=1500,
 )
 STORIES = {"facts": FACTS, "smollm2": WORLD}

@@ -1,5 +1,6 @@
 """Lightning Fabric carries devices, processes and precision; this is all that is asked of it."""
 
+import os
 import warnings
 from typing import Any
 
@@ -30,4 +31,7 @@ def make_fabric(settings: TrainSettings) -> Any:
             asked = f"accelerator={settings.accelerator} devices={settings.devices} precision={settings.precision}"
             raise BadSetting(f"{asked}: {error}") from None
         fabric.launch()  # pyright: ignore[reportUnknownMemberType]
+    if not cuda and "OMP_NUM_THREADS" not in os.environ:
+        # One core for the loader: torch's threads wait by spinning, and beside it two are slower than one (measured).
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.devices - 1))
     return fabric

@@ -3,9 +3,11 @@
 import gc
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,6 +86,10 @@ class _Training:
             self._prepare()
         self.fabric.barrier()
         log = Log(self.path, tensorboard=self.settings.tensorboard and self.is_first)
+        for library in ("torch_geometric.nn", "sklearn.decomposition"):  # their memory is not that of the data
+            with suppress(ImportError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import_module(library)
         base, self.memory = tree_bytes(), parse_bytes(self.settings.memory)
         self.budget = base + self.memory
         done: list[str] = []
