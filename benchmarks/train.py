@@ -48,7 +48,7 @@ from millstream.model.net import LIMIT, match_width
 from millstream.train.data import open_labelled
 from millstream.train.devices import make_fabric
 from millstream.train.log import Log, read_lines
-from millstream.train.loop import Job, Training, _class_weights, _Clock, seed_all
+from millstream.train.loop import Job, Training, _class_weights, _Clock, _grouped, seed_all
 from millstream.train.settings import TrainSettings
 from millstream.train.trained import NetDetector, Workplace
 from pss import peak_pss, tree_pss
@@ -357,11 +357,11 @@ def make_stores(folder: Path, sizes: Sizes, both: bool) -> list[Path]:
 
 def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int, threads: int) -> Result:
     """Seconds of epochs that stream and of epochs over the same batches in RAM, in turns; and of one from the disk."""
-    torch.set_num_threads(threads)
     settings = TrainSettings(data=str(store), memory=MEMORY, epochs=sizes.epochs + 2)
     traces = open_labelled(settings.data, settings.label)
     part = traces.subset(range(min(num_records, len(traces))))
     fabric = make_fabric(settings)
+    torch.set_num_threads(threads)
     means = Means(0, MEMORY // 2)  # as in a run: the other half is for the model at work
     place = Workplace(settings, fabric)
     detector = NetDetector(name, means=means, field_names=part.field_names, place=place)
@@ -370,13 +370,13 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
     net.set_scales(detector._moments(net, part))
     loader = ms.Loader(
         part,
-        batch_size=settings.batch_size,
+        batch_size=max(s for s in range(1, detector.at_once + 1) if settings.batch_size % s == 0),
         features=[*detector.features, fields(LABEL)],
         memory=means.memory,
         notify=silent_text,
     )
     kept = [{key: value.clone() for key, value in batch.items()} for batch in loader]
-    job = Job(name, 0, folder, settings, detector.features, means.memory, MEMORY)
+    job = Job(name, 0, folder, settings, detector.features, means.memory, MEMORY, detector.at_once)
 
     def training() -> Training:
         return Training(job, fabric, deepcopy(net), log=Log(folder), progress=silent, stop=lambda: False)
@@ -439,13 +439,14 @@ def one_epoch(
     gc.collect()
     clock = _Clock()
     first = 0.0
-    for step, batch in enumerate(clock.watch(batches)):
+    count = next(given.batch_size // s for s in range(training.job.at_once, 0, -1) if given.batch_size % s == 0)
+    for parts in clock.watch(_grouped(batches, count)):
         first = first or clock.waited
-        training._step(training.fabric.to_device(batch), weight_2, given.epochs * steps)
-        del batch
+        training._step([training.fabric.to_device(batch) for batch in parts], weight_2, given.epochs * steps)
+        del parts
         if isinstance(batches, ms.Loader):
             at.loader = batches.state_dict()
-        training._tell(clock, num_records, steps, step + 1)
+        training._tell(clock, num_records, steps)
     return clock.seconds, clock.waited, first
 
 
