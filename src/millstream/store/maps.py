@@ -29,9 +29,10 @@ _SMALL_BYTES = 256 << 10  # asking for less than this costs less than looking wh
 class Map:
     """The bytes of a file as `map.view`; unmapped when the last view of them is gone."""
 
-    def __init__(self, path: Path, *, sequential: bool = False) -> None:
+    def __init__(self, path: Path, *, sequential: bool = False, descriptor: int | None = None) -> None:
+        """Of a file that is open already if given: by its name it could be another one by now."""
         self._path = path
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY) if descriptor is None else os.dup(descriptor)
         try:
             self.num_bytes = os.fstat(fd).st_size
             self._memory = _Memory(fd, self.num_bytes)

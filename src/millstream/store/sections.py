@@ -175,6 +175,7 @@ class Sections:
             in_order = len(MAGIC) <= crcs_at <= text_at <= end == size - _TAIL.size
             file.seek(crcs_at if in_order else 0)
             crcs, text = (file.read(text_at - crcs_at), file.read(end - text_at)) if in_order else (b"", b"")
+            self._map = Map(path, descriptor=file.fileno())
         if not in_order or crc32c(crcs) != crcs_crc or crc32c(text) != text_crc:
             raise BadIndex(f"{path}: damaged (its table of contents fails its checksum). {remedy}")
         self.meta: dict[str, object] = json.loads(text)
@@ -183,7 +184,6 @@ class Sections:
             raise BadIndex(f"{path}: format {version}, this millstream reads up to {VERSION}; upgrade millstream")
         self._places: dict[str, tuple[int, int]] = self.meta.pop("sections")  # pyright: ignore
         self._rows: dict[str, int] = self.meta.pop("rows")  # pyright: ignore
-        self._map = Map(path)
         self._end = crcs_at
         self._crcs = np.frombuffer(crcs, np.uint32)
         self._checked = np.zeros(len(self._crcs), np.bool_)
