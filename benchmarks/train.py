@@ -35,7 +35,7 @@ import torch
 from torch_geometric.data import Batch, Data
 
 import millstream as ms
-from millstream.console import silent
+from millstream.console import silent, unsaid
 from millstream.dataset.batch import TraceBatch
 from millstream.dataset.features import fields
 from millstream.dataset.graph_feature import GraphFeature
@@ -48,7 +48,7 @@ from millstream.model.net import LIMIT, match_width
 from millstream.train.data import open_labelled
 from millstream.train.devices import make_fabric
 from millstream.train.log import Log, read_lines
-from millstream.train.loop import Job, Training, _class_weights, _Clock, _grouped, seed_all
+from millstream.train.loop import Clock, Job, Training, _class_weights, seed_all, steps_of
 from millstream.train.settings import TrainSettings
 from millstream.train.trained import NetDetector, Workplace
 from pss import peak_pss, tree_pss
@@ -373,7 +373,7 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
         batch_size=max(s for s in range(1, detector.at_once + 1) if settings.batch_size % s == 0),
         features=[*detector.features, fields(LABEL)],
         memory=means.memory,
-        notify=silent_text,
+        notify=unsaid,
     )
     kept = [{key: value.clone() for key, value in batch.items()} for batch in loader]
     job = Job(name, 0, folder, settings, detector.features, means.memory, MEMORY, detector.at_once)
@@ -437,13 +437,12 @@ def one_epoch(
     at.sums = {}
     training.bare.train()
     gc.collect()
-    clock = _Clock()
+    clock = Clock()
     first = 0.0
     count = next(given.batch_size // s for s in range(training.job.at_once, 0, -1) if given.batch_size % s == 0)
-    for parts in clock.watch(_grouped(batches, count)):
+    for parts in steps_of(clock.watch(batches), -(-num_records * count // given.batch_size), count):
+        training._step(parts, weight_2, given.epochs * steps)
         first = first or clock.waited
-        training._step([training.fabric.to_device(batch) for batch in parts], weight_2, given.epochs * steps)
-        del parts
         if isinstance(batches, ms.Loader):
             at.loader = batches.state_dict()
         training._tell(clock, num_records, steps)
@@ -452,10 +451,6 @@ def one_epoch(
 
 def same_losses(one: Training, other: Training) -> bool:
     return all(math.isclose(one.at.sums[name], other.at.sums[name], rel_tol=1e-3) for name in one.at.sums)
-
-
-def silent_text(text: str) -> None:
-    return
 
 
 def forget(store: Path) -> None:

@@ -21,6 +21,10 @@ def silent(done: int, note: str = "") -> None:
     """Progress that nobody looks at."""
 
 
+def unsaid(text: str) -> None:
+    """`say` to nobody."""
+
+
 def format_bytes(num_bytes: float) -> str:
     """`2.1 GB`: three digits and a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):

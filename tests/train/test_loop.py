@@ -80,7 +80,7 @@ class Reading(Net):
     """Its logit is a number of the record, and it counts what it is given."""
 
     def __init__(self) -> None:
-        super().__init__(0)
+        super().__init__(8, 0)
         self.one = nn.Parameter(torch.ones(()))
 
     def logits(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

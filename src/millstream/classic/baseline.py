@@ -18,7 +18,8 @@ from millstream.report.read_run import Run as Finished
 from millstream.report.read_run import read_run
 from millstream.store.traces import Traces
 from millstream.train.data import data_card, open_labelled
-from millstream.train.run import DATA, PREDICTIONS, Run, train
+from millstream.train.folder import DATA, PREDICTIONS
+from millstream.train.run import Run, train
 from millstream.train.settings import TrainSettings
 
 OUTPUT_DIR = "results"

@@ -1,6 +1,5 @@
 """Runs of the old training script -> its metrics.json: each model's numbers on the test part."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from millstream.errors import BadSplit
 from millstream.model.auroc import auroc
 from millstream.report.measures import Floats, Labels, f1_score, precision_recall
 from millstream.report.read_run import Run
-from millstream.store.layout import publish
+from millstream.train.folder import write_json
 
 TITLES = {"lstm": "LSTM-solo", "gnn": "GNN-det+LSTM", "gvae": "GVAE+LSTM"}
 METRICS = "metrics.json"
@@ -32,7 +31,7 @@ def write_metrics(out: Path, runs: Sequence[Run]) -> dict[str, Numbers]:
         "threshold": "of each model, where Youden's J (recall - false positive rate) is highest on validation",
         "data": {run.path.name: {name: run.data[name] for name in DATA} for run in runs},
     }
-    publish(out / METRICS, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
+    write_json(out / METRICS, about)
     return ordered
 
 

@@ -78,8 +78,8 @@ class Split:
         """How many records and keys each part has; with a field, also the share of each of its values."""
         codes = np.concatenate([np.empty(0, np.uint8), *_assign(self._collection, self.rule)])
         rows: list[list[str]] = [["part", "records", "share", "keys"]]
-        keys = None if self.rule.by is None else _codes(self._collection.column(self.rule.by))[0]
-        classes, names = _codes(self._collection.column(field)) if field is not None else (codes, [])
+        keys = None if self.rule.by is None else codes_of(self._collection.column(self.rule.by))[0]
+        classes, names = codes_of(self._collection.column(field)) if field is not None else (codes, [])
         rows[0] += [f"{field}={name}" for name in names]
         for number, (name, part) in enumerate(self._subsets.items()):
             mine = codes == number
@@ -168,7 +168,7 @@ def _assign(collection: Collection, rule: Rule) -> Iterator[NDArray[np.uint8]]:
             numbers = np.arange(start, min(start + _CHUNK, len(collection)), dtype=np.int64)
             yield _part(mix_words(collection.record_numbers(numbers), salt), edges, rule)
         return
-    codes, values = _codes(collection.column(rule.by))
+    codes, values = codes_of(collection.column(rule.by))
     if len(codes) and (missing := int(np.count_nonzero(codes < 0))):
         first = int(np.flatnonzero(codes < 0)[0])
         raise BadSplit(
@@ -188,7 +188,7 @@ def _part(hashes: NDArray[np.uint64], edges: NDArray[np.uint64], rule: Rule) -> 
     return found.astype(np.uint8)
 
 
-def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]:
+def codes_of(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]:
     """Every record's value as its place in a list of the distinct ones; -1 for None."""
     whole = column.unify_dictionaries().combine_chunks()
     if isinstance(whole, pa.ChunkedArray):  # what pyarrow gives for no rows

@@ -6,7 +6,7 @@ from functools import cached_property
 from millstream.buffers import Pool
 from millstream.collection import Collection, Numbers
 from millstream.config import parse_bytes
-from millstream.console import format_bytes, say
+from millstream.console import format_bytes, say, unsaid
 from millstream.dataset.batch import Feature
 from millstream.loader.plan import OrderName, batch_budget, plan_order, plan_threads
 from millstream.loader.positions import Positions
@@ -124,7 +124,7 @@ class Loader:
         threads, _ = plan_threads(self._threads, batch_bytes=self._batch_bytes(), budget=self._budget)
         if layout.rank == 0 and (self._threads is None or self._asked == "auto"):
             self._notify(f"loader: {self.plan}")
-            self._notify = _silent
+            self._notify = unsaid
 
         wanted_at: dict[int, Numbers] = {}
 
@@ -164,10 +164,6 @@ class Loader:
         """What a batch takes, about: from the mean record."""
         medium = self._collection.medium
         return self._layout.batch_size * (medium.num_bytes // max(self._layout.n, 1))
-
-
-def _silent(text: str) -> None:
-    return
 
 
 def _can_pin() -> bool:

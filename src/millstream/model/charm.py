@@ -34,7 +34,7 @@ class HeadGraph(Net):
     """Takes what `HeadGraphFeature` makes: attention and nothing else, as the original does."""
 
     def __init__(self, width: int, *, dim: int, edge_dim: int, dropout: float) -> None:
-        super().__init__(0)
+        super().__init__(width, 0)
         self.x = Scale(1, dim)
         self.edge_attr = Scale(1, edge_dim)
         self.project = nn.Linear(dim, width)

@@ -38,7 +38,7 @@ class GraphLSTM(Net):
     """Takes a union of graphs as `ms.features.graphs` makes it and, if `num_stats`, `stats` [B, S]."""
 
     def __init__(self, width: int, *, num_layers: int, dim: int, num_stats: int, dropout: float) -> None:
-        super().__init__(num_stats)
+        super().__init__(width, num_stats)
         self.x = Scale(num_layers, dim)
         self.encoder = GraphEncoder(dim, width)
         self.reader = Reader(2 * width, width, num_stats=num_stats, dropout=dropout)

@@ -47,6 +47,9 @@ class GraphVAE(GraphLSTM):
         self.reader = Reader(4 * latent, width, num_stats=num_stats, dropout=dropout)
         self.register_buffer("kl_share", torch.ones(()))
 
+    def warm(self, share: float) -> None:
+        self.kl_share.fill_(share)
+
     def believe(self, x_ND: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Mean and log-variance of each node's latent."""
         nodes_NW = self.encoder(x_ND, batch["edge_index"], batch["edge_attr"])

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from millstream.collection import Collection
 from millstream.dataset.batch import Feature
+from millstream.dataset.labels import LABEL
 from millstream.loader.loader import Loader
 from millstream.model.auroc import auroc
 from millstream.model.detector import Arrays, Means, Scores
 from millstream.model.moments import Moments
-from millstream.model.reading import LABEL, labels_of, reader
+from millstream.model.reading import labels_of, reader
 from millstream.model.regressions import STEP_ROWS, Regressions
 
 STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)  # C: the smaller, the more large weights cost

@@ -15,7 +15,7 @@ class LayerLSTM(Net):
     """Takes `layers` [B, L, D] and, if `num_stats`, `stats` [B, S]."""
 
     def __init__(self, width: int, *, num_layers: int, dim: int, num_stats: int, dropout: float) -> None:
-        super().__init__(num_stats)
+        super().__init__(width, num_stats)
         self.layers = Scale(num_layers, dim)
         self.project = nn.Linear(dim, width)
         self.reader = Reader(width, width, num_stats=num_stats, dropout=dropout)

@@ -58,8 +58,9 @@ class Reader(nn.Module):
 class Net(nn.Module):
     """A detector that is trained by gradients: `logits` of being wrong, and what else its loss is made of."""
 
-    def __init__(self, num_stats: int) -> None:
+    def __init__(self, width: int, num_stats: int) -> None:
         super().__init__()
+        self.width = width
         self.stats = Scale(1, num_stats) if num_stats else None
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -74,6 +75,9 @@ class Net(nn.Module):
     def set_scales(self, moments: Mapping[str, Moments]) -> None:
         for name, found in moments.items():
             cast(Scale, getattr(self, name)).set(found)
+
+    def warm(self, share: float) -> None:
+        """Told before a step how much of the warm-up, the first fifth of training, is over: from 0 to 1."""
 
     def measures(self, batch: Batch) -> dict[str, Tensor]:
         """What is worth knowing of a batch of the validation part, beside its scores."""

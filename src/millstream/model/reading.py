@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from millstream.collection import Collection
 from millstream.dataset.batch import Feature
 from millstream.dataset.features import fields
+from millstream.dataset.labels import LABEL
 from millstream.loader.loader import Loader
 from millstream.model.detector import Means
 
-LABEL = "label"
 _THREADS = 2
 
 

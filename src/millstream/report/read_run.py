@@ -11,12 +11,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from millstream.dataset.split import codes_of
 from millstream.errors import BadSource
 from millstream.report.measures import Floats, Labels
 from millstream.report.metrics_file import Fit, Metrics, read_metrics
-
-CONFIG, ENVIRONMENT, DATA, METRICS = "config.yaml", "env.json", "data.json", "metrics.jsonl"
-PREDICTIONS = "predictions.parquet"
+from millstream.train.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS
 
 
 @dataclass(frozen=True)
@@ -144,12 +143,8 @@ class _Predictions:
 
 
 def _coded(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[str]]:
-    """Texts as places in a list of the distinct ones; -1 for None."""
-    whole = column.cast(pa.string()).combine_chunks()
-    if isinstance(whole, pa.ChunkedArray):  # what pyarrow gives for no rows
-        return np.empty(0, np.int64), []
-    encoded = whole.dictionary_encode()
-    return encoded.indices.fill_null(-1).to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
+    codes, names = codes_of(column.cast(pa.string()))
+    return codes, cast("list[str]", names)
 
 
 def _place(names: Sequence[str], name: str) -> int:

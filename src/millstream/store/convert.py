@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from millstream.console import Progress, silent
+from millstream.console import Progress, silent, unsaid
 from millstream.errors import BadSource, SchemaMismatch, SourceError
 from millstream.records import RawTensor, as_tensor
 from millstream.source.pickles import normalise, read_traces
@@ -51,7 +51,7 @@ def convert(
     out: Path,
     *,
     compression: Literal["none", "lz4", "zstd"] | None = None,
-    notify: Callable[[str], None] = lambda text: None,
+    notify: Callable[[str], None] = unsaid,
     progress: Progress = silent,
 ) -> Written:
     """Import old files, of traces or preprocessed, into a store; each file's last record ends a shard."""
@@ -89,7 +89,7 @@ def convert(
     return Written(out, len(traces), traces.num_bytes)
 
 
-def old_records(file: Path, notify: Callable[[str], None] = lambda text: None) -> Iterator[dict[str, object]]:
+def old_records(file: Path, notify: Callable[[str], None] = unsaid) -> Iterator[dict[str, object]]:
     """The records of one old file, one in memory at a time."""
     stem = file.name.split(".")[0]
     if is_preprocessed(file):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from millstream.config import parse_bytes, read_settings, resident_bytes
-from millstream.console import format_bytes, format_seconds, interruptible, progress, say
+from millstream.console import format_bytes, format_seconds, interruptible, progress, say, unsaid
 from millstream.engine import Engine
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.source.llm.batches import plan_batches
@@ -95,7 +95,7 @@ class ExtractWorker:
         from millstream.source.llm.model import load_model
         from millstream.source.llm.tracer import Tracer
 
-        card = describe_model(settings.of_model(), notify=lambda text: None)
+        card = describe_model(settings.of_model(), notify=unsaid)
         prompt = make_prompt(settings.prompt, card.tokenizer, stop=settings.stop)
         self._tracer = Tracer(
             load_model(settings.of_model(), card),

@@ -23,19 +23,20 @@ from millstream.train.data import data_card, open_labelled
 from millstream.train.detectors import Asked
 from millstream.train.devices import make_fabric
 from millstream.train.environment import environment
-from millstream.train.log import Log, read_lines
-from millstream.train.run import (
+from millstream.train.folder import (
     CHECKPOINTS,
     CONFIG,
     DATA,
     DETECTOR,
     ENVIRONMENT,
+    METRICS,
     SCORES,
     SPLIT,
-    scores_table,
-    write_predictions,
+    write_json,
     write_table,
 )
+from millstream.train.log import Log, read_lines
+from millstream.train.run import scores_table, write_predictions
 from millstream.train.settings import TrainSettings
 from millstream.train.trained import Workplace
 
@@ -66,10 +67,10 @@ def evaluate(run: str | Path, **settings: object) -> Path:
     out = Path(given.out) if given.out else path / "evaluated" / name
     jobs = _finished(path, given.model)
     out.mkdir(parents=True, exist_ok=True)
-    publish(out / DATA, (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
-    publish(out / ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode())
+    write_json(out / DATA, card)
+    write_json(out / ENVIRONMENT, environment())
     publish(out / CONFIG, yaml.safe_dump({**asdict(trained), "evaluates": str(path)}, sort_keys=False).encode())
-    (out / "metrics.jsonl").unlink(missing_ok=True)
+    (out / METRICS).unlink(missing_ok=True)
     log = Log(out)
     fits = {(line["model"], line["seed"]): line for line in read_lines(path) if line["kind"] == "fit"}
     fabric = make_fabric(replace(trained, devices=1))

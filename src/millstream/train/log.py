@@ -12,8 +12,8 @@ from typing import cast
 
 from millstream.config import resident_bytes
 from millstream.errors import MissingExtra
+from millstream.train.folder import METRICS
 
-FILE = "metrics.jsonl"
 INTERVAL_S = 1.0
 
 
@@ -21,11 +21,9 @@ class Log:
     """Appends lines. A line that a kill has torn is cut off when the run goes on, and time goes on from the last."""
 
     def __init__(self, run: Path, *, tensorboard: bool = False) -> None:
-        self._path = run / FILE
+        self._path = run / METRICS
         self._lock = threading.Lock()
-        whole, last = _mend(self._path)
-        self._begun = time.monotonic() - last
-        self.lines = whole
+        self._begun = time.monotonic() - _mend(self._path)[1]
         self._board = _board(run) if tensorboard else None
 
     def write(self, kind: str, **values: object) -> None:
@@ -60,7 +58,7 @@ class Log:
 
 def read_lines(run: Path) -> list[dict[str, object]]:
     """All whole lines of a run."""
-    return _mend(run / FILE, cut=False)[0]
+    return _mend(run / METRICS, cut=False)[0]
 
 
 def tree_bytes() -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millstream.collection import Collection
-from millstream.console import Progress, format_bytes, say
+from millstream.console import Progress, format_bytes, say, unsaid
 from millstream.dataset.batch import Feature
 from millstream.dataset.features import fields
 from millstream.dataset.labels import LABEL
@@ -30,8 +30,10 @@ from millstream.train.log import Heap, Log, tree_bytes
 from millstream.train.settings import TrainSettings
 
 SCORED_AT_ONCE = 64
+RECORDS = "records"
 LATEST, BEST = "latest.safetensors", "best.safetensors"
 T = TypeVar("T")
+Parts = Iterable[tuple[bool, dict[str, Any]]]  # of a batch; whether each is the last
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Progressed:
     best: float = -1.0
     best_epoch: int = -1
     done: bool = False
-    sums: dict[str, float] = field(default_factory=dict[str, float])  # of the losses of this epoch so far
+    sums: dict[str, float] = field(default_factory=dict[str, float])  # over the records of this epoch so far
     loader: dict[str, object] | None = None
 
 
@@ -90,7 +92,7 @@ class Training:
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
             pin_memory=self.fabric.device.type == "cuda",
-            notify=say if job.seed == given.seed else lambda text: None,
+            notify=say if job.seed == given.seed else unsaid,
         )
         if (job.folder / LATEST).exists():
             self._resume(loader)
@@ -98,12 +100,11 @@ class Training:
         num_steps = -(-len(loader) // (own // part))
         while self.at.epoch < given.epochs and not self.at.done:
             loader.set_epoch(self.at.epoch)
-            clock = _Clock()
+            clock = Clock()
             first = self.at.step
             self.bare.train()
-            for parts in clock.watch(_grouped(loader, own // part)):
-                self._step([self.fabric.to_device(batch) for batch in parts], weight_2, given.epochs * num_steps)
-                del parts
+            for parts in steps_of(clock.watch(loader), loader.remaining, own // part):
+                self._step(parts, weight_2, given.epochs * num_steps)
                 self.at.loader = loader.state_dict()
                 self._tell(clock, len(train), num_steps)
                 stopped = self.stop()
@@ -117,40 +118,46 @@ class Training:
             self.bare.load_state_dict(load(job.folder / BEST)[0])
         return True
 
-    def _step(self, parts: list[dict[str, Any]], weight_2: Tensor, total: int) -> None:
-        """One step of the optimiser. The gradient of the parts, one after the other, is that of the whole batch."""
+    def _step(self, parts: Parts, weight_2: Tensor, total: int) -> None:
+        """One step of the optimiser, the parts of whose batch go through the net as they come.
+
+        Every record counts the same: the gradient of an epoch's last batch, if it is short, is that much smaller.
+        """
         job, step = self.job, self.at.step
         seed_all(mix(job.seed, step, self.fabric.global_rank))  # so chance needs no state
         for group in self.optimizer.param_groups:
             group["lr"] = job.settings.lr * learning_share(step, total, job.settings.warmup)
-        if hasattr(self.bare, "kl_share"):
-            self.bare.kl_share.fill_(min(1.0, step / max(1, total // 5)))  # pyright: ignore
-        num_records = sum(len(batch[LABEL]) for batch in parts)
+        own = job.settings.batch_size // self.fabric.world_size
+        self.bare.warm(min(1.0, step / max(1, total // 5)))
         sums: defaultdict[str, float] = defaultdict(float)
-        for batch in parts:
-            share = len(batch[LABEL]) / num_records
-            with self.fabric.no_backward_sync(self.net, enabled=batch is not parts[-1]):
+        numbers: list[Tensor] = []
+        for is_last, batch in parts:
+            batch = self.fabric.to_device(batch)
+            count = len(batch[LABEL])
+            numbers.append(batch["numbers"])
+            with self.fabric.no_backward_sync(self.net, enabled=not is_last):
                 loss, terms = self.net(batch, batch[LABEL].float(), weight_2[batch[LABEL]])
-                self.fabric.backward(loss * share)
+                self.fabric.backward(loss * (count / own))
             for name, term in {"loss": loss, **terms}.items():
-                sums[name] += share * term.item()
+                sums[name] += count * term.item()
+            del batch, loss, terms
         if not math.isfinite(sums["loss"]):
-            raise NotFinite(_not_finite(job, self.at, sums["loss"], parts))
+            raise NotFinite(_not_finite(job, self.at, sums["loss"], torch.cat(numbers)))
         self.fabric.clip_gradients(self.net, self.optimizer, max_norm=job.settings.clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._heap.settle()
-        for name, value in {**sums, "steps": 1.0}.items():
+        for name, value in {**sums, RECORDS: float(sum(map(len, numbers)))}.items():
             self.at.sums[name] = self.at.sums.get(name, 0.0) + value
         self.at.step += 1
 
-    def _end_epoch(self, val: Collection, clock: "_Clock", num_records: int) -> None:
+    def _end_epoch(self, val: Collection, clock: "Clock", num_records: int) -> None:
         at, job = self.at, self.job
         scores, measures = predict(
             self.bare, val, job.features, memory=job.memory, fabric=self.fabric, at_once=job.at_once
         )
         found = auroc(val.column(LABEL).to_numpy(), scores)
-        means = {name: self._over_ranks(sums / at.sums["steps"]) for name, sums in at.sums.items() if name != "steps"}
+        means = {name: self._over_ranks(sums / at.sums[RECORDS]) for name, sums in at.sums.items() if name != RECORDS}
         if found > at.best:
             at.best, at.best_epoch = found, at.epoch
             if self.fabric.global_rank == 0:
@@ -180,7 +187,7 @@ class Training:
             return value
         return float(self.fabric.all_reduce(torch.tensor(value, device=self.fabric.device), reduce_op="mean"))
 
-    def _tell(self, clock: "_Clock", num_records: int, num_steps: int) -> None:
+    def _tell(self, clock: "Clock", num_records: int, num_steps: int) -> None:
         at = self.at
         done = at.step * num_records // num_steps
         clock.look()
@@ -188,7 +195,7 @@ class Training:
         best = f"AUROC {at.best:.3f} so far, " if at.best_epoch >= 0 else ""
         self.progress(
             done,
-            f"{place}, loss {at.sums['loss'] / at.sums['steps']:.3f}, {best}{clock.share:.0%} waiting for data, "
+            f"{place}, loss {at.sums['loss'] / at.sums[RECORDS]:.3f}, {best}{clock.share:.0%} waiting for data, "
             f"{format_bytes(clock.memory)} of {format_bytes(self.job.budget)}",
         )
 
@@ -235,7 +242,7 @@ def predict(
         rank=fabric.global_rank,
         world=fabric.world_size,
         tail="pad",
-        notify=lambda text: None,
+        notify=unsaid,
     )
     found: list[Tensor] = []
     numbers: list[Tensor] = []
@@ -277,22 +284,23 @@ def _class_weights(train: Collection) -> Tensor:
     return torch.tensor(counts.sum() / (2 * np.maximum(counts, 1)), dtype=torch.float32)
 
 
-def _not_finite(job: Job, at: Progressed, value: float, parts: list[dict[str, Any]]) -> str:
-    numbers = ", ".join(str(number) for batch in parts for number in batch["numbers"].tolist())
+def _not_finite(job: Job, at: Progressed, value: float, records: Tensor) -> str:
+    numbers = ", ".join(map(str, records.cpu().numpy()))
     return (
         f"{job.name} seed {job.seed}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of the "
         f"records {numbers} of {job.settings.data}. Their inputs are finite: try a smaller lr={job.settings.lr / 10:g}"
     )
 
 
-def _grouped(batches: Iterable[T], count: int) -> Iterator[list[T]]:
-    iterator = iter(batches)
-    while group := list(islice(iterator, count)):
-        yield group
-        del group
+def steps_of(parts: Iterator[T], num_parts: int, per_step: int) -> Iterator[Iterator[tuple[bool, T]]]:
+    """The parts of each step, to be taken as they come."""
+    for first in range(0, num_parts, per_step):
+        count = min(per_step, num_parts - first)
+        yield ((place == count - 1, part) for place, part in enumerate(islice(parts, count)))
+    next(parts, None)  # there is none: it ends its epoch
 
 
-class _Clock:
+class Clock:
     """How long a loop takes, and how much of it is waiting for data."""
 
     def __init__(self) -> None:

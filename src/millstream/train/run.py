@@ -23,25 +23,29 @@ from millstream.dataset.labels import LABEL
 from millstream.dataset.split import Split
 from millstream.errors import BadSource, ConfigMismatch, NoDetector
 from millstream.model.detector import Means, Scores
-from millstream.store.layout import publish, publishing
+from millstream.store.layout import publish
 from millstream.train.checkpoint import save
 from millstream.train.data import data_card, open_labelled, split_of
 from millstream.train.detectors import Asked, Built, asked_for
 from millstream.train.devices import make_fabric
 from millstream.train.environment import environment
+from millstream.train.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    DATA,
+    DETECTOR,
+    ENVIRONMENT,
+    PREDICTIONS,
+    SCORES,
+    SPLIT,
+    write_json,
+    write_table,
+)
 from millstream.train.log import Log, tree_bytes
 from millstream.train.settings import TrainSettings
 from millstream.train.trained import Interrupted, Workplace
 
-CONFIG, SPLIT, DATA, ENVIRONMENT, PREDICTIONS = (
-    "config.yaml",
-    "split.json",
-    "data.json",
-    "env.json",
-    "predictions.parquet",
-)
 KEYS = ("fingerprint", "label_digest")  # of the data card: with other records or labels it is another run
-CHECKPOINTS, SCORES, DETECTOR = "checkpoints", "scores.parquet", "detector.safetensors"
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,9 @@ class _Training:
         elif self.path.exists() and any(self.path.iterdir()):
             raise BadSource(f"{self.path}: is there and is no run; choose another folder with out=")
         self.path.mkdir(parents=True, exist_ok=True)
-        publish(self.path / DATA, (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
+        write_json(self.path / DATA, card)
         self.parts.save(self.path / SPLIT)
-        publish(self.path / ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode())
+        write_json(self.path / ENVIRONMENT, environment())
         publish(config, yaml.safe_dump(asdict(self.settings), sort_keys=False).encode())
         say(f"{self.settings.data}: {len(self.collection)} of {card['records']} records are right or wrong")
         say(self.parts.report(LABEL))
@@ -215,11 +219,6 @@ def scores_table(name: str, part: Collection, scores: Scores) -> pa.Table:
             "score": pa.array(np.asarray(scores, np.float64)),
         }
     )
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    with publishing(path) as file:
-        pq.write_table(table, file, compression="zstd")
 
 
 def _keep(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from millstream.collection import Collection
-from millstream.console import progress, silent
+from millstream.console import progress, silent, unsaid
 from millstream.errors import NotFinite
 from millstream.loader.loader import Loader
 from millstream.model.detector import Arrays, Means, Scores
@@ -92,7 +92,7 @@ class NetDetector:
             if not training.run(train, val):
                 raise Interrupted
         self.arrays = {name: tensor.cpu().numpy() for name, tensor in net.state_dict().items()}
-        self.chosen = {"epoch": training.at.best_epoch, "width": _width(net)}
+        self.chosen = {"epoch": training.at.best_epoch, "width": net.width}
         self._net = net
 
     def score(self, collection: Collection) -> Scores:
@@ -106,7 +106,7 @@ class NetDetector:
         some = np.unique(np.linspace(0, len(collection) - 1, NUM_EXAMPLES).astype(np.int64))
         example = next(iter(self._loader(collection.subset(some))))
         net = build_net(self.name, example, self.recipe)
-        row_bytes = 4 * _width(net)
+        row_bytes = 4 * net.width
         num_rows = max(len(example[name]) for name in ("layers", "x", "edge_attr") if name in example)
         self.at_once = max(1, min(SCORED_AT_ONCE, PASS_BYTES * len(example["numbers"]) // (num_rows * row_bytes)))
         return net
@@ -146,19 +146,10 @@ class NetDetector:
             memory=self.means.memory,
             rank=0,
             world=1,
-            notify=_unsaid,
+            notify=unsaid,
         )
 
 
 def _is_finite(batch: Mapping[str, object]) -> bool:
     floats = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     return all(bool(value.isfinite().all()) for value in floats)
-
-
-def _unsaid(text: str) -> None:
-    return
-
-
-def _width(net: Net) -> int:
-    reader = getattr(net, "reader", None)
-    return int(reader.head[-1].in_features) if reader is not None else int(net.head[-1].in_features)  # pyright: ignore
