@@ -1,9 +1,31 @@
-"""Lets all tests import `commands`. Several test processes on two cores: torch's threads would only wait."""
+"""Lets all tests import `commands`; long files first. With several processes on two cores torch's threads only wait."""
 
 import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Files that take long, the longest first: begun last, one of them would keep a single core busy at the end.
+LONG = (
+    "store/test_extract_ray.py",
+    "train/test_run.py",
+    "store/test_pack.py",
+    "train/test_processes.py",
+    "test_demo.py",
+    "store/test_extract.py",
+    "source/test_pickles.py",
+    "loader/test_memory.py",
+    "store/test_reads_processes.py",
+    "source/test_facts.py",
+    "loader/test_loader.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))

@@ -1,19 +1,31 @@
 """The demo, on a tiny model that knows nothing: killed half way it loses nothing."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import millstream as ms
+from commands import run_here
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "source"))
 
 
+def run_to_its_end(command: list[str], *, check: bool) -> None:
+    """In this process; the command that is killed half way has a process of its own."""
+    assert command[:3] == [sys.executable, "-m", "millstream"] and check
+    code, out, err = run_here(*command[3:])
+    assert code == 0, err
+    print(out, end="", flush=True)
+    print(err, end="", file=sys.stderr, flush=True)
+
+
 def test_the_demo_is_killed_half_way_loses_nothing_and_ends_in_a_report(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     from tiny_models import make_model
 
@@ -40,6 +52,8 @@ def test_the_demo_is_killed_half_way_loses_nothing_and_ends_in_a_report(
         train=("model=length,mean_logprob",),
     )
     capfd.readouterr()
+    theirs = SimpleNamespace(**{**vars(subprocess), "run": run_to_its_end})
+    monkeypatch.setattr(demo, "subprocess", theirs)
     demo.run(tmp_path / "demo", story)
     shown = capfd.readouterr()
     assert "80 traces" in shown.out and "0 damages, 80 different questions" in shown.out

@@ -388,11 +388,18 @@ def test_a_mixture_has_other_records_in_other_epochs_and_resumes_exactly(traces:
 
 def test_a_program_may_end_while_a_loop_is_not_done(traces: ms.Traces):
     code = (
-        "import sys, millstream as ms\n"
-        "loader = ms.Loader(ms.open(sys.argv[1]), batch_size=2, threads=4, order='exact')\n"
+        "import os, sys, torch, millstream as ms\n"
+        "traces = ms.open(sys.argv[1])\n"
+        "for _ in range(3):  # programs, imported once\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        break\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "else:\n"
+        "    sys.exit()\n"
+        "loader = ms.Loader(traces, batch_size=2, threads=4, order='exact')\n"
         "left_alone = iter(loader)\n"
         "next(left_alone)\n"
     )
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", code, str(traces.path)], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([sys.executable, "-c", code, str(traces.path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

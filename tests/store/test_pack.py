@@ -2,13 +2,17 @@
 
 import gzip
 import io
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 import zlib
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -174,12 +178,12 @@ def test_any_text_comes_back_byte_for_byte(tmp_path_factory, monkeypatch, format
 @given(st.lists(fasta(), min_size=2, max_size=3))
 def test_several_files_come_back_as_their_concatenation(tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("several")
-    for text in texts:
-        if plain_reads(folder, text) is None:
-            return
+    reads = [plain_reads(folder, text) for text in texts]
+    if None in reads:
+        return
     file = packed(folder, *texts)
     assert unpacked(file) == b"".join(texts)
-    assert file.records == sum(len(plain_reads(folder, text)) for text in texts)
+    assert file.records == sum(map(len, reads))
 
 
 def test_formats_are_not_mixed(tmp_path):
@@ -366,7 +370,7 @@ def test_a_file_that_goes_on_as_ordinary_gzip_is_packed(tmp_path):
     assert unpacked(file) == text + b">z\nGG\n"
 
 
-def big(count: int = 3000) -> bytes:
+def big(count: int) -> bytes:
     rng = np.random.default_rng(1)
     out = []
     for number in range(count):
@@ -377,51 +381,56 @@ def big(count: int = 3000) -> bytes:
     return b"".join(out)
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from millstream.store import index, pack as module
-index.BUFFER_BYTES = 1 << 13
-module.COMMIT_S = 0.0
-*sources, out = map(Path, sys.argv[1:])
-settings = index.IndexSettings(header_regex=r"(?P<name>r\\d+) x(?P<kind>\\d)")
-print("packing", flush=True)
-module.pack(sources, out, settings=settings)
-"""
+def start_child(*paths: Path, most_bytes: int | None = None) -> BaseProcess:
+    """Pack in a fork, which has imported and compiled all already; what it raises is in `errors` beside the output."""
+    *sources, out = paths
+
+    def work() -> None:
+        index.BUFFER_BYTES, pack_module.COMMIT_S = 1 << 13, 0.0
+        if most_bytes:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+        try:
+            pack(sources, out, settings=IndexSettings(header_regex=r"(?P<name>r\d+) x(?P<kind>\d)"))
+        except BaseException:
+            out.with_name("errors").write_text(traceback.format_exc())
+            raise
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    return child
 
 
-def run_child(*arguments: object, after_s: float | None = None) -> bool:
-    """Pack in another process; kill it after a while. Whether it was done."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(index.__file__).parents[2])}
-    command = [sys.executable, "-W", "error", "-c", CHILD, *map(str, arguments)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        if after_s is not None:
-            time.sleep(after_s)
-            child.send_signal(signal.SIGKILL)
-        _, errors = child.communicate()
-        assert child.returncode in (0, -signal.SIGKILL), errors.decode()
-        return child.returncode == 0
+def wait_for(child: BaseProcess) -> int | None:
+    child.join()
+    return child.exitcode
 
 
 @pytest.mark.parametrize("kind", ["gzip"])
 def test_a_run_killed_at_any_instant_goes_on_and_gives_the_same_bytes(tmp_path, kind):
     sources = [tmp_path / "a.fq", tmp_path / "b.fq"]
-    sources[0].write_bytes(WRAPS[kind](big()))
-    sources[1].write_bytes(WRAPS[kind](big(1500)))
-    whole, out = tmp_path / "whole.pack", tmp_path / "out.pack"
-    assert run_child(*sources, whole)
-    kills = 0
-    for attempt in range(60):
-        folder = tmp_path / "out.pack.partial"
-        if run_child(*sources, out, after_s=1.0 + 0.7 * attempt):
+    sources[0].write_bytes(WRAPS[kind](big(1200)))
+    sources[1].write_bytes(WRAPS[kind](big(600)))
+    whole, out, folder = tmp_path / "whole.pack", tmp_path / "out.pack", tmp_path / "out.pack.partial"
+    assert wait_for(start_child(*sources, whole)) == 0
+    child = start_child(*sources, out)
+    while not (folder / "journal.json").exists():
+        time.sleep(0.001)
+    kills, code = 0, None
+    for attempt in range(30):
+        child.join(0.02 * 1.5**attempt)
+        child.kill()
+        code = wait_for(child)
+        assert code in (0, -signal.SIGKILL), (tmp_path / "errors").read_text()
+        if code == 0:
             break
         kills += 1
         assert not out.exists() or not folder.exists() or is_pack(out)
+        child = start_child(*sources, out)
+    assert code == 0
     assert out.read_bytes() == whole.read_bytes()
     assert kills >= 1, "the first run was over before it could be killed"
-    assert not (tmp_path / "out.pack.partial").exists()
+    assert not folder.exists()
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
@@ -521,36 +530,27 @@ def test_what_is_done_is_not_done_again_and_nothing_else_is_replaced(tmp_path):
 
 
 def test_a_full_disk_says_what_to_do_and_keeps_what_is_done(tmp_path):
-    (tmp_path / "a.fq").write_bytes(big())
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\nimport signal\n"
-    limited += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" + CHILD
-    environment = {**os.environ, "PYTHONPATH": str(Path(index.__file__).parents[2])}
-    command = [sys.executable, "-W", "error", "-c", limited, str(tmp_path / "a.fq"), str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert StoreFull.__name__ in done.stderr, done.stderr
-    assert "run the same command again" in done.stderr
+    (tmp_path / "a.fq").write_bytes(big(1200))
+    assert wait_for(start_child(tmp_path / "a.fq", tmp_path / "out", most_bytes=80_000)) == 1
+    said = (tmp_path / "errors").read_text()
+    assert StoreFull.__name__ in said and "run the same command again" in said
     assert not (tmp_path / "out").exists()
-    assert run_child(tmp_path / "a.fq", tmp_path / "out")
-    assert run_child(tmp_path / "a.fq", tmp_path / "whole")
+    assert wait_for(start_child(tmp_path / "a.fq", tmp_path / "out")) == 0
+    assert wait_for(start_child(tmp_path / "a.fq", tmp_path / "whole")) == 0
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path, varied):
     file = packed(tmp_path, varied)
-    good = file.path.read_bytes()
+    good, expected = file.path.read_bytes(), reads_of(file)
     for place in np.random.default_rng(2).integers(0, len(good), 60).tolist():
         bad = bytearray(good)
         bad[place] ^= 4
         file.path.write_bytes(bad)
         try:
-            assert reads_of(PackFile(file.path, memory=MEMORY)) == reads_of_good(tmp_path, good)
+            assert reads_of(PackFile(file.path, memory=MEMORY)) == expected
         except BadIndex:
             continue
-
-
-def reads_of_good(folder: Path, good: bytes) -> list[tuple[str, bytes, bytes | None]]:
-    (folder / "good").write_bytes(good)
-    return reads_of(PackFile(folder / "good", memory=MEMORY))
 
 
 def test_packs_are_told_from_other_files(tmp_path):
@@ -630,18 +630,18 @@ def test_everything_works_without_compiled_kernels(tmp_path):
     code = (
         "import io, sys; from pathlib import Path\n"
         "from millstream.store.pack import pack; from millstream.store.unpack import unpack\n"
-        "source, out = map(Path, sys.argv[1:])\n"
-        "pack([source], out); text = io.BytesIO(); unpack(out, text)\n"
-        "assert text.getvalue() == source.read_bytes()\n"
+        "for source in map(Path, sys.argv[1:]):\n"
+        "    out = source.with_suffix('.plain'); pack([source], out); text = io.BytesIO(); unpack(out, text)\n"
+        "    assert text.getvalue() == source.read_bytes()\n"
         "from millstream.kernels import HAVE_NUMBA; assert not HAVE_NUMBA\n"
     )
     (tmp_path / "a").write_bytes(big(30) + b"\n" + big(2).replace(b"\n", b"\r\n"))
     (tmp_path / "b").write_bytes(b"; x\n>a\nACGNNNnnacgt\nAC\n\n>b\n>c\nNNNNNNNNNNNNNNNNNNNNNNNNNNNNNN\nNNa")
     environment = {**os.environ, "PYTHONPATH": str(Path(index.__file__).parents[2])}
+    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
+    done = subprocess.run(command, env={**environment, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     for name in "ab":
         pack([tmp_path / name], tmp_path / f"{name}.pack")
-        command = [sys.executable, "-W", "error", "-c", code, str(tmp_path / name), str(tmp_path / f"{name}.plain")]
-        done = subprocess.run(command, env={**environment, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
         assert (tmp_path / f"{name}.plain").read_bytes() == (tmp_path / f"{name}.pack").read_bytes()
     assert pack_file.WHAT == "packed reads"
