@@ -46,11 +46,13 @@ from millstream.model.geometric import scatter
 from millstream.model.gnn import GraphLSTM
 from millstream.model.net import LIMIT, match_width
 from millstream.train.data import open_labelled
+from millstream.train.detectors import AskedDetector
 from millstream.train.devices import make_fabric
 from millstream.train.log import Log, read_lines
-from millstream.train.loop import Clock, Job, Training, _class_weights, seed_all, steps_of
+from millstream.train.loop import Clock, Job, Training, seed_all, steps_of
 from millstream.train.settings import TrainSettings
-from millstream.train.trained import NetDetector, Workplace
+from millstream.train.task import DETECTION
+from millstream.train.trained import Workplace
 from pss import peak_pss, tree_pss
 from train_data import Record, Shape, graph_records, write_store
 
@@ -363,26 +365,27 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
     fabric = make_fabric(settings)
     torch.set_num_threads(threads)
     means = Means(0, MEMORY // 2)  # as in a run: the other half is for the model at work
-    place = Workplace(settings, fabric)
-    detector = NetDetector(name, means=means, field_names=part.field_names, place=place)
+    asked = AskedDetector(name, part.field_names)
+    detector = asked.build(means=means, place=Workplace(settings, fabric, str(store))).model
     seed_all(0)
     net = detector._build(part)
     net.set_scales(detector._moments(net, part))
     loader = ms.Loader(
         part,
         batch_size=max(s for s in range(1, detector.at_once + 1) if settings.batch_size % s == 0),
-        features=[*detector.features, fields(LABEL)],
+        features=[*detector.kit.features, fields(LABEL)],
         memory=means.memory,
         notify=unsaid,
     )
     kept = [{key: value.clone() for key, value in batch.items()} for batch in loader]
-    job = Job(name, 0, folder, settings, detector.features, means.memory, MEMORY, detector.at_once)
+    seen = detector.kit.features
+    job = Job(name, 0, folder, settings, DETECTION, seen, seen, means.memory, MEMORY, str(store), detector.at_once)
 
     def training() -> Training:
         return Training(job, fabric, deepcopy(net), log=Log(folder), progress=silent, stop=lambda: False)
 
     sides = {"stream": training(), "ram": training()}
-    weight_2 = _class_weights(part)
+    weight_2 = DETECTION.weights(part)
     seconds: dict[str, list[float]] = {"stream": [], "ram": [], "loader alone": []}
     waiting: list[float] = []
     firsts: list[float] = []

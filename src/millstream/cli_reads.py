@@ -120,6 +120,48 @@ def unpack(
         say(f"{out}: {file.records} reads. Next: millstream index {out}")
 
 
+def simulate(
+    genomes: Annotated[
+        list[str], typer.Argument(help="FASTA files, each a genome; or a folder.", metavar="GENOMES...")
+    ],
+    out: Annotated[
+        list[Path], typer.Option("--out", "-o", help="FASTA or FASTQ, gzipped if it ends in .gz; twice: mates apart.")
+    ],
+    reads: Annotated[int, typer.Option(help="How many; the two of a pair count as two.")] = 100_000,
+    length: Annotated[int, typer.Option(help="Letters of a read.")] = 150,
+    error: Annotated[float, typer.Option(help="Share of letters that are replaced.")] = 0.01,
+    indel: Annotated[float, typer.Option(help="Share of letters left out or put in.")] = 0.0,
+    insert: Annotated[int | None, typer.Option(help="Make pairs, of fragments of this mean length.")] = None,
+    abundance: Annotated[
+        str, typer.Option(help="length (same coverage), equal (reads a class), or lognormal.")
+    ] = "length",
+    mapping: Annotated[Path | None, typer.Option(help="Class ids by tax_id; written if it is not there.")] = None,
+    index_dir: Annotated[Path | None, typer.Option(help="Put indexes of the genomes there.")] = None,
+    seed: Annotated[int, typer.Option(help="The same one gives the same reads.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Draw labelled reads from genomes, of both strands and with errors; headers are lbl|class|tax|len|name/mate."""
+    from dataclasses import asdict
+
+    from millstream.console import progress, say
+    from millstream.dataset.simulate import SimulateSettings
+    from millstream.dataset.simulate import simulate as draw
+    from millstream.door import expand
+
+    settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)
+    settings.check()
+    files = [file for place in genomes for file in expand(place)]
+    with progress("simulate", reads, unit="reads") as update:
+        done = draw(files, out, settings=settings, mapping=mapping, index_dir=index_dir, progress=update)
+    if as_json:
+        print_json({**asdict(done), "paths": [str(path) for path in out]})
+    depths = sorted(done.coverage.values())
+    size = f"{done.reads} reads of {len(depths)} genomes, {done.bases} bases, coverage {depths[0]:.3g}x"
+    more = f" to {depths[-1]:.3g}x" if f"{depths[0]:.3g}" != f"{depths[-1]:.3g}" else ""
+    table = mapping or "species.tsv"
+    say(f"{out[0]}: {size}{more}. Next: millstream train data.train={out[0]} mapping={table}")
+
+
 def inspect_reads(path: Path, *, examples: int, as_json: bool) -> None:
     from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""The commands for detectors: train, evaluate, report."""
+"""The commands that train and compare: train, evaluate, report, classify."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,20 +14,26 @@ RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=Fa
 
 
 def train(settings: Settings = None, as_json: Json = False) -> None:
-    """Train detectors of wrong answers, with baselines beside them, and report. Run again to go on.
+    """Train detectors of wrong answers, or classifiers of reads, and report. Run again to go on.
 
-    Settings: data=STORE model=lstm,gnn,gvae,baselines (or names of single ones, or package.module:Class) out=RUN;
-    label, train, val, by, salt; seeds, seed, epochs, batch_size, lr, weight_decay, warmup, clip, patience, dropout,
-    parameters, token, token_stats, k, kl_weight, free_bits; memory, accelerator, devices, precision;
-    checkpoint_minutes, checkpoint_steps, tensorboard.
+    Detectors: data=STORE model=lstm,gnn,gvae,baselines (or names of single ones, or package.module:Class); label,
+    train, val, by, salt, parameters, token, token_stats, k, kl_weight, free_bits.
+
+    Classifiers: data.train=FILE data.val=FILE data.test=FILES mapping=TABLE model=kmer-linear,cnn,lstm,transformer,hf;
+    data.header_regex, data.index_dir, taxonomy, balance, reverse_complement, paired, val_reads, k, bits, width, layers,
+    tokenizer, max_length, hf, lora.
+
+    Both: out=RUN seeds, seed, epochs, batch_size, lr, weight_decay, warmup, clip, patience, dropout, memory,
+    accelerator, devices, precision, checkpoint_minutes, checkpoint_steps, tensorboard.
     """
     from dataclasses import asdict
 
     from millstream.config import read_settings
     from millstream.console import say
+    from millstream.train.read_settings import ReadSettings, are_of_reads
     from millstream.train.settings import TrainSettings
 
-    given = read_settings(TrainSettings, settings or [])
+    given = read_settings(ReadSettings if are_of_reads(settings or []) else TrainSettings, settings or [])
     given.check()
     from millstream.train.run import train as fit
 
@@ -58,6 +64,49 @@ def evaluate(
     _show(score(run, **asdict(read_settings(EvaluateSettings, settings or []))), as_json)
 
 
+def classify(
+    run: RunFolder,
+    reads: Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="READS...")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="TSV to write, gzipped if it ends in .gz.")],
+    model: Annotated[
+        str | None, typer.Option(help="Which model of the run.", show_default="the best on validation")
+    ] = None,
+    paired: Annotated[bool, typer.Option("--paired", help="Neighbouring reads are mates.")] = False,
+    mates: Annotated[list[str] | None, typer.Option(help="Files of the second reads of pairs.")] = None,
+    threshold: Annotated[
+        float, typer.Option(help="Less likely classes are given to the genus, or what is above.")
+    ] = 0.0,
+    kraken_output: Annotated[Path | None, typer.Option(help="Also write a report as Kraken 2 does.")] = None,
+    memory: Annotated[str, typer.Option(help="What reads may take, beside the model.")] = "1GB",
+    index_dir: Annotated[Path | None, typer.Option(help="Put indexes there, not beside the files.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the class of every read, or pair, by a trained classifier: read, class, tax_id, taxon, rank, probability.
+
+    Run again to go on after an interruption.
+    """
+    from dataclasses import asdict
+    from functools import partial
+
+    from millstream.console import interruptible, progress, say
+    from millstream.train.classify import classify as name
+
+    with interruptible() as stop:
+        done = name(
+            run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold,
+            kraken_output=kraken_output, memory=memory, index_dir=index_dir,
+            watch=partial(progress, "classify", unit="reads"), stop=stop,
+        )  # fmt: skip
+    if as_json:
+        print_json(asdict(done))
+    what = "reads" if done.num_rows == done.num_reads else "pairs"
+    count = f"{done.num_rows} {what}, {done.num_classified} classified, {done.num_unclassified} not"
+    if done.interrupted:
+        say(f"{out}: {count} so far; interrupted, the same command goes on from here")
+        raise typer.Exit(130)
+    say(f"{out}: {count}; {done.reads_per_s:.0f} reads/s")
+
+
 def report(
     run: RunFolder,
     out: Annotated[
@@ -71,25 +120,15 @@ def report(
 
 def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
     """The table on stdout, and the page."""
-    from dataclasses import asdict
-
     from millstream.console import say
-    from millstream.report.evaluate import read_results
-    from millstream.report.figures import write_figures
-    from millstream.report.page import write_report
-    from millstream.report.tables import comparison_text, write_tables
+    from millstream.report.reported import report_of
 
-    results = read_results(run)
+    found = report_of(run)
     if as_json:
-        found = asdict(results)
-        print_json(
-            {name: found[name] for name in ("run", "num_test", "num_wrong", "models", "differences", "findings")}
-        )
+        print_json(found.summary)
     else:
-        print(comparison_text(results))
-        for finding in results.findings:
+        print(found.text)
+        for finding in found.findings:
             print(finding)
-    page = write_report(results, out or run / "report.html")
-    write_figures(results, page.parent / "figures")
-    write_tables(results, page.parent / "tables")
-    say(f"{run}: {len(results.models)} detectors compared. Open {page}")
+    page = found.write(out or run / "report.html")
+    say(f"{run}: {found.compared} compared. Open {page}")

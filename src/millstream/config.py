@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
 
@@ -53,32 +53,69 @@ def config_diff(old: Mapping[str, object], new: Mapping[str, object]) -> str:
 def read_settings(kind: type[T], given: Sequence[str] | Mapping[str, object]) -> T:
     """A dataclass of settings from `key=value` texts and names of YAML files (or a mapping); later ones win.
 
+    Settings within a setting are written `data.train=reads.fa`, or in a mapping of their own.
+
     >>> read_settings(ExtractSettings, ["base.yaml", "tier=full", "max_new_tokens=64"])
     """
-    types: dict[str, Any] = get_type_hints(kind)
-    known = [field.name for field in fields(kind) if field.init]
+    types = _types(kind)
+    known = list(types)
     values: dict[str, object] = {}
-    for key, value in _pairs(given):
+    for key, value in setting_pairs(given):
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}=?" if near else f"there is {', '.join(known)}"
             raise BadSetting(f"{key}={value}: no such setting; {hint}")
         values[key] = _typed(key, value, get_args(types[key]) or (types[key],))
-    return kind(**values)
+    return _built(kind, values)
 
 
-def _pairs(given: Sequence[str] | Mapping[str, object]) -> list[tuple[str, object]]:
+def _types(kind: type[Any], prefix: str = "") -> dict[str, Any]:
+    """The type of every setting, also of those within settings, by its whole name."""
+    hints: dict[str, Any] = get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        name = prefix + field.name
+        inner = hints[field.name]
+        if field.init:
+            found |= _types(cast("type[Any]", inner), f"{name}.") if is_dataclass(inner) else {name: inner}
+    return found
+
+
+def _built(kind: type[T], values: Mapping[str, object], prefix: str = "") -> T:
+    hints: dict[str, Any] = get_type_hints(kind)
+    given: dict[str, object] = {}
+    for field in fields(kind):
+        name = prefix + field.name
+        if is_dataclass(hints[field.name]):
+            given[field.name] = _built(hints[field.name], values, f"{name}.")
+        elif name in values:
+            given[field.name] = values[name]
+    return kind(**given)
+
+
+def setting_pairs(given: Sequence[str] | Mapping[str, object]) -> list[tuple[str, object]]:
+    """Every `key` and its value, in order; the keys of settings within settings are whole: `data.train`."""
     if isinstance(given, Mapping):
-        return list(given.items())
+        return _flat(given)
     pairs: list[tuple[str, object]] = []
     for text in given:
         key, equals, value = text.partition("=")
         if equals:
             pairs.append((key.strip(), value))
         elif text.endswith((".yaml", ".yml")):
-            pairs += _read_yaml(Path(text)).items()
+            pairs += _flat(_read_yaml(Path(text)))
         else:
             raise BadSetting(f"{text}: write settings as key=value, or name a .yaml file")
+    return pairs
+
+
+def _flat(given: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            pairs += _flat(cast("Mapping[str, object]", value), f"{prefix}{key}.")
+        else:
+            pairs.append((prefix + key, value))
     return pairs
 
 

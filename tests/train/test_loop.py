@@ -22,8 +22,9 @@ from millstream.train import loop as loop_module
 from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
 from millstream.train.devices import make_fabric
 from millstream.train.log import Log, read_lines, tree_bytes
-from millstream.train.loop import _class_weights, learning_share, predict
+from millstream.train.loop import learning_share, predict
 from millstream.train.settings import TrainSettings
+from millstream.train.task import DETECTION
 
 NUM = 40
 
@@ -66,11 +67,11 @@ def test_a_run_of_few_steps_has_a_learning_rate_too(total: int):
 def test_right_and_wrong_answers_weigh_the_same_in_all(traces: ms.Collection):
     labels = traces.column("label").to_numpy()
     uneven = traces.subset([*np.flatnonzero(labels == 0)[:12], *np.flatnonzero(labels == 1)[:4]])
-    weight = _class_weights(uneven)[uneven.column("label").to_pylist()]
+    weight = DETECTION.weights(uneven)[uneven.column("label").to_pylist()]
     assert weight[:12].sum().item() == pytest.approx(weight[12:].sum().item()) == pytest.approx(8)
     assert weight.mean().item() == pytest.approx(1)  # so that the loss of chance is that of even classes
     alone = traces.subset(np.flatnonzero(labels == 1)[:4])
-    assert _class_weights(alone).isfinite().all()
+    assert DETECTION.weights(alone).isfinite().all()
 
 
 # -- scores
@@ -96,7 +97,8 @@ def expected_of(collection: ms.Collection) -> np.ndarray:
 
 
 def scores_of(collection: ms.Collection, fabric: Any) -> tuple[np.ndarray, dict[str, float]]:
-    return predict(Reading().train(), collection, [fields("p_true")], memory=50 << 20, fabric=fabric)
+    outcome, measures = predict(Reading().train(), collection, [fields("p_true")], memory=50 << 20, fabric=fabric)
+    return outcome["score"].astype(np.float64), measures
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 64])

@@ -32,7 +32,7 @@ def run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_baselines_are_all_there_are_and_the_nulls_of_the_models_named():
-    names = [asked.name for asked in asked_for(TrainSettings(data="x", model="gnn,baselines"))]
+    names = [asked.name for asked in asked_for(TrainSettings(data="x", model="gnn,baselines"), [])]
     assert names[0] == "gnn" and {"length", "p_true", "lookback", "charm", "gnn_shuffled", "gnn_unwired"} <= set(names)
     assert len(names) == len(set(names)) == 1 + len(BASELINES) + 3 and "gvae_unwired" not in names
 

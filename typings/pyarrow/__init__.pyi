@@ -90,6 +90,7 @@ class StructArray(Array):
     def field(self, index: int | str) -> Array: ...
 
 class ChunkedArray:
+    def fill_null(self, fill_value: object) -> ChunkedArray: ...
     type: DataType
     null_count: int
     num_chunks: int

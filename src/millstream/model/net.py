@@ -56,7 +56,13 @@ class Reader(nn.Module):
 
 
 class Net(nn.Module):
-    """A detector that is trained by gradients: `logits` of being wrong, and what else its loss is made of."""
+    """What is trained by gradients. As it is here, a detector: `logits` [B] of being wrong."""
+
+    lr = 2e-3  # the learning rate, where none is given
+    at_most = 64  # records at once; fewer where they would not fit the cache
+    most_records = 1 << 62  # in all epochs, after which there is nothing left to learn
+    clips = True  # whether its gradient has a norm to clip
+    loss_name = "bce"
 
     def __init__(self, width: int, num_stats: int) -> None:
         super().__init__()
@@ -64,13 +70,18 @@ class Net(nn.Module):
         self.stats = Scale(1, num_stats) if num_stats else None
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [B], and by name further terms of the loss (while training; already weighted)."""
+        """Logits, and by name further terms of the loss (while training; already weighted)."""
         raise NotImplementedError
 
     def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
         """Add a batch of the training part to the moments of each input."""
         if self.stats is not None:
             moments["stats"].add(batch["stats"])
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it has to see the training part before it is trained."""
+        return any(isinstance(module, Scale) for module in self.modules())
 
     def set_scales(self, moments: Mapping[str, Moments]) -> None:
         for name, found in moments.items():
@@ -83,16 +94,26 @@ class Net(nn.Module):
         """What is worth knowing of a batch of the validation part, beside its scores."""
         return {}
 
-    def forward(
-        self, batch: Batch, target_B: Tensor | None = None, weight_B: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The logits; or, given targets, the loss and its parts."""
-        logits_B, terms = self.logits(batch)
-        if target_B is None:
-            return logits_B, {}
-        loss = functional.binary_cross_entropy_with_logits(logits_B, target_B, weight_B)
-        parts = {"bce": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
+    def forward(self, batch: Batch, target_B: Tensor, weight_B: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its parts."""
+        logits, terms = self.logits(batch)
+        loss = self.loss(logits, target_B, weight_B)
+        parts = {self.loss_name: loss.detach(), **{name: term.detach() for name, term in terms.items()}}
         return loss + sum(terms.values()), parts
+
+    def loss(self, logits: Tensor, target_B: Tensor, weight_B: Tensor) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(logits, target_B.float(), weight_B)
+
+    def answer(self, batch: Batch) -> dict[str, Tensor]:
+        """What it says of each record, by name."""
+        return {"score": self.logits(batch)[0].float().sigmoid()}
+
+    def num_rows(self, batch: Batch) -> int:
+        """Of its largest activation, each `width` wide."""
+        return max(len(batch[name]) for name in ("layers", "x", "edge_attr") if name in batch)
+
+    def optimizer(self, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay)
 
     def scaled_stats(self, batch: Batch) -> Tensor | None:
         return None if self.stats is None else self.stats(batch["stats"])

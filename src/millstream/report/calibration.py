@@ -57,14 +57,21 @@ def brier(labels: Labels, probabilities: Floats) -> float:
 
 def ece(labels: Labels, probabilities: Floats, num_bins: int = NUM_BINS) -> float:
     """The expected calibration error over bins of equal counts; equal probabilities share a bin."""
-    said, happened, sizes = _bins(labels, probabilities, num_bins)
+    said, happened, sizes = binned(labels, probabilities, num_bins)
     return float(np.abs(said - happened) @ sizes / len(labels))
 
 
 def calibration_curve(labels: Labels, probabilities: Floats, num_bins: int = NUM_BINS) -> Curve:
     """The mean probability of each bin, and the share of wrong answers in it."""
-    said, happened, _ = _bins(labels, probabilities, num_bins)
+    said, happened, _ = binned(labels, probabilities, num_bins)
     return Curve(said.tolist(), happened.tolist())
+
+
+def binned(labels: Labels, probabilities: Floats, num_bins: int = NUM_BINS) -> tuple[Floats, Floats, Floats]:
+    """Of each bin the mean probability, the share of labels 1, and its size."""
+    bins = equal_bins(probabilities, num_bins)
+    sizes = np.bincount(bins).astype(np.float64)
+    return np.bincount(bins, probabilities) / sizes, np.bincount(bins, labels) / sizes, sizes
 
 
 def equal_bins(values: NDArray[np.generic], num_bins: int) -> NDArray[np.int64]:
@@ -72,12 +79,6 @@ def equal_bins(values: NDArray[np.generic], num_bins: int) -> NDArray[np.int64]:
     ranked = np.sort(values)
     starts = np.unique(ranked[[len(ranked) * number // num_bins for number in range(num_bins)]])
     return np.searchsorted(starts, values, side="right") - 1
-
-
-def _bins(labels: Labels, probabilities: Floats, num_bins: int) -> tuple[Floats, Floats, Floats]:
-    bins = equal_bins(probabilities, num_bins)
-    sizes = np.bincount(bins).astype(np.float64)
-    return np.bincount(bins, probabilities) / sizes, np.bincount(bins, labels) / sizes, sizes
 
 
 def _logistic(values: Floats) -> Floats:

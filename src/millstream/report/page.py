@@ -2,14 +2,16 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from millstream.errors import MissingExtra
-from millstream.report.figures import PALETTE, Drawing, draw
+from millstream.report.cells import DASH, Cell, branch, flat, p_text, shown
+from millstream.report.drawing import PALETTE, Drawing
+from millstream.report.figures import draw
 from millstream.report.results import Difference, Interval, ModelResult, Results
-from millstream.report.tables import COLUMNS, DASH, GROUPS, Cell, Column, branch, flat, p_text, shown
+from millstream.report.tables import COLUMNS, GROUPS, Column
 from millstream.store.layout import publish
 
 try:
@@ -22,11 +24,34 @@ _MAX_TEXT = 400  # characters shown of a question or an answer
 _VARIABLES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
 
 
-def write_report(results: Results, out: Path) -> Path:
-    """The report as the file `out`, whole or not at all.
+def write_report(results: Results, out: Path, *, drawings: Sequence[Drawing] | None = None) -> Path:
+    """The report as the file `out`, whole or not at all; with these figures, if they are drawn already.
 
     >>> write_report(read_results("run"), Path("run/report.html"))  # doctest: +SKIP
     """
+    drawings = draw(results) if drawings is None else drawings
+    return render(
+        "template.html.j2",
+        out,
+        results=results,
+        title=_title(results),
+        facts=_facts(results),
+        columns=[(column, _chance(column, results)) for column in COLUMNS],
+        groups=GROUPS,
+        rows=_comparison(results.models),
+        differences=_differences(results.differences),
+        figures=inlined(drawings),
+        not_drawn=[drawing for drawing in drawings if not drawing.figure],
+        verdicts=_verdicts(results.data),
+        parts=_parts(results.data),
+        card=flat({name: value for name, value in results.data.items() if name not in ("verdicts", "parts")}),
+        settings=flat(results.config),
+        environment=flat(results.environment),
+    )
+
+
+def render(template: str, out: Path, **values: object) -> Path:
+    """A template of this folder as the file `out`, in the colours of the figures."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -35,27 +60,15 @@ def write_report(results: Results, out: Path) -> Path:
         lstrip_blocks=True,
     )
     environment.filters.update(shown=shown, chance=p_text, clipped=_clipped)
-    drawings = draw(results)
-    page = environment.get_template("template.html.j2").render(
-        results=results,
-        palette=PALETTE,
-        title=_title(results),
-        facts=_facts(results),
-        columns=[(column, _chance(column, results)) for column in COLUMNS],
-        groups=GROUPS,
-        rows=_comparison(results.models),
-        differences=_differences(results.differences),
-        figures=[(drawing, inline_svg(drawing)) for drawing in drawings if drawing.figure],
-        not_drawn=[drawing for drawing in drawings if not drawing.figure],
-        verdicts=_verdicts(results.data),
-        parts=_parts(results.data),
-        card=flat({name: value for name, value in results.data.items() if name not in ("verdicts", "parts")}),
-        settings=flat(results.config),
-        environment=flat(results.environment),
-    )
+    page = environment.get_template(template).render(palette=PALETTE, **values)
     out.parent.mkdir(parents=True, exist_ok=True)
     publish(out, page.encode("utf-8", "replace"))
     return out
+
+
+def inlined(drawings: Iterable[Drawing]) -> list[tuple[Drawing, Markup]]:
+    """Those that were drawn, as parts of a page."""
+    return [(drawing, inline_svg(drawing)) for drawing in drawings if drawing.figure]
 
 
 def inline_svg(drawing: Drawing) -> Markup:
@@ -81,14 +94,16 @@ def _inline_tag(tag: str, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _ShownCell:
+class ShownCell:
+    """A number of a table that can be sorted."""
+
     text: str
     interval: str  # below the text
     order: float | str  # what its column is sorted by; empty: last
 
 
 @dataclass(frozen=True)
-class _Plot:
+class Plot:
     """A dot with its interval and a line of reference, in percent of the width."""
 
     low: float
@@ -97,27 +112,27 @@ class _Plot:
     reference: float
 
 
-def _comparison(models: Sequence[ModelResult]) -> list[tuple[ModelResult, _Plot | None, list[_ShownCell]]]:
-    plots = _plots([model.auroc for model in models], reference=0.5)
-    cells = [[_cell(column.value(model), column.spec) for column in COLUMNS] for model in models]
+def _comparison(models: Sequence[ModelResult]) -> list[tuple[ModelResult, Plot | None, list[ShownCell]]]:
+    plots = plots_of([model.auroc for model in models], reference=0.5)
+    cells = [[cell_of(column.value(model), column.spec) for column in COLUMNS] for model in models]
     return list(zip(models, plots, cells, strict=True))
 
 
-def _differences(differences: Sequence[Difference]) -> list[tuple[Difference, _Plot | None, _ShownCell]]:
-    plots = _plots([difference.auroc for difference in differences], reference=0.0)
-    cells = [_cell(difference.auroc, "+.3f") for difference in differences]
+def _differences(differences: Sequence[Difference]) -> list[tuple[Difference, Plot | None, ShownCell]]:
+    plots = plots_of([difference.auroc for difference in differences], reference=0.0)
+    cells = [cell_of(difference.auroc, "+.3f") for difference in differences]
     return list(zip(differences, plots, cells, strict=True))
 
 
-def _cell(value: Cell, spec: str) -> _ShownCell:
+def cell_of(value: Cell, spec: str) -> ShownCell:
     number = value.value if isinstance(value, Interval) else value
     text = shown(value, spec)
     interval = f"{shown(value.low, spec)}, {shown(value.high, spec)}" if isinstance(value, Interval) else ""
     order = "" if text == DASH or number is None else number
-    return _ShownCell(text, interval if text != DASH else "", order)
+    return ShownCell(text, interval if text != DASH else "", order)
 
 
-def _plots(intervals: Sequence[Interval], *, reference: float) -> list[_Plot | None]:
+def plots_of(intervals: Sequence[Interval], *, reference: float) -> list[Plot | None]:
     """All on one scale; None where there is no number."""
     numbers = [number for interval in intervals for number in (interval.low, interval.value, interval.high)]
     numbers = [number for number in (*numbers, reference) if math.isfinite(number)]
@@ -127,7 +142,7 @@ def _plots(intervals: Sequence[Interval], *, reference: float) -> list[_Plot | N
         return round(4 + 92 * (number - low) / width, 2)
 
     return [
-        _Plot(*(place(number) for number in (i.low, i.value, i.high, reference)))
+        Plot(*(place(number) for number in (i.low, i.value, i.high, reference)))
         if all(map(math.isfinite, (i.low, i.value, i.high)))
         else None
         for i in intervals

@@ -1,6 +1,5 @@
 """The folder of a run -> its files in memory, checked. Knows what `millstream train` writes; computes nothing."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from millstream.dataset.split import codes_of
 from millstream.errors import BadSource
 from millstream.report.measures import Floats, Labels
 from millstream.report.metrics_file import Fit, Metrics, read_metrics
+from millstream.report.run_files import again, check_run, damaged, read_mapping, unfinished
 from millstream.train.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS
 
 
@@ -58,17 +58,13 @@ def read_run(path: str | Path) -> Run:
     >>> run = read_run("runs/first"); run.trials["gnn"][0].test.shape == run.test.labels.shape
     """
     folder = Path(path)
-    if not (folder / CONFIG).is_file():
-        what = f"has no {CONFIG}, so it is no run" if folder.is_dir() else "no such folder"
-        raise BadSource(f"{folder}: {what}. {_next(folder)}")
+    check_run(folder, what="detector")
     file = folder / PREDICTIONS
-    if not file.is_file() or not (folder / METRICS).is_file():
-        raise BadSource(f"{folder}: no detector is finished yet. {_next(folder)}")
     metrics = read_metrics(folder / METRICS)
     table = _Predictions(file)
     finished = [key for key in table.keys if key in metrics.fits]
     if not finished:
-        raise BadSource(f"{folder}: no detector is finished yet. {_next(folder)}")
+        raise unfinished(folder, what="detector")
     val, test = (table.part(part, finished[0]) for part in ("val", "test"))
     missing = dict(metrics.missing)
     trials: dict[str, list[Trial]] = {}
@@ -79,9 +75,9 @@ def read_run(path: str | Path) -> Run:
         trials.setdefault(model, []).append(Trial(seed, metrics.fits[model, seed], *scores))
     return Run(
         folder,
-        config=_mapping(folder / CONFIG),
-        environment=_mapping(folder / ENVIRONMENT),
-        data=_mapping(folder / DATA),
+        config=read_mapping(folder / CONFIG),
+        environment=read_mapping(folder / ENVIRONMENT),
+        data=read_mapping(folder / DATA),
         val=val,
         test=test,
         trials={model: trials[model] for model in trials if model not in missing},
@@ -119,7 +115,7 @@ class _Predictions:
             what = "no records" if not len(labels) else f"only {'wrong' if labels[0] else 'right'} answers"
             raise BadSource(
                 f"{self._file}: the {name} part has {what}: there is nothing to tell apart. "
-                f"Train on more records, or set a larger share. {_next(self._file.parent)}-again"
+                f"Train on more records, or set a larger share. {again(self._file.parent)}"
             )
         codes, numbers = self._questions[rows], self._records[rows]
         pairs = zip(codes.tolist(), numbers.tolist(), strict=True)
@@ -139,7 +135,7 @@ class _Predictions:
         return rows[np.unique(self._records[rows], return_index=True)[1]]
 
     def _damaged(self, what: str) -> BadSource:
-        return _damaged(self._file, what)
+        return damaged(self._file, what)
 
 
 def _coded(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[str]]:
@@ -149,26 +145,3 @@ def _coded(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[str]]:
 
 def _place(names: Sequence[str], name: str) -> int:
     return names.index(name) if name in names else -2
-
-
-def _mapping(file: Path) -> Mapping[str, object]:
-    import yaml
-
-    try:
-        text = file.read_text()
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except FileNotFoundError:
-        raise _damaged(file, "no such file") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise _damaged(file, str(error).partition("\n")[0]) from None
-    if not isinstance(found, dict):
-        raise _damaged(file, f"a {type(found).__name__}, not a mapping")
-    return {str(key): value for key, value in cast("dict[object, object]", found).items()}
-
-
-def _damaged(file: Path, what: str) -> BadSource:
-    return BadSource(f"{file}: is damaged ({what}). {_next(file.parent)}-again")
-
-
-def _next(folder: Path) -> str:
-    return f"Next: millstream train data=STORE out={folder}"

@@ -59,6 +59,12 @@ class LabelMapping:
             self.check(wanted, where="the given class ids")
         return rows
 
+    def known_rows(self, values: ArrayLike) -> NDArray[np.int64]:
+        """The row of each class id; -1 if it is not in the mapping."""
+        wanted = np.asarray(values, np.int64)
+        rows = np.minimum(np.searchsorted(self.ids, wanted), self.num_classes - 1)
+        return np.where(self.ids[rows] == wanted, rows, -1)
+
     def check(self, ids: ArrayLike, *, where: str) -> None:
         """BadSource if a class id found in `where` (a file, usually) is not in the mapping."""
         unknown = np.setdiff1d(np.asarray(ids, np.int64), self.ids)

@@ -12,7 +12,7 @@ from millstream.source.mapping import MappingSource, load_mapping
 from millstream.store.index import IndexSettings, build_index, find_index, load_index, settings_of
 from millstream.store.pack_file import is_pack, open_pack
 from millstream.store.read_file import ReadFile
-from millstream.store.reads import Part, Reads
+from millstream.store.reads import Part, Reads, Unknown
 from millstream.store.sections import Sections
 
 
@@ -27,6 +27,7 @@ def open_reads(
     *,
     settings: IndexSettings | None = None,
     mapping: MappingSource | None = None,
+    unknown: Unknown = "error",
     memory: int | str | None = None,
     index_dir: str | Path | None = None,
     rebuild: bool = False,
@@ -51,9 +52,9 @@ def open_reads(
                 place = build_index(path, wanted, index_dir=folder, progress=progress, notify=notify)
             sections = load_index(path, place)
         parts.append(ReadFile(path, sections, memory=budget))
-    arguments = {"settings": settings, "mapping": mapping, "memory": memory, "index_dir": folder}
+    arguments = {"settings": settings, "mapping": mapping, "unknown": unknown, "memory": memory, "index_dir": folder}
     labels = load_mapping(mapping) if mapping is not None else None
-    return Reads(parts, reopen=Reopen([str(part.path) for part in parts], arguments), mapping=labels)
+    return Reads(parts, reopen=Reopen([str(part.path) for part in parts], arguments), mapping=labels, unknown=unknown)
 
 
 def _check_readable(path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, Self, cast, overload
+from typing import Literal, Protocol, Self, cast, overload
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from millstream.store.sections import Sections
 CHUNK_READS = 1024
 CHUNK_BASES = 4 << 20  # letters taken at once when iterating
 LABEL = "label"
+Unknown = Literal["error", "null"]  # what becomes of a class id that is not in the mapping: it has no label
 Numbers = NDArray[np.int64]
 
 
@@ -87,10 +88,17 @@ class Reads(Collection):
     >>> reads[7].sequence, reads.fetch([3, 1, 4]).flat, reads.region("chr1", 1000, 1150)
     """
 
-    def __init__(self, parts: Sequence[Part], *, reopen: Reopen, mapping: LabelMapping | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        reopen: Reopen,
+        mapping: LabelMapping | None = None,
+        unknown: Unknown = "error",
+    ) -> None:
         self._parts = list(parts)
         self._reopen = reopen
-        self._mapping = mapping
+        self._mapping, self._unknown = mapping, unknown
         self._starts = np.array(list(accumulate((part.records for part in parts), initial=0)), np.int64)
         self._first_numbers: list[int] = self._starts.tolist()
         self._first_of = lru_cache(maxsize=1024)(self._find_first)
@@ -390,6 +398,8 @@ class Reads(Collection):
                     f"{part.path}: {mapping.key} is text, the mapping has numbers: let its group in header_regex match "
                     f"digits only, as in (?P<{mapping.key}>\\d+)"
                 )
+            if self._unknown == "null":
+                continue
             if distinct is None:
                 distinct = part.column(mapping.key, np.arange(part.records)).unique().drop_null().to_numpy()
             mapping.check(distinct, where=str(part.path))
@@ -404,8 +414,9 @@ class Reads(Collection):
             return {}
         known = keys.is_valid().to_numpy(zero_copy_only=False)
         rows = np.full(len(keys), -1, np.int64)
-        rows[known] = mapping.rows(keys.drop_null().to_numpy())
-        found = pa.array(rows, mask=~known)
+        ids = keys.drop_null().to_numpy()
+        rows[known] = mapping.rows(ids) if self._unknown == "error" else mapping.known_rows(ids)
+        found = pa.array(rows, mask=rows < 0)
         columns: dict[str, pa.Array] = {}
         for name in wanted:
             source = next((label for label in mapping.labels if _label_name(label) == name), None)

@@ -1,30 +1,22 @@
 """A packed file -> the text it was made from, byte for byte when names and qualities were kept."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
-try:
-    from isal import isal_zlib as _zlib  # six times as fast
-except ImportError:
-    import zlib as _zlib
-
 from millstream.console import Progress, silent
-from millstream.errors import BadIndex, StoreExists
+from millstream.errors import BadIndex
 from millstream.records import Bytes, crc32c
 from millstream.store.gaps import HEADER, INSERT, INSERT_BYTES, LETTERS, QUALITIES, RECORD, Weaver
-from millstream.store.layout import publishing, sync_folder
 from millstream.store.pack_file import PackFile
 from millstream.store.packed import Numbers, Packed
+from millstream.store.text_file import writing_text
 
 MEMORY = 256 << 20
 WINDOW = 4 << 20  # letters at once
 _ROWS = 1 << 16
-_LEVEL = 2
-_NOTHING_LEFT = "Nothing was left behind; free some space, or choose another place"
 
 
 def unpack(path: Path, out: BinaryIO | Path, *, progress: Progress = silent) -> int:
@@ -34,7 +26,7 @@ def unpack(path: Path, out: BinaryIO | Path, *, progress: Progress = silent) -> 
     """
     source = PackFile(path, memory=MEMORY)
     if isinstance(out, Path):
-        with _published(out) as write:
+        with writing_text(out) as write:
             return _unpack(source, write, progress)
     return _unpack(source, out.write, progress)
 
@@ -141,18 +133,3 @@ def _unpack(source: PackFile, write: Callable[[memoryview], object], progress: P
             f"with {source.meta['text_crc32c']:08x} were packed. Pack the source again"
         )
     return done
-
-
-@contextmanager
-def _published(out: Path) -> Generator[Callable[[memoryview], object]]:
-    """Write under a temporary name, which becomes `out` when all is written."""
-    if out.exists():
-        raise StoreExists(f"{out}: already there. Choose another name, or remove it")
-    with publishing(out, _NOTHING_LEFT) as file:
-        if out.name.endswith(".gz"):
-            deflate: Any = cast(Any, _zlib).compressobj(_LEVEL, 8, 31)  # a gzip header
-            yield lambda text: file.write(deflate.compress(text))
-            file.write(deflate.flush())
-        else:
-            yield file.write
-    sync_folder(out.parent)

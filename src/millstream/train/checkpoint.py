@@ -8,22 +8,46 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from millstream.errors import BadSource, MissingExtra
-from millstream.store.layout import publish
+from millstream.errors import BadSource
+from millstream.store.layout import publishing, sync_folder
 
 ABOUT = "millstream"
 OPTIMIZER = "optimizer."
+_NOTHING_LEFT = "The checkpoint before it is kept; free some space and run the same command again"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:
-    """Tensors by name, and what else there is to know as JSON."""
-    try:
-        from safetensors.torch import save as to_bytes
-    except ImportError:
-        raise MissingExtra("checkpoints need safetensors: pip install 'millstream[train]'") from None
+    """Tensors by name, and what else there is to know as JSON; no tensor is copied on the way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    publish(path, to_bytes(whole, {ABOUT: json.dumps(about)}))
+    header: dict[str, object] = {"__metadata__": {ABOUT: json.dumps(about)}}
+    at = 0
+    for name, tensor in whole.items():
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with publishing(path, _NOTHING_LEFT) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in whole.values():
+            file.write(cast(bytes, tensor.reshape(-1).view(torch.uint8).numpy()))
+    sync_folder(path.parent)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:

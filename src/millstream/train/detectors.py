@@ -2,44 +2,42 @@
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 from millstream.errors import BadSetting, NoDetector
 from millstream.model.baselines import BASELINES
 from millstream.model.detector import Detector, Means
-from millstream.model.zoo import NETS, NULLS
+from millstream.model.zoo import NETS, NULLS, Recipe, build_net, net_features
 from millstream.train.settings import TrainSettings
-from millstream.train.trained import NetDetector, Workplace
+from millstream.train.study import Built
+from millstream.train.task import DETECTION
+from millstream.train.trained import Kit, NetModel, Workplace
 
 GROUP = "baselines"
 
 
 @dataclass(frozen=True)
-class Built:
-    """A detector and what the report says of it."""
-
-    detector: Detector
-    title: str
-    kind: str
-    extra_forwards: int = 0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A detector that was named."""
+class AskedDetector:
+    """A detector that was named, for records with these fields."""
 
     name: str
+    field_names: Sequence[str]
 
     @property
     def by_gradients(self) -> bool:
         """Whether it is a net: trained by all processes, once for every seed."""
         return self.name in NETS
 
-    def build(self, *, means: Means, field_names: Sequence[str], place: Workplace, folder: Path | None = None) -> Built:
+    def build(self, *, means: Means, place: Workplace, folder: Path | None = None) -> Built:
+        field_names = self.field_names
         if self.name in NETS:
-            net = NetDetector(self.name, means=means, field_names=field_names, place=place, folder=folder)
+            recipe = recipe_of(cast(TrainSettings, place.settings))
+            kit = Kit(net_features(self.name, field_names, recipe), partial(build_net, self.name, recipe=recipe))
+            net = NetModel(self.name, kit, task=DETECTION, means=means, place=place, folder=folder)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
         if ":" in self.name:
             detector = _own(self.name)(means)
@@ -49,7 +47,7 @@ class Asked:
         return Built(detector, baseline.title, "baseline", baseline.extra_forwards)
 
 
-def asked_for(settings: TrainSettings) -> list[Asked]:
+def asked_for(settings: TrainSettings, field_names: Sequence[str]) -> list[AskedDetector]:
     """The detectors named by `model=`; `baselines` are all there are, and the null graphs of the models named."""
     names = [name.strip() for name in settings.model.split(",") if name.strip()]
     found: dict[str, None] = {}
@@ -69,7 +67,11 @@ def asked_for(settings: TrainSettings) -> list[Asked]:
             raise BadSetting(f"model={name}: no such detector; {hint}")
     if not found:
         raise BadSetting("model=: name at least one detector")
-    return [Asked(name) for name in found]
+    return [AskedDetector(name, field_names) for name in found]
+
+
+def recipe_of(settings: TrainSettings) -> Recipe:
+    return Recipe(**{field.name: getattr(settings, field.name) for field in fields(Recipe)})
 
 
 def _own(name: str) -> Callable[[Means], Detector]:

@@ -5,10 +5,10 @@ import warnings
 from typing import Any
 
 from millstream.errors import BadSetting, MissingExtra
-from millstream.train.settings import TrainSettings
+from millstream.train.settings import LoopSettings
 
 
-def make_fabric(settings: TrainSettings) -> Any:
+def make_fabric(settings: LoopSettings) -> Any:
     """Processes are started (or joined, under torchrun) by `launch`: with devices=2, this command runs twice."""
     try:
         from lightning_fabric import Fabric

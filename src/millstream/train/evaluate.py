@@ -20,7 +20,8 @@ from millstream.model.detector import Means
 from millstream.store.layout import publish
 from millstream.train.checkpoint import load
 from millstream.train.data import data_card, open_labelled
-from millstream.train.detectors import Asked
+from millstream.train.detection import scores_table
+from millstream.train.detectors import AskedDetector
 from millstream.train.devices import make_fabric
 from millstream.train.environment import environment
 from millstream.train.folder import (
@@ -36,7 +37,7 @@ from millstream.train.folder import (
     write_table,
 )
 from millstream.train.log import Log, read_lines
-from millstream.train.run import scores_table, write_predictions
+from millstream.train.run import write_predictions
 from millstream.train.settings import TrainSettings
 from millstream.train.trained import Workplace
 
@@ -77,11 +78,12 @@ def evaluate(run: str | Path, **settings: object) -> Path:
     for name, seed in jobs:
         folder = path / CHECKPOINTS / f"{name}-{seed}"
         means = Means(seed, parse_bytes(given.memory) // 2)
-        built = Asked(name).build(means=means, field_names=collection.field_names, place=Workplace(trained, fabric))
+        asked = AskedDetector(name, collection.field_names)
+        built = asked.build(means=means, place=Workplace(trained, fabric, str(given.data or trained.data)))
         tensors, _ = load(folder / DETECTOR)
-        built.detector.arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
+        built.model.arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
         begun = time.perf_counter()
-        scores = built.detector.score(collection)
+        scores = built.model.score(collection)
         fit = {key: value for key, value in fits.get((name, seed), {}).items() if key not in ("kind", "time_s")}
         log.write("fit", **{**fit, "score_s": time.perf_counter() - begun, "num_scored": len(collection)})
         before = pq.read_table(folder / SCORES)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,13 +21,12 @@ from millstream.dataset.labels import LABEL
 from millstream.dataset.permutation import mix
 from millstream.errors import NotFinite
 from millstream.loader.loader import Loader
-from millstream.model.auroc import auroc
-from millstream.model.detector import Scores
 from millstream.model.net import Net
 from millstream.model.reading import fitting_batch
 from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
 from millstream.train.log import Heap, Log, tree_bytes
-from millstream.train.settings import TrainSettings
+from millstream.train.settings import LoopSettings
+from millstream.train.task import Outcome, Task, labels_of
 
 SCORED_AT_ONCE = 64
 RECORDS = "records"
@@ -56,15 +55,18 @@ class Job:
     name: str
     seed: int
     folder: Path
-    settings: TrainSettings
+    settings: LoopSettings
+    task: Task
     features: Sequence[Feature]
+    scoring: Sequence[Feature]  # what it sees of records that are scored
     memory: int  # for the loader
     budget: int  # for the process, to compare with
+    source: str  # where the records are, for messages
     at_once: int = SCORED_AT_ONCE  # records in one pass through the net; a larger batch goes in parts
 
 
 class Training:
-    """Trains a net on `train`, watches its AUROC on `val`, and leaves it with the weights of its best epoch."""
+    """Trains a net on `train`, judges it on `val`, and leaves it with the weights of its best epoch."""
 
     def __init__(
         self, job: Job, fabric: Any, net: Net, *, log: Log, progress: Progress, stop: Callable[[], bool]
@@ -72,11 +74,11 @@ class Training:
         self.job, self.fabric, self.bare = job, fabric, net
         self.log, self.progress, self.stop = log, progress, stop
         given = job.settings
-        optimizer = torch.optim.AdamW(net.parameters(), lr=given.lr, weight_decay=given.weight_decay)
-        self.net, self.optimizer = fabric.setup(net, optimizer)
+        self.lr, self.epochs = given.lr or net.lr, given.epochs
+        self.net, self.optimizer = fabric.setup(net, net.optimizer(self.lr, given.weight_decay))
         self.at = Progressed()
         self._saved = time.monotonic()
-        self._heap = Heap(job.memory // 2)
+        self._heap = Heap(job.memory // 4)
 
     def run(self, train: Collection, val: Collection) -> bool:
         """Whether it came to its end; if not, the checkpoint is where it goes on."""
@@ -96,29 +98,34 @@ class Training:
         )
         if (job.folder / LATEST).exists():
             self._resume(loader)
-        weight_2 = _class_weights(train).to(self.fabric.device)
-        num_steps = -(-len(loader) // (own // part))
-        while self.at.epoch < given.epochs and not self.at.done:
+        weight_C = job.task.weights(train).to(self.fabric.device)
+        most_steps = max(1, self.bare.most_records // given.batch_size)
+        num_steps = min(-(-len(loader) // (own // part)), most_steps)
+        self.epochs = min(given.epochs, max(1, most_steps // num_steps))
+        while self.at.epoch < self.epochs and not self.at.done:
             loader.set_epoch(self.at.epoch)
             clock = Clock()
             first = self.at.step
             self.bare.train()
-            for parts in steps_of(clock.watch(loader), loader.remaining, own // part):
-                self._step(parts, weight_2, given.epochs * num_steps)
+            left = (num_steps * (self.at.epoch + 1) - self.at.step) * (own // part)
+            batches = clock.watch(loader)
+            for parts in steps_of(batches, min(loader.remaining, left), own // part):
+                self._step(parts, weight_C, self.epochs * num_steps)
                 self.at.loader = loader.state_dict()
-                self._tell(clock, len(train), num_steps)
+                self._tell(clock, min(len(train), num_steps * given.batch_size), num_steps)
                 stopped = self.stop()
                 if stopped or self._is_due():
                     self._save()
                 if stopped:
                     return False
+            batches.close()
             clock.stop()
             self._end_epoch(val, clock, (self.at.step - first) * given.batch_size)
         if (job.folder / BEST).exists():
             self.bare.load_state_dict(load(job.folder / BEST)[0])
         return True
 
-    def _step(self, parts: Parts, weight_2: Tensor, total: int) -> None:
+    def _step(self, parts: Parts, weight_C: Tensor, total: int) -> None:
         """One step of the optimiser, the parts of whose batch go through the net as they come.
 
         Every record counts the same: the gradient of an epoch's last batch, if it is short, is that much smaller.
@@ -126,7 +133,7 @@ class Training:
         job, step = self.job, self.at.step
         seed_all(mix(job.seed, step, self.fabric.global_rank))  # so chance needs no state
         for group in self.optimizer.param_groups:
-            group["lr"] = job.settings.lr * learning_share(step, total, job.settings.warmup)
+            group["lr"] = self.lr * learning_share(step, total, job.settings.warmup)
         own = job.settings.batch_size // self.fabric.world_size
         self.bare.warm(min(1.0, step / max(1, total // 5)))
         sums: defaultdict[str, float] = defaultdict(float)
@@ -136,14 +143,15 @@ class Training:
             count = len(batch[LABEL])
             numbers.append(batch["numbers"])
             with self.fabric.no_backward_sync(self.net, enabled=not is_last):
-                loss, terms = self.net(batch, batch[LABEL].float(), weight_2[batch[LABEL]])
+                loss, terms = self.net(batch, batch[LABEL], weight_C[batch[LABEL]])
                 self.fabric.backward(loss * (count / own))
             for name, term in {"loss": loss, **terms}.items():
                 sums[name] += count * term.item()
             del batch, loss, terms
         if not math.isfinite(sums["loss"]):
-            raise NotFinite(_not_finite(job, self.at, sums["loss"], torch.cat(numbers)))
-        self.fabric.clip_gradients(self.net, self.optimizer, max_norm=job.settings.clip, error_if_nonfinite=False)
+            raise NotFinite(self._not_finite(sums["loss"], torch.cat(numbers)))
+        if self.bare.clips:
+            self.fabric.clip_gradients(self.net, self.optimizer, max_norm=job.settings.clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._heap.settle()
@@ -153,15 +161,21 @@ class Training:
 
     def _end_epoch(self, val: Collection, clock: "Clock", num_records: int) -> None:
         at, job = self.at, self.job
-        scores, measures = predict(
-            self.bare, val, job.features, memory=job.memory, fabric=self.fabric, at_once=job.at_once
+        outcome, measures = predict(
+            self.bare,
+            val,
+            job.scoring,
+            memory=job.memory,
+            fabric=self.fabric,
+            at_once=job.at_once,
+            mates=job.task.mates,
         )
-        found = auroc(val.column(LABEL).to_numpy(), scores)
+        found = job.task.judge(labels_of(val, job.task.mates), outcome)
         means = {name: self._over_ranks(sums / at.sums[RECORDS]) for name, sums in at.sums.items() if name != RECORDS}
         if found > at.best:
             at.best, at.best_epoch = found, at.epoch
             if self.fabric.global_rank == 0:
-                save(job.folder / BEST, self.bare.state_dict(), {"epoch": at.epoch, "val_auroc": found})
+                save(job.folder / BEST, self.bare.state_dict(), {"epoch": at.epoch, job.task.key: found})
         if self.fabric.global_rank == 0:
             self.log.write(
                 "epoch",
@@ -170,17 +184,25 @@ class Training:
                 epoch=at.epoch,
                 step=at.step,
                 **means,
-                val_auroc=found,
+                **{job.task.key: found},
                 lr=float(self.optimizer.param_groups[0]["lr"]),
                 records_per_s=num_records / max(clock.seconds, 1e-9),
                 waiting=clock.share,
                 memory=tree_bytes(),
                 **measures,
             )
-        at.done = at.epoch - at.best_epoch >= job.settings.patience or at.epoch + 1 == job.settings.epochs
+        at.done = at.epoch - at.best_epoch >= job.settings.patience or at.epoch + 1 == self.epochs
         at.epoch, at.sums, at.loader = at.epoch + 1, {}, None
         self._save()
         self.fabric.barrier()
+
+    def _not_finite(self, value: float, records: Tensor) -> str:
+        job, at = self.job, self.at
+        numbers = ", ".join(map(str, records.cpu().numpy()))
+        return (
+            f"{job.name} seed {job.seed}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of "
+            f"the records {numbers} of {job.source}. Their inputs are finite: try a smaller lr={self.lr / 10:g}"
+        )
 
     def _over_ranks(self, value: float) -> float:
         if self.fabric.world_size == 1:
@@ -192,7 +214,7 @@ class Training:
         done = at.step * num_records // num_steps
         clock.look()
         place = f"epoch {at.epoch + 1}, step {at.step - at.epoch * num_steps} of {num_steps}"
-        best = f"AUROC {at.best:.3f} so far, " if at.best_epoch >= 0 else ""
+        best = f"{self.job.task.measure} {at.best:.3f} so far, " if at.best_epoch >= 0 else ""
         self.progress(
             done,
             f"{place}, loss {at.sums['loss'] / at.sums[RECORDS]:.3f}, {best}{clock.share:.0%} waiting for data, "
@@ -228,42 +250,49 @@ def predict(
     memory: int,
     fabric: Any,
     at_once: int = SCORED_AT_ONCE,
-) -> tuple[Scores, dict[str, float]]:
-    """The chance of being wrong of every record, in the collection's order, and the means of what the net measures.
+    mates: int = 1,
+) -> tuple[Outcome, dict[str, float]]:
+    """What the net says of every record, in the collection's order, and the means of what it measures.
 
-    Ranks share the work, and all of them have the answer.
+    Ranks share the work, and all of them have the answer. Each `mates` neighbouring records get one answer; then every
+    rank does all the work.
     """
+    shares = mates == 1 and fabric.world_size > 1
+    at_most = max(at_once // mates, 1) * mates
     loader = Loader(
         collection,
-        batch_size=fitting_batch(collection, features, memory=memory, at_most=at_once),
+        batch_size=-(-fitting_batch(collection, features, memory=memory, at_most=at_most) // mates) * mates,
         features=list(features),
         order="none",
         memory=memory,
-        rank=fabric.global_rank,
-        world=fabric.world_size,
+        rank=fabric.global_rank if shares else 0,
+        world=fabric.world_size if shares else 1,
         tail="pad",
         notify=unsaid,
     )
-    found: list[Tensor] = []
+    found: defaultdict[str, list[Tensor]] = defaultdict(list)
     numbers: list[Tensor] = []
     sums: defaultdict[str, float] = defaultdict(float)
-    heap = Heap(memory // 2)
+    heap = Heap(memory // 4)
     net.eval()
     with torch.inference_mode():
         for batch in loader:
             on_device = fabric.to_device(batch)
-            found.append(net(on_device)[0].float().sigmoid())
-            numbers.append(on_device["numbers"])
+            for name, values in net.answer(on_device).items():
+                found[name].append(values)
+            numbers.append(on_device["numbers"] if shares else on_device["numbers"][:0])
             heap.settle()
             for name, value in net.measures(on_device).items():
                 sums[name] += float(value)
-    whole, places = torch.cat(found), torch.cat(numbers)
-    if fabric.world_size > 1:
-        whole, places = fabric.all_gather(whole).reshape(-1), fabric.all_gather(places).reshape(-1)
-    own, place = np.unique(collection.record_numbers(np.arange(len(collection))), return_inverse=True)
-    scores = np.full(len(own), np.nan)
-    scores[np.searchsorted(own, places.cpu().numpy())] = whole.double().cpu().numpy()
-    return scores[place], {name: value / max(len(loader), 1) for name, value in sums.items()}
+    whole = {name: torch.cat(values) for name, values in found.items()}
+    means = {name: value / max(len(loader), 1) for name, value in sums.items()}
+    if not shares:
+        return {name: values.cpu().numpy() for name, values in whole.items()}, means
+    gathered = fabric.all_gather(torch.cat(numbers)).reshape(-1).cpu().numpy()
+    first = np.unique(gathered, return_index=True)  # records at the end may have come twice
+    places = first[1][np.searchsorted(first[0], collection.record_numbers(np.arange(len(collection))))]
+    all_values = {name: fabric.all_gather(values).reshape(-1).cpu().numpy() for name, values in whole.items()}
+    return {name: values[places] for name, values in all_values.items()}, means
 
 
 def seed_all(seed: int) -> None:
@@ -278,26 +307,11 @@ def learning_share(step: int, total: int, warmup: float) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
-def _class_weights(train: Collection) -> Tensor:
-    """So that right and wrong answers count the same in all."""
-    counts = np.bincount(train.column(LABEL).to_numpy().astype(np.int64), minlength=2)
-    return torch.tensor(counts.sum() / (2 * np.maximum(counts, 1)), dtype=torch.float32)
-
-
-def _not_finite(job: Job, at: Progressed, value: float, records: Tensor) -> str:
-    numbers = ", ".join(map(str, records.cpu().numpy()))
-    return (
-        f"{job.name} seed {job.seed}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of the "
-        f"records {numbers} of {job.settings.data}. Their inputs are finite: try a smaller lr={job.settings.lr / 10:g}"
-    )
-
-
 def steps_of(parts: Iterator[T], num_parts: int, per_step: int) -> Iterator[Iterator[tuple[bool, T]]]:
     """The parts of each step, to be taken as they come."""
     for first in range(0, num_parts, per_step):
         count = min(per_step, num_parts - first)
         yield ((place == count - 1, part) for place, part in enumerate(islice(parts, count)))
-    next(parts, None)  # there is none: it ends its epoch
 
 
 class Clock:
@@ -325,7 +339,7 @@ class Clock:
     def stop(self) -> None:
         self._ended = time.perf_counter()
 
-    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+    def watch(self, batches: Iterable[T]) -> Generator[T]:
         iterator = iter(batches)
         while True:
             begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`ms.train`: every detector asked for, on one split of one store, into a run folder. Run again, it goes on."""
+"""`ms.train`: every model asked for, on one set of data, into a run folder. Run again, it goes on."""
 
 import gc
 import json
@@ -19,14 +19,10 @@ import yaml
 from millstream.collection import Collection
 from millstream.config import config_diff, parse_bytes, read_settings
 from millstream.console import format_seconds, interruptible, say
-from millstream.dataset.labels import LABEL
-from millstream.dataset.split import Split
 from millstream.errors import BadSource, ConfigMismatch, NoDetector
-from millstream.model.detector import Means, Scores
+from millstream.model.detector import Means
 from millstream.store.layout import publish
 from millstream.train.checkpoint import save
-from millstream.train.data import data_card, open_labelled, split_of
-from millstream.train.detectors import Asked, Built, asked_for
 from millstream.train.devices import make_fabric
 from millstream.train.environment import environment
 from millstream.train.folder import (
@@ -37,15 +33,14 @@ from millstream.train.folder import (
     ENVIRONMENT,
     PREDICTIONS,
     SCORES,
-    SPLIT,
     write_json,
     write_table,
 )
 from millstream.train.log import Log, tree_bytes
+from millstream.train.read_settings import ReadSettings, are_of_reads
 from millstream.train.settings import TrainSettings
+from millstream.train.study import Asked, Study
 from millstream.train.trained import Interrupted, Workplace
-
-KEYS = ("fingerprint", "label_digest")  # of the data card: with other records or labels it is another run
 
 
 @dataclass(frozen=True)
@@ -58,28 +53,36 @@ class Run:
     is_first: bool = True  # of the processes that train together
 
 
-def train(data: str | Path | None = None, **settings: object) -> Run:
-    """Train and compare detectors on the labelled traces of a store.
+def train(data: str | Path | Mapping[str, object] | None = None, **settings: object) -> Run:
+    """Train and compare detectors on the labelled traces of a store, or classifiers on files of reads.
 
-    Settings are those of `TrainSettings`. All detectors see the same split, by question; each model is trained once for
-    every seed; what is chosen is chosen on validation. Finished models are not trained again, and an interrupted one
-    goes on from its checkpoint.
+    Settings are those of `TrainSettings`, or of `ReadSettings` when `data` is a mapping with files to train on. All
+    models see the same data; each is trained once for every seed; what is chosen is chosen on validation. Finished
+    models are not trained again, and an interrupted one goes on from its checkpoint.
 
     >>> run = ms.train("traces/", model="lstm,baselines", out="runs/first", memory="500MB")
+    >>> run = ms.train({"train": "train.fa.gz", "val": "val.fa"}, mapping="species.tsv", model="kmer-linear")
     """
-    given = {**settings, **({} if data is None else {"data": str(data)})}
-    return _Training(read_settings(TrainSettings, given)).work()
+    given = {**settings, **({} if data is None else {"data": str(data) if isinstance(data, Path) else data})}
+    return _Training(study_of(given)).work()
+
+
+def study_of(settings: Mapping[str, object]) -> Study:
+    """Of reads, if the data are files to train on; of traces otherwise."""
+    if are_of_reads(settings):
+        from millstream.train.classification import Classification
+
+        return Classification(read_settings(ReadSettings, settings))
+    from millstream.train.detection import Detection
+
+    return Detection(read_settings(TrainSettings, settings))
 
 
 class _Training:
-    def __init__(self, settings: TrainSettings) -> None:
-        settings.check()
-        self.settings = settings
-        self.collection = open_labelled(settings.data, settings.label)
-        self.parts: Split = split_of(self.collection, settings)
-        self.path = Path(settings.out or Path("runs") / Path(settings.data).resolve().name)
-        self.asked = asked_for(settings)
-        self.fabric = make_fabric(settings)
+    def __init__(self, study: Study) -> None:
+        self.study, self.settings = study, study.settings
+        self.path = Path(self.settings.out or Path("runs") / Path(study.source).resolve().name)
+        self.fabric = make_fabric(self.settings)
 
     @property
     def is_first(self) -> bool:
@@ -101,7 +104,9 @@ class _Training:
             asks = stack.enter_context(interruptible())
             if self.is_first:
                 stack.enter_context(log.memory(self.budget))
-            for asked in sorted(self.asked, key=lambda one: not one.by_gradients):  # other processes end after those
+            for asked in sorted(
+                self.study.asked, key=lambda one: not one.by_gradients
+            ):  # other processes end after those
                 if not self.is_first and not asked.by_gradients:
                     break
                 try:
@@ -113,15 +118,13 @@ class _Training:
 
     def _prepare(self) -> None:
         """Refuse a folder of another run; write down what this one is."""
-        rule = self.parts.rule
-        how = f"by a hash of {rule.by}, salt {rule.salt!r}"
-        parts = {name: self.parts[name] for name in rule.parts}
-        card = data_card(self.settings.data, self.collection, parts, how)
-        science = {**self.settings.science(), **{name: card[name] for name in KEYS}}
+        card = self.study.card
+        science = {**self.settings.science(), **{name: card[name] for name in self.study.keys}}
         config = self.path / CONFIG
         if config.exists():
             before = cast("dict[str, Any]", yaml.safe_load(config.read_text()))
-            old = {**{name: before.get(name) for name in self.settings.science()}, **_keys(self.path)}
+            keys = _keys(self.path, self.study.keys)
+            old = {**{name: before.get(name) for name in self.settings.science()}, **keys}
             if old != science:
                 raise ConfigMismatch(
                     f"{self.path}: holds a run with other settings ({config_diff(old, science)}). Choose another "
@@ -131,11 +134,10 @@ class _Training:
             raise BadSource(f"{self.path}: is there and is no run; choose another folder with out=")
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / DATA, card)
-        self.parts.save(self.path / SPLIT)
+        self.study.keep(self.path)
         write_json(self.path / ENVIRONMENT, environment())
         publish(config, yaml.safe_dump(asdict(self.settings), sort_keys=False).encode())
-        say(f"{self.settings.data}: {len(self.collection)} of {card['records']} records are right or wrong")
-        say(self.parts.report(LABEL))
+        say(self.study.told())
 
     def _each_seed(self, asked: Asked, log: Log, stop: Callable[[], bool]) -> bool:
         """Whether the detector could be run."""
@@ -157,38 +159,35 @@ class _Training:
         return True
 
     def _one(self, asked: Asked, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
-        """One detector, with one seed: fit, score validation and test, keep what it learned."""
+        """One model, with one seed: fit, ask about the parts, keep what it learned and what it said."""
+        study = self.study
         means = Means(seed, self.memory // 2)  # the other half is for the model at work
-        place = Workplace(self.settings, self.fabric, log, self.budget, stop)
-        names = self.collection.field_names
-        built: Built = asked.build(means=means, field_names=names, place=place, folder=folder)
-        detector = built.detector
+        place = Workplace(self.settings, self.fabric, study.source, log, self.budget, stop)
+        built = asked.build(means=means, place=place, folder=folder)
+        model = built.model
         begun = time.perf_counter()
-        detector.fit(self.parts["train"], self.parts["val"])
+        model.fit(study.train, study.scored["val"])
         fitted = time.perf_counter()
-        scores = {name: detector.score(self.parts[name]) for name in ("val", "test")}
+        tables = [study.table(built, part) for part in study.scored]
         scored = time.perf_counter()
         if not self.is_first:
             return
-        arrays = getattr(detector, "arrays", {})
-        _keep(folder / DETECTOR, arrays, {"model": asked.name, "seed": seed})
-        test = self.parts["test"]
+        _keep(folder / DETECTOR, getattr(model, "arrays", {}), {"model": asked.name, "seed": seed})
         log.write(
             "fit",
             model=asked.name,
             seed=seed,
             family=built.kind,
             title=built.title,
-            parameters=getattr(detector, "parameters", None),
+            parameters=getattr(model, "parameters", None),
             fit_s=fitted - begun,
             score_s=scored - fitted,
-            num_scored=sum(map(len, scores.values())),
-            trace_bytes=_bytes_read(test, detector.fields),
+            num_scored=sum(map(len, study.scored.values())),
+            trace_bytes=_bytes_read(study.scored["val"], model.fields),
             extra_forwards=built.extra_forwards,
-            probabilities=bool(getattr(detector, "probabilities", False)),
-            chosen=getattr(detector, "chosen", {}),
+            probabilities=bool(getattr(model, "probabilities", False)),
+            chosen=getattr(model, "chosen", {}),
         )
-        tables = [scores_table(name, self.parts[name], found) for name, found in scores.items()]
         write_table(folder / SCORES, pa.concat_tables(tables))
         write_predictions(self.path)
         say(f"{asked.name} seed {seed}: done in {format_seconds(scored - begun)}")
@@ -206,25 +205,10 @@ def write_predictions(run: Path) -> None:
     write_table(run / PREDICTIONS, pa.concat_tables(tables))
 
 
-def scores_table(name: str, part: Collection, scores: Scores) -> pa.Table:
-    """Rows of predictions.parquet, but for the model and its seed."""
-    records = part.record_numbers(np.arange(len(part)))
-    ids = part.column("question_id").to_pylist() if "question_id" in part.field_names else records.tolist()
-    return pa.table(
-        {
-            "part": pa.array([name] * len(part), pa.string()),
-            "record": pa.array(records),
-            "question_id": pa.array([None if name is None else str(name) for name in ids], pa.string()),
-            "label": pa.array(np.asarray(part.column(LABEL).to_numpy(), np.int8)),
-            "score": pa.array(np.asarray(scores, np.float64)),
-        }
-    )
-
-
 def _keep(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:
     import torch
 
-    save(path, {name: torch.tensor(np.array(array, order="C")) for name, array in arrays.items()}, about)
+    save(path, {name: torch.as_tensor(np.ascontiguousarray(array)) for name, array in arrays.items()}, about)
 
 
 def _bytes_read(collection: Collection, fields: Sequence[str]) -> float:
@@ -232,9 +216,9 @@ def _bytes_read(collection: Collection, fields: Sequence[str]) -> float:
     return float(collection.sizes(some, list(fields)).mean()) if len(some) else 0.0
 
 
-def _keys(run: Path) -> dict[str, object]:
+def _keys(run: Path, names: Sequence[str]) -> dict[str, object]:
     try:
         card = cast("dict[str, object]", json.loads((run / DATA).read_text()))
     except (OSError, ValueError):
         return {}
-    return {name: card.get(name) for name in KEYS}
+    return {name: card.get(name) for name in names}

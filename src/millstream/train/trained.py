@@ -1,27 +1,30 @@
-"""A net as a detector: `fit` trains it, `score` is the chance it gives to being wrong."""
+"""A net as a model: `fit` trains it, `outcome` is what it says of records."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from millstream.collection import Collection
 from millstream.console import progress, silent, unsaid
+from millstream.dataset.batch import Feature
+from millstream.dataset.features import fields
+from millstream.dataset.labels import LABEL
 from millstream.errors import NotFinite
 from millstream.loader.loader import Loader
 from millstream.model.detector import Arrays, Means, Scores
 from millstream.model.moments import Moments
 from millstream.model.net import Net, count_parameters
 from millstream.model.reading import fitting_batch
-from millstream.model.zoo import Recipe, build_net, net_features
 from millstream.train.log import Log
-from millstream.train.loop import SCORED_AT_ONCE, Job, Training, predict, seed_all
-from millstream.train.settings import TrainSettings
+from millstream.train.loop import LATEST, SCORED_AT_ONCE, Job, Training, predict, seed_all
+from millstream.train.settings import LoopSettings
+from millstream.train.task import Outcome, Task
 
 NUM_EXAMPLES = 16
 PASS_BYTES = 4 << 20  # of one activation: larger ones leave the cache, and malloc gives their pages back every time
@@ -35,58 +38,65 @@ class Interrupted(Exception):
 class Workplace:
     """Where nets are trained: on which devices, and who is told."""
 
-    settings: TrainSettings
+    settings: LoopSettings
     fabric: Any
+    source: str = ""  # of the records, for messages
     log: Log | None = None
     budget: int = 0
     stop: Callable[[], bool] = lambda: False
 
 
-def recipe_of(settings: TrainSettings) -> Recipe:
-    return Recipe(**{field.name: getattr(settings, field.name) for field in fields_of(Recipe)})
+@dataclass(frozen=True)
+class Kit:
+    """What a net sees of records, and how it is built for those of an example batch."""
+
+    features: Sequence[Feature]
+    build: Callable[[Mapping[str, Tensor]], Net]
+    scoring: Sequence[Feature] | None = None  # of records that are scored, if it sees those otherwise
 
 
-class NetDetector:
-    """`lstm`, `gnn`, `gvae` and the nets they are compared with."""
+class NetModel:
+    """A net that learns a task. What it says of records is `outcome`; a detector's score is one of that."""
 
     probabilities = True
 
     def __init__(
-        self,
-        name: str,
-        *,
-        means: Means,
-        field_names: Sequence[str],
-        place: Workplace,
-        folder: Path | None = None,
+        self, name: str, kit: Kit, *, task: Task, means: Means, place: Workplace, folder: Path | None = None
     ) -> None:
-        self.name, self.means, self.place, self.folder = name, means, place, folder
-        self.settings, self.fabric = place.settings, place.fabric
-        self.recipe = recipe_of(place.settings)
-        self.features = net_features(name, field_names, self.recipe)
-        self.fields: Sequence[str] = list(dict.fromkeys(f for feature in self.features for f in feature.fields or ()))
+        self.name, self.kit, self.task = name, kit, task
+        self.means, self.place, self.folder = means, place, folder
+        self.fabric = place.fabric
+        self.scoring = kit.features if kit.scoring is None else kit.scoring
+        self.fields: Sequence[str] = list(dict.fromkeys(f for feature in kit.features for f in feature.fields or ()))
         self.arrays: Arrays = {}
         self.chosen: dict[str, object] = {}
         self.parameters: int | None = None
+        self._net: Net | None = None
 
     def fit(self, train: Collection, val: Collection) -> None:
-        log = self.place.log
+        log, settings = self.place.log, self.place.settings
         assert self.folder is not None and log is not None
         seed_all(self.means.seed)
         net = self._build(train)
         self.parameters = count_parameters(net)
-        net.set_scales(self._moments(net, train))
+        if net.has_scales and not (self.folder / LATEST).exists():
+            net.set_scales(self._moments(net, train))
         job = Job(
             self.name,
             self.means.seed,
             self.folder,
-            self.settings,
-            self.features,
+            settings,
+            self.task,
+            self.kit.features,
+            self.scoring,
             memory=self.means.memory,
             budget=self.place.budget,
+            source=self.place.source,
             at_once=self.at_once,
         )
-        with progress(f"{self.name} seed {self.means.seed}", len(train) * self.settings.epochs) as shown:
+        with progress(
+            f"{self.name} seed {self.means.seed}", min(len(train) * settings.epochs, net.most_records)
+        ) as shown:
             shown = shown if self.fabric.global_rank == 0 else silent
             training = Training(job, self.fabric, net, log=log, progress=shown, stop=self.place.stop)
             if not training.run(train, val):
@@ -95,37 +105,51 @@ class NetDetector:
         self.chosen = {"epoch": training.at.best_epoch, "width": net.width}
         self._net = net
 
-    def score(self, collection: Collection) -> Scores:
-        net = getattr(self, "_net", None) or self._restored(collection)
+    def outcome(self, collection: Collection) -> Outcome:
+        """What the net says of every record."""
         return predict(
-            net, collection, self.features, memory=self.means.memory, fabric=self.fabric, at_once=self.at_once
+            self.restored(collection),
+            collection,
+            self.scoring,
+            memory=self.means.memory,
+            fabric=self.fabric,
+            at_once=self.at_once,
+            mates=self.task.mates,
         )[0]
+
+    def score(self, collection: Collection) -> Scores:
+        return self.outcome(collection)["score"].astype(np.float64)
+
+    def restored(self, collection: Collection) -> Net:
+        """The net, as it was trained, for records like these."""
+        if self._net is None:
+            net = self._build(collection)
+            net.load_state_dict({name: torch.tensor(np.asarray(array)) for name, array in self.arrays.items()})
+            self._net = net.to(self.fabric.device)
+        return self._net
 
     def _build(self, collection: Collection) -> Net:
         """A net for these records, and how many of them go through it at once."""
         some = np.unique(np.linspace(0, len(collection) - 1, NUM_EXAMPLES).astype(np.int64))
         example = next(iter(self._loader(collection.subset(some))))
-        net = build_net(self.name, example, self.recipe)
-        row_bytes = 4 * net.width
-        num_rows = max(len(example[name]) for name in ("layers", "x", "edge_attr") if name in example)
-        self.at_once = max(1, min(SCORED_AT_ONCE, PASS_BYTES * len(example["numbers"]) // (num_rows * row_bytes)))
+        net = self.kit.build(example)
+        row_bytes = 4 * net.width * net.num_rows(example) / len(example["numbers"])
+        self.at_once = max(1, min(net.at_most, int(PASS_BYTES / max(row_bytes, 1))))
         return net
-
-    def _restored(self, collection: Collection) -> Net:
-        net = self._build(collection)
-        net.load_state_dict({name: torch.tensor(np.asarray(array)) for name, array in self.arrays.items()})
-        self._net = net.to(self.fabric.device)
-        return self._net
 
     def _moments(self, net: Net, train: Collection) -> dict[str, Moments]:
         """Of each input, over the training part alone."""
         moments: defaultdict[str, Moments] = defaultdict(Moments)
         place = 0
-        for batch in self._loader(train):
-            if not _is_finite(batch):
-                self._blame(train, range(place, place + len(batch["numbers"])))
-            net.observe(batch, moments)
-            place += len(batch["numbers"])
+        with progress(f"{self.name} looks at the data", len(train)) as shown:
+            for batch in self._loader(train, most=net.at_most, labels=True):
+                if not _is_finite(batch):
+                    self._blame(train, range(place, place + len(batch["numbers"])))
+                net.observe(batch, moments)
+                place += len(batch["numbers"])
+                (shown if self.fabric.global_rank == 0 else silent)(place)
+                if self.place.stop():
+                    raise Interrupted
         return moments
 
     def _blame(self, train: Collection, places: Iterable[int]) -> NoReturn:
@@ -134,14 +158,17 @@ class NetDetector:
         numbers = train.record_numbers(np.array(bad, np.int64)).tolist()
         raise NotFinite(
             f"{self.name}: NaN or infinity in the inputs of the records {', '.join(map(str, numbers))} of "
-            f"{self.settings.data}, read from {', '.join(self.fields)}. Leave them out: millstream subset"
+            f"{self.place.source}, read from {', '.join(self.fields)}. Leave them out: millstream subset"
         )
 
-    def _loader(self, collection: Collection) -> Iterable[dict[str, Any]]:
+    def _loader(
+        self, collection: Collection, *, most: int = SCORED_AT_ONCE, labels: bool = False
+    ) -> Iterable[dict[str, Any]]:
+        seen = self.kit.features
         return Loader(
             collection,
-            batch_size=fitting_batch(collection, self.features, memory=self.means.memory, at_most=SCORED_AT_ONCE),
-            features=self.features,
+            batch_size=fitting_batch(collection, seen, memory=self.means.memory, at_most=most),
+            features=[*seen, fields(LABEL)] if labels else seen,
             order="none",
             memory=self.means.memory,
             rank=0,

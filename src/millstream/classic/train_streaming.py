@@ -1,0 +1,110 @@
+"""`python -m millstream.classic.train_streaming`: the old read training script's flags on `millstream train`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from millstream.config import setting_pairs
+from millstream.console import format_bytes, say
+from millstream.errors import BadSetting, MillstreamError
+from millstream.train.run import Run, train
+
+READ_BYTES = 100_000  # what the old guide says a sequence in the cache takes
+LEAST_MEMORY = 300_000_000
+MODEL = "kmer-linear,cnn"
+
+# Keys of the old YAML files, and what they set here.
+KEYS = {
+    "data.header_regex": "data.header_regex",
+    "tokenizer.max_length": "max_length",
+    "tokenizer.tokenizer_path": "tokenizer",
+    "training.batch_size": "batch_size",
+    "training.max_epochs": "epochs",
+    "training.epochs": "epochs",
+    "training.learning_rate": "lr",
+    "training.lr": "lr",
+    "training.weight_decay": "weight_decay",
+    "training.seed": "seed",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train classifiers of reads, and write metrics, checkpoints, predictions and a report to the output folder.
+
+    After an interruption the same command goes on. Files may be gzipped.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        run = work(options)
+    except MillstreamError as error:
+        print(f"train_streaming: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, BadSetting) else 1)
+    if run.interrupted:
+        say("interrupted; the same command goes on from here")
+        sys.exit(130)
+    if run.is_first:
+        from millstream.cli_train import report
+
+        report(run.path)
+
+
+def work(options: argparse.Namespace) -> Run:
+    """What the flags and the configuration say, trained."""
+    settings = _from_config(options.config)
+    given = {
+        "data.train": options.train_fasta,
+        "data.val": options.val_fasta,
+        "mapping": options.mapping_tsv,
+        "out": options.output_dir,
+        "batch_size": options.batch_size,
+        "epochs": options.max_epochs,
+        "model": options.model,
+    }
+    settings |= {name: value for name, value in given.items() if value is not None}
+    memory = max(options.cache_size * READ_BYTES, LEAST_MEMORY)
+    say(
+        f"--cache_size {options.cache_size}: memory={format_bytes(memory)}, for all that is held of the data and models"
+    )
+    return train(**cast("dict[str, Any]", settings), memory=memory)
+
+
+def _from_config(path: Path | None) -> dict[str, object]:
+    if path is None:
+        return {}
+    settings: dict[str, object] = {}
+    unused: list[str] = []
+    for key, value in setting_pairs([str(path)]):
+        if key not in KEYS:
+            unused.append(key)
+        elif key == "tokenizer.tokenizer_path":
+            settings["tokenizer"] = f"hf({value})"
+        else:
+            settings[KEYS[key]] = value
+    if unused:
+        say(f"{path}: {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no meaning here")
+    return settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m millstream.classic.train_streaming", description=main.__doc__)
+    parser.add_argument("--config", type=_yaml, help="YAML with data.header_regex, tokenizer.max_length, ...")
+    parser.add_argument("--train_fasta", required=True)
+    parser.add_argument("--val_fasta", required=True)
+    parser.add_argument("--mapping_tsv", required=True)
+    parser.add_argument("--output_dir", default="outputs")
+    parser.add_argument("--batch_size", type=int)
+    parser.add_argument("--max_epochs", type=int)
+    parser.add_argument("--cache_size", type=int, default=10_000, help="Sequences; each stands for 100 kB of memory.")
+    parser.add_argument("--model", default=MODEL, help=f"Classifiers to train (default {MODEL}).")
+    return parser
+
+
+def _yaml(text: str) -> Path:
+    if not text.endswith((".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(f"{text}: expected a .yaml file")
+    return Path(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""`kmer-linear`: how much more often each k-mer is seen in a class than in others, added up over the read."""
+
+# B batch, C classes, K k-mers of all reads
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from millstream.dataset.labels import LABEL
+from millstream.model.moments import Moments
+from millstream.model.net import Batch
+from millstream.model.read_net import ReadNet
+
+ROWS = 1 << 16  # of a table at once
+
+
+class KmerLinear(ReadNet):
+    """Takes `buckets_k` [K] and `starts_k` [B] for each length k.
+
+    The weights are counted, not descended to: before training it sees all reads once, and a weight is the logarithm of
+    how often its bucket came with its class, corrected for how much there is of the class. What is trained is how much
+    each length is worth (`gain`), and a bias for each class. While training, a read is taken out of the counts that
+    judge it, so that long k-mers, which every read shares with itself, are not believed more than they deserve.
+    """
+
+    lr = 0.02
+    clips = False
+    at_most = 4096
+    most_records = 400_000  # a handful of numbers is learned
+
+    def __init__(self, ks: Iterable[int], num_buckets: int, num_classes: int) -> None:
+        super().__init__(num_classes, num_classes)
+        self.ks = tuple(ks)
+        self.gain = nn.Parameter(torch.full((len(self.ks),), 0.3))
+        self.bias = nn.Parameter(torch.zeros(num_classes))
+        for k in self.ks:
+            self.register_buffer(f"table_{k}", torch.zeros(num_buckets, num_classes))
+            self.register_buffer(f"size_{k}", torch.zeros(num_classes))  # of each class, as a logarithm
+
+    @property
+    def has_scales(self) -> bool:
+        return True
+
+    def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
+        """Count the k-mers of a batch."""
+        for k in self.ks:
+            buckets_K, label_K = batch[f"buckets_{k}"].long(), _of_kmers(batch, k)[1]
+            table = self._table(k)
+            places = buckets_K * self.num_classes + label_K
+            table.view(-1).index_add_(0, places, torch.ones(len(places)))
+
+    def set_scales(self, moments: Mapping[str, Moments]) -> None:
+        """Turn counts into weights: log(1 + count), less the logarithm of the size of the class."""
+        for k in self.ks:
+            table, size_C = self._table(k), cast(Tensor, getattr(self, f"size_{k}"))
+            total_C = (table.sum(dim=0, dtype=torch.float64) + len(table)).log()
+            size_C.copy_(total_C - total_C.mean())
+            for first in range(0, len(table), ROWS):
+                table[first : first + ROWS].log1p_().sub_(size_C)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        sums_BC = self.bias
+        for place, k in enumerate(self.ks):
+            with torch.no_grad():
+                found_BC = functional.embedding_bag(
+                    batch[f"buckets_{k}"], self._table(k), batch[f"starts_{k}"], mode="sum"
+                )
+                if self.training:
+                    self._leave_out(found_BC, batch, k)
+            sums_BC = sums_BC + self.gain[place] * found_BC
+        return sums_BC, {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return len(batch["numbers"])
+
+    def _leave_out(self, found_BC: Tensor, batch: Batch, k: int) -> None:
+        """Take each read out of the counts of its own class."""
+        read_K, label_K = _of_kmers(batch, k)
+        size_C = cast(Tensor, getattr(self, f"size_{k}"))
+        weight_K = self._table(k)[batch[f"buckets_{k}"].long(), label_K]
+        less_K = (weight_K + size_C[label_K]).exp().sub_(1).clamp_(min=1).log_() - size_C[label_K]
+        found_BC.view(-1).index_add_(0, read_K * self.num_classes + label_K, less_K - weight_K)
+
+    def _table(self, k: int) -> Tensor:
+        return cast(Tensor, getattr(self, f"table_{k}"))
+
+
+def _of_kmers(batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+    """The read that each k-mer is of, and its label."""
+    starts_B, buckets_K = batch[f"starts_{k}"].long(), batch[f"buckets_{k}"]
+    counts_B = torch.diff(starts_B, append=starts_B.new_tensor([len(buckets_K)]))
+    read_K = torch.repeat_interleave(counts_B)
+    return read_K, batch[LABEL].long()[read_K]

@@ -1,0 +1,106 @@
+"""`transformer` and `hf`: encoders of tokens, whose mean over a read is classified."""
+
+# B batch, T tokens, W width, D width of a pretrained encoder, C classes
+
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from millstream.errors import BadSetting, MissingExtra
+from millstream.model.net import Batch
+from millstream.model.read_net import ReadNet, seen_tokens
+
+HEAD_WIDTH = 16  # at least, of an attention head
+
+
+class ReadTransformer(ReadNet):
+    """Takes `input_ids` [B, T] and `attention_mask`, of at most `max_length` tokens."""
+
+    lr = 5e-4
+
+    def __init__(
+        self, width: int, *, num_tokens: int, max_length: int, num_classes: int, layers: int, dropout: float
+    ) -> None:
+        super().__init__(width, num_classes)
+        self.embed = nn.Embedding(num_tokens, width)
+        self.place = nn.Parameter(torch.randn(max_length, width) * 0.02)
+        num_heads = max(1, width // 64) if width >= 64 else max(1, width // HEAD_WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            width, num_heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, num_classes)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        ids_BT, seen_BT = batch["input_ids"].long(), seen_tokens(batch)
+        x_BTW = self.embed(ids_BT) + self.place[: ids_BT.shape[1]]
+        x_BTW = self.encoder(x_BTW, src_key_padding_mask=~seen_BT)
+        return self.head(_mean(x_BTW, seen_BT)), {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return 4 * batch["input_ids"].numel()
+
+
+class Pretrained(ReadNet):
+    """A Hugging Face model, frozen or with LoRA adapters, and a linear head over the mean of its last states.
+
+    Only what is trained is a parameter of this net, so checkpoints hold the head and the adapters, not the model.
+    """
+
+    lr = 1e-3
+    at_most = 64
+
+    def __init__(self, name: str, *, num_classes: int, lora: int, dropout: float) -> None:
+        model = _load(name, lora)
+        super().__init__(int(model.config.hidden_size), num_classes)
+        self._held = (model,)  # not a submodule
+        self.adapters = nn.ParameterList([weight for weight in model.parameters() if weight.requires_grad])
+        self.is_frozen = not len(self.adapters)
+        self.head = nn.Sequential(nn.LayerNorm(self.width), nn.Dropout(dropout), nn.Linear(self.width, num_classes))
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        (model,) = self._held
+        seen_BT = seen_tokens(batch)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+            found = model(input_ids=batch["input_ids"].long(), attention_mask=seen_BT.long())
+        return self.head(_mean(cast(Tensor, found.last_hidden_state).float(), seen_BT)), {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return 8 * batch["input_ids"].numel()
+
+    def train(self, mode: bool = True) -> Self:
+        self._held[0].train(mode and not self.is_frozen)
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._held[0]._apply(fn)  # where this net goes, the model goes
+        return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _load(name: str, lora: int) -> Any:
+    try:
+        from transformers import AutoModel
+    except ImportError:
+        raise MissingExtra("model=hf needs transformers: pip install 'millstream[llm]'") from None
+    try:
+        loaded: Any = AutoModel.from_pretrained(name, use_safetensors=True, trust_remote_code=False)  # pyright: ignore
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadSetting(f"hf={name}: transformers cannot load it with safetensors ({reason})") from None
+    model = cast(Any, loaded)
+    for weight in model.parameters():
+        weight.requires_grad = False
+    if not lora:
+        return model
+    try:
+        from peft import LoraConfig, get_peft_model  # pyright: ignore
+    except ImportError:
+        raise MissingExtra("lora= needs peft: pip install peft") from None
+    return get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
+
+
+def _mean(x_BTW: Tensor, seen_BT: Tensor) -> Tensor:
+    weight_BT1 = seen_BT[:, :, None].to(x_BTW.dtype)
+    return (x_BTW * weight_BT1).sum(1) / weight_BT1.sum(1)

@@ -1,0 +1,125 @@
+"""Files of labelled reads as the parts of a run, with every read counted."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millstream.collection import Collection
+from millstream.console import say
+from millstream.dataset.concat import Concat
+from millstream.dataset.labels import LABEL
+from millstream.dataset.mix import Drawn, Mixture
+from millstream.dataset.subset import subset
+from millstream.door import expand, watch_index
+from millstream.errors import BadSetting, BadSource
+from millstream.source.classes import Classes, load_classes
+from millstream.source.mapping import load_mapping
+from millstream.store.index import IndexSettings
+from millstream.store.open_reads import open_reads
+from millstream.store.reads import Reads
+from millstream.train.read_settings import ReadSettings
+from millstream.train.task import labels_of
+
+VAL, TRAIN = "val", "train"
+HELD_OUT = 50  # one pair of neighbours in so many is for validation, where there is no file for it
+UNKNOWN = -1  # the label of a read whose class is not in the mapping
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ReadParts:
+    """The reads to learn from, and by name those to be judged by."""
+
+    classes: Classes
+    train: Collection
+    scored: Mapping[str, Collection]
+    files: Mapping[str, Reads]
+    counts: Mapping[str, Counts]  # reads of each class in each part, and last those of no known class
+
+
+def open_parts(settings: ReadSettings, memory: int) -> ReadParts:
+    """Open all files. Reads of `train` have to be of known classes; others may be of none, and are counted."""
+    classes = load_classes(load_mapping(settings.mapping), Path(settings.taxonomy) if settings.taxonomy else None)
+    files = {TRAIN: _open(settings, settings.data.train, memory, strict=True)}
+    if settings.data.val:
+        files[VAL] = _open(settings, settings.data.val, memory)
+    for place in (settings.data.test or "").split(","):
+        if place.strip():
+            name = _part_name(place.strip())
+            if name in files:
+                raise BadSetting(f"data.test={settings.data.test}: two files of the name {name}; rename one")
+            files[name] = _open(settings, place.strip(), memory)
+    counts = {name: count_labels(reads, len(classes)) for name, reads in files.items()}
+    train: Collection = files[TRAIN]
+    if counts[TRAIN][UNKNOWN]:
+        train = subset(train, np.flatnonzero(labels_of(train) != UNKNOWN))
+    if not len(train):
+        raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class")
+    scored: dict[str, Collection] = {VAL: train, **{name: files[name] for name in files if name != TRAIN}}
+    if not settings.data.val:
+        held_out = np.arange(len(train)) // 2 % HELD_OUT == 0
+        scored[VAL], train = subset(train, np.flatnonzero(held_out)), subset(train, np.flatnonzero(~held_out))
+        counts[VAL] = count_labels(scored[VAL], len(classes))
+        counts[TRAIN] = count_labels(train, len(classes))
+        say(
+            "data.val is not given: one read in fifty of data.train is held out. That measures memory of the same "
+            "genomes; hold out genomes to know how strains that were never seen are classified"
+        )
+    return ReadParts(classes, train, scored, files, counts)
+
+
+def chosen_by(val: Collection, most: int, mates: int) -> Collection:
+    """The validation part, or so many of its reads, evenly spread."""
+    pairs = len(val) // mates
+    if pairs * mates <= most:
+        return val
+    places = np.linspace(0, pairs - 1, most // mates).astype(np.int64)
+    return subset(val, (places[:, None] * mates + np.arange(mates)).reshape(-1))
+
+
+def evenly_drawn(train: Collection, num_classes: int, *, seed: int, memory: int) -> Collection:
+    """As many records an epoch, and of each class that has any as many as of the others."""
+    if 4 * len(train) > memory:
+        raise BadSetting(
+            f"balance=sampling keeps 4 bytes for each of {len(train)} reads, more than memory= leaves for it; "
+            "balance=weights needs none"
+        )
+    labels = labels_of(train)
+    order = np.argsort(labels, kind="stable")
+    counts = np.bincount(labels, minlength=num_classes)
+    parts = [subset(train, some) for some in np.split(order, np.cumsum(counts)[:-1]) if len(some)]
+    share, more = divmod(len(train), len(parts))
+    drawn = tuple(share + (number < more) for number in range(len(parts)))
+    return Mixture(Concat(parts), Drawn(tuple(map(len, parts)), drawn, seed))
+
+
+def count_labels(collection: Collection, num_classes: int) -> Counts:
+    """Reads of each class, and last those of none."""
+    counts = np.zeros(num_classes + 1, np.int64)
+    for chunk in collection.column(LABEL).chunks:
+        known = chunk.drop_null().to_numpy().astype(np.int64)
+        counts[:-1] += np.bincount(known, minlength=num_classes)
+        counts[UNKNOWN] += len(chunk) - len(known)
+    return counts
+
+
+def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = False) -> Reads:
+    files = [file for path in place.split(",") if path.strip() for file in expand(path.strip())]
+    wanted = IndexSettings(header_regex=settings.data.header_regex, on_mismatch="error" if strict else "null")
+    return open_reads(
+        files,
+        settings=wanted,
+        mapping=settings.mapping,
+        unknown="error" if strict else "null",
+        memory=memory,
+        index_dir=settings.data.index_dir,
+        watch=watch_index,
+        notify=say,
+    )
+
+
+def _part_name(place: str) -> str:
+    return Path(place).name.split(".")[0]

@@ -1,0 +1,289 @@
+"""From the files of a run of classifiers to its results: what is chosen where, and what is said of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sklearn.metrics import accuracy_score, f1_score
+
+from millstream.errors import BadSource
+from millstream.report.reads.evaluate import read_results
+from millstream.report.reads.per_class import class_rows, confused_pairs
+from millstream.report.reads.results import ModelResult, ReadResults
+from millstream.report.run_files import READS, kind_of
+from report.making_read_run import EVIL, MODELS, Made, make_read_run
+
+Row = dict[str, object]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_read_run(tmp_path_factory.mktemp("reads"), seeds=2, num_reads=1500)
+
+
+@pytest.fixture(scope="module")
+def results(run: Path) -> ReadResults:
+    return read_results(run)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return make_read_run(tmp_path, num_reads=100)
+
+
+def read(run: Path) -> ReadResults:
+    return read_results(run, resamples=50)
+
+
+def model(results: ReadResults, name: str) -> ModelResult:
+    return next(model for model in results.models if model.name == name)
+
+
+def rows_of(run: Path, name: str, part: str, seed: int = 0) -> dict[str, np.ndarray]:
+    rows = pq.read_table(run / "predictions.parquet").to_pylist()
+    mine = [row for row in rows if (row["model"], row["part"], row["seed"]) == (name, part, seed)]
+    return {key: np.array([row[key] for row in mine]) for key in mine[0]}
+
+
+def rewrite(run: Path, change: Callable[[Row], Row | None]) -> None:
+    table = pq.read_table(run / "predictions.parquet")
+    rows = [new for row in table.to_pylist() if (new := change(row)) is not None]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "predictions.parquet")
+
+
+def told(results: ReadResults) -> str:
+    return "\n".join(results.findings)
+
+
+# -- numbers
+
+
+def test_numbers_are_means_over_seeds_of_what_sklearn_finds(run: Path, results: ReadResults):
+    for part in ("val", "known", "heldout"):
+        accuracy, macro_f1, genus = [], [], []
+        for seed in range(2):
+            rows = rows_of(run, "cnn", part, seed)
+            known = rows["label"] >= 0
+            labels, found = rows["label"][known], rows["class"][known]
+            accuracy.append(accuracy_score(labels, found))
+            macro_f1.append(f1_score(labels, found, average="macro"))
+            genus.append(f1_score(labels // 2, rows["genus"][known], average="macro"))
+        found = model(results, "cnn").parts[part]
+        assert found.accuracy.value == pytest.approx(np.mean(accuracy))
+        assert found.macro_f1.value == pytest.approx(np.mean(macro_f1))
+        assert found.macro_f1_sd == pytest.approx(np.std(macro_f1, ddof=1))
+        assert found.macro_f1.low < found.macro_f1.value < found.macro_f1.high
+        assert {one.rank: one.num_taxa for one in found.ranks} == {"species": 6, "genus": 3}
+        assert found.ranks[1].macro_f1.value == pytest.approx(np.mean(genus))
+        assert found.ranks[0].macro_f1 == found.macro_f1
+
+
+def test_the_best_is_the_best_on_validation_also_when_it_is_worse_on_a_test_part(results: ReadResults):
+    assert [one.name for one in results.models] == ["cnn", "kmer-linear"]
+    cnn, linear = (one.parts["heldout"].macro_f1.value for one in results.models)
+    assert cnn < linear
+    assert results.findings[0].startswith("The best classifier (by macro F1 on validation), cnn, has on known macro F1")
+    assert "On heldout, cnn is WORSE than kmer-linear by" in told(results)
+    assert "On known, cnn beats kmer-linear by" in told(results)
+
+
+def test_the_threshold_is_chosen_on_validation_and_used_on_all_parts(run: Path, results: ReadResults):
+    rows = rows_of(run, "cnn", "val")
+    right, chances = rows["class"] == rows["label"], rows["probability"]
+    enough = [one for one in np.unique(chances) if right[chances >= one].mean() >= 0.95]
+    threshold = results.models[0].threshold
+    assert threshold == pytest.approx(min(enough))
+    coverage, precision, unknown = [], [], []
+    for seed in range(2):
+        on_val, test = rows_of(run, "cnn", "val", seed), rows_of(run, "cnn", "heldout", seed)
+        right = on_val["class"] == on_val["label"]
+        own = min(p for p in np.unique(on_val["probability"]) if right[on_val["probability"] >= p].mean() >= 0.95)
+        called = test["probability"] >= own
+        coverage.append(called.mean())
+        precision.append((test["class"] == test["label"])[called].mean())
+        unknown.append(called[test["label"] < 0].mean())
+    targets = {one.precision: one for one in results.models[0].parts["heldout"].targets}
+    at = targets[0.95].at
+    assert at is not None and at.coverage == coverage[0] and targets[0.95].threshold == threshold
+    kept = [one.at.coverage for one in targets.values() if one.at is not None]
+    assert kept == sorted(kept, reverse=True) and list(targets) == [0.9, 0.95, 0.99, 0.999]
+    found = results.models[0].parts["heldout"]
+    assert (found.coverage, found.precision) == pytest.approx((np.mean(coverage), np.mean(precision)))
+    assert found.unknown_called == pytest.approx(np.mean(unknown))
+
+
+def test_reads_of_no_known_class_are_counted_and_told(results: ReadResults):
+    found = results.models[0].parts["heldout"]
+    assert (found.num_reads, found.num_unknown, found.num_classes) == (1500, 20, 6)
+    assert results.models[0].parts["val"].num_unknown == 0
+    assert "Reads of no class of the mapping: 20 of 1,500 on known, " in told(results)
+
+
+def test_test_parts_come_first_and_the_gap_between_them_is_told(results: ReadResults):
+    assert list(results.parts) == ["known", "heldout", "val"] and list(results.tests) == ["known", "heldout"]
+    (one,) = results.gaps
+    gap = one.difference
+    a, b = (results.models[0].parts[part].macro_f1 for part in ("known", "heldout"))
+    assert gap.value == pytest.approx(a.value - b.value) and gap.low > 0.3
+    width = gap.high - gap.low
+    assert width == pytest.approx(np.hypot(a.high - a.low, b.high - b.low), rel=0.15)
+    assert (one.first, one.second, one.num_classes) == ("known", "heldout", 6)
+    assert one.macro_f1 == pytest.approx((a.value, b.value))
+    assert f"Macro F1 of cnn is lower on heldout than on known by {gap.value:.3f} [" in told(results)
+
+
+def test_a_gap_is_over_the_classes_that_both_parts_have(small: Path):
+    rewrite(small, lambda row: None if (row["part"], row["label"]) == ("heldout", 2) else row)
+    (gap,) = read(small).gaps
+    rows, found = rows_of(small, "cnn", "known"), read(small).models[0].parts["known"]
+    known = rows["label"] >= 0
+    shared = f1_score(rows["label"][known], rows["class"][known], labels=[0, 1, 3, 4, 5], average="macro")
+    assert gap.num_classes == 5 and gap.macro_f1[0] == pytest.approx(shared) != found.macro_f1.value
+    assert "over the 5 classes of both)" in told(read(small))
+
+
+def test_costs_come_from_the_lines_of_training(results: ReadResults):
+    cnn = model(results, "cnn")
+    assert (cnn.fit_s, cnn.score_reads_per_s, cnn.train_reads_per_s) == (30.5, 9000, 4050)
+    assert (cnn.waiting, cnn.memory, cnn.parameters, cnn.seeds) == (pytest.approx(0.02), 480_000_000, 10_000, 2)
+    assert results.memory[-1] == (8.0, 500_000_008) and results.budget == 10**9
+
+
+def test_every_difference_is_corrected_for_all_of_them(results: ReadResults):
+    pairs = [(one.a, one.b, one.part) for one in results.differences]
+    assert pairs == [("cnn", "kmer-linear", "known"), ("cnn", "kmer-linear", "heldout")]
+    assert all(one.differs and one.p < one.p_holm == pytest.approx(2 * one.p) for one in results.differences)
+
+
+def test_classes_one_by_one_and_pairs_that_are_confused(run: Path, results: ReadResults):
+    rows = rows_of(run, "cnn", "heldout")
+    found = results.models[0].parts["heldout"]
+    for label, row in enumerate(class_rows(results, found)):
+        known = rows["label"] >= 0
+        assert row.f1 == pytest.approx(f1_score(rows["label"][known] == label, rows["class"][known] == label))
+        assert row.support == (rows["label"] == label).sum() and row.called == (rows["class"] == label).sum()
+        assert row.unknown == ((rows["class"] == label) & ~known).sum() and row.training == 400 * (label + 1)
+        assert row.worst.startswith(results.classes[label ^ 1].name)
+    first, *_ = pairs = confused_pairs(results, found, most=10)
+    assert [one.reads for one in pairs] == sorted((one.reads for one in pairs), reverse=True)
+    label = next(label for label, one in enumerate(results.classes) if one.name == first.name)
+    mine = rows["class"][rows["label"] == label]
+    assert first.reads == (mine == label ^ 1).sum() and first.share == pytest.approx((mine == label ^ 1).mean())
+    assert first.same_genus == "yes"
+
+
+# -- what is said
+
+
+def test_it_says_so_when_validation_reads_are_of_the_genomes_that_were_trained_on(tmp_path: Path, small: Path):
+    flattering = make_read_run(tmp_path / "held", held_out="reads")
+    assert "held out from the genomes that were trained on" in told(read(flattering))
+    assert "held out from" not in told(read(small))
+
+
+def test_empty_absent_uneven_and_never_called_classes_are_told(tmp_path: Path):
+    never = {"cnn": replace(MODELS["cnn"], never=(4,))}
+    found = read(make_read_run(tmp_path, models=never, empty=(5,), absent=(1,)))
+    assert "No training reads of the class Genus2 species5: no model can learn it." in told(found)
+    assert f"heldout has no reads of the class {EVIL}: its macro F1 is over the other 5." in told(found)
+    assert "cnn never calls the class Genus2 species4 on heldout, which has such reads." in told(found)
+    assert "Classes are uneven: 400 to 2,000 training reads; every class counts the same" in told(found)
+    part = found.models[0].parts["heldout"]
+    assert part.num_classes == 5 and 0 < part.macro_f1.value < 0.8
+    rows = class_rows(found, part)
+    assert rows[4].f1 == 0 and np.isnan(rows[4].precision) and np.isnan(rows[1].f1)
+
+
+def test_one_test_part_is_compared_with_validation_and_none_is_told(tmp_path: Path):
+    one = read(make_read_run(tmp_path / "one", parts=("val", "known")))
+    assert [(gap.first, gap.second) for gap in one.gaps] == [("val", "known")]
+    none = read(make_read_run(tmp_path / "none", parts=("val",)))
+    assert not none.gaps and not none.differences and "There is no test part" in none.findings[1]
+
+
+def test_one_model_without_ranks_is_enough(tmp_path: Path):
+    found = read(make_read_run(tmp_path, models={"cnn": MODELS["cnn"]}, ranks=()))
+    assert found.findings[0].startswith("The only classifier, cnn,")
+    assert not found.ranks and not found.models[0].parts["val"].ranks and not found.differences
+    assert "genus" not in told(found) and "cnn was trained once" in told(found)
+
+
+def test_a_model_that_is_never_precise_enough_has_no_threshold(tmp_path: Path):
+    found = read(make_read_run(tmp_path, models={"poor": Made("poor", {"val": 0.0, "known": 0.0})}))
+    assert found.models[0].threshold is None and found.models[0].parts["known"].coverage is None
+    assert "No threshold gives poor a precision of 0.95 on validation." in told(found)
+
+
+def test_a_model_that_is_precise_enough_with_all_calls_needs_no_threshold(tmp_path: Path):
+    found = read(make_read_run(tmp_path, models={"good": Made("good", {"val": 0.98, "known": 0.9})}))
+    part = found.models[0].parts["known"]
+    assert found.models[0].threshold == 0 and part.coverage == part.unknown_called == 1
+    assert "good has a precision of 0.95 or more on validation with every call kept" in told(found)
+
+
+def test_pairs_are_called_pairs(tmp_path: Path):
+    found = read(make_read_run(tmp_path, mates=2))
+    assert found.what == "pairs" and "Pairs of no class of the mapping: 20 of 600" in told(found)
+
+
+def test_a_class_without_a_taxon_is_left_out_at_that_rank(small: Path):
+    card = json.loads((small / "data.json").read_text())
+    card["classes"][0]["genus"] = -1
+    (small / "data.json").write_text(json.dumps(card))
+    rows = rows_of(small, "cnn", "known")
+    kept = rows["label"] > 0
+    genus = read(small).models[0].parts["known"].ranks[1]
+    assert genus.accuracy.value == pytest.approx((rows["genus"] == rows["label"] // 2)[kept].mean())
+
+
+# -- what is not there, or damaged
+
+
+def test_models_that_were_asked_for_and_are_not_finished_are_missing(tmp_path: Path):
+    run = make_read_run(tmp_path, asked="cnn,kmer-linear,lstm,hf")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "missing", "model": "hf", "why": "no such folder"}) + "\n")
+    assert dict(read(run).missing) == {"lstm": "not finished; the same command goes on with it", "hf": "no such folder"}
+
+
+def test_answers_of_a_model_whose_training_was_not_finished_do_not_count(small: Path):
+    lines = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if (line["kind"], line.get("model")) != ("fit", "cnn")]
+    (small / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    found = read(small)
+    assert [one.name for one in found.models] == ["kmer-linear"] and "cnn" in found.missing
+
+
+def test_probabilities_that_are_no_numbers_are_told(small: Path):
+    rewrite(small, lambda row: row | {"probability": float("nan")} if row["model"] == "cnn" else row)
+    assert read(small).missing["cnn"] == "seed 0 gave 300 probabilities that are not finite"
+    rewrite(small, lambda row: row | {"probability": float("nan")})
+    assert read(small).findings == ["No classifier has answers that can be judged."]
+
+
+def fails(run: Path, *parts: str) -> None:
+    with pytest.raises(BadSource) as raised:
+        read(run)
+    for part in (str(run), "Next: millstream train data.train=FILE mapping=TABLE", *parts):
+        assert part in str(raised.value)
+
+
+def test_what_is_damaged_or_unfinished_says_what_to_do(small: Path):
+    assert kind_of(small) == READS and kind_of(small.parent) == ""
+    rewrite(small, lambda row: None if (row["model"], row["record"]) == ("cnn", 3) else row)
+    fails(small, "was asked about other reads of known than kmer-linear")
+    rewrite(small, lambda row: row | {"class": 6})
+    fails(small, "is not of the 6 classes of the data card")
+    (small / "metrics.jsonl").write_text("")
+    fails(small, "no classifier is finished yet")
+    table = pq.read_table(small / "predictions.parquet").drop_columns(["class"])
+    pq.write_table(table, small / "predictions.parquet")
+    fails(small, "predictions.parquet", "class")
+    card = json.loads((small / "data.json").read_text())
+    (small / "data.json").write_text(json.dumps(card | {"classes": [{"name": "x"}]}))
+    fails(small, "data.json", "KeyError: 'class_id'")

@@ -1,0 +1,428 @@
+"""Classifying: a row for every read, in order, to the last byte also when it was killed on the way."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import millstream as ms
+from commands import run_here
+from millstream.dataset.features import fields
+from millstream.dataset.simulate import SimulateSettings, simulate
+from millstream.errors import BadSetting, BadSource, StoreExists
+from millstream.loader.loader import Loader
+from millstream.model.kmer_linear import KmerLinear
+from millstream.model.read_net import ReadNet
+from millstream.source.classes import load_classes
+from millstream.source.mapping import load_mapping
+from millstream.train import classify as module
+from millstream.train import partial_file
+from millstream.train.calls import Calls
+from millstream.train.classify import classify
+from millstream.train.finished import find_finished
+from millstream.train.read_settings import HEADERS
+
+TAXA = {  # class id: tax id, species, genus and its tax id
+    3: (562, "Escherichia coli", "Escherichia", 561),
+    5: (564, "Escherichia fergusonii", "Escherichia", 561),
+    9: (573, "Klebsiella pneumoniae", "Klebsiella", 570),
+}
+HEAD = ["read", "class", "tax_id", "taxon", "rank", "probability"]
+Rows = list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reads, single ones and pairs, and a run. The second genome has half of the first, so its reads are in doubt."""
+    path = tmp_path_factory.mktemp("classify")
+    rng = np.random.default_rng(7)
+    letters = rng.choice(np.frombuffer(b"ACGT", np.uint8), (3, 20_000))
+    letters[1, :10_000] = letters[0, :10_000]
+    genomes: list[Path] = []
+    for row, (tax_id, *_) in zip(letters, TAXA.values(), strict=True):
+        genomes.append(path / f"{tax_id}_genome.fna")
+        genomes[-1].write_text(f">{tax_id}\n{row.tobytes().decode()}\n")
+    lines = [f"{own}\t{a}\t{b}\t{c}\t{d}\tEnterobacteriaceae" for own, (a, b, c, d) in TAXA.items()]
+    mapping = path / "species.tsv"
+    mapping.write_text("\n".join(["class_id\ttax_id\tspecies\tgenus\tgenus_tax_id\tfamily", *lines]) + "\n")
+    for name, count, seed in (("train", 6000, 0), ("val", 900, 1)):
+        simulate(genomes, [path / f"{name}.fa"], settings=SimulateSettings(reads=count, seed=seed), mapping=mapping)
+    pairs = SimulateSettings(reads=400, insert=300, seed=2)
+    simulate(genomes, [path / "both.fq.gz"], settings=pairs, mapping=mapping)
+    simulate(genomes, [path / "one.fq.gz", path / "two.fq"], settings=pairs, mapping=mapping)
+    asked = {"model": "kmer-linear", "epochs": 1, "batch_size": 64, "bits": 12, "out": str(path / "run")}
+    ms.train({"train": str(path / "train.fa"), "val": str(path / "val.fa")}, mapping=str(mapping), **asked)
+    return path
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many batches of few reads, and a state saved after each."""
+    monkeypatch.setattr(KmerLinear, "at_most", 64)
+    monkeypatch.setattr(module, "SAVE_S", 0.0)
+
+
+def rows_of(path: Path) -> Rows:
+    text = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+    head, *rows = [line.split("\t") for line in text.decode().splitlines()]
+    assert head == HEAD and all(len(row) == len(HEAD) for row in rows)
+    return rows
+
+
+def names_in(path: Path) -> list[str]:
+    return [line[1:].split()[0] for line in path.read_text().splitlines() if line.startswith(">")]
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def stopping_after(batches: int) -> Callable[[], bool]:
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked >= batches
+
+    return stop
+
+
+def test_every_read_has_a_row_in_order_that_says_what_training_said_of_it(made: Path, tmp_path: Path):
+    done = classify(made / "run", made / "val.fa", tmp_path / "out.tsv")
+    rows = rows_of(tmp_path / "out.tsv")
+    assert [row[0] for row in rows] == names_in(made / "val.fa")
+    told = pq.read_table(made / "run" / "predictions.parquet").to_pylist()
+    said = {row["record"]: row for row in told if row["part"] == "val"}
+    ids = list(TAXA)
+    for number, row in enumerate(rows):
+        own = ids[said[number]["class"]]
+        tax_id, species, *_ = TAXA[own]
+        assert row[1:5] == [str(own), str(tax_id), species, "species"]
+        assert float(row[5]) == pytest.approx(said[number]["probability"], abs=1e-4)
+    assert (done.num_reads, done.num_classified, done.num_unclassified) == (900, 900, 0)
+    assert done.model == "kmer-linear-0" and not done.interrupted
+    assert left_in(tmp_path) == ["out.tsv"]
+
+
+def test_what_is_in_doubt_goes_to_the_genus_and_what_is_not_likely_to_nothing(made: Path, tmp_path: Path):
+    classify(made / "run", made / "val.fa", tmp_path / "all.tsv")
+    done = classify(made / "run", made / "val.fa", tmp_path / "sure.tsv", threshold=0.95)
+    sure = rows_of(tmp_path / "sure.tsv")
+    assert len(sure) == 900
+    seen: set[str] = set()
+    for before, row in zip(rows_of(tmp_path / "all.tsv"), sure, strict=True):
+        seen.add(row[4])
+        if float(before[5]) > 0.95:
+            assert row == before
+        elif float(before[5]) < 0.95:
+            assert row[0] == before[0] and row[1] == "" and row[4] in ("genus", "family")
+            assert float(row[5]) >= 0.95
+    assert {"species", "genus"} <= seen
+    assert ["", "561", "Escherichia", "genus"] in [row[1:5] for row in sure]
+    assert done.num_unclassified == 0  # all are of one family
+
+
+def test_levels_are_tried_from_the_lowest_and_a_rank_may_be_called_class():
+    columns = {"class_id": [4, 6, 8], "name": ["a", "b", "c"], "genus": ["G", "G", None], "class": ["K", "K", "L"]}
+    calls = Calls(load_classes(load_mapping(columns)))
+    net = ReadNet(3, 3)
+    net.ask_for(calls.asked)
+    chances = torch.tensor([[0.9, 0.05, 0.05], [0.4, 0.35, 0.25], [0.25, 0.25, 0.5], [0.3, 0.3, 0.4]])
+    net.probabilities = lambda batch: chances  # type: ignore[method-assign]
+    numbers, found = calls.choose(net.answer({}), 0.6)
+    assert [calls.taxa[number].name for number in numbers] == ["a", "G", "unclassified", "G"]
+    assert [calls.class_ids[number] for number in numbers] == ["4", "", "", ""]
+    assert found == pytest.approx([0.9, 0.75, 0.5, 0.6])
+    numbers, _ = calls.choose(net.answer({}), 0.5)
+    assert [calls.ranks[number] for number in numbers] == ["no rank", "genus", "no rank", "genus"]
+
+
+def test_pairs_have_the_mean_of_their_mates_however_they_lie(made: Path, tmp_path: Path):
+    classify(made / "run", made / "both.fq.gz", tmp_path / "neighbours.tsv", paired=True)
+    done = classify(made / "run", made / "one.fq.gz", tmp_path / "files.tsv", mates=made / "two.fq", memory="100MB")
+    assert (tmp_path / "neighbours.tsv").read_bytes() == (tmp_path / "files.tsv").read_bytes()
+    assert (done.num_reads, done.num_rows) == (400, 200)
+    rows = rows_of(tmp_path / "files.tsv")
+    reads = ms.open(made / "both.fq.gz")
+    model, net = find_finished(made / "run").restore(reads, memory="100MB")
+    batch = next(iter(Loader(reads, batch_size=400, features=[*model.scoring, fields("name")], order="none")))
+    assert [row[0] for row in rows] == [name[:-2] for name in batch["name"][::2]]  # type: ignore[index]
+    assert not any(row[0].endswith(("/1", "/2")) for row in rows)
+    with torch.inference_mode():
+        mean = net.probabilities(batch).reshape(200, 2, 3).mean(dim=1)  # type: ignore[arg-type]
+    assert [int(row[1]) for row in rows] == [list(TAXA)[label] for label in mean.argmax(dim=1).tolist()]
+    assert [float(row[5]) for row in rows] == pytest.approx(mean.max(dim=1).values.tolist(), abs=1e-4)
+
+
+def test_reads_that_are_no_mates_are_refused_by_name(made: Path, tmp_path: Path):
+    run, out = made / "run", tmp_path / "out.tsv"
+    with pytest.raises(BadSource, match=r"val\.fa: pair 1 is lbl\|.* and lbl\|.*, which are no mates"):
+        classify(run, made / "val.fa", out, paired=True)
+    with pytest.raises(BadSource, match=r"one\.fq\.gz: has 200 reads, .*val\.fa has 900"):
+        classify(run, made / "one.fq.gz", out, mates=made / "val.fa")
+    with pytest.raises(BadSource, match="is given as its own mates"):
+        classify(run, made / "one.fq.gz", out, mates=made / "one.fq.gz")
+    lines = (made / "two.fq").read_text().splitlines(keepends=True)
+    (tmp_path / "swapped.fq").write_text("".join([*lines[:40], *lines[44:48], *lines[40:44], *lines[48:]]))
+    with pytest.raises(BadSource, match="pair 11 is"):
+        classify(run, made / "one.fq.gz", out, mates=tmp_path / "swapped.fq")
+    (tmp_path / "odd.fq").write_text("".join(lines[:12]))
+    with pytest.raises(BadSource, match="has 3 reads, which is no number of pairs"):
+        classify(run, tmp_path / "odd.fq", out, paired=True)
+    assert not [name for name in left_in(tmp_path) if "out.tsv" in name]
+
+
+def test_several_files_are_one_after_the_other(made: Path, tmp_path: Path):
+    classify(made / "run", [made / "two.fq", made / "val.fa"], tmp_path / "both.tsv")
+    classify(made / "run", made / "two.fq", tmp_path / "first.tsv")
+    classify(made / "run", made / "val.fa", tmp_path / "second.tsv")
+    assert rows_of(tmp_path / "both.tsv") == rows_of(tmp_path / "first.tsv") + rows_of(tmp_path / "second.tsv")
+
+
+def test_reads_are_called_by_their_headers_whatever_an_index_calls_name(made: Path, tmp_path: Path):
+    shutil.copy(made / "val.fa", tmp_path / "val.fa")
+    ms.open(tmp_path / "val.fa", header_regex=HEADERS)  # has a group `name`, which is a part of the header
+    classify(made / "run", tmp_path / "val.fa", tmp_path / "out.tsv")
+    assert [row[0] for row in rows_of(tmp_path / "out.tsv")] == names_in(made / "val.fa")
+
+
+def test_gzipped_rows_are_those_that_are_not_and_memory_changes_no_byte(made: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(partial_file, "CHUNK_BYTES", 10_000)
+    classify(made / "run", made / "val.fa", tmp_path / "out.tsv")
+    classify(made / "run", made / "val.fa", tmp_path / "out.tsv.gz")
+    assert rows_of(tmp_path / "out.tsv.gz") == rows_of(tmp_path / "out.tsv")
+    classify(made / "run", made / "val.fa", tmp_path / "small.tsv.gz", memory="4MB")
+    assert (tmp_path / "small.tsv.gz").read_bytes() == (tmp_path / "out.tsv.gz").read_bytes()
+    with gzip.open(tmp_path / "out.tsv.gz") as file:
+        assert file.read().count(b"\n") == 901
+    assert (tmp_path / "out.tsv.gz").read_bytes().count(b"\x1f\x8b\x08") >= 5  # members
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("name", ["out.tsv", "out.tsv.gz"])
+def test_stopped_after_any_batch_it_goes_on_to_the_same_bytes(made: Path, tmp_path: Path, name: str, monkeypatch):
+    monkeypatch.setattr(partial_file, "CHUNK_BYTES", 5000)
+    (tmp_path / "whole").mkdir()
+    whole, out = tmp_path / "whole" / name, tmp_path / name
+    classify(made / "run", made / "val.fa", whole, kraken_output=tmp_path / "whole.rep")
+    resumed: list[int] = []
+    while not out.exists():
+        done = classify(made / "run", made / "val.fa", out, kraken_output=tmp_path / "out.rep", stop=stopping_after(4))
+        resumed.append(done.num_resumed)
+        assert done.interrupted == (not out.exists())
+    assert resumed == [0, 256, 512, 768]
+    assert out.read_bytes() == whole.read_bytes()
+    assert (tmp_path / "out.rep").read_bytes() == (tmp_path / "whole.rep").read_bytes()
+    assert left_in(tmp_path) == sorted(["out.rep", name, "whole", "whole.rep"])
+
+
+# Imports once; then in each round a child of it classifies and is killed, when a few more rows are saved.
+KILLING = """
+import json, os, signal, sys, time
+from pathlib import Path
+from millstream.model.kmer_linear import KmerLinear
+from millstream.train import classify as module
+
+run, reads, out, state = sys.argv[1:]
+KmerLinear.at_most, module.SAVE_S = 32, 0.0
+
+def saved():
+    return sum(json.loads(Path(state).read_text())["saved"]["counts"]) if Path(state).exists() else 0
+
+for number in range(5):
+    before, child = saved(), os.fork()
+    if not child:
+        module.classify(run, reads, out, stop=lambda: time.sleep(0.005))
+        os._exit(1)
+    while saved() < before + 80:
+        time.sleep(0.001)
+    time.sleep(0.0013 * number)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, "it ended before it could be killed"
+print(saved())
+"""
+
+
+def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(made: Path, tmp_path: Path):
+    classify(made / "run", made / "val.fa", tmp_path / "whole.tsv.gz")
+    out = tmp_path / "out.tsv.gz"
+    command = [sys.executable, "-c", KILLING, made / "run", made / "val.fa", out, tmp_path / ".out.tsv.gz.state"]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == 0, killed.stderr
+    assert not out.exists()
+    done = classify(made / "run", made / "val.fa", out)
+    assert done.num_resumed == int(killed.stdout) >= 400
+    assert out.read_bytes() == (tmp_path / "whole.tsv.gz").read_bytes()
+    assert left_in(tmp_path) == ["out.tsv.gz", "whole.tsv.gz"]
+
+
+@pytest.mark.parametrize("at", ["report", "rename", "state"])
+def test_killed_within_the_end_it_ends_when_run_again(made: Path, tmp_path: Path, at: str, monkeypatch):
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    place = {
+        "report": (module, "publish"),
+        "rename": (partial_file.os, "rename"),
+        "state": (partial_file, "sync_folder"),
+    }
+    out, report = tmp_path / "out.tsv", tmp_path / "out.rep"
+    with monkeypatch.context() as patch:
+        if at == "rename":  # publishing the state renames too
+            rename = os.rename
+            patch.setattr(os, "rename", lambda a, b: die() if Path(b) == out else rename(a, b))
+        else:
+            patch.setattr(*place[at], die)
+        with pytest.raises(KeyboardInterrupt):
+            classify(made / "run", made / "val.fa", out, kraken_output=report)
+    done = classify(made / "run", made / "val.fa", out, kraken_output=report)
+    assert (done.num_rows, done.num_resumed) == (900, 900)
+    assert len(rows_of(out)) == 900 and "\troot\n" in report.read_text()
+    assert left_in(tmp_path) == ["out.rep", "out.tsv"]
+    with pytest.raises(StoreExists):
+        classify(made / "run", made / "val.fa", out)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_another_threshold_starts_anew_and_says_so(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out.tsv"
+    assert classify(made / "run", made / "val.fa", out, stop=stopping_after(3)).interrupted
+    done = classify(made / "run", made / "val.fa", out, threshold=0.5)
+    assert done.num_resumed == 0 and len(rows_of(out)) == 900
+    assert "cannot go on (threshold: 0.0 -> 0.5); starting anew" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_two_processes_do_not_write_one_file(made: Path, tmp_path: Path):
+    out = tmp_path / "out.tsv"
+
+    def stop() -> bool:
+        with pytest.raises(StoreExists, match="another process is writing it"):
+            classify(made / "run", made / "val.fa", out)
+        return False
+
+    classify(made / "run", made / "val.fa", out, stop=stop)
+    assert len(rows_of(out)) == 900
+
+
+def test_a_run_needs_neither_its_mapping_nor_its_reads(made: Path, tmp_path: Path):
+    classify(made / "run", made / "val.fa", tmp_path / "before.tsv")
+    shutil.copytree(made / "run", tmp_path / "elsewhere")
+    shutil.copy(made / "val.fa", tmp_path / "reads.fa")
+    config = tmp_path / "elsewhere" / "config.yaml"
+    config.write_text(config.read_text().replace(str(made), "/nowhere"))
+    classify(tmp_path / "elsewhere", tmp_path / "reads.fa", tmp_path / "after.tsv", index_dir=tmp_path)
+    assert (tmp_path / "after.tsv").read_bytes() == (tmp_path / "before.tsv").read_bytes()
+
+
+def test_the_model_that_was_best_on_validation_is_taken(made: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    for name in ("other-1", "other-4"):
+        shutil.copytree(run / "checkpoints" / "kmer-linear-0", run / "checkpoints" / name)
+    log = run / "metrics.jsonl"
+    for seed, score in ((1, 0.1), (4, 1.0)):  # the first seed counts
+        line = {"kind": "epoch", "time_s": 1.0, "model": "other", "seed": seed, "val_macro_f1": score}
+        log.write_text(log.read_text() + json.dumps(line) + "\n")
+    assert find_finished(run).name == "kmer-linear"
+    log.write_text(log.read_text() + json.dumps({**line, "seed": 1, "val_macro_f1": 1.0}) + "\n")
+    assert (find_finished(run).name, find_finished(run).seed) == ("other", 1)
+    assert find_finished(run, "kmer-linear").name == "kmer-linear"
+
+
+def test_reads_may_have_other_lengths_than_those_that_were_learned(made: Path, tmp_path: Path):
+    """A transformer has so many places for tokens as the reads it learned called for."""
+    asked = {"model": "transformer", "epochs": 1, "width": 16, "layers": 1, "out": str(tmp_path / "run")}
+    files = {"train": str(made / "val.fa"), "val": str(made / "two.fq")}
+    ms.train(files, mapping=str(made / "species.tsv"), **asked)
+    genome = (made / "573_genome.fna").read_text().splitlines()[1]
+    for length in (1, 40, 1500):
+        reads, out = tmp_path / f"{length}.fa", tmp_path / f"{length}.tsv"
+        reads.write_text("".join(f">r{at}\n{genome[at : at + length]}\n" for at in range(20)))
+        classify(tmp_path / "run", reads, out)
+        assert [row[0] for row in rows_of(out)] == [f"r{at}" for at in range(20)]
+
+
+def test_the_command_writes_rows_and_a_report_and_ends_with_what_it_did(made: Path, tmp_path: Path):
+    out, report = tmp_path / "out.tsv", tmp_path / "out.kreport"
+    code, text, err = run_here(
+        "classify", made / "run", made / "val.fa", "-o", out, "--kraken-output", report, "--threshold", 0.9, "--json"
+    )
+    assert code == 0, err
+    assert json.loads(text)["num_rows"] == 900
+    assert "kmer-linear seed 0, the best on validation, macro F1 0." in err
+    assert err.splitlines()[-1].startswith(f"{out}: 900 reads, 900 classified, 0 not; ")
+    lines = [line.split("\t") for line in report.read_text().splitlines()]
+    assert lines[0] == ["100.00", "900", "0", "R", "1", "root"] or lines[0][1] == "900"
+    rows = rows_of(out)
+    assert {line[4]: int(line[2]) for line in lines}["561"] == sum(row[2] == "561" for row in rows)
+    code, text, err = run_here("classify", made / "run", made / "both.fq.gz", "-o", tmp_path / "p.tsv", "--paired")
+    assert code == 0 and "200 pairs, 200 classified" in err and not text
+    code, _, err = run_here(
+        "classify", made / "run", made / "one.fq.gz", "--mates", made / "two.fq", "-o", tmp_path / "m.tsv"
+    )
+    assert code == 0 and (tmp_path / "m.tsv").read_bytes() == (tmp_path / "p.tsv").read_bytes(), err
+
+
+def test_ctrl_c_ends_after_a_batch_and_says_that_the_same_command_goes_on(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(KmerLinear, "at_most", 64)
+    choose = Calls.choose
+    asked = ["classify", made / "run", made / "val.fa", "-o", tmp_path / "out.tsv"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Calls, "choose", lambda *given: (os.kill(os.getpid(), signal.SIGINT), choose(*given))[1])
+        code, _, err = run_here(*asked)
+    assert code == 130 and "64 reads, 64 classified, 0 not so far; interrupted, the same command goes on" in err
+    code, _, err = run_here(*asked)
+    assert code == 0 and "900 reads" in err and len(rows_of(tmp_path / "out.tsv")) == 900
+
+
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_written(made: Path, tmp_path: Path, store: Path):
+    run, reads, out = made / "run", made / "val.fa", tmp_path / "out.tsv"
+    (tmp_path / "there.tsv").write_text("mine")
+    shutil.copytree(run, tmp_path / "no_ids")
+    card = json.loads((run / "data.json").read_text())
+    card["classes"] = [{**row, "tax_id": 0} for row in card["classes"]]
+    (tmp_path / "no_ids" / "data.json").write_text(json.dumps(card))
+    shutil.copytree(run, tmp_path / "traces")
+    (tmp_path / "traces" / "data.json").write_text('{"kind": "traces"}')
+    shutil.copytree(run, tmp_path / "young")
+    shutil.rmtree(tmp_path / "young" / "checkpoints")
+    shutil.copytree(run, tmp_path / "altered")
+    config = tmp_path / "altered" / "config.yaml"
+    config.write_text(config.read_text().replace("k: auto", "k: 9,11"))
+    before = left_in(tmp_path)
+    for arguments, code, said in (
+        ([tmp_path / "nowhere", reads, "-o", out], 1, "is no run of millstream train"),
+        ([tmp_path / "traces", reads, "-o", out], 1, "judge answers, not reads"),
+        ([tmp_path / "young", reads, "-o", out], 1, "no classifier is finished yet"),
+        ([tmp_path / "altered", reads, "-o", out], 1, "its weights are not those of kmer-linear as"),
+        ([run, tmp_path / "none.fq", "-o", out], 1, "none.fq: no such file"),
+        ([run, reads, "-o", tmp_path / "there.tsv"], 1, "there.tsv: already there. Choose another name"),
+        ([run, reads, "-o", out, "--kraken-output", tmp_path / "there.tsv"], 1, "there.tsv: already there"),
+        ([run, reads, "-o", out, "--kraken-output", out], 2, "is where the rows go"),
+        ([run, reads, "-o", tmp_path / "no" / "out.tsv"], 2, "there is no such folder. Make it: mkdir -p"),
+        ([run, reads, "-o", out, "--model", "cnn"], 2, "--model cnn: is not finished"),
+        ([run, reads, "-o", out, "--threshold", "95"], 2, "threshold=95.0: a probability"),
+        ([run, reads, "-o", out, "--paired", "--mates", reads], 2, "not both"),
+        ([run, reads, "-o", out, "--memory", "much"], 2, "is not a size in bytes"),
+        ([tmp_path / "no_ids", reads, "-o", out, "--kraken-output", tmp_path / "r"], 1, "3 of 3 classes have none"),
+    ):
+        found, _, err = run_here("classify", *arguments)
+        assert found == code and said in err, err
+        assert err.splitlines()[-1].startswith("millstream: ")
+        assert left_in(tmp_path) == before
+    with pytest.raises(BadSetting):
+        classify(run, reads, out, threshold=-0.1)
