@@ -53,7 +53,7 @@ def net_of(name: str, batch: Batch, recipe: Recipe = RECIPE) -> Any:
 
 def scores(net: Net, batch: Batch) -> np.ndarray:
     with torch.inference_mode():
-        return net(batch)[0].numpy()
+        return net.logits(batch)[0].numpy()
 
 
 @pytest.fixture(scope="module")

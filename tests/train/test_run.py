@@ -41,7 +41,7 @@ def test_a_run_folder_has_all_that_is_promised(run: Path):
     for name in ("config.yaml", "metrics.jsonl", "predictions.parquet", "env.json", "split.json", "data.json"):
         assert (run / name).stat().st_size > 0
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["epochs"] == 2 and config["lr"] == 2e-3
+    assert config["epochs"] == 2 and config["warmup"] == 0.05
     card = json.loads((run / "data.json").read_text())
     assert card["records"] == 160 and card["verdicts"]["right"] + card["verdicts"]["wrong"] == 160
     assert sum(part["records"] for part in card["parts"].values()) == 160
@@ -100,7 +100,7 @@ def test_a_finished_run_is_not_trained_again_and_more_models_can_be_added(run: P
 
 
 def test_a_folder_of_another_run_is_refused_with_what_differs(run: Path, store: Path, tmp_path: Path):
-    with pytest.raises(ConfigMismatch, match=r"lr: 0\.002 -> 0\.01"):
+    with pytest.raises(ConfigMismatch, match=r"lr: None -> 0\.01"):
         ms.train(store, model="lstm", out=str(run), **{**SHORT, "epochs": 2, "lr": 0.01})
     other = make_traces(tmp_path / "other", num=60, seed=5)
     with pytest.raises(ConfigMismatch, match="fingerprint"):

@@ -31,7 +31,8 @@ _DTYPES = {
 def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:
     """Tensors by name, and what else there is to know as JSON; no tensor is copied on the way."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    whole = {name: tensors[name].detach().cpu().contiguous() for name in order}
     header: dict[str, object] = {"__metadata__": {ABOUT: json.dumps(about)}}
     at = 0
     for name, tensor in whole.items():

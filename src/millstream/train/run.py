@@ -208,7 +208,7 @@ def write_predictions(run: Path) -> None:
 def _keep(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:
     import torch
 
-    save(path, {name: torch.as_tensor(np.ascontiguousarray(array)) for name, array in arrays.items()}, about)
+    save(path, {name: torch.as_tensor(np.asarray(array, order="C")) for name, array in arrays.items()}, about)
 
 
 def _bytes_read(collection: Collection, fields: Sequence[str]) -> float:
