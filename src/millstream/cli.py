@@ -61,11 +61,17 @@ def about(
 def demo(
     path: Annotated[Path, typer.Argument(help="Folder for the demo's files.")] = Path("demo"),
     model: Annotated[str, typer.Option(help="Who is asked: facts, or smollm2 for a real model.")] = "facts",
+    only: Annotated[str | None, typer.Option(help="One part of it: traces or reads.")] = None,
 ) -> None:
-    """Ask a small language model, kill it half way, go on, verify, label, train detectors, and report."""
-    from millstream.demo import run, story_of
+    """Ask a small language model, kill it half way, go on, train detectors; then train classifiers of reads."""
+    from millstream import demo_reads
+    from millstream.demo import check_part, run, story_of
 
-    run(path, story_of(model))
+    check_part(only)
+    if only != "reads":
+        run(path, story_of(model))
+    if only != "traces":
+        demo_reads.run(path / "reads", demo_reads.ReadStory())
 
 
 @app.command()

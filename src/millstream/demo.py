@@ -77,8 +77,8 @@ def run(folder: Path, story: Story) -> None:
     if (trained / "config.yaml").exists():
         shutil.rmtree(trained)
     total = story.num_questions or len(read_questions(story.questions).questions)
-    extract = _command("extract", story.questions, str(path), f"model={story.model}", *story.extract)
-    print(f"2. Every question is asked, and what goes on inside the model is kept: {_shown(extract)}", flush=True)
+    extract = command("extract", story.questions, str(path), f"model={story.model}", *story.extract)
+    print(f"2. Every question is asked, and what goes on inside the model is kept: {shown(extract)}", flush=True)
     _kill_half_way(extract, path, total)
     print("   Half way the extractor got SIGKILL. The same command goes on where it was:", flush=True)
     subprocess.run(extract, check=True)
@@ -93,8 +93,8 @@ def run(folder: Path, story: Story) -> None:
     counts = ", ".join(f"{n} {verdict}" for verdict, n in done.counts.items())
     print(f"4. Labelled by comparing with the references: {counts}")
     _show_answers(path, traces)
-    train = _command("train", f"data={path}", f"out={trained}", *story.train)
-    print(f"5. Detectors learn to tell right from made up, on one split by question: {_shown(train)}", flush=True)
+    train = command("train", f"data={path}", f"out={trained}", *story.train)
+    print(f"5. Detectors learn to tell right from made up, on one split by question: {shown(train)}", flush=True)
     subprocess.run(train, check=True)
     print(f"6. The report, after {format_seconds(time.monotonic() - begun)}: {trained / 'report.html'}")
     say(f"Next: open {trained / 'report.html'} in a browser")
@@ -106,11 +106,16 @@ def story_of(name: str) -> Story:
     return STORIES[name]
 
 
-def _command(*arguments: str) -> list[str]:
+def check_part(name: str | None) -> None:
+    if name not in (None, "traces", "reads"):
+        raise BadSetting(f"--only {name}: there is traces and reads")
+
+
+def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "millstream", *arguments]
 
 
-def _shown(command: list[str]) -> str:
+def shown(command: list[str]) -> str:
     """As a person would type it."""
     import shlex
 

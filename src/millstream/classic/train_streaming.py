@@ -37,16 +37,16 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         run = work(options)
-    except MillstreamError as error:
+        if run.is_first and not run.interrupted:
+            from millstream.cli_train import report
+
+            report(run.path)
+    except (MillstreamError, OSError) as error:
         print(f"train_streaming: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadSetting) else 1)
     if run.interrupted:
         say("interrupted; the same command goes on from here")
         sys.exit(130)
-    if run.is_first:
-        from millstream.cli_train import report
-
-        report(run.path)
 
 
 def work(options: argparse.Namespace) -> Run:

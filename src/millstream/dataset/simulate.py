@@ -54,6 +54,8 @@ class SimulateSettings:
             raise BadSetting(f"reads={self.reads}: there are two to a pair, so an even number")
         if self.abundance not in ABUNDANCES:
             raise BadSetting(f"abundance={self.abundance}: there is length, equal and lognormal")
+        if self.seed < 0:
+            raise BadSetting(f"seed={self.seed}: a number from 0 on")
 
     @property
     def mates(self) -> int:
@@ -105,6 +107,8 @@ def simulate(
     settings.check()
     if len(out) > settings.mates:
         raise BadSetting(f"{len(out)} files to write: two are for pairs, which insert= makes")
+    if len(set(out)) < len(out):
+        raise BadSetting(f"{out[0]}: named twice; name it once for both mates in one file, or two files")
     letters, found = _load(genomes, mapping, index_dir)
     made = _Reads(letters, found, settings)
     is_fastq = [path.name.removesuffix(".gz").endswith((".fq", ".fastq")) for path in out]
@@ -265,15 +269,16 @@ def _load(genomes: Sequence[Path], mapping: Path | None, index_dir: Path | None)
         batch = reads.fetch(np.arange(len(reads)), ["sequence", "name"])
         names = [str(name) for name in batch.columns["name"]]
         pieces.append(UPPER[batch.flat])
+        if bad := np.setdiff1d(pieces[-1], np.flatnonzero(COMPLEMENT)).tolist():
+            raise BadSource(f"{path}: {chr(bad[0])!r} is no nucleotide: reads are simulated of DNA")
         found.append(
             (path, _taxon(path, names), [_plain(name) for name in names], batch.offsets[:-1] + at, batch.lengths)
         )
         at += batch.flat.size
     classes = _classes([(path, taxon) for path, taxon, *_ in found], mapping)
-    letters = np.concatenate(pieces)
-    if bad := np.setdiff1d(np.unique(letters), np.flatnonzero(COMPLEMENT)).tolist():
-        raise BadSource(f"{genomes[0]}: {chr(bad[0])!r} is no nucleotide: reads are simulated of DNA")
-    return letters, [Genome(path, *classes[path], names, starts, lengths) for path, _, names, starts, lengths in found]
+    return np.concatenate(pieces), [
+        Genome(path, *classes[path], names, starts, lengths) for path, _, names, starts, lengths in found
+    ]
 
 
 def _taxon(path: Path, names: Sequence[str]) -> int | None:
@@ -282,7 +287,7 @@ def _taxon(path: Path, names: Sequence[str]) -> int | None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", name)
+    return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)
 
 
 def _classes(genomes: Sequence[tuple[Path, int | None]], mapping: Path | None) -> dict[Path, tuple[int, int]]:

@@ -4,6 +4,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from millstream.model.net import Batch
 from millstream.model.read_net import ReadNet, seen_tokens
@@ -22,8 +23,11 @@ class ReadLSTM(ReadNet):
         )
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        hidden_BTW, _ = self.lstm(self.embed(batch["input_ids"].long()))
-        weight_BT = self.attend(hidden_BTW)[:, :, 0].masked_fill(~seen_tokens(batch), -torch.inf).softmax(dim=1)
+        ids_BT, seen_BT = seen_tokens(batch)
+        # packed, or the way back would begin with the padding
+        packed = pack_padded_sequence(self.embed(ids_BT), seen_BT.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        hidden_BTW, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=ids_BT.shape[1])
+        weight_BT = self.attend(hidden_BTW)[:, :, 0].masked_fill(~seen_BT, -torch.inf).softmax(dim=1)
         return self.head((hidden_BTW * weight_BT[:, :, None]).sum(1)), {}
 
     def num_rows(self, batch: Batch) -> int:

@@ -60,10 +60,12 @@ class ReadNet(Net):
         return (found_BC + self.logits(other)[0].float().softmax(dim=1)) / 2
 
 
-def seen_tokens(batch: Batch) -> Tensor:
-    """The tokens that count [B, T]: all there are, or the first place of a read that has none."""
-    mask_BT = batch["attention_mask"]
-    return mask_BT.bool() | (torch.arange(mask_BT.shape[1], device=mask_BT.device) == 0)
+def seen_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Tokens [B, T], at least one place of them, and which count: all there are, or the first place of none."""
+    ids_BT, mask_BT = batch["input_ids"].long(), batch["attention_mask"].bool()
+    if not ids_BT.shape[1]:  # all reads are too short for a token
+        ids_BT, mask_BT = functional.pad(ids_BT, (0, 1)), functional.pad(mask_BT, (0, 1))
+    return ids_BT, mask_BT | (torch.arange(mask_BT.shape[1], device=mask_BT.device) == 0)
 
 
 def rank_names(answers: Sequence[str]) -> list[str]:

@@ -34,7 +34,7 @@ class ReadTransformer(ReadNet):
         self.head = nn.Linear(width, num_classes)
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        ids_BT, seen_BT = batch["input_ids"].long(), seen_tokens(batch)
+        ids_BT, seen_BT = (found[:, : len(self.place)] for found in seen_tokens(batch))  # longer reads are cut
         x_BTW = self.embed(ids_BT) + self.place[: ids_BT.shape[1]]
         x_BTW = self.encoder(x_BTW, src_key_padding_mask=~seen_BT)
         return self.head(_mean(x_BTW, seen_BT)), {}
@@ -62,9 +62,9 @@ class Pretrained(ReadNet):
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         (model,) = self._held
-        seen_BT = seen_tokens(batch)
+        ids_BT, seen_BT = seen_tokens(batch)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
-            found = model(input_ids=batch["input_ids"].long(), attention_mask=seen_BT.long())
+            found = model(input_ids=ids_BT, attention_mask=seen_BT.long())
         return self.head(_mean(cast(Tensor, found.last_hidden_state).float(), seen_BT)), {}
 
     def num_rows(self, batch: Batch) -> int:

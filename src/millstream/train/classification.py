@@ -13,7 +13,7 @@ from millstream.config import config_hash, parse_bytes
 from millstream.errors import BadSetting
 from millstream.model.detector import Means
 from millstream.model.net import Net
-from millstream.model.read_zoo import CLASSIFIERS, ReadRecipe, read_kit
+from millstream.model.read_zoo import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
 from millstream.source.classes import Classes
 from millstream.train.read_data import TRAIN, UNKNOWN, VAL, chosen_by, evenly_drawn, open_parts
 from millstream.train.read_settings import ReadSettings
@@ -33,9 +33,17 @@ class AskedClassifier:
     classes: Classes
     by_gradients = True
 
+    def kit(self) -> ReadKit:
+        try:
+            return read_kit(self.name, recipe_of(self.settings, len(self.classes)))
+        except BadSetting:
+            raise
+        except ValueError as error:  # of tokenizers and features
+            raise BadSetting(f"model={self.name}: {error}") from None
+
     def build(self, *, means: Means, place: Workplace, folder: Path | None = None) -> Built:
         task = task_of(self.settings, len(self.classes))
-        kit = read_kit(self.name, recipe_of(self.settings, len(self.classes)))
+        kit = self.kit()
         ranks = {rank.name: rank.of_class for rank in self.classes.ranks}
 
         def build(example: Mapping[str, Tensor]) -> Net:
@@ -57,21 +65,25 @@ class Classification:
     def __init__(self, settings: ReadSettings) -> None:
         settings.check()
         self.settings, self.source = settings, settings.data.train
-        self.asked: Sequence[Asked] = []
         names = [name.strip() for name in settings.model.split(",") if name.strip()]
         for name in names:
             if name not in CLASSIFIERS:
                 raise BadSetting(f"model={name}: no such classifier of reads; there is {', '.join(CLASSIFIERS)}")
+        if not names:
+            raise BadSetting(f"model={settings.model}: name at least one of {', '.join(CLASSIFIERS)}")
         memory = parse_bytes(settings.memory)
         self.parts = open_parts(settings, memory // 4)
-        self.asked = [AskedClassifier(name, settings, self.parts.classes) for name in dict.fromkeys(names)]
+        asked = [AskedClassifier(name, settings, self.parts.classes) for name in dict.fromkeys(names)]
+        for one in asked:
+            one.kit()  # what is wrong with its settings is said before anything is made
+        self.asked: Sequence[Asked] = asked
         mates = 2 if settings.paired else 1
         self.scored: Mapping[str, Collection] = {
             **self.parts.scored,
             VAL: chosen_by(self.parts.scored[VAL], settings.val_reads, mates),
         }
         if mates == 2:
-            for name, part in self.scored.items():
+            for name, part in self.parts.scored.items():
                 if len(part) % 2:
                     raise BadSetting(f"paired=true: {name} has {len(part)} reads, which is no number of pairs")
         self.train, self.card = self._train(), self._card()
@@ -98,6 +110,7 @@ class Classification:
             "kind": "reads",
             "fingerprint": config_hash(
                 {"header_regex": self.settings.data.header_regex, "paired": self.settings.paired}
+                | {"class_ids": classes.mapping.ids.tolist()}
                 | {name: reads.fingerprint for name, reads in parts.files.items()}
             ),
             "mapping": str(Path(self.settings.mapping).resolve()),

@@ -49,8 +49,8 @@ def open_parts(settings: ReadSettings, memory: int) -> ReadParts:
     for place in (settings.data.test or "").split(","):
         if place.strip():
             name = _part_name(place.strip())
-            if name in files:
-                raise BadSetting(f"data.test={settings.data.test}: two files of the name {name}; rename one")
+            if name in (*files, VAL):
+                raise BadSetting(f"data.test={settings.data.test}: two parts of the name {name}; rename a file")
             files[name] = _open(settings, place.strip(), memory)
     counts = {name: count_labels(reads, len(classes)) for name, reads in files.items()}
     train: Collection = files[TRAIN]
@@ -62,6 +62,8 @@ def open_parts(settings: ReadSettings, memory: int) -> ReadParts:
     if not settings.data.val:
         held_out = np.arange(len(train)) // 2 % HELD_OUT == 0
         scored[VAL], train = subset(train, np.flatnonzero(held_out)), subset(train, np.flatnonzero(~held_out))
+        if not len(train):
+            raise BadSource(f"{settings.data.train}: too few reads to hold some of them out. Give data.val=FILE")
         counts[VAL] = count_labels(scored[VAL], len(classes))
         counts[TRAIN] = count_labels(train, len(classes))
         say(
@@ -76,7 +78,7 @@ def chosen_by(val: Collection, most: int, mates: int) -> Collection:
     pairs = len(val) // mates
     if pairs * mates <= most:
         return val
-    places = np.linspace(0, pairs - 1, most // mates).astype(np.int64)
+    places = np.linspace(0, pairs - 1, max(most // mates, 1)).astype(np.int64)
     return subset(val, (places[:, None] * mates + np.arange(mates)).reshape(-1))
 
 

@@ -57,6 +57,8 @@ class ReadSettings(LoopSettings):
         for name in ("val_reads", "width", "layers", "max_length", "bits"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise BadSetting(f"{name}={getattr(self, name)}: at least 1")
+        if self.lora < 0:
+            raise BadSetting(f"lora={self.lora}: a rank, or 0 for none")
         super().check()
 
 

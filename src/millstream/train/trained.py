@@ -22,7 +22,7 @@ from millstream.model.moments import Moments
 from millstream.model.net import Net, count_parameters
 from millstream.model.reading import fitting_batch
 from millstream.train.log import Log
-from millstream.train.loop import LATEST, SCORED_AT_ONCE, Job, Training, predict, seed_all
+from millstream.train.loop import LATEST, SCORED_AT_ONCE, Clock, Job, Training, predict, seed_all
 from millstream.train.settings import LoopSettings
 from millstream.train.task import Outcome, Task
 
@@ -141,8 +141,9 @@ class NetModel:
         """Of each input, over the training part alone."""
         moments: defaultdict[str, Moments] = defaultdict(Moments)
         place = 0
+        clock = Clock()
         with progress(f"{self.name} looks at the data", len(train)) as shown:
-            for batch in self._loader(train, most=net.at_most, labels=True):
+            for batch in clock.watch(self._loader(train, most=net.at_most, labels=True)):
                 if not _is_finite(batch):
                     self._blame(train, range(place, place + len(batch["numbers"])))
                 net.observe(batch, moments)
@@ -150,6 +151,14 @@ class NetModel:
                 (shown if self.fabric.global_rank == 0 else silent)(place)
                 if self.place.stop():
                     raise Interrupted
+        if self.place.log is not None and self.fabric.global_rank == 0:
+            self.place.log.write(
+                "look",
+                model=self.name,
+                seed=self.means.seed,
+                records_per_s=place / max(clock.seconds, 1e-9),
+                waiting=clock.share,
+            )
         return moments
 
     def _blame(self, train: Collection, places: Iterable[int]) -> NoReturn:

@@ -1,0 +1,433 @@
+"""Classifiers of reads beside Kraken 2 and naive Bayes, on real genomes; and what streaming costs.
+
+    python benchmarks/classify.py GENOMES             # about 50 minutes, 6 GB of disk; benchmarks/results/classify.json
+    python benchmarks/classify.py GENOMES compare     # parts: compare, epoch
+    python benchmarks/classify.py GENOMES quick=true  # few reads, in some minutes
+    python benchmarks/classify.py GENOMES dir=FOLDER  # where files go; what is there is not made again
+
+GENOMES is a folder with genomes.tsv: file, taxid, species, role (train or heldout). Kraken 2 is the Debian package.
+
+compare: training reads of the train strains; test reads of fresh positions of the same strains (known) and of other
+strains of the species (heldout), 1 % errors, as many of each species. A species is called or not: Kraken's calls of a
+genus or higher are none. Each model and peer runs as the command a person types; memory is PSS of its process tree.
+The nets learn from fewer reads: there is no GPU. `hf` is a small random model (no pretrained one is at hand): it shows
+cost, not quality. Writes the table and the curve into docs/results.md.
+epoch: what `millstream train` does with kmer-linear, on reads streamed under 300 MB, plain and gzipped, and on the same
+batches ready in RAM; how much of the time it waits for data.
+"""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from classify_peers import KrakenPeer, NaiveBayes
+from pss import peak_pss
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+CURVE = PAGE.with_name("classify.svg")
+MARK = "<!-- made by benchmarks/classify.py -->"
+PARTS = ("known", "heldout")
+MEMORY = "2GB"
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many reads there are of everything."""
+
+    deep: int = 8_000_000  # for what counts
+    few: int = 400_000  # for nets
+    fewest: int = 60_000  # for the largest net
+    scored: int = 40_000
+    val: int = 20_000
+    speed: int = 1_000_000  # to measure fast classifiers with
+    epoch: int = 2_000_000
+    turns: int = 5
+
+
+QUICK = Sizes(400_000, 20_000, 4_000, 4_000, 2_000, 100_000, 200_000, 3)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A classifier of ours, and what it is given."""
+
+    name: str
+    reads: str
+    settings: Sequence[str]
+    speed: str = "known.fa"
+
+
+MODELS = (
+    Model("kmer-linear", "deep.fa.gz", ["epochs=1"], "speed.fa"),
+    Model("cnn", "few.fa.gz", ["epochs=3", "batch_size=256"]),
+    Model("lstm", "few.fa.gz", ["epochs=1", "batch_size=256"]),
+    Model("transformer", "few.fa.gz", ["epochs=3", "batch_size=256"]),
+    Model("hf", "fewest.fa.gz", ["epochs=1", "batch_size=64", "lora=8"]),
+)
+
+
+def main() -> int:
+    words = [word for word in sys.argv[1:] if "=" not in word]
+    options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    if not words:
+        print(__doc__, file=sys.stderr)
+        return 2
+    genomes, parts = Path(words[0]), words[1:] or ["compare", "epoch"]
+    quick = options.get("quick", "false") == "true"
+    sizes = QUICK if quick else Sizes()
+    folder = Path(options.get("dir") or tempfile.mkdtemp(prefix="classify-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    file = RESULTS / ("classify-quick.json" if quick else "classify.json")
+    file.parent.mkdir(exist_ok=True)
+    result: Result = json.loads(file.read_text()) if file.exists() else {}
+    data = Data(genomes, folder, sizes)
+    data.make()
+    if "epoch" in parts:
+        result["epoch"] = epochs(data)
+        file.write_text(json.dumps(result, indent=1))
+    if "compare" in parts:
+        for name, found in compare(data, options.get("models", "").split(",")):
+            result.setdefault("compare", {})[name] = found
+            file.write_text(json.dumps(result, indent=1))
+    if not quick:
+        write_page(result)
+    if "dir" not in options:
+        shutil.rmtree(folder)
+    return 0
+
+
+@dataclass(frozen=True)
+class Data:
+    """Genomes and the reads of them."""
+
+    genomes: Path
+    folder: Path
+    sizes: Sizes
+
+    @property
+    def mapping(self) -> Path:
+        return self.folder / "species.tsv"
+
+    def files(self, role: str) -> list[str]:
+        with (self.genomes / "genomes.tsv").open() as file:
+            return [
+                str(self.genomes / row["file"]) for row in csv.DictReader(file, delimiter="\t") if row["role"] == role
+            ]
+
+    def make(self) -> None:
+        """Simulate what is not there yet."""
+        sizes = self.sizes
+        wanted = {
+            "known.fa": ("train", sizes.scored, "equal"),
+            "heldout.fa": ("heldout", sizes.scored, "equal"),
+            "val.fa": ("train", sizes.val, "equal"),
+            "speed.fa": ("train", sizes.speed, "length"),
+            "deep.fa.gz": ("train", sizes.deep, "length"),
+            "few.fa.gz": ("train", sizes.few, "length"),
+            "fewest.fa.gz": ("train", sizes.fewest, "length"),
+            "epoch.fa.gz": ("train", sizes.epoch, "length"),
+            "epoch.fa": ("train", sizes.epoch, "length"),
+        }
+        for seed, (name, (role, count, abundance)) in enumerate(wanted.items(), 11):
+            if not (self.folder / name).exists():
+                chosen = ["--reads", count, "--abundance", abundance, "--seed", min(seed, 18)]
+                index = ["--mapping", self.mapping, "--index-dir", self.folder / "index"]
+                run("simulate", *self.files(role), "-o", self.folder / name, *chosen, *index)
+
+    def labels(self, part: str) -> np.ndarray:
+        with (self.folder / f"{part}.fa").open() as file:
+            return np.array([int(line.split("|", 2)[1]) for line in file if line[0] == ">"])
+
+    def classes(self) -> dict[int, int]:
+        """The class of each taxon."""
+        with self.mapping.open() as file:
+            return {int(row["tax_id"]): int(row["class_id"]) for row in csv.DictReader(file, delimiter="\t")}
+
+
+def compare(data: Data, models: Sequence[str]) -> Iterable[tuple[str, Result]]:
+    """Everyone, one after the other."""
+    wanted = [name for name in models if name]
+    for model in MODELS:
+        if not wanted or model.name in wanted:
+            yield model.name, ours(data, model)
+    for name, measure in (("naive Bayes, 8-mers", naive_bayes), ("Kraken 2", kraken)):
+        if not wanted or name.split()[0] in wanted:
+            yield name, measure(data)
+
+
+def ours(data: Data, model: Model) -> Result:
+    out = data.folder / f"run-{model.name}"
+    shutil.rmtree(out, ignore_errors=True)
+    files = {"train": model.reads, "val": "val.fa", "test": f"known.fa,{data.folder / 'heldout.fa'}"}
+    settings = [f"data.{name}={data.folder / file}" for name, file in files.items()]
+    settings += [f"mapping={data.mapping}", f"model={model.name}", f"memory={MEMORY}", f"out={out}", *model.settings]
+    if model.name == "hf":
+        settings.append(f"hf={random_model(data.folder / 'random')}")
+    train_s, peak = measured(lambda: run("train", *settings))
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    calls = data.folder / f"{model.name}.tsv"
+    calls.unlink(missing_ok=True)
+    said = subprocess.run(
+        [*millstream("classify"), out, data.folder / model.speed, "-o", calls, "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    table = pq.read_table(out / "predictions.parquet")
+    found: Result = {
+        "reads": {"deep.fa.gz": data.sizes.deep, "few.fa.gz": data.sizes.few}.get(model.reads, data.sizes.fewest),
+        "train_s": train_s,
+        "reads_per_s": json.loads(said.stdout)["reads_per_s"],
+        "peak_bytes": peak,
+        "waiting": {line["kind"]: line["waiting"] for line in lines if "waiting" in line},
+    }
+    for part in PARTS:
+        rows = table.filter(np.array(table.column("part").to_pylist()) == part)
+        label, called = rows.column("label").to_numpy(), rows.column("class").to_numpy()
+        found[part] = judged(label, called, rows.column("probability").to_numpy())
+    return found
+
+
+def naive_bayes(data: Data) -> Result:
+    """Counted from the same reads as kmer-linear."""
+    peer = NaiveBayes(8, len(data.classes()))
+    train_s, peak = measured(lambda: peer.fit(data.folder / "deep.fa.gz"))
+    begun = time.perf_counter()
+    peer.call(data.folder / "speed.fa")
+    speed = data.sizes.speed / (time.perf_counter() - begun)
+    found: Result = {"reads": data.sizes.deep, "train_s": train_s, "reads_per_s": speed, "peak_bytes": peak}
+    for part in PARTS:
+        found[part] = judged(data.labels(part), *peer.call(data.folder / f"{part}.fa"))
+    return found
+
+
+def kraken(data: Data) -> Result:
+    """Its database is built of the genomes themselves; a curve comes from its --confidence."""
+    peer = KrakenPeer(data.folder / "kraken", data.classes())
+    train_s, peak = measured(lambda: peer.build(data.files("train"), data.mapping))
+    speed, at_work = peer.speed(data.folder / "speed.fa", measured)
+    found: Result = {"reads": 0, "train_s": train_s, "reads_per_s": speed[1], "reads_per_s_2_threads": speed[2]}
+    found |= {"peak_bytes": peak, "classify_bytes": at_work}
+    for part in PARTS:
+        labels = data.labels(part)
+        found[part] = judged(labels, peer.call(data.folder / f"{part}.fa", 0.0), None)
+        points = [judged(labels, peer.call(data.folder / f"{part}.fa", c), None) for c in (0.05, 0.1, 0.2, 0.4, 0.6)]
+        found[part]["curve"] = [[p["precision"], p["recall"]] for p in (found[part], *points)]
+    return found
+
+
+def judged(label: np.ndarray, called: np.ndarray, probability: np.ndarray | None) -> Result:
+    """Of species; -1 is no call. The curve is precision and recall from the surest call on."""
+    right = called == label
+    classes = np.unique(label)
+    f1 = [2 * (right & (label == c)).sum() / ((called == c).sum() + (label == c).sum()) for c in classes]
+    said = called >= 0
+    found: Result = {
+        "accuracy": float(right.mean()),
+        "macro_f1": float(np.mean(f1)),
+        "precision": float(right[said].mean()),
+        "recall": float(right.mean()),
+    }
+    if probability is not None:
+        order = np.argsort(-probability, kind="stable")
+        hits = np.cumsum(right[order])
+        places = np.unique(np.geomspace(100, len(order), 300).astype(int)) - 1
+        found["curve"] = [[float(hits[p] / (p + 1)), float(hits[p] / len(order))] for p in places]
+    return found
+
+
+def recall_at(found: Result, precision: float) -> float:
+    """The highest recall of which the precision is still that high."""
+    return max((r for p, r in found["curve"] if p >= precision), default=0.0)
+
+
+def epochs(data: Data) -> Result:
+    """The look at the data and the steps of kmer-linear, streamed and from RAM, in turns."""
+    import torch
+
+    from millstream.console import unsaid
+    from millstream.dataset.features import fields
+    from millstream.dataset.labels import LABEL
+    from millstream.loader.loader import Loader
+    from millstream.model.read_zoo import ReadRecipe, read_kit
+    from millstream.store.index import IndexSettings
+    from millstream.store.open_reads import open_reads
+    from millstream.train.loop import Clock
+    from millstream.train.read_settings import HEADERS
+
+    torch.set_num_threads(1)  # as `millstream train` does with two cores
+    memory = 300_000_000
+    kit = read_kit("kmer-linear", ReadRecipe(num_classes=len(data.classes()), memory=memory // 2))
+    opened = {
+        name: open_reads([data.folder / name], settings=IndexSettings(header_regex=HEADERS), mapping=data.mapping)
+        for name in ("epoch.fa", "epoch.fa.gz")
+    }
+
+    def batches(name: str, order: str) -> Iterable[dict[str, Any]]:
+        loader = Loader(
+            opened[name], batch_size=1024, features=[*kit.features, fields(LABEL)], memory=memory // 2, order=order,
+            notify=unsaid, rank=0, world=1,
+        )  # fmt: skip
+        return loader
+
+    def look(net: Any, some: Iterable[dict[str, Any]]) -> None:
+        for batch in some:
+            net.observe(batch, {})
+
+    def learn(net: Any, some: Iterable[dict[str, Any]]) -> None:
+        optimizer = net.optimizer(0.02, 0.0)
+        for batch in some:
+            loss, _ = net(batch, batch[LABEL], torch.ones(len(batch[LABEL])))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    works: Mapping[str, tuple[Callable[[Any, Iterable[dict[str, Any]]], None], str]] = {
+        "look": (look, "none"),
+        "learn": (learn, "auto"),
+    }
+    found: Result = {}
+    for work, (do, order) in works.items():
+        ready = [{name: value.clone() for name, value in batch.items()} for batch in batches("epoch.fa", order)]
+        net = kit.build(ready[0])
+        net.train()
+        seconds: dict[str, list[float]] = {"RAM": [], "plain": [], "gzipped": []}
+        waiting: dict[str, list[float]] = {"RAM": [], "plain": [], "gzipped": []}
+        for turn in range(data.sizes.turns + 1):
+            for way in seconds:
+                some = ready if way == "RAM" else batches("epoch.fa" if way == "plain" else "epoch.fa.gz", order)
+                clock = Clock()
+                do(net, clock.watch(some))
+                clock.stop()
+                if turn:
+                    seconds[way].append(clock.seconds)
+                    waiting[way].append(clock.share)
+        ram = float(np.median(seconds["RAM"]))
+        found[work] = {
+            way: {
+                "seconds": float(np.median(seconds[way])),
+                "of_ram": float(np.median(seconds[way])) / ram,
+                "waiting": float(np.median(waiting[way])),
+                "reads_per_s": data.sizes.epoch / float(np.median(seconds[way])),
+            }
+            for way in seconds
+        }
+        print(work, json.dumps(found[work]), flush=True)
+    return found
+
+
+def random_model(folder: Path) -> Path:
+    """A Llama of 4 layers with random weights, and single letters for tokens."""
+    if not folder.exists():
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+        from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
+
+        words = {"[PAD]": 0, "A": 1, "C": 2, "G": 3, "T": 4, "N": 5}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="N"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
+        size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+        LlamaModel(LlamaConfig(vocab_size=6, pad_token_id=0, **size)).save_pretrained(folder)
+    return folder
+
+
+def write_page(result: Result) -> None:
+    """The table as Markdown, in place of the one before, and the curve beside it."""
+    rows = result["compare"]
+    peer = rows["Kraken 2"]
+    lines = [
+        "| | known: accuracy | macro F1 | recall at Kraken's precision | heldout: accuracy | macro F1 | recall at "
+        "Kraken's precision | training reads | training, s | reads/s | peak memory, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        cells: list[str] = []
+        for part in PARTS:
+            at = peer[part]["recall"] if row is peer else recall_at(row[part], peer[part]["precision"])
+            cells += [f"{row[part]['accuracy']:.4f}", f"{row[part]['macro_f1']:.4f}", f"{at:.4f}"]
+        reads = f"{row['reads']:,}" if row["reads"] else "the genomes"
+        speed = f"{row['reads_per_s']:,.0f}"
+        if row is peer:
+            speed += f" (2 threads: {row['reads_per_s_2_threads']:,.0f})"
+        memory = f"{row['peak_bytes'] / 1e6:,.0f}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {reads} | {row['train_s']:,.0f} | {speed} | {memory} |")
+    stated = ", ".join(f"{peer[part]['precision']:.4f} on {part}" for part in PARTS)
+    text = [
+        MARK,
+        "",
+        "## Reads",
+        "",
+        "`python benchmarks/classify.py GENOMES`: 20 species, reads of 150 letters with 1 % errors; 40,000 of fresh "
+        "positions of the trained strains (known) and 40,000 of other strains of 10 of the species (heldout). "
+        f"Kraken 2 calls a species or none, with a precision of {stated}; the others call every read, and are compared "
+        "with it at the threshold that gives the same precision.",
+        "",
+        *lines,
+        "",
+        "![precision against recall](classify.svg)",
+        "",
+    ]
+    if "epoch" in result:
+        text += ["| kmer-linear, under 300 MB | s | of all in RAM | waiting for data |", "|---|---|---|---|"]
+        for work, ways in result["epoch"].items():
+            for way, row in ways.items():
+                text.append(f"| {work}, {way} | {row['seconds']:.1f} | {row['of_ram']:.2f} | {row['waiting']:.1%} |")
+        text.append("")
+    text.append(MARK)
+    before = PAGE.read_text()
+    first, _, rest = before.partition(MARK)
+    PAGE.write_text(first.rstrip("\n") + "\n\n" + "\n".join(text) + (rest.partition(MARK)[2] or "\n"))
+    draw(rows)
+
+
+def draw(rows: Mapping[str, Result]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "millstream"
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for ax, part in zip(axes, PARTS, strict=True):
+        for name, row in rows.items():
+            precision, recall = np.array(row[part]["curve"]).T
+            is_peer = name == "Kraken 2"
+            ax.plot(recall, precision, "k.--" if is_peer else "-", label=name, zorder=3 if is_peer else 2)
+        ax.set(title=part, xlabel="recall", ylabel="precision", ylim=(0.8, 1.005))
+    axes[0].legend(fontsize=8)
+    figure.savefig(CURVE, metadata={"Date": None})
+
+
+def measured(work: Callable[[], object]) -> tuple[float, int]:
+    """Seconds, and the highest PSS of this process's tree."""
+    with peak_pss() as memory:
+        begun = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - begun
+    return seconds, memory.peak_bytes
+
+
+def millstream(command: str) -> list[str]:
+    return [sys.executable, "-m", "millstream", command]
+
+
+def run(command: str, *arguments: object) -> None:
+    print(f"$ millstream {command} ... {' '.join(map(str, arguments[-4:]))}", flush=True)
+    subprocess.run([*millstream(command), *map(str, arguments)], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

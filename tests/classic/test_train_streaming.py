@@ -1,0 +1,249 @@
+"""The command of the old guide to streaming runs on small data, with the old YAML keys, and ends in a report."""
+
+import gc
+import gzip
+import io
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+pytest.importorskip("lightning_fabric")
+
+from millstream.classic.train_streaming import KEYS, LEAST_MEMORY, main
+from millstream.dataset.simulate import SimulateSettings, simulate
+from millstream.train.read_settings import HEADERS, ReadSettings
+
+TRAIN, VAL = (f"full_labeled_species_{part}_reads_shuffled/{part}_reads_shuffled_fixed.fa" for part in ("train", "val"))
+GUIDE = f"""
+python train_streaming.py \
+  --config configs/rtx4090_optimized.yaml \
+  --train_fasta {TRAIN} \
+  --val_fasta {VAL} \
+  --mapping_tsv species_mapping_converted.tsv \
+  --output_dir outputs/full_dataset_streaming \
+  --batch_size 1 \
+  --max_epochs 10 \
+  --cache_size 10000
+"""
+OLD = {
+    "data": {"header_regex": HEADERS, "num_workers": 4},
+    "tokenizer": {"max_length": 128, "use_hf_tokenizer": True},
+    "training": {"batch_size": 16, "learning_rate": 0.003, "seed": 3},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_look_through() -> Iterator[None]:
+    """Training collects garbage after each model; of all that was imported there is none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the guide names, small: genomes differ so much that few reads are enough for `cnn`."""
+    path = tmp_path_factory.mktemp("guide")
+    rng = np.random.default_rng(1)
+    genomes: list[Path] = []
+    for tax_id, gc_share in ((562, 0.1), (573, 0.9)):
+        genomes.append(path / f"{tax_id}_x.fna")
+        chances = [(1 - gc_share) / 2, gc_share / 2, gc_share / 2, (1 - gc_share) / 2]
+        letters = rng.choice(np.frombuffer(b"ACGT", np.uint8), 5000, p=chances)
+        genomes[-1].write_text(f">{tax_id}\n{letters.tobytes().decode()}\n")
+    for seed, (name, count) in enumerate({TRAIN: 48, VAL: 20}.items()):
+        (path / name).parent.mkdir()
+        settings = SimulateSettings(reads=count, length=100, seed=seed)
+        simulate(genomes, [path / name], settings=settings, mapping=path / "species_mapping_converted.tsv")
+    (path / "configs").mkdir()
+    (path / "configs" / "rtx4090_optimized.yaml").write_text(yaml.safe_dump(OLD))
+    return path
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with the files of the guide."""
+    for file in made.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what draws a report: that takes seconds."""
+    from millstream import cli_train
+
+    monkeypatch.setattr(cli_train, "report", lambda path: print(f"report of {path}"))
+
+
+def run(command: str) -> None:
+    """A command of the guide, with one model: kmer-linear would write as much as it was given memory."""
+    words = shlex.split(command)
+    assert words[:2] == ["python", "train_streaming.py"]
+    main([*words[2:], "--model", "cnn"])
+
+
+def flags(**others: object) -> list[str]:
+    """The flags that are needed, and others."""
+    needed = {"train_fasta": TRAIN, "val_fasta": VAL, "mapping_tsv": "species_mapping_converted.tsv"}
+    quick = {"model": "cnn", "max_epochs": 1, "batch_size": 16, "output_dir": "out"}
+    given = {**needed, **quick, **others}
+    return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def config_of(run: str) -> dict[str, Any]:
+    return yaml.safe_load(Path(run, "config.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def guided(made: Path) -> tuple[Path, str, str]:
+    """The folder that the command of the guide leaves, what it prints and what it says."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(made)
+        run(GUIDE)
+    return made / "outputs" / "full_dataset_streaming", out.getvalue(), err.getvalue()
+
+
+def test_004_the_command_of_the_guide_ends_in_a_run_folder_with_a_report(guided: tuple[Path, str, str]):
+    folder, out, err = guided
+    config = config_of(str(folder))
+    assert (config["batch_size"], config["epochs"], config["memory"]) == (1, 10, 1_000_000_000)
+    assert (config["max_length"], config["lr"], config["seed"]) == (128, 0.003, 3)
+    assert config["data"]["train"] == TRAIN and config["data"]["val"] == VAL
+    assert "--cache_size 10000: memory=1.0 GB" in err
+    assert "rtx4090_optimized.yaml: data.num_workers, tokenizer.use_hf_tokenizer have no meaning here" in err
+    rows = pq.read_table(folder / "predictions.parquet").to_pylist()
+    assert [row["record"] for row in rows] == list(range(20)) and {row["part"] for row in rows} == {"val"}
+    assert "macro F1" in out and "cnn" in out
+    assert (folder / "report.html").stat().st_size > 10_000 and (folder / "metrics.jsonl").stat().st_size > 0
+    assert "Open outputs/full_dataset_streaming/report.html" in err
+    assert json.loads((folder / "data.json").read_text())["reads"] == {"train": 48, "val": 20}
+
+
+@pytest.mark.xfail(reason="cnn is normalised over the batch, and the guide has batches of one read", strict=True)
+def test_004_batches_of_one_read_are_enough_to_learn(guided: tuple[Path, str, str]):
+    rows = pq.read_table(guided[0] / "predictions.parquet").to_pylist()
+    assert sum(row["class"] == row["label"] for row in rows) >= 19
+
+
+@pytest.mark.usefixtures("without_report")
+def test_the_same_command_again_trains_nothing_and_gzipped_files_do_as_well(here: Path, capsys):
+    main(flags())
+    assert "report of out" in capsys.readouterr().out
+    before = {file: file.stat().st_mtime_ns for file in Path("out/checkpoints").glob("*/*")}
+    assert before
+    main(flags(cache_size=50_000))  # memory is no part of what was asked
+    assert "--cache_size 50000: memory=5.0 GB" in capsys.readouterr().err
+    assert {file: file.stat().st_mtime_ns for file in Path("out/checkpoints").glob("*/*")} == before
+    Path("train.fa.gz").write_bytes(gzip.compress(Path(TRAIN).read_bytes()))
+    main(flags(train_fasta="train.fa.gz", output_dir="gz"))
+    weights = [Path(folder, "checkpoints/cnn-0/detector.safetensors").read_bytes() for folder in ("out", "gz")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.usefixtures("without_report")
+def test_flags_win_over_the_configuration_and_small_caches_get_what_is_needed(here: Path, capsys):
+    Path("own.yaml").write_text(yaml.safe_dump({"training": {"batch_size": 24, "max_epochs": 1, "optimizer": "adam"}}))
+    main(flags(config="own.yaml", batch_size=None, max_epochs=None, cache_size=5, model=None))
+    said = capsys.readouterr().err
+    assert f"--cache_size 5: memory={LEAST_MEMORY / 1e6:.1f} MB" in said
+    assert "own.yaml: training.optimizer has no meaning here" in said
+    config = config_of("out")
+    assert (config["batch_size"], config["epochs"], config["memory"]) == (24, 1, LEAST_MEMORY)
+    assert config["data"]["header_regex"] == HEADERS and config["max_length"] is None
+    assert config["model"] == "kmer-linear,cnn" and (Path("out") / "checkpoints" / "kmer-linear-0").is_dir()
+    main(flags(config="own.yaml", batch_size=12, max_epochs=None, output_dir="other"))
+    assert config_of("other")["batch_size"] == 12 and config_of("other")["memory"] == 1_000_000_000
+
+
+@pytest.mark.usefixtures("without_report")
+def test_the_old_header_regex_and_tokenizer_are_used(here: Path, capsys):
+    for name in (TRAIN, VAL):
+        text = Path(name).read_text().replace("lbl|", "species|")
+        Path(Path(name).name).write_text(text)
+    own = {"data": {"header_regex": r"^species\|(?P<class_id>\d+)\|"}, "tokenizer": {"tokenizer_path": "nowhere"}}
+    Path("own.yaml").write_text(yaml.safe_dump(own))
+    files = {"train_fasta": Path(TRAIN).name, "val_fasta": Path(VAL).name}
+    main(flags(config="own.yaml", **files))  # it has no choice of tokens
+    assert json.loads(Path("out/data.json").read_text())["no_class"] == {"train": 0, "val": 0}
+    assert config_of("out")["tokenizer"] == "hf(nowhere)"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(flags(config="own.yaml", **files, model="lstm", output_dir="lstm"))
+    assert ended.value.code == 1 and "nowhere: no such file" in capsys.readouterr().err
+
+
+def test_every_old_key_sets_something_that_there_is():
+    known = {"data.header_regex", *ReadSettings.__dataclass_fields__}
+    assert set(KEYS.values()) <= known
+    assert {"data.header_regex", "tokenizer.max_length", "training.batch_size"} <= set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("others", "code", "message"),
+    [
+        ({"batch_size": 0}, 2, "batch_size=0: at least 1"),
+        ({"max_epochs": 0}, 2, "epochs=0: at least 1"),
+        ({"model": "cnm"}, 2, "model=cnm: no such classifier of reads"),
+        ({"config": "nowhere.yaml"}, 2, "nowhere.yaml: no such file"),
+        ({"config": "broken.yaml"}, 2, "broken.yaml: is no YAML that can be read"),
+        ({"config": "wrong.yaml"}, 2, "batch_size=many: expected int"),
+        ({"train_fasta": "nowhere.fa"}, 1, "nowhere.fa: no such file"),
+        ({"mapping_tsv": "nowhere.tsv"}, 1, "nowhere.tsv: no such file"),
+        ({"mapping_tsv": "one.tsv"}, 1, "1 class_id values are not in one.tsv"),
+        ({"output_dir": "one.tsv"}, 1, "one.tsv"),
+        ({"output_dir": "configs"}, 1, "configs: is there and is no run; choose another folder"),
+    ],
+)
+def test_wrong_use_is_one_line(here: Path, capsys, others: dict[str, object], code: int, message: str):
+    Path("one.tsv").write_text("class_id\tspecies\n0\tx\n")
+    Path("broken.yaml").write_text("a: [")
+    Path("wrong.yaml").write_text("training: {batch_size: many}")
+    without = {"batch_size": None} if others.get("config") == "wrong.yaml" else {}
+    with pytest.raises(SystemExit) as ended:
+        main(flags(**{**without, **others}))
+    said = capsys.readouterr().err
+    assert ended.value.code == code, said
+    last = said[said.index("train_streaming: ") :]
+    assert message in last and "Traceback" not in said and not Path("out").exists()
+
+
+def test_a_report_that_cannot_be_drawn_is_one_line_too(here: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.delitem(sys.modules, "millstream.report.reads.page", raising=False)
+    monkeypatch.delitem(sys.modules, "millstream.report.page", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(flags())
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and "train_streaming: " in said and "pip install" in said
+    assert Path("out/predictions.parquet").exists()
+
+
+@pytest.mark.parametrize("others", [{"config": "rtx4090.json"}, {"cache_size": "many"}, {"train_fasta": None}])
+def test_flags_that_make_no_sense_are_told_with_the_usage(here: Path, capsys, others: dict[str, object]):
+    with pytest.raises(SystemExit) as ended:
+        main(flags(**others))
+    assert ended.value.code == 2
+    assert f"--{next(iter(others))}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_says_what_the_flags_are(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("usage: python -m millstream.classic.train_streaming")
+    for flag in [word for word in shlex.split(GUIDE) if word.startswith("--")]:
+        assert flag in text
+    assert "After an interruption the same command goes on" in text and "100 kB of memory" in text

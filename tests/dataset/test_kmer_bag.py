@@ -1,0 +1,241 @@
+"""Bags of hashed k-mers and features of both strands, against a slow Python loop."""
+
+import hashlib
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from batches import pack, random_reads, without_compiler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.dataset import features
+from millstream.dataset.batch import TraceBatch
+from millstream.dataset.both_strands import BothStrands
+from millstream.dataset.kmer_bag import KmerBag
+from millstream.errors import BadSource
+from millstream.store.read_batch import ReadBatch
+
+TURNED = str.maketrans("ACGT", "TGCA")
+IUPAC = "NRYSWKMBDHV"
+reads_of = st.lists(st.text(alphabet="ACGT" * 6 + "acgtUu" + IUPAC + "n", max_size=40), max_size=5)
+DIGEST = """
+import hashlib
+import numpy as np
+from batches import pack, random_reads
+from millstream.dataset.kmer_bag import KmerBag
+from millstream.store.read_batch import ReadBatch
+
+flat, offsets = pack(random_reads(40, length=60, seed=3, letters="ACGTN"))
+bag = KmerBag((3, 16, 31), (1, 2, 3), 20)(ReadBatch(np.arange(40), flat, offsets, {}))
+print(hashlib.sha256(b"".join(bag[name].tobytes() for name in sorted(bag))).hexdigest())
+"""
+
+
+def batch_of(reads: Sequence[str], numbers: Sequence[int] | None = None) -> ReadBatch:
+    return ReadBatch(np.arange(len(reads)) if numbers is None else np.array(numbers), *pack(reads), {})
+
+
+def turned(letters: str) -> str:
+    return letters[::-1].translate(TURNED)
+
+
+def bags(made: Mapping[str, Any], k: int) -> list[list[int]]:
+    """The buckets of each read."""
+    buckets, starts = made[f"buckets_{k}"], made[f"starts_{k}"]
+    assert buckets.dtype == starts.dtype == np.int32
+    return [part.tolist() for part in np.split(buckets, starts)[1:]]
+
+
+def slow_hash(kmer: int, k: int) -> int:
+    """62 bits, in numbers that never overflow; pinned, as the weights of trained models are found by them."""
+    size = 2**31
+    low, high = kmer % size, kmer // size + k
+    for _ in range(2):
+        low = (low ^ low // 2**15) * 0x2C1B3C6D % size
+        high = ((high + low) % size ^ high // 2**12) * 0x297A2D39 % size
+        low = (low + high) % size ^ high // 2**14
+    return high * size + low
+
+
+def slow_bag(read: str, k: int, every: int, bits: int) -> list[int]:
+    read = read.upper().replace("U", "T")
+    found: list[int] = []
+    for start in range(len(read) - k + 1):
+        word = read[start : start + k]
+        if set(word) <= set("ACGT"):
+            words = (word, turned(word))
+            made = slow_hash(min(int(text.translate(str.maketrans("ACGT", "0123")), 4) for text in words), k)
+            if (made >> 33) % every == 0:
+                found.append(made % 2**bits)
+    return found
+
+
+def spread(counts: np.ndarray) -> float:
+    """Chi-squared against equal counts, in standard deviations from what chance gives."""
+    expected = counts.sum() / counts.size
+    found = float(((counts - expected) ** 2 / expected).sum())
+    return (found - (counts.size - 1)) / (2 * (counts.size - 1)) ** 0.5
+
+
+# -- bags
+
+
+@given(reads=reads_of, k=st.sampled_from([1, 2, 5, 16, 31]), every=st.integers(1, 4), bits=st.sampled_from([1, 8, 30]))
+def test_a_bag_holds_the_k_mers_that_a_slow_loop_finds(reads: list[str], k: int, every: int, bits: int):
+    made = KmerBag((k,), (every,), bits)(batch_of(reads))
+    assert bags(made, k) == [slow_bag(read, k, every, bits) for read in reads]
+
+
+def test_several_lengths_are_made_at_once_each_with_its_own_share():
+    reads = random_reads(30, length=80, seed=1)
+    made = KmerBag((4, 12, 24), (1, 3, 8), 16)(batch_of(reads))
+    assert list(made) == ["buckets_4", "starts_4", "buckets_12", "starts_12", "buckets_24", "starts_24"]
+    for k, every in ((4, 1), (12, 3), (24, 8)):
+        assert bags(made, k) == [slow_bag(read, k, every, 16) for read in reads]
+    assert KmerBag((4,), (1,), 16).fields == ["sequence"]
+
+
+@given(read=st.text(alphabet="ACGT", min_size=1, max_size=60), k=st.integers(1, 31), every=st.integers(1, 4))
+def test_a_read_is_the_same_bag_from_either_strand(read: str, k: int, every: int):
+    forward, backward = bags(KmerBag((k,), (every,), 30)(batch_of([read, turned(read)])), k)
+    assert forward == backward[::-1]
+
+
+def test_the_same_k_mers_are_kept_wherever_they_come():
+    """In other reads, at other places, on the other strand and in another batch."""
+    letters = "".join(np.random.default_rng(0).choice(list("ACGT"), 400))
+    whole = KmerBag((14,), (4,), 30)(batch_of([letters]))
+    (kept,) = bags(whole, 14)
+    pieces = [letters[at : at + 14] for at in range(400 - 13)]
+    alone = bags(KmerBag((14,), (4,), 30)(batch_of([turned(piece) for piece in pieces])), 14)
+    assert [bucket for bag in alone for bucket in bag] == kept
+    assert 60 < len(kept) < 140  # 387 / 4
+    every_one = bags(KmerBag((14,), (1,), 30)(batch_of([letters])), 14)[0]
+    assert len(every_one) == 387 and set(kept) < set(every_one)
+
+
+def test_a_k_mer_with_an_n_is_left_out_and_those_beside_it_are_not():
+    read = "ACGTACGGTCA"
+    whole = bags(KmerBag((4,), (1,), 30)(batch_of([read])), 4)[0]
+    for at in range(len(read)):
+        for letter in ("N", "n", "R"):
+            broken = read[:at] + letter + read[at + 1 :]
+            found = bags(KmerBag((4,), (1,), 30)(batch_of([broken])), 4)[0]
+            assert found == [bucket for place, bucket in enumerate(whole) if not place <= at < place + 4]
+
+
+def test_reads_too_short_for_a_k_mer_are_empty_bags():
+    made = KmerBag((5,), (1,), 12)(batch_of(["", "ACGT", "ACGTA", "A", "NNNNNNN", ""]))
+    assert [len(bag) for bag in bags(made, 5)] == [0, 0, 1, 0, 0, 0]
+    assert made["starts_5"].tolist() == [0, 0, 0, 1, 1, 1]  # type: ignore[attr-defined]
+    none = KmerBag((5,), (1,), 12)(batch_of(["", "ACG"]))
+    assert len(none["buckets_5"]) == 0 and none["starts_5"].tolist() == [0, 0]  # type: ignore
+    nothing = KmerBag((5,), (1,), 12)(batch_of([]))
+    assert len(nothing["buckets_5"]) == len(nothing["starts_5"]) == 0  # type: ignore[arg-type]
+
+
+def test_a_foreign_letter_is_told_with_its_record():
+    batch = batch_of(["ACGT", "ACGT", "AEKlACGT", "!"], numbers=[900, 17, 4321, 5])
+    with pytest.raises(BadSource, match=r"record 4321 holds 'E' 'l', which is no nucleotide"):
+        KmerBag((3,), (1,), 12)(batch)
+    with pytest.raises(BadSource, match=r"record 8 holds '\\xff'"):
+        KmerBag((30,), (9,), 12)(batch_of(["\xff"], numbers=[8]))
+
+
+def test_other_records_than_reads_are_refused():
+    with pytest.raises(ValueError, match="these records are traces"):
+        KmerBag((3,), (1,), 12)(TraceBatch(np.arange(1), {}))
+
+
+@pytest.mark.parametrize(
+    ("ks", "every", "bits"),
+    [
+        ((), (), 12),
+        ((0,), (1,), 12),
+        ((32,), (1,), 12),
+        ((3,), (1,), 0),
+        ((3,), (1,), 31),
+        ((3,), (0,), 12),
+        ((3,), (1, 1), 12),
+        ((3, 4), (1,), 12),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(ks: tuple[int, ...], every: tuple[int, ...], bits: int):
+    with pytest.raises(ValueError, match="ks="):
+        KmerBag(ks, every, bits)
+
+
+def test_buckets_are_as_even_as_chance_and_so_are_those_kept():
+    letters = "".join(np.random.default_rng(5).choice(list("ACGT"), 60_000))
+    for k, every in ((14, 1), (31, 1), (16, 3)):
+        (found,) = bags(KmerBag((k,), (every,), 7)(batch_of([letters])), k)
+        counts = np.bincount(found, minlength=128)
+        assert spread(counts) < 5
+        assert len(found) == pytest.approx(60_000 / every, rel=0.03)
+
+
+def test_k_mers_that_differ_little_share_no_more_buckets_than_chance():
+    """All 4^6 k-mers of a length, the 2,080 of them that are their own or have a partner: numbers in a row."""
+    words = ["".join("ACGT"[number // 4**place % 4] for place in range(6)) for number in range(4**6)]
+    found = [bag[0] for bag in bags(KmerBag((6,), (1,), 30)(batch_of(words)), 6)]
+    assert len(set(found)) == (4**6 + 4**3) // 2
+    assert max(Counter(found).values()) == 2
+    assert spread(np.bincount(np.array(sorted(set(found))) % 64, minlength=64)) < 5
+
+
+def test_the_same_letter_over_and_over_is_another_bucket_at_another_length():
+    made = KmerBag((5, 6, 7), (1, 1, 1), 30)(batch_of(["A" * 7]))
+    assert len({bag for k in (5, 6, 7) for bag in bags(made, k)[0]}) == 3
+
+
+def test_plain_python_gives_the_same_bags_as_the_compiler():
+    made: Mapping[str, Any] = KmerBag((3, 16, 31), (1, 2, 3), 20)(
+        batch_of(random_reads(40, length=60, seed=3, letters="ACGTN"))
+    )
+    found = hashlib.sha256(b"".join(made[name].tobytes() for name in sorted(made))).hexdigest()
+    assert without_compiler(DIGEST) == found
+
+
+# -- both strands
+
+
+@pytest.mark.parametrize("spec", ["base", "kmer(3)", "kmer(4, stride=3)"])
+def test_beside_the_tokens_of_reads_are_those_of_their_other_strands(spec: str):
+    reads = ["ACGTTGCAA", "GGG", "", "ACCNTTAGACCATTGA"]
+    others = ["TTGCAACGT", "CCC", "", "TCAATGGTCTAANGGT"]
+    plain = features.tokens(spec)
+    made = BothStrands(plain)(batch_of(reads), seed=3, epoch=2)
+    assert sorted(made) == ["attention_mask", "input_ids", "other_attention_mask", "other_input_ids"]
+    for name, expected in plain(batch_of(reads)).items():
+        assert np.array_equal(made[name], expected)  # type: ignore[arg-type]
+    for name, expected in plain(batch_of(others)).items():
+        assert np.array_equal(made[f"other_{name}"], expected)  # type: ignore[arg-type]
+    assert BothStrands(plain).fields == plain.fields
+
+
+def test_strands_are_not_left_to_the_chance_that_training_has():
+    reads = random_reads(20, length=30, seed=0)
+    seen, plain = features.tokens("base", reverse_complement=0.5), features.tokens("base")
+    made, expected = BothStrands(seen)(batch_of(reads), seed=9), BothStrands(plain)(batch_of(reads))
+    assert all(np.array_equal(made[name], expected[name]) for name in expected)  # type: ignore[arg-type]
+
+
+def test_the_other_strand_is_that_of_the_same_crop():
+    reads = random_reads(20, length=60, seed=0)
+    both = BothStrands(features.tokens("base", crop_length=25))
+    made = both(batch_of(reads), seed=4, epoch=1)
+    again = both(batch_of(reads), seed=4, epoch=2)
+    ids, other = np.asarray(made["input_ids"]), np.asarray(made["other_input_ids"])
+    assert ids.shape == (20, 25) and np.array_equal(other, 5 - ids[:, ::-1])
+    assert not np.array_equal(ids, again["input_ids"])  # type: ignore[arg-type]
+
+
+def test_features_survive_a_pickle():
+    for feature in (KmerBag((4,), (1,), 12), BothStrands(features.tokens("kmer(3)"))):
+        again = pickle.loads(pickle.dumps(feature))
+        made, expected = again(batch_of(["ACGTACGT"])), feature(batch_of(["ACGTACGT"]))
+        assert all(np.array_equal(made[name], expected[name]) for name in expected)

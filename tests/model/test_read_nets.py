@@ -1,0 +1,584 @@
+"""What every classifier of reads promises: a read's answer is its own, both strands count, and all of them learn."""
+
+# B batch, C classes
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from millstream.dataset.kmer_bag import KmerBag
+from millstream.errors import BadSetting, BadSource
+from millstream.model.kmer_linear import KmerLinear
+from millstream.model.net import Batch
+from millstream.model.read_net import ReadNet, rank_names
+from millstream.model.read_zoo import KS, LEAST_BITS, MOST_BITS, ReadKit, ReadRecipe, fitting_bits, read_kit
+from millstream.store.read_batch import ReadBatch
+
+NETS = ["kmer-linear", "cnn", "lstm", "transformer"]
+SEQUENTIAL = ["cnn", "lstm", "transformer"]  # that see the strands of a read as two
+NUM_CLASSES = 3
+TURNED = str.maketrans("ACGT", "TGCA")
+LENGTHS = (37, 90, 12, 61, 5, 150)
+
+
+def recipe(name: str, **changes: Any) -> ReadRecipe:
+    words = {"lstm": "kmer(3)", "transformer": "kmer(3, stride=2)"}.get(name, "auto")
+    given = {"num_classes": NUM_CLASSES, "memory": 1 << 22, "k": "4,6/2", "bits": 9, "width": 16, "layers": 2}
+    return ReadRecipe(**{**given, "dropout": 0.0, "tokenizer": words, **changes})
+
+
+def random_reads(lengths: Sequence[int], seed: int = 0, letters: str = "ACGT") -> list[str]:
+    rng = np.random.default_rng(seed)
+    return ["".join(rng.choice(list(letters), length)) for length in lengths]
+
+
+def turned(read: str) -> str:
+    return read[::-1].translate(TURNED)
+
+
+def batch_of(kit: ReadKit, reads: Sequence[str], labels: Sequence[int] = (), *, train: bool = False) -> Batch:
+    """What the net sees of reads while scoring, or while training."""
+    flat = np.frombuffer("".join(reads).encode(), np.uint8)
+    fetched = ReadBatch(np.arange(len(reads)), flat, np.cumsum([0, *map(len, reads)], dtype=np.int64), {})
+    made: dict[str, Any] = {"numbers": fetched.numbers}
+    for feature in kit.features if train else kit.scoring:
+        made |= feature(fetched)
+    if len(labels):
+        made["label"] = np.array(labels)
+    return {name: torch.as_tensor(value) for name, value in made.items()}
+
+
+@cache
+def built(name: str, **changes: Any) -> tuple[ReadKit, ReadNet]:
+    """A net with chance as weights, not to be changed."""
+    kit = read_kit(name, recipe(name, **changes))
+    torch.manual_seed(0)
+    net = kit.build(batch_of(kit, random_reads([100])))
+    with torch.no_grad():
+        for key, buffer in net.named_buffers():
+            if key.startswith("table") or key.endswith("running_mean"):
+                buffer.normal_(std=0.3)
+        for key, parameter in net.named_parameters():
+            if key.endswith("bias") and name != "kmer-linear":  # zeros at first, with which padding might stay zero
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return kit, net.eval()
+
+
+def probabilities(kit: ReadKit, net: ReadNet, reads: Sequence[str]) -> np.ndarray:
+    with torch.inference_mode():
+        return net.probabilities(batch_of(kit, reads)).numpy()
+
+
+class Told(ReadNet):
+    """Says what the batch says."""
+
+    def __init__(self, num_classes: int = NUM_CLASSES) -> None:
+        super().__init__(1, num_classes)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return batch["said"], {}
+
+
+def logits_of(chances: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(chances).log()
+
+
+# -- answers
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_answer_to_a_read_depends_on_no_other_read_nor_on_padding(name: str):
+    kit, net = built(name)
+    reads = random_reads(LENGTHS)
+    together = probabilities(kit, net, reads)
+    assert together.sum(axis=1) == pytest.approx(1, abs=1e-5) and np.ptp(together[:, 0]) > 1e-3
+    for number, read in enumerate(reads):
+        assert probabilities(kit, net, [read])[0] == pytest.approx(together[number], abs=1e-5)
+    assert probabilities(kit, net, reads[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_what_lies_under_the_padding_does_not_matter(name: str):
+    kit, net = built(name)
+    batch = dict(batch_of(kit, random_reads((40, 90))))
+    with torch.inference_mode():
+        expected = net.logits(batch)[0]
+        for pad in (1, 8, 30):
+            wider = {key: functional.pad(value, (0, pad)) for key, value in batch.items() if key != "numbers"}
+            assert net.logits(wider)[0].numpy() == pytest.approx(expected.numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_reads_too_short_for_a_token_are_answered_like_each_other(name: str):
+    kit, net = built(name)
+    none = probabilities(kit, net, ["", ""])
+    assert np.isfinite(none).all() and none.sum(axis=1) == pytest.approx(1, abs=1e-5)
+    mixed = probabilities(kit, net, [random_reads([80])[0], ""])
+    assert mixed[1] == pytest.approx(none[0], abs=1e-5) and none[1] == pytest.approx(none[0], abs=1e-6)
+    assert np.isfinite(probabilities(kit, net, ["A", "C", "NN"])).all()
+    if name == "kmer-linear":
+        assert none[0] == pytest.approx(1 / NUM_CLASSES)  # its biases are zero
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_reads_too_short_for_a_token_can_be_learned_from(name: str):
+    kit, net = read_kit(name, recipe(name)), read_kit(name, recipe(name)).build(batch_of(built(name)[0], ["ACGTACGT"]))
+    for reads in (["", "A"], ["", "ACGTACGTACGTACG"]):
+        loss, _ = net.train()(batch_of(kit, reads, [0, 1], train=True), torch.tensor([0, 1]), torch.ones(2))
+        loss.backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_a_read_and_its_reverse_complement_have_the_same_answer(name: str):
+    kit, net = built(name)
+    reads = random_reads(LENGTHS)
+    found, other = probabilities(kit, net, reads), probabilities(kit, net, [turned(read) for read in reads])
+    assert found == pytest.approx(other, abs=1e-5)
+    one_way = read_kit(name, recipe(name, reverse_complement=False))
+    forward, backward = (probabilities(one_way, net, some) for some in (reads, [turned(read) for read in reads]))
+    assert np.abs(forward - backward).max() > 1e-3
+    assert found == pytest.approx((forward + backward) / 2, abs=1e-5)
+
+
+def test_a_bag_of_k_mers_is_the_same_from_either_strand():
+    kit, net = built("kmer-linear")
+    reads = random_reads(LENGTHS)
+    assert not any(key.startswith("other_") for key in batch_of(kit, reads))
+    other = probabilities(kit, net, [turned(read) for read in reads])
+    assert probabilities(kit, net, reads) == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_while_training_half_of_the_reads_are_turned_and_there_is_one_strand(name: str):
+    kit, _ = built(name)
+    reads = random_reads([60] * 40)
+    seen, scored = batch_of(kit, reads, train=True), batch_of(kit, reads)
+    assert not any(key.startswith("other_") for key in seen)
+    is_turned = (seen["input_ids"] == scored["other_input_ids"]).all(dim=1)
+    is_same = (seen["input_ids"] == scored["input_ids"]).all(dim=1)
+    assert (is_turned ^ is_same).all() and 8 <= int(is_turned.sum()) <= 32
+    straight = read_kit(name, recipe(name, reverse_complement=False))
+    assert torch.equal(batch_of(straight, reads, train=True)["input_ids"], scored["input_ids"])
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_the_order_of_letters_counts(name: str):
+    """Each end of a read is seen: another letter there is another answer."""
+    kit, net = built(name, reverse_complement=False)
+    read = "C" * 63
+    found = probabilities(kit, net, [read, "GAT" + read[3:], read[:-3] + "GAT", read[:30] + "GAT" + read[33:]])
+    assert min(np.abs(found[a] - found[b]).max() for a in range(4) for b in range(a)) > 1e-5
+
+
+def test_an_answer_is_the_likeliest_class_and_its_probability():
+    said = logits_of([[0.2, 0.7, 0.1], [0.6, 0.3, 0.1]]) + torch.tensor([[3.0], [-40.0]])
+    answers = Told().answer({"said": said})
+    assert list(answers) == ["class", "probability"]
+    assert answers["class"].tolist() == [1, 0] and answers["class"].dtype == torch.int32
+    assert answers["probability"].tolist() == pytest.approx([0.7, 0.6])
+
+
+def test_strands_are_averaged_as_probabilities():
+    batch = {"said": logits_of([[0.9, 0.1, 0.0]]), "other_said": logits_of([[0.2, 0.2, 0.6]])}
+    assert Told().probabilities(batch)[0].tolist() == pytest.approx([0.55, 0.15, 0.3])
+
+
+def test_a_pair_has_the_mean_of_its_mates():
+    net = Told()
+    net.ask_for({"genus": np.array([0, 0, 1])}, mates=2)
+    chances = [[0.5, 0.1, 0.4], [0.1, 0.4, 0.5], [0.9, 0.1, 0.0], [0.1, 0.8, 0.1]]
+    answers = net.answer({"said": logits_of(chances)})
+    assert answers["class"].tolist() == [2, 0]
+    assert answers["probability"].tolist() == pytest.approx([0.45, 0.5])
+    assert answers["genus"].tolist() == [0, 0]
+    assert answers["genus_probability"].tolist() == pytest.approx([0.55, 0.95])
+    net.ask_for({})
+    assert net.answer({"said": logits_of(chances)})["class"].tolist() == [0, 2, 0, 1]
+
+
+def test_the_chance_of_a_taxon_is_the_sum_over_its_classes_and_none_is_no_taxon():
+    net = Told(5)
+    net.ask_for({"genus": np.array([1, 0, 1, -1, -1]), "family": np.array([0, 0, 0, -1, 0])})
+    answers = net.answer({"said": logits_of([[0.2, 0.3, 0.2, 0.25, 0.05], [0.05, 0.04, 0.01, 0.8, 0.1]])})
+    assert answers["class"].tolist() == [1, 3]
+    assert answers["genus"].tolist() == [1, 1] and answers["genus"].dtype == torch.int32
+    assert answers["genus_probability"].tolist() == pytest.approx([0.4, 0.06])
+    assert answers["family"].tolist() == [0, 0]
+    assert answers["family_probability"].tolist() == pytest.approx([0.75, 0.2])
+    assert rank_names(list(answers)) == ["genus", "family"]
+
+
+# -- learning
+
+
+def test_the_loss_is_the_weighted_cross_entropy():
+    said, target = torch.randn(6, NUM_CLASSES, generator=torch.manual_seed(0)), torch.tensor([0, 2, 1, 1, 0, 2])
+    weight = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0, 1.0])
+    loss, parts = Told()({"said": said}, target, weight)
+    chances = np.exp(said.numpy()) / np.exp(said.numpy()).sum(axis=1, keepdims=True)
+    expected = np.mean(-np.log(chances[np.arange(6), target.numpy()]) * weight.numpy())
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert list(parts) == ["cross_entropy"] and parts["cross_entropy"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def easy_reads(num: int, seed: int) -> tuple[list[str], np.ndarray]:
+    """Of two classes, one of them rich in A and T."""
+    labels = np.arange(num) % 2
+    rng = np.random.default_rng(seed)
+    shares = np.array([[0.35, 0.15, 0.15, 0.35], [0.15, 0.35, 0.35, 0.15]])
+    lengths = rng.integers(40, 70, num)
+    pairs = zip(labels, lengths, strict=True)
+    return ["".join(rng.choice(list("ACGT"), length, p=shares[label])) for label, length in pairs], labels
+
+
+def learn(kit: ReadKit, net: ReadNet, steps: int, num: int = 96) -> tuple[float, float]:
+    """The loss on reads that are not learned from, before and after."""
+    reads, labels = easy_reads(num, seed=1)
+    batch = batch_of(kit, reads, labels, train=True)
+    test, truth = easy_reads(64, seed=2)
+    if net.has_scales:
+        net.observe(batch, {})
+        net.set_scales({})
+    optimizer = net.optimizer(4 * net.lr, 0.01)
+
+    def loss_now() -> float:
+        net.eval()
+        with torch.inference_mode():
+            return net(batch_of(kit, test), torch.from_numpy(truth), torch.ones(len(test)))[0].item()
+
+    before = loss_now()
+    net.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(batch, torch.from_numpy(labels), torch.ones(num))[0].backward()
+        optimizer.step()
+    return before, loss_now()
+
+
+@pytest.mark.parametrize(("name", "steps"), [("kmer-linear", 60), ("cnn", 15), ("lstm", 30), ("transformer", 45)])
+def test_every_net_learns_to_tell_classes_that_differ(name: str, steps: int):
+    kit = read_kit(name, recipe(name, num_classes=2, layers=1))
+    torch.manual_seed(0)
+    net = kit.build(batch_of(kit, easy_reads(4, seed=0)[0]))
+    before, after = learn(kit, net, steps)
+    assert after < 0.3 and after < before / 1.5
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_gradients_reach_every_parameter(name: str):
+    kit, _ = built(name)
+    torch.manual_seed(0)
+    reads = random_reads(LENGTHS)
+    net = kit.build(batch_of(kit, reads)).train()
+    net(batch_of(kit, reads, train=True), torch.arange(6) % 3, torch.ones(6))[0].backward()
+    assert [
+        key for key, parameter in net.named_parameters() if parameter.grad is None or not parameter.grad.any()
+    ] == []
+
+
+# -- kmer-linear
+
+
+def counted(ks: Mapping[int, int], bits: int, reads: Sequence[str], labels: Sequence[int]) -> tuple[KmerLinear, Batch]:
+    """The net after it saw the reads, in two batches; and all of them as a batch."""
+    bag = KmerBag(tuple(ks), tuple(ks.values()), bits)
+    kit = ReadKit([bag], [bag], lambda _: KmerLinear(tuple(ks), 1 << bits, NUM_CLASSES))
+    net = kit.build({})
+    assert isinstance(net, KmerLinear) and net.has_scales
+    for part in (slice(0, 7), slice(7, None)):
+        net.observe(batch_of(kit, reads[part], labels[part]), {})
+    net.set_scales({})
+    with torch.no_grad():
+        net.gain.copy_(torch.linspace(0.2, 0.5, len(net.ks)))
+        net.bias.copy_(torch.tensor([0.1, -0.2, 0.3]))
+    return net, batch_of(kit, reads, labels)
+
+
+def bags_of(batch: Batch, k: int) -> list[np.ndarray]:
+    return np.split(batch[f"buckets_{k}"].numpy(), batch[f"starts_{k}"].numpy())[1:]
+
+
+def slow_counts(batch: Batch, k: int, bits: int, without: int | None = None) -> np.ndarray:
+    counts = np.zeros((1 << bits, NUM_CLASSES))
+    for number, bag in enumerate(bags_of(batch, k)):
+        for bucket in bag.tolist() if number != without else ():
+            counts[bucket, int(batch["label"][number])] += 1
+    return counts
+
+
+def slow_sizes(counts: np.ndarray) -> np.ndarray:
+    total = np.log(counts.sum(axis=0) + len(counts))
+    return total - total.mean()
+
+
+LABELS = [0, 1, 2, 0, 0, 1, 0, 0, 2, 1, 0, 0]
+
+
+def test_counted_weights_are_those_of_a_slow_count():
+    reads = random_reads([50, 20, 90, 3, 40, 70, 0, 60, 30, 5, 100, 45], seed=4)
+    net, batch = counted({4: 1, 7: 2}, 6, reads, LABELS)
+    expected = np.tile(np.array([0.1, -0.2, 0.3]), (len(reads), 1))
+    for k, gain in ((4, 0.2), (7, 0.5)):
+        counts = slow_counts(batch, k, 6)
+        weights = np.log(1 + counts) - slow_sizes(counts)
+        assert getattr(net, f"table_{k}").numpy() == pytest.approx(weights, abs=1e-5)
+        expected += gain * np.array([weights[bag].sum(axis=0) for bag in bags_of(batch, k)])
+    with torch.no_grad():
+        assert net.eval().logits(batch)[0].numpy() == pytest.approx(expected, abs=1e-4)
+
+
+def test_while_training_a_read_is_judged_by_counts_without_it():
+    """Buckets enough that no k-mer comes twice in a read; the sizes of classes are those with it."""
+    reads = random_reads([40, 30, 50, 40, 8, 40, 40, 40, 30, 2, 50, 40], seed=5)
+    reads[3] = reads[0][5:35] + reads[3][:10]  # shared with a read of its class, and with one of another
+    reads[5] = reads[0][:20] + reads[5][:20]
+    net, batch = counted({8: 1, 10: 2}, 20, reads, LABELS)
+    for k in (8, 10):
+        assert all(len(set(bag.tolist())) == len(bag) for bag in bags_of(batch, k))
+    expected = np.tile(np.array([0.1, -0.2, 0.3]), (len(reads), 1))
+    for k, gain in ((8, 0.2), (10, 0.5)):
+        sizes = slow_sizes(slow_counts(batch, k, 20))
+        for number, bag in enumerate(bags_of(batch, k)):
+            weights = np.log(1 + slow_counts(batch, k, 20, without=number)) - sizes
+            expected[number] += gain * weights[bag].sum(axis=0)
+    with torch.no_grad():
+        assert net.train().logits(batch)[0].numpy() == pytest.approx(expected, abs=1e-3)
+        assert np.abs(net.eval().logits(batch)[0].numpy() - expected).max() > 1
+
+
+def test_what_is_trained_is_a_gain_for_each_length_and_a_bias_for_each_class():
+    net, batch = counted({4: 1, 7: 2}, 6, random_reads([50] * 12, seed=4), LABELS)
+    assert {name: tuple(p.shape) for name, p in net.named_parameters()} == {"gain": (2,), "bias": (NUM_CLASSES,)}
+    table = net.table_4.clone()  # type: ignore[operator]
+    net.train()(batch, batch["label"], torch.ones(12))[0].backward()
+    assert net.gain.grad.all() and net.bias.grad.all()  # type: ignore[union-attr]
+    net.optimizer(0.1, 0.0).step()
+    assert torch.equal(net.table_4, table)  # type: ignore[arg-type]
+    assert net.num_rows(batch) == 12
+
+
+def test_a_class_with_many_reads_is_not_believed_more_for_that():
+    few = random_reads([100] * 30, seed=8)
+    net, _ = counted({8: 1}, 6, 4 * few + few, [0] * 120 + [1] * 30)
+    found = net.table_8[:, :2]  # type: ignore[index]
+    assert found[:, 0].numpy() == pytest.approx(found[:, 1].numpy(), abs=0.05)  # the counts differ by log(4)
+
+
+# -- the zoo
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("12,24/8", {12: 1, 24: 8}), ("5", {5: 1}), ("31/2, 1", {31: 2, 1: 1}), ("auto", KS), ("7/1", {7: 1})],
+)
+def test_lengths_of_k_mers_are_read_from_the_setting(text: str, expected: dict[int, int]):
+    (bag,) = read_kit("kmer-linear", recipe("kmer-linear", k=text)).features
+    assert isinstance(bag, KmerBag) and (bag.ks, bag.every) == (tuple(expected), tuple(expected.values()))
+    assert bag.bits == 9
+
+
+@pytest.mark.parametrize("text", ["", "a", "12,", "12;24", "12/x", "1.5", "12/8/2"])
+def test_what_is_no_list_of_lengths_is_told_with_an_example(text: str):
+    with pytest.raises(BadSetting, match=r"lengths of k-mers separated by commas, as in 12,24/8") as told:
+        read_kit("kmer-linear", recipe("kmer-linear", k=text))
+    assert str(told.value).startswith(f"k={text}:")
+
+
+@pytest.mark.parametrize("text", ["0", "32", "12,40/8", "-3", "12/0", "12/-1"])
+def test_lengths_out_of_range_are_told(text: str):
+    with pytest.raises(BadSetting, match=rf"k={text}: k-mers have 1 to 31 letters"):
+        read_kit("kmer-linear", recipe("kmer-linear", k=text))
+
+
+@pytest.mark.parametrize("memory", [1 << 22, 3_000_000_00, 1 << 31, 777_777_777])
+@pytest.mark.parametrize("weights", [1, 3, 20, 257, 1000])
+def test_buckets_take_half_of_the_memory_or_a_quarter(weights: int, memory: int):
+    bits = fitting_bits(weights, memory)
+    assert LEAST_BITS <= bits <= MOST_BITS
+    size = 4 * weights * 2**bits
+    assert size <= memory / 2 or bits == LEAST_BITS
+    assert 2 * size > memory / 2 or bits == MOST_BITS
+
+
+def test_tables_have_the_buckets_that_fit_or_were_asked_for():
+    kit = read_kit("kmer-linear", recipe("kmer-linear", bits=None, memory=1 << 22))
+    net = kit.build(batch_of(kit, ["ACGTACGT"]))
+    size = sum(buffer.nbytes for name, buffer in net.named_buffers() if name.startswith("table"))
+    assert (1 << 19) < size <= 1 << 21
+    kit = read_kit("kmer-linear", recipe("kmer-linear", bits=5))
+    assert kit.build({}).table_4.shape == (32, NUM_CLASSES)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_nets_have_the_width_and_classes_asked_for(name: str):
+    for width, num_classes in ((8, 2), (32, 7)):
+        kit = read_kit(name, recipe(name, width=width, num_classes=num_classes))
+        batch = batch_of(kit, random_reads((40, 50)))
+        net = kit.build(batch)
+        assert (net.width, net.num_classes) == (width, num_classes)
+        assert net.logits(batch)[0].shape == (2, num_classes)
+        assert net.num_rows(batch) > 0
+
+
+def test_a_transformer_takes_reads_longer_than_its_places_and_cuts_them():
+    kit = read_kit("transformer", recipe("transformer", reverse_complement=False))
+    torch.manual_seed(0)
+    net = kit.build(batch_of(kit, random_reads([21])))  # ten tokens, so twenty places
+    (read,) = random_reads([200])
+    found = probabilities(kit, net.eval(), [read, read[:41], read[:39]])
+    assert found[0] == pytest.approx(found[1], abs=1e-6) and np.abs(found[0] - found[2]).max() > 1e-5
+    cut = read_kit("transformer", recipe("transformer", max_length=7))
+    assert batch_of(cut, [read])["input_ids"].shape == (1, 7)
+    assert cut.build(batch_of(cut, [read])).place.shape == (7, 16)  # type: ignore[union-attr]
+
+
+# -- pretrained models
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of chance, and a tokenizer of letters and a few pairs of them."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("pretrained")
+    words = ["[PAD]", "[UNK]", *"ACGTN", "AC", "GT", "CG"]
+    model = tokenizers.models.BPE(
+        vocab={word: number for number, word in enumerate(words)},
+        merges=[("A", "C"), ("G", "T"), ("C", "G")],
+        unk_token="[UNK]",
+    )
+    tokenizers.Tokenizer(model).save(str(path / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=256,
+        hidden_dropout_prob=0.5,
+    )
+    transformers.BertModel(config).save_pretrained(path)
+    return path
+
+
+def pretrained_net(path: Path, *, lora: int = 0, **changes: Any) -> tuple[ReadKit, Any]:
+    kit = read_kit("hf", recipe("hf", hf=str(path), lora=lora, **changes))
+    torch.manual_seed(1)
+    return kit, kit.build(batch_of(kit, ["ACGT"]))
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def test_the_answer_of_a_pretrained_model_depends_on_no_padding_and_no_strand(pretrained: Path):
+    kit, net = pretrained_net(pretrained)
+    net.eval()
+    reads = [*random_reads(LENGTHS), ""]
+    together = probabilities(kit, net, reads)
+    assert together.sum(axis=1) == pytest.approx(1, abs=1e-5) and np.ptp(together[:-1, 0]) > 1e-3
+    for number, read in enumerate(reads):
+        assert probabilities(kit, net, [read])[0] == pytest.approx(together[number], abs=1e-5)
+    assert probabilities(kit, net, [turned(read) for read in reads]) == pytest.approx(together, abs=1e-5)
+
+
+def test_a_frozen_model_is_not_trained_and_not_kept_with_the_head(pretrained: Path):
+    kit, net = pretrained_net(pretrained, num_classes=2)
+    (model,) = net._held
+    before = weights_of(model)
+    assert all(name.startswith("head.") for name, _ in net.named_parameters())
+    assert all(name.startswith("head.") for name in net.state_dict())
+    reads, labels = easy_reads(8, seed=0)
+    batch = batch_of(kit, reads, train=True)
+    net.train()
+    assert net.training and not model.training  # its dropout would be noise
+    assert torch.equal(net.logits(batch)[0], net.logits(batch)[0])
+    net(batch, torch.from_numpy(labels), torch.ones(8))[0].backward()
+    assert all(weight.grad is None and not weight.requires_grad for weight in model.parameters())
+    assert all(weight.grad is not None and weight.grad.any() for weight in net.parameters())
+    net.optimizer(0.1, 0.1).step()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+def test_a_frozen_model_is_enough_to_tell_classes_that_differ(pretrained: Path):
+    kit, net = pretrained_net(pretrained, num_classes=2)
+    before, after = learn(kit, net, 60)
+    assert after < 0.5 and after < before / 1.3
+
+
+def test_adapters_are_trained_and_the_model_is_not(pretrained: Path):
+    pytest.importorskip("peft", reason="lora= needs peft, which is not installed")
+    kit, net = pretrained_net(pretrained, lora=2, num_classes=2)
+    (model,) = net._held
+    before = weights_of(model)
+    adapters = {name for name in before if "lora_" in name}
+    assert adapters and len(net.adapters) == len(adapters)
+    assert {name.partition(".")[0] for name in net.state_dict()} == {"adapters", "head"}
+    net.train()
+    assert model.training
+    reads, labels = easy_reads(16, seed=0)
+    optimizer = net.optimizer(0.05, 0.0)
+    for _ in range(2):  # one half of an adapter begins at zero, so the other has no gradient in the first step
+        net(batch_of(kit, reads, train=True), torch.from_numpy(labels), torch.ones(16))[0].backward()
+        optimizer.step()
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in adapters if "pooler" not in name}  # what the pooler says is not used
+    assert all(weight.requires_grad == (name in adapters) for name, weight in model.named_parameters())
+
+
+def test_adapters_come_back_from_a_checkpoint(pretrained: Path):
+    pytest.importorskip("peft", reason="lora= needs peft, which is not installed")
+    kit, net = pretrained_net(pretrained, lora=2, num_classes=2)
+    learn(kit, net, 3, num=16)
+    again = pretrained_net(pretrained, lora=2, num_classes=2)[1].eval()
+    reads = random_reads((30, 50))
+    expected = probabilities(kit, net.eval(), reads)
+    assert np.abs(probabilities(kit, again, reads) - expected).max() > 1e-4
+    again.load_state_dict(net.state_dict())
+    assert probabilities(kit, again, reads) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_model_goes_where_the_head_goes(pretrained: Path):
+    _, net = pretrained_net(pretrained)
+    net.to(torch.float64)
+    assert {weight.dtype for weight in net._held[0].parameters()} == {torch.float64}
+
+
+def test_models_that_cannot_be_loaded_are_told_with_what_to_do(pretrained: Path, tmp_path: Path):
+    with pytest.raises(BadSetting, match=r"model=hf: name the model to load with hf=FOLDER"):
+        read_kit("hf", recipe("hf"))
+    missing = tmp_path / "missing"
+    with pytest.raises(BadSource, match=r"missing: no such file, folder or model in the local.*Give the folder"):
+        read_kit("hf", recipe("hf", hf=str(missing)))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(BadSource, match=r"empty: no tokenizer\.json in this folder"):
+        read_kit("hf", recipe("hf", hf=str(empty)))
+    (empty / "tokenizer.json").write_bytes((pretrained / "tokenizer.json").read_bytes())
+    with pytest.raises(BadSetting, match=r"hf=.*empty: transformers cannot load it with safetensors \("):
+        pretrained_net(empty)
+
+
+def test_weights_that_are_no_safetensors_are_refused(pretrained: Path, tmp_path: Path):
+    """A pickle could run code."""
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((pretrained / name).read_bytes())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(BadSetting, match="cannot load it with safetensors") as told:
+        pretrained_net(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+def test_another_tokenizer_than_the_models_may_be_named(pretrained: Path):
+    kit, _ = pretrained_net(pretrained, tokenizer="base")
+    assert batch_of(kit, ["ACGT"])["input_ids"].tolist() == [[1, 2, 3, 4]]
+    kit, _ = pretrained_net(pretrained)
+    assert batch_of(kit, ["ACGT"])["input_ids"].tolist() == [[7, 8]]

@@ -1,0 +1,596 @@
+"""`millstream train` on files of reads: what is learned, counted and refused, and what a run folder holds."""
+
+import gc
+import gzip
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from sklearn.metrics import f1_score
+from training import lines_of, weights_of
+
+import millstream as ms
+from commands import run_here
+from millstream.dataset.simulate import SimulateSettings, simulate
+from millstream.errors import BadSetting, BadSource, ConfigMismatch
+from millstream.train.classification import Classification
+from millstream.train.read_settings import HEADERS
+from millstream.train.run import study_of
+
+TAXA = {  # class id: tax id, species, genus and its tax id, family; nobody reads the last
+    3: (562, "Escherichia coli", "Escherichia", 561, "Enterobacteriaceae"),
+    5: (573, "Klebsiella pneumoniae", "Klebsiella", 570, "Enterobacteriaceae"),
+    9: (564, "Escherichia fergusonii", "Escherichia", 561, "Enterobacteriaceae"),
+    11: (9606, "Homo sapiens", "", 0, "Hominidae"),
+}
+LABELS = {class_id: label for label, class_id in enumerate(TAXA)}
+GC = (0.15, 0.5, 0.85)  # of the genomes: a short look tells them apart
+SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 64, "bits": 12, "width": 8, "layers": 1, "lr": 0.02}
+CONFIG = Path(__file__).parents[2] / "configs" / "reads.yaml"
+UNKNOWN = "ACGTTGCAAGGCTTAACGGATCCATTGACCAGTGGATTACAGGCATCCAAGT"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_look_through() -> Iterator[None]:
+    """Training collects garbage after each model; of all that was imported there is none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reads of three genomes; some of `val` and of `strange` are of no class that is known."""
+    path = tmp_path_factory.mktemp("reads")
+    mapping = path / "species.tsv"
+    lines = ["\t".join(map(str, (class_id, *row))) for class_id, row in TAXA.items()]
+    mapping.write_text("\n".join(["class_id\ttax_id\tspecies\tgenus\tgenus_tax_id\tfamily", *lines]) + "\n")
+    genomes = [write_genome(path / f"{row[0]}_x.fna", gc=gc) for row, gc in zip(TAXA.values(), GC, strict=False)]
+    for seed, (name, count) in enumerate({"train.fa": 600, "val.fa": 90, "known.fa": 60, "strange.fq": 40}.items()):
+        settings = SimulateSettings(reads=count, length=100, seed=seed)
+        simulate(genomes, [path / name], settings=settings, mapping=mapping)
+    pairs = SimulateSettings(reads=80, length=60, insert=150, error=0.1, seed=9)
+    simulate(genomes, [path / "pairs.fa"], settings=pairs, mapping=mapping)
+    with (path / "val.fa").open("a") as file:
+        file.write(f">lbl|77|1|50|a/1\n{UNKNOWN}\n")
+    with (path / "strange.fq").open("a") as file:
+        file.write(
+            "".join(
+                f"@{name}\n{UNKNOWN}\n+\n{'I' * len(UNKNOWN)}\n" for name in ("lbl|4|1|50|a/1", "lbl|99||50|b", "c")
+            )
+        )
+    (path / "train.fa.gz").write_bytes(gzip.compress((path / "train.fa").read_bytes()))
+    return path
+
+
+def write_genome(path: Path, *, gc: float, length: int = 6000) -> Path:
+    chances = [(1 - gc) / 2, gc / 2, gc / 2, (1 - gc) / 2]
+    letters = np.random.default_rng(int(100 * gc)).choice(np.frombuffer(b"ACGT", np.uint8), length, p=chances)
+    path.write_text(f">{path.stem}\n{letters.tobytes().decode()}\n")
+    return path
+
+
+def asked(made: Path, **settings: object) -> dict[str, Any]:
+    """Settings of a short run of kmer-linear with `train.fa` and `val.fa`."""
+    files = {"train": str(made / "train.fa"), "val": str(made / "val.fa")}
+    common = {"data": files, "mapping": str(made / "species.tsv"), "model": "kmer-linear", "memory": "200MB"}
+    return {**common, **SMALL, **settings}
+
+
+def data(made: Path, **files: str) -> dict[str, str]:
+    return {name: ",".join(str(made / one) for one in text.split(",")) for name, text in files.items()}
+
+
+def study(made: Path, **settings: object) -> Classification:
+    """The data and models of a run that is not begun."""
+    found = study_of(asked(made, **settings))
+    assert isinstance(found, Classification)
+    return found
+
+
+@pytest.fixture(scope="module")
+def command(made: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """What `millstream train` leaves, prints and says."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    given = asked(made, data=data(made, train="train.fa", val="val.fa", test="known.fa,strange.fq"), out=out)
+    given["model"] = "kmer-linear,cnn"
+    nested = [f"data.{name}={value}" for name, value in given.pop("data").items()]
+    code, text, err = run_here("train", CONFIG, *nested, *(f"{name}={value}" for name, value in given.items()))
+    assert code == 0, err
+    return out, text, err
+
+
+@pytest.fixture(scope="module")
+def run(command: tuple[Path, str, str]) -> Path:
+    return command[0]
+
+
+def same_run(made: Path, run: Path, **settings: object) -> dict[str, Any]:
+    """Settings that go on with `run`."""
+    files = data(made, train="train.fa", val="val.fa", test="known.fa,strange.fq")
+    return asked(made, data=files, out=str(run), model="kmer-linear,cnn", memory="1GB") | settings
+
+
+def rows_of(run: Path, part: str, model: str = "kmer-linear") -> list[dict[str, Any]]:
+    rows = pq.read_table(run / "predictions.parquet").to_pylist()
+    return [row for row in rows if (row["part"], row["model"]) == (part, model)]
+
+
+def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
+    return np.array([row[name] for row in rows])
+
+
+def f1_of(rows: list[dict[str, Any]]) -> float:
+    """Macro F1 over the classes that there are, by another library."""
+    labels, found = column(rows, "label"), column(rows, "class")
+    there = sorted(set(labels[labels >= 0].tolist()))
+    return float(f1_score(labels[labels >= 0], found[labels >= 0], labels=there, average="macro"))
+
+
+def labels_in(path: Path) -> list[int]:
+    """What the headers of a file say: -1 for a class that is not in the mapping, and for none."""
+    step, mark = (4, "@") if path.suffix == ".fq" else (2, ">")
+    headers = path.read_text().splitlines()[::step]
+    assert all(header.startswith(mark) for header in headers)
+    return [LABELS.get(int(header.split("|")[1]), -1) if "|" in header else -1 for header in headers]
+
+
+def card_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "data.json").read_text())
+
+
+# -- a run
+
+
+def test_a_run_folder_has_all_that_is_promised(command: tuple[Path, str, str], made: Path):
+    run, text, err = command
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["epochs"] == 2 and config["balance"] == "weights" and config["data"]["header_regex"] == HEADERS
+    assert config["data"]["train"] == str(made / "train.fa") and config["mapping"] == str(made / "species.tsv")
+    epochs, fits = lines_of(run, "epoch"), lines_of(run, "fit")
+    assert [(line["model"], line["epoch"]) for line in epochs] == [
+        (model, epoch) for model in ("kmer-linear", "cnn") for epoch in (0, 1)
+    ]
+    assert [line["model"] for line in fits] == ["kmer-linear", "cnn"]
+    assert all(line["num_scored"] == 90 + 1 + 60 + 43 for line in fits) and lines_of(run, "memory")
+    for job in ("kmer-linear-0", "cnn-0"):
+        assert (run / "checkpoints" / job / "detector.safetensors").stat().st_size > 0
+    page = (run / "report.html").read_text()
+    assert "kmer-linear" in page and "Escherichia fergusonii" in page and list((run / "figures").glob("*.svg"))
+    assert text.splitlines()[0].startswith("part, model") and "strange 43 (3 of no known class)" in text
+    assert err.splitlines()[-1] == f"{run}: 2 classifiers compared. Open {run / 'report.html'}"
+
+
+@pytest.mark.parametrize("model", ["kmer-linear", "cnn"])
+def test_genomes_that_differ_are_told_apart(run: Path, model: str):
+    for part in ("val", "known", "strange"):
+        assert f1_of(rows_of(run, part, model)) > 0.95
+
+
+@pytest.mark.parametrize("model", ["kmer-linear", "cnn"])
+def test_the_epoch_is_the_best_by_macro_f1_over_reads_of_known_classes(run: Path, model: str):
+    scores = [line["val_macro_f1"] for line in lines_of(run, "epoch") if line["model"] == model]
+    assert f1_of(rows_of(run, "val", model)) == pytest.approx(max(scores), abs=1e-9)
+    (chosen,) = [line["chosen"]["epoch"] for line in lines_of(run, "fit") if line["model"] == model]
+    assert chosen == scores.index(max(scores))
+
+
+def test_every_read_of_every_part_is_counted_and_has_a_row(run: Path, made: Path):
+    card = card_of(run)
+    files = {Path(file).stem: made / file for file in ("train.fa", "val.fa", "known.fa", "strange.fq")}
+    assert card["files"] == {name: [str(path)] for name, path in files.items()}
+    for name, path in files.items():
+        labels = labels_in(path)
+        assert card["reads"][name] == len(labels)
+        assert card["no_class"][name] == labels.count(-1)
+        assert [row["reads"][name] for row in card["classes"]] == [labels.count(label) for label in range(4)]
+        for model in ("kmer-linear", "cnn") if name != "train" else ():
+            rows = rows_of(run, name, model)
+            assert column(rows, "record").tolist() == list(range(len(labels)))
+            assert column(rows, "label").tolist() == labels
+    assert card["no_class"] == {"train": 0, "val": 1, "known": 0, "strange": 3}
+    assert card["formats"]["strange"] == ["fastq"] and card["bases"]["train"] == 60_000
+    assert [(row["class_id"], row["name"], row["tax_id"]) for row in card["classes"]] == [
+        (class_id, row[1], row[0]) for class_id, row in TAXA.items()
+    ]
+
+
+def test_what_is_missing_or_unknown_is_told_before_training(command: tuple[Path, str, str], made: Path):
+    told = command[2].splitlines()
+    assert told[told.index("no training reads of 1 classes: Homo sapiens") - 1] == (
+        f"{made / 'train.fa'}: 600 reads of 4 classes to learn from"
+    )
+    assert "val: 91 reads, 1 of them of no class that is known" in told and "known: 60 reads" in told
+    assert "strange: 43 reads, 3 of them of no class that is known" in told
+    assert "lbl" not in " ".join(line for line in told if "do not fit" not in line)
+
+
+def test_a_rank_says_the_taxon_whose_classes_are_likeliest_together(run: Path):
+    card = card_of(run)
+    assert [taxon["name"] for taxon in card["ranks"]["genus"]] == ["Escherichia", "Klebsiella"]
+    assert [taxon["tax_id"] for taxon in card["ranks"]["genus"]] == [561, 570]
+    assert [row["genus"] for row in card["classes"]] == [0, 1, 0, -1]
+    rows = rows_of(run, "known", "cnn") + rows_of(run, "strange", "cnn")
+    found, chance = column(rows, "class"), column(rows, "probability")
+    genus, genus_chance = column(rows, "genus"), column(rows, "genus_probability")
+    assert (column(rows, "species") == found).all() and (column(rows, "species_probability") == chance).all()
+    alone = genus == 1  # the one species of Klebsiella
+    assert alone.any() and (found[alone] == 1).all() and np.allclose(genus_chance[alone], chance[alone])
+    both = np.isin(found, (0, 2))
+    assert (genus[both] == 0).all() and (genus_chance[both] >= chance[both]).all()
+    assert (genus_chance[both] > chance[both] + 1e-6).any()
+    family = [taxon["name"] for taxon in card["ranks"]["family"]]
+    assert family == ["Enterobacteriaceae", "Hominidae"] and (column(rows, "family") == 0).all()
+    assert (column(rows, "family_probability") >= genus_chance - 1e-6).all()
+    assert (column(rows, "family_probability") > genus_chance + 1e-6).any()
+
+
+def test_a_gzipped_file_gives_the_same_weights_and_answers(run: Path, made: Path, tmp_path: Path):
+    files = data(made, train="train.fa.gz", val="val.fa", test="known.fa,strange.fq")
+    ms.train(**same_run(made, tmp_path / "run", data=files))
+    for job in ("kmer-linear-0", "cnn-0"):
+        assert weights_of(tmp_path / "run", job) == weights_of(run, job)
+    answers = [pq.read_table(one / "predictions.parquet") for one in (run, tmp_path / "run")]
+    assert answers[0].equals(answers[1])
+
+
+def test_the_same_command_again_trains_nothing_and_more_models_can_be_added(run: Path, made: Path, tmp_path: Path):
+    shutil.copytree(run, tmp_path / "run")
+    before = lines_of(run, "epoch"), lines_of(run, "fit")
+    files = {file: file.stat().st_mtime_ns for file in run.glob("checkpoints/*/*")}
+    done = ms.train(**same_run(made, run))
+    assert done.models == ["kmer-linear", "cnn"] and not done.interrupted
+    assert {file: file.stat().st_mtime_ns for file in run.glob("checkpoints/*/*")} == files
+    assert (lines_of(run, "epoch"), lines_of(run, "fit")) == before
+    more = tmp_path / "run"
+    done = ms.train(**same_run(made, more, model="lstm,transformer"))
+    assert done.models == ["lstm", "transformer"]
+    for model in ("kmer-linear", "cnn", "lstm", "transformer"):
+        rows = rows_of(more, "known", model)
+        assert column(rows, "record").tolist() == list(range(60))
+        assert (column(rows, "probability") >= 0.25).all() and (column(rows, "probability") <= 1).all()
+    assert len({line["cross_entropy"] for line in lines_of(more, "epoch")}) == 8  # finite, or it would have ended
+    assert rows_of(more, "known", "cnn") == rows_of(run, "known", "cnn")
+
+
+def test_another_run_into_the_same_folder_is_refused_with_what_differs(run: Path, made: Path, tmp_path: Path):
+    with pytest.raises(ConfigMismatch, match=r"other settings \(width: 8 -> 16\)\. Choose another folder with out="):
+        ms.train(**same_run(made, run, width=16))
+    for changed in (
+        data(made, train="val.fa", val="val.fa", test="known.fa,strange.fq"),
+        data(made, train="train.fa", val="val.fa"),
+        data(made, train="train.fa", val="val.fa", test="known.fa,strange.fq")
+        | {"header_regex": r"^lbl\|(?P<class_id>\d+)"},
+    ):
+        with pytest.raises((ConfigMismatch, BadSource), match=r"fingerprint: '\w+' -> '\w+'|77"):
+            ms.train(**same_run(made, run, data=changed))
+    with pytest.raises(ConfigMismatch, match="paired: False -> True, fingerprint"):
+        ms.train(**same_run(made, run, paired=True, data=data(made, train="train.fa", val="known.fa")))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    with pytest.raises(BadSource, match="is no run"):
+        ms.train(**asked(made, out=str(tmp_path / "full")))
+
+
+def test_another_mapping_in_the_same_place_is_another_run(made: Path, tmp_path: Path):
+    mapping = tmp_path / "ids.tsv"
+    prints: list[object] = []
+    for ids in ((3, 5, 9), (3, 5, 9, 10), (3, 5, 9, 11)):
+        mapping.write_text("\n".join(["class_id", *map(str, ids)]) + "\n")
+        prints.append(study(made, mapping=str(mapping)).card["fingerprint"])
+    assert len(set(prints)) == 3
+
+
+# -- the parts
+
+
+def test_without_validation_files_neighbouring_reads_are_held_out_and_that_is_said(made: Path, tmp_path: Path, capsys):
+    ms.train(**asked(made, data=data(made, train="train.fa"), out=str(tmp_path / "run")))
+    said = capsys.readouterr().err
+    assert "data.val is not given: one read in fifty of data.train is held out. That measures memory" in said
+    held_out = [number for number in range(600) if number // 2 % 50 == 0]
+    assert len(held_out) == 12
+    rows, labels = rows_of(tmp_path / "run", "val"), labels_in(made / "train.fa")
+    assert column(rows, "record").tolist() == held_out
+    assert column(rows, "label").tolist() == [labels[number] for number in held_out]
+    card = card_of(tmp_path / "run")
+    assert card["reads"] == {"train": 588, "val": 12} and card["held_out"] == "reads"
+    assert [sum(row["reads"].values()) for row in card["classes"]] == [labels.count(label) for label in range(4)]
+    found = study(made, data=data(made, train="train.fa"))
+    assert not set(found.train.record_numbers(np.arange(588)).tolist()) & set(held_out)
+    assert study(made).card["held_out"] == "files"
+    (tmp_path / "two.fa").write_text("".join((made / "train.fa").read_text().splitlines(True)[:4]))
+    with pytest.raises(BadSource, match=r"too few reads to hold some of them out\. Give data\.val=FILE"):
+        study(made, data={"train": str(tmp_path / "two.fa")})
+
+
+def test_at_most_val_reads_choose_the_epoch_and_they_are_spread(made: Path):
+    found = study(made, val_reads=10)
+    numbers = found.scored["val"].record_numbers(np.arange(10))
+    assert len(found.scored["val"]) == found.card["chosen_by"] == 10
+    assert numbers[0] == 0 and numbers[-1] == 90 and set(np.diff(numbers)) <= {10}
+    assert len(study(made, val_reads=91).scored["val"]) == 91
+
+
+def test_each_test_file_is_a_part_and_two_of_one_name_are_refused(made: Path, tmp_path: Path):
+    for folder, name in (("a", "known.fa"), ("b", "known.fa"), ("c", "val.fa"), ("d", "train.fa")):
+        (tmp_path / folder).mkdir()
+        shutil.copy(made / "known.fa", tmp_path / folder / name)
+    files = data(made, train="train.fa", val="val.fa")
+    found = study(made, data={**files, "test": f"{tmp_path / 'a' / 'known.fa'}, {made / 'strange.fq'},"})
+    assert list(found.scored) == ["val", "known", "strange"] and len(found.scored["known"]) == 60
+    for test, name in (("a/known.fa,b/known.fa", "known"), ("c/val.fa", "val"), ("d/train.fa", "train")):
+        with pytest.raises(BadSetting, match=f"data.test=.*: two parts of the name {name}; rename a file"):
+            study(made, data={**files, **data(tmp_path, test=test)})
+    with pytest.raises(BadSetting, match="two parts of the name val"):  # which is made, if no file is given
+        study(made, data={"train": files["train"], **data(tmp_path, test="c/val.fa")})
+
+
+def test_training_files_may_be_several_or_a_folder(made: Path, tmp_path: Path):
+    lines = (made / "train.fa").read_text().splitlines(True)
+    for number in range(3):
+        (tmp_path / f"part{number}.fa").write_text("".join(lines[number * 400 : (number + 1) * 400]))
+    whole = study(made).card
+    for train in (str(tmp_path), f"{tmp_path}/part*.fa", ",".join(str(tmp_path / f"part{n}.fa") for n in range(3))):
+        card = study(made, data={"train": train, "val": str(made / "val.fa")}).card
+        assert (card["reads"], card["classes"]) == (whole["reads"], whole["classes"])
+
+
+def test_indexes_go_where_they_are_wanted(made: Path, tmp_path: Path):
+    (tmp_path / "reads").mkdir()
+    shutil.copy(made / "train.fa", tmp_path / "reads")
+    files = {"train": str(tmp_path / "reads" / "train.fa"), "index_dir": str(tmp_path / "indexes")}
+    assert study(made, data=files).card["reads"] == {"train": 588, "val": 12}
+    assert [path.name for path in (tmp_path / "reads").iterdir()] == ["train.fa"]
+    assert list((tmp_path / "indexes").iterdir())
+
+
+def test_a_training_read_of_an_unknown_class_is_an_error_that_says_what_to_do(made: Path, tmp_path: Path):
+    with pytest.raises(BadSource, match=r"val\.fa: 1 class_id .*species\.tsv .*: 77\. Add them to it or use another"):
+        study(made, data=data(made, train="val.fa", val="known.fa"))
+    with pytest.raises(BadSource, match=r"strange\.fq: 1 of the first 43 headers do not fit header_regex"):
+        study(made, data=data(made, train="strange.fq", val="known.fa"))
+    code, _, err = run_here("train", f"data.train={made / 'val.fa'}", f"mapping={made / 'species.tsv'}")
+    assert code == 1 and err.splitlines()[-1].startswith("millstream: ") and "Traceback" not in err
+
+
+def test_headers_of_ones_own(made: Path, tmp_path: Path):
+    ids = {label: class_id for class_id, label in LABELS.items()}
+    for name in ("train.fa", "val.fa"):
+        letters = (made / name).read_text().splitlines()[1::2]
+        labels = labels_in(made / name)
+        rows = zip(range(len(labels)), labels, letters, strict=True)
+        (tmp_path / name).write_text("".join(f">r{n} class={ids.get(own, 77)}\n{text}\n" for n, own, text in rows))
+    files = {**data(tmp_path, train="train.fa", val="val.fa"), "header_regex": r"^\S+ class=(?P<class_id>\d+)$"}
+    own, usual = study(made, data=files).card, study(made).card
+    assert (own["reads"], own["no_class"], own["classes"]) == (usual["reads"], usual["no_class"], usual["classes"])
+    with pytest.raises(BadSource, match="do not fit header_regex"):
+        study(made, data={**files, "header_regex": HEADERS})
+    with pytest.raises(BadSource, match="name a group 'class_id' in header_regex"):
+        study(made, data={**files, "header_regex": r"^\S+ class=(?P<kind>\d+)$"})
+
+
+def test_a_pair_gets_one_answer_which_is_the_mean_over_its_mates(made: Path, tmp_path: Path):
+    for name, paired in (("single", False), ("paired", True)):
+        files = data(made, train="pairs.fa", val="known.fa", test="pairs.fa").copy()
+        shutil.copy(made / "pairs.fa", tmp_path / "mates.fa")
+        files["test"] = str(tmp_path / "mates.fa")
+        ms.train(**asked(made, data=files, out=str(tmp_path / name), paired=paired, epochs=1, k="4", lr=0.001))
+    single, pairs = rows_of(tmp_path / "single", "mates"), rows_of(tmp_path / "paired", "mates")
+    labels = labels_in(made / "pairs.fa")
+    assert column(pairs, "record").tolist() == list(range(0, 80, 2))
+    assert column(pairs, "label").tolist() == labels[::2] == labels[1::2]
+    found, chance = column(single, "class").reshape(-1, 2), column(single, "probability").reshape(-1, 2)
+    agree = found[:, 0] == found[:, 1]
+    assert agree.sum() > 10
+    assert (column(pairs, "class")[agree] == found[agree, 0]).all()
+    assert np.allclose(column(pairs, "probability")[agree], chance[agree].mean(axis=1), atol=1e-5)
+    assert (np.abs(chance[agree, 0] - chance[agree, 1]) > 1e-3).any()
+    card = card_of(tmp_path / "paired")
+    assert card["mates"] == 2 and card["reads"]["mates"] == 80
+
+
+def test_an_odd_number_of_mates_is_refused_however_few_of_them_choose(made: Path):
+    for settings in ({}, {"val_reads": 10}):
+        with pytest.raises(BadSetting, match="paired=true: val has 91 reads, which is no number of pairs"):
+            study(made, paired=True, **settings)
+    files = data(made, train="train.fa", val="known.fa")
+    with pytest.raises(BadSetting, match="paired=true: strange has 43 reads"):
+        study(made, paired=True, data={**files, **data(made, test="strange.fq")})
+    for most, expected in ((1, [0, 1]), (5, [0, 1, 58, 59]), (60, list(range(60)))):
+        val = study(made, paired=True, data=files, val_reads=most).scored["val"]
+        assert val.record_numbers(np.arange(len(val))).tolist() == expected
+
+
+# -- classes of different sizes
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of the same genome, so that nothing but their sizes tells them apart: 40 reads and 360."""
+    path = tmp_path_factory.mktemp("uneven")
+    genome = write_genome(path / "1_x.fna", gc=0.5)
+    (path / "species.tsv").write_text("class_id\ttax_id\n0\t1\n1\t2\n")
+    for name, seed, counts in (("train.fa", 0, (40, 360)), ("val.fa", 2, (20, 20))):
+        parts: list[str] = []
+        for class_id, count in enumerate(counts):
+            reads = SimulateSettings(reads=count, length=60, seed=seed + class_id)
+            one = path / f"{name}-{class_id}.fa"
+            simulate([genome], [one], settings=reads)
+            parts.append(one.read_text().replace("lbl|0|1|", f"lbl|{class_id}|{class_id + 1}|"))
+        (path / name).write_text("".join(parts))
+    return path
+
+
+def test_balance_decides_how_much_a_common_class_counts(uneven: Path, tmp_path: Path):
+    chances: dict[str, float] = {}
+    for balance in ("weights", "sampling", "none"):
+        out = tmp_path / balance
+        ms.train(**asked(uneven, balance=balance, out=str(out), epochs=4, k="1", bits=4, lr=0.3))
+        rows = rows_of(out, "val")
+        chances[balance] = float(
+            np.mean([row["probability"] if row["class"] else 1 - row["probability"] for row in rows])
+        )
+    assert chances["none"] > 0.8
+    assert 0.3 < chances["weights"] < 0.7 and 0.3 < chances["sampling"] < 0.7
+    assert chances["weights"] != chances["sampling"]
+
+
+def test_sampling_draws_each_class_as_often_and_the_others_take_every_read_once(uneven: Path):
+    for balance, counts in (("sampling", {0: 200, 1: 200}), ("weights", {0: 40, 1: 360}), ("none", {0: 40, 1: 360})):
+        found = study(uneven, balance=balance)
+        assert Counter(found.train.column("label").to_pylist()) == counts
+        numbers = Counter(found.train.record_numbers(np.arange(400)).tolist())
+        if balance == "sampling":
+            assert {numbers[number] for number in range(40)} == {5}
+            assert {numbers[number] for number in range(40, 400)} == {0, 1}
+        else:
+            assert set(numbers.values()) == {1}
+        told = {"sampling": "drawn as often", "weights": "by weights", "none": "each read counts the same"}[balance]
+        assert "classes have 40 to 360 reads: " in found.told() and told in found.told()
+    assert "classes have" not in study(uneven, data=data(uneven, train="val.fa", val="val.fa")).told()
+
+
+def test_sampling_refuses_when_memory_does_not_allow_it(uneven: Path):
+    with pytest.raises(BadSetting, match=r"keeps 4 bytes for each of 400 reads, more than memory= leaves.*=weights"):
+        study(uneven, balance="sampling", memory=4 * 4 * 400 - 4)
+    assert len(study(uneven, balance="sampling", memory=4 * 4 * 400).train) == 400
+
+
+# -- ranks from NCBI, and models of others
+
+
+def test_ranks_come_from_a_taxonomy_dump(made: Path, tmp_path: Path):
+    nodes = {
+        1: (1, "no rank", "root"),
+        2: (1, "superkingdom", "Bacteria"),
+        543: (2, "family", "Enterobacteriaceae"),
+        561: (543, "genus", "Escherichia"),
+        562: (561, "species", "Escherichia coli"),
+        564: (561, "species", "Escherichia fergusonii"),
+        570: (543, "genus", "Klebsiella"),
+        573: (570, "species", "Klebsiella pneumoniae"),
+        9606: (1, "species", "Homo sapiens"),
+    }
+    lines = [f"{own}\t|\t{parent}\t|\t{rank}\t|\t\t|\n" for own, (parent, rank, _) in nodes.items()]
+    (tmp_path / "nodes.dmp").write_text("".join(lines))
+    names = [f"{own}\t|\t{name}\t|\t\t|\tscientific name\t|\n" for own, (_, _, name) in nodes.items()]
+    (tmp_path / "names.dmp").write_text("".join([*names, "562\t|\tB. coli\t|\t\t|\tsynonym\t|\n"]))
+    mapping = tmp_path / "ids.tsv"
+    mapping.write_text("\n".join(["class_id\ttax_id", *(f"{own}\t{row[0]}" for own, row in TAXA.items())]) + "\n")
+    ms.train(**asked(made, mapping=str(mapping), taxonomy=str(tmp_path), out=str(tmp_path / "run"), epochs=1))
+    card = card_of(tmp_path / "run")
+    assert {rank: [(taxon["name"], taxon["tax_id"]) for taxon in taxa] for rank, taxa in card["ranks"].items()} == {
+        "species": [(nodes[row[0]][2], row[0]) for row in TAXA.values()],
+        "genus": [("Escherichia", 561), ("Klebsiella", 570)],
+        "family": [("Enterobacteriaceae", 543)],
+        "domain": [("Bacteria", 2)],
+    }
+    rows = rows_of(tmp_path / "run", "val")
+    sure = column(rows, "probability") > 0.5
+    assert sure.sum() > 60 and set(column(rows, "class")[sure]) >= {0, 1, 2}
+    genera = {0: {0}, 1: {1}, 2: {0}, 3: {0, 1}}  # the last has none
+    assert all(row["genus"] in genera[row["class"]] for row in rows if row["probability"] > 0.5)
+    bacteria = column(rows, "class") != 3
+    assert (column(rows, "domain_probability") >= column(rows, "genus_probability") - 1e-6)[bacteria].all()
+    assert (column(rows, "domain") == 0).all()
+    with pytest.raises(BadSource, match=r"nodes\.dmp: no such file; taxonomy= names the folder"):
+        study(made, taxonomy=str(made))
+
+
+def test_a_pretrained_model_is_frozen_and_its_head_learns(made: Path, tmp_path: Path):
+    folder = make_pretrained(tmp_path / "bert")
+    before = (folder / "model.safetensors").read_bytes()
+    ms.train(**asked(made, model="hf", hf=str(folder), out=str(tmp_path / "run"), lr=0.05, epochs=3))
+    assert f1_of(rows_of(tmp_path / "run", "val", "hf")) > 0.9
+    from millstream.train.checkpoint import load
+
+    weights, _ = load(tmp_path / "run" / "checkpoints" / "hf-0" / "detector.safetensors")
+    assert {name.split(".")[0] for name in weights} == {"head"}
+    (fit,) = lines_of(tmp_path / "run", "fit")
+    assert fit["parameters"] == 8 + 8 + 8 * 4 + 4
+    assert (folder / "model.safetensors").read_bytes() == before
+    with pytest.raises(BadSetting, match="model=hf: name the model to load with hf=FOLDER"):
+        study(made, model="hf")
+
+
+def make_pretrained(folder: Path) -> Path:
+    """A random model of one layer that reads single letters."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    vocabulary = {letter: number for number, letter in enumerate(["[PAD]", "[UNK]", *"ACGTN"])}
+    folder.mkdir()
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(vocabulary), **small)).save_pretrained(folder)
+    return folder
+
+
+# -- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data.train": ""}, "data.train=FILE: name the reads to train on"),
+        ({"mapping": ""}, "mapping=FILE: name the table"),
+        ({"data.tran": "x.fa"}, "data.tran=x.fa: no such setting; did you mean data.train=?"),
+        ({"model": "cnn,cnm"}, "model=cnm: no such classifier of reads; there is kmer-linear, cnn"),
+        ({"model": ","}, "model=,: name at least one of kmer-linear"),
+        ({"balance": "even"}, "balance=even: there is weights, sampling and none"),
+        ({"val_reads": 0}, "val_reads=0: at least 1"),
+        ({"width": 0}, "width=0: at least 1"),
+        ({"max_length": 0}, "max_length=0: at least 1"),
+        ({"lora": -1}, "lora=-1: a rank, or 0 for none"),
+        ({"epochs": 0}, "epochs=0: at least 1"),
+        ({"epochs": "many"}, "epochs=many: expected int"),
+        ({"paired": "perhaps"}, "paired=perhaps: expected bool"),
+        ({"batch_size": 63, "devices": 2}, "batch_size=63: has to be a multiple of devices=2"),
+        ({"memory": "much"}, "'much' is not a size in bytes"),
+        ({"k": "x"}, "k=x: lengths of k-mers separated by commas, as in 12,24/8"),
+        ({"k": "99"}, "k=99: k-mers have 1 to 31 letters"),
+        ({"bits": 40}, "bits=40: k-mers of 1 to 31 letters, 1 to 30 bits"),
+        ({"model": "lstm", "tokenizer": "foo(3)"}, "tokenizer 'foo(3)' is not known"),
+        ({"accelerator": "abacus"}, "accelerator=abacus"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_2_before_anything_is_made(
+    made: Path, tmp_path: Path, settings: Mapping[str, object], said: str
+):
+    given = asked(made, out=str(tmp_path / "run"))
+    given |= {f"data.{name}": value for name, value in given.pop("data").items()} | dict(settings)
+    code, text, err = run_here("train", *(f"{name}={value}" for name, value in given.items()))
+    assert code == 2 and not text
+    assert err.splitlines()[-1].startswith("millstream: ") and said in err.splitlines()[-1]
+    assert "Traceback" not in err and not (tmp_path / "run").exists()
+    with pytest.raises(BadSetting):
+        ms.train(**given)
+
+
+def test_a_last_batch_of_one_read_is_trained_on_like_any_other(made: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    lines = (made / "train.fa").read_text().splitlines(True)
+    (tmp_path / "odd.fa").write_text("".join(lines[: 2 * 65]))
+    files = {"train": str(tmp_path / "odd.fa"), "val": str(made / "val.fa")}
+    ms.train(**asked(made, data=files, model="kmer-linear,cnn", epochs=1, out=str(out)))
+    assert [line["step"] for line in lines_of(out, "epoch")] == [2, 2]
+
+
+def test_files_that_are_not_there_are_named(made: Path, tmp_path: Path):
+    nowhere = str(tmp_path / "no.fa")
+    for settings, said in (
+        ({"data": {"train": nowhere}}, "no.fa: no such file"),
+        ({"data": {**data(made, train="train.fa"), "test": nowhere}}, "no.fa: no such file"),
+        ({"mapping": nowhere}, "no.fa: no such file; expected a TSV, CSV or Parquet table"),
+    ):
+        with pytest.raises(BadSource, match=said):
+            ms.train(**asked(made, out=str(tmp_path / "run"), **settings))
+    assert not (tmp_path / "run").exists()

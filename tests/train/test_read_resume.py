@@ -1,0 +1,212 @@
+"""Classifiers of reads: killed or stopped anywhere they end with the very weights, and two processes learn as one."""
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from training import lines_of, losses_of, weights_of
+
+import millstream as ms
+from millstream.dataset.simulate import SimulateSettings, simulate
+from millstream.train import run as module
+from millstream.train.checkpoint import load
+
+MODELS = ("kmer-linear", "cnn")
+NUM_STEPS = 10  # of an epoch
+Job = dict[str, Any]
+
+# Has imported what takes seconds, and for every line starts processes that train, waits, and says how they ended.
+# A process of `dies_at` kills itself after that step of that model.
+PARENT = """
+import gc, json, os, signal, sys, traceback
+sys.modules |= {"torch_geometric": None, "sklearn": None}  # these models do without
+import lightning_fabric
+import millstream.train.classification
+from millstream.train.loop import Training
+from millstream.train.run import train
+
+def die_at(model, number):
+    step = Training._step
+    def dying(self, *given):
+        step(self, *given)
+        if (self.job.name, self.at.step) == (model, number):
+            os.kill(os.getpid(), signal.SIGKILL)
+    Training._step = dying
+
+def work(settings, environment, dies_at):
+    try:
+        os.environ.update(environment)
+        die_at(*dies_at)
+        train(**settings)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+gc.freeze()
+for line in sys.stdin:
+    children = [os.fork() or work(**job) for job in json.loads(line)]
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_look_through() -> Iterator[None]:
+    """Training collects garbage after each model; of all that was imported there is none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Callable[[list[Job]], list[int]]]:
+    """Runs jobs side by side, each in a process of its own, and gives their exit codes."""
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        asks, answers = parent.stdin, parent.stdout
+
+        def work(jobs: list[Job]) -> list[int]:
+            asks.write(json.dumps(jobs) + "\n")
+            asks.flush()
+            return json.loads(answers.readline())
+
+        yield work
+        asks.close()
+        assert parent.wait() == 0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("resume")
+    rng = np.random.default_rng(3)
+    genomes: list[Path] = []
+    for tax_id, at in ((562, 0.4), (573, 0.25), (564, 0.1)):  # how often there is an A, and a T
+        genomes.append(path / f"{tax_id}_x.fna")
+        letters = rng.choice(np.frombuffer(b"ACGT", np.uint8), 5000, p=[at, 0.5 - at, 0.5 - at, at])
+        genomes[-1].write_text(f">{tax_id}\n{letters.tobytes().decode()}\n")
+    for seed, (name, count) in enumerate({"train": 32 * NUM_STEPS - 5, "val": 61, "test": 45}.items()):
+        settings = SimulateSettings(reads=count, length=80, seed=seed)
+        simulate(genomes, [path / f"{name}.fa"], settings=settings, mapping=path / "species.tsv")
+    return path
+
+
+def asked(made: Path, out: Path, **settings: object) -> dict[str, Any]:
+    files = {name: str(made / f"{name}.fa") for name in ("train", "val", "test")}
+    small = {"epochs": 3, "batch_size": 32, "bits": 10, "width": 8, "layers": 1, "lr": 0.02, "memory": "200MB"}
+    common = {"data": files, "mapping": str(made / "species.tsv"), "out": str(out), "model": ",".join(MODELS)}
+    return {**common, **small, "checkpoint_steps": 3, **settings}
+
+
+@pytest.fixture(scope="module")
+def whole(made: Path) -> Path:
+    """A run that nothing happened to."""
+    out = made / "whole"
+    assert not ms.train(**asked(made, out)).interrupted
+    return out
+
+
+def answers_of(run: Path) -> Any:
+    return pq.read_table(run / "predictions.parquet")
+
+
+def steps_of(out: Path, model: str) -> int:
+    """Where the checkpoint is."""
+    step = load(out / "checkpoints" / f"{model}-0" / "latest.safetensors")[1]["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights_and_answers(
+    processes: Callable[[list[Job]], list[int]], made: Path, whole: Path, tmp_path: Path
+):
+    out = tmp_path / "run"
+    settings = asked(made, out)
+    # In the first epoch and in the last; at the step of a checkpoint, before it is written; after the end of an epoch.
+    for model, at, saved in (("kmer-linear", 5, 3), ("kmer-linear", 24, 21), ("cnn", 6, 3), ("cnn", 11, 10)):
+        assert processes([{"settings": settings, "environment": {}, "dies_at": [model, at]}]) == [-signal.SIGKILL]
+        assert steps_of(out, model) == saved
+        assert (out / "checkpoints" / "kmer-linear-0" / "scores.parquet").exists() == (model == "cnn")
+    done = ms.train(**settings)
+    assert done.models == list(MODELS) and not done.interrupted
+    for model in MODELS:
+        assert weights_of(out, f"{model}-0") == weights_of(whole, f"{model}-0")
+    assert answers_of(out).equals(answers_of(whole))
+    epochs = [(line["model"], line["epoch"], line["loss"], line["val_macro_f1"]) for line in lines_of(whole, "epoch")]
+    assert [(line["model"], line["epoch"], line["loss"], line["val_macro_f1"]) for line in lines_of(out, "epoch")] == (
+        epochs
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "stopped_at"),
+    [("kmer-linear", 1), ("kmer-linear", NUM_STEPS + 1), ("cnn", NUM_STEPS), ("cnn", 3 * NUM_STEPS - 1)],
+)
+def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
+    made: Path, whole: Path, tmp_path: Path, model: str, stopped_at: int, monkeypatch: pytest.MonkeyPatch
+):
+    settings = asked(made, tmp_path / "run", model=model, checkpoint_steps=1000)
+    questions = 0
+
+    @contextmanager
+    def stop_then() -> Generator[Callable[[], bool]]:
+        looked = 1 if model == "kmer-linear" else 0  # it looks at the reads before it is trained
+
+        def stop() -> bool:
+            nonlocal questions
+            questions += 1
+            return questions == 1 + looked + stopped_at  # the first question is before anything is begun
+
+        yield stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "interruptible", stop_then)
+        stopped = ms.train(**settings)
+    assert stopped.interrupted and stopped.models == [] and steps_of(tmp_path / "run", model) == stopped_at
+    assert not (tmp_path / "run" / "predictions.parquet").exists()
+    assert not ms.train(**settings).interrupted
+    assert weights_of(tmp_path / "run", f"{model}-0") == weights_of(whole, f"{model}-0")
+    mine = answers_of(whole).filter(np.array(answers_of(whole).column("model").to_pylist()) == model)
+    assert answers_of(tmp_path / "run").equals(mine)
+
+
+def test_two_processes_learn_what_one_does_and_score_every_read_once(
+    made: Path, tmp_path: Path, processes: Callable[[list[Job]], list[int]]
+):
+    same = {"dropout": 0.0, "accelerator": "cpu", "epochs": 2}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs: list[Job] = []
+    for rank in range(2):  # as torchrun starts them
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "reads"}
+        environment = {name: str(value) for name, value in {**own, **where}.items()}
+        settings = asked(made, tmp_path / "two", devices=2, **same)
+        jobs.append({"settings": settings, "environment": environment, "dies_at": ["", 0]})
+    assert processes(jobs) == [0, 0]
+    ms.train(**asked(made, tmp_path / "one", **same))
+    assert losses_of(tmp_path / "two")[:2] == pytest.approx(losses_of(tmp_path / "one")[:2], rel=2e-3)  # kmer-linear
+    one, two = answers_of(tmp_path / "one"), answers_of(tmp_path / "two")
+    for name in ("part", "record", "label", "model", "seed"):
+        assert two.column(name).equals(one.column(name))
+    assert two.num_rows == 2 * (61 + 45)
+    linear = slice(61 + 45, None)  # the other is normalised over the batch, which each process has half of
+    assert two["class"][linear].equals(one["class"][linear])
+    assert two["probability"][linear].to_numpy() == pytest.approx(one["probability"][linear].to_numpy(), abs=0.01)
+    right = [np.mean(table["class"].to_numpy() == table["label"].to_numpy()) for table in (one, two)]
+    assert right[1] > 0.9 and right[1] == pytest.approx(right[0], abs=0.05)
+    assert sorted(os.listdir(tmp_path / "two")) == sorted(os.listdir(tmp_path / "one"))
+    assert [line["model"] for line in lines_of(tmp_path / "two", "fit")] == list(MODELS)  # one process tells
