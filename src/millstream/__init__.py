@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from millstream.store.reads import Reads
     from millstream.store.traces import Traces
     from millstream.store.writer import TraceWriter
+    from millstream.train.classify import classify
     from millstream.train.evaluate import evaluate
     from millstream.train.run import train
 
@@ -44,6 +45,7 @@ __all__ = [
     "TraceWriter",
     "Traces",
     "__version__",
+    "classify",
     "concat",
     "errors",
     "evaluate",
@@ -72,6 +74,7 @@ _HOME = {
     "Subset": "millstream.dataset.subset",
     "TraceWriter": "millstream.store.writer",
     "Traces": "millstream.store.traces",
+    "classify": "millstream.train.classify",
     "concat": "millstream.dataset.concat",
     "evaluate": "millstream.train.evaluate",
     "extract": "millstream.store.extract",

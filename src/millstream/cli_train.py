@@ -127,8 +127,6 @@ def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
     if as_json:
         print_json(found.summary)
     else:
-        print(found.text)
-        for finding in found.findings:
-            print(finding)
+        print(found.lines())
     page = found.write(out or run / "report.html")
     say(f"{run}: {found.compared} compared. Open {page}")

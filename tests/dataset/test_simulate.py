@@ -373,6 +373,21 @@ def test_genomes_of_no_taxon_are_classes_of_their_own(tmp_path: Path):
     assert {(one.class_id, one.tax_id, one.sequence) for one in made} == {(0, 0, "x"), (1, 0, "y")}
 
 
+def test_genomes_without_a_taxon_are_found_again_by_their_names(tmp_path: Path):
+    paths = [tmp_path / f"{name}.fna" for name in ("Alba_minor_x", "Alba_major_y")]
+    for path, letters in zip(paths, ("ACGT" * 50, "AACC" * 50), strict=True):
+        path.write_text(f">s\n{letters}\n")
+    mapping = tmp_path / "species.tsv"
+    first = draw(paths, tmp_path / "a.fa", reads=20, length=50, mapping=mapping)
+    again = draw(paths[::-1], tmp_path / "b.fa", reads=20, length=50, mapping=mapping)
+    assert mapping.read_text().splitlines()[1:] == ["0\t0\tAlba minor\tAlba", "1\t0\tAlba major\tAlba"]
+    for made in (first, again):
+        assert {(read.class_id, "AACC" in read.letters or "GGTT" in read.letters) for read in made} == {
+            (0, False),
+            (1, True),
+        }
+
+
 def test_a_taxon_that_the_mapping_lacks_is_told_with_what_to_do(genomes: Genomes, tmp_path: Path):
     mapping = tmp_path / "species.tsv"
     mapping.write_text("class_id\ttax_id\n0\t562\n1\t77\n")

@@ -229,6 +229,14 @@ def test_the_loss_is_the_weighted_cross_entropy():
     assert list(parts) == ["cross_entropy"] and parts["cross_entropy"].item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_batch_may_have_a_single_read():
+    kit, net = built("cnn")
+    batch = batch_of(kit, random_reads([40]), [1], train=True)
+    loss, _ = net.train()(batch, batch["label"], torch.ones(1))
+    loss.backward()
+    assert loss.isfinite()
+
+
 def easy_reads(num: int, seed: int) -> tuple[list[str], np.ndarray]:
     """Of two classes, one of them rich in A and T."""
     labels = np.arange(num) % 2

@@ -24,6 +24,7 @@ Numbers = NDArray[np.int64]
 Letters = NDArray[np.uint8]
 
 CHUNK = 1 << 14  # fragments made at once, whose chance is drawn together: another number gives other reads
+SPECIES = "species"
 SPREAD = 1.5  # of the logarithm of abundances
 ROOM = 32  # letters more than a read's, for those that are left out
 BASES = np.frombuffer(b"ACGT", np.uint8)
@@ -286,6 +287,12 @@ def _taxon(path: Path, names: Sequence[str]) -> int | None:
     return int(match[1]) if match else None
 
 
+def _name(path: Path) -> str:
+    """The species, as the name of a file has it."""
+    words = re.sub(r"^\d+[_.]", "", path.name.split(".")[0]).split("_")
+    return " ".join(words[:2])
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)
 
@@ -297,12 +304,15 @@ def _classes(genomes: Sequence[tuple[Path, int | None]], mapping: Path | None) -
         if "tax_id" not in known.labels:
             raise BadSource(f"{mapping}: has no column tax_id, which says of which genome a class is")
         of_taxon = dict(zip(known.column("tax_id").to_pylist(), known.ids.tolist(), strict=True))
-        strange = [path.name for path, taxon in genomes if taxon not in of_taxon]
+        named = known.column(SPECIES).to_pylist() if SPECIES in known.labels else []
+        of_name = dict(zip(named, known.ids.tolist(), strict=False))
+        found = {path: of_name.get(_name(path)) if taxon is None else of_taxon.get(taxon) for path, taxon in genomes}
+        strange = [path.name for path, class_id in found.items() if class_id is None]
         if strange:
             raise BadSource(
                 f"{strange[0]}: its taxon is not in {mapping}. Add it, or begin the file's name with its taxon: 562_..."
             )
-        return {path: (of_taxon[taxon], taxon or 0) for path, taxon in genomes}
+        return {path: (found[path] or 0, taxon or 0) for path, taxon in genomes}
     keys = [taxon if taxon is not None else -1 - place for place, (_, taxon) in enumerate(genomes)]
     classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     if mapping is not None:
@@ -312,10 +322,9 @@ def _classes(genomes: Sequence[tuple[Path, int | None]], mapping: Path | None) -
 
 def _write_mapping(out: Path, rows: dict[int, tuple[int | None, Path]]) -> None:
     """`class_id tax_id species genus`, as far as names of files say."""
-    names = [re.sub(r"^\d+[_.]", "", path.name.split(".")[0]).split("_") for _, path in rows.values()]
-    lines = ["class_id\ttax_id\tspecies\tgenus"]
-    for (class_id, (taxon, _)), words in zip(rows.items(), names, strict=True):
-        lines.append(f"{class_id}\t{taxon or 0}\t{' '.join(words[:2])}\t{words[0]}")
+    lines = [f"class_id\ttax_id\t{SPECIES}\tgenus"]
+    for class_id, (taxon, path) in rows.items():
+        lines.append(f"{class_id}\t{taxon or 0}\t{_name(path)}\t{_name(path).split()[0]}")
     publish(out, ("\n".join(lines) + "\n").encode())
     say(f"{out}: {len(rows)} classes")
 

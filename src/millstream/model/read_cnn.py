@@ -71,7 +71,14 @@ class ReadCNN(ReadNet):
             x_BWP = cast(Tensor, block(x_BWP, there_BP))
         mean_BW = x_BWP.sum(2) / there_BP.sum(2)
         most_BW = x_BWP.masked_fill(~is_there_BP, -torch.inf).amax(2)
-        return self.head(self.seen(torch.cat([mean_BW, most_BW], dim=1))), {}
+        return self.head(self._normed(torch.cat([mean_BW, most_BW], dim=1))), {}
+
+    def _normed(self, seen_BW: Tensor) -> Tensor:
+        """A single read, as the last batch may have, has no spread of its own."""
+        if len(seen_BW) > 1:
+            return self.seen(seen_BW)
+        norm = self.seen
+        return functional.batch_norm(seen_BW, norm.running_mean, norm.running_var, norm.weight, norm.bias)
 
     def num_rows(self, batch: Batch) -> int:
         return batch["input_ids"].numel()

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from millstream.report.run_files import READS, kind_of
 
@@ -16,6 +18,10 @@ class Reported:
     summary: Mapping[str, object]
     compared: str  # as in "5 detectors"
     write: Callable[[Path], Path]
+
+    def lines(self) -> str:
+        """The comparison and what follows from it."""
+        return "\n".join([self.text, *self.findings])
 
 
 def report_of(run: Path) -> Reported:
@@ -34,15 +40,8 @@ def _of_detectors(run: Path) -> Reported:
     from millstream.report.tables import comparison_text, summary, write_tables
 
     results = read_results(run)
-
-    def write(out: Path) -> Path:
-        drawings = draw(results)
-        page = write_report(results, out, drawings=drawings)
-        write_drawings(drawings, page.parent / "figures")
-        write_tables(results, page.parent / "tables")
-        return page
-
-    compared = f"{len(results.models)} detectors"
+    write = partial(_write, results, draw, write_report, write_drawings, write_tables)
+    compared = _counted(len(results.models), "detector")
     return Reported(comparison_text(results), results.findings, summary(results), compared, write)
 
 
@@ -54,13 +53,25 @@ def _of_reads(run: Path) -> Reported:
     from millstream.report.reads.tables import comparison_text, summary, write_tables
 
     results = read_results(run)
-
-    def write(out: Path) -> Path:
-        drawings = draw(results)
-        page = write_report(results, out, drawings=drawings)
-        write_drawings(drawings, page.parent / "figures")
-        write_tables(results, page.parent / "tables")
-        return page
-
-    compared = f"{len(results.models)} classifiers"
+    write = partial(_write, results, draw, write_report, write_drawings, write_tables)
+    compared = _counted(len(results.models), "classifier")
     return Reported(comparison_text(results), results.findings, summary(results), compared, write)
+
+
+def _write(
+    results: Any,
+    draw: Callable[[Any], Any],
+    write_report: Callable[..., Path],
+    write_drawings: Callable[[Any, Path], object],
+    write_tables: Callable[[Any, Path], object],
+    out: Path,
+) -> Path:
+    drawings = draw(results)
+    page = write_report(results, out, drawings=drawings)
+    write_drawings(drawings, page.parent / "figures")
+    write_tables(results, page.parent / "tables")
+    return page
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
