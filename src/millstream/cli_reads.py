@@ -36,11 +36,11 @@ def index(
 ) -> None:
     """Index FASTA or FASTQ files, plain, gzip, BGZF or zstd, so that any read can be fetched by number."""
     from millstream.console import format_bytes, say
-    from millstream.door import expand, watch_index
     from millstream.store.fai import write_fai
     from millstream.store.index import check_memory
     from millstream.store.open_reads import open_reads
     from millstream.store.read_file import ReadFile
+    from millstream.store.read_paths import expand, watch_index
 
     try:
         check_memory(memory)
@@ -83,8 +83,8 @@ def pack(
 ) -> None:
     """Pack reads into one file: 2 bits a base, any read at memory speed. Run again to go on after an interruption."""
     from millstream.console import format_bytes, progress, say
-    from millstream.door import expand
     from millstream.store.pack import pack as put
+    from millstream.store.read_paths import expand
 
     if len(paths) < 2:
         raise typer.BadParameter("give the sources and then the file to write: millstream pack reads.fa.gz reads.pack")
@@ -146,7 +146,7 @@ def simulate(
     from millstream.console import progress, say
     from millstream.dataset.simulate import SimulateSettings
     from millstream.dataset.simulate import simulate as draw
-    from millstream.door import expand
+    from millstream.store.read_paths import expand
 
     settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)
     settings.check()

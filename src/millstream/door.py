@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from millstream.console import progress, say
-from millstream.errors import BadSource
+from millstream.console import say
+from millstream.store.read_paths import READ_NAMES, expand, watch_index
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from millstream.console import Progress
     from millstream.source.mapping import MappingSource
     from millstream.store.reads import Reads
     from millstream.store.traces import Traces
-
-# Named like reads: an error if they are not. Anything else in a folder is taken if it looks like reads.
-_SUFFIXES = (".fa", ".fasta", ".fna", ".fq", ".fastq")
-_READS = tuple(suffix + wrap for suffix in _SUFFIXES for wrap in ("", ".gz", ".bgz", ".zst"))
 
 
 def open(
@@ -63,28 +55,6 @@ def open(
     )
 
 
-def watch_index(path: Path) -> AbstractContextManager[Progress]:
-    """Progress of indexing a file."""
-    return progress(f"index {path.name}", path.stat().st_size, unit="bytes")
-
-
-def expand(path: str | Path) -> list[Path]:
-    """The read files at a path: itself, those in a folder, or those a pattern fits. Told by content, not by name."""
-    from millstream.store.index import looks_like_reads
-
-    place = Path(path)
-    if place.is_dir():
-        files = sorted(file for file in place.iterdir() if file.is_file())
-    elif not place.exists() and any(mark in str(path) for mark in "*?["):
-        files = [Path(file) for file in sorted(glob.glob(str(path)))]
-    else:
-        return [place]
-    found = [file for file in files if file.name.lower().endswith(_READS) or looks_like_reads(file)]
-    if not found:
-        raise BadSource(f"{path}: no FASTA or FASTQ files there")
-    return found
-
-
 def are_reads(path: Path) -> bool:
     """Whether a path holds reads: FASTA or FASTQ, packed or not."""
     if path.is_dir() or not path.exists():
@@ -92,8 +62,7 @@ def are_reads(path: Path) -> bool:
     from millstream.store.index import looks_like_reads
     from millstream.store.pack_file import is_pack
 
-    named = path.name.lower().endswith(_READS)
-    return named or is_pack(path) or looks_like_reads(path)
+    return path.name.lower().endswith(READ_NAMES) or is_pack(path) or looks_like_reads(path)
 
 
 def open_as_reads(path: str | Path) -> Reads:
@@ -108,7 +77,7 @@ def _is_store(path: Path) -> bool:
     if not path.is_dir():
         if path.exists():
             return path.name.endswith((".pkl", ".pkl.gz", ".pt"))
-        return not path.name.lower().endswith(_READS) and not any(mark in str(path) for mark in "*?[")
+        return not path.name.lower().endswith(READ_NAMES) and not any(mark in str(path) for mark in "*?[")
     if (path / "manifest.json").exists() or any(path.glob("shard-*.arrow*")):
         return True
     from millstream.store.index import looks_like_reads

@@ -38,9 +38,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         run = work(options)
         if run.is_first and not run.interrupted:
-            from millstream.cli_train import report
+            from millstream.report.reported import report_of
 
-            report(run.path)
+            found = report_of(run.path)
+            print(found.lines())
+            say(f"{run.path}: {found.compared} compared. Open {found.write(run.path / 'report.html')}")
     except (MillstreamError, OSError) as error:
         print(f"train_streaming: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadSetting) else 1)

@@ -15,6 +15,7 @@ from millstream.model.net import Batch
 from millstream.model.read_net import ReadNet
 
 ROWS = 1 << 16  # of a table at once
+NEVER = -1e4  # the bias of a class that is not called
 
 
 class KmerLinear(ReadNet):
@@ -53,7 +54,13 @@ class KmerLinear(ReadNet):
             table.view(-1).index_add_(0, places, torch.ones(len(places)))
 
     def set_scales(self, moments: Mapping[str, Moments]) -> None:
-        """Turn counts into weights: log(1 + count), less the logarithm of the size of the class."""
+        """Turn counts into weights: log(1 + count), less the logarithm of the size of the class.
+
+        Classes of which nothing was seen are never called.
+        """
+        seen_C = torch.stack([self._table(k).any(dim=0) for k in self.ks]).any(dim=0)
+        with torch.no_grad():
+            self.bias.masked_fill_(~seen_C, NEVER)
         for k in self.ks:
             table, size_C = self._table(k), cast(Tensor, getattr(self, f"size_{k}"))
             total_C = (table.sum(dim=0, dtype=torch.float64) + len(table)).log()

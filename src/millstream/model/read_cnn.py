@@ -13,15 +13,22 @@ from millstream.model.read_net import ReadNet
 
 LETTERS = 6  # padding, A C G T, N
 MOTIF, POOLED, INNER = 6, 4, 5
+FEW, MANY = 8, 64  # reads: too few to be normalised by themselves, and so many that those before are forgotten
 
 
 class Norm(nn.BatchNorm1d):
-    """Over the batch; a batch of one value, as of one read, has no spread and is scaled as when scoring."""
+    """Over the batch; a batch of few reads has no spread to speak of, so those before it count too."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or input.numel() > input.shape[1]:
+        if not self.training or len(input) >= FEW:
             return super().forward(input)
-        return functional.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        mean_W, var_W = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
+        with torch.no_grad():
+            share = len(input) / MANY
+            seen = input.transpose(0, 1).flatten(1).float()
+            mean_W += share * (seen.mean(1) - mean_W)
+            var_W += share * ((seen - mean_W[:, None]).square().mean(1) - var_W)
+        return functional.batch_norm(input, mean_W.clone(), var_W.clone(), self.weight, self.bias, eps=self.eps)
 
 
 class Residual(nn.Module):
@@ -71,14 +78,7 @@ class ReadCNN(ReadNet):
             x_BWP = cast(Tensor, block(x_BWP, there_BP))
         mean_BW = x_BWP.sum(2) / there_BP.sum(2)
         most_BW = x_BWP.masked_fill(~is_there_BP, -torch.inf).amax(2)
-        return self.head(self._normed(torch.cat([mean_BW, most_BW], dim=1))), {}
-
-    def _normed(self, seen_BW: Tensor) -> Tensor:
-        """A single read, as the last batch may have, has no spread of its own."""
-        if len(seen_BW) > 1:
-            return self.seen(seen_BW)
-        norm = self.seen
-        return functional.batch_norm(seen_BW, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        return self.head(self.seen(torch.cat([mean_BW, most_BW], dim=1))), {}
 
     def num_rows(self, batch: Batch) -> int:
         return batch["input_ids"].numel()

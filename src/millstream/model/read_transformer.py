@@ -62,7 +62,8 @@ class Pretrained(ReadNet):
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         (model,) = self._held
-        ids_BT, seen_BT = seen_tokens(batch)
+        most = getattr(model.config, "max_position_embeddings", None)
+        ids_BT, seen_BT = (found[:, :most] for found in seen_tokens(batch))  # longer reads are cut
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             found = model(input_ids=ids_BT, attention_mask=seen_BT.long())
         return self.head(_mean(cast(Tensor, found.last_hidden_state).float(), seen_BT)), {}

@@ -33,6 +33,7 @@ class ReadRecipe:
 
     num_classes: int
     memory: int  # for a model at work
+    bases: int | None = None  # in all training reads
     k: str = "auto"
     bits: int | None = None
     width: int = 64
@@ -58,7 +59,7 @@ def read_kit(name: str, recipe: ReadRecipe) -> ReadKit:
     """What the classifier of this name is made of."""
     if name == "kmer-linear":
         ks = _ks(recipe.k)
-        bits = recipe.bits or fitting_bits(len(ks) * recipe.num_classes, recipe.memory)
+        bits = recipe.bits or fitting_bits(len(ks) * recipe.num_classes, recipe.memory, recipe.bases)
         bag = KmerBag(tuple(ks), tuple(ks.values()), bits)
         return ReadKit([bag], [bag], partial(_kmer_linear, recipe=recipe, bag=bag))
     spec = _words(name, recipe)
@@ -69,10 +70,11 @@ def read_kit(name: str, recipe: ReadRecipe) -> ReadKit:
     return ReadKit([seen], [BothStrands(plain) if both else plain], build)
 
 
-def fitting_bits(num_weights: int, memory: int) -> int:
-    """So many buckets, each of this number of weights, that they take half of the memory."""
+def fitting_bits(num_weights: int, memory: int, num_kmers: int | None = None) -> int:
+    """So many buckets, each of this number of weights, that they take half of the memory; no more than are used."""
     buckets = max(memory // 2 // (4 * num_weights), 1)
-    return int(np.clip(buckets.bit_length() - 1, LEAST_BITS, MOST_BITS))
+    used = MOST_BITS if num_kmers is None else num_kmers.bit_length()
+    return int(np.clip(buckets.bit_length() - 1, LEAST_BITS, max(min(used, MOST_BITS), LEAST_BITS)))
 
 
 def _ks(text: str) -> dict[int, int]:

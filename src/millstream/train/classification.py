@@ -1,7 +1,7 @@
 """Classifiers of reads, compared on the same files."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from millstream.model.detector import Means
 from millstream.model.net import Net
 from millstream.model.read_zoo import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
 from millstream.source.classes import Classes
+from millstream.train.checkpoint import load
+from millstream.train.loop import LATEST, weights_of
 from millstream.train.read_data import TRAIN, UNKNOWN, VAL, chosen_by, evenly_drawn, open_parts
 from millstream.train.read_settings import ReadSettings
 from millstream.train.study import Asked, Built
@@ -31,11 +33,12 @@ class AskedClassifier:
     name: str
     settings: ReadSettings
     classes: Classes
+    bases: int | None = None  # in all training reads
     by_gradients = True
 
     def kit(self) -> ReadKit:
         try:
-            return read_kit(self.name, recipe_of(self.settings, len(self.classes)))
+            return read_kit(self.name, recipe_of(self.settings, len(self.classes), self.bases))
         except BadSetting:
             raise
         except ValueError as error:  # of tokenizers and features
@@ -43,7 +46,7 @@ class AskedClassifier:
 
     def build(self, *, means: Means, place: Workplace, folder: Path | None = None) -> Built:
         task = task_of(self.settings, len(self.classes))
-        kit = self.kit()
+        kit = self._begun(folder).kit()
         ranks = {rank.name: rank.of_class for rank in self.classes.ranks}
 
         def build(example: Mapping[str, Tensor]) -> Net:
@@ -55,6 +58,12 @@ class AskedClassifier:
             self.name, Kit(kit.features, build, kit.scoring), task=task, means=means, place=place, folder=folder
         )
         return Built(model, CLASSIFIERS[self.name], "trained")
+
+    def _begun(self, folder: Path | None) -> "AskedClassifier":
+        """With the sizes of the checkpoint it goes on from: the memory may be another one now."""
+        if folder is None or not (folder / LATEST).exists():
+            return self
+        return replace(self, settings=as_built(self.name, self.settings, weights_of(load(folder / LATEST)[0])))
 
 
 class Classification:
@@ -73,7 +82,8 @@ class Classification:
             raise BadSetting(f"model={settings.model}: name at least one of {', '.join(CLASSIFIERS)}")
         memory = parse_bytes(settings.memory)
         self.parts = open_parts(settings, memory // 4)
-        asked = [AskedClassifier(name, settings, self.parts.classes) for name in dict.fromkeys(names)]
+        bases = self.parts.files[TRAIN].num_bases
+        asked = [AskedClassifier(name, settings, self.parts.classes, bases) for name in dict.fromkeys(names)]
         for one in asked:
             one.kit()  # what is wrong with its settings is said before anything is made
         self.asked: Sequence[Asked] = asked
@@ -174,10 +184,19 @@ def task_of(settings: ReadSettings, num_classes: int) -> Task:
     return Task(num_classes, "macro F1", macro_f1, settings.balance == "weights", 2 if settings.paired else 1)
 
 
-def recipe_of(settings: ReadSettings, num_classes: int) -> ReadRecipe:
-    own = {field.name for field in fields(ReadRecipe)} - {"num_classes", "memory"}
+def as_built(name: str, settings: ReadSettings, weights: Mapping[str, Tensor]) -> ReadSettings:
+    """Sizes that were left open, and followed from the memory or from the training reads, as they came out."""
+    if name == "kmer-linear":
+        return replace(settings, bits=max(len(t) for t in weights.values() if t.dim() == 2).bit_length() - 1)
+    if name == "transformer" and "place" in weights:  # longer reads are cut
+        return replace(settings, max_length=len(weights["place"]))
+    return settings
+
+
+def recipe_of(settings: ReadSettings, num_classes: int, bases: int | None = None) -> ReadRecipe:
+    own = {field.name for field in fields(ReadRecipe)} - {"num_classes", "memory", "bases"}
     given = {name: getattr(settings, name) for name in own}
-    return ReadRecipe(num_classes=num_classes, memory=parse_bytes(settings.memory) // 2, **given)
+    return ReadRecipe(num_classes=num_classes, memory=parse_bytes(settings.memory) // 2, bases=bases, **given)
 
 
 def macro_f1(labels: Labels, outcome: Outcome) -> float:

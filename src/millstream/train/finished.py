@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from millstream.model.read_net import ReadNet
 from millstream.source.classes import Classes, classes_from_card
 from millstream.source.fingerprint import file_crc32c
 from millstream.train.checkpoint import load
-from millstream.train.classification import AskedClassifier, task_of
+from millstream.train.classification import AskedClassifier, as_built, task_of
 from millstream.train.folder import CHECKPOINTS, CONFIG, DATA, DETECTOR, SCORES
 from millstream.train.log import read_lines
 from millstream.train.read_settings import ReadSettings
@@ -54,7 +54,7 @@ class Finished:
     def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, ReadNet]:
         """The model for records like these, and its net with the weights it was trained to."""
         tensors, _ = load(self.weights)
-        settings = _as_built(self.name, self.settings, tensors)
+        settings = as_built(self.name, self.settings, tensors)
         place = Workplace(settings, AtWork.here(), str(self.run))
         asked = AskedClassifier(self.name, settings, self.classes)
         model = asked.build(means=Means(self.seed, parse_bytes(memory) // 2), place=place).model
@@ -137,12 +137,3 @@ def _jobs(run: Path) -> list[tuple[str, int]]:
 def _with_a_column(value: Tensor) -> Tensor:
     """Of reads that are all too short for a token there is no column; nets look at one at least."""
     return value.new_zeros(len(value), 1) if value.dim() == 2 and not value.shape[1] else value
-
-
-def _as_built(name: str, settings: ReadSettings, tensors: Mapping[str, Tensor]) -> ReadSettings:
-    """Sizes that were left open, and followed from the memory or from the training reads, as they came out."""
-    if name == "kmer-linear":
-        return replace(settings, bits=max(len(t) for t in tensors.values() if t.dim() == 2).bit_length() - 1)
-    if name == "transformer" and "place" in tensors:  # longer reads are cut
-        return replace(settings, max_length=len(tensors["place"]))
-    return settings

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from millstream.train.task import Outcome, Task, labels_of
 
 SCORED_AT_ONCE = 64
 RECORDS = "records"
+WEIGHTS = "model."
 LATEST, BEST = "latest.safetensors", "best.safetensors"
 T = TypeVar("T")
 Parts = Iterable[tuple[bool, dict[str, Any]]]  # of a batch; whether each is the last
@@ -229,13 +230,12 @@ class Training:
     def _save(self) -> None:
         self._saved = time.monotonic()
         if self.fabric.global_rank == 0:
-            tensors = {**self.bare.state_dict(prefix="model."), **pack_optimizer(self.optimizer)}
+            tensors = {**self.bare.state_dict(prefix=WEIGHTS), **pack_optimizer(self.optimizer)}
             save(self.job.folder / LATEST, tensors, asdict(self.at))
 
     def _resume(self, loader: Loader) -> None:
         tensors, about = load(self.job.folder / LATEST)
-        weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        self.bare.load_state_dict(weights)
+        self.bare.load_state_dict(weights_of(tensors))
         unpack_optimizer(self.optimizer, tensors)
         self.at = Progressed(**about)  # pyright: ignore[reportArgumentType]
         if self.at.loader is not None:
@@ -293,6 +293,11 @@ def predict(
     places = first[1][np.searchsorted(first[0], collection.record_numbers(np.arange(len(collection))))]
     all_values = {name: fabric.all_gather(values).reshape(-1).cpu().numpy() for name, values in whole.items()}
     return {name: values[places] for name, values in all_values.items()}, means
+
+
+def weights_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the net, among the tensors of a checkpoint."""
+    return {name.removeprefix(WEIGHTS): tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
 
 
 def seed_all(seed: int) -> None:

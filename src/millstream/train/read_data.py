@@ -13,12 +13,12 @@ from millstream.dataset.concat import Concat
 from millstream.dataset.labels import LABEL
 from millstream.dataset.mix import Drawn, Mixture
 from millstream.dataset.subset import subset
-from millstream.door import expand, watch_index
 from millstream.errors import BadSetting, BadSource
 from millstream.source.classes import Classes, load_classes
 from millstream.source.mapping import load_mapping
 from millstream.store.index import IndexSettings
 from millstream.store.open_reads import open_reads
+from millstream.store.read_paths import expand, watch_index
 from millstream.store.reads import Reads
 from millstream.train.read_settings import ReadSettings
 from millstream.train.task import labels_of
@@ -70,6 +70,8 @@ def open_parts(settings: ReadSettings, memory: int) -> ReadParts:
             "data.val is not given: one read in fifty of data.train is held out. That measures memory of the same "
             "genomes; hold out genomes to know how strains that were never seen are classified"
         )
+    if not counts[VAL][:-1].any():
+        raise BadSource(f"{settings.data.val}: none of its reads is of a class in {settings.mapping}")
     return ReadParts(classes, train, scored, files, counts)
 
 

@@ -12,9 +12,9 @@ from millstream.dataset.batch import Batch, Feature
 from millstream.dataset.concat import Concat
 from millstream.dataset.features import fields
 from millstream.dataset.subset import Subset
-from millstream.door import expand, watch_index
 from millstream.errors import BadSource
 from millstream.store.open_reads import open_reads
+from millstream.store.read_paths import expand, watch_index
 from millstream.store.reads import Part, Reads
 
 NAME = "name"

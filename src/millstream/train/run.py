@@ -63,6 +63,8 @@ def train(data: str | Path | Mapping[str, object] | None = None, **settings: obj
     >>> run = ms.train("traces/", model="lstm,baselines", out="runs/first", memory="500MB")
     >>> run = ms.train({"train": "train.fa.gz", "val": "val.fa"}, mapping="species.tsv", model="kmer-linear")
     """
+    if isinstance(data, Mapping):
+        data = {name: str(value) if isinstance(value, Path) else value for name, value in data.items()}
     given = {**settings, **({} if data is None else {"data": str(data) if isinstance(data, Path) else data})}
     return _Training(study_of(given)).work()
 
