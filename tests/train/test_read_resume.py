@@ -182,6 +182,28 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     assert answers_of(tmp_path / "run").equals(mine)
 
 
+def test_a_run_goes_on_with_other_memory_though_tables_would_have_another_size(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = asked(made, tmp_path / "run", model="kmer-linear", checkpoint_steps=1, memory="20MB", bits=None)
+    questions = 0
+
+    @contextmanager
+    def stop_soon() -> Generator[Callable[[], bool]]:
+        def stop() -> bool:
+            nonlocal questions
+            questions += 1
+            return questions == 4
+
+        yield stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "interruptible", stop_soon)
+        assert ms.train(**settings).interrupted
+    assert not ms.train(**{**settings, "memory": "1MB"}).interrupted
+    assert len(answers_of(tmp_path / "run")) > 0
+
+
 def test_two_processes_learn_what_one_does_and_score_every_read_once(
     made: Path, tmp_path: Path, processes: Callable[[list[Job]], list[int]]
 ):

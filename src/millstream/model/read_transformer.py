@@ -98,7 +98,7 @@ def _load(name: str, lora: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model  # pyright: ignore
     except ImportError:
-        raise MissingExtra("lora= needs peft: pip install peft") from None
+        raise MissingExtra("lora= needs peft: pip install 'millstream[lora]'") from None
     return get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
 
 
