@@ -68,9 +68,9 @@ def slow_bag(read: str, k: int, every: int, bits: int) -> list[int]:
         word = read[start : start + k]
         if set(word) <= set("ACGT"):
             words = (word, turned(word))
-            made = slow_hash(min(int(text.translate(str.maketrans("ACGT", "0123")), 4) for text in words), k)
-            if (made >> 33) % every == 0:
-                found.append(made % 2**bits)
+            kmer = min(int(text.translate(str.maketrans("ACGT", "0123")), 4) for text in words)
+            if (kmer ^ kmer // 2**31) % 2**31 * 0x5D588B65 % 2**31 <= (2**31 - 1) // every:
+                found.append(slow_hash(kmer, k) % 2**bits)
     return found
 
 

@@ -15,6 +15,7 @@ from millstream.store.read_batch import ReadBatch
 
 Buckets = NDArray[np.int32]
 LARGEST_K = 31
+STIR = 0x5D588B65
 LOW = 0x7FFFFFFF  # products of two such numbers fit into 62 bits, so plain Python gives the same as compiled code
 
 
@@ -23,7 +24,7 @@ class KmerBag:
     """For each k, `buckets_k` [k-mers of all reads] and `starts_k` [read]: where in it each read begins.
 
     A k-mer and its reverse complement are the same one, so a read is the same bag from either strand. Of `every[i]`
-    k-mers of length `ks[i]` one is kept, chosen by its hash: the same one wherever it comes. Each of the `2^bits`
+    k-mers of length `ks[i]` one is kept, chosen by a hash: the same one wherever it comes. Each of the `2^bits`
     buckets serves all k-mers whose hash it is. K-mers with an N are left out.
     """
 
@@ -68,10 +69,13 @@ def _fill(
     at = 0
     top = 2 * (k - 1)
     stay = (1 << top) - 1
+    mask = (1 << bits) - 1
+    most = LOW // every
+    kept = np.empty(1 + (np.diff(offsets).max() if offsets.size > 1 else 0), np.int64)
     for read in range(offsets.size - 1):
         starts[read] = at
         letters = flat[offsets[read] : offsets[read + 1]]
-        forward = backward = known = 0
+        forward = backward = known = count = 0
         for i in range(letters.size):
             code = codes[letters[i]]
             if code & FOREIGN:
@@ -79,11 +83,12 @@ def _fill(
             forward = ((forward & stay) << 2) | (code & 3)
             backward = (backward >> 2) | ((3 - (code & 3)) << top)
             known = 0 if code > 3 else known + 1
-            if known >= k:
-                bucket = _hash(min(int(forward), int(backward)), k)
-                if (bucket >> 33) % every == 0:
-                    buckets[at] = bucket & ((1 << bits) - 1)
-                    at += 1
+            kmer = min(int(forward), int(backward))
+            kept[count] = kmer  # written over by the next one if it is not to be kept: no branch, no guess that fails
+            count += (((kmer ^ (kmer >> 31)) & LOW) * STIR & LOW <= most) & (known >= k)
+        for i in range(count):
+            buckets[at + i] = _hash(kept[i], k) & mask
+        at += count
     return at
 
 
