@@ -1,6 +1,6 @@
 """Classifiers of reads beside Kraken 2 and naive Bayes, on real genomes; and what streaming costs.
 
-    python benchmarks/classify.py GENOMES             # about 50 minutes, 6 GB of disk; benchmarks/results/classify.json
+    python benchmarks/classify.py GENOMES             # about 35 minutes, 6 GB of disk; benchmarks/results/classify.json
     python benchmarks/classify.py GENOMES compare     # parts: compare, epoch
     python benchmarks/classify.py GENOMES quick=true  # few reads, in some minutes
     python benchmarks/classify.py GENOMES dir=FOLDER  # where files go; what is there is not made again
@@ -55,8 +55,8 @@ class Sizes:
     """How many reads there are of everything."""
 
     deep: int = 8_000_000  # for what counts
-    few: int = 300_000  # for nets
-    fewest: int = 60_000  # for the largest net
+    few: int = 150_000  # for nets
+    fewest: int = 20_000  # for the largest net
     scored: int = 40_000
     val: int = 20_000
     speed: int = 1_000_000  # to measure fast classifiers with
@@ -79,9 +79,9 @@ class Model:
 
 MODELS = (
     Model("kmer-linear", "deep.fa.gz", ["epochs=1"], "speed.fa"),
-    Model("cnn", "few.fa.gz", ["epochs=3", "batch_size=256"]),
+    Model("cnn", "few.fa.gz", ["epochs=2", "batch_size=256"]),
     Model("lstm", "few.fa.gz", ["epochs=1", "batch_size=256"]),
-    Model("transformer", "few.fa.gz", ["epochs=3", "batch_size=256"]),
+    Model("transformer", "few.fa.gz", ["epochs=2", "batch_size=256"]),
     Model("hf", "fewest.fa.gz", ["epochs=1", "batch_size=64", "lora=8"]),
 )
 
@@ -272,7 +272,7 @@ def epochs(data: Data) -> Result:
     from millstream.model.read_zoo import ReadRecipe, read_kit
     from millstream.store.index import IndexSettings
     from millstream.store.open_reads import open_reads
-    from millstream.train.loop import Clock
+    from millstream.train.log import Clock
     from millstream.train.read_settings import HEADERS
 
     torch.set_num_threads(1)  # as `millstream train` does with two cores

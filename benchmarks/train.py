@@ -48,8 +48,8 @@ from millstream.model.net import LIMIT, match_width
 from millstream.train.data import open_labelled
 from millstream.train.detectors import AskedDetector
 from millstream.train.devices import make_fabric
-from millstream.train.log import Log, read_lines
-from millstream.train.loop import Clock, Job, Training, seed_all, steps_of
+from millstream.train.log import Clock, Log, read_lines
+from millstream.train.loop import Job, Training, seed_all, steps_of
 from millstream.train.settings import TrainSettings
 from millstream.train.task import DETECTION
 from millstream.train.trained import Workplace

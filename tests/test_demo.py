@@ -64,3 +64,47 @@ def test_the_demo_is_killed_half_way_loses_nothing_and_ends_in_a_report(
     assert 40 <= done <= 80
     traces = ms.open(tmp_path / "demo" / "traces")
     assert sorted(traces.column("question_id").to_pylist()) == sorted(str(i) for i in range(80))
+
+
+def test_the_part_of_reads_trains_classifies_and_ends_in_a_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from millstream import demo_reads
+
+    monkeypatch.setattr(demo_reads, "subprocess", SimpleNamespace(run=run_to_its_end))
+    train = ("model=kmer-linear", "memory=20MB", "epochs=1", "batch_size=64")
+    demo_reads.run(tmp_path / "reads", demo_reads.ReadStory(letters=4000, reads=4000, scored=200, train=train))
+    shown = capfd.readouterr()
+    assert "12 species in 6 genera, 3 strains of each" in shown.out and "unclassified" in shown.out
+    assert "200 reads" in shown.err and "its index was made with other settings" not in shown.err
+    assert (tmp_path / "reads" / "run" / "report.html").stat().st_size > 10_000
+    rows = (tmp_path / "reads" / "strains.tsv").read_text().splitlines()
+    assert len(rows) == 201
+    card = json.loads((tmp_path / "reads" / "run" / "data.json").read_text())
+    assert card["reads"] == {"train": 4000, "val": 200, "known": 200, "strains": 200}
+
+
+def test_made_up_strains_are_as_far_from_each_other_as_is_said(tmp_path: Path):
+    import numpy as np
+
+    from millstream.demo_reads import GENERA, SPECIES, STRAINS, make_genomes
+
+    assert make_genomes(tmp_path, 20_000, seed=1) == len(GENERA) * len(SPECIES) * len(STRAINS)
+    first, second = (
+        {
+            path.name: np.frombuffer("".join(path.read_text().splitlines()[1:]).encode(), np.uint8)
+            for path in sorted((tmp_path / strain).iterdir())
+        }
+        for strain in ("train", "strains")
+    )
+    shared = np.arange(20_000) % 10_000 >= 1000  # the rest is of one strain alone
+    for name, genome in first.items():
+        assert 0.02 < (genome != second[name])[shared].mean() < 0.06
+        assert (genome != second[name])[~shared].mean() > 0.5
+    minor, major = (first[name] for name in first if "Alba" in name)
+    assert 0.15 < (minor != major)[shared].mean() < 0.35
+
+
+def test_only_one_part_of_the_demo_may_be_asked_for():
+    code, _, err = run_here("demo", "--only", "films")
+    assert code == 2 and "there is traces and reads" in err

@@ -5,16 +5,17 @@ import json
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from millstream.config import resident_bytes
 from millstream.errors import MissingExtra
 from millstream.train.folder import METRICS
 
 INTERVAL_S = 1.0
+T = TypeVar("T")
 
 
 class Log:
@@ -74,6 +75,43 @@ def tree_bytes() -> int:
         except (OSError, IndexError):  # one that has just ended
             continue
     return total
+
+
+class Clock:
+    """How long a loop takes, and how much of it is waiting for data."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.memory = tree_bytes()
+        self._looked = self._begun = time.perf_counter()
+        self._ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return (self._ended or time.perf_counter()) - self._begun
+
+    @property
+    def share(self) -> float:
+        return self.waited / max(self.seconds, 1e-9)
+
+    def look(self) -> None:
+        """At the memory, once a second: the kernel takes its time to count it."""
+        if time.perf_counter() - self._looked > 1:
+            self.memory, self._looked = tree_bytes(), time.perf_counter()
+
+    def stop(self) -> None:
+        self._ended = time.perf_counter()
+
+    def watch(self, batches: Iterable[T]) -> Generator[T]:
+        iterator = iter(batches)
+        while True:
+            begun = time.perf_counter()
+            batch = next(iterator, None)
+            self.waited += time.perf_counter() - begun
+            if batch is None:
+                return
+            yield batch
+            del batch
 
 
 class Heap:

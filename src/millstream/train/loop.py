@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from millstream.loader.loader import Loader
 from millstream.model.net import Net
 from millstream.model.reading import fitting_batch
 from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
-from millstream.train.log import Heap, Log, tree_bytes
+from millstream.train.log import Clock, Heap, Log, tree_bytes
 from millstream.train.settings import LoopSettings
 from millstream.train.task import Outcome, Task, labels_of
 
@@ -122,7 +122,7 @@ class Training:
             batches.close()
             clock.stop()
             self._end_epoch(val, clock, (self.at.step - first) * given.batch_size)
-        if (job.folder / BEST).exists():
+        if (job.folder / BEST).exists() and self.at.best_epoch != self.at.epoch - 1:  # else it has those weights
             self.bare.load_state_dict(load(job.folder / BEST)[0])
         return True
 
@@ -160,7 +160,7 @@ class Training:
             self.at.sums[name] = self.at.sums.get(name, 0.0) + value
         self.at.step += 1
 
-    def _end_epoch(self, val: Collection, clock: "Clock", num_records: int) -> None:
+    def _end_epoch(self, val: Collection, clock: Clock, num_records: int) -> None:
         at, job = self.at, self.job
         outcome, measures = predict(
             self.bare,
@@ -210,7 +210,7 @@ class Training:
             return value
         return float(self.fabric.all_reduce(torch.tensor(value, device=self.fabric.device), reduce_op="mean"))
 
-    def _tell(self, clock: "Clock", num_records: int, num_steps: int) -> None:
+    def _tell(self, clock: Clock, num_records: int, num_steps: int) -> None:
         at = self.at
         done = at.step * num_records // num_steps
         clock.look()
@@ -317,40 +317,3 @@ def steps_of(parts: Iterator[T], num_parts: int, per_step: int) -> Iterator[Iter
     for first in range(0, num_parts, per_step):
         count = min(per_step, num_parts - first)
         yield ((place == count - 1, part) for place, part in enumerate(islice(parts, count)))
-
-
-class Clock:
-    """How long a loop takes, and how much of it is waiting for data."""
-
-    def __init__(self) -> None:
-        self.waited = 0.0
-        self.memory = tree_bytes()
-        self._looked = self._begun = time.perf_counter()
-        self._ended: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        return (self._ended or time.perf_counter()) - self._begun
-
-    @property
-    def share(self) -> float:
-        return self.waited / max(self.seconds, 1e-9)
-
-    def look(self) -> None:
-        """At the memory, once a second: the kernel takes its time to count it."""
-        if time.perf_counter() - self._looked > 1:
-            self.memory, self._looked = tree_bytes(), time.perf_counter()
-
-    def stop(self) -> None:
-        self._ended = time.perf_counter()
-
-    def watch(self, batches: Iterable[T]) -> Generator[T]:
-        iterator = iter(batches)
-        while True:
-            begun = time.perf_counter()
-            batch = next(iterator, None)
-            self.waited += time.perf_counter() - begun
-            if batch is None:
-                return
-            yield batch
-            del batch

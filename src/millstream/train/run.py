@@ -163,7 +163,7 @@ class _Training:
     def _one(self, asked: Asked, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
         """One model, with one seed: fit, ask about the parts, keep what it learned and what it said."""
         study = self.study
-        means = Means(seed, self.memory // 2)  # the other half is for the model at work
+        means = Means(seed, self.memory * 3 // 8)  # the rest is for the model at work, and for what malloc keeps
         place = Workplace(self.settings, self.fabric, study.source, log, self.budget, stop)
         built = asked.build(means=means, place=place, folder=folder)
         model = built.model

@@ -21,8 +21,8 @@ from millstream.model.detector import Arrays, Means, Scores
 from millstream.model.moments import Moments
 from millstream.model.net import Net, count_parameters
 from millstream.model.reading import fitting_batch
-from millstream.train.log import Log
-from millstream.train.loop import LATEST, SCORED_AT_ONCE, Clock, Job, Training, predict, seed_all
+from millstream.train.log import Clock, Log
+from millstream.train.loop import LATEST, SCORED_AT_ONCE, Job, Training, predict, seed_all
 from millstream.train.settings import LoopSettings
 from millstream.train.task import Outcome, Task
 
