@@ -354,6 +354,11 @@ def test_reads_may_have_other_lengths_than_those_that_were_learned(made: Path, t
         assert [row[0] for row in rows_of(out)] == [f"r{at}" for at in range(20)]
 
 
+def test_evaluating_a_run_of_classifiers_says_that_classify_is_meant(made: Path):
+    code, _, err = run_here("evaluate", made / "run")
+    assert code == 1 and f"Next: millstream classify {made / 'run'} READS" in err
+
+
 def test_the_command_writes_rows_and_a_report_and_ends_with_what_it_did(made: Path, tmp_path: Path):
     out, report = tmp_path / "out.tsv", tmp_path / "out.kreport"
     code, text, err = run_here(

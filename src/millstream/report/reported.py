@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millstream.report.run_files import READS, kind_of
+from millstream.train.folder import READS, kind_of
 
 
 @dataclass(frozen=True)

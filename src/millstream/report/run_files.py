@@ -6,18 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from millstream.errors import BadSource
-from millstream.train.folder import CONFIG, DATA, METRICS, PREDICTIONS
-
-READS = "reads"  # the kind of a run that compares classifiers of reads; that of detectors has none
-
-
-def kind_of(folder: Path) -> str:
-    """What the data card of a run says that it compares; nothing where there is no card to read."""
-    try:
-        card = json.loads((folder / DATA).read_text())
-    except (OSError, ValueError):
-        return ""
-    return str(cast("dict[str, object]", card).get("kind") or "") if isinstance(card, dict) else ""
+from millstream.train.folder import CONFIG, METRICS, PREDICTIONS, READS, kind_of
 
 
 def check_run(folder: Path, *, what: str) -> None:

@@ -16,6 +16,7 @@ from millstream.model.net import Net
 from millstream.model.read_zoo import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
 from millstream.source.classes import Classes
 from millstream.train.checkpoint import load
+from millstream.train.folder import READS
 from millstream.train.loop import LATEST, weights_of
 from millstream.train.read_data import TRAIN, UNKNOWN, VAL, chosen_by, evenly_drawn, open_parts
 from millstream.train.read_settings import ReadSettings
@@ -117,7 +118,7 @@ class Classification:
             for label, (class_id, taxon) in enumerate(zip(classes.mapping.ids.tolist(), classes.taxa, strict=True))
         ]
         return {
-            "kind": "reads",
+            "kind": READS,
             "fingerprint": config_hash(
                 {"header_regex": self.settings.data.header_regex, "paired": self.settings.paired}
                 | {"class_ids": classes.mapping.ids.tolist()}

@@ -31,8 +31,10 @@ from millstream.train.folder import (
     DETECTOR,
     ENVIRONMENT,
     METRICS,
+    READS,
     SCORES,
     SPLIT,
+    kind_of,
     write_json,
     write_table,
 )
@@ -97,7 +99,9 @@ def evaluate(run: str | Path, **settings: object) -> Path:
 
 
 def read_run_settings(run: Path) -> TrainSettings:
-    """The settings a run was made with."""
+    """The settings a run of detectors was made with."""
+    if kind_of(run) == READS:
+        raise BadSource(f"{run}: its models name reads. Next: millstream classify {run} READS -o calls.tsv")
     try:
         found = cast("dict[str, Any]", yaml.safe_load((run / CONFIG).read_text()))
         return read_settings(TrainSettings, found)

@@ -20,7 +20,7 @@ from millstream.source.classes import Classes, classes_from_card
 from millstream.source.fingerprint import file_crc32c
 from millstream.train.checkpoint import load
 from millstream.train.classification import AskedClassifier, as_built, task_of
-from millstream.train.folder import CHECKPOINTS, CONFIG, DATA, DETECTOR, SCORES
+from millstream.train.folder import CHECKPOINTS, CONFIG, DATA, DETECTOR, READS, SCORES
 from millstream.train.log import read_lines
 from millstream.train.read_settings import ReadSettings
 from millstream.train.trained import NetModel, Workplace
@@ -122,7 +122,7 @@ def _read(run: Path) -> tuple[ReadSettings, Mapping[str, object]]:
         raise BadSource(
             f"{run}: is no run of millstream train ({error}). Next: millstream train data.train=FILE mapping=TABLE"
         ) from None
-    if card.get("kind") != "reads":
+    if card.get("kind") != READS:
         raise BadSource(f"{run}: its models judge answers, not reads. Next: millstream evaluate {run}")
     return read_settings(ReadSettings, found), card
 

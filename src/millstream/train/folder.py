@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,16 @@ METRICS = "metrics.jsonl"
 PREDICTIONS = "predictions.parquet"
 CHECKPOINTS = "checkpoints"  # a folder for each model and seed, with:
 SCORES, DETECTOR = "scores.parquet", "detector.safetensors"
+READS = "reads"  # the kind of a run that compares classifiers of reads; that of detectors has none
+
+
+def kind_of(folder: Path) -> str:
+    """What the data card of a run says that it compares; nothing where there is no card to read."""
+    try:
+        card = json.loads((folder / DATA).read_text())
+    except (OSError, ValueError):
+        return ""
+    return str(cast("dict[str, object]", card).get("kind") or "") if isinstance(card, dict) else ""
 
 
 def write_json(path: Path, value: object) -> None:
