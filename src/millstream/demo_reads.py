@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from millstream.console import format_bytes, format_seconds, say
 from millstream.demo import command, shown
+from millstream.errors import BadSetting
 from millstream.train.read_settings import HEADERS
 
 GENERA = ("Alba", "Brevia", "Cinera", "Durula", "Elgia", "Fenna")
@@ -46,6 +47,10 @@ def run(folder: Path, story: ReadStory) -> None:
     """The whole part, with its story on stdout."""
     begun = time.monotonic()
     if folder.exists():
+        if not (folder / "genomes" / "train").is_dir():
+            raise BadSetting(
+                f"{folder}: is there, and not made by a demo. Choose another folder: millstream demo FOLDER"
+            )
         shutil.rmtree(folder)
     genomes, trained, mapping = folder / "genomes", folder / "run", folder / "species.tsv"
     num = make_genomes(genomes, story.letters, seed=0)

@@ -17,7 +17,7 @@ from millstream.dataset.kmer_bag import KmerBag
 from millstream.errors import BadSetting, BadSource
 from millstream.model.kmer_linear import KmerLinear
 from millstream.model.net import Batch
-from millstream.model.read_net import ReadNet, rank_names
+from millstream.model.read_net import ReadNet
 from millstream.model.read_zoo import KS, LEAST_BITS, MOST_BITS, ReadKit, ReadRecipe, fitting_bits, read_kit
 from millstream.store.read_batch import ReadBatch
 
@@ -213,7 +213,25 @@ def test_the_chance_of_a_taxon_is_the_sum_over_its_classes_and_none_is_no_taxon(
     assert answers["genus_probability"].tolist() == pytest.approx([0.4, 0.06])
     assert answers["family"].tolist() == [0, 0]
     assert answers["family_probability"].tolist() == pytest.approx([0.75, 0.2])
-    assert rank_names(list(answers)) == ["genus", "family"]
+
+
+def test_the_rank_that_is_called_class_does_not_take_the_place_of_the_answer():
+    net = Told()
+    net.ask_for({"class": np.array([0, 0, 0])})
+    answers = net.answer({"said": logits_of([[0.2, 0.3, 0.5]])})
+    assert answers["class"].tolist() == [2] and answers["probability"].tolist() == pytest.approx([0.5])
+    assert answers["rank_class"].tolist() == [0] and answers["rank_class_probability"].tolist() == pytest.approx([1.0])
+
+
+def test_tables_that_memory_does_not_hold_are_refused_with_how_much_they_take():
+    with pytest.raises(BadSetting, match=r"50000 classes with bits=12 take 1\.6 GB\. Give at least memory=3\.3GB"):
+        read_kit("kmer-linear", recipe("kmer-linear", num_classes=50_000, bits=None, memory=150_000_000))
+
+
+@pytest.mark.parametrize("width", [12, 33, 50, 129, 200])
+def test_a_transformer_may_have_any_width(width: int):
+    kit, net = built("transformer", width=width)
+    assert probabilities(kit, net, random_reads([60])).sum() == pytest.approx(1, abs=1e-5)
 
 
 # -- learning

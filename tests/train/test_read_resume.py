@@ -200,7 +200,7 @@ def test_a_run_goes_on_with_other_memory_though_tables_would_have_another_size(
     with monkeypatch.context() as patch:
         patch.setattr(module, "interruptible", stop_soon)
         assert ms.train(**settings).interrupted
-    assert not ms.train(**{**settings, "memory": "1MB"}).interrupted
+    assert not ms.train(**{**settings, "memory": "2MB"}).interrupted
     assert len(answers_of(tmp_path / "run")) > 0
 
 

@@ -25,6 +25,7 @@ Letters = NDArray[np.uint8]
 
 CHUNK = 1 << 14  # fragments made at once, whose chance is drawn together: another number gives other reads
 SPECIES = "species"
+BINOMIAL = re.compile(r"[A-Z][a-z]+_[a-z]+")
 SPREAD = 1.5  # of the logarithm of abundances
 ROOM = 32  # letters more than a read's, for those that are left out
 BASES = np.frombuffer(b"ACGT", np.uint8)
@@ -288,9 +289,9 @@ def _taxon(path: Path, names: Sequence[str]) -> int | None:
 
 
 def _name(path: Path) -> str:
-    """The species, as the name of a file has it."""
-    words = re.sub(r"^\d+[_.]", "", path.name.split(".")[0]).split("_")
-    return " ".join(words[:2])
+    """The species, as the name of a file has it: `562_Escherichia_coli_K12.fna`; or all of the name."""
+    stem = re.sub(r"^\d+[_.]", "", path.name.split(".")[0])
+    return " ".join(stem.split("_")[:2]) if BINOMIAL.match(stem) else stem or path.name
 
 
 def _plain(name: str) -> str:
@@ -324,7 +325,9 @@ def _write_mapping(out: Path, rows: dict[int, tuple[int | None, Path]]) -> None:
     """`class_id tax_id species genus`, as far as names of files say."""
     lines = [f"class_id\ttax_id\t{SPECIES}\tgenus"]
     for class_id, (taxon, path) in rows.items():
-        lines.append(f"{class_id}\t{taxon or 0}\t{_name(path)}\t{_name(path).split()[0]}")
+        name = _name(path)
+        genus = name.split()[0] if " " in name else ""
+        lines.append(f"{class_id}\t{taxon or 0}\t{name}\t{genus}")
     publish(out, ("\n".join(lines) + "\n").encode())
     say(f"{out}: {len(rows)} classes")
 

@@ -29,7 +29,6 @@ class KmerLinear(ReadNet):
 
     lr = 0.02
     clips = False
-    at_most = 4096
     most_records = 400_000  # a handful of numbers is learned
 
     def __init__(self, ks: Iterable[int], num_buckets: int, num_classes: int) -> None:

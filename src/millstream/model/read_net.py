@@ -2,8 +2,6 @@
 
 # B batch, C classes, G taxa of a rank, M mates
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,6 +10,7 @@ from torch.nn import functional
 
 from millstream.dataset.both_strands import OTHER
 from millstream.model.net import Batch, Net
+from millstream.source.classes import answer_column
 
 CLASS, PROBABILITY = "class", "probability"
 
@@ -48,7 +47,8 @@ class ReadNet(Net):
             sums_BG = found_BC.new_zeros(len(found_BC), int(taxon_C.max()) + 2)
             sums_BG.index_add_(1, taxon_C + 1, found_BC)  # the first is of classes that have none
             chance_B, taxon_B = sums_BG[:, 1:].max(dim=1)
-            answers |= {name: taxon_B.int(), f"{name}_{PROBABILITY}": chance_B}
+            column = answer_column(name)
+            answers |= {column: taxon_B.int(), f"{column}_{PROBABILITY}": chance_B}
         return answers
 
     def probabilities(self, batch: Batch) -> Tensor:
@@ -66,8 +66,3 @@ def seen_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     if not ids_BT.shape[1]:  # all reads are too short for a token
         ids_BT, mask_BT = functional.pad(ids_BT, (0, 1)), functional.pad(mask_BT, (0, 1))
     return ids_BT, mask_BT | (torch.arange(mask_BT.shape[1], device=mask_BT.device) == 0)
-
-
-def rank_names(answers: Sequence[str]) -> list[str]:
-    """The ranks among the names of answers."""
-    return [name for name in answers if name not in (CLASS, PROBABILITY) and not name.endswith(f"_{PROBABILITY}")]

@@ -26,7 +26,8 @@ class ReadTransformer(ReadNet):
         super().__init__(width, num_classes)
         self.embed = nn.Embedding(num_tokens, width)
         self.place = nn.Parameter(torch.randn(max_length, width) * 0.02)
-        num_heads = max(1, width // 64) if width >= 64 else max(1, width // HEAD_WIDTH)
+        most = width // (64 if width >= 64 else HEAD_WIDTH)
+        num_heads = max(heads for heads in range(1, max(most, 1) + 1) if width % heads == 0)
         layer = nn.TransformerEncoderLayer(
             width, num_heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
         )

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from millstream.console import format_bytes
 from millstream.dataset import features
 from millstream.dataset.batch import Feature
 from millstream.dataset.both_strands import BothStrands
@@ -61,6 +62,12 @@ def read_kit(name: str, recipe: ReadRecipe) -> ReadKit:
         ks = _ks(recipe.k)
         bits = recipe.bits or fitting_bits(len(ks) * recipe.num_classes, recipe.memory, recipe.bases)
         bag = KmerBag(tuple(ks), tuple(ks.values()), bits)
+        size = 4 * len(ks) * recipe.num_classes << bits
+        if size > recipe.memory:
+            raise BadSetting(
+                f"kmer-linear: {recipe.num_classes} classes with bits={bits} take {format_bytes(size)}. Give at least "
+                f"memory={format_bytes(2 * size).replace(' ', '')}, or leave it out of model="
+            )
         return ReadKit([bag], [bag], partial(_kmer_linear, recipe=recipe, bag=bag))
     spec = _words(name, recipe)
     both = recipe.reverse_complement

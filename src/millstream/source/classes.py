@@ -83,11 +83,19 @@ def classes_from_card(card: Mapping[str, object]) -> Classes:
     )
 
 
+def answer_column(rank: str) -> str:
+    """What answers at a rank are called: `class` is the answer itself, and a rank of taxonomists too."""
+    return "rank_class" if rank == "class" else rank
+
+
 def read_lineages(folder: Path, tax_ids: Sequence[int], *, where: str) -> list[dict[str, Taxon]]:
     """For each tax id, the taxon at every rank above it (and its own), by nodes.dmp and names.dmp of a folder."""
     parents, ranks = _read_nodes(folder / "nodes.dmp")
     lineages: list[dict[str, int]] = []
     for tax_id in tax_ids:
+        if tax_id == 0:  # nobody says what it is
+            lineages.append({})
+            continue
         if tax_id not in parents:
             raise BadSource(f"{where}: tax id {tax_id} is not in {folder / 'nodes.dmp'}. Take a newer dump, or mend it")
         lineage: dict[str, int] = {}

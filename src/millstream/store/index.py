@@ -58,7 +58,8 @@ class IndexSettings:
             return False
         if wanted.header_regex is None:
             return _wanted(None, wanted.columns) == ()
-        same = (self.header_regex, self.on_mismatch) == (wanted.header_regex, wanted.on_mismatch)
+        fits = self.on_mismatch in ("error", wanted.on_mismatch)  # with error, there was none that did not fit
+        same = self.header_regex == wanted.header_regex and fits
         return same and set(_wanted(Headers(wanted.header_regex), wanted.columns)) <= set(self.columns or ())
 
 

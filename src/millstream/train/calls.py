@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millstream.model.read_net import CLASS, PROBABILITY
-from millstream.source.classes import Classes, Taxon
+from millstream.source.classes import Classes, Taxon, answer_column
 
 SPECIES, NO_RANK = "species", "no rank"
 UNCLASSIFIED = Taxon("unclassified", 0)
@@ -36,8 +36,8 @@ class Calls:
 
     @property
     def asked(self) -> dict[str, NDArray[np.int64]]:
-        """What a net is to be asked for. A rank is called `class`, as the net's own answer is: hence other names."""
-        return {_key(rank.name): rank.of_class for rank in self.classes.ranks}
+        """What a net is to be asked for."""
+        return {rank.name: rank.of_class for rank in self.classes.ranks}
 
     def choose(self, answers: Mapping[str, Tensor], threshold: float) -> tuple[Numbers, NDArray[np.float32]]:
         """Of each read the lowest level that is likely enough, and how likely; of none, the likeliest class is."""
@@ -45,7 +45,8 @@ class Calls:
         chance = found[PROBABILITY].astype(np.float32)
         numbers = np.where(chance >= threshold, found[CLASS].astype(np.int64), self.nothing)
         for start, rank in zip(self.starts[:-1], self.classes.ranks, strict=True):
-            taxon, likely = found[_key(rank.name)], found[f"{_key(rank.name)}_{PROBABILITY}"]
+            column = answer_column(rank.name)
+            taxon, likely = found[column], found[f"{column}_{PROBABILITY}"]
             here = (numbers == self.nothing) & (likely >= threshold)
             numbers[here], chance[here] = start + taxon[here], likely[here]
         return numbers, chance
@@ -59,7 +60,3 @@ def rank_of(classes: Classes, label: int) -> str:
         if number >= 0 and (rank.taxa[number].tax_id == own.tax_id if own.tax_id else rank.taxa[number] == own):
             return rank.name
     return SPECIES if own.tax_id and classes.rank(SPECIES) is None else NO_RANK
-
-
-def _key(rank: str) -> str:
-    return f"rank {rank}"

@@ -25,6 +25,7 @@ from millstream.train.task import Labels, Outcome, Task, labels_of
 from millstream.train.trained import Kit, NetModel, Workplace
 
 SHOWN = 5
+COUNTING = "kmer-linear"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class AskedClassifier:
     settings: ReadSettings
     classes: Classes
     bases: int | None = None  # in all training reads
+    reads: Collection | None = None  # to learn from, if not from those that the others learn from
     by_gradients = True
 
     def kit(self) -> ReadKit:
@@ -47,6 +49,7 @@ class AskedClassifier:
 
     def build(self, *, means: Means, place: Workplace, folder: Path | None = None) -> Built:
         task = task_of(self.settings, len(self.classes))
+        task = replace(task, is_balanced=task.is_balanced or self.reads is not None)
         kit = self._begun(folder).kit()
         ranks = {rank.name: rank.of_class for rank in self.classes.ranks}
 
@@ -58,7 +61,7 @@ class AskedClassifier:
         model = NetModel(
             self.name, Kit(kit.features, build, kit.scoring), task=task, means=means, place=place, folder=folder
         )
-        return Built(model, CLASSIFIERS[self.name], "trained")
+        return Built(model, CLASSIFIERS[self.name], "trained", train=self.reads)
 
     def _begun(self, folder: Path | None) -> "AskedClassifier":
         """With the sizes of the checkpoint it goes on from: the memory may be another one now."""
@@ -85,6 +88,9 @@ class Classification:
         self.parts = open_parts(settings, memory // 4)
         bases = self.parts.files[TRAIN].num_bases
         asked = [AskedClassifier(name, settings, self.parts.classes, bases) for name in dict.fromkeys(names)]
+        if settings.balance == "sampling":  # what counts has to see every read once
+            once = {COUNTING: self.parts.train}
+            asked = [replace(one, reads=once.get(one.name)) for one in asked]
         for one in asked:
             one.kit()  # what is wrong with its settings is said before anything is made
         self.asked: Sequence[Asked] = asked
@@ -93,10 +99,6 @@ class Classification:
             **self.parts.scored,
             VAL: chosen_by(self.parts.scored[VAL], settings.val_reads, mates),
         }
-        if mates == 2:
-            for name, part in self.parts.scored.items():
-                if len(part) % 2:
-                    raise BadSetting(f"paired=true: {name} has {len(part)} reads, which is no number of pairs")
         self.train, self.card = self._train(), self._card()
 
     def _train(self) -> Collection:
@@ -187,7 +189,7 @@ def task_of(settings: ReadSettings, num_classes: int) -> Task:
 
 def as_built(name: str, settings: ReadSettings, weights: Mapping[str, Tensor]) -> ReadSettings:
     """Sizes that were left open, and followed from the memory or from the training reads, as they came out."""
-    if name == "kmer-linear":
+    if name == COUNTING:
         return replace(settings, bits=max(len(t) for t in weights.values() if t.dim() == 2).bit_length() - 1)
     if name == "transformer" and "place" in weights:  # longer reads are cut
         return replace(settings, max_length=len(weights["place"]))

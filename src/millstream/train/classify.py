@@ -24,7 +24,7 @@ from millstream.train.finished import Finished, find_finished
 from millstream.train.kraken_report import check_tax_ids, kraken_report
 from millstream.train.log import Heap
 from millstream.train.partial_file import PartialFile, check_new
-from millstream.train.read_files import NAME, Paths, first_of, name_feature, open_files
+from millstream.train.read_files import NAME, Paths, first_of, name_feature, open_files, shared_names
 
 SAVE_S = 5.0  # so much is done again, at most, after a kill
 HEAD = b"read\tclass\ttax_id\ttaxon\trank\tprobability\n"
@@ -198,24 +198,12 @@ class _Work:
     def _add(self, names: Any, answers: Mapping[str, torch.Tensor]) -> None:
         """The rows of one batch."""
         if self.mates == 2:
-            names = self._shared(names)
+            names = shared_names(names, first=self.num_rows, where=self.where)
         numbers, chances = self.calls.choose(answers, self.threshold)
         middles = self._middles
         rows = zip(names, numbers.tolist(), chances.tolist(), strict=True)
         self.file.write("".join([f"{name}{middles[number]}{chance:.4f}\n" for name, number, chance in rows]).encode())
         self.counts += np.bincount(numbers, minlength=len(self.calls))
-
-    def _shared(self, names: list[str]) -> list[str]:
-        """The name of each pair, without /1 and /2."""
-        bare = [name[:-2] if name.endswith(("/1", "/2")) else name for name in names]
-        first, second = bare[::2], bare[1::2]
-        if first != second:
-            place = next(place for place, name in enumerate(first) if name != second[place])
-            raise BadSource(
-                f"{self.where}: pair {self.num_rows + place + 1} is {names[2 * place]} and {names[2 * place + 1]}, "
-                "which are no mates. Pairs have the same name, but for /1 and /2, and come in the same order"
-            )
-        return first
 
     def _state(self) -> dict[str, object]:
         return {"counts": self.counts.tolist(), "loader": self._loaded}

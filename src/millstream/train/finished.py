@@ -90,7 +90,7 @@ class AtWork:
 
     def to_device(self, batch: Mapping[str, object]) -> dict[str, Tensor]:
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        return {name: _with_a_column(value).to(self.device) for name, value in tensors.items()}
+        return {name: value.to(self.device) for name, value in tensors.items()}
 
 
 def find_finished(run: Path, name: str | None = None) -> Finished:
@@ -132,8 +132,3 @@ def _jobs(run: Path) -> list[tuple[str, int]]:
     files = sorted((run / CHECKPOINTS).glob(f"*/{SCORES}"))
     parts = [file.parent.name.rpartition("-") for file in files if (file.parent / DETECTOR).exists()]
     return [(name, int(seed)) for name, _, seed in parts]
-
-
-def _with_a_column(value: Tensor) -> Tensor:
-    """Of reads that are all too short for a token there is no column; nets look at one at least."""
-    return value.new_zeros(len(value), 1) if value.dim() == 2 and not value.shape[1] else value

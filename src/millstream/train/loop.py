@@ -99,6 +99,8 @@ class Training:
         )
         if (job.folder / LATEST).exists():
             self._resume(loader)
+        elif self.bare.has_scales:  # what was looked up in all records is not to be looked up again
+            self._save()
         weight_C = job.task.weights(train).to(self.fabric.device)
         most_steps = max(1, self.bare.most_records // given.batch_size)
         num_steps = min(-(-len(loader) // (own // part)), most_steps)

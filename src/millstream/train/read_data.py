@@ -1,6 +1,6 @@
 """Files of labelled reads as the parts of a run, with every read counted."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from millstream.collection import Collection
 from millstream.console import say
+from millstream.dataset.chosen import Marked
 from millstream.dataset.concat import Concat
-from millstream.dataset.labels import LABEL
 from millstream.dataset.mix import Drawn, Mixture
-from millstream.dataset.subset import subset
+from millstream.dataset.permutation import Permutation
+from millstream.dataset.subset import Subset, subset
 from millstream.errors import BadSetting, BadSource
 from millstream.source.classes import Classes, load_classes
 from millstream.source.mapping import load_mapping
@@ -20,11 +21,15 @@ from millstream.store.index import IndexSettings
 from millstream.store.open_reads import open_reads
 from millstream.store.read_paths import expand, watch_index
 from millstream.store.reads import Reads
+from millstream.train.read_files import as_pairs
 from millstream.train.read_settings import ReadSettings
-from millstream.train.task import labels_of
+from millstream.train.task import count_labels, label_slices, labels_of
 
 VAL, TRAIN = "val", "train"
 HELD_OUT = 50  # one pair of neighbours in so many is for validation, where there is no file for it
+HELD_OUT_SHARE = np.uint64((1 << 24) // HELD_OUT)
+BLOCK = 1 << 18
+SORTING = 40  # bytes for each read, while reads are sorted by class
 UNKNOWN = -1  # the label of a read whose class is not in the mapping
 Counts = NDArray[np.int64]
 
@@ -55,14 +60,15 @@ def open_parts(settings: ReadSettings, memory: int) -> ReadParts:
     counts = {name: count_labels(reads, len(classes)) for name, reads in files.items()}
     train: Collection = files[TRAIN]
     if counts[TRAIN][UNKNOWN]:
-        train = subset(train, np.flatnonzero(labels_of(train) != UNKNOWN))
+        train = Subset(train, Marked(_blocks(labels != UNKNOWN for labels in label_slices(train))))
     if not len(train):
         raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class")
     scored: dict[str, Collection] = {VAL: train, **{name: files[name] for name in files if name != TRAIN}}
     if not settings.data.val:
-        held_out = np.arange(len(train)) // 2 % HELD_OUT == 0
-        scored[VAL], train = subset(train, np.flatnonzero(held_out)), subset(train, np.flatnonzero(~held_out))
-        if not len(train):
+        whole = train
+        scored[VAL] = Subset(whole, Marked(_held_out(len(whole))))
+        train = Subset(whole, Marked(~held_out for held_out in _held_out(len(whole))))
+        if not len(train) or not len(scored[VAL]):
             raise BadSource(f"{settings.data.train}: too few reads to hold some of them out. Give data.val=FILE")
         counts[VAL] = count_labels(scored[VAL], len(classes))
         counts[TRAIN] = count_labels(train, len(classes))
@@ -72,23 +78,25 @@ def open_parts(settings: ReadSettings, memory: int) -> ReadParts:
         )
     if not counts[VAL][:-1].any():
         raise BadSource(f"{settings.data.val}: none of its reads is of a class in {settings.mapping}")
+    if settings.paired:
+        scored = {name: as_pairs(files.get(name, files[TRAIN]), part) for name, part in scored.items()}
     return ReadParts(classes, train, scored, files, counts)
 
 
 def chosen_by(val: Collection, most: int, mates: int) -> Collection:
-    """The validation part, or so many of its reads, evenly spread."""
+    """The validation part, or so many of its reads, drawn at random, the same ones every time."""
     pairs = len(val) // mates
     if pairs * mates <= most:
         return val
-    places = np.linspace(0, pairs - 1, max(most // mates, 1)).astype(np.int64)
+    places = np.sort(Permutation(pairs, 0)(np.arange(max(most // mates, 1))))
     return subset(val, (places[:, None] * mates + np.arange(mates)).reshape(-1))
 
 
 def evenly_drawn(train: Collection, num_classes: int, *, seed: int, memory: int) -> Collection:
     """As many records an epoch, and of each class that has any as many as of the others."""
-    if 4 * len(train) > memory:
+    if SORTING * len(train) > memory:
         raise BadSetting(
-            f"balance=sampling keeps 4 bytes for each of {len(train)} reads, more than memory= leaves for it; "
+            f"balance=sampling takes {SORTING} bytes for each of {len(train)} reads, more than memory= leaves for it; "
             "balance=weights needs none"
         )
     labels = labels_of(train)
@@ -98,16 +106,6 @@ def evenly_drawn(train: Collection, num_classes: int, *, seed: int, memory: int)
     share, more = divmod(len(train), len(parts))
     drawn = tuple(share + (number < more) for number in range(len(parts)))
     return Mixture(Concat(parts), Drawn(tuple(map(len, parts)), drawn, seed))
-
-
-def count_labels(collection: Collection, num_classes: int) -> Counts:
-    """Reads of each class, and last those of none."""
-    counts = np.zeros(num_classes + 1, np.int64)
-    for chunk in collection.column(LABEL).chunks:
-        known = chunk.drop_null().to_numpy().astype(np.int64)
-        counts[:-1] += np.bincount(known, minlength=num_classes)
-        counts[UNKNOWN] += len(chunk) - len(known)
-    return counts
 
 
 def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = False) -> Reads:
@@ -123,6 +121,25 @@ def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = Fal
         watch=watch_index,
         notify=say,
     )
+
+
+def _held_out(size: int) -> Iterator[NDArray[np.bool_]]:
+    """Of all reads, whether they are held out: pairs of neighbours, by chance, the same ones every time."""
+    for first in range(0, size, BLOCK):
+        pairs = np.arange(first, min(first + BLOCK, size)) // 2
+        stirred = (pairs.astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
+        yield (stirred ^ (stirred >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) >> np.uint64(40) < HELD_OUT_SHARE
+
+
+def _blocks(masks: Iterable[NDArray[np.bool_]]) -> Iterator[NDArray[np.bool_]]:
+    """The same, in the sizes that `Marked` takes."""
+    rest = np.empty(0, bool)
+    for mask in masks:
+        rest = np.concatenate([rest, mask])
+        while len(rest) > BLOCK:
+            yield rest[:BLOCK]
+            rest = rest[BLOCK:]
+    yield rest
 
 
 def _part_name(place: str) -> str:

@@ -18,6 +18,7 @@ from millstream.store.read_paths import expand, watch_index
 from millstream.store.reads import Part, Reads
 
 NAME = "name"
+CHECKED = 1 << 16  # names at once
 Paths = str | Path | Sequence[str | Path]
 
 
@@ -80,10 +81,47 @@ class HeaderNames:
     fields: tuple[str, ...] = ()
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
-        starts = np.cumsum([0, *(part.records for part in self.parts)])
-        owner = np.searchsorted(starts, batch.numbers, side="right") - 1
-        names = np.empty(len(batch), object)
-        for place in map(int, np.unique(owner)):
-            here = owner == place
-            names[here] = self.parts[place].names_of(batch.numbers[here] - starts[place])
-        return {NAME: names.tolist()}
+        return {NAME: header_names(self.parts, batch.numbers)}
+
+
+def header_names(parts: Sequence[Part], numbers: Numbers) -> list[str]:
+    """The first word of the header of each read."""
+    starts = np.cumsum([0, *(part.records for part in parts)])
+    owner = np.searchsorted(starts, numbers, side="right") - 1
+    names = np.empty(len(numbers), object)
+    for place in map(int, np.unique(owner)):
+        here = owner == place
+        names[here] = parts[place].names_of(numbers[here] - starts[place])
+    return names.tolist()
+
+
+def shared_names(names: Sequence[str], *, first: int, where: str) -> list[str]:
+    """The name of each pair of neighbours, without /1 and /2; pairs are counted from `first` on."""
+    bare = [_bare(name) for name in names]
+    ones, others = bare[::2], bare[1::2]
+    if ones != others:
+        place = next(place for place, name in enumerate(ones) if name != others[place])
+        raise BadSource(
+            f"{where}: pair {first + place + 1} is {names[2 * place]} and {names[2 * place + 1]}, which are no mates. "
+            "Pairs have the same name, but for /1 and /2, and come in the same order"
+        )
+    return ones
+
+
+def as_pairs(reads: Reads, collection: Collection) -> Collection:
+    """Reads whose neighbours are mates; of two files that are each other's mates, a read of each in turn."""
+    parts, where = reads.parts, str(reads.parts[0].path)
+    if collection is reads and len(parts) == 2 and parts[0].records == parts[1].records:
+        ends = header_names(parts, np.array([0, parts[0].records]))
+        if _bare(ends[0]) == _bare(ends[1]):
+            collection = Subset(reads, Alternating(parts[0].records))
+    if len(collection) % 2:
+        raise BadSource(f"{where}: has {len(collection)} reads, which is no number of pairs. Leave out paired=true")
+    for first in range(0, len(collection), CHECKED):
+        numbers = collection.record_numbers(np.arange(first, min(first + CHECKED, len(collection))))
+        shared_names(header_names(parts, numbers), first=first // 2, where=where)
+    return collection
+
+
+def _bare(name: str) -> str:
+    return name[:-2] if name.endswith(("/1", "/2")) else name

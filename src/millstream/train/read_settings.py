@@ -47,6 +47,10 @@ class ReadSettings(LoopSettings):
     hf: str | None = None  # of the model hf: a name or folder that transformers can load
     lora: int = 0  # rank of the adapters that are trained with it; 0: it is frozen
 
+    def science(self) -> dict[str, object]:
+        """As of all runs, but for where tables are: what they say is part of the data."""
+        return {name: value for name, value in super().science().items() if name not in ("mapping", "taxonomy")}
+
     def check(self) -> None:
         if not self.data.train:
             raise BadSetting("data.train=FILE: name the reads to train on")

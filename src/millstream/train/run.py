@@ -85,6 +85,7 @@ class _Training:
         self.study, self.settings = study, study.settings
         self.path = Path(self.settings.out or Path("runs") / Path(study.source).resolve().name)
         self.fabric = make_fabric(self.settings)
+        self._is_stale = False  # whether there may be scores that predictions.parquet lacks
 
     @property
     def is_first(self) -> bool:
@@ -116,6 +117,8 @@ class _Training:
                 except Interrupted:
                     return Run(self.path, done, interrupted=True, is_first=self.is_first)
                 done += [asked.name] if finished else []
+        if self.is_first and self._is_stale:  # killed between the two, a run would lack what a model said
+            write_predictions(self.path)
         return Run(self.path, done, is_first=self.is_first)
 
     def _prepare(self) -> None:
@@ -146,6 +149,7 @@ class _Training:
         for seed in range(self.settings.seed, self.settings.seed + (self.settings.seeds if asked.by_gradients else 1)):
             folder = self.path / CHECKPOINTS / f"{asked.name}-{seed}"
             if (folder / SCORES).exists():
+                self._is_stale = True
                 continue
             if stop():
                 raise Interrupted
@@ -168,7 +172,7 @@ class _Training:
         built = asked.build(means=means, place=place, folder=folder)
         model = built.model
         begun = time.perf_counter()
-        model.fit(study.train, study.scored["val"])
+        model.fit(built.train or study.train, study.scored["val"])
         fitted = time.perf_counter()
         tables = [study.table(built, part) for part in study.scored]
         scored = time.perf_counter()

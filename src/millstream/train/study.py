@@ -21,6 +21,7 @@ class Built:
     title: str
     kind: str
     extra_forwards: int = 0
+    train: Collection | None = None  # what it learns from, if not from what the others do
 
 
 class Asked(Protocol):

@@ -1,7 +1,8 @@
 """What is learned: classes of records, and the number by which epochs are compared on validation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from millstream.collection import Collection
 from millstream.dataset.labels import LABEL
 from millstream.model.auroc import auroc
+from millstream.store.read_batch import ReadBatch
 
+SLICE = 1 << 16  # records at once
 Labels = NDArray[np.int64]
 Outcome = Mapping[str, NDArray[np.generic]]  # what a net says of every record, by name
 
@@ -33,19 +36,35 @@ class Task:
 
     def weights(self, train: Collection) -> Tensor:
         """How much a record of each class counts; 1 in the mean."""
-        counts = np.zeros(self.num_classes, np.int64)
-        for chunk in train.column(LABEL).chunks:
-            counts += np.bincount(chunk.drop_null().to_numpy().astype(np.int64), minlength=self.num_classes)
         if not self.is_balanced:
             return torch.ones(self.num_classes)
+        counts = count_labels(train, self.num_classes)[:-1]
         even = counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1))
         return torch.tensor(np.where(counts > 0, even, 1.0), dtype=torch.float32)
 
 
 def labels_of(collection: Collection, mates: int = 1) -> Labels:
     """The label of every record, or of the first of each `mates`; -1 where there is none."""
-    column = collection.column(LABEL)
-    return column.fill_null(-1).to_numpy().astype(np.int64)[::mates]
+    return np.concatenate([np.empty(0, np.int64), *label_slices(collection)])[::mates]
+
+
+def count_labels(collection: Collection, num_classes: int) -> Labels:
+    """Records of each class, and last those of none."""
+    counts = np.zeros(num_classes + 1, np.int64)
+    for labels in label_slices(collection):
+        counts += np.bincount(np.where(labels < 0, num_classes, labels), minlength=num_classes + 1)
+    return counts
+
+
+def label_slices(collection: Collection) -> Iterator[Labels]:
+    """The labels of all records, some at a time; -1 where there is none."""
+    for first in range(0, len(collection), SLICE):
+        found: Any = collection.fetch(np.arange(first, min(first + SLICE, len(collection))), [LABEL])
+        columns: Any = found.columns if isinstance(found, ReadBatch) else found
+        labels: Any = columns[LABEL]
+        if isinstance(labels, list):
+            labels = [-1 if label is None else label for label in cast("list[int | None]", labels)]
+        yield np.asarray(labels, np.int64)
 
 
 def _auroc(labels: Labels, outcome: Outcome) -> float:

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from millstream.dataset.split import codes_of
 from millstream.errors import BadSource
 from millstream.report.run_files import damaged
+from millstream.source.classes import answer_column
 
 Key = tuple[str, int]  # a model and a seed
 
@@ -36,8 +37,9 @@ class AnswersFile:
         try:
             self._open = parquet.ParquetFile(file)
             names = self._open.schema_arrow.names
-            self.ranks = [rank for rank in ranks if f"{rank}_probability" in names]
-            self._columns = {name: self._numbers(name) for name in ("record", "label", "class", *self.ranks)}
+            self.ranks = [rank for rank in ranks if f"{answer_column(rank)}_probability" in names]
+            told = map(answer_column, self.ranks)
+            self._columns = {name: self._numbers(name) for name in ("record", "label", "class", *told)}
             self._probabilities = self._column("probability").astype(np.float32, copy=False)
             models, model_names = self._coded("model")
             parts, part_names = self._coded("part")
@@ -67,7 +69,7 @@ class AnswersFile:
         first, same = self._first.setdefault(part, (key, asked))
         if not np.array_equal(asked, same):
             raise self._damaged(f"{key[0]}, seed {key[1]}, was asked about other reads of {part} than {first[0]}")
-        ranks = {rank: self._rows(rank, key, part) for rank in self.ranks}
+        ranks = {rank: self._rows(answer_column(rank), key, part) for rank in self.ranks}
         return Answers(labels, found, self._cut(self._probabilities, key, part), ranks)
 
     def labels(self, part: str) -> NDArray[np.int32]:

@@ -42,10 +42,7 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
     check_run(folder, what="classifier")
     metrics, data, config = read_metrics(folder / METRICS), read_mapping(folder / DATA), read_mapping(folder / CONFIG)
     classes, ranks = _classes(folder / DATA, data)
-    # The rank "class" would have the column of the answers themselves.
-    file = AnswersFile(
-        folder / PREDICTIONS, num_classes=len(classes), ranks=[rank for rank in ranks if rank != "class"]
-    )
+    file = AnswersFile(folder / PREDICTIONS, num_classes=len(classes), ranks=list(ranks))
     finished = [key for key in file.keys if key in metrics.fits]
     if not finished or VAL not in file.parts:
         raise unfinished(folder, what="classifier")
