@@ -81,7 +81,7 @@ MODELS = (
     Model("kmer-linear", "deep.fa.gz", ["epochs=1"], "speed.fa"),
     Model("cnn", "few.fa.gz", ["epochs=2", "batch_size=256"]),
     Model("lstm", "few.fa.gz", ["epochs=1", "batch_size=256"]),
-    Model("transformer", "few.fa.gz", ["epochs=2", "batch_size=256"]),
+    Model("transformer", "few.fa.gz", ["epochs=1", "batch_size=256"]),
     Model("hf", "fewest.fa.gz", ["epochs=1", "batch_size=64", "lora=8"]),
 )
 
@@ -336,7 +336,7 @@ def epochs(data: Data) -> Result:
 
 
 def random_model(folder: Path) -> Path:
-    """A Llama of 4 layers with random weights, and single letters for tokens."""
+    """A Llama of 2 layers with random weights, and single letters for tokens."""
     if not folder.exists():
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
         from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
@@ -345,7 +345,7 @@ def random_model(folder: Path) -> Path:
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="N"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
-        size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
         LlamaModel(LlamaConfig(vocab_size=6, pad_token_id=0, **size)).save_pretrained(folder)
     return folder
 
