@@ -1,7 +1,9 @@
 """Lets all tests import `commands`; long files first. With several processes on two cores torch's threads only wait."""
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,11 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
+
+
+@pytest.fixture(scope="module")
+def few_objects_to_look_through() -> Iterator[None]:
+    """Training collects garbage after each model; of all that was imported there is none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

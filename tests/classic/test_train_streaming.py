@@ -1,12 +1,10 @@
 """The command of the old guide to streaming runs on small data, with the old YAML keys, and ends in a report."""
 
-import gc
 import gzip
 import io
 import json
 import shlex
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,8 @@ pytest.importorskip("lightning_fabric")
 from millstream.classic.train_streaming import KEYS, LEAST_MEMORY, main
 from millstream.dataset.simulate import SimulateSettings, simulate
 from millstream.train.read_settings import HEADERS, ReadSettings
+
+pytestmark = pytest.mark.usefixtures("few_objects_to_look_through")
 
 TRAIN, VAL = (f"full_labeled_species_{part}_reads_shuffled/{part}_reads_shuffled_fixed.fa" for part in ("train", "val"))
 GUIDE = f"""
@@ -40,14 +40,6 @@ OLD = {
     "tokenizer": {"max_length": 128, "use_hf_tokenizer": True},
     "training": {"batch_size": 16, "learning_rate": 0.003, "seed": 3},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_objects_to_look_through() -> Iterator[None]:
-    """Training collects garbage after each model; of all that was imported there is none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

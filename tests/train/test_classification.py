@@ -1,11 +1,10 @@
 """`millstream train` on files of reads: what is learned, counted and refused, and what a run folder holds."""
 
-import gc
 import gzip
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from millstream.train.classification import Classification
 from millstream.train.read_settings import HEADERS
 from millstream.train.run import study_of
 
+pytestmark = pytest.mark.usefixtures("few_objects_to_look_through")
+
 TAXA = {  # class id: tax id, species, genus and its tax id, family; nobody reads the last
     3: (562, "Escherichia coli", "Escherichia", 561, "Enterobacteriaceae"),
     5: (573, "Klebsiella pneumoniae", "Klebsiella", 570, "Enterobacteriaceae"),
@@ -36,14 +37,6 @@ GC = (0.15, 0.5, 0.85)  # of the genomes: a short look tells them apart
 SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 64, "bits": 12, "width": 8, "layers": 1, "lr": 0.02}
 CONFIG = Path(__file__).parents[2] / "configs" / "reads.yaml"
 UNKNOWN = "ACGTTGCAAGGCTTAACGGATCCATTGACCAGTGGATTACAGGCATCCAAGT"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_objects_to_look_through() -> Iterator[None]:
-    """Training collects garbage after each model; of all that was imported there is none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

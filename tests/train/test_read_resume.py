@@ -1,6 +1,5 @@
 """Classifiers of reads: killed or stopped anywhere they end with the very weights, and two processes learn as one."""
 
-import gc
 import json
 import os
 import signal
@@ -21,6 +20,8 @@ import millstream as ms
 from millstream.dataset.simulate import SimulateSettings, simulate
 from millstream.train import run as module
 from millstream.train.checkpoint import load
+
+pytestmark = pytest.mark.usefixtures("few_objects_to_look_through")
 
 MODELS = ("kmer-linear", "cnn")
 NUM_STEPS = 10  # of an epoch
@@ -60,14 +61,6 @@ for line in sys.stdin:
     print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
 os._exit(0)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_objects_to_look_through() -> Iterator[None]:
-    """Training collects garbage after each model; of all that was imported there is none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

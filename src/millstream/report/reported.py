@@ -33,27 +33,25 @@ def report_of(run: Path) -> Reported:
 
 
 def _of_detectors(run: Path) -> Reported:
-    from millstream.report.drawing import write_drawings
     from millstream.report.evaluate import read_results
     from millstream.report.figures import draw
     from millstream.report.page import write_report
     from millstream.report.tables import comparison_text, summary, write_tables
 
     results = read_results(run)
-    write = partial(_write, results, draw, write_report, write_drawings, write_tables)
+    write = partial(_write, results, draw, write_report, write_tables)
     compared = _counted(len(results.models), "detector")
     return Reported(comparison_text(results), results.findings, summary(results), compared, write)
 
 
 def _of_reads(run: Path) -> Reported:
-    from millstream.report.drawing import write_drawings
     from millstream.report.reads.evaluate import read_results
     from millstream.report.reads.figures import draw
     from millstream.report.reads.page import write_report
     from millstream.report.reads.tables import comparison_text, summary, write_tables
 
     results = read_results(run)
-    write = partial(_write, results, draw, write_report, write_drawings, write_tables)
+    write = partial(_write, results, draw, write_report, write_tables)
     compared = _counted(len(results.models), "classifier")
     return Reported(comparison_text(results), results.findings, summary(results), compared, write)
 
@@ -62,10 +60,11 @@ def _write(
     results: Any,
     draw: Callable[[Any], Any],
     write_report: Callable[..., Path],
-    write_drawings: Callable[[Any, Path], object],
     write_tables: Callable[[Any, Path], object],
     out: Path,
 ) -> Path:
+    from millstream.report.drawing import write_drawings
+
     drawings = draw(results)
     page = write_report(results, out, drawings=drawings)
     write_drawings(drawings, page.parent / "figures")

@@ -19,6 +19,11 @@ _LEVEL = 2
 _NOTHING_LEFT = "Nothing was left behind; free some space, or choose another place"
 
 
+def gzipping() -> Any:
+    """Deflates what it is given, behind the header of a gzip member."""
+    return cast(Any, _zlib).compressobj(_LEVEL, 8, 31)
+
+
 @contextmanager
 def writing_text(out: Path) -> Generator[Write]:
     """Write under a temporary name, which becomes `out` when all is written."""
@@ -26,7 +31,7 @@ def writing_text(out: Path) -> Generator[Write]:
         raise StoreExists(f"{out}: already there. Choose another name, or remove it")
     with publishing(out, _NOTHING_LEFT) as file:
         if out.name.endswith(".gz"):
-            deflate: Any = cast(Any, _zlib).compressobj(_LEVEL, 8, 31)  # a gzip header
+            deflate = gzipping()
             yield lambda text: file.write(deflate.compress(text))
             file.write(deflate.flush())
         else:

@@ -1,9 +1,10 @@
 """Weights and where training is, in one safetensors file: written whole or not at all, read without running code."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,14 +53,24 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object])
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
+    with _opened(path) as file:
+        tensors = {name: cast(Tensor, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        return tensors, cast("dict[str, object]", json.loads(file.metadata()[ABOUT]))
+
+
+def load_shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor, by name; no tensor is read."""
+    with _opened(path) as file:
+        return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:  # pyright: ignore[reportUnknownVariableType]
-            names = cast("list[str]", list(file.keys()))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-            about = cast("dict[str, str]", file.metadata())  # pyright: ignore[reportUnknownMemberType]
-            tensors = {name: cast(Tensor, file.get_tensor(name)) for name in names}  # pyright: ignore[reportUnknownMemberType]
-            return tensors, cast("dict[str, object]", json.loads(about[ABOUT]))
+            yield cast(Any, file)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise BadSource(
             f"{path}: is no checkpoint of millstream, or damaged ({error}). Remove it and train again"

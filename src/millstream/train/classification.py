@@ -15,7 +15,7 @@ from millstream.model.detector import Means
 from millstream.model.net import Net
 from millstream.model.read_zoo import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
 from millstream.source.classes import Classes
-from millstream.train.checkpoint import load
+from millstream.train.checkpoint import load_shapes
 from millstream.train.folder import READS
 from millstream.train.loop import LATEST, weights_of
 from millstream.train.read_data import TRAIN, UNKNOWN, VAL, chosen_by, evenly_drawn, open_parts
@@ -67,7 +67,7 @@ class AskedClassifier:
         """With the sizes of the checkpoint it goes on from: the memory may be another one now."""
         if folder is None or not (folder / LATEST).exists():
             return self
-        return replace(self, settings=as_built(self.name, self.settings, weights_of(load(folder / LATEST)[0])))
+        return replace(self, settings=as_built(self.name, self.settings, weights_of(load_shapes(folder / LATEST))))
 
 
 class Classification:
@@ -187,12 +187,12 @@ def task_of(settings: ReadSettings, num_classes: int) -> Task:
     return Task(num_classes, "macro F1", macro_f1, settings.balance == "weights", 2 if settings.paired else 1)
 
 
-def as_built(name: str, settings: ReadSettings, weights: Mapping[str, Tensor]) -> ReadSettings:
+def as_built(name: str, settings: ReadSettings, shapes: Mapping[str, Sequence[int]]) -> ReadSettings:
     """Sizes that were left open, and followed from the memory or from the training reads, as they came out."""
     if name == COUNTING:
-        return replace(settings, bits=max(len(t) for t in weights.values() if t.dim() == 2).bit_length() - 1)
-    if name == "transformer" and "place" in weights:  # longer reads are cut
-        return replace(settings, max_length=len(weights["place"]))
+        return replace(settings, bits=max(s[0] for s in shapes.values() if len(s) == 2).bit_length() - 1)
+    if name == "transformer" and "place" in shapes:  # longer reads are cut
+        return replace(settings, max_length=shapes["place"][0])
     return settings
 
 

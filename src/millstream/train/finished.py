@@ -54,7 +54,7 @@ class Finished:
     def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, ReadNet]:
         """The model for records like these, and its net with the weights it was trained to."""
         tensors, _ = load(self.weights)
-        settings = as_built(self.name, self.settings, tensors)
+        settings = as_built(self.name, self.settings, {name: tensor.shape for name, tensor in tensors.items()})
         place = Workplace(settings, AtWork.here(), str(self.run))
         asked = AskedClassifier(self.name, settings, self.classes)
         model = asked.build(means=Means(self.seed, parse_bytes(memory) // 2), place=place).model

@@ -297,9 +297,9 @@ def predict(
     return {name: values[places] for name, values in all_values.items()}, means
 
 
-def weights_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of the net, among the tensors of a checkpoint."""
-    return {name.removeprefix(WEIGHTS): tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+def weights_of(kept: Mapping[str, T]) -> dict[str, T]:
+    """What is of the net, among the tensors of a checkpoint, or among their shapes."""
+    return {name.removeprefix(WEIGHTS): value for name, value in kept.items() if name.startswith(WEIGHTS)}
 
 
 def seed_all(seed: int) -> None:

@@ -5,20 +5,15 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, cast
-
-try:
-    from isal import isal_zlib as _zlib  # six times as fast
-except ImportError:
-    import zlib as _zlib
+from typing import Any, Self
 
 from millstream.config import config_diff
 from millstream.console import say
 from millstream.errors import BadSetting, StoreExists
 from millstream.store.layout import no_space, publish, remove_unpublished, sync_folder
+from millstream.store.text_file import gzipping
 
 CHUNK_BYTES = 1 << 20  # of text written at once; of a .gz file, one member
-_LEVEL = 2
 _GO_ON = "Free some space; the same command goes on"
 
 
@@ -103,7 +98,7 @@ class PartialFile:
 
     def _put(self, text: bytes) -> None:
         if self.out.name.endswith(".gz"):
-            deflate: Any = cast(Any, _zlib).compressobj(_LEVEL, 8, 31)  # a gzip header
+            deflate = gzipping()
             text = deflate.compress(text) + deflate.flush()
         left = memoryview(text)
         with no_space(self.out, _GO_ON):
