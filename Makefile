@@ -11,7 +11,7 @@ install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,graph,llm,lora,ray,reads,report,train,world]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,graph,llm,lora,ray,reads,report,train,view,world]'
 	touch $@
 
 check: install
@@ -26,7 +26,7 @@ test: install
 $(VENV)/demo: pyproject.toml constraints.txt
 	test -e $(VENV)/installed || $(PYTHON) -m venv $(VENV)
 	test -e $(VENV)/installed || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[graph,llm,reads,report,train,world]' gguf
+		-e '.[graph,llm,reads,report,train,view,world]' gguf
 	touch $@
 
 demo: $(VENV)/demo

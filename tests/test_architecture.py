@@ -12,9 +12,21 @@ import millstream
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "millstream"
-FLOW = ["source", "store", "dataset", "loader", "model", "train", "report", "classic"]
+FLOW = ["source", "store", "dataset", "loader", "model", "train", "report", "view", "classic"]
 GROUND = {"buffers", "collection", "engine", "errors", "config", "console", "kernels", "records", ""}
-TOP = {"cli", "cli_common", "cli_llm", "cli_reads", "cli_train", "door", "demo", "demo_reads", "__main__", "__init__"}
+TOP = {
+    "cli",
+    "cli_common",
+    "cli_llm",
+    "cli_reads",
+    "cli_train",
+    "cli_view",
+    "door",
+    "demo",
+    "demo_reads",
+    "__main__",
+    "__init__",
+}
 
 
 def imports_of(file: Path) -> set[str]:

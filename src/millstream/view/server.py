@@ -1,0 +1,144 @@
+"""Views -> a web page on this machine alone: loopback, a random token in every address, nothing from outside."""
+
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from millstream.errors import BadSetting, MillstreamError, MissingExtra
+from millstream.view.view import Query, View, plain
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+    from starlette.routing import Route
+except ImportError:
+    raise MissingExtra("The explorer needs starlette and uvicorn: pip install 'millstream[view]'") from None
+
+HOST = "127.0.0.1"
+STATIC = Path(__file__).parent / "static"
+# The report is a page with a script of its own: it is shown in a frame that has no origin, so it cannot ask the API.
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+)
+_FILE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; sandbox allow-scripts"
+)
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
+    """The application: `/TOKEN/VIEW/` is a page, `/TOKEN/VIEW/api/NAME` an answer; all else is not there."""
+    by_name = {view.name: view for view in views}
+
+    def known(request: Request) -> bool:
+        given = str(request.path_params["token"])
+        local = request.url.hostname in (HOST, "localhost")  # another name is another site's, pointed at this machine
+        return local and hmac.compare_digest(given.encode(), token.encode())
+
+    def guarded(handle: Callable[[Request], Response]) -> Callable[[Request], Response]:
+        def answer(request: Request) -> Response:
+            response = handle(request) if known(request) else _missing()
+            for name, value in _HEADERS.items():
+                response.headers[name] = value
+            response.headers.setdefault("Content-Security-Policy", _PAGE_POLICY)
+            return response
+
+        return answer
+
+    def home(request: Request) -> Response:
+        return RedirectResponse(f"/{token}/{views[0].name}/")
+
+    def page(request: Request) -> Response:
+        view = by_name.get(request.path_params["view"])
+        return _missing() if view is None else FileResponse(STATIC / f"{view.name}.html")
+
+    def static(request: Request) -> Response:
+        name = str(request.path_params["file"])
+        return FileResponse(STATIC / name) if name in _static_names() else _missing()
+
+    def about(request: Request) -> Response:
+        return JSONResponse({"title": title, "views": [{"name": view.name, "title": view.title} for view in views]})
+
+    def answer(request: Request) -> Response:
+        view = by_name.get(request.path_params["view"])
+        ask = None if view is None else view.answers.get(request.path_params["name"])
+        if ask is None:
+            return _missing()
+        try:
+            found = plain(ask(Query(request.query_params)))
+        except (MillstreamError, OSError, KeyError, IndexError) as error:
+            return JSONResponse({"error": _sentence(error)}, status_code=400)
+        body = json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+        return Response(body, media_type="application/json")
+
+    def whole_file(request: Request) -> Response:
+        view = by_name.get(request.path_params["view"])
+        place = None if view is None else view.files.get(request.path_params["name"])
+        path = None if place is None else place()
+        if path is None or not path.is_file():
+            return _missing()
+        return FileResponse(path, headers={"Content-Security-Policy": _FILE_POLICY})
+
+    return Starlette(
+        routes=[
+            Route("/{token}/", guarded(home)),
+            Route("/{token}/about", guarded(about)),
+            Route("/{token}/static/{file}", guarded(static)),
+            Route("/{token}/{view}/", guarded(page)),
+            Route("/{token}/{view}/api/{name}", guarded(answer)),
+            Route("/{token}/{view}/files/{name}", guarded(whole_file)),
+        ]
+    )
+
+
+def serve(views: Sequence[View], *, port: int, title: str, notify: Callable[[str], None]) -> None:
+    """Serve until interrupted. Port 0 is any free one."""
+    token = secrets.token_urlsafe(16)
+    with _listen(port) as listener:
+        address = f"http://{HOST}:{listener.getsockname()[1]}/{token}/"
+        server = uvicorn.Server(uvicorn.Config(make_app(views, token=token, title=title), log_level="warning"))
+        notify(f"{title}: {address} (Ctrl-C ends)")
+        try:
+            server.run(sockets=[listener])
+        except KeyboardInterrupt:  # uvicorn has closed all, and raises the signal again
+            pass
+    notify("ended")
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise BadSetting(
+            f"--port {port}: cannot be listened on ({error}); leave it out, and any free one is taken"
+        ) from None
+    listener.listen(64)
+    return listener
+
+
+def _static_names() -> set[str]:
+    return {file.name for file in STATIC.iterdir() if file.suffix in (".js", ".css")}
+
+
+def _missing() -> Response:
+    return PlainTextResponse("Not here. The address that millstream view printed has a token in it.\n", status_code=404)
+
+
+def _sentence(error: BaseException) -> str:
+    text: Any = error.args[0] if isinstance(error, KeyError | IndexError) and error.args else error
+    return " ".join(str(text).split())

@@ -1,0 +1,157 @@
+// What all pages share: the way to the API, elements, numbers, charts, light and dark. Texts of the data go into the
+// page as text nodes only.
+
+export async function ask(name, values = {}) {
+  const query = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  const response = await fetch(`api/${name}?${query}`);
+  const found = await response.json().catch(() => ({ error: `the server said ${response.status}` }));
+  if (!response.ok) throw new Error(found.error ?? `the server said ${response.status}`);
+  return found;
+}
+
+// make("td", { class: "number", onclick: f }, "text", node, ...)
+export function make(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+export function svg(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined).map((child) => child instanceof Node ? child : String(child)));
+  return node;
+}
+
+export const count = (number) => number === null || number === undefined ? "–" : Number(number).toLocaleString("en");
+
+export function short(number, digits = 3) {
+  if (number === null || number === undefined) return "–";
+  const size = Math.abs(number);
+  return size !== 0 && (size < 0.001 || size >= 100000) ? number.toExponential(2) : Number(number.toPrecision(digits)).toString();
+}
+
+export function bytes(number) {
+  for (const unit of ["B", "kB", "MB", "GB"]) {
+    if (Math.abs(number) < 1000) return `${unit === "B" ? number : number.toFixed(1)} ${unit}`;
+    number /= 1000;
+  }
+  return `${number.toFixed(1)} TB`;
+}
+
+export const colour = (place) => `var(--line${place % 7})`;
+
+// Says what went wrong in the element given; what was there stays away until the next success.
+export function complain(element, error) {
+  element.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
+}
+
+// Lines over numbers. lines: [{ name, x: [...], y: [... or null], colour? , dash? }]
+export function lineChart({ lines, label, xLabel = "", yLabel = "", height = 180, yMin = null, yMax = null, mark = null, points = false }) {
+  const width = 560, left = 48, right = 10, top = 10, bottom = 32;
+  const xs = lines.flatMap((line) => line.x), ys = lines.flatMap((line) => line.y).filter((y) => y !== null);
+  const [x0, x1] = range(xs), [y0, y1] = range(ys, yMin, yMax);
+  const px = (x) => left + (width - left - right) * (x - x0) / (x1 - x0);
+  const py = (y) => height - bottom - (height - top - bottom) * (y - y0) / (y1 - y0);
+  const chart = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  for (const tick of ticks(y0, y1, 4)) {
+    chart.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }));
+    chart.append(svg("text", { x: left - 6, y: py(tick) + 4, "text-anchor": "end" }, short(tick)));
+  }
+  for (const tick of ticks(x0, x1, 6)) chart.append(svg("text", { x: px(tick), y: height - bottom + 14, "text-anchor": "middle" }, short(tick)));
+  if (xLabel) chart.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, xLabel));
+  if (yLabel) chart.append(svg("text", { x: 0, y: 9 }, yLabel));
+  if (mark !== null) chart.append(svg("line", { class: "mark", stroke: "var(--grey)", "stroke-dasharray": "3 3", x1: px(mark), x2: px(mark), y1: top, y2: height - bottom }));
+  lines.forEach((line, place) => {
+    const stroke = line.colour ?? colour(place);
+    let path = "", pen = false;
+    line.x.forEach((x, at) => {
+      if (line.y[at] === null || line.y[at] === undefined) { pen = false; return; }
+      path += `${pen ? "L" : "M"}${px(x).toFixed(1)} ${py(line.y[at]).toFixed(1)}`;
+      pen = true;
+    });
+    chart.append(svg("path", { class: "line", d: path, stroke, "stroke-dasharray": line.dash }));
+    if (points) line.x.forEach((x, at) => {
+      if (line.y[at] === null) return;
+      chart.append(svg("circle", { cx: px(x), cy: py(line.y[at]), r: 2.6, fill: stroke }, svg("title", {}, `${line.name} at ${short(x)}: ${short(line.y[at])}`)));
+    });
+  });
+  return chart;
+}
+
+export function legend(lines) {
+  const key = make("p", { class: "legend" });
+  lines.forEach((line, place) => {
+    const entry = make("span", {}, line.name);
+    entry.style.setProperty("--mark", line.colour ?? colour(place));
+    key.append(entry);
+  });
+  return key;
+}
+
+// Bars: bars: [{ from, to, count }] for a histogram.
+export function histogram({ bars, label, xLabel = "", height = 160 }) {
+  const width = 560, left = 48, right = 10, top = 10, bottom = 32;
+  const x0 = bars[0].from, x1 = bars[bars.length - 1].to, most = Math.max(1, ...bars.map((bar) => bar.count));
+  const px = (x) => left + (width - left - right) * (x - x0) / (x1 - x0 || 1);
+  const py = (y) => height - bottom - (height - top - bottom) * y / most;
+  const chart = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  for (const tick of ticks(0, most, 3)) {
+    chart.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }));
+    chart.append(svg("text", { x: left - 6, y: py(tick) + 4, "text-anchor": "end" }, count(tick)));
+  }
+  for (const bar of bars) {
+    chart.append(svg("rect", { x: px(bar.from), y: py(bar.count), width: Math.max(0.5, px(bar.to) - px(bar.from) - 0.5), height: Math.max(0, py(0) - py(bar.count)), fill: "var(--line0)" },
+      svg("title", {}, `${short(bar.from)} to ${short(bar.to)}: ${count(bar.count)}`)));
+  }
+  for (const tick of ticks(x0, x1, 6)) chart.append(svg("text", { x: px(tick), y: height - bottom + 14, "text-anchor": "middle" }, short(tick)));
+  if (xLabel) chart.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, xLabel));
+  return chart;
+}
+
+function range(values, low = null, high = null) {
+  let least = low ?? Infinity, most = high ?? -Infinity;
+  for (const value of values) {
+    if (low === null && value < least) least = value;
+    if (high === null && value > most) most = value;
+  }
+  if (!Number.isFinite(least) || !Number.isFinite(most)) return [0, 1];
+  return least === most ? [least - 0.5, most + 0.5] : [least, most];
+}
+
+function ticks(low, high, wanted) {
+  const raw = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) ?? raw;
+  const found = [];
+  for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-9; tick += step) found.push(Number(tick.toPrecision(12)));
+  return found;
+}
+
+// The line at the top: title, the other views, light or dark.
+export async function startPage(name) {
+  const about = await (await fetch("../about")).json();
+  document.title = `${about.title} – millstream`;
+  const theme = make("button", { type: "button", id: "theme" });
+  const nav = make("nav", { "aria-label": "Views" }, ...about.views.map((view) =>
+    make("a", { href: `../${view.name}/`, "aria-current": view.name === name ? "page" : null }, view.title)));
+  const top = make("header", { class: "top" }, make("h1", {}, make("bdi", {}, about.title)), nav, make("span", { class: "right" }, theme));
+  document.body.prepend(top);
+  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
+  const show = () => { theme.textContent = isDark() ? "Light" : "Dark"; };
+  const kept = localStorage.getItem("millstream-theme");
+  if (["light", "dark"].includes(kept)) root.dataset.theme = kept;
+  theme.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    localStorage.setItem("millstream-theme", root.dataset.theme);
+    show();
+  });
+  dark.addEventListener("change", show);
+  show();
+  return about;
+}
