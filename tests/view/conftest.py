@@ -15,10 +15,10 @@ pytest.importorskip("starlette", reason="no explorer: pip install 'millstream[vi
 pytest.importorskip("uvicorn", reason="no explorer: pip install 'millstream[view]'")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import uvicorn  # noqa: E402
+import uvicorn
 
-from millstream.view.server import HOST, make_app  # noqa: E402
-from millstream.view.view import View  # noqa: E402
+from millstream.view.server import HOST, make_app
+from millstream.view.view import View
 
 TOKEN = "token-of-the-tests"
 QUIET = (  # a browser of its own accord asks its maker for news
