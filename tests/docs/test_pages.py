@@ -1,0 +1,174 @@
+"""Every code block of README.md and docs/**/*.md is run, page by page, top to bottom. The rules for those who write:
+
+- Languages are `python`, `sh`, `yaml`, `json` and `text` (output and drawings, not run). A block without a language,
+  any other, and code by indentation alone are failures. So are admonitions (`!!!`): pages are plain CommonMark.
+- A page runs in a folder of its own that holds a small world (docs_world.py): `Qwen/Qwen3-4B` (a tiny model),
+  `triviaqa.jsonl`, `traces/` and `other_traces/` (labelled, tier probe), `runs/first` (detectors), `genomes/` and
+  `genomes/strains/` (*.fna.gz), `species.tsv`, `train.fa.gz`, `val.fa`, `known.fa`, `strains.fa`, `reads.fa.gz`,
+  `sample.fq.gz`, `reads_1.fq.gz`, `reads_2.fq.gz`, `runs/reads` (classifiers), and `configs/` with few epochs.
+  `traces/`, `runs/first` and `runs/reads` were made by the commands in docs_world.py: the same again goes on from there.
+- python: the blocks of a page share one namespace. A block that begins with `# name.py` is also written to that file.
+- sh: every command ends with exit code 0, or with N if its line says `# exit N`. Plain `millstream` and `python` lines
+  run in this process; a block with pipes, variables, `&` and the like runs as a whole in `bash -e`. `--reads N` is made
+  smaller. `pip install` is checked against the extras and pins, `make X` against the Makefile; scripts of benchmarks/,
+  examples/ and docs/ have to exist; `millstream demo` is parsed; `millstream view` is started and ended.
+- yaml: settings that `train`, `extract`, `label`, `featurize`, `evaluate` or the old `train_streaming` take; a first
+  line `# name.yaml` also writes the file. json: has to parse; each line by itself if the whole does not.
+- Comments right above a block: `<!-- first: COMMANDS -->` runs commands in bash before it, to tidy up (`rm -r traces`).
+  `<!-- anew -->` gives it a new copy of the world and an empty namespace. `<!-- not run: REASON -->` is for what cannot
+  run on one machine, and has to be listed in NOT_RUN below.
+- Links within docs/ stay within docs/ (the site has nothing else); anchors are made of headings as GitHub makes them.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from docs_blocks import DOCS, LANGUAGES, ROOT, Block, anchors_of, blocks_of, links_of, pages
+from docs_commands import run_block
+from docs_world import copy_world
+
+for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotlib", "numba"):
+    pytest.importorskip(_extra, reason=f"pages use all extras, and {_extra} is not installed")
+
+# Page and reason of every block that is not run: adding one is a decision.
+NOT_RUN: set[tuple[str, str]] = set()
+COMMENTS = ("first:", "not run:", "anew")
+# What other libraries say of themselves when they are used as their own manuals say; all else stays an error.
+THEIR_OWN = [
+    "ignore:.*LeafSpec:FutureWarning",
+    "ignore:.*does not have many workers",
+    "ignore:Your `IterableDataset` has",
+]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.filterwarnings(*THEIR_OWN)
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_every_block_of_a_page_runs(page: Path, world: Path, tmp_path: Path):
+    if not any(block.language != "text" for block in blocks_of(page)):
+        return
+    with contextlib.ExitStack() as stack:
+        namespace = _start(world, tmp_path / "0", stack)
+        for number, block in enumerate(blocks_of(page), 1):
+            if block.said("not run"):
+                continue
+            if "anew" in block.comments:
+                namespace = _start(world, tmp_path / str(number), stack)
+            if commands := block.said("first"):
+                subprocess.run(["bash", "-e", "-c", commands], check=True)
+            _run(block, namespace)
+
+
+def _start(world: Path, folder: Path, stack: contextlib.ExitStack) -> dict[str, object]:
+    stack.enter_context(contextlib.chdir(copy_world(world, folder)))
+    stack.enter_context(_no_modules_left(folder))
+    return {"__name__": "__main__"}
+
+
+@contextlib.contextmanager
+def _no_modules_left(folder: Path) -> Iterator[None]:
+    """What a page imports from its own folder is not there for the next page."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
+
+
+def _run(block: Block, namespace: dict[str, object]) -> None:
+    if block.file:
+        Path(block.file).write_text(block.text)
+    if block.language == "python":
+        code = "\n" * block.line + block.text  # so that a traceback names the line of the page
+        exec(compile(code, str(block.page), "exec"), namespace)
+    elif block.language == "sh":
+        run_block(block)
+    elif block.language == "yaml":
+        _read_settings(block)
+    elif block.language == "json":
+        _read_json(block)
+
+
+def _read_settings(block: Block) -> None:
+    """Some command takes these settings, every one of them with a value it allows."""
+    from millstream.classic.train_streaming import KEYS
+    from millstream.config import read_settings, setting_pairs
+    from millstream.dataset.featurize import FeaturizeSettings
+    from millstream.dataset.label import LabelSettings
+    from millstream.errors import BadSetting
+    from millstream.source.llm.settings import ExtractSettings
+    from millstream.train.evaluate import EvaluateSettings
+    from millstream.train.read_settings import ReadSettings
+    from millstream.train.settings import TrainSettings
+
+    given = yaml.safe_load(block.text)
+    if {key for key, _ in setting_pairs(given)} <= set(KEYS):
+        return
+    refusals: list[str] = []
+    for kind in (TrainSettings, ReadSettings, ExtractSettings, FeaturizeSettings, LabelSettings, EvaluateSettings):
+        try:
+            read_settings(kind, given)
+        except BadSetting as error:
+            refusals.append(f"{kind.__name__}: {error}")
+        else:
+            return
+    pytest.fail(f"{block.place}: settings of no command\n" + "\n".join(refusals))
+
+
+def _read_json(block: Block) -> None:
+    try:
+        json.loads(block.text)
+    except json.JSONDecodeError:
+        for line in block.text.splitlines():
+            json.loads(line)
+
+
+def test_every_block_has_a_language_that_is_run_or_is_output():
+    others = [
+        f"{block.place} {block.language!r}"
+        for page in pages()
+        for block in blocks_of(page)
+        if block.language not in LANGUAGES
+    ]
+    assert others == []
+    assert [page for page in pages() if "\n!!! " in page.read_text() or "\n??? " in page.read_text()] == []
+
+
+def test_what_is_not_run_is_known_and_says_why():
+    blocks = [block for page in pages() for block in blocks_of(page)]
+    not_run = [(name_of(block.page), reason) for block in blocks if (reason := block.said("not run")) is not None]
+    assert set(not_run) == NOT_RUN and len(not_run) == len(NOT_RUN)
+    meant = [comment for block in blocks for comment in block.comments if block.language != "text"]
+    assert [comment for comment in meant if not comment.startswith(COMMENTS)] == []
+
+
+def test_every_link_and_anchor_points_to_something():
+    for page in pages():
+        for link in links_of(page):
+            if "://" in link or link.startswith("mailto:"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{name_of(page)}: {link} is not there"
+            if anchor:
+                assert anchor in anchors_of(target), f"{name_of(page)}: {link}, there is {sorted(anchors_of(target))}"
+            if page != ROOT / "README.md":
+                assert target.is_relative_to(DOCS), f"{name_of(page)}: {link} is not part of the site"
+
+
+def test_every_command_of_the_command_line_is_shown_in_a_block():
+    import typer.main
+
+    from millstream.cli import app
+
+    shown = "\n".join(block.text for page in pages() for block in blocks_of(page) if block.language == "sh")
+    commands = typer.main.get_command(app).commands  # pyright: ignore
+    assert [name for name in commands if f"millstream {name}" not in shown] == []
