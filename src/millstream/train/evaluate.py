@@ -48,10 +48,10 @@ from millstream.train.trained import Workplace
 class EvaluateSettings:
     """What `millstream evaluate` takes as `key=value`."""
 
-    data: str | None = None
+    data: str | None = None  # another labelled store; the test part of the run if not given
     model: str | None = None  # those of the run if not given
-    memory: int | str = "2GB"
-    out: str | None = None
+    memory: int | str = "2GB"  # for the loader and for what a model works on
+    out: str | None = None  # the folder to write; evaluated/ and the name of the data, in the run, if not given
 
 
 def evaluate(run: str | Path, **settings: object) -> Path:

@@ -14,7 +14,7 @@ HEADERS = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<na
 class ReadData:
     """Files of reads: several are separated by commas, each may be a folder or a pattern."""
 
-    train: str = ""
+    train: str = ""  # reads to learn from
     val: str | None = None  # to choose epochs by; if not given, reads of `train` are held out, which flatters
     test: str | None = None  # each file is a part of its own in the report
     header_regex: str = HEADERS  # its group class_id is looked up in the mapping
@@ -28,7 +28,7 @@ class ReadSettings(LoopSettings):
     data: ReadData = field(default_factory=ReadData)
     mapping: str = ""  # TSV, CSV or Parquet: class_id, and names, tax_id, genus and other ranks
     taxonomy: str | None = None  # folder with NCBI's nodes.dmp and names.dmp, for the ranks above tax_id
-    model: str = "kmer-linear,cnn"
+    model: str = "kmer-linear,cnn"  # also lstm, transformer, and hf with hf=FOLDER
     epochs: int = 3
     batch_size: int = 1024
     patience: int = 2
@@ -38,12 +38,12 @@ class ReadSettings(LoopSettings):
     reverse_complement: bool = True  # train on either strand, and average over both when scoring
     paired: bool = False  # neighbouring reads are a pair, and get one answer
     val_reads: int = 100_000  # at most, to choose epochs by
-    k: str = "auto"  # of kmer-linear: lengths of k-mers, as in 12,24
+    k: str = "auto"  # of kmer-linear: lengths of k-mers, and of how many one is kept, as in 14/4,16/8
     bits: int | None = None  # of kmer-linear: 2^bits buckets; as many as the memory allows if not given
     width: int = 64  # of cnn, lstm and transformer
-    layers: int = 4
+    layers: int = 4  # of cnn and transformer
     tokenizer: str = "auto"  # of lstm and transformer: kmer(6), hf(folder), ...
-    max_length: int | None = None  # tokens of a read
+    max_length: int | None = None  # tokens of a read; longer ones are cut
     hf: str | None = None  # of the model hf: a name or folder that transformers can load
     lora: int = 0  # rank of the adapters that are trained with it; 0: it is frozen
 

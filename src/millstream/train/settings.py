@@ -23,25 +23,25 @@ _NOT_SCIENCE = (  # what may differ when a run goes on
 class LoopSettings:
     """What training takes, whatever is learned."""
 
-    model: str = ""
+    model: str = ""  # which are trained and compared, with commas between them
     out: str | None = None  # the run folder; runs/ and the name of the data if not given
     seeds: int = 1  # how often each model is trained
     seed: int = 0  # the first of them
-    epochs: int = 30
+    epochs: int = 30  # at most
     batch_size: int = 32  # over all devices
     lr: float | None = None  # the highest; that of each model if not given
-    weight_decay: float = 0.01
+    weight_decay: float = 0.01  # of AdamW
     warmup: float = 0.05  # share of the steps in which the learning rate rises
-    clip: float = 1.0  # norm of the gradient
+    clip: float = 1.0  # the largest norm of the gradient
     patience: int = 6  # epochs that are no better on validation, after which training ends
-    dropout: float = 0.2
-    memory: int | str = "2GB"
-    accelerator: str = "auto"
-    devices: int = 1
-    precision: str = "auto"
-    checkpoint_minutes: float = 5.0
-    checkpoint_steps: int | None = None
-    tensorboard: bool = False
+    dropout: float = 0.2  # of nets
+    memory: int | str = "2GB"  # for the loader and for what a model works on
+    accelerator: str = "auto"  # cpu, cuda, mps, or what there is
+    devices: int = 1  # GPUs, or processes on the CPU
+    precision: str = "auto"  # bf16-mixed on GPUs, 32-true on the CPU, or what Lightning Fabric knows
+    checkpoint_minutes: float = 5.0  # between checkpoints; there is one at the end of each epoch too
+    checkpoint_steps: int | None = None  # and after so many steps
+    tensorboard: bool = False  # write the curves for TensorBoard too
 
     def check(self) -> None:
         """Say what is wrong before anything is made."""
@@ -68,10 +68,10 @@ class LoopSettings:
 class TrainSettings(LoopSettings):
     """One split and one recipe for all detectors of a run."""
 
-    model: str = "lstm,gnn,gvae,baselines"
+    model: str = "lstm,gnn,gvae,baselines"  # also names of single ones, and package.module:Class
     data: str = ""  # a trace store with labels
     label: str = "verdict"  # right or wrong; or a column of 0 (right) and 1 (wrong)
-    train: float = 0.7
+    train: float = 0.7  # share of the questions
     val: float = 0.15  # the rest is for the test
     by: str = "question_id"  # records that are equal in it stay together
     salt: str = ""  # another one is another split
@@ -82,7 +82,7 @@ class TrainSettings(LoopSettings):
     k: int | None = 8  # edges of a token; none: all above the threshold
     threshold: float = 0.0  # attention an edge has at least
     kl_weight: float = 0.1  # of gvae: how much explaining the graph counts
-    free_bits: float = 0.05
+    free_bits: float = 0.05  # of gvae: what a latent number may tell at no cost
 
     def check(self) -> None:
         if not self.data:
