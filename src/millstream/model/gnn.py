@@ -54,9 +54,12 @@ class GraphLSTM(Net):
     def scaled_nodes(self, batch: Batch) -> Tensor:
         return self.x(batch["x"], batch["batch"] % self.num_layers)
 
-    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def sequence(self, batch: Batch) -> Tensor:
         nodes_NW = self.encoder(self.scaled_nodes(batch), batch["edge_index"], batch["edge_attr"])
-        return self.reader(read_layers(nodes_NW, batch, self.num_layers), self.scaled_stats(batch)), {}
+        return read_layers(nodes_NW, batch, self.num_layers)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.reader(self.sequence(batch), self.scaled_stats(batch)), {}
 
 
 def read_layers(nodes_NW: Tensor, batch: Batch, num_layers: int) -> Tensor:

@@ -56,11 +56,13 @@ class GraphVAE(GraphLSTM):
         mu_NZ, logvar_NZ = self.belief(nodes_NW).chunk(2, dim=1)
         return mu_NZ, logvar_NZ.clamp(-LOGVAR_LIMIT, LOGVAR_LIMIT)
 
+    def sequence(self, batch: Batch) -> Tensor:
+        return self._layers(*self.believe(self.scaled_nodes(batch), batch), batch)
+
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        x_ND = self.scaled_nodes(batch)
         if not self.training:
-            mu_NZ, logvar_NZ = self.believe(x_ND, batch)
-            return self._read(mu_NZ, logvar_NZ, batch), {}
+            return super().logits(batch)
+        x_ND = self.scaled_nodes(batch)
         masked_N = torch.rand(len(x_ND), device=x_ND.device) < MASKED
         mu_NZ, logvar_NZ = self.believe(torch.where(masked_N[:, None], self.mask, x_ND), batch)
         z_NZ = mu_NZ + torch.randn_like(mu_NZ) * (logvar_NZ / 2).exp()
@@ -72,16 +74,15 @@ class GraphVAE(GraphLSTM):
             "edge_loss": self._edge_loss(z_NZ, batch) * self.kl_weight,
             "kl": kl_Z.clamp(min=self.free_bits).mean() * self.kl_weight * self.kl_share,
         }
-        return self._read(mu_NZ, logvar_NZ, batch), terms
+        return self.reader(self._layers(mu_NZ, logvar_NZ, batch), self.scaled_stats(batch)), terms
 
     def measures(self, batch: Batch) -> dict[str, Tensor]:
         """How many latent units are in use."""
         mu_NZ, _ = self.believe(self.scaled_nodes(batch), batch)
         return {"active_units": (mu_NZ.var(dim=0) > ACTIVE).sum().float()}
 
-    def _read(self, mu_NZ: Tensor, logvar_NZ: Tensor, batch: Batch) -> Tensor:
-        beliefs = torch.cat([mu_NZ, logvar_NZ], dim=1)
-        return self.reader(read_layers(beliefs, batch, self.num_layers), self.scaled_stats(batch))
+    def _layers(self, mu_NZ: Tensor, logvar_NZ: Tensor, batch: Batch) -> Tensor:
+        return read_layers(torch.cat([mu_NZ, logvar_NZ], dim=1), batch, self.num_layers)
 
     def _edge_loss(self, z_NZ: Tensor, batch: Batch) -> Tensor:
         """Edges that are there against as many pairs of a node and another one of its graph, drawn by chance."""

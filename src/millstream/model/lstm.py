@@ -27,6 +27,9 @@ class LayerLSTM(Net):
         group = torch.arange(num_layers).repeat(len(rows_BLD))
         moments["layers"].add(rows_BLD.reshape(-1, dim), group, num_groups=num_layers)
 
-    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def sequence(self, batch: Batch) -> Tensor:
         layers_BLD = cast(Tensor, self.layers(batch["layers"]))
-        return self.reader(nn.functional.gelu(self.project(layers_BLD)), self.scaled_stats(batch)), {}
+        return nn.functional.gelu(self.project(layers_BLD))
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.reader(self.sequence(batch), self.scaled_stats(batch)), {}

@@ -73,6 +73,19 @@ class Net(nn.Module):
         """Logits, and by name further terms of the loss (while training; already weighted)."""
         raise NotImplementedError
 
+    def sequence(self, batch: Batch) -> Tensor | None:
+        """[B, L, W]: what its `reader` reads layer by layer; None for a net that has none."""
+        return None
+
+    def by_layer(self, batch: Batch) -> Tensor | None:
+        """[B, L]: what it would say if a layer were the last; the last column is the score."""
+        layers_BLW = self.sequence(batch)
+        if layers_BLW is None:
+            return None
+        read, stats_BS = cast(Reader, self.reader), self.scaled_stats(batch)
+        logits = [read(layers_BLW[:, : last + 1], stats_BS) for last in range(layers_BLW.shape[1])]
+        return torch.stack(logits, dim=1).float().sigmoid()
+
     def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
         """Add a batch of the training part to the moments of each input."""
         if self.stats is not None:

@@ -21,7 +21,7 @@ from millstream.source.llm.prompts import Prompt, make_prompt
 from millstream.source.llm.question import Question
 from millstream.source.llm.questions import read_questions
 from millstream.source.llm.settings import ExtractSettings
-from millstream.store.layout import read_manifest
+from millstream.store.layout import TOKENIZER, publish, read_manifest
 from millstream.store.recover import recover_all, wait_for_writers
 from millstream.store.rewrite import drop_records
 from millstream.store.table import read_table
@@ -63,6 +63,7 @@ class Traced:
     seconds: float
     worker: tuple[str, int]  # host and process
     worker_bytes: int
+    worker_budget: int
     shard: int | None
 
 
@@ -112,6 +113,8 @@ class ExtractWorker:
             shard_records=settings.shard_records,
         )
 
+        self._budget = resident_bytes() + parse_bytes(settings.memory)  # the model is there already
+
     def do(self, batch: Batch) -> Traced:
         begun = time.perf_counter()
         records = self._tracer.trace(batch.asked)
@@ -130,6 +133,7 @@ class ExtractWorker:
             seconds=time.perf_counter() - begun,
             worker=(socket.gethostname(), os.getpid()),
             worker_bytes=resident_bytes(),
+            worker_budget=self._budget,
             shard=self._writer.shard_number,
         )
 
@@ -165,7 +169,7 @@ class _Run:
         self.questions = found.questions
         left_out = [(found.same_id, "of an id"), (found.same_text, "of a text")]
         repeats = "".join(f", {count} {what} that came before left out" for count, what in left_out if count)
-        say(f"questions: {len(self.questions)}{repeats}")
+        say(f"questions: {len(self.questions):,}{repeats}")
         ends = " or ".join([*map(repr, self.prompt.stop), "end of text"])
         say(f"prompt ({self.prompt.name}): {self.prompt.text!r}; an answer ends at {ends}")
         self.ids = self.prompt.ids(self.card.tokenizer, [question.question for question in self.questions])
@@ -175,6 +179,7 @@ class _Run:
         with TraceWriter(self.path, config=self.config):
             pass
         wait_for_writers(self.path)
+        self._keep_tokenizer()
         self.done = self._read_done()
         texts = {question.id: question.question for question in self.questions}
         for name, text in self.done.items():
@@ -185,6 +190,12 @@ class _Run:
                 )
         if retry_errors:
             self._forget_failed(texts)
+
+    def _keep_tokenizer(self) -> None:
+        """Beside the shards, so that ids of tokens can be read as text wherever the store is."""
+        backend = getattr(self.card.tokenizer, "backend_tokenizer", None)  # those written in Python have none
+        if backend is not None and not (self.path / TOKENIZER).exists():
+            publish(self.path / TOKENIZER, backend.to_str().encode())
 
     def _forget_failed(self, asked: Mapping[str, str]) -> None:
         """Take the failed ones among the questions asked out of the store."""
@@ -248,10 +259,15 @@ class _Run:
             make = partial(ExtractWorker, self.path, self.settings)
             begun = time.monotonic()
             done = errors = tokens = 0
-            memory: dict[tuple[str, int], int] = {}
+            memory: dict[tuple[str, int], tuple[int, int]] = {}  # held and allowed, of each worker
+
+            def held() -> tuple[int, int]:
+                both = list(memory.values())
+                return sum(worker[0] for worker in both), sum(worker[1] for worker in both)
+
             with (
                 interruptible() as stop,
-                progress("extract", missing, unit="traces") as update,
+                progress("extract", missing, unit="traces", memory=held) as update,
                 closing(engine.run(make, batches, redo=self.left_of)) as results,
             ):
                 for traced in results:
@@ -259,12 +275,11 @@ class _Run:
                         self._foresee(traced, missing, engine)
                     done, errors = done + traced.records, errors + traced.errors
                     tokens += traced.new_tokens
-                    memory[traced.worker] = traced.worker_bytes
+                    memory[traced.worker] = (traced.worker_bytes, traced.worker_budget)
                     rate = tokens / (time.monotonic() - begun)
                     failed = f", {errors} failed" if errors else ""
-                    held = format_bytes(sum(memory.values()))
                     shard = "" if traced.shard is None else f", shard {traced.shard}"
-                    update(done, f"{rate:.0f} tokens/s, {held} RAM{shard}{failed}")
+                    update(done, f"{rate:,.0f} tokens/s{shard}{failed}")
                     if stop():
                         interrupted = True
                         break

@@ -32,6 +32,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder where repair sets things aside
 IDS = "ids.arrow"  # kept by millstream.store.ids
+TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 _SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _APPEND_AGAIN = (

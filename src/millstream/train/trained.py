@@ -1,7 +1,8 @@
 """A net as a model: `fit` trains it, `outcome` is what it says of records."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from millstream.collection import Collection
-from millstream.console import progress, silent, unsaid
+from millstream.config import tree_bytes
+from millstream.console import Progress, progress, silent, unsaid
 from millstream.dataset.batch import Feature
 from millstream.dataset.features import fields
 from millstream.dataset.labels import LABEL
@@ -90,14 +92,11 @@ class NetModel:
             self.kit.features,
             self.scoring,
             memory=self.means.memory,
-            budget=self.place.budget,
             source=self.place.source,
             at_once=self.at_once,
         )
-        with progress(
-            f"{self.name} seed {self.means.seed}", min(len(train) * settings.epochs, net.most_records)
-        ) as shown:
-            shown = shown if self.fabric.global_rank == 0 else silent
+        num_records = min(len(train) * settings.epochs, net.most_records)
+        with self._shown(f"{self.name} seed {self.means.seed}", num_records) as shown:
             training = Training(job, self.fabric, net, log=log, progress=shown, stop=self.place.stop)
             if not training.run(train, val):
                 raise Interrupted
@@ -107,18 +106,29 @@ class NetModel:
 
     def outcome(self, collection: Collection) -> Outcome:
         """What the net says of every record."""
-        return predict(
-            self.restored(collection),
-            collection,
-            self.scoring,
-            memory=self.means.memory,
-            fabric=self.fabric,
-            at_once=self.at_once,
-            mates=self.task.mates,
-        )[0]
+        net = self.restored(collection)
+        with self._shown(f"{self.name} is asked", len(collection)) as shown:
+            return predict(
+                net,
+                collection,
+                self.scoring,
+                memory=self.means.memory,
+                fabric=self.fabric,
+                at_once=self.at_once,
+                mates=self.task.mates,
+                progress=shown,
+            )[0]
 
     def score(self, collection: Collection) -> Scores:
         return self.outcome(collection)["score"].astype(np.float64)
+
+    def by_layer(self, collection: Collection) -> Scores | None:
+        """[N, L]: what it would say of each record if a layer were the last; None if it does not go layer by layer."""
+        net = self.restored(collection).eval()
+        with torch.inference_mode():
+            found = [net.by_layer(self.fabric.to_device(batch)) for batch in self._loader(collection)]
+        known = [scores for scores in found if scores is not None]
+        return torch.cat(known).double().cpu().numpy() if known else None
 
     def restored(self, collection: Collection) -> Net:
         """The net, as it was trained, for records like these."""
@@ -127,6 +137,16 @@ class NetModel:
             net.load_state_dict({name: torch.tensor(np.asarray(array)) for name, array in self.arrays.items()})
             self._net = net.to(self.fabric.device)
         return self._net
+
+    @contextmanager
+    def _shown(self, label: str, total: int) -> Generator[Progress]:
+        """Progress beside the budget; of several processes the first one shows it."""
+        if self.fabric.global_rank:
+            yield silent
+            return
+        budget = self.place.budget
+        with progress(label, total, memory=(lambda: (tree_bytes(), budget)) if budget else None) as shown:
+            yield shown
 
     def _build(self, collection: Collection) -> Net:
         """A net for these records, and how many of them go through it at once."""
@@ -142,13 +162,13 @@ class NetModel:
         moments: defaultdict[str, Moments] = defaultdict(Moments)
         place = 0
         clock = Clock()
-        with progress(f"{self.name} looks at the data", len(train)) as shown:
+        with self._shown(f"{self.name} looks at the data", len(train)) as shown:
             for batch in clock.watch(self._loader(train, most=net.at_most, labels=True)):
                 if not _is_finite(batch):
                     self._blame(train, range(place, place + len(batch["numbers"])))
                 net.observe(batch, moments)
                 place += len(batch["numbers"])
-                (shown if self.fabric.global_rank == 0 else silent)(place)
+                shown(place)
                 if self.place.stop():
                     raise Interrupted
         if self.place.log is not None and self.fabric.global_rank == 0:

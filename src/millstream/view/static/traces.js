@@ -1,0 +1,155 @@
+// The list of a store's records; the address after # is the number of the one that is open.
+import { ask, bytes, complain, count, make, startPage } from "./common.js";
+import { closeTrace, showTrace } from "./trace.js";
+
+const byId = (id) => document.getElementById(id);
+const wish = { q: "", verdict: "", part: "", detector: "", sort: "number", page: 0 };
+let shown = { rows: [], pages: 1 }, asked = 0, about = null;
+
+await startPage("traces");
+await fill();
+for (const id of ["verdict", "part", "detector", "sort"]) byId(id).addEventListener("change", () => change(id, byId(id).value));
+byId("q").addEventListener("input", () => change("q", byId("q").value.trim()));
+byId("wishes").addEventListener("submit", (event) => { event.preventDefault(); firstLink()?.focus(); });
+byId("previous").addEventListener("click", () => turn(wish.page - 1));
+byId("next").addEventListener("click", () => turn(wish.page + 1));
+byId("page").addEventListener("change", () => turn((Number.parseInt(byId("page").value, 10) || 1) - 1));
+byId("records").addEventListener("click", (event) => {
+  const row = event.target.closest("tbody tr");
+  if (row && !event.target.closest("a") && getSelection().isCollapsed) location.hash = row.dataset.number;
+});
+addEventListener("hashchange", route);
+addEventListener("keydown", press);
+await list();
+route();
+
+// What the store is, and what can be chosen. Labels and scores of large stores come a moment later.
+async function fill() {
+  about = await ask("about");
+  const model = about.config.model ? `, ${about.config.model}` : "";
+  byId("facts").textContent = `${about.path}: ${count(about.records)} traces in ${count(about.shards)} shards, ${bytes(about.bytes)}${model}`
+    + (about.run ? `; scores of ${about.run}` : "");
+  if (!about.ready) { setTimeout(() => fill().then(list), 300); return; }
+  options("verdict", Object.entries(about.verdicts).map(([name, number]) => [name, `${name} (${count(number)})`]));
+  options("part", about.parts.map((name) => [name, name]));
+  byId("detector").replaceChildren(...about.detectors.map((name) => make("option", { value: name }, name)));
+  wish.detector = about.detectors[0] ?? "";
+  const without = !about.detectors.length;
+  for (const id of ["part", "detector"]) byId(id).closest("label").hidden = without;
+  for (const option of byId("sort").options) option.disabled = without && option.value !== "number";
+  document.querySelector("#records th.score").hidden = without;
+}
+
+function options(id, pairs) {
+  const any = make("option", { value: "" }, "any");
+  byId(id).replaceChildren(any, ...pairs.map(([value, text]) => make("option", { value }, text)));
+}
+
+function change(name, value) {
+  wish[name] = value;
+  wish.page = 0;
+  list();
+}
+
+function turn(page) {
+  wish.page = Math.max(0, Math.min(page, shown.pages - 1));
+  return list();
+}
+
+async function list() {
+  const mine = ++asked;
+  try {
+    const found = await ask("list", wish);
+    if (mine !== asked) return; // an older wish
+    if (!found.ready && !found.rows.length && about.records) {
+      byId("total").textContent = "reading all texts once …";
+      setTimeout(() => { if (mine === asked) list(); }, 300);
+      return;
+    }
+    byId("trouble").replaceChildren();
+    shown = found;
+    wish.page = found.page;
+    draw();
+  } catch (error) {
+    if (mine === asked) complain(byId("trouble"), error);
+  }
+}
+
+function draw() {
+  byId("records").tBodies[0].replaceChildren(...shown.rows.map(row));
+  byId("total").textContent = shown.total === about.records ? `${count(shown.total)} traces` : `${count(shown.total)} of ${count(about.records)} traces`;
+  byId("page").value = wish.page + 1;
+  byId("page").max = shown.pages;
+  byId("pages").textContent = `of ${count(shown.pages)}`;
+  byId("previous").disabled = wish.page === 0;
+  byId("next").disabled = wish.page >= shown.pages - 1;
+}
+
+function row(record) {
+  const clip = (text) => make("td", {}, make("bdi", { class: "clip" }, text ?? ""));
+  const question = record.question ?? record.id ?? `record ${record.number}`;
+  const answer = record.status === "error" ? "(failed)" : record.answer;
+  const score = make("td", { class: "score", hidden: !about.detectors.length });
+  if (record.score !== null && record.score !== undefined) {
+    score.append(record.score.toFixed(3));
+    if (record.score >= 0 && record.score <= 1) {
+      const bar = make("span", { class: "meter", "aria-hidden": "true" }, make("i"));
+      bar.style.setProperty("--share", record.score);
+      score.append(bar);
+    }
+  }
+  return make("tr", { "data-number": record.number },
+    make("td", { class: "number" }, count(record.number)),
+    make("td", {}, make("a", { href: `#${record.number}`, class: "clip" }, make("bdi", {}, question))),
+    clip(answer), clip(record.references.slice(0, 6).join(" · ")),
+    make("td", {}, record.verdict ? make("span", { class: `verdict ${record.verdict}` }, record.verdict) : ""), score);
+}
+
+function route() {
+  const number = /^#\d+$/.test(location.hash) ? Number(location.hash.slice(1)) : null;
+  const list = byId("list"), trace = byId("trace");
+  list.hidden = number !== null;
+  trace.hidden = number === null;
+  if (number !== null) { showTrace(trace, number, { step }); scrollTo(0, 0); return; }
+  closeTrace();
+  document.querySelector(`#records a[href="#${shown.open ?? ""}"]`)?.focus();
+}
+
+// The next or the previous one of the list, also over the edge of a page.
+async function step(number, by) {
+  let at = shown.rows.findIndex((row) => row.number === number);
+  if (at < 0) { // opened by its address
+    if (number + by >= 0 && number + by < about.records) location.hash = number + by;
+    return;
+  }
+  at += by;
+  if (at < 0 || at >= shown.rows.length) {
+    const page = wish.page + by;
+    if (page < 0 || page >= shown.pages) return;
+    await turn(page);
+    at = by > 0 ? 0 : shown.rows.length - 1;
+  }
+  location.hash = shown.rows[at].number;
+}
+
+const firstLink = () => document.querySelector("#records tbody a");
+
+function press(event) {
+  const typing = event.target.closest("input, select, textarea");
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "/" && !typing) {
+    event.preventDefault();
+    if (!byId("trace").hidden) location.hash = "";
+    setTimeout(() => byId("q").select());
+  } else if (event.key === "Escape" && !byId("trace").hidden) {
+    shown.open = location.hash.slice(1);
+    location.hash = "";
+  } else if (!byId("trace").hidden && !typing && ["ArrowLeft", "ArrowRight"].includes(event.key)) {
+    step(Number(location.hash.slice(1)), event.key === "ArrowRight" ? 1 : -1);
+  } else if (["ArrowDown", "ArrowUp"].includes(event.key) && !byId("list").hidden && !event.target.closest("select, input[type=number]")) {
+    const links = [...document.querySelectorAll("#records tbody a")], at = links.indexOf(document.activeElement);
+    if (at < 0 && event.target.id !== "q") return;
+    event.preventDefault();
+    (links[Math.max(0, at + (event.key === "ArrowDown" ? 1 : -1))] ?? links.at(-1))?.focus();
+  }
+}

@@ -1,0 +1,161 @@
+"""The view of a trace store: a list of its records, and one of them from inside."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millstream.records import Tensor
+from millstream.store.traces import Traces
+from millstream.view import trace_inside
+from millstream.view.later import Later
+from millstream.view.token_texts import TokenTexts, find_tokenizer
+from millstream.view.trace_list import (
+    MOST_PAGE_ROWS,
+    PAGE_ROWS,
+    Known,
+    Labels,
+    TextFields,
+    TraceTexts,
+    references_of,
+    rows_of,
+)
+from millstream.view.trace_scores import TraceScores, read_scores
+from millstream.view.view import Query, View
+
+FIRST = ("lstm", "gnn", "gvae")  # the detector a list begins with
+
+
+def traces_view(path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:
+    """A list that is searched, filtered, sorted and turned over; of a record its tokens, layers, attention, scores."""
+    shown = _Shown(path, run, tokenizer)
+    answers = {
+        "about": shown.about,
+        "list": shown.rows,
+        "trace": shown.trace,
+        "layers": shown.layers,
+        "attention": shown.attention,
+        "evolution": shown.evolution,
+    }
+    return View("traces", "Traces", answers)
+
+
+class _Shown:
+    """A store, its labels and the scores of a run, as the page asks for them."""
+
+    def __init__(self, path: Path, run: Path | None, tokenizer: str | None) -> None:
+        self._traces = Traces(path)
+        self._run = run
+        file = find_tokenizer(path, tokenizer)
+        self._tokens = Later(lambda: TokenTexts(file))
+        self._texts = Later(lambda: TraceTexts(self._traces))
+        self._known = Later(self._know)
+        self._nets = Later(self._restore)
+
+    def _know(self) -> Known:
+        traces = self._traces
+        none = TraceScores({}, np.full(len(traces), -1, np.int8), ())
+        return Known(Labels(traces), none if self._run is None else read_scores(self._run, traces))
+
+    def _restore(self) -> Any:
+        if self._run is None:
+            return None
+        from millstream.view.layer_scores import LayerScores  # takes torch's seconds to import
+
+        return LayerScores(self._run, self._traces)
+
+    def about(self, query: Query) -> Mapping[str, object]:
+        traces, known = self._traces, self._known.soon()
+        fields = TextFields.of(traces)
+        scores = None if known is None else known.scores
+        detectors = [] if scores is None else sorted(scores.by_model, key=lambda name: (name not in FIRST, name))
+        return {
+            "ready": known is not None,
+            "path": str(traces.path),
+            "records": len(traces),
+            "shards": len(traces.shards),
+            "bytes": traces.num_bytes,
+            "config": dict(traces.config),
+            "fields": {name: str(kind) for name, kind in traces.fields.items()},
+            "has": {"question": fields.question is not None, "answer": fields.answer is not None},
+            "verdicts": None if known is None else Counter(known.verdicts.tolist()),
+            "parts": [] if scores is None else scores.part_names,
+            "detectors": detectors,
+            "run": None if self._run is None else str(self._run),
+        }
+
+    def rows(self, query: Query) -> Mapping[str, object]:
+        """A page of the list. Without a wish it needs the shards of its own rows only; `ready`: the rest is known."""
+        size = min(max(1, query.number("size", PAGE_ROWS)), MOST_PAGE_ROWS)
+        wishes = any(query.text(name) for name in ("q", "verdict", "part")) or query.text("sort", "number") != "number"
+        texts = self._texts.soon() if query.text("q") else None
+        known = self._known.soon(0.5 if wishes else 0.05)
+        if wishes and (known is None or (query.text("q") and texts is None)):
+            return {"ready": False, "total": 0, "page": 0, "rows": []}
+        numbers = known.chosen(query, texts) if known is not None and wishes else np.arange(len(self._traces))
+        pages = max(1, -(-len(numbers) // size))
+        page = min(query.number("page"), pages - 1)
+        wanted = numbers[page * size : (page + 1) * size].tolist()
+        rows = rows_of(self._traces, wanted)
+        for row in rows:
+            row.update(self._judged(known, row["number"], query.text("detector")))
+        return {"ready": known is not None, "total": len(numbers), "page": page, "pages": pages, "rows": rows}
+
+    def _judged(self, known: Known | None, number: int, detector: str) -> dict[str, object]:
+        if known is None:
+            return {"verdict": None, "score": None, "part": None}
+        scores, part = known.scores.by_model.get(detector), int(known.scores.parts[number])
+        return {
+            "verdict": known.verdicts[number],
+            "score": None if scores is None else scores[number],
+            "part": None if part < 0 else known.scores.part_names[part],
+        }
+
+    def trace(self, query: Query) -> Mapping[str, object]:
+        """Everything of a record that is small."""
+        traces, number = self._traces, query.number("number")
+        row = traces.row(number)
+        fields = TextFields.of(traces)
+        known = self._known.soon()
+        scores = {} if known is None else {name: values[number] for name, values in known.scores.by_model.items()}
+        shapes = {name: None if place is None else list(place.shape) for name, place in row.tensors.items()}
+        scalars: dict[str, object] = {name: traces.fetch([number], [name])[name][0] for name in self._scalars()}
+        return {
+            "number": number,
+            "records": len(traces),
+            "id": scalars.get(fields.key or ""),
+            "question": scalars.get(fields.question or ""),
+            "answer": scalars.get(fields.answer or ""),
+            "references": references_of([scalars[name] for name in fields.references]),
+            "scalars": scalars,
+            "shapes": shapes,
+            "scores": scores,
+            "labels": {} if known is None else known.labels.of(scalars.get(fields.key or "")),
+            **self._judged(known, number, ""),
+            "tokens": trace_inside.tokens_of(traces, number, self._tokens.wait()),
+            "num_layers": trace_inside.num_layers(traces, number),
+        }
+
+    def _scalars(self) -> list[str]:
+        return [name for name, kind in self._traces.fields.items() if not isinstance(kind, Tensor)]
+
+    def layers(self, query: Query) -> Mapping[str, object] | None:
+        return trace_inside.layers_of(self._traces, query.number("number"))
+
+    def attention(self, query: Query) -> Mapping[str, object] | None:
+        return trace_inside.attention_of(
+            self._traces,
+            query.number("number"),
+            layer=query.number("layer"),
+            head=query.text("head", "mean"),
+            k=query.number("k", 4),
+        )
+
+    def evolution(self, query: Query) -> Mapping[str, object]:
+        """Scores after each layer; `ready` is false while the nets are being restored."""
+        nets = self._nets.soon()
+        if nets is None and self._run is not None:
+            return {"ready": False, "scores": {}}
+        return {"ready": True, "scores": {} if nets is None else nets.of(query.number("number"))}
