@@ -1,0 +1,125 @@
+"""What reads are made of, from a sample: some neighbouring reads at places spread over all of them.
+
+Neighbours, because a compressed file is decoded block by block: a few places cost a few blocks, however large the file.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millstream.store.reads import Reads
+
+_READS, _LETTERS = 4096, 2 << 20  # of a sample, at most
+_PLACES, _DECODED = 64, 24 << 20
+_POSITIONS = 500  # for which qualities are told
+_GC_BARS = 40
+_PHRED = 33
+Numbers = NDArray[np.int64]
+Letters = NDArray[np.uint8]
+
+
+def sample(reads: Reads, *, seconds: float = 0.5) -> dict[str, object]:
+    """Shares of the letters, GC of the reads and qualities by position; and how many reads that was found from.
+
+    After so many seconds no further place is looked at.
+    """
+    if not len(reads):
+        return {"reads": 0, "of": 0}
+    window = max(200, _LETTERS // min(len(reads), _READS))
+    tally = _Tally(all(part.has_quality for part in reads.parts))
+    rng = np.random.default_rng(0)
+    begun = time.monotonic()
+    for numbers in _places(reads):
+        tally.add(reads, numbers, window, rng)
+        if time.monotonic() - begun > seconds:
+            break
+    return {**tally.tell(), "of": len(reads), "window": window}
+
+
+def _places(reads: Reads) -> Sequence[Numbers]:
+    """Runs of neighbouring reads, in an order that is spread over the file from the first few on."""
+    medium, total = reads.medium, len(reads)
+    if total <= _READS and medium.num_bytes <= _DECODED:
+        return [np.arange(total, dtype=np.int64)]
+    most = _PLACES if medium.is_random else min(max(_DECODED // max(medium.run_bytes, 1), 4), _PLACES)
+    num_places = min(most, total)
+    each = max(1, min(_READS // num_places, total // num_places))
+    places: list[Numbers] = []
+    for place in np.random.default_rng(0).permutation(num_places).tolist():
+        first = place * (total - each) // max(num_places - 1, 1)
+        numbers = np.arange(first, first + each, dtype=np.int64)
+        before = np.cumsum(reads.lengths(numbers))
+        places.append(numbers[: max(1, int(np.searchsorted(before, max(medium.run_bytes, 1 << 20))))])
+    return places
+
+
+@dataclass
+class _Tally:
+    has_quality: bool
+
+    def __post_init__(self) -> None:
+        self.weights = np.zeros(256)  # letters of all sampled reads, those not looked at as those that were
+        self.gc: list[NDArray[np.float64]] = []
+        self.grades = np.zeros((_POSITIONS, 94), np.int64)
+        self.num_reads = self.num_letters = self.num_places = 0
+
+    def add(self, reads: Reads, numbers: Numbers, window: int, rng: np.random.Generator) -> None:
+        lengths = reads.lengths(numbers)
+        seen = np.minimum(lengths, window)
+        if self.has_quality and not (lengths > window).any():
+            batch = reads.fetch(numbers, ["sequence", "quality"])
+            if batch.quality is not None:
+                self._grade(batch.quality, batch.offsets)
+        else:
+            starts = (rng.random(len(numbers)) * (lengths - seen + 1)).astype(np.int64)
+            batch = reads.regions(numbers, starts, starts + seen)
+        rows = np.repeat(np.arange(len(numbers)), seen)
+        counts = np.bincount(rows * 256 + batch.flat, minlength=256 * len(numbers)).reshape(-1, 256)
+        counts[:, ord("A") : ord("Z") + 1] += counts[:, ord("a") : ord("z") + 1]
+        counts[:, ord("a") : ord("z") + 1] = 0
+        self.weights += (counts * (lengths / np.maximum(seen, 1))[:, None]).sum(axis=0)
+        strong, weak = counts[:, list(b"GC")].sum(axis=1), counts[:, list(b"ATU")].sum(axis=1)
+        known = strong + weak > 0
+        self.gc.append(strong[known] / (strong + weak)[known])
+        self.num_reads += len(numbers)
+        self.num_letters += int(seen.sum())
+        self.num_places += 1
+
+    def _grade(self, quality: Letters, offsets: Numbers) -> None:
+        positions = np.arange(len(quality)) - np.repeat(offsets[:-1], np.diff(offsets))
+        near = positions < _POSITIONS
+        grades = np.clip(quality[near].astype(np.int64) - _PHRED, 0, 93)
+        self.grades += np.bincount(positions[near] * 94 + grades, minlength=self.grades.size).reshape(-1, 94)
+
+    def tell(self) -> dict[str, object]:
+        total = max(self.weights.sum(), 1e-300)
+        letters = [(chr(place), self.weights[place] / total) for place in np.flatnonzero(self.weights).tolist()]
+        nucleotides = sum(share for letter, share in letters if letter in "ACGTUN")
+        gc, edges = np.histogram(np.concatenate([np.empty(0), *self.gc]), _GC_BARS, (0, 1))
+        return {
+            "reads": self.num_reads,
+            "letters_seen": self.num_letters,
+            "places": self.num_places,
+            "letters": sorted(letters, key=lambda pair: -pair[1]),
+            # of proteins there is none
+            "gc": {"from": edges[:-1], "to": edges[1:], "count": gc} if nucleotides > 0.9 else None,
+            "gc_mean": _share(dict(letters), "GC", "GCATU"),
+            "quality": self._qualities(),
+        }
+
+    def _qualities(self) -> dict[str, object] | None:
+        reads = self.grades.sum(axis=1)
+        (positions,) = np.nonzero(reads)
+        if not len(positions):
+            return None
+        before = np.cumsum(self.grades[positions], axis=1) / reads[positions, None]
+        low, middle = ((before >= share).argmax(axis=1) for share in (0.1, 0.5))
+        return {"position": positions, "median": middle, "low": low}
+
+
+def _share(letters: dict[str, float], some: str, of: str) -> float | None:
+    whole = sum(letters.get(letter, 0.0) for letter in of)
+    return sum(letters.get(letter, 0.0) for letter in some) / whole if whole else None
