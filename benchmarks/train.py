@@ -379,7 +379,7 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
     )
     kept = [{key: value.clone() for key, value in batch.items()} for batch in loader]
     seen = detector.kit.features
-    job = Job(name, 0, folder, settings, DETECTION, seen, seen, means.memory, MEMORY, str(store), detector.at_once)
+    job = Job(name, 0, folder, settings, DETECTION, seen, seen, means.memory, str(store), detector.at_once)
 
     def training() -> Training:
         return Training(job, fabric, deepcopy(net), log=Log(folder), progress=silent, stop=lambda: False)

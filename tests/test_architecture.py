@@ -13,12 +13,15 @@ import millstream
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "millstream"
 FLOW = ["source", "store", "dataset", "loader", "model", "train", "report", "view", "classic"]
-GROUND = {"buffers", "collection", "engine", "errors", "config", "console", "kernels", "records", ""}
+GROUND = {"buffers", "collection", "engine", "errors", "config", "console", "kernels", "progress_line", "records", ""}
 TOP = {
     "cli",
     "cli_common",
+    "cli_complete",
+    "cli_help",
     "cli_llm",
     "cli_reads",
+    "cli_settings",
     "cli_train",
     "cli_view",
     "door",

@@ -1,45 +1,108 @@
 """The `millstream` command. Every command is a thin layer over a function; data goes to stdout, talk to stderr."""
 
+import errno
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from millstream import __version__, cli_llm, cli_reads, cli_train
-from millstream.cli_common import Json, print_json
+from millstream.cli_common import Json, finish, print_json
+from millstream.cli_help import Commands, Group, Interrupted, OutputClosed
 
-app = typer.Typer(
+app = Commands(
     name="millstream",
-    no_args_is_help=True,
+    cls=Group,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", show_default=False)]
-Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", show_default=False)]
+Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", metavar="STORE")]
+Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", metavar="OUT")]
+
+_AGAIN = "what was done is kept: the same command goes on from there"
+_NOTHING = "nothing was written: the same command begins anew"
+_KEPT = {  # what Ctrl-C leaves behind
+    "demo": "the same command begins anew",
+    "extract": _AGAIN,
+    "label": "no labels were written: the same command begins anew",
+    "featurize": _AGAIN,
+    "convert": _AGAIN,
+    "train": "what the last checkpoint holds is kept: the same command goes on from there",
+    "classify": _AGAIN,
+    "pack": _AGAIN,
+    "repair": "what is repaired stays so: the same command goes on",
+    "evaluate": "the run is as it was: the same command begins anew",
+    "report": "the run is as it was: the same command begins anew",
+    "inspect": "nothing was changed",
+    "verify": "nothing was changed",
+    "view": "nothing was changed",
+}
+_REMEDIES = {
+    errno.ENOSPC: "Free some space and run the same command again",
+    errno.EDQUOT: "Free some space and run the same command again",
+    errno.EACCES: "Choose a place that you may read and write",
+    errno.EPERM: "Choose a place that you may read and write",
+    errno.EROFS: "Choose a place that can be written to",
+}
 
 
 def main() -> None:
     """Run the command line: our own errors are one line and exit code 1, wrong use is exit code 2."""
+    from millstream.cli_complete import ASKED, answer
     from millstream.errors import BadSetting, MillstreamError
 
+    if ASKED in os.environ:
+        answer(typer.main.get_command(app))
+        return
     try:
-        app()
+        code = app(args=sys.argv[1:] or ["--help"], prog_name="millstream", standalone_mode=False)
+        sys.stdout.flush()
     except MillstreamError as error:
         _fail(str(error), code=2 if isinstance(error, BadSetting) else 1)
-    except BrokenPipeError:  # the reader of our output has seen enough
-        sys.stderr.close()
+    except (BrokenPipeError, OutputClosed):
+        _close_quietly()
     except OSError as error:
-        _fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
-    except KeyboardInterrupt:
-        _fail("interrupted", code=130)
+        said = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
+        remedy = _REMEDIES.get(error.errno or 0)
+        _fail(f"{said}. {remedy}" if remedy else said)
+    except Interrupted as interrupted:
+        _fail(f"interrupted; {_KEPT.get(str(interrupted), _NOTHING)}", code=130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # of typer, about the words that were typed
+            raise
+        _misused(error)
+    else:
+        sys.exit(code or 0)
 
 
 def _fail(text: str, code: int = 1) -> None:
-    print(f"millstream: {' '.join(text.split())}", file=sys.stderr)
+    from millstream.console import painted
+
+    print(f"{painted('millstream:', '1;31', sys.stderr)} {' '.join(text.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+def _misused(error: Any) -> None:
+    """Wrong use, in one line with a hint."""
+    said = str(error.message if getattr(error, "param", 1) is None else error.format_message()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = "millstream" if context is None else context.command_path
+    where = command.removeprefix("millstream").strip()
+    _fail(f"{f'{where}: ' if where else ''}{said[:1].lower()}{said[1:]}. See: {command} --help", code=2)
+
+
+def _close_quietly() -> None:
+    """The reader of our output has seen enough; end as other programs do."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+    sys.exit(141)
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,10 +111,38 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _install(wanted: bool) -> None:
+    if wanted:
+        from millstream.cli_complete import detected_shell, install
+
+        shell = detected_shell()
+        written = " and ".join(map(str, install(shell)))
+        print(f"Completion for {shell} is in {written}. It works in the next shell you open.")
+        raise typer.Exit
+
+
+def _show_script(wanted: bool) -> None:
+    if wanted:
+        from millstream.cli_complete import SCRIPTS, detected_shell
+
+        print(SCRIPTS[detected_shell()], end="")
+        raise typer.Exit
+
+
 @app.callback()
 def about(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+    install_completion: Annotated[
+        bool,
+        typer.Option(
+            "--install-completion", help="Let the Tab key complete: bash, zsh, fish.", is_eager=True, callback=_install
+        ),
+    ] = False,
+    show_completion: Annotated[
+        bool,
+        typer.Option("--show-completion", help="Print the script for that.", is_eager=True, callback=_show_script),
     ] = False,
 ) -> None:
     """Train on data far larger than memory."""
@@ -59,9 +150,11 @@ def about(
 
 @app.command()
 def demo(
-    path: Annotated[Path, typer.Argument(help="Folder for the demo's files.")] = Path("demo"),
-    model: Annotated[str, typer.Option(help="Who is asked: facts, or smollm2 for a real model.")] = "facts",
-    only: Annotated[str | None, typer.Option(help="One part of it: traces or reads.")] = None,
+    path: Annotated[Path, typer.Argument(help="Folder for the demo's files.", metavar="FOLDER")] = Path("demo"),
+    model: Annotated[
+        str, typer.Option(help="Who is asked: facts, or smollm2 for a real model.", metavar="NAME")
+    ] = "facts",
+    only: Annotated[str | None, typer.Option(help="One part of it: traces or reads.", metavar="PART")] = None,
 ) -> None:
     """Ask a small language model, kill it half way, go on, train detectors; then train classifiers of reads."""
     from millstream import demo_reads
@@ -76,9 +169,11 @@ def demo(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, or reads.")],
-    other: Annotated[Path | None, typer.Argument(help="Another one, to compare with.")] = None,
-    examples: Annotated[int, typer.Option(help="How many example records to show.")] = 3,
+    path: Annotated[
+        Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, or reads.", metavar="PATH")
+    ],
+    other: Annotated[Path | None, typer.Argument(help="Another one, to compare with.", metavar="OTHER")] = None,
+    examples: Annotated[int, typer.Option(help="How many example records to show.", metavar="N")] = 3,
     as_json: Json = False,
 ) -> None:
     """Show what is in a store or in reads: counts, fields, lengths, a few records; or how two stores differ."""
@@ -115,7 +210,7 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(help="A trace store, or reads that have an index.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="A trace store, or reads that have an index.", metavar="PATH")],
     fast: Annotated[bool, typer.Option("--fast", help="Check structure only, not the records' bytes.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -147,14 +242,13 @@ def verify(
     for damage in damages if not as_json else ():
         print(damage)
     if unsealed:
-        say(
-            f"{unsealed} shard(s) not sealed: a writer is at work or was interrupted; millstream repair {path} recovers"
-        )
+        say(f"{unsealed} shard(s) not sealed: a writer is at work or was interrupted, which repair recovers")
     if damages:
-        say(f"{path}: {len(damages)} damage(s) in {len(traces)} records. Next: millstream repair {path}")
+        finish(f"{path}: {len(damages)} damage(s) in {len(traces):,} records", "repair", path)
         raise typer.Exit(1)
     how = "structure holds" if fast else "every checksum holds"
-    say(f"{path}: {len(traces)} records, {format_bytes(traces.num_bytes)}: {how}")
+    size = f"{len(traces):,} records, {format_bytes(traces.num_bytes)}"
+    finish(f"{path}: {size}: {how}", *(("repair", path) if unsealed else ("inspect", path)))
 
 
 @app.command()
@@ -186,7 +280,7 @@ def repair(path: Store, as_json: Json = False) -> None:
             print(f"lost: {record.shard}{where}: {record.reason}")
     if result.lost:
         say(f"{len(result.lost)} lost; listed with their ids in {path}/damaged/lost.jsonl, to be extracted again")
-    say(f"{path}: {len(Traces(path))} records. Next: millstream verify {path}")
+    finish(f"{path}: {len(Traces(path)):,} records", "verify", path)
 
 
 @app.command()
@@ -212,9 +306,11 @@ def merge(
 def subset(
     path: Store,
     out: Out,
-    shards: Annotated[str | None, typer.Option(help="Shard numbers, as in 0,3-5.")] = None,
-    ids: Annotated[Path | None, typer.Option(help="A file of question ids, one a line (or JSON lines).")] = None,
-    where: Annotated[str | None, typer.Option(help="An SQL condition over the scalar fields.")] = None,
+    shards: Annotated[str | None, typer.Option(help="Shard numbers, as in 0,3-5.", metavar="NUMBERS")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="A file of question ids, one a line (or JSON lines).", metavar="FILE")
+    ] = None,
+    where: Annotated[str | None, typer.Option(help="An SQL condition over the scalar fields.", metavar="SQL")] = None,
     as_json: Json = False,
 ) -> None:
     """Copy some shards, or some records, of a store into a new store."""
@@ -238,7 +334,9 @@ def subset(
 @app.command()
 def convert(
     paths: Annotated[list[str], typer.Argument(help="Old files, folders or patterns, then OUT.", metavar="OLD... OUT")],
-    compression: Annotated[str | None, typer.Option(help="none, lz4 or zstd.", show_default="none")] = None,
+    compression: Annotated[
+        str | None, typer.Option(help="none, lz4 or zstd.", show_default="none", metavar="NAME")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Import old .pkl, .pkl.gz and .pt files, traces or preprocessed. Runs no code from them; run again to resume."""
@@ -269,14 +367,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def _wrote(written: Any, as_json: bool) -> None:
-    from millstream.console import format_bytes, say
+    from millstream.console import format_bytes
 
     if as_json:
         print_json({"path": str(written.path), "records": written.records, "bytes": written.bytes})
-    say(
-        f"{written.path}: {written.records} records, {format_bytes(written.bytes)}. "
-        f"Next: millstream inspect {written.path}"
-    )
+    finish(f"{written.path}: {written.records:,} records, {format_bytes(written.bytes)}", "inspect", written.path)
 
 
 app.command()(cli_llm.extract)

@@ -1,6 +1,7 @@
 """What all commands share."""
 
 import json
+import shlex
 from typing import Annotated
 
 import typer
@@ -10,3 +11,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 def print_json(answer: object) -> None:
     print(json.dumps(answer, indent=1, default=str, ensure_ascii=False))
+
+
+def finish(done: str, *following: object) -> None:
+    """The last words of a command: what it made, and the command to go on with, which can be pasted."""
+    from millstream.console import say
+
+    say(done)
+    if following:
+        say(f"Next: {shlex.join(['millstream', *map(str, following)])}")

@@ -7,24 +7,33 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli_common import Json, print_json
+from millstream.cli_common import Json, finish, print_json
 
-Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", show_default=False)]
+Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", metavar="STORE")]
 Settings = Annotated[
-    list[str] | None, typer.Argument(help="Settings as key=value, or a YAML file.", metavar="[KEY=VALUE]...")
+    list[str] | None, typer.Argument(help="Settings as listed below, or a YAML file of them.", metavar="KEY=VALUE")
 ]
-EngineName = Annotated[str, typer.Option("--engine", help="local, or ray for many machines.")]
-Address = Annotated[str | None, typer.Option(help="Of the Ray cluster; a local one is started when none is given.")]
-Workers = Annotated[int | None, typer.Option(help="How many on the cluster.", show_default="one a GPU or machine")]
+EngineName = Annotated[str, typer.Option("--engine", help="local, or ray for many machines.", metavar="NAME")]
+Address = Annotated[
+    str | None, typer.Option(help="Of the Ray cluster; without it a local one is started.", metavar="HOST:PORT")
+]
+Workers = Annotated[
+    int | None, typer.Option(help="How many on the cluster.", show_default="one a GPU or machine", metavar="N")
+]
 
 
 def extract(
     questions: Annotated[
-        str, typer.Argument(help="JSONL, JSON, CSV or Parquet file, facts, world, or NAME:CONFIG:SPLIT of the hub.")
+        str,
+        typer.Argument(
+            help="JSONL, JSON, CSV or Parquet file, facts, world, or NAME:CONFIG:SPLIT of the hub.", metavar="QUESTIONS"
+        ),
     ],
     store: Store,
     settings: Settings = None,
-    shuffle_seed: Annotated[int | None, typer.Option(help="Take the questions in an order drawn by this seed.")] = None,
+    shuffle_seed: Annotated[
+        int | None, typer.Option(help="Take the questions in an order drawn by this seed.", metavar="N")
+    ] = None,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Ask again what failed before.")] = False,
     engine: EngineName = "local",
     address: Address = None,
@@ -33,15 +42,12 @@ def extract(
 ) -> None:
     """Ask a causal language model questions and keep its traces. Run the same command again to go on.
 
-    Settings: model=NAME_OR_FOLDER (or facts, smollm2), tier=stats, graph, probe or full, or fields=hidden[8,16],edges;
-    dtype, stored, device, device_map, quantize, revision; max_new_tokens, num_beams, temperature, top_k, top_p, seed;
-    prompt=auto, plain, few-shot, chat or a text with {question}; stop, p_true; columns=id=..,question=..; num_samples,
-    shard_records, shard_bytes, memory.
+    For example: millstream extract questions.jsonl traces model=Qwen/Qwen3-4B tier=probe max_new_tokens=64
     """
     from dataclasses import asdict
 
     from millstream.config import read_settings
-    from millstream.console import format_bytes, say
+    from millstream.console import format_bytes
     from millstream.engine import Engine
     from millstream.source.llm.settings import ExtractSettings
 
@@ -55,11 +61,11 @@ def extract(
     if as_json:
         print_json(asdict(done))
     failed = f", {done.errors} of them failed (again with --retry-errors)" if done.errors else ""
-    say(f"{done.path}: {done.records} traces{failed}, {format_bytes(done.bytes)}")
+    size = f"{done.path}: {done.records:,} traces{failed}, {format_bytes(done.bytes)}"
     if done.interrupted:
-        say("interrupted; the same command goes on from here")
+        finish(f"{size}. interrupted; the same command goes on from here")
         raise typer.Exit(130)
-    say(f"Next: millstream label {done.path}")
+    finish(size, "label", done.path)
 
 
 def label(
@@ -70,11 +76,7 @@ def label(
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Compare answers with their aliases and write labels.parquet: right, wrong, ambiguous, refused, or no verdict.
-
-    Settings: rule=default, em, f1@0.5, rougeL@0.3 or scores; scores=FILE, a CSV or Parquet file with question_id, with
-    column=NAME and threshold=0.5.
-    """
+    """Compare answers with their aliases and write labels.parquet: right, wrong, ambiguous, refused, or no verdict."""
     from dataclasses import asdict
 
     from millstream.config import read_settings
@@ -92,37 +94,30 @@ def label(
     if as_json:
         print_json(asdict(done))
     for verdict, count in done.counts.items() if not as_json else ():
-        print(f"{verdict:<12}{count:>10}")
+        print(f"{verdict:<12}{count:>10,}")
     if done.conflicting:
         say(
             f"{done.conflicting} of the unlabelled share a question_id with a record that differs in verdict; labels "
             "are joined by question_id, so give each record one of its own"
         )
-    say(
-        f"{done.path}: {done.records} records by the rule {done.rule} ({done.label_version}). "
-        f"Next: millstream inspect {store}"
-    )
+    said = f"{done.path}: {done.records:,} records by the rule {done.rule} ({done.label_version})"
+    finish(said, "train", f"data={store}")
 
 
 def featurize(
     store: Store,
-    out: Annotated[Path, typer.Argument(help="The store of features to write, or to go on with.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The store of features to write, or to go on with.", metavar="OUT")],
     settings: Settings = None,
     engine: EngineName = "local",
     address: Address = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Compute a feature of every trace once and keep it in a store of its own. Run again to go on.
-
-    Settings: feature=layers with token=last (or first, mean, last_prompt, first_answer, mean_answer, a number) and
-    field=hidden; feature=graphs with k=8 and threshold=0; feature=fields with fields=NAME,NAME; dtype, shard_bytes,
-    memory.
-    """
+    """Compute a feature of every trace once and keep it in a store of its own. Run again to go on."""
     from dataclasses import asdict
 
     from millstream.config import read_settings
-    from millstream.console import format_bytes, progress, say
+    from millstream.console import format_bytes, progress, within
     from millstream.dataset.featurize import FeaturizeSettings
     from millstream.dataset.featurize import featurize as compute
     from millstream.engine import Engine
@@ -130,10 +125,10 @@ def featurize(
 
     given = read_settings(FeaturizeSettings, settings or [])
     where = Engine(engine, address, workers)
-    with redirect_stdout(sys.stderr), progress("featurize", len(Traces(store))) as update:
+    num_records = len(Traces(store))
+    with redirect_stdout(sys.stderr), progress("featurize", num_records, memory=within(given.memory)) as update:
         done = compute(store, out, engine=where, progress=update, **asdict(given))
     if as_json:
         print_json(asdict(done))
     without = f", {done.left_out} traces have no such tensors" if done.left_out else ""
-    say(f"{done.path}: {done.records} records, {format_bytes(done.bytes)}{without}")
-    say(f"Next: millstream inspect {done.path}")
+    finish(f"{done.path}: {done.records:,} records, {format_bytes(done.bytes)}{without}", "inspect", done.path)

@@ -5,36 +5,47 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli_common import Json, print_json
+from millstream.cli_common import Json, finish, print_json
 
 if TYPE_CHECKING:
     from millstream.store.index import IndexSettings
 
 Regex = Annotated[
-    str | None, typer.Option("--header-regex", help="Named groups become columns: 'lbl\\|(?P<class_id>\\d+)'.")
+    str | None,
+    typer.Option("--header-regex", help="Named groups become columns: 'lbl\\|(?P<class_id>\\d+)'.", metavar="REGEX"),
 ]
-Columns = Annotated[str | None, typer.Option(help="Which groups to keep, as in class_id,tax_id.", show_default="all")]
-Mismatch = Annotated[str, typer.Option(help="What to do with a header that does not fit: error, skip or null.")]
+Columns = Annotated[
+    str | None, typer.Option(help="Which groups to keep, as in class_id,tax_id.", show_default="all", metavar="NAMES")
+]
+Mismatch = Annotated[
+    str, typer.Option(help="What to do with a header that does not fit: error, skip or null.", metavar="WHAT")
+]
 Salvage = Annotated[bool, typer.Option("--salvage", help="Use a damaged file up to the damage.")]
 
 
 def index(
-    paths: Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="FILE...")],
+    paths: Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="FILE")],
     header_regex: Regex = None,
     columns: Columns = None,
     on_mismatch: Mismatch = "error",
     names: Annotated[
         bool, typer.Option("--names", help="Also for files of over a million reads, find by name.")
     ] = False,
-    mapping: Annotated[Path | None, typer.Option(help="TSV or Parquet of class ids; unknown ids are refused.")] = None,
+    mapping: Annotated[
+        Path | None, typer.Option(help="TSV or Parquet of class ids; unknown ids are refused.", metavar="FILE")
+    ] = None,
     fai: Annotated[bool, typer.Option("--fai", help="Also write samtools' .fai (and .gzi).")] = False,
-    index_dir: Annotated[Path | None, typer.Option(help="Put indexes there, not beside the files.")] = None,
-    memory: Annotated[str, typer.Option(help="The most that indexing may take.")] = "256MB",
+    index_dir: Annotated[
+        Path | None, typer.Option(help="Put indexes there, not beside the files.", metavar="FOLDER")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="The most that indexing may take.", metavar="SIZE")] = "256MB",
     salvage: Salvage = False,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Build again what is there.")] = False,
     as_json: Json = False,
 ) -> None:
     """Index FASTA or FASTQ files, plain, gzip, BGZF or zstd, so that any read can be fetched by number."""
+    from functools import partial
+
     from millstream.console import format_bytes, say
     from millstream.store.fai import write_fai
     from millstream.store.index import check_memory
@@ -50,7 +61,7 @@ def index(
     files = [file for path in paths for file in expand(path)]
     reads = open_reads(
         files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
-        watch=watch_index, notify=say,
+        watch=partial(watch_index, memory=memory), notify=say,
     )  # fmt: skip
     written = [str(out) for part in reads.parts if fai and isinstance(part, ReadFile) for out in write_fai(part)]
     if as_json:
@@ -66,8 +77,8 @@ def index(
                 "written": written,
             }
         )
-    size = f"{len(reads)} reads, {reads.num_bases} bases; index {format_bytes(reads.index_bytes)}"
-    say(f"{reads.index_paths[0]}: {size}. Next: millstream inspect {paths[0]}")
+    size = f"{len(reads):,} reads, {reads.num_bases:,} bases; index {format_bytes(reads.index_bytes)}"
+    finish(f"{reads.index_paths[0]}: {size}", "inspect", paths[0])
 
 
 def pack(
@@ -99,51 +110,60 @@ def pack(
         )  # fmt: skip
     if as_json:
         print_json({"path": out, "records": done.records, "bases": done.bases, "bytes": done.bytes})
-    say(f"{out}: {done.records} reads, {done.bases} bases, {format_bytes(done.bytes)}. Next: millstream inspect {out}")
+    finish(f"{out}: {done.records:,} reads, {done.bases:,} bases, {format_bytes(done.bytes)}", "inspect", out)
 
 
 def unpack(
-    path: Annotated[Path, typer.Argument(help="A packed file.")],
-    out: Annotated[Path, typer.Argument(help="FASTA or FASTQ to write, gzipped if it ends in .gz; - is stdout.")],
+    path: Annotated[Path, typer.Argument(help="A packed file.", metavar="PACKED")],
+    out: Annotated[
+        Path, typer.Argument(help="FASTA or FASTQ to write, gzipped if it ends in .gz; - is stdout.", metavar="OUT")
+    ],
 ) -> None:
     """Write a packed file as FASTA or FASTQ again, bit for bit as it was."""
     import sys
 
-    from millstream.console import progress, say
+    from millstream.console import progress, silent
     from millstream.store.pack_file import open_pack
     from millstream.store.unpack import unpack as restore
 
     file = open_pack(path, memory=256 << 20)
-    with progress("unpack", file.records) as update:
-        restore(path, sys.stdout.buffer if str(out) == "-" else out, progress=update)
-    if str(out) != "-":
-        say(f"{out}: {file.records} reads. Next: millstream index {out}")
+    if str(out) == "-":  # a bar among letters on the same terminal would spoil both
+        restore(path, sys.stdout.buffer, progress=silent)
+        return
+    with progress("unpack", file.records, unit="reads") as update:
+        restore(path, out, progress=update)
+    finish(f"{out}: {file.records:,} reads", "index", out)
 
 
 def simulate(
-    genomes: Annotated[
-        list[str], typer.Argument(help="FASTA files, each a genome; or a folder.", metavar="GENOMES...")
-    ],
+    genomes: Annotated[list[str], typer.Argument(help="FASTA files, each a genome; or a folder.", metavar="GENOMES")],
     out: Annotated[
-        list[Path], typer.Option("--out", "-o", help="FASTA or FASTQ, gzipped if it ends in .gz; twice: mates apart.")
+        list[Path],
+        typer.Option(
+            "--out", "-o", help="FASTA or FASTQ, gzipped if it ends in .gz; twice: mates apart.", metavar="FILE"
+        ),
     ],
-    reads: Annotated[int, typer.Option(help="How many; the two of a pair count as two.")] = 100_000,
-    length: Annotated[int, typer.Option(help="Letters of a read.")] = 150,
-    error: Annotated[float, typer.Option(help="Share of letters that are replaced.")] = 0.01,
-    indel: Annotated[float, typer.Option(help="Share of letters left out or put in.")] = 0.0,
-    insert: Annotated[int | None, typer.Option(help="Make pairs, of fragments of this mean length.")] = None,
+    reads: Annotated[int, typer.Option(help="How many; the two of a pair count as two.", metavar="N")] = 100_000,
+    length: Annotated[int, typer.Option(help="Letters of a read.", metavar="N")] = 150,
+    error: Annotated[float, typer.Option(help="Share of letters that are replaced.", metavar="SHARE")] = 0.01,
+    indel: Annotated[float, typer.Option(help="Share of letters left out or put in.", metavar="SHARE")] = 0.0,
+    insert: Annotated[
+        int | None, typer.Option(help="Make pairs, of fragments of this mean length.", metavar="N")
+    ] = None,
     abundance: Annotated[
-        str, typer.Option(help="length (same coverage), equal (reads a class), or lognormal.")
+        str, typer.Option(help="length (same coverage), equal (reads a class), or lognormal.", metavar="HOW")
     ] = "length",
-    mapping: Annotated[Path | None, typer.Option(help="Class ids by tax_id; written if it is not there.")] = None,
-    index_dir: Annotated[Path | None, typer.Option(help="Put indexes of the genomes there.")] = None,
-    seed: Annotated[int, typer.Option(help="The same one gives the same reads.")] = 0,
+    mapping: Annotated[
+        Path | None, typer.Option(help="Class ids by tax_id; written if it is not there.", metavar="FILE")
+    ] = None,
+    index_dir: Annotated[Path | None, typer.Option(help="Put indexes of the genomes there.", metavar="FOLDER")] = None,
+    seed: Annotated[int, typer.Option(help="The same one gives the same reads.", metavar="N")] = 0,
     as_json: Json = False,
 ) -> None:
     """Draw labelled reads from genomes, of both strands and with errors; headers are lbl|class|tax|len|name/mate."""
     from dataclasses import asdict
 
-    from millstream.console import progress, say
+    from millstream.console import progress
     from millstream.dataset.simulate import SimulateSettings
     from millstream.dataset.simulate import simulate as draw
     from millstream.store.read_paths import expand
@@ -156,10 +176,12 @@ def simulate(
     if as_json:
         print_json({**asdict(done), "paths": [str(path) for path in out]})
     depths = sorted(done.coverage.values())
-    size = f"{done.reads} reads of {len(depths)} genomes, {done.bases} bases, coverage {depths[0]:.3g}x"
+    size = f"{done.reads:,} reads of {len(depths)} genomes, {done.bases:,} bases, coverage {depths[0]:.3g}x"
     more = f" to {depths[-1]:.3g}x" if f"{depths[0]:.3g}" != f"{depths[-1]:.3g}" else ""
-    table = mapping or "species.tsv"
-    say(f"{out[0]}: {size}{more}. Next: millstream train data.train={out[0]} mapping={table}")
+    following: list[object] = ["index", *out]
+    if mapping is not None and len(out) == 1:
+        following = ["train", f"data.train={out[0]}", f"mapping={mapping}", *(["paired=true"] if insert else [])]
+    finish(f"{' and '.join(map(str, out))}: {size}{more}", *following)
 
 
 def inspect_reads(path: Path, *, examples: int, as_json: bool) -> None:
@@ -176,11 +198,13 @@ def inspect_reads(path: Path, *, examples: int, as_json: bool) -> None:
 
 
 def verify_reads(path: Path, *, as_json: bool) -> None:
-    from millstream.console import format_bytes, progress, say
+    from millstream.console import format_bytes, progress
     from millstream.door import open_as_reads
+    from millstream.store.pack_file import is_pack
     from millstream.store.read_summary import verify_reads as find_damage
 
     reads = open_as_reads(path)
+    again = () if is_pack(path) else ("index", path, "--rebuild")
     with progress("verify", reads.num_bytes, unit="bytes") as update:
         damages = list(find_damage(reads, progress=update))
     if as_json:
@@ -188,8 +212,11 @@ def verify_reads(path: Path, *, as_json: bool) -> None:
     for damage in damages if not as_json else ():
         print(damage)
     if damages:
+        finish(
+            f"{path}: {len(damages)} damage(s) in {len(reads):,} reads. If the file is whole, index it again", *again
+        )
         raise typer.Exit(1)
-    say(f"{path}: {len(reads)} reads, {format_bytes(reads.num_bytes)}: every checksum holds")
+    finish(f"{path}: {len(reads):,} reads, {format_bytes(reads.num_bytes)}: every checksum holds", "inspect", path)
 
 
 def read_settings(

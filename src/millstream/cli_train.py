@@ -1,30 +1,27 @@
 """The commands that train and compare: train, evaluate, report, classify."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli_common import Json, print_json
+from millstream.cli_common import Json, finish, print_json
+
+if TYPE_CHECKING:
+    from millstream.console import Progress
 
 Settings = Annotated[
-    list[str] | None, typer.Argument(help="Settings as key=value, or a YAML file.", metavar="[KEY=VALUE]...")
+    list[str] | None, typer.Argument(help="Settings as listed below, or a YAML file of them.", metavar="KEY=VALUE")
 ]
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 
 
 def train(settings: Settings = None, as_json: Json = False) -> None:
     """Train detectors of wrong answers, or classifiers of reads, and report. Run again to go on.
 
-    Detectors: data=STORE model=lstm,gnn,gvae,baselines (or names of single ones, or package.module:Class); label,
-    train, val, by, salt, parameters, token, token_stats, k, kl_weight, free_bits.
-
-    Classifiers: data.train=FILE data.val=FILE data.test=FILES mapping=TABLE model=kmer-linear,cnn,lstm,transformer,hf;
-    data.header_regex, data.index_dir, taxonomy, balance, reverse_complement, paired, val_reads, k, bits, width, layers,
-    tokenizer, max_length, hf, lora.
-
-    Both: out=RUN seeds, seed, epochs, batch_size, lr, weight_decay, warmup, clip, patience, dropout, memory,
-    accelerator, devices, precision, checkpoint_minutes, checkpoint_steps, tensorboard.
+    Detectors learn from a trace store, data=STORE; classifiers from files of reads, data.train=FILE. For example:
+    millstream train data=traces model=lstm,gnn,baselines out=runs/first memory=500MB
     """
     from dataclasses import asdict
 
@@ -51,10 +48,7 @@ def evaluate(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Score with the detectors of a run: its own test part again, or data=OTHER_STORE, on which nothing is fitted.
-
-    Settings: data=STORE, model=NAMES, memory=2GB, out=FOLDER.
-    """
+    """Score with the detectors of a run: its own test part again, or data=OTHER_STORE, on which nothing is fitted."""
     from dataclasses import asdict
 
     from millstream.config import read_settings
@@ -66,19 +60,23 @@ def evaluate(
 
 def classify(
     run: RunFolder,
-    reads: Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="READS...")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="TSV to write, gzipped if it ends in .gz.")],
+    reads: Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="READS")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="TSV to write, gzipped if it ends in .gz.", metavar="FILE")],
     model: Annotated[
-        str | None, typer.Option(help="Which model of the run.", show_default="the best on validation")
+        str | None, typer.Option(help="Which model of the run.", show_default="the best on validation", metavar="NAME")
     ] = None,
     paired: Annotated[bool, typer.Option("--paired", help="Neighbouring reads are mates.")] = False,
-    mates: Annotated[list[str] | None, typer.Option(help="Files of the second reads of pairs.")] = None,
+    mates: Annotated[list[str] | None, typer.Option(help="Files of the second reads of pairs.", metavar="FILE")] = None,
     threshold: Annotated[
-        float, typer.Option(help="Less likely classes are given to the genus, or what is above.")
+        float, typer.Option(help="Less likely classes are given to the genus, or what is above.", metavar="SHARE")
     ] = 0.0,
-    kraken_output: Annotated[Path | None, typer.Option(help="Also write a report as Kraken 2 does.")] = None,
-    memory: Annotated[str, typer.Option(help="What reads may take, beside the model.")] = "1GB",
-    index_dir: Annotated[Path | None, typer.Option(help="Put indexes there, not beside the files.")] = None,
+    kraken_output: Annotated[
+        Path | None, typer.Option(help="Also write a report as Kraken 2 does.", metavar="FILE")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="What reads may take, beside the model.", metavar="SIZE")] = "1GB",
+    index_dir: Annotated[
+        Path | None, typer.Option(help="Put indexes there, not beside the files.", metavar="FOLDER")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write the class of every read, or pair, by a trained classifier: read, class, tax_id, taxon, rank, probability.
@@ -86,31 +84,35 @@ def classify(
     Run again to go on after an interruption.
     """
     from dataclasses import asdict
-    from functools import partial
 
-    from millstream.console import interruptible, progress, say
+    from millstream.console import interruptible, progress, within
     from millstream.train.classify import classify as name
+
+    def watch(total: int) -> "AbstractContextManager[Progress]":
+        return progress("classify", total, unit="reads", memory=within(memory))  # the model is there by then
 
     with interruptible() as stop:
         done = name(
             run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold,
             kraken_output=kraken_output, memory=memory, index_dir=index_dir,
-            watch=partial(progress, "classify", unit="reads"), stop=stop,
+            watch=watch, stop=stop,
         )  # fmt: skip
     if as_json:
         print_json(asdict(done))
     what = "reads" if done.num_rows == done.num_reads else "pairs"
-    count = f"{done.num_rows} {what}, {done.num_classified} classified, {done.num_unclassified} not"
+    count = f"{done.num_rows:,} {what}, {done.num_classified:,} classified, {done.num_unclassified:,} not"
     if done.interrupted:
-        say(f"{out}: {count} so far; interrupted, the same command goes on from here")
+        finish(f"{out}: {count} so far; interrupted, the same command goes on from here")
         raise typer.Exit(130)
-    say(f"{out}: {count}; {done.reads_per_s:.0f} reads/s")
+    taxa = f"Taxa are counted in {kraken_output}" if kraken_output else "Another time, --kraken-output counts taxa too"
+    finish(f"{out}: {count}; {done.reads_per_s:,.0f} reads/s. {taxa}", "view", run)
 
 
 def report(
     run: RunFolder,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page to write.", show_default="report.html of the run")
+        Path | None,
+        typer.Option("--out", "-o", help="The page to write.", show_default="report.html of the run", metavar="FILE"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -120,7 +122,6 @@ def report(
 
 def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
     """The table on stdout, and the page."""
-    from millstream.console import say
     from millstream.report.reported import report_of
 
     found = report_of(run)
@@ -129,4 +130,4 @@ def _show(run: Path, as_json: bool, out: Path | None = None) -> None:
     else:
         print(found.lines())
     page = found.write(out or run / "report.html")
-    say(f"{run}: {found.compared} compared. Open {page}")
+    finish(f"{run}: {found.compared} compared. Open {page}", "view", run)

@@ -175,3 +175,18 @@ def resident_bytes() -> int:
         return pages * resource.getpagesize()
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def tree_bytes() -> int:
+    """Memory of this process and its children, shared pages counted once (PSS); 0 where the system does not say."""
+    total, left = 0, [os.getpid()]
+    while left:
+        process = Path("/proc") / str(left.pop())
+        try:
+            rollup = (process / "smaps_rollup").read_text()
+            total += int(rollup.split("\nPss:")[1].split()[0]) << 10
+            for task in (process / "task").iterdir():
+                left += map(int, (task / "children").read_text().split())
+        except (OSError, IndexError):  # one that has just ended
+            continue
+    return total

@@ -34,13 +34,13 @@ class FeaturizeSettings:
 
     feature: str = "layers"  # layers, graphs, fields
     token: str = "last"  # of layers: first, last, mean, last_prompt, first_answer, mean_answer, or a number
-    field: str = "hidden"  # of layers
+    field: str = "hidden"  # of layers: the field with the states
     fields: str | None = None  # of fields: names with commas between them
     k: int | None = 8  # of graphs: edges a token
-    threshold: float = 0.0  # of graphs
-    dtype: str = "float16"
-    shard_bytes: int | str | None = None
-    memory: int | str = "1GB"
+    threshold: float = 0.0  # of graphs: attention an edge has at least
+    dtype: str = "float16"  # of what is kept
+    shard_bytes: int | str | None = None  # of a shard, about; 512MB if not given
+    memory: int | str = "1GB"  # of traces that are worked on at once
 
     def make(self) -> Feature:
         if self.feature == "layers":
@@ -107,6 +107,7 @@ def featurize(
     jobs = [rest for chunk in chunks if (rest := [number for number in chunk if number in missing])]
     done, left_out = len(ids) - len(missing), 0
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
+    progress(done)
     for written, without in chosen_engine.run(partial(FeaturizeWorker, Path(source), path, chosen), jobs, redo=left):
         done, left_out = done + written + without, left_out + without
         progress(done)

@@ -47,10 +47,10 @@ _SCORED = pa.schema(
 class LabelSettings:
     """`scores` is a file of scores by question_id, `column` the one that counts, right from `threshold` on."""
 
-    rule: str = "default"
-    scores: str | None = None
-    column: str | None = None
-    threshold: float | None = None
+    rule: str = "default"  # default, em, f1@0.5, rougeL@0.3, or scores with a file of them
+    scores: str | None = None  # CSV or Parquet with question_id and scores
+    column: str | None = None  # of that file, if it has several
+    threshold: float | None = None  # from which on a score means right
 
     def check(self) -> Rule:
         """The rule; an error where the settings do not go together."""
@@ -149,6 +149,7 @@ def _score(traces: Traces, is_usable: Bools, *, needed: bool, map: Map, progress
             )
     parts = [_SCORED.empty_table()]
     done = 0
+    progress(done)
     for part in map(score_chunk, _chunks(traces, is_usable, answer=fields[0], aliases=fields[1])):
         parts.append(part)
         progress(done := done + part.num_rows)

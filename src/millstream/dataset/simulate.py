@@ -116,6 +116,7 @@ def simulate(
     is_fastq = [path.name.removesuffix(".gz").endswith((".fq", ".fastq")) for path in out]
     with ExitStack() as stack:
         writers = [stack.enter_context(writing_text(path)) for path in out]
+        progress(0)
         for first in range(0, made.num_fragments, CHUNK):
             texts = made.texts(first, fastq=is_fastq)
             for write, text in zip(writers, texts, strict=True):

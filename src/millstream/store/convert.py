@@ -60,24 +60,25 @@ def convert(
     writer: TraceWriter | None = TraceWriter(out, config=config) if (out / MANIFEST).exists() else None
     finished: dict[str, int] = json.loads((out / PROGRESS).read_text()) if (out / PROGRESS).exists() else {}
     partial = (len(writer) if writer else 0) - sum(finished.values())
-    done = 0
+    keyed = list(zip(files, _keys(files), strict=True))
+    done = sum(file.stat().st_size for file, key in keyed if key in finished)
+    progress(done)
     try:
-        for file, key in zip(files, _keys(files), strict=True):
-            if key not in finished:
-                count = 0
-                for record in islice(old_records(file, notify), partial, None):
-                    if writer is None:
-                        schema = _axes(record)
-                        writer = TraceWriter(out, config=config, compression=compression, schema=schema)
-                    writer.append(_complete(record, writer))
-                    del record  # before the next one is read
-                    count += 1
-                    progress(done, f"{file.name}: trace {partial + count}")
-                if writer is not None:
-                    writer.seal()
-                    finished[key] = partial + count
-                    publish(out / PROGRESS, (json.dumps(finished, indent=1) + "\n").encode())
-                partial = 0
+        for file, key in [pair for pair in keyed if pair[1] not in finished]:
+            count = 0
+            for record in islice(old_records(file, notify), partial, None):
+                if writer is None:
+                    schema = _axes(record)
+                    writer = TraceWriter(out, config=config, compression=compression, schema=schema)
+                writer.append(_complete(record, writer))
+                del record  # before the next one is read
+                count += 1
+                progress(done, f"{file.name}: trace {partial + count}")
+            if writer is not None:
+                writer.seal()
+                finished[key] = partial + count
+                publish(out / PROGRESS, (json.dumps(finished, indent=1) + "\n").encode())
+            partial = 0
             done += file.stat().st_size
             progress(done, file.name)
     finally:

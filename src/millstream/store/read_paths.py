@@ -4,7 +4,7 @@ import glob
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from millstream.console import Progress, progress
+from millstream.console import Progress, progress, within
 from millstream.errors import BadSource
 
 # Named like reads: an error if they are not. Anything else in a folder is taken if it looks like reads.
@@ -12,9 +12,10 @@ _SUFFIXES = (".fa", ".fasta", ".fna", ".fq", ".fastq")
 READ_NAMES = tuple(suffix + wrap for suffix in _SUFFIXES for wrap in ("", ".gz", ".bgz", ".zst"))
 
 
-def watch_index(path: Path) -> AbstractContextManager[Progress]:
-    """Progress of indexing a file."""
-    return progress(f"index {path.name}", path.stat().st_size, unit="bytes")
+def watch_index(path: Path, memory: int | str | None = None) -> AbstractContextManager[Progress]:
+    """Progress of indexing a file, in so much memory."""
+    held = None if memory is None else within(memory)
+    return progress(f"index {path.name}", path.stat().st_size, unit="bytes", memory=held)
 
 
 def expand(path: str | Path) -> list[Path]:

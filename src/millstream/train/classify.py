@@ -158,12 +158,13 @@ class _Work:
             loader.load_state_dict(self._loaded)
         self._begun = saved = time.perf_counter()
         with torch.inference_mode(), watch(len(self.collection)) as progress:
+            progress(self.num_rows * self.mates)
             for batch in loader:
                 self._add(batch.pop(NAME), net.answer(model.fabric.to_device(batch)))
                 self._loaded = loader.state_dict()
                 del batch
                 heap.settle()
-                progress(self.num_rows * self.mates, f"({self.reads_per_s:.0f} reads/s)")
+                progress(self.num_rows * self.mates)
                 asked = stop()
                 if asked or time.perf_counter() - saved > SAVE_S:
                     self.file.save(self._state())

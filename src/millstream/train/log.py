@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
-from millstream.config import resident_bytes
+from millstream.config import resident_bytes, tree_bytes
 from millstream.errors import MissingExtra
 from millstream.train.folder import METRICS
 
@@ -62,28 +62,12 @@ def read_lines(run: Path) -> list[dict[str, object]]:
     return _mend(run / METRICS, cut=False)[0]
 
 
-def tree_bytes() -> int:
-    """Memory of this process and its children, shared pages counted once (PSS); 0 where the system does not say."""
-    total, left = 0, [os.getpid()]
-    while left:
-        process = Path("/proc") / str(left.pop())
-        try:
-            rollup = (process / "smaps_rollup").read_text()
-            total += int(rollup.split("\nPss:")[1].split()[0]) << 10
-            for task in (process / "task").iterdir():
-                left += map(int, (task / "children").read_text().split())
-        except (OSError, IndexError):  # one that has just ended
-            continue
-    return total
-
-
 class Clock:
     """How long a loop takes, and how much of it is waiting for data."""
 
     def __init__(self) -> None:
         self.waited = 0.0
-        self.memory = tree_bytes()
-        self._looked = self._begun = time.perf_counter()
+        self._begun = time.perf_counter()
         self._ended: float | None = None
 
     @property
@@ -93,11 +77,6 @@ class Clock:
     @property
     def share(self) -> float:
         return self.waited / max(self.seconds, 1e-9)
-
-    def look(self) -> None:
-        """At the memory, once a second: the kernel takes its time to count it."""
-        if time.perf_counter() - self._looked > 1:
-            self.memory, self._looked = tree_bytes(), time.perf_counter()
 
     def stop(self) -> None:
         self._ended = time.perf_counter()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from millstream.collection import Collection
-from millstream.console import Progress, format_bytes, say, unsaid
+from millstream.config import tree_bytes
+from millstream.console import Progress, say, silent, unsaid
 from millstream.dataset.batch import Feature
 from millstream.dataset.features import fields
 from millstream.dataset.labels import LABEL
@@ -24,7 +25,7 @@ from millstream.loader.loader import Loader
 from millstream.model.net import Net
 from millstream.model.reading import fitting_batch
 from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
-from millstream.train.log import Clock, Heap, Log, tree_bytes
+from millstream.train.log import Clock, Heap, Log
 from millstream.train.settings import LoopSettings
 from millstream.train.task import Outcome, Task, labels_of
 
@@ -61,7 +62,6 @@ class Job:
     features: Sequence[Feature]
     scoring: Sequence[Feature]  # what it sees of records that are scored
     memory: int  # for the loader
-    budget: int  # for the process, to compare with
     source: str  # where the records are, for messages
     at_once: int = SCORED_AT_ONCE  # records in one pass through the net; a larger batch goes in parts
 
@@ -105,6 +105,7 @@ class Training:
         most_steps = max(1, self.bare.most_records // given.batch_size)
         num_steps = min(-(-len(loader) // (own // part)), most_steps)
         self.epochs = min(given.epochs, max(1, most_steps // num_steps))
+        self.progress(self.at.step * min(len(train), num_steps * given.batch_size) // num_steps)
         while self.at.epoch < self.epochs and not self.at.done:
             loader.set_epoch(self.at.epoch)
             clock = Clock()
@@ -215,14 +216,9 @@ class Training:
     def _tell(self, clock: Clock, num_records: int, num_steps: int) -> None:
         at = self.at
         done = at.step * num_records // num_steps
-        clock.look()
-        place = f"epoch {at.epoch + 1}, step {at.step - at.epoch * num_steps} of {num_steps}"
-        best = f"{self.job.task.measure} {at.best:.3f} so far, " if at.best_epoch >= 0 else ""
-        self.progress(
-            done,
-            f"{place}, loss {at.sums['loss'] / at.sums[RECORDS]:.3f}, {best}{clock.share:.0%} waiting for data, "
-            f"{format_bytes(clock.memory)} of {format_bytes(self.job.budget)}",
-        )
+        place = f"epoch {at.epoch + 1} of {self.epochs}, loss {at.sums['loss'] / at.sums[RECORDS]:.3f}"
+        best = f", {self.job.task.measure} {at.best:.3f} so far" if at.best_epoch >= 0 else ""
+        self.progress(done, f"{place}{best}, {clock.share:.0%} waiting for data")
 
     def _is_due(self) -> bool:
         steps, minutes = self.job.settings.checkpoint_steps, self.job.settings.checkpoint_minutes
@@ -253,6 +249,7 @@ def predict(
     fabric: Any,
     at_once: int = SCORED_AT_ONCE,
     mates: int = 1,
+    progress: Progress = silent,
 ) -> tuple[Outcome, dict[str, float]]:
     """What the net says of every record, in the collection's order, and the means of what it measures.
 
@@ -277,6 +274,8 @@ def predict(
     sums: defaultdict[str, float] = defaultdict(float)
     heap = Heap(memory // 4)
     net.eval()
+    seen = 0
+    progress(seen)
     with torch.inference_mode():
         for batch in loader:
             on_device = fabric.to_device(batch)
@@ -284,6 +283,7 @@ def predict(
                 found[name].append(values)
             numbers.append(on_device["numbers"] if shares else on_device["numbers"][:0])
             heap.settle()
+            progress(seen := seen + len(on_device["numbers"]) * (fabric.world_size if shares else 1))
             for name, value in net.measures(on_device).items():
                 sums[name] += float(value)
     whole = {name: torch.cat(values) for name, values in found.items()}

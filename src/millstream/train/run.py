@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from millstream.collection import Collection
-from millstream.config import config_diff, parse_bytes, read_settings
+from millstream.config import config_diff, parse_bytes, read_settings, tree_bytes
 from millstream.console import format_seconds, interruptible, say
 from millstream.errors import BadSource, ConfigMismatch, NoDetector
 from millstream.model.detector import Means
@@ -36,7 +37,7 @@ from millstream.train.folder import (
     write_json,
     write_table,
 )
-from millstream.train.log import Log, tree_bytes
+from millstream.train.log import Log
 from millstream.train.read_settings import ReadSettings, are_of_reads
 from millstream.train.settings import TrainSettings
 from millstream.train.study import Asked, Study
@@ -146,6 +147,8 @@ class _Training:
 
     def _each_seed(self, asked: Asked, log: Log, stop: Callable[[], bool]) -> bool:
         """Whether the detector could be run."""
+        if asked.by_gradients and self.fabric.world_size > 1:
+            stop = partial(self._any, stop)
         for seed in range(self.settings.seed, self.settings.seed + (self.settings.seeds if asked.by_gradients else 1)):
             folder = self.path / CHECKPOINTS / f"{asked.name}-{seed}"
             if (folder / SCORES).exists():
@@ -163,6 +166,13 @@ class _Training:
             finally:
                 gc.collect()
         return True
+
+    def _any(self, stop: Callable[[], bool]) -> bool:
+        """Whether one of the processes is to stop: then all do, at the same step, or some would wait for ever."""
+        import torch
+
+        asked = torch.tensor(float(stop()), device=self.fabric.device)
+        return bool(self.fabric.all_reduce(asked, reduce_op="sum") > 0)
 
     def _one(self, asked: Asked, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
         """One model, with one seed: fit, ask about the parts, keep what it learned and what it said."""
