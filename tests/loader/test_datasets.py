@@ -15,7 +15,14 @@ import pytest
 import torch
 from loading import by_number, collect, draw, is_right, numbers_of, open_traces, refuse_60, same, trace, write_records
 from making import flip, place_of
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 import millstream as ms
 from millstream.errors import CorruptRecord, OverBudget
@@ -339,3 +346,14 @@ def _first(values: Iterable[Any]) -> Any:
     first: Iterator[Any] = iter(values)
     value = next(first)
     return int(value) if getattr(value, "ndim", 1) == 0 else value
+
+
+def test_a_collate_function_of_ones_own_may_change_batches_in_a_worker(big: ms.Traces):
+    def renamed(samples: Sequence[Any]) -> dict[str, object]:
+        batch = default_collate(samples)
+        return {"inputs": batch["big"], "which": batch["numbers"]}
+
+    batches = load(big.dataset(), batch_size=4, num_workers=1, collate_fn=renamed, persistent_workers=False)
+    assert [batch["which"].tolist() for batch in batches] == [list(range(at, at + 4)) for at in range(0, 48, 4)]
+    for batch in batches:
+        assert torch.equal(batch["inputs"], batch["which"].float()[:, None].expand(4, 40_000))

@@ -7,7 +7,7 @@ whereupon the worker uses the memory again. A crash leaves nothing behind.
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 from weakref import WeakSet
 
@@ -60,31 +60,42 @@ class SharedMemory:
         return next(inside, None)
 
 
-class SharedBatch:
-    """A batch on its way to another process, where it arrives as a dict."""
+class SharedBatch(Mapping[str, object]):
+    """A batch on its way to another process, where it arrives as a dict. A collate function may look into it here."""
 
     def __init__(self, batch: Mapping[str, object], memory: SharedMemory) -> None:
         self._memory = memory
-        self._files: dict[int, int] = {}
+        self._batch = batch  # and with it the memory it lies in, until it is sent
+        self._blocks: dict[int, SharedBlock] = {}
         # Here, not when it is pickled: that happens in a thread whose errors nobody hears of.
-        room = _Room(memory, sum(map(self._loose_bytes, batch.values())))
-        self._places = {name: self._send(value, self._files, room) for name, value in batch.items()}
+        self._room = _Room(memory, sum(map(self._loose_bytes, batch.values())))
+        self._places = {name: self._place(value) for name, value in batch.items()}
+
+    def __getitem__(self, name: str) -> object:
+        return self._batch[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._batch)
+
+    def __len__(self) -> int:
+        return len(self._batch)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return _arrive, (os.getpid(), self._files, self._places)
+        for block in self._blocks.values():
+            block.send_away()
+        return _arrive, (os.getpid(), {fd: block.data.nbytes for fd, block in self._blocks.items()}, self._places)
 
-    def _send(self, value: object, files: dict[int, int], room: "_Room") -> object:
-        """What stands for a value; the files it lies in are noted, with their sizes."""
+    def _place(self, value: object) -> object:
+        """What stands for a value; the blocks it lies in are noted."""
         if isinstance(value, list):
-            return [self._send(item, files, room) for item in cast("list[object]", value)]
+            return [self._place(item) for item in cast("list[object]", value)]
         if not isinstance(value, torch.Tensor) or not value.nbytes:
             return value
         block = self._home(value)
-        tensor = value if block else room.put(value)
-        block = block or room.block
+        tensor = value if block else self._room.put(value)
+        block = block or self._room.block
         assert block is not None
-        block.send_away()
-        files[block.fd] = block.data.nbytes
+        self._blocks[block.fd] = block
         dtype = str(tensor.dtype).removeprefix("torch.")
         return _Place(block.fd, tensor.data_ptr() - block.start, tuple(tensor.shape), dtype)
 
@@ -105,7 +116,8 @@ class _Room:
     """One piece of shared memory for all tensors of a batch that have none: a file each would be many files."""
 
     def __init__(self, memory: SharedMemory, size: int) -> None:
-        self._left: Bytes = memory.pool.take(size) if size else np.empty(0, np.uint8)
+        self._whole: Bytes = memory.pool.take(size) if size else np.empty(0, np.uint8)  # held as long as this is
+        self._left = self._whole
         self.block = memory.block_of(self._left.ctypes.data) if size else None
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
