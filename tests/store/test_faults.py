@@ -770,7 +770,7 @@ def test_two_open_shards_are_enough_for_fifty(tmp_path: Path) -> None:
     assert all(same_value(value, whole[[0, 2]]) for value, whole in zip(found["hidden"], expected, strict=True))
 
 
-def test_records_of_three_hundred_shards_are_held_with_64_file_descriptors(tmp_path: Path) -> None:
+def test_records_of_three_hundred_shards_are_held_and_read_with_64_file_descriptors(tmp_path: Path) -> None:
     template = write(tmp_path / "template", KEYS[:5], plain, shard_records=1)
     path, keys = many_shards(tmp_path / "store", template, 300)
     assert run_child(hold_all, path, 64) == [keys]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 Layers = int | np.integer | Sequence[int] | NDArray[np.integer] | None
+MAX_FILES = 16  # open at once to read a batch, whatever the number of shards it comes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ class ShardReader:
     def __init__(self, wanted: "Sequence[tuple[OpenShard, Plan | None]]") -> None:
         self._wanted = wanted
         self._asked = False
-        self.files: dict[Path, int] = {}
+        self._files: dict[Path, int] = {}  # in the order of opening
 
     def __enter__(self) -> Self:
         return self
@@ -250,7 +251,7 @@ class ShardReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fd in self.files.values():
+        for fd in self._files.values():
             os.close(fd)
 
     def read(self, shard: "OpenShard", offset: int, out: Bytes) -> bool:
@@ -266,6 +267,7 @@ class ShardReader:
             left, offset = left[count:], offset + count
             if left.nbytes:
                 self._ask()
+                fd = self._open(shard)  # asking may have closed it
         while left.nbytes:
             count = os.preadv(fd, [left], offset)
             if not count:
@@ -282,9 +284,11 @@ class ShardReader:
                 os.posix_fadvise(fd, first[0], last[0] + last[1] - first[0], os.POSIX_FADV_WILLNEED)
 
     def _open(self, shard: "OpenShard") -> int:
-        if shard.file not in self.files:
-            self.files[shard.file] = shard.open()
-        return self.files[shard.file]
+        if shard.file not in self._files:
+            if len(self._files) == MAX_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            self._files[shard.file] = shard.open()
+        return self._files[shard.file]
 
 
 def _are_neighbours(spans: Sequence[Span]) -> bool:
