@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream import __version__, cli_llm, cli_reads, cli_train
+from millstream import __version__, cli_llm, cli_reads, cli_train, cli_view
 from millstream.cli_common import Json, finish, print_json
 from millstream.cli_help import Commands, Group, Interrupted, OutputClosed
 
@@ -71,6 +71,9 @@ def main() -> None:
         remedy = _REMEDIES.get(error.errno or 0)
         _fail(f"{said}. {remedy}" if remedy else said)
     except Interrupted as interrupted:
+        from millstream.console import wipe_echo
+
+        wipe_echo()
         _fail(f"interrupted; {_KEPT.get(str(interrupted), _NOTHING)}", code=130)
     except Exception as error:
         if not hasattr(error, "format_message"):  # of typer, about the words that were typed
@@ -381,6 +384,7 @@ app.command()(cli_train.train)
 app.command()(cli_train.evaluate)
 app.command()(cli_train.report)
 app.command()(cli_train.classify)
+app.command()(cli_view.view)
 app.command()(cli_reads.index)
 app.command()(cli_reads.pack)
 app.command()(cli_reads.unpack)

@@ -1,5 +1,5 @@
 // Attention of a layer as arcs over the tokens: from each token to the earlier ones it looks at most.
-import { make, short, svg } from "./common.js";
+import { short, svg } from "./common.js";
 
 const LETTER = 7.25, GAP = 8, MOST_LETTERS = 14, HEIGHT = 190;
 
@@ -46,6 +46,7 @@ export function drawArcs(box, tokens, found, { prompts, first, chosen, choose })
   }
   picture.querySelector(`text[data-place="${chosen}"]`)?.classList.add("chosen");
   const before = box.scrollLeft, isNew = !box.firstChild;
-  box.replaceChildren(picture, make("p", { class: "soft" }, `${count} arcs, strongest ${short(most)}; hover over a token: orange is what it looks at, green what looks at it`));
+  box.replaceChildren(picture);
   box.scrollLeft = isNew ? right : before; // the answer is at the end
+  return `${count} arcs, strongest ${short(most)}; hover over a token: orange is what it looks at, green what looks at it`;
 }

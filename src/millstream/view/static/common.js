@@ -36,6 +36,12 @@ export function short(number, digits = 3) {
   return size !== 0 && (size < 0.001 || size >= 100000) ? number.toExponential(2) : Number(number.toPrecision(digits)).toString();
 }
 
+// 13M, 2.5k: for the sides of charts.
+export function compact(number) {
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) if (Math.abs(number) >= size) return `${Number((number / (unit === "k" ? 1e3 : size)).toPrecision(3))}${unit}`;
+  return Number(number.toPrecision(3)).toString();
+}
+
 export function bytes(number) {
   for (const unit of ["B", "kB", "MB", "GB"]) {
     if (Math.abs(number) < 1000) return `${unit === "B" ? number : number.toFixed(1)} ${unit}`;
@@ -51,9 +57,10 @@ export function complain(element, error) {
   element.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
 }
 
-// Lines over numbers. lines: [{ name, x: [...], y: [... or null], colour? , dash? }]
-export function lineChart({ lines, label, xLabel = "", yLabel = "", height = 180, yMin = null, yMax = null, mark = null, points = false }) {
-  const width = 560, left = 48, right = 10, top = 10, bottom = 32;
+// Lines over numbers (whole: of layers or epochs). lines: [{ name, x: [...], y: [... or null], colour? , dash? }]
+// width: that of the place it is for keeps letters as large as those around. whole: ticks below are whole numbers.
+export function lineChart({ lines, label, xLabel = "", yLabel = "", width = 560, height = 180, yMin = null, yMax = null, mark = null, points = false, whole = false }) {
+  const left = 48, right = 10, top = 10, bottom = 32;
   const xs = lines.flatMap((line) => line.x), ys = lines.flatMap((line) => line.y).filter((y) => y !== null);
   const [x0, x1] = range(xs), [y0, y1] = range(ys, yMin, yMax);
   const px = (x) => left + (width - left - right) * (x - x0) / (x1 - x0);
@@ -63,7 +70,7 @@ export function lineChart({ lines, label, xLabel = "", yLabel = "", height = 180
     chart.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }));
     chart.append(svg("text", { x: left - 6, y: py(tick) + 4, "text-anchor": "end" }, short(tick)));
   }
-  for (const tick of ticks(x0, x1, 6)) chart.append(svg("text", { x: px(tick), y: height - bottom + 14, "text-anchor": "middle" }, short(tick)));
+  for (const tick of ticks(x0, x1, Math.min(6, width / 70)).filter((tick) => !whole || Number.isInteger(tick))) chart.append(svg("text", { x: px(tick), y: height - bottom + 14, "text-anchor": "middle" }, short(tick)));
   if (xLabel) chart.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, xLabel));
   if (yLabel) chart.append(svg("text", { x: 0, y: 9 }, yLabel));
   if (mark !== null) chart.append(svg("line", { class: "mark", stroke: "var(--grey)", "stroke-dasharray": "3 3", x1: px(mark), x2: px(mark), y1: top, y2: height - bottom }));
@@ -94,24 +101,32 @@ export function legend(lines) {
   return key;
 }
 
-// Bars: bars: [{ from, to, count }] for a histogram.
-export function histogram({ bars, label, xLabel = "", height = 160 }) {
-  const width = 560, left = 48, right = 10, top = 10, bottom = 32;
+// Bars: bars: [{ from, to, count }] for a histogram. grows: the bars do, so the axis below is that of logarithms.
+export function histogram({ bars, label, xLabel = "", width = 560, height = 160, grows = false }) {
+  const left = 56, right = 10, top = 10, bottom = 32;
   const x0 = bars[0].from, x1 = bars[bars.length - 1].to, most = Math.max(1, ...bars.map((bar) => bar.count));
-  const px = (x) => left + (width - left - right) * (x - x0) / (x1 - x0 || 1);
+  const scale = grows ? (x) => Math.log10(Math.max(x, 0.5)) : (x) => x;
+  const px = (x) => left + (width - left - right) * (scale(x) - scale(x0)) / (scale(x1) - scale(x0) || 1);
   const py = (y) => height - bottom - (height - top - bottom) * y / most;
   const chart = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   for (const tick of ticks(0, most, 3)) {
     chart.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: py(tick), y2: py(tick) }));
-    chart.append(svg("text", { x: left - 6, y: py(tick) + 4, "text-anchor": "end" }, count(tick)));
+    chart.append(svg("text", { x: left - 6, y: py(tick) + 4, "text-anchor": "end" }, compact(tick)));
   }
   for (const bar of bars) {
     chart.append(svg("rect", { x: px(bar.from), y: py(bar.count), width: Math.max(0.5, px(bar.to) - px(bar.from) - 0.5), height: Math.max(0, py(0) - py(bar.count)), fill: "var(--line0)" },
-      svg("title", {}, `${short(bar.from)} to ${short(bar.to)}: ${count(bar.count)}`)));
+      svg("title", {}, `${barName(bar)}: ${count(bar.count)}`)));
   }
-  for (const tick of ticks(x0, x1, 6)) chart.append(svg("text", { x: px(tick), y: height - bottom + 14, "text-anchor": "middle" }, short(tick)));
+  const below = grows ? ticks(scale(x0), scale(x1), 6).filter(Number.isInteger).map((power) => 10 ** power) : ticks(x0, x1, Math.min(6, width / 70));
+  for (const tick of below) chart.append(svg("text", { x: px(tick), y: height - bottom + 14, "text-anchor": "middle" }, compact(tick)));
   if (xLabel) chart.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, xLabel));
   return chart;
+}
+
+// Bars of whole numbers end before `to`.
+function barName(bar) {
+  if (!Number.isInteger(bar.from) || !Number.isInteger(bar.to)) return `${short(bar.from)} to ${short(bar.to)}`;
+  return bar.to - bar.from === 1 ? count(bar.from) : `${count(bar.from)} to ${count(bar.to - 1)}`;
 }
 
 function range(values, low = null, high = null) {

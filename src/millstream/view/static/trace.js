@@ -129,7 +129,7 @@ const percent = (share) => share >= 0.1 ? `${(100 * share).toFixed(0)} %` : `${(
 function attentionPanel(trace, chosen, isCurrent) {
   if (!trace.num_layers) return null;
   kept.layer = Math.min(kept.layer ?? Math.floor(trace.num_layers / 2), trace.num_layers - 1);
-  const box = make("div", { class: "arcs" });
+  const box = make("div", { class: "arcs" }), note = make("p", { class: "soft note" });
   const slider = make("input", { type: "range", id: "layer", min: 0, max: trace.num_layers - 1, value: kept.layer, "aria-label": "Layer" });
   const output = make("output", { for: "layer" });
   const heads = make("select", { id: "head" }, make("option", { value: "mean" }, "mean of all"));
@@ -137,7 +137,7 @@ function attentionPanel(trace, chosen, isCurrent) {
   const prompts = make("input", { type: "checkbox", id: "prompts", checked: kept.prompts });
   const first = make("input", { type: "checkbox", id: "first", checked: kept.first });
   let found = null, asked = 0;
-  const draw = () => found && drawArcs(box, trace.tokens, found, { prompts: kept.prompts, first: kept.first, chosen: chosen.token, choose: (place) => document.querySelector(`.tokens [data-place="${place}"]`)?.click() });
+  const draw = () => { if (found) note.textContent = drawArcs(box, trace.tokens, found, { prompts: kept.prompts, first: kept.first, chosen: chosen.token, choose: (place) => document.querySelector(`.tokens [data-place="${place}"]`)?.click() }); };
   async function load() {
     const mine = ++asked;
     output.textContent = `layer ${kept.layer + 1} of ${trace.num_layers}`;
@@ -168,7 +168,7 @@ function attentionPanel(trace, chosen, isCurrent) {
   setTimeout(load);
   return make("section", { class: "panel" },
     make("div", { class: "bar" }, make("h2", {}, "Attention"), slider, output, make("label", {}, "head ", heads), make("label", {}, "strongest ", edges),
-      make("label", {}, prompts, "of the prompt too"), make("label", {}, first, "to the first token too")), box);
+      make("label", {}, prompts, "of the prompt too"), make("label", {}, first, "to the first token too")), box, note);
 }
 
 const layerListeners = [];
@@ -189,8 +189,8 @@ function layersPanel(trace, chosen, isCurrent) {
       const what = found.field === "nodes" ? " (of a projection to 64 numbers)" : "";
       const norm = { name: `norm${what}`, x, y: found.norm.map((row) => row[place]) };
       const cosine = { name: "cosine to the layer before", x, y: found.cosine.map((row) => row[place]), colour: "var(--line2)" };
-      box.replaceChildren(legend([norm]), lineChart({ lines: [norm], label: norm.name, height: 140, yMin: 0, mark, points: true }),
-        legend([cosine]), lineChart({ lines: [cosine], label: cosine.name, xLabel: "layer (0: embedding)", height: 150, mark, points: true }));
+      box.replaceChildren(legend([norm]), lineChart({ lines: [norm], label: norm.name, height: 140, yMin: 0, mark, points: true, whole: true }),
+        legend([cosine]), lineChart({ lines: [cosine], label: cosine.name, xLabel: "layer (0: embedding)", height: 150, mark, points: true, whole: true }));
     };
     select.addEventListener("change", draw);
     if (!found.positions) chosen.listeners.push((place) => { select.value = Math.min(place, width - 1); draw(); });
@@ -212,10 +212,11 @@ function evolutionPanel(trace, isCurrent) {
     const plain = (name) => !name.includes("_");
     label.hidden = names.every(plain);
     let mark = kept.layer === null ? null : kept.layer + 1;
+    const last = Math.max(...names.map((name) => found.scores[name].length)) - 1; // graphs have no embedding before the first layer
     const draw = () => {
       const lines = names.filter((name) => kept.nulls || plain(name) || names.every((one) => !plain(one)))
-        .map((name, place) => ({ name: `${name} ${found.scores[name].at(-1).toFixed(3)}`, x: found.scores[name].map((_, layer) => layer), y: found.scores[name], dash: plain(name) ? null : "4 3", place }));
-      box.replaceChildren(legend(lines), lineChart({ lines, label: "Chance of being wrong after each layer", xLabel: "layer", yMin: 0, yMax: 1, height: 210, mark, points: true }));
+        .map((name) => ({ name: `${name} ${found.scores[name].at(-1).toFixed(3)}`, x: found.scores[name].map((_, at) => last + 1 - found.scores[name].length + at), y: found.scores[name], dash: plain(name) ? null : "4 3" }));
+      box.replaceChildren(legend(lines), lineChart({ lines, label: "Chance of being wrong after each layer", xLabel: "layer (0: embedding)", yMin: 0, yMax: 1, height: 210, mark, points: true, whole: true }));
     };
     nulls.addEventListener("change", () => { kept.nulls = nulls.checked; draw(); });
     layerListeners.push((layer) => { mark = layer; draw(); });

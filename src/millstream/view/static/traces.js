@@ -27,7 +27,7 @@ route();
 async function fill() {
   about = await ask("about");
   const model = about.config.model ? `, ${about.config.model}` : "";
-  byId("facts").textContent = `${about.path}: ${count(about.records)} traces in ${count(about.shards)} shards, ${bytes(about.bytes)}${model}`
+  byId("facts").textContent = `${about.path}: ${count(about.records)} traces in ${count(about.shards)} shard${about.shards === 1 ? "" : "s"}, ${bytes(about.bytes)}${model}`
     + (about.run ? `; scores of ${about.run}` : "");
   if (!about.ready) { setTimeout(() => fill().then(list), 300); return; }
   options("verdict", Object.entries(about.verdicts).map(([name, number]) => [name, `${name} (${count(number)})`]));

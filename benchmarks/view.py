@@ -1,0 +1,207 @@
+"""How soon `millstream view` shows something: a store of 100,000 traces and 10 GB, a run, and 10 GB of reads.
+
+    python benchmarks/view.py [folder=FOLDER] [traces=100000] [gigabytes=10]
+
+Each row is one thing that a page asks for, over HTTP, from a server in a process of its own: the first time after the
+files were dropped from the page cache (cold), and the median of ten more with other numbers (warm). No peer shows such
+stores; what is promised is that every view opens in under a second.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import millstream as ms
+from millstream.source.llm.fields import parse_fields
+
+LAYERS, TOKENS, DIM, STEPS, TOP = 12, 46, 64, 12, 20
+HEADER = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
+
+
+def main() -> None:
+    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    folder = Path(given.get("folder") or tempfile.mkdtemp(prefix="millstream-view-"))
+    num_traces, size = int(given.get("traces", 100_000)), int(float(given.get("gigabytes", 10)) * 1e9)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        store, reads = folder / "traces", folder / "reads.fa"
+        if not store.exists():
+            make_store(store, num_traces)
+            make_run(folder / "run", store, num_traces)
+        if not reads.exists():
+            make_reads(reads, size)
+            ms.open(reads, header_regex=HEADER)
+        show_traces(store, num_traces)
+        show_reads(reads)
+    finally:
+        if "folder" not in given:
+            shutil.rmtree(folder)
+
+
+def make_store(path: Path, num_traces: int) -> None:
+    rng = np.random.default_rng(0)
+    schema = parse_fields("probe", "nodes,edges,states", stored="float16").schema()
+    words = [f"word{number}" for number in range(5000)]
+    with ms.TraceWriter(path, schema=schema) as writer:
+        nodes = rng.standard_normal((64, LAYERS + 1, TOKENS, DIM)).astype(np.float16)
+        source = np.tril(np.ones((TOKENS, TOKENS), np.int16), -1).cumsum(1)[:, :8].astype(np.int16) - 1
+        for number in range(num_traces):
+            picked = rng.integers(0, len(words), 12)
+            writer.append(
+                {
+                    "question_id": f"q{number}",
+                    "question": " ".join(words[place] for place in picked[:9]) + "?",
+                    "answer": words[picked[9]],
+                    "aliases": [words[place] for place in picked[9:]],
+                    "generated_answer": words[picked[9 + number % 2]],
+                    "status": "ok",
+                    "prompt_len": TOKENS - STEPS,
+                    "answer_len": STEPS,
+                    "tokens": rng.integers(0, 32_000, TOKENS).astype(np.int32),
+                    "logprobs": -rng.exponential(1, STEPS).astype(np.float32),
+                    "entropy": rng.exponential(1, STEPS).astype(np.float32),
+                    "rank": rng.integers(0, 9, STEPS).astype(np.int32),
+                    "topk_ids": rng.integers(0, 32_000, (STEPS, TOP)).astype(np.int32),
+                    "topk_logprobs": -np.sort(rng.exponential(2, (STEPS, TOP)).astype(np.float32)),
+                    "nodes": nodes[number % 64],
+                    "states": nodes[number % 64][:, :4],
+                    "edge_source": np.broadcast_to(source, (LAYERS, TOKENS, 8)),
+                    "edge_weight": nodes[number % 64, :LAYERS, :, :8].__abs__(),
+                    "edge_rest": nodes[number % 64, :LAYERS, :, 8],
+                }
+            )
+    verdicts = np.where(np.arange(num_traces) % 2, "wrong", "right").tolist()
+    ids = [f"q{number}" for number in range(num_traces)]
+    pq.write_table(pa.table({"question_id": ids, "verdict": verdicts}), path / "labels.parquet")
+
+
+def make_run(run: Path, store: Path, num_traces: int) -> None:
+    """Scores of twenty detectors on three tenths of the records, as `millstream train` keeps them."""
+    rng = np.random.default_rng(1)
+    run.mkdir()
+    records = np.sort(rng.permutation(num_traces)[: num_traces * 3 // 10])
+    tables = [
+        pa.table(
+            {
+                "part": pa.array(["val", "test"] * (len(records) // 2)),
+                "record": records[: len(records) // 2 * 2],
+                "question_id": [f"q{number}" for number in records[: len(records) // 2 * 2]],
+                "label": records[: len(records) // 2 * 2] % 2,
+                "model": [f"detector{place}"] * (len(records) // 2 * 2),
+                "seed": np.zeros(len(records) // 2 * 2, np.int64),
+                "score": rng.random(len(records) // 2 * 2),
+            }
+        )
+        for place in range(20)
+    ]
+    pq.write_table(pa.concat_tables(tables), run / "predictions.parquet", compression="zstd")
+    (run / "config.yaml").write_text("{}\n")
+    (run / "data.json").write_text(json.dumps({"store": str(store.resolve())}))
+    lines = [{"kind": "memory", "time_s": second, "bytes": 5e8, "budget": 1e9} for second in range(86_400)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_reads(path: Path, size: int) -> None:
+    rng = np.random.default_rng(2)
+    letters = np.frombuffer(b"ACGT", np.uint8)[rng.integers(0, 4, (200_000, 150))]
+    block = b"".join(
+        b">lbl|%d|%d|150|read%d/1\n%s\n" % (number % 20, 562 + number % 20, number, row.tobytes())
+        for number, row in enumerate(letters)
+    )
+    with path.open("wb") as file:
+        while file.tell() < size:
+            file.write(block)
+
+
+def show_traces(store: Path, num_traces: int) -> None:
+    rng = np.random.default_rng(3)
+
+    def any_trace() -> int:
+        return int(rng.integers(0, num_traces))
+
+    asked: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
+        "the page": lambda: ("traces/", {}),
+        "about the store": lambda: ("traces/api/about", {}),
+        "first page of the list": lambda: ("traces/api/list", {}),
+        "a page in the middle": lambda: ("traces/api/list", {"page": any_trace() // 50}),
+        "search for a word": lambda: ("traces/api/list", {"q": f"word{any_trace() % 5000}"}),
+        "most mistaken first": lambda: ("traces/api/list", {"sort": "mistaken", "detector": "detector3"}),
+        "open a trace": lambda: ("traces/api/trace", {"number": any_trace()}),
+        "attention of a layer": lambda: (
+            "traces/api/attention",
+            {"number": any_trace(), "layer": any_trace() % LAYERS},
+        ),
+        "norms of all layers": lambda: ("traces/api/layers", {"number": any_trace()}),
+    }
+    size = sum(file.stat().st_size for file in store.iterdir())
+    print(f"\n{store.name}: {num_traces} traces, {size / 1e9:.1f} GB")
+    measure([store, store.parent / "run"], store, asked)
+    run = store.parent / "run"
+    print(f"\n{run.name}: {(run / 'metrics.jsonl').stat().st_size / 1e6:.1f} MB of metrics.jsonl, a day of it")
+    measure([run], run, {"the page": lambda: ("run/", {}), "all that was logged": lambda: ("run/api/state", {})})
+
+
+def show_reads(file: Path) -> None:
+    reads = ms.open(file)
+    rng = np.random.default_rng(4)
+    print(f"\n{file.name}: {len(reads)} reads, {file.stat().st_size / 1e9:.1f} GB")
+    asked: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
+        "the page": lambda: ("reads/", {}),
+        "about the reads": lambda: ("reads/api/about", {}),
+        "a read by number": lambda: ("reads/api/record", {"number": int(rng.integers(0, len(reads)))}),
+    }
+    measure([file.parent], file, asked)
+
+
+def measure(cold: list[Path], path: Path, asked: dict[str, Callable[[], tuple[str, dict[str, object]]]]) -> None:
+    for place in cold:
+        for file in place.iterdir():
+            if file.is_file():
+                _drop(file)
+    begun = time.perf_counter()
+    command = [sys.executable, "-m", "millstream", "view", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr
+        line = next(line for line in server.stderr if "http://" in line)
+        address = next(word for word in line.split() if word.startswith("http://"))
+        print(f"{'':28} {'cold, ms':>9} {'warm, ms':>9}")
+        for name, ask in asked.items():
+            first = _time(address, *ask())
+            print(f"{name:28} {first:9.0f} {statistics.median(_time(address, *ask()) for _ in range(10)):9.0f}")
+            if name == "the page":
+                print(f"{'from the command to here':28} {1000 * (time.perf_counter() - begun):9.0f}")
+        server.terminate()
+
+
+def _time(address: str, path: str, query: dict[str, object]) -> float:
+    """Milliseconds until the answer is there; one that is not ready yet is asked for again, as a page does."""
+    begun = time.perf_counter()
+    while True:
+        with urllib.request.urlopen(f"{address}{path}?{urllib.parse.urlencode(query)}") as response:
+            found = response.read()
+        if not found.startswith(b'{"ready":false') or path.endswith("about"):
+            return 1000 * (time.perf_counter() - begun)
+        time.sleep(0.05)
+
+
+def _drop(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+if __name__ == "__main__":
+    main()
