@@ -22,7 +22,7 @@ class RunState:
         self._asking: threading.Thread | None = None
 
     def tell(self, log: RunLog, config: Mapping[str, object]) -> dict[str, object]:
-        """`state` is waiting, training, finished or stopped; `text` a sentence; `at_work` a model with its seed."""
+        """`state` is waiting, training, finished, stopped, or quiet while it is not known which; `text` says more."""
         age = self._age()
         if age is None or not log.num_lines:
             return {"state": "waiting", "text": f"There is nothing in {METRICS} yet.", "age_s": age, "at_work": None}
@@ -32,7 +32,7 @@ class RunState:
         elif age <= QUIET_S:
             state, text = "training", f"The last line came {_ago(age)}."
         elif left is None:
-            state, text = "stopped", f"The last line came {_ago(age)}; training writes one every second."
+            state, text = "quiet", f"The last line came {_ago(age)}, and training writes one every second."
         else:
             again = f"millstream train {self._run / CONFIG} out={self._run}"
             text = f"The last line came {_ago(age)}, and training writes one every second: it has stopped, or hangs. "
