@@ -726,3 +726,15 @@ def test_rebuild_makes_every_index_again(file: Path):
 def test_an_index_is_the_same_however_often_it_is_made(file: Path):
     first = build_index(file, IndexSettings(header_regex=REGEX)).read_bytes()
     assert build_index(file, IndexSettings(header_regex=REGEX)).read_bytes() == first
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files are counted in /proc")
+@pytest.mark.parametrize("wrapper", ["plain", "gzip", "zstd"])
+def test_no_file_of_a_folder_is_held_open(tmp_path: Path, wrapper: str):
+    for number in range(12):
+        (tmp_path / f"{number:02d}.fa").write_bytes(WRAPPERS[wrapper](fasta(records(30, seed=number))))
+    opened(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    reads = opened(tmp_path, memory=1000)  # less than a plain file has, so that it is not mapped
+    assert len(texts(reads)) == 12 * 30
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -8,8 +8,9 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -123,7 +124,6 @@ class PlainText:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._map: Map | None = None
         self._held = 0
 
@@ -145,7 +145,7 @@ class PlainText:
     def will_need(self, start: int, end: int) -> None:
         if self._map is None:
             self._map = Map(self._path)
-        os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_WILLNEED)
+        _ask_for(self._path, start, end)
         self._held += end - start
 
     def release(self, start: int, end: int) -> None:
@@ -163,14 +163,12 @@ class PlainText:
         low, high = ordered[first], reach[np.append(first[1:], len(order)) - 1]
         offsets = np.append(0, np.cumsum(high - low))
         text = np.empty(int(offsets[-1]), np.uint8)
-        read_ranges(self._fd, low, high - low, text, offsets[:-1])
+        with _opened(self._path) as fd:
+            read_ranges(fd, low, high - low, text, offsets[:-1])
         run = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(order))))
         places = np.empty(len(order), np.int64)
         places[order] = ordered - low[run] + offsets[run]
         return text, places
-
-    def __del__(self) -> None:
-        os.close(self._fd)
 
 
 def open_text(path: Path, sections: Sections, *, memory: int) -> Text:
@@ -200,14 +198,12 @@ class BlockText:
         self._start()
 
     def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            if self._helpers is not None and self._pid == os.getpid():
-                self._helpers.shutdown(wait=False)
-            os.close(self._fd)
+        helpers: ThreadPoolExecutor | None = getattr(self, "_helpers", None)
+        if helpers is not None and self._pid == os.getpid():
+            helpers.shutdown(wait=False)
 
     def _start(self) -> None:
         self._pid = os.getpid()
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         self._lock = threading.Lock()
         self._cache: OrderedDict[int, tuple[int, Future[Bytes]]] = OrderedDict()
         self._held = 0
@@ -224,7 +220,6 @@ class BlockText:
     def text(self, starts: Numbers, counts: Numbers) -> tuple[Bytes, Numbers]:
         """`counts[i]` bytes from `starts[i]` on."""
         if self._pid != os.getpid():  # after a fork: locks, threads and half-decoded blocks belong to the parent
-            os.close(self._fd)
             self._start()
         offsets = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -287,7 +282,7 @@ class BlockText:
         first, last = self._find(np.array([start, max(end - 1, start)], np.int64))
         places = self._places(np.array([first, last], np.int64))
         raw, raw_end = places[0].raw, places[1].raw_end
-        os.posix_fadvise(self._fd, raw, raw_end - raw, os.POSIX_FADV_WILLNEED)
+        _ask_for(self._path, raw, raw_end)
 
     def release(self, start: int, end: int) -> None:
         """Blocks not used for long are forgotten by themselves."""
@@ -333,7 +328,8 @@ class BlockText:
         self.decoded += 1
         size = place.plain_end - place.plain
         try:
-            raw = os.pread(self._fd, place.raw_end - place.raw, place.raw)
+            with _opened(self._path) as fd:
+                raw = os.pread(fd, place.raw_end - place.raw, place.raw)
             if self._kind == "bgzf":
                 text = decode_bgzf(raw[18 : bgzf_size(raw[:18])])
             elif self._kind == "zstd":
@@ -357,6 +353,21 @@ class BlockText:
             f"{self._path}: the block at byte {place.raw} cannot be decoded ({reason}); the file has changed or is "
             f"damaged. Look at it: millstream verify {self._path}"
         )
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[int]:
+    """A descriptor for as long as something is read: a folder may have more files than a process may have open."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _ask_for(path: Path, start: int, end: int) -> None:
+    with _opened(path) as fd:
+        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_WILLNEED)
 
 
 def _order(blocks: Numbers) -> Numbers:
