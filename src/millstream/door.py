@@ -36,6 +36,9 @@ def open(
     groups of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is
     what decoded blocks and mapped files may take, by default half of what is available. `salvage` reads a damaged
     file up to the damage.
+
+    >>> traces = ms.open("traces/")
+    >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)", mapping="species.tsv")
     """
     if isinstance(path, str | Path) and _is_store(Path(path)):
         from millstream.store.traces import Traces

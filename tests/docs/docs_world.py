@@ -110,6 +110,8 @@ def _make_traces(num_questions: int) -> None:
     run(*command)
     run("label", "traces/")
     shutil.copytree("traces", "other_traces")
+    run("extract", "triviaqa.jsonl", "full/", f"model={MODEL}", "tier=full", "max_new_tokens=8", "num_samples=12")
+    run("label", "full/")
     models = "model=lstm,gnn,gvae,baselines"
     run("train", "configs/detector.yaml", "data=traces/", models, "out=runs/first", "memory=500MB")
 

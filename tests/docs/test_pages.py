@@ -3,10 +3,11 @@
 - Languages are `python`, `sh`, `yaml`, `json` and `text` (output and drawings, not run). A block without a language,
   any other, and code by indentation alone are failures. So are admonitions (`!!!`): pages are plain CommonMark.
 - A page runs in a folder of its own that holds a small world (docs_world.py): `Qwen/Qwen3-4B` (a tiny model),
-  `triviaqa.jsonl`, `traces/` and `other_traces/` (labelled, tier probe), `runs/first` (detectors), `genomes/` and
+  `triviaqa.jsonl`, `traces/` and `other_traces/` (labelled, tier probe), `full/` (12 of tier full), `runs/first`
+  (detectors), `genomes/` and
   `genomes/strains/` (*.fna.gz), `species.tsv`, `train.fa.gz`, `val.fa`, `known.fa`, `strains.fa`, `reads.fa.gz`,
   `sample.fq.gz`, `reads_1.fq.gz`, `reads_2.fq.gz`, `runs/reads` (classifiers), and `configs/` with few epochs.
-  `traces/`, `runs/first` and `runs/reads` were made by the commands in docs_world.py: the same again goes on from there.
+  `traces/`, `runs/first` and `runs/reads` were made by commands of the README: the same again goes on from there.
 - python: the blocks of a page share one namespace. A block that begins with `# name.py` is also written to that file.
 - sh: every command ends with exit code 0, or with N if its line says `# exit N`. Plain `millstream` and `python` lines
   run in this process; a block with pipes, variables, `&` and the like runs as a whole in `bash -e`. `--reads N` is made
@@ -21,17 +22,25 @@
 """
 
 import contextlib
+import doctest
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import isclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from docs_blocks import DOCS, LANGUAGES, ROOT, Block, anchors_of, blocks_of, links_of, pages
 from docs_commands import run_block
 from docs_world import copy_world
+from torch.utils.data import DataLoader
+
+import millstream
+from millstream.train.read_settings import HEADERS
 
 for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotlib", "numba"):
     pytest.importorskip(_extra, reason=f"pages use all extras, and {_extra} is not installed")
@@ -140,6 +149,40 @@ def test_every_block_has_a_language_that_is_run_or_is_output():
     ]
     assert others == []
     assert [page for page in pages() if "\n!!! " in page.read_text() or "\n??? " in page.read_text()] == []
+
+
+@pytest.mark.parametrize("name", [name for name in millstream.__all__ if callable(getattr(millstream, name))])
+def test_every_public_name_has_an_example_that_runs(name: str, world: Path, tmp_path: Path):
+    named = getattr(millstream, name) if name != "train" else millstream.train.run.train
+    methods = [value for key, value in vars(named).items() if not key.startswith("_")] if isclass(named) else []
+    assert named.__doc__ and ">>> " in named.__doc__
+    _run_examples([named, *methods], world, tmp_path)
+
+
+def test_every_feature_has_an_example_that_runs(world: Path, tmp_path: Path):
+    features = [getattr(millstream.features, name) for name in millstream.features.__all__]
+    assert [feature for feature in features if ">>> " not in feature.__doc__] == []
+    _run_examples(features, world, tmp_path)
+
+
+def _run_examples(named: list[object], world: Path, folder: Path) -> None:
+    """As doctest runs them, beside `traces` (of the tier full) and `reads`."""
+    with contextlib.chdir(copy_world(world, folder)):
+        given = {
+            "ms": millstream,
+            "np": np,
+            "DataLoader": DataLoader,
+            "traces": millstream.open("full/"),
+            "reads": millstream.open("reads.fa.gz", header_regex=HEADERS, mapping="species.tsv"),
+        }
+        runner = doctest.DocTestRunner(verbose=False)
+        for item in named:
+            function = item.fget if isinstance(item, property) else getattr(item, "__func__", item)
+            text = getattr(function, "__doc__", None)
+            if isinstance(text, str) and ">>> " in text:
+                example = doctest.DocTestParser().get_doctest(text, dict(given), str(item), None, 0)
+                said = io.StringIO()
+                assert runner.run(example, out=said.write).failed == 0, said.getvalue()
 
 
 def test_what_is_not_run_is_known_and_says_why():

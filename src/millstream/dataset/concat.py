@@ -99,7 +99,7 @@ class Concat(Collection):
 def concat(parts: Iterable[Collection]) -> Concat:
     """Several collections of one kind as one, the records of the first before those of the second.
 
-    >>> both = ms.concat([ms.open("trivia/"), ms.open("nq/")])
+    >>> both = ms.concat([ms.open("traces/"), ms.open("other_traces/")])
     """
     given = list(parts)
     if not given:

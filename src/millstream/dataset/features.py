@@ -21,6 +21,9 @@ def fields(*names: str, pad: bool = True) -> FieldFeature:
     """Fields as they are stored; all of them when none is named. `hidden[8,-1]` is two layers of a field.
 
     Tensors whose shapes differ are padded with zeros beside a `<name>_mask`, or with `pad=False` stay a list.
+
+    >>> feature = ms.features.fields("question_id", "hidden[1,-1]")
+    >>> batch = next(iter(ms.Loader(traces, batch_size=4, features=feature)))  # hidden, hidden_mask, question_id
     """
     return FieldFeature(names or None, pad)
 
@@ -32,6 +35,10 @@ def layers(
 
     `token` is a place (0, -1, ...), "first", "last", "mean", or one that needs the field `prompt_len`: "last_prompt",
     "first_answer", "mean_answer" (of all tokens after the prompt), and "last_answer", which needs `answer_len` too.
+
+    >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.layers(token="last_prompt"))
+    >>> [batch["layers"].shape[1:] for batch in loader][0]
+    torch.Size([3, 16])
     """
     if isinstance(token, str) and token not in TOKENS:
         raise ValueError(f"token={token!r}: there is {', '.join(TOKENS)}, or a number")
@@ -42,6 +49,8 @@ def token_stats(*names: str) -> TokenStats:
     """`stats` [batch, statistic]: how sure the model was of its answer, in the numbers named, or in all of `STATS`.
 
     They are of the first `answer_len` tokens generated, so not of a stop token.
+
+    >>> feature = ms.features.token_stats("mean_logprob", "min_logprob")
     """
     for name in names:
         if name not in STATS:
@@ -67,6 +76,9 @@ def graphs(
     `graph` keeps of a trace. With `tokens="answer"` only the tokens of the answer, and the last one of the prompt, have
     edges, and the others are left out. `wiring` makes graphs to compare with: "shuffled" lets each edge come from any
     token before, "none" has no edges.
+
+    >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.graphs(k=4))
+    >>> batch = next(iter(loader))  # x, edge_index, edge_attr, batch, ...
     """
     if k is not None and k < 1:
         raise ValueError(f"k={k}: at least one edge a token; None keeps all above the threshold")
@@ -80,6 +92,10 @@ def each(transform: Transform, *, fields: Sequence[str] | None = None, pad: bool
     """What `transform(record, rng)` makes of each record: a dict of arrays, numbers or texts.
 
     `rng` is a numpy Generator that depends on (seed, epoch, record number) alone.
+
+    >>> def noisy(record, rng):
+    ...     return {"logprobs": record["logprobs"] + rng.normal(size=record["logprobs"].shape)}
+    >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.each(noisy, fields=["logprobs"]))
     """
     return EachFeature(transform, None if fields is None else tuple(fields), pad)
 
@@ -102,7 +118,11 @@ def tokens(
 
     `max_length` counts tokens. Before that a read longer than `crop_length` letters is cropped; `reverse_complement`,
     `mask` (a share of letters becomes N) and `n` (what becomes of an N) are drawn from (seed, epoch, record number);
-    the seed of a loader is added to this one.
+    the seed of a loader is added to this one. Instead of a name, `spec` may be an object of one's own with what
+    `millstream.dataset.tokens.Tokenizer` asks for.
+
+    >>> feature = ms.features.tokens("kmer(6)", columns=["label"], max_length=128, reverse_complement=0.5)
+    >>> batch = next(iter(ms.Loader(reads, batch_size=4, features=feature)))  # input_ids, attention_mask, label
     """
     augment = Augment(
         max_length=crop_length, crop=crop, reverse_complement=reverse_complement, mask=mask, n=n, seed=seed

@@ -84,7 +84,7 @@ def featurize(
 ) -> Featurized:
     """Keep a feature of every record of a store, with the record's scalars, in the store `out`.
 
-    >>> ms.featurize("traces/", "layers/", feature="layers", token="last")
+    >>> done = ms.featurize("full/", "layers/", feature="layers", token="last")
     """
     chosen = read_settings(FeaturizeSettings, settings)
     traces = Traces(source)

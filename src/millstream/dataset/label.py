@@ -91,7 +91,7 @@ def label(
     or the score is missing, where `status` is not "ok", and where records of one question_id would get different ones,
     because labels are joined by id. `map` runs `score_chunk` over chunks, in their order, and may do so elsewhere.
 
-    >>> label("traces/", rule="f1@0.5").counts
+    >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
     settings = LabelSettings(rule, None if scores is None else str(scores), column, threshold)
     chosen = settings.check()

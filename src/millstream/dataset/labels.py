@@ -110,6 +110,8 @@ def labelled(
     of the store's own `labels.parquet`, or where there is none from the field of that name that the records have.
     `values` says what a text stands for, as {"right": 0, "wrong": 1}. A record whose label is missing, NaN or not among
     `values` is an error that counts them, or left out with `missing="drop"`.
+
+    >>> judged = ms.labelled(traces, column="verdict", values={"right": 0, "wrong": 1}, missing="drop")
     """
     if missing not in ("error", "drop"):
         raise ValueError(f"missing={missing!r}: there is error and drop")

@@ -91,7 +91,7 @@ def mix(weights: Mapping[Collection, float], seed: int = 0, *, repeat: bool = Fa
 
     With `repeat` there are as many as it takes to have every record of every collection, some of them several times.
 
-    >>> both = ms.mix({trivia: 0.7, nq: 0.3}, seed=7)
+    >>> both = ms.mix({ms.open("traces/"): 0.7, ms.open("other_traces/"): 0.3}, seed=7)
     """
     total = sum(weights.values())
     if not weights or min(weights.values()) <= 0:

@@ -42,8 +42,10 @@ class Rule:
 class Split:
     """The parts of a collection, each a collection. Made by `ms.split`.
 
-    >>> train, val, test = split = ms.split(traces, {"train": 0.7, "val": 0.15, "test": 0.15})
-    >>> split.save("split.json"); split = ms.Split.load("split.json", traces)
+    >>> split = ms.split(traces, {"train": 0.7, "val": 0.15, "test": 0.15})
+    >>> train, val, test = split
+    >>> split.save("split.json")
+    >>> same = ms.Split.load("split.json", traces)
     """
 
     def __init__(self, collection: Collection, rule: Rule) -> None:
@@ -141,6 +143,9 @@ def split(
     Records of equal `by` stay together: by default the question of a trace, and for reads every record on its own
     (`by="tax_id"` keeps the reads of a genome together). Which part a record is in depends on that value, the shares
     and `salt` alone: not on the other records, so records added later never move it.
+
+    >>> train, val, test = ms.split(traces, {"train": 0.7, "val": 0.15, "test": 0.15})
+    >>> folds = ms.split(reads, folds=5)
     """
     if (parts is None) == (folds is None):
         raise ValueError('give shares, as {"train": 0.7, "val": 0.15, "test": 0.15}, or folds=5, and not both')

@@ -12,7 +12,12 @@ from millstream.dataset.chosen import Chosen, Listed
 
 
 class Subset(Collection):
-    """The chosen records, numbered from 0. Made by `ms.split` and `collection.subset(numbers)`."""
+    """The chosen records, numbered from 0. Made by `ms.split` and `collection.subset(numbers)`.
+
+    >>> few = traces.subset([3, 1, 4])
+    >>> few.record_numbers(np.array([0])).tolist()
+    [3]
+    """
 
     def __init__(self, collection: Collection, chosen: Chosen, *, lineage: str = "") -> None:
         self.collection = collection
@@ -88,7 +93,10 @@ class Subset(Collection):
 
 
 def subset(collection: Collection, numbers: Sequence[int] | Numbers) -> Subset:
-    """The records of these numbers, in the order given."""
+    """The records of these numbers, in the order given.
+
+    >>> few = ms.subset(reads, [3, 1, 4])
+    """
     given = np.asarray(numbers).reshape(-1)
     if len(given) and given.dtype.kind not in "iu":
         raise ValueError(f"a subset is chosen by record numbers, not by {given.dtype}; of a mask, np.flatnonzero(mask)")

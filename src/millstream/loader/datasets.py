@@ -124,7 +124,13 @@ class Samples(Sequence[Sample]):
 
 
 class RecordDataset(Dataset[Sample]):
-    """A collection as a map-style Dataset. Made by `collection.dataset(features)`."""
+    """A collection as a map-style Dataset. Made by `collection.dataset(features)`.
+
+    A sample is a mapping of what the features make of its record. A batch of samples is fetched at once by the default
+    collation; a `collate_fn` of one's own calls `torch.utils.data.default_collate` first.
+
+    >>> sample = traces.dataset(ms.features.fields("question"))[0]
+    """
 
     def __init__(
         self,
@@ -159,6 +165,9 @@ class RecordStream(IterableDataset[object]):
 
     With `batch_size`, `DataLoader(stream, batch_size=None, num_workers=N)` gives the same batches in the same order for
     every N. A DataLoader does not say how far it is: after `k` batches, `stream.state_dict(batches=k)` is the state.
+
+    >>> stream = reads.stream(ms.features.tokens("kmer(6)"), batch_size=64, seed=7)
+    >>> first = next(iter(DataLoader(stream, batch_size=None)))
     """
 
     def __init__(

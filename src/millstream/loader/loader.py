@@ -24,8 +24,9 @@ class Loader:
     torchrun or torch.distributed job read disjoint positions of one global order. `state_dict()` after any batch
     resumes there: in another process, with other threads, ranks or batch size, every remaining record exactly once.
 
-    >>> loader = ms.Loader(train, batch_size=32, features=ms.features.layers(token="last"), seed=7, memory="2GB")
-    >>> for batch in loader: ...
+    >>> loader = ms.Loader(traces, batch_size=32, features=ms.features.layers(token="last"), seed=7, memory="2GB")
+    >>> for batch in loader:
+    ...     state = loader.state_dict()
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
+        """The one that the next loop is, counted from 0."""
         return self._epoch
 
     @property

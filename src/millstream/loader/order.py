@@ -20,8 +20,9 @@ class Order:
     blocks at a time and permutes the records of these: a disk sees large reads, and only `window * block` records are
     in use at once. `none` is the order of the records.
 
-    >>> order = Order(10**12, seed=7, epoch=3)
-    >>> order[0:5], order.inverse(order[0:5])
+    >>> order = ms.Order(10**12, seed=7, epoch=3)
+    >>> order.inverse(order[0:5]).tolist()
+    [0, 1, 2, 3, 4]
     """
 
     n: int

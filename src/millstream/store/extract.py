@@ -81,7 +81,7 @@ def extract(
     Settings are those of `ExtractSettings`. Questions that the store has are skipped; Ctrl-C ends after the batch in
     progress; a question that fails is a record with `status="error"`, tried again with `retry_errors`.
 
-    >>> ms.extract("questions.jsonl", "traces/", model="Qwen/Qwen3-4B", tier="probe", max_new_tokens=64)
+    >>> done = ms.extract("triviaqa.jsonl", "traces/", model="Qwen/Qwen3-4B", tier="probe", max_new_tokens=64)
     """
     chosen = read_settings(ExtractSettings, settings)
     run = _Run(questions, Path(path), chosen, shuffle_seed)

@@ -15,7 +15,11 @@ ColumnValues = NDArray[np.int64] | list[object]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One record: its name, letters, quality letters (FASTQ), and the columns of its header."""
+    """One record: its name, letters, quality letters (FASTQ), and the columns of its header.
+
+    >>> read = reads[7]
+    >>> length, taxon = len(read), read.columns["tax_id"]
+    """
 
     name: str
     sequence: str
@@ -31,6 +35,9 @@ class ReadBatch:
     """Many reads: read i is `flat[offsets[i]:offsets[i+1]]`.
 
     Integer columns are int64 arrays; texts, and integers with a None among them, are lists.
+
+    >>> batch = reads.fetch([3, 1, 4])
+    >>> letters = batch.flat[batch.offsets[0] : batch.offsets[1]]
     """
 
     numbers: NDArray[np.int64]
@@ -44,6 +51,7 @@ class ReadBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
+        """How many letters each read has."""
         return np.diff(self.offsets)
 
     def sequences(self) -> list[str]:

@@ -85,7 +85,7 @@ class Reads(Collection):
     Safe to use from threads, after fork, and pickled into other processes (it reopens by path).
 
     >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)")
-    >>> reads[7].sequence, reads.fetch([3, 1, 4]).flat, reads.region("chr1", 1000, 1150)
+    >>> sequence, letters, part = reads[7].sequence, reads.fetch([3, 1, 4]).flat, reads.region(7, 10, 20)
     """
 
     def __init__(

@@ -41,7 +41,8 @@ class Traces(Collection):
     the mapped files; writing to one changes this process's copy only.
 
     >>> traces = ms.open("traces/")
-    >>> traces[17]["hidden"].shape, traces.fetch([3, 1, 4], fields=["hidden"], layers=-1)["hidden"].shape
+    >>> hidden = traces[7]["states"]
+    >>> last_layer = traces.fetch([3, 1, 4], fields=["states"], layers=-1)["states"]
     """
 
     def __init__(

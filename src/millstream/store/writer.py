@@ -39,8 +39,8 @@ class TraceWriter:
 
     Interrupted shards are recovered first; nothing sealed is rewritten. Several writers may write into one store.
 
-    >>> with TraceWriter("traces/", shard_bytes="512MB") as w:
-    ...     w.append({"question_id": "q1", "question": "...", "hidden": hidden_f16})
+    >>> with ms.TraceWriter("mine/", shard_bytes="512MB") as writer:
+    ...     writer.append({"question_id": "q1", "question": "Why?", "hidden": np.zeros((17, 20, 64), np.float16)})
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def classify(
     whose class is less likely than `threshold` is given to the lowest taxon above that is likely enough, or to none.
     The same call goes on where it was interrupted, and ends with the same bytes.
 
-    >>> classify("runs/reads", "sample.fq.gz", "sample.tsv", kraken_output="sample.kreport", threshold=0.5)
+    >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", kraken_output="sample.kreport", threshold=0.5)
     """
     path, report = Path(out), None if kraken_output is None else Path(kraken_output)
     if not 0 <= threshold <= 1:

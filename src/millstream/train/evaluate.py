@@ -60,7 +60,7 @@ def evaluate(run: str | Path, **settings: object) -> Path:
     All labelled records of another store are its test part; thresholds and calibration stay those that were chosen on
     the validation part of the run. Without `data`, the run's own test part is scored again.
 
-    >>> ms.evaluate("runs/trivia", data="nq_traces/")
+    >>> folder = ms.evaluate("runs/first", data="other_traces/")
     """
     given = read_settings(EvaluateSettings, settings)
     path = Path(run)

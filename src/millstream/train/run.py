@@ -61,8 +61,8 @@ def train(data: str | Path | Mapping[str, object] | None = None, **settings: obj
     models see the same data; each is trained once for every seed; what is chosen is chosen on validation. Finished
     models are not trained again, and an interrupted one goes on from its checkpoint.
 
-    >>> run = ms.train("traces/", model="lstm,baselines", out="runs/first", memory="500MB")
-    >>> run = ms.train({"train": "train.fa.gz", "val": "val.fa"}, mapping="species.tsv", model="kmer-linear")
+    >>> run = ms.train("traces/", model="lstm,mean_logprob", out="runs/second", seeds=1, epochs=3, memory="500MB")
+    >>> run = ms.train({"train": "train.fa.gz", "val": "val.fa"}, mapping="species.tsv", model="kmer-linear", bits=12)
     """
     if isinstance(data, Mapping):
         data = {name: str(value) if isinstance(value, Path) else value for name, value in data.items()}

