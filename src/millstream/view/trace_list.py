@@ -108,14 +108,14 @@ class Known:
             found &= self.scores.parts == (names.index(part) if part in names else -2)
         numbers = np.flatnonzero(found)
         sort = query.text("sort", "number")
+        if sort not in ("number", "highest", "lowest", "mistaken"):
+            raise BadSetting(f"sort={sort}: there is number, highest, lowest and mistaken")
         if sort == "number":
             return numbers
         scores = self._scores(query.text("detector"))[numbers]
         if sort == "mistaken":  # furthest from what the answer is
             wrong = self.verdicts[numbers]
             scores = np.where(wrong == "wrong", 1 - scores, np.where(wrong == "right", scores, np.nan))
-        elif sort not in ("highest", "lowest"):
-            raise BadSetting(f"sort={sort}: there is number, highest, lowest and mistaken")
         order = np.argsort(scores if sort == "lowest" else -scores, kind="stable")  # NaN comes last
         return numbers[order]
 

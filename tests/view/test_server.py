@@ -1,0 +1,140 @@
+"""The server of the explorer: loopback alone, a token in every address, nothing of the disk but what a view names."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from email.message import Message
+from pathlib import Path
+from urllib.parse import urljoin
+
+import pytest
+
+from commands import run_here
+from millstream.errors import BadSource
+from millstream.view.server import HOST, STATIC
+from millstream.view.view import Query, View
+
+Serve = Callable[[Sequence[View]], str]
+
+
+def fail(query: Query) -> object:
+    raise BadSource("reads.fa: is no FASTA.\nNext: millstream inspect reads.fa")
+
+
+@pytest.fixture(scope="module")
+def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "report.html").write_text("<script>document.title = 'ran'</script>")
+    answers = {"numbers": lambda query: {"given": query.number("n", 3), "nan": float("nan")}, "fail": fail}
+    files = {"report.html": lambda: folder / "report.html", "gone.html": lambda: folder / "gone.html"}
+    return serve_views([View("traces", "Traces", answers, files)])
+
+
+def get(url: str, host: str | None = None) -> tuple[int, Message, bytes]:
+    request = urllib.request.Request(url, headers={} if host is None else {"Host": host})
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, response.headers, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def test_an_answer_is_json_with_null_for_what_is_no_number(address: str):
+    code, headers, body = get(f"{address}api/numbers?n=5")
+    assert code == 200 and headers["Content-Type"] == "application/json"
+    assert json.loads(body) == {"given": 5, "nan": None}
+
+
+def test_an_error_of_ours_is_a_sentence_and_a_wrong_number_too(address: str):
+    for name, said in (("fail", "reads.fa: is no FASTA. Next: millstream inspect reads.fa"), ("numbers?n=x", "n=x: a")):
+        code, _, body = get(f"{address}api/{name}")
+        assert code == 400 and json.loads(body)["error"].startswith(said)
+
+
+def test_without_the_token_nothing_is_there(address: str):
+    home = address[: address.index("/", 8) + 1]
+    for path in ("", "traces/", "wrong/traces/", "wrong/traces/api/numbers", "wrong/static/common.js", "about"):
+        assert get(home + path)[0] == 404
+    code, _, body = get(urljoin(address, "../about"))
+    assert code == 200 and json.loads(body)["views"] == [{"name": "traces", "title": "Traces"}]
+
+
+def test_a_name_that_was_pointed_at_this_machine_gets_nothing(address: str):
+    assert get(address, host="evil.example:80")[0] == 404
+    assert get(address, host="localhost:80")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["static/../server.py", "static/%2e%2e%2fserver.py", "static/view.py", "static/x.js"])
+def test_only_scripts_and_styles_of_the_package_are_static(address: str, path: str):
+    assert get(f"{address.removesuffix('traces/')}{path}")[0] == 404
+
+
+def test_every_answer_forbids_what_comes_from_outside(address: str):
+    for path in ("", "api/numbers", "files/report.html", "../static/common.js"):
+        code, headers, _ = get(urljoin(address, path))
+        assert code == 200
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "http" not in policy and "*" not in policy
+        assert headers["Referrer-Policy"] == "no-referrer" and headers["X-Content-Type-Options"] == "nosniff"
+    assert "sandbox allow-scripts" in get(f"{address}files/report.html")[1]["Content-Security-Policy"]
+    assert get(f"{address}files/gone.html")[0] == 404 and get(f"{address}files/passwd")[0] == 404
+
+
+def test_pages_name_no_other_site_and_have_no_script_of_their_own():
+    files = [file for file in STATIC.iterdir() if file.suffix in (".html", ".js", ".css")]
+    assert len(files) >= 9
+    for file in files:
+        text = file.read_text()
+        assert set(re.findall(r"https?://[^\s\"'`)]+", text)) <= {"http://www.w3.org/2000/svg"}, file.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), file.name
+        assert file.suffix != ".html" or not re.search(r"<script(?![^>]*src=)|\son\w+=|style=", text), file.name
+
+
+def test_a_path_that_cannot_be_shown_is_a_line_with_the_remedy(tmp_path: Path):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n")
+    for path in (tmp_path / "nowhere", tmp_path / "picture.png"):
+        code, out, err = run_here("view", path)
+        assert code == 1 and out == ""
+        (line,) = err.splitlines()
+        assert line.startswith(f"millstream: {path}")
+
+
+def test_a_port_that_is_taken_is_wrong_use(tmp_path: Path):
+    import numpy as np
+
+    import millstream as ms
+
+    with ms.TraceWriter(tmp_path / "s") as writer:
+        writer.append({"x": np.zeros(3)})
+    with socket.create_server((HOST, 0)) as taken:
+        code, _, err = run_here("view", tmp_path / "s", "--port", taken.getsockname()[1])
+    assert code == 2 and "--port" in err
+
+
+def test_the_command_prints_an_address_on_loopback_serves_it_and_ends_with_a_sentence(tmp_path: Path):
+    import numpy as np
+
+    import millstream as ms
+
+    with ms.TraceWriter(tmp_path / "s") as writer:
+        writer.append({"question_id": "q", "x": np.zeros(3)})
+    command = [sys.executable, "-m", "millstream", "view", str(tmp_path / "s")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr
+        ender = threading.Timer(60, server.kill)
+        ender.start()
+        address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", next(server.stderr))
+        assert address
+        assert b"<main>" in get(address[0])[2] and get(f"{address[0]}traces/api/list")[0] == 200
+        os.kill(server.pid, signal.SIGINT)
+        rest = server.stderr.read()
+        ender.cancel()
+    assert "Traceback" not in rest and "ended" in rest and server.returncode == 0

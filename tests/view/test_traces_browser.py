@@ -1,0 +1,157 @@
+"""The explorer of traces in a real browser: search, open, slide and hover, by mouse and by keyboard."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import millstream as ms
+from millstream.view.traces_view import traces_view
+from millstream.view.view import View
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "model")]
+
+from making_traces import make_traces  # noqa: E402
+from test_traces_view import make_run  # noqa: E402
+
+Serve = Callable[[Sequence[View]], str]
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("browser")
+    store = make_traces(folder / "traces", num=120)
+    scores = {"lstm": {number: [number / 120] for number in range(0, 120, 3)}}
+    return serve_views([traces_view(store, run=make_run(folder / "run", store, scores))])
+
+
+@pytest.fixture(scope="module")
+def many(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store of 100,000 records, whose questions would run if they could."""
+    path = tmp_path_factory.mktemp("many") / "store"
+    bad = "<img src=x onerror=\"console.log('ran')\"><script>console.log('ran')</script>"
+    with ms.TraceWriter(path, schema={"logprobs": "float32[step]"}) as writer:
+        writer.extend(
+            {
+                "question_id": f"q{number}",
+                "question": f"{bad} number {number}",
+                "generated_answer": "needle" if number == 99_421 else "hay",
+                "logprobs": np.zeros(1, np.float32),
+            }
+            for number in range(100_000)
+        )
+    return serve_views([traces_view(path)])
+
+
+def rows(page: Any) -> list[str]:
+    return page.locator("#records tbody tr td:first-child").all_inner_texts()
+
+
+def test_searching_filtering_and_sorting_change_the_list(open_page: Open, address: str):
+    page = open_page(address).page
+    page.locator("#records tbody tr").nth(49).wait_for()
+    assert rows(page)[:3] == ["0", "1", "2"]
+    page.locator("#sort").select_option("highest")
+    page.locator("#records tbody tr td:first-child", has_text="117").first.wait_for()
+    assert rows(page)[:3] == ["117", "114", "111"]
+    page.locator("#verdict").select_option("wrong")
+    page.locator("#total", has_text=" of 120 traces").wait_for()
+    assert set(page.locator("#records .verdict").all_inner_texts()) == {"wrong"}
+    page.locator("#q").fill("no such words")
+    page.locator("#total", has_text="0 of 120").wait_for()
+    assert rows(page) == []
+
+
+def test_a_trace_opens_and_its_slider_shows_another_layer(open_page: Open, address: str, tmp_path: Path):
+    page = open_page(address).page
+    page.locator("#records a").nth(3).click()
+    page.locator(".arcs path").first.wait_for()
+    assert page.url.endswith("#3") and page.locator("#list").is_hidden()
+    before = page.locator(".arcs").inner_html()
+    assert page.locator("output").inner_text() == "layer 2 of 3"
+    page.locator("#layer").focus()
+    page.keyboard.press("ArrowRight")
+    page.locator("output", has_text="layer 3 of 3").wait_for()
+    page.wait_for_function("before => document.querySelector('.arcs').innerHTML !== before", arg=before)
+    page.locator("#k").fill("1")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelectorAll('.arcs path').length <= 20")
+    page.locator("#evolution").wait_for()
+    page.screenshot(path=tmp_path / "trace.png", full_page=True)
+    assert (tmp_path / "trace.png").stat().st_size > 20_000
+
+
+def test_a_token_tells_what_else_might_have_been_said(open_page: Open, address: str):
+    page = open_page(f"{address}#5").page
+    token = page.locator(".tokens .answer").first
+    token.hover()
+    hint = page.locator("#hint")
+    hint.wait_for()
+    assert "chance" in hint.inner_text() and hint.locator("tr").count() == 10
+    page.mouse.move(5, 5)
+    hint.wait_for(state="hidden")
+    token.focus()
+    hint.wait_for()
+    heats = page.locator(".tokens .answer").evaluate_all(
+        "all => all.map((one) => one.style.getPropertyValue('--heat'))"
+    )
+    page.locator("#heat").select_option("entropy")
+    others = page.locator(".tokens .answer").evaluate_all(
+        "all => all.map((one) => one.style.getPropertyValue('--heat'))"
+    )
+    assert heats != others and len(set(heats)) > 1
+
+
+def test_the_keyboard_alone_finds_opens_steps_and_goes_back(open_page: Open, address: str):
+    page = open_page(address).page
+    page.locator("#records tbody tr").nth(49).wait_for()
+    page.keyboard.press("/")
+    page.wait_for_function("document.activeElement.id === 'q'")
+    page.keyboard.type("q11")
+    page.locator("#total", has_text="11 of 120").wait_for()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.locator("#trace .question").wait_for()
+    assert page.url.endswith("#110")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**#111")
+    page.locator("#trace .soft", has_text="record 111 of 120").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("#list").wait_for()
+    assert page.evaluate("document.activeElement.getAttribute('href')") == "#111"
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
+def test_no_page_scrolls_sideways(open_page: Open, address: str, width: int, scheme: str):
+    opened = open_page(address, width=width, scheme=scheme)
+    opened.page.locator("#records tbody tr").first.wait_for()
+    assert opened.never_scrolls_sideways()
+    opened.page.goto(f"{address}#2")
+    opened.page.locator(".arcs path").first.wait_for()
+    assert opened.never_scrolls_sideways()
+
+
+def test_a_needle_among_100_000_is_found_and_no_text_runs(open_page: Open, many: str):
+    page = open_page(many).page
+    page.locator("#total", has_text="100,000 traces").wait_for()
+    assert page.locator("#pages").inner_text() == "of 2,000"
+    page.locator("#page").fill("2000")
+    page.keyboard.press("Enter")
+    page.locator("#records td", has_text="99,999").first.wait_for()
+    page.locator("#q").fill("NEEDLE")
+    page.locator("#total", has_text="1 of 100,000").wait_for()
+    page.locator("#records a").first.click()
+    page.locator("#trace .question", has_text="number 99421").wait_for()
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_a_record_that_is_not_there_is_said(open_page: Open, address: str):
+    opened = open_page(f"{address}#999")
+    opened.page.locator("[role=alert]", has_text="record 999 of 120").wait_for()
+    assert [text for text in opened.trouble if "400" not in text] == []
+    opened.trouble.clear()  # the browser writes down that it was refused
