@@ -1,6 +1,7 @@
 """metrics.jsonl followed while it grows: curves, fits and memory. What is kept stays small, however many lines come."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ class Curve:
             (float(value), -epoch, name)
             for epoch, line in self.epochs.items()
             for name, value in line.items()
-            if name.startswith("val_") and value is not None
+            if name.startswith("val_") and value is not None and math.isfinite(value)
         ]
         if not found:
             return None

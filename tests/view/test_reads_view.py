@@ -1,0 +1,312 @@
+"""Reads as the explorer shows them: what it says is what the files say, and it reads little to say it."""
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import millstream as ms
+from millstream.errors import BadSetting, BadSource
+from millstream.store.open_reads import open_reads
+from millstream.view.reads_counts import Lengths, ValueCounts
+from millstream.view.reads_records import Records
+from millstream.view.reads_sample import sample
+from millstream.view.reads_view import reads_view
+from millstream.view.view import Query, View, plain
+
+pytest.importorskip("tokenizers", reason="no tokenizer files: pip install 'millstream[reads]'")
+
+HEADERS = r"^lbl\|(?P<class_id>\d+)?\|(?P<group>\w+)\|(?P<name>\S+)$"
+COMPLEMENT = str.maketrans("ACGTNacgtn", "TGCANtgcan")
+
+
+def letters_of(rng: np.random.Generator, count: int) -> str:
+    return rng.choice(list("ACGTN"), count, p=[0.2, 0.3, 0.3, 0.19, 0.01]).astype("S1").tobytes().decode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of FASTQ, the second one compressed; a class is missing here and there."""
+    rng = np.random.default_rng(3)
+    folder = tmp_path_factory.mktemp("reads") / "both"
+    folder.mkdir()
+    for name, first, opened in (("a.fq", 0, open), ("b.fq.gz", 120, gzip.open)):
+        with opened(folder / name, "wt") as file:
+            for number in range(first, first + 120):
+                letters = letters_of(rng, int(rng.integers(1, 90)))
+                grades = "".join(map(chr, rng.integers(33, 74, len(letters))))
+                class_id = "" if number % 50 == 49 else number % 7 + 10
+                file.write(f"@lbl|{class_id}|{'even' if number % 2 == 0 else 'odd'}|read{number}\n")
+                file.write(f"{letters}\n+\n{grades}\n")
+    ms.open(folder, header_regex=HEADERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def genome(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wrapped record of 200,000 letters, and a short one in lower case."""
+    letters = letters_of(np.random.default_rng(4), 200_000)
+    file = tmp_path_factory.mktemp("genome") / "genome.fa"
+    lines = "\n".join(letters[at : at + 70] for at in range(0, len(letters), 70))
+    file.write_text(f">chr1 of something\n{lines}\n>plasmid\nacgtnacgtacgtaaccggtt\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer file with merges, and tokens around every read."""
+    from tokenizers import Tokenizer, models, processors
+
+    vocab = {token: number for number, token in enumerate(["[BOS]", "[EOS]", *"ACGTN", "AC", "GT", "ACGT", "CC"])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("A", "C"), ("G", "T"), ("AC", "GT"), ("C", "C")]))
+    made.post_processor = processors.TemplateProcessing(
+        single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 0), ("[EOS]", 1)]
+    )
+    place = tmp_path_factory.mktemp("tokenizer")
+    made.save(str(place / "tokenizer.json"))
+    return place
+
+
+def ask(view: View, name: str, /, **values: object) -> Mapping[str, Any]:
+    answer = plain(view.answers[name](Query({key: str(value) for key, value in values.items()})))
+    json.dumps(answer, allow_nan=False)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_the_overview_is_what_the_collection_says(folder: Path):
+    reads, told = ms.open(folder), ask(reads_view(folder), "overview")
+    assert (told["reads"], told["bases"], told["bytes"]) == (len(reads), reads.num_bases, reads.num_bytes)
+    assert [file["name"] for file in told["files"]] == ["a.fq", "b.fq.gz"] and told["has_quality"]
+    assert [column["name"] for column in told["columns"]] == reads.column_names
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(
+        st.one_of(st.integers(0, 300), st.sampled_from([0, 1, 65_535, 65_536, 70_000])), min_size=1, max_size=30
+    )
+)
+def test_the_bars_of_lengths_sum_to_the_reads_and_the_rest_is_what_numpy_says(tmp_path_factory, lengths: list[int]):
+    file = tmp_path_factory.mktemp("lengths") / "reads.fa"
+    file.write_text("".join(f">r\n{'A' * length}\n" for length in lengths))
+    told: Mapping[str, Any] = plain(Lengths(open_reads([file])).tell(None))  # type: ignore[assignment]
+    bars = told["bars"]
+    assert told["counted"] == told["total"] == sum(bars["count"]) == len(lengths)
+    assert bars["from"][1:] == bars["to"][:-1]
+    for low, high, count in zip(bars["from"], bars["to"], bars["count"], strict=True):
+        assert count == sum(low <= length < high for length in lengths)
+    ordered = sorted(lengths)
+    assert (told["shortest"], told["longest"]) == (ordered[0], ordered[-1])
+    assert told["median"] == ordered[(len(ordered) - 1) // 2] and told["mean"] == pytest.approx(np.mean(lengths))
+    long = [length for length in lengths if length >= told["n50"]]
+    assert 2 * sum(long) >= sum(lengths) > 2 * sum(length for length in long if length > told["n50"]) - 1
+
+
+def test_every_record_is_the_one_the_library_gives(folder: Path):
+    reads, view = ms.open(folder), reads_view(folder)
+    for number in (0, 49, 119, 120, 121, 239):
+        read, told = reads[number], ask(view, "record", number=number)
+        assert (told["name"], told["letters"], told["quality"]) == (read.name, read.sequence, read.quality)
+        assert told["columns"] == dict(read.columns) and told["length"] == len(read)
+        assert told["row"] == number % 120 and told["file"] == ("a.fq" if number < 120 else "b.fq.gz")
+
+
+def test_a_page_of_the_list_is_the_records_with_their_names_across_files(folder: Path):
+    reads, rows = ms.open(folder), ask(reads_view(folder), "list", first=110, count=20)["rows"]
+    assert [row["number"] for row in rows] == list(range(110, 130))
+    for row, read in zip(rows, reads[110:130], strict=True):
+        assert (row["name"], row["length"], row["letters"]) == (read.name, len(read), read.sequence[:60])
+        assert row["columns"]["class_id"] == read.columns["class_id"]
+    assert ask(reads_view(folder), "list", first=239, count=20)["rows"][-1]["number"] == 239
+    assert ask(reads_view(folder), "list", first=999)["rows"] == []
+
+
+def test_a_name_leads_to_its_number_also_when_the_index_has_no_table_of_names(
+    folder: Path, tmp_path: Path, monkeypatch
+):
+    name = ms.open(folder)[130].name
+    assert ask(reads_view(folder), "find", name=name)["numbers"] == [130]
+    assert ask(reads_view(folder), "find", name="nobody")["numbers"] == []
+    file = tmp_path / "reads.fa"
+    file.write_text("".join(f">r{number % 5}\nACGT\n" for number in range(10)))
+    with monkeypatch.context() as patch:
+        patch.setattr("millstream.store.name_table.SMALL", 3)
+        reads = open_reads([file])
+    assert not reads.parts[0].has_names
+    assert Records(reads).find("r3", seconds=30) == {"is_making": False, "numbers": [3, 8], "found": 2}
+
+
+def test_of_a_long_record_only_the_window_is_read(genome: Path):
+    reads, view = ms.open(genome), reads_view(genome)
+    told = ask(view, "record", number=0, start=123_456, count=500)
+    assert told["letters"] == reads.region(0, 123_456, 123_956) and (told["start"], told["end"]) == (123_456, 123_956)
+    assert ask(view, "record", number=0, start=199_990, count=500)["letters"] == reads[0].sequence[-10:]
+    assert len(ask(view, "record", number=0, count=10**9)["letters"]) == 20_000
+    assert ask(view, "record", number=0, start=10**12)["letters"] == ""
+
+
+def test_the_reverse_complement_has_positions_of_its_own(genome: Path, folder: Path):
+    turned = ms.open(genome)[0].sequence[::-1].translate(COMPLEMENT)
+    told = ask(reads_view(genome), "record", number=0, start=1000, count=200, reverse=1)
+    assert told["letters"] == turned[1000:1200]
+    read, told = ms.open(folder)[130], ask(reads_view(folder), "record", number=130, reverse=1)
+    assert told["letters"] == read.sequence[::-1].translate(COMPLEMENT) and told["quality"] == read.quality[::-1]
+
+
+SPECS = ["base", "kmer(3)", "kmer(4, stride=4)", "kmer(3, stride=5, canonical=True)", "kmer(31)", "given"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_tokens_are_those_that_training_sees_and_lie_on_their_letters(spec: str, folder: Path, bpe: Path):
+    reads, view = ms.open(folder), reads_view(folder, tokenizer=str(bpe))
+    feature = ms.features.tokens(f"hf({bpe})" if spec == "given" else spec, dtype=np.int64)
+    for number in (0, 7, 49, 130, 200):
+        batch: Any = feature(reads.fetch([number], feature.fields))
+        ids = batch["input_ids"][0].tolist()
+        told = ask(view, "record", number=number, tokenizer=spec)
+        tokens, letters = told["tokens"], told["letters"]
+        shown = [int(one) for one in tokens["ids"]]
+        assert (ids[1:-1] if spec == "given" else ids) == shown
+        pieces = [letters[a:b] for a, b in zip(tokens["starts"], tokens["ends"], strict=True)]
+        assert pieces == tokens["texts"]
+        if spec in ("base", "given"):
+            assert "".join(pieces) == letters
+        if spec == "kmer(4, stride=4)":
+            assert "".join(pieces) == letters[: len(letters) // 4 * 4]
+        assert [tokens["before"], tokens["after"]] == ([["[BOS] (0)"], ["[EOS] (1)"]] if spec == "given" else [[], []])
+
+
+@pytest.mark.parametrize("spec", ["kmer(5, stride=3)", "kmer(6)", "kmer(3, stride=7)"])
+@pytest.mark.parametrize("reverse", [0, 1])
+def test_windows_of_a_long_record_show_the_tokens_of_the_whole(spec: str, reverse: int, genome: Path):
+    view = reads_view(genome)
+    whole = ms.features.tokens(spec, reverse_complement=bool(reverse), dtype=np.int64)
+    batch: Any = whole(ms.open(genome).fetch([0], ["sequence"]))
+    found: list[tuple[int, int]] = []
+    for start in range(60_000, 61_000, 250):
+        told = ask(view, "record", number=0, start=start, count=250, tokenizer=spec, reverse=reverse)["tokens"]
+        found += zip(told["starts"], told["ids"], strict=True)
+    stride = found[1][0] - found[0][0]
+    assert [at for at, _ in found] == list(range(-(-60_000 // stride) * stride, 61_000, stride))
+    assert [one for _, one in found] == [int(batch["input_ids"][0][at // stride]) for at, _ in found]
+
+
+def test_letters_in_lower_case_are_shown_as_they_are_and_tokenised_as_training_does(genome: Path):
+    told = ask(reads_view(genome), "record", number=1, tokenizer="kmer(4, stride=4)")
+    assert told["letters"].startswith("acgtnacg") and told["tokens"]["texts"][:2] == ["ACGT", "NACG"]
+
+
+def test_a_page_cannot_make_the_server_open_a_file(folder: Path, bpe: Path):
+    view = reads_view(folder)
+    for spec in (f"hf({bpe})", str(bpe), "hf(x)", "__import__('os')", "kmer(open('x'))", "kmer(0)", "kmer(99)"):
+        told = ask(view, "record", number=0, tokenizer=spec)
+        assert told["tokens"] is None and told["letters"] and told["tokens_error"]
+    assert "--tokenizer" in ask(view, "record", number=0, tokenizer=f"hf({bpe})")["tokens_error"]
+    assert ask(view, "record", number=0, tokenizer="given")["tokens"] is None
+
+
+def test_class_counts_are_those_of_the_column(folder: Path):
+    reads, view = ms.open(folder), reads_view(folder)
+    for column in ("class_id", "group"):
+        told = ask(view, "classes", column=column, count=100)
+        values = reads.column(column)
+        expected = {row["values"]: row["counts"] for row in pc.value_counts(values.drop_null()).to_pylist()}
+        assert dict(told["rows"]) == expected and told["without"] == values.null_count
+        counts = [count for _, count in told["rows"]]
+        assert counts == sorted(counts, reverse=True) and sum(counts) + told["without"] == told["counted"] == len(reads)
+
+
+def test_class_counts_are_searched_and_turned_by_pages(folder: Path):
+    view = reads_view(folder)
+    whole = ask(view, "classes", column="class_id", count=100)["rows"]
+    pages = [ask(view, "classes", column="class_id", first=first, count=3)["rows"] for first in (0, 3, 6, 9)]
+    assert [row for page in pages for row in page] == whole
+    odd = ask(view, "classes", column="group", search="OD")
+    assert [row[0] for row in odd["rows"]] == ["odd"] and (odd["found"], odd["found_reads"]) == (1, 120)
+    with pytest.raises(BadSetting, match="there is class_id, group, name"):
+        ask(view, "classes", column="genus")
+
+
+def test_counts_of_many_reads_are_those_of_all_chunks(folder: Path, monkeypatch):
+    monkeypatch.setattr("millstream.view.reads_counts._AT_ONCE", 17)
+    reads: Any = ms.open(folder)
+    told = ValueCounts(reads, "class_id").tell(most=99, seconds=None)
+    assert dict(told["rows"]) == Counter(value for value in reads.column("class_id").to_pylist() if value)  # type: ignore
+    assert Lengths(reads).tell(None)["counted"] == 240
+
+
+def test_a_few_reads_are_looked_at_all_and_their_letters_counted(folder: Path):
+    reads, told = ms.open(folder), ask(reads_view(folder), "composition")
+    letters = Counter("".join(read.sequence for read in reads))
+    assert told["reads"] == told["of"] == 240 and told["letters_seen"] == sum(letters.values())
+    assert dict(told["letters"]) == pytest.approx({k: v / sum(letters.values()) for k, v in letters.items()})
+    assert told["gc_mean"] == pytest.approx((letters["G"] + letters["C"]) / (sum(letters.values()) - letters["N"]))
+    assert sum(told["gc"]["count"]) <= 240 and told["quality"]["position"][:3] == [0, 1, 2]
+    first = sorted(ord(read.quality[0]) - 33 for read in reads)
+    assert told["quality"]["median"][0] == first[len(first) // 2 - 1]
+
+
+def test_of_many_reads_a_sample_is_taken_from_all_over_and_it_says_so(tmp_path: Path):
+    file = tmp_path / "reads.fa"
+    file.write_text("".join(f">r\n{('A' if number < 5000 else 'G') * 8}\n" for number in range(10_000)))
+    told = sample(open_reads([file]), seconds=60)
+    assert told["of"] == 10_000 and told["reads"] == 4096 and told["places"] == 64
+    assert dict(told["letters"])["A"] == pytest.approx(0.5, abs=0.05)  # type: ignore[call-overload]
+
+
+def test_a_long_record_counts_as_much_as_it_is_long(tmp_path: Path):
+    file = tmp_path / "contigs.fa"
+    file.write_text(f">long\n{'A' * 3_000_000}\n" + "".join(f">s{number}\n{'G' * 1000}\n" for number in range(1000)))
+    told = sample(open_reads([file]), seconds=60)
+    assert dict(told["letters"]) == pytest.approx({"A": 0.75, "G": 0.25})  # type: ignore[call-overload]
+    assert int(told["letters_seen"]) < 2_100_000  # type: ignore[call-overload]
+
+
+def test_a_page_from_the_middle_of_a_gzip_decodes_a_block_or_two(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    file = tmp_path / "reads.fa.gz"
+    letters = np.frombuffer(b"ACGT", np.uint8)[rng.integers(0, 4, 6_000_000)].tobytes().decode()
+    text = "".join(f">r{number}\n{letters[2000 * number : 2000 * number + 2000]}\n" for number in range(3000))
+    with gzip.open(file, "wt", compresslevel=1) as out:
+        out.write(text)
+    reads: Any = ms.open(file)
+    records, before = Records(reads), reads.decoded_blocks
+    assert records.page(1500, 10)[0]["name"] == "r1500"
+    assert reads.decoded_blocks - before <= 2 < reads.num_bases // reads.medium.run_bytes
+    sample(reads)
+    records.one(2900, start=0, count=100, tokenizer=lambda: None)
+
+
+def test_proteins_are_shown_and_what_cannot_be_is_said(tmp_path: Path):
+    file = tmp_path / "proteins.fa"
+    file.write_text(">p1\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    view = reads_view(file)
+    told = ask(view, "record", number=0, tokenizer="kmer(3)")
+    assert told["letters"].startswith("MKTAY") and "another tokenizer" in told["tokens_error"]
+    assert ask(view, "composition")["gc"] is None
+    with pytest.raises(BadSource, match="no complement"):
+        ask(view, "record", number=0, reverse=1)
+
+
+def test_a_record_that_is_not_there_and_a_number_that_is_none_are_refused(folder: Path):
+    view = reads_view(folder)
+    with pytest.raises(BadSetting, match="from 0 to 239"):
+        ask(view, "record", number=240)
+    for wrong in ("-1", "x", "1.5"):
+        with pytest.raises(BadSetting, match="whole number"):
+            ask(view, "record", number=wrong)
+
+
+def test_a_tokenizer_that_does_not_exist_is_said_before_anything_is_shown(folder: Path):
+    for wrong in ("kmer(0)", "nothing", "hf(/no/such/folder)"):
+        with pytest.raises((BadSetting, BadSource)):
+            reads_view(folder, tokenizer=wrong)
