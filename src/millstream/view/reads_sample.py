@@ -65,6 +65,7 @@ class _Tally:
         self.gc: list[NDArray[np.float64]] = []
         self.grades = np.zeros((_POSITIONS, 94), np.int64)
         self.num_reads = self.num_letters = self.num_places = 0
+        self.is_cut = False  # whether of some reads only a window was looked at
 
     def add(self, reads: Reads, numbers: Numbers, window: int, rng: np.random.Generator) -> None:
         lengths = reads.lengths(numbers)
@@ -87,6 +88,7 @@ class _Tally:
         self.num_reads += len(numbers)
         self.num_letters += int(seen.sum())
         self.num_places += 1
+        self.is_cut = self.is_cut or bool((lengths > seen).any())
 
     def _grade(self, quality: Letters, offsets: Numbers) -> None:
         positions = np.arange(len(quality)) - np.repeat(offsets[:-1], np.diff(offsets))
@@ -103,6 +105,7 @@ class _Tally:
             "reads": self.num_reads,
             "letters_seen": self.num_letters,
             "places": self.num_places,
+            "is_cut": self.is_cut,
             "letters": sorted(letters, key=lambda pair: -pair[1]),
             # of proteins there is none
             "gc": {"from": edges[:-1], "to": edges[1:], "count": gc} if nucleotides > 0.9 else None,

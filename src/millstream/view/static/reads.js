@@ -48,7 +48,7 @@ async function showLengths() {
   try {
     const found = await ask("lengths");
     const whole = found.counted === found.total;
-    at("lengths-text").textContent = !found.bars ? "" : `${count(found.shortest)} to ${count(found.longest)}, median ${count(found.median)}, mean ${short(found.mean, 4)}, N50 ${count(found.n50)}`
+    at("lengths-text").textContent = !found.bars ? "" : `${count(found.shortest)} to ${count(found.longest)}, median ${count(found.median)}, mean ${found.mean < 1000 ? short(found.mean, 4) : count(Math.round(found.mean))}, N50 ${count(found.n50)}`
       + (whole ? "" : `; ${compact(found.counted)} of ${compact(found.total)} reads counted so far`);
     if (found.bars) drawAs(0, () => at("lengths").replaceChildren(histogram({ bars: barsOf(found.bars), grows: found.is_log, label: `Lengths of ${count(found.counted)} reads: ${at("lengths-text").textContent}`, xLabel: "letters", width: widthOf(at("lengths")), height: 190 })));
     if (!whole) setTimeout(showLengths, 400);
@@ -60,7 +60,7 @@ async function showComposition() {
     const found = await ask("composition");
     if (!found.reads) { at("composition-text").textContent = ""; return; }
     const all = found.reads === found.of;
-    const parts = found.window < 10000 && overview.bases / overview.reads > found.window ? `, at most ${count(found.window)} letters of each` : "";
+    const parts = found.is_cut ? `, at most ${count(found.window)} letters of each` : "";
     const from = all ? `From all ${count(found.of)} reads${parts}.` : `From a sample: ${count(found.reads)} of ${count(found.of)} reads, at ${count(found.places)} places${parts}.`;
     at("composition-text").textContent = from;
     const marks = { A: "var(--line2)", C: "var(--line0)", G: "var(--line4)", T: "var(--line1)", U: "var(--line1)" };
