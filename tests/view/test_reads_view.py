@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
+from millstream.console import unsaid
 from millstream.errors import BadSetting, BadSource
 from millstream.store.open_reads import open_reads
+from millstream.store.pack import pack
 from millstream.view.reads_counts import Lengths, ValueCounts
 from millstream.view.reads_records import Records
 from millstream.view.reads_sample import sample
@@ -118,6 +120,27 @@ def test_every_record_is_the_one_the_library_gives(folder: Path):
         assert (told["name"], told["letters"], told["quality"]) == (read.name, read.sequence, read.quality)
         assert told["columns"] == dict(read.columns) and told["length"] == len(read)
         assert told["row"] == number % 120 and told["file"] == ("a.fq" if number < 120 else "b.fq.gz")
+
+
+@pytest.mark.parametrize("form", ["pack", "zst"])
+def test_packed_and_compressed_reads_are_shown_as_they_were(form: str, folder: Path, tmp_path: Path):
+    reads = ms.open(folder / "a.fq")
+    if form == "pack":
+        file = tmp_path / "a.pack"
+        pack([folder / "a.fq"], file, notify=unsaid)
+    else:
+        zstandard = pytest.importorskip("zstandard")
+        file = tmp_path / "a.fq.zst"
+        file.write_bytes(zstandard.compress((folder / "a.fq").read_bytes()))
+    view = reads_view(file)
+    for number in (0, 77, 119):
+        told = ask(view, "record", number=number, tokenizer="base")
+        assert (told["name"], told["letters"], told["quality"]) == (
+            reads[number].name, reads[number].sequence, reads[number].quality
+        )  # fmt: skip
+    assert ask(view, "find", name=reads[5].name)["numbers"] == [5]
+    assert ask(view, "composition")["letters_seen"] == reads.num_bases == ask(view, "overview")["bases"]
+    assert [row["name"] for row in ask(view, "list", first=100)["rows"]] == [read.name for read in reads[100:]]
 
 
 def test_a_page_of_the_list_is_the_records_with_their_names_across_files(folder: Path):

@@ -47,7 +47,7 @@ class _Reads:
         self._reads, self._given = reads, given
         self._records = Records(reads)
         self._counts: dict[str, ValueCounts] = {}
-        self._lock = threading.Lock()  # several pages may ask at once; what is counted is counted once
+        self._lock, self._sampling = threading.Lock(), threading.Lock()  # what is counted is counted once
 
     def overview(self, query: Query) -> object:
         """What there is, from the head of the index."""
@@ -85,7 +85,7 @@ class _Reads:
 
     def composition(self, query: Query) -> object:
         """What a sample of the reads is made of."""
-        with self._lock:
+        with self._sampling:
             return self._sample
 
     def classes(self, query: Query) -> object:

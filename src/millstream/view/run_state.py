@@ -96,7 +96,7 @@ class RunState:
             epochs = log.curves[job].epochs if job in log.curves else {}
             epoch = max(epochs, default=-1) + 1
         else:  # a model that has begun, and not said anything yet
-            folders = [file for file in (self._run / CHECKPOINTS).glob("*-*") if not (file / SCORES).exists()]
+            folders = [folder for folder in (self._run / CHECKPOINTS).glob("*-*") if not (folder / SCORES).exists()]
             newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
             if newest is None:
                 return None

@@ -1,13 +1,13 @@
 // A run while it trains: asks once a second for what is new, as long as the page is looked at.
 import { ask, bytes, colour, complain, count, lineChart, make, short, startPage } from "./common.js";
 
-const EVERY_MS = 1000;
+const EVERY_MS = 1000, QUIET_MS = 3000; // while it trains, and else
 const TITLES = { val_auroc: "AUROC on validation", val_macro_f1: "macro F1 on validation", val_accuracy: "accuracy on validation", loss: "loss", lr: "learning rate", records_per_s: "records/s", waiting: "share of time waiting for data", memory: "memory, bytes", step: "steps" };
 const STROKES = ["solid", "dashed", "dotted", "dash and dot"];
 const at = (id) => document.getElementById(id);
 const jobName = (entry) => `${entry.model}\n${entry.seed}`;
 
-let generation = 0, since = 0, epochs = null, reportVersion = null, timer = null, sentence = "";
+let generation = 0, since = 0, epochs = null, reportVersion = null, timer = null, sentence = "", shownRows = "", shownTiles = "";
 let curves = new Map(), fits = new Map(), memory = null, told = null;
 const hidden = new Set();
 
@@ -37,7 +37,7 @@ async function follow() {
     complain(at("trouble"), new Error(`${error.message}. Is millstream view still running?`));
   }
   clearTimeout(timer);
-  if (!document.hidden) timer = setTimeout(follow, EVERY_MS);
+  if (!document.hidden) timer = setTimeout(follow, told?.state === "training" ? EVERY_MS : QUIET_MS);
 }
 
 function take(news) {
@@ -52,9 +52,10 @@ function take(news) {
   told = news;
   if (news.memory) memory = news.memory;
   showState();
-  if (drew) chooseModels();
-  if (drew) drawCurves();
-  showModels();
+  if (drew) { chooseModels(); drawCurves(); }
+  const rows = JSON.stringify([news.fits, news.missing, news.at_work]);
+  if (drew || rows !== shownRows) showModels(); // what stays can be selected and copied
+  shownRows = rows;
   if (news.memory) drawMemory();
   showReport(news.report);
 }
@@ -75,6 +76,8 @@ function showState() {
     told.elapsed_s !== null && [duration(told.elapsed_s), "of training"],
     last && [bytes(last), told.state === "training" ? `memory${memory.budget ? ` of ${bytes(memory.budget)}` : ""}` : "memory at the end"],
   ].filter(Boolean);
+  if (JSON.stringify(tiles) === shownTiles) return;
+  shownTiles = JSON.stringify(tiles);
   at("tiles").replaceChildren(...tiles.map(([value, what]) => make("li", {}, make("b", {}, value), make("span", {}, what))));
 }
 
