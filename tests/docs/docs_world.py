@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from docs_old import make_old
 
 import millstream as ms
 from commands import run_here
@@ -37,6 +38,7 @@ def make_world(folder: Path, num_questions: int = 60) -> Path:
     with chdir(folder):
         _make_traces(num_questions)
         _make_reads()
+        make_old()
     return folder
 
 
