@@ -160,7 +160,11 @@ def show_reads(file: Path) -> None:
     print(f"\n{file.name}: {len(reads)} reads, {file.stat().st_size / 1e9:.1f} GB")
     asked: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
         "the page": lambda: ("reads/", {}),
-        "about the reads": lambda: ("reads/api/about", {}),
+        "about the reads": lambda: ("reads/api/overview", {}),
+        "lengths": lambda: ("reads/api/lengths", {}),
+        "letters of a sample": lambda: ("reads/api/composition", {}),
+        "classes": lambda: ("reads/api/classes", {"column": "class_id"}),
+        "a page in the middle": lambda: ("reads/api/list", {"first": int(rng.integers(0, len(reads)))}),
         "a read by number": lambda: ("reads/api/record", {"number": int(rng.integers(0, len(reads)))}),
     }
     measure([file.parent], file, asked)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from millstream.console import Progress, silent
-from millstream.dataset.labels import LABEL, LABELS_FILE
+from millstream.dataset.labels import ALIASES, ANSWERS, LABEL, LABELS_FILE
 from millstream.dataset.score_files import ScoreFile, read_scores
 from millstream.dataset.scores import score, values_of, whole_numbers
 from millstream.dataset.verdicts import NONE, RIGHT, VERDICTS, WRONG, Evidence, Rule, Verdicts, decide, parse_rule
@@ -22,8 +22,6 @@ from millstream.store.layout import publishing, sync_folder
 from millstream.store.traces import Traces
 
 ID, STATUS = "question_id", "status"
-ANSWERS = ("generated_answer", "generated_answer_clean", "generated_text")  # the first one that a store has
-ALIASES = ("aliases", "ground_truth_answers", "answer")
 UNLABELLED = "unlabelled"
 CHUNK_RECORDS = 20_000
 

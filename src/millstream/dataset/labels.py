@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from millstream.records import Array
 
 LABEL, LABELS_FILE = "label", "labels.parquet"
+ANSWERS = ("generated_answer", "generated_answer_clean", "generated_text")  # the first one that a store has
+ALIASES = ("aliases", "ground_truth_answers", "answer")
 Labels = NDArray[np.int64] | NDArray[np.float64]
 
 

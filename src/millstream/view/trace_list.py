@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from millstream.dataset.label import ALIASES, ANSWERS
-from millstream.dataset.labels import LABELS_FILE
+from millstream.dataset.labels import ALIASES, ANSWERS, LABELS_FILE
 from millstream.errors import BadSetting
 from millstream.store.traces import Traces
 from millstream.view.trace_scores import Floats, TraceScores

@@ -25,6 +25,7 @@ from millstream.view.trace_list import (
 from millstream.view.trace_scores import TraceScores, read_scores
 from millstream.view.view import Query, View
 
+NETS_AFTER_S = 1.0  # after the first list: while torch is imported, all else is slow
 FIRST = ("lstm", "gnn", "gvae")  # the detector a list begins with
 
 
@@ -52,7 +53,7 @@ class _Shown:
         self._tokens = Later(lambda: TokenTexts(file))
         self._texts = Later(lambda: TraceTexts(self._traces))
         self._known = Later(self._know)
-        self._nets = Later(self._restore)
+        self._nets = Later(self._restore, start=False)
 
     def _know(self) -> Known:
         traces = self._traces
@@ -80,7 +81,7 @@ class _Shown:
             "config": dict(traces.config),
             "fields": {name: str(kind) for name, kind in traces.fields.items()},
             "has": {"question": fields.question is not None, "answer": fields.answer is not None},
-            "verdicts": None if known is None else Counter(known.verdicts.tolist()),
+            "verdicts": None if known is None else Counter(str(verdict) for verdict in known.verdicts),
             "parts": [] if scores is None else scores.part_names,
             "detectors": detectors,
             "run": None if self._run is None else str(self._run),
@@ -98,6 +99,7 @@ class _Shown:
         pages = max(1, -(-len(numbers) // size))
         page = min(query.number("page"), pages - 1)
         wanted = numbers[page * size : (page + 1) * size].tolist()
+        self._nets.start(NETS_AFTER_S)
         rows = rows_of(self._traces, wanted)
         for row in rows:
             row.update(self._judged(known, row["number"], query.text("detector")))
