@@ -19,6 +19,7 @@ TOP = {
     "cli_common",
     "cli_complete",
     "cli_help",
+    "cli_interrupt",
     "cli_llm",
     "cli_reads",
     "cli_settings",

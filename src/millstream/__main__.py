@@ -1,21 +1,23 @@
 """`python -m millstream`, and the program `millstream`: the command line in a process of its own."""
 
-import os
-import signal
-import sys
-import warnings
+from millstream import cli_interrupt
+
+cli_interrupt.listen()  # before anything else is imported
+
+import os  # noqa: E402
+import sys  # noqa: E402
+import warnings  # noqa: E402
 
 
 def main() -> None:
     """Libraries are kept quiet here, and Ctrl-C ends in a sentence from the first moment on."""
-    try:
-        _keep_quiet()
-        from millstream.cli import main as run  # takes a tenth of a second, in which Ctrl-C may come
+    _keep_quiet()
+    from millstream.cli import main as run
 
+    try:
         run()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print("millstream: interrupted, before anything was done", file=sys.stderr)
+        cli_interrupt.tell(None)
         sys.exit(130)
 
 
@@ -24,7 +26,7 @@ def _keep_quiet() -> None:
     for name, value in {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",  # it would end with an escape code on the terminal
         "TOKENIZERS_PARALLELISM": "true",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TRANSFORMERS_VERBOSITY": "error",

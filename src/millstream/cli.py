@@ -12,6 +12,7 @@ import typer
 from millstream import __version__, cli_llm, cli_reads, cli_train, cli_view
 from millstream.cli_common import Json, finish, print_json
 from millstream.cli_help import Commands, Group, Interrupted, OutputClosed
+from millstream.cli_interrupt import tell
 
 app = Commands(
     name="millstream",
@@ -24,24 +25,6 @@ app = Commands(
 Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", metavar="STORE")]
 Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", metavar="OUT")]
 
-_AGAIN = "what was done is kept: the same command goes on from there"
-_NOTHING = "nothing was written: the same command begins anew"
-_KEPT = {  # what Ctrl-C leaves behind
-    "demo": "the same command begins anew",
-    "extract": _AGAIN,
-    "label": "no labels were written: the same command begins anew",
-    "featurize": _AGAIN,
-    "convert": _AGAIN,
-    "train": "what the last checkpoint holds is kept: the same command goes on from there",
-    "classify": _AGAIN,
-    "pack": _AGAIN,
-    "repair": "what is repaired stays so: the same command goes on",
-    "evaluate": "the run is as it was: the same command begins anew",
-    "report": "the run is as it was: the same command begins anew",
-    "inspect": "nothing was changed",
-    "verify": "nothing was changed",
-    "view": "nothing was changed",
-}
 _REMEDIES = {
     errno.ENOSPC: "Free some space and run the same command again",
     errno.EDQUOT: "Free some space and run the same command again",
@@ -71,10 +54,8 @@ def main() -> None:
         remedy = _REMEDIES.get(error.errno or 0)
         _fail(f"{said}. {remedy}" if remedy else said)
     except Interrupted as interrupted:
-        from millstream.console import wipe_echo
-
-        wipe_echo()
-        _fail(f"interrupted; {_KEPT.get(str(interrupted), _NOTHING)}", code=130)
+        tell(str(interrupted))
+        sys.exit(130)
     except Exception as error:
         if not hasattr(error, "format_message"):  # of typer, about the words that were typed
             raise

@@ -63,7 +63,7 @@ def extract(
     failed = f", {done.errors} of them failed (again with --retry-errors)" if done.errors else ""
     size = f"{done.path}: {done.records:,} traces{failed}, {format_bytes(done.bytes)}"
     if done.interrupted:
-        finish(f"{size}. interrupted; the same command goes on from here")
+        finish(f"{size}\ninterrupted; the same command goes on from here")
         raise typer.Exit(130)
     finish(size, "label", done.path)
 

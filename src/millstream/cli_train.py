@@ -26,7 +26,6 @@ def train(settings: Settings = None, as_json: Json = False) -> None:
     from dataclasses import asdict
 
     from millstream.config import read_settings
-    from millstream.console import say
     from millstream.train.read_settings import ReadSettings, are_of_reads
     from millstream.train.settings import TrainSettings
 
@@ -38,7 +37,7 @@ def train(settings: Settings = None, as_json: Json = False) -> None:
     if not run.is_first:
         return
     if run.interrupted:
-        say("interrupted; the same command goes on from here")
+        finish(f"{run.path}: interrupted; the same command goes on from here")
         raise typer.Exit(130)
     _show(run.path, as_json)
 

@@ -26,6 +26,7 @@ __all__ = [
     "say",
     "silent",
     "unsaid",
+    "wipe_echo",
     "within",
 ]
 
@@ -101,6 +102,7 @@ def interruptible(doing: str = "finishing the batch in progress") -> Generator[C
         nonlocal asked
         asked = True
         signal.signal(signal.SIGINT, before)
+        wipe_echo()
         say(f"{doing}; press Ctrl-C again to stop at once")
 
     if threading.current_thread() is not threading.main_thread():
@@ -111,6 +113,12 @@ def interruptible(doing: str = "finishing the batch in progress") -> Generator[C
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def wipe_echo() -> None:
+    """Take away the ^C that a terminal shows where the cursor is."""
+    if is_terminal(sys.stderr):
+        sys.stderr.write(CLEAR)
 
 
 def is_terminal(stream: IO[str]) -> bool:
@@ -191,7 +199,7 @@ class _Meter:
             say(plain_line(self.label, done, self.total, facts, note))
             return
         marks = "━─" if "utf" in (sys.stderr.encoding or "").lower() else "#-"
-        width = shutil.get_terminal_size().columns - 1
+        width = shutil.get_terminal_size().columns - 3  # where ^C may be shown
         line = fitted_line(self.label, done, self.total, facts, note, width=width, marks=marks)
         full = line.count(marks[0])
         bar = marks[0] * full

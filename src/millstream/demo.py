@@ -1,16 +1,19 @@
 """`millstream demo`: a language model that makes things up is asked, killed half way, asked on, and seen through."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CalledProcessError
 
-from millstream.console import format_bytes, format_seconds, say
+from millstream.console import format_bytes, format_seconds, quoted, say
 from millstream.dataset.label import label
 from millstream.dataset.labels import LABELS_FILE
 from millstream.errors import BadSetting
@@ -78,15 +81,17 @@ def run(folder: Path, story: Story) -> None:
         shutil.rmtree(trained)
     total = story.num_questions or len(read_questions(story.questions).questions)
     extract = command("extract", story.questions, str(path), f"model={story.model}", *story.extract)
-    print(f"2. Every question is asked, and what goes on inside the model is kept: {shown(extract)}", flush=True)
+    print("2. Every question is asked, and what goes on inside the model is kept:", flush=True)
+    print(f"   {shown(extract)}", flush=True)
     _kill_half_way(extract, path, total)
     print("   Half way the extractor got SIGKILL. The same command goes on where it was:", flush=True)
-    subprocess.run(extract, check=True)
+    with child_decides():
+        subprocess.run(extract, check=True)
     traces = Traces(path)
     start = time.perf_counter()
     damages = list(verify(path))
     print(
-        f"3. Verified: {len(traces)} traces, {format_bytes(traces.num_bytes)}, every CRC in "
+        f"3. Verified: {len(traces):,} traces, {format_bytes(traces.num_bytes)}, every CRC in "
         f"{time.perf_counter() - start:.1f} s: {len(damages)} damages, {len(set(traces.ids))} different questions."
     )
     done = label(path, rule=story.rule)
@@ -94,10 +99,12 @@ def run(folder: Path, story: Story) -> None:
     print(f"4. Labelled by comparing with the references: {counts}")
     _show_answers(path, traces)
     train = command("train", f"data={path}", f"out={trained}", *story.train)
-    print(f"5. Detectors learn to tell right from made up, on one split by question: {shown(train)}", flush=True)
-    subprocess.run(train, check=True)
+    print("5. Detectors learn to tell right from made up, on one split by question:", flush=True)
+    print(f"   {shown(train)}", flush=True)
+    with child_decides():
+        subprocess.run(train, check=True)
     print(f"6. The report, after {format_seconds(time.monotonic() - begun)}: {trained / 'report.html'}")
-    say(f"Next: open {trained / 'report.html'} in a browser")
+    say(f"Next: millstream view {quoted(trained)}")
 
 
 def story_of(name: str) -> Story:
@@ -115,10 +122,22 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "millstream", *arguments]
 
 
+@contextmanager
+def child_decides() -> Generator[None]:
+    """Within it Ctrl-C is for the command that runs, which ends as it does and says why; then so does this one."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    except CalledProcessError as error:
+        if error.returncode == 130:
+            raise KeyboardInterrupt from None
+        sys.exit(error.returncode)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def shown(command: list[str]) -> str:
     """As a person would type it."""
-    import shlex
-
     return shlex.join(["millstream", *command[3:]])
 
 

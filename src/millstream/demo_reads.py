@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.console import format_bytes, format_seconds, say
-from millstream.demo import command, shown
+from millstream.console import format_bytes, format_seconds, quoted, say
+from millstream.demo import child_decides, command, shown
 from millstream.errors import BadSetting
 from millstream.train.read_settings import HEADERS
 
@@ -80,7 +80,7 @@ def run(folder: Path, story: ReadStory) -> None:
     _do([*named, "--threshold", "0.9", "--kraken-output", str(report)])
     print("\n".join(f"   {line}" for line in report.read_text().splitlines()[:6]))
     print(f"6. The report, after {format_seconds(time.monotonic() - begun)}: {trained / 'report.html'}")
-    say(f"Next: open {trained / 'report.html'} in a browser")
+    say(f"Next: millstream view {quoted(trained)}")
 
 
 def make_genomes(folder: Path, letters: int, *, seed: int) -> int:
@@ -135,4 +135,5 @@ def _write(path: Path, name: str, genome: Letters) -> None:
 
 def _do(arguments: list[str]) -> None:
     print(f"   {shown(arguments)}", flush=True)
-    subprocess.run(arguments, check=True)
+    with child_decides():
+        subprocess.run(arguments, check=True)

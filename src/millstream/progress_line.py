@@ -59,16 +59,16 @@ def facts_of(
     done: int, total: int, unit: str, pace: Pace, memory: tuple[int, int] | None = None
 ) -> tuple[str, str, str, str]:
     """The amount, the rate, the time left and the memory of its budget; what is not known is empty."""
-    amount = f"{format_amount(done, unit).removesuffix(f' {unit}')} of {format_amount(total, unit)}"
+    amount = _of_bytes(done, total) if unit == "bytes" else f"{done:,} of {total:,} {unit}"
     rate = f"{format_amount(pace.rate, unit)}/s" if pace.rate else ""
     seconds = pace.left(total)
     left = "" if seconds is None or done >= total else f"{format_seconds(seconds)} left"
-    held = f"RAM {format_bytes(memory[0])} of {format_bytes(memory[1])}" if memory and memory[0] else ""
+    held = f"RAM {_of_bytes(*memory)}" if memory and memory[0] else ""
     return amount, rate, left, held
 
 
 def plain_line(label: str, done: int, total: int, facts: tuple[str, str, str, str], note: str) -> str:
-    """For a log: `label: 1,200 of 4,000 reads (30 %), 100 reads/s, 28 s left, RAM 210.0 MB of 500.0 MB, note`."""
+    """For a log: `label: 1,200 of 4,000 reads (30 %), 100 reads/s, 28 s left, RAM 210.0 of 500.0 MB, note`."""
     amount, rate, left, held = facts
     share = f" ({100 * done // total} %)" if total else ""
     return f"{label}: {', '.join(filter(None, [amount + share, rate, left, held, note]))}"
@@ -82,17 +82,25 @@ def fitted_line(
     label = _cut(label, max(8, width // 3))
     room = width - len(label) - len(GAP) - len(amount)
     kept: dict[str, str] = {}
-    bar = NARROW if width < 90 else WIDE
-    for name, text in (("left", left), ("held", held), ("bar", "x" * bar), ("rate", rate)):
+    for name, text in (("left", left), ("held", held), ("bar", " " * NARROW), ("rate", rate)):
         if text and len(text) + len(GAP) <= room:
             kept[name] = text
             room -= len(text) + len(GAP)
-    if "bar" in kept:
-        full = round(bar * min(1.0, done / total)) if total else bar
-        kept["bar"] = marks[0] * full + marks[1] * (bar - full)
     kept["note"] = _cut(note, room - len(GAP)) if room > len(GAP) + NARROW else ""
+    room -= len(kept["note"]) + (len(GAP) if kept["note"] else 0)
+    if "bar" in kept:
+        size = min(WIDE, NARROW + room // 4 * 4)  # in steps: numbers that grow a letter leave it as it is
+        full = round(size * min(1.0, done / total)) if total else size
+        kept["bar"] = marks[0] * full + marks[1] * (size - full)
     order = (label, kept.get("bar"), amount, kept.get("rate"), kept.get("left"), kept.get("held"), kept["note"])
     return GAP.join(filter(None, order))[:width]
+
+
+def _of_bytes(part: int, whole: int) -> str:
+    """`15.5 of 95.6 MB`: both in the unit of the whole."""
+    number, _, unit = format_bytes(whole).partition(" ")
+    scale = 1000.0 ** ["B", "kB", "MB", "GB", "TB"].index(unit)
+    return f"{part / scale:.{0 if unit == 'B' else 1}f} of {number} {unit}"
 
 
 def _cut(text: str, length: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from millstream.console import quoted
 from millstream.errors import BadSource
 
 Line = Mapping[str, object]
@@ -90,7 +91,7 @@ def _fit(line: Line) -> Fit:
 
 
 def _damaged(file: Path, number: int, what: str) -> BadSource:
-    again = f"millstream train data=STORE out={file.parent}"
+    again = f"millstream train data=STORE out={quoted(file.parent)}"
     return BadSource(f"{file}: line {number} is damaged ({what}). Next: remove it, or remove the run and {again}")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from millstream.console import quoted
 from millstream.errors import BadSource
 from millstream.train.folder import CONFIG, METRICS, PREDICTIONS, READS, kind_of
 
@@ -49,4 +50,4 @@ def again(folder: Path) -> str:
 
 def _next(folder: Path) -> str:
     data = "data.train=FILE mapping=TABLE" if kind_of(folder) == READS else "data=STORE"
-    return f"Next: millstream train {data} out={folder}"
+    return f"Next: millstream train {data} out={quoted(folder)}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from millstream.config import parse_bytes
-from millstream.console import Progress, format_bytes, say, silent
+from millstream.console import Progress, format_bytes, quoted, say, silent
 from millstream.errors import BadIndex, BadSource, StaleIndex
 from millstream.records import Bytes
 from millstream.source.ahead import ahead
@@ -87,7 +87,7 @@ def index_places(path: Path, index_dir: Path | None = None) -> list[Path]:
 
 def load_index(path: Path, index: Path) -> Sections:
     """A file's index, if it can be believed: whole, ours, and of this very file."""
-    again = f"Rebuild: millstream index {path} --rebuild"
+    again = f"Rebuild: millstream index {quoted(path)} --rebuild"
     sections = Sections(index, remedy=again)
     if sections.meta.get("what") != _WHAT:
         raise BadIndex(f"{index}: is an {sections.meta.get('what')}, not an {_WHAT}. {again}")
@@ -192,7 +192,7 @@ class Scanning:
             raise BadSource(
                 f"{self.path}: ends in the middle of record {scanner.records - 1}, which starts at byte "
                 f"{start}{self._of_text()}. To use the {scanner.records - 1} records before it: "
-                f"millstream index {self.path} --salvage"
+                f"millstream index {quoted(self.path)} --salvage"
             )
         return found
 
@@ -205,7 +205,7 @@ class Scanning:
         whole = scanner.records - (0 if self.damage.whole else 1)
         raise BadSource(
             f"{self.path}: {self.damage.reason}. The {max(whole, 0)} records before it ({self.damage.plain} bytes of "
-            f"text) can be used: millstream index {self.path} --salvage"
+            f"text) can be used: millstream index {quoted(self.path)} --salvage"
         )
 
 
@@ -278,7 +278,9 @@ def _build(
             meta = _index(scanning, settings, sections, names, progress, notify)
             after = os.stat(path)
             if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
-                raise StaleIndex(f"{path}: changed while it was indexed. Once it is complete: millstream index {path}")
+                raise StaleIndex(
+                    f"{path}: changed while it was indexed. Once it is complete: millstream index {quoted(path)}"
+                )
             whole = Fingerprint(after.st_size, after.st_mtime_ns, samples_crc32c(path), scanning.stream.crc32c)
             sections.publish({"what": _WHAT, **meta, "fingerprint": whole.to_json()})
     finally:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millstream.config import config_hash
+from millstream.console import quoted
 from millstream.errors import NewerFormat, NotAStore, StoreFull
 from millstream.records import Schema, crc32c, refine
 from millstream.store.maps import Map
@@ -111,14 +112,16 @@ def check_store(path: Path) -> None:
     """Raise NotAStore, with the command that may be wanted, unless the folder is a trace store."""
     if not path.exists():
         raise NotAStore(
-            f"{path}: no such folder. Old trace files become a store with: millstream convert OLD... {path}"
+            f"{path}: no such folder. Old trace files become a store with: millstream convert OLD... {quoted(path)}"
         )
     if not path.is_dir():
-        raise NotAStore(f"{path}: a file, not a trace store. An old trace file? Run: millstream convert {path} traces/")
+        raise NotAStore(
+            f"{path}: a file, not a trace store. An old trace file? Run: millstream convert {quoted(path)} traces/"
+        )
     if (path / MANIFEST).exists() or any(list_shards(path)):
         return
     old = next((end for end in (".pkl", ".pkl.gz", ".pt") if any(n.endswith(end) for n in os.listdir(path))), None)
-    remedy = f"Old trace files are here; run: millstream convert '{path}/*{old}' OUT" if old else ""
+    remedy = f"Old trace files are here; run: millstream convert {quoted(f'{path}/*{old}')} OUT" if old else ""
     raise NotAStore(f"{path}: not a trace store (no {MANIFEST}, no shard-*.arrow). {remedy}".rstrip())
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.console import quoted
 from millstream.errors import CorruptRecord, CorruptShard
 from millstream.records import Array, Bytes, Tensor, crc32c, from_bytes
 from millstream.store.layout import ShardInfo, shard_name
@@ -56,7 +57,7 @@ class OpenShard:
         if self.sidecar.num_records != info.records:
             raise CorruptShard(
                 f"{self.file}: {info.records} records in the manifest, {self.sidecar.num_records} in its sidecar. "
-                f"Run: millstream repair {path}"
+                f"Run: millstream repair {quoted(path)}"
             )
 
     @cached_property
@@ -74,7 +75,7 @@ class OpenShard:
             raise self._missing() from None
 
     def _missing(self) -> CorruptShard:
-        return CorruptShard(f"{self.file}: missing. See: millstream verify {self._path}")
+        return CorruptShard(f"{self.file}: missing. See: millstream verify {quoted(self._path)}")
 
     def value(self, row: int, name: str) -> object:
         """One scalar."""
@@ -229,7 +230,7 @@ class OpenShard:
         key = f", {ID_FIELD} {self.value(row, ID_FIELD)!r}" if ID_FIELD in self.sidecar.schema else ""
         raise CorruptRecord(
             f"{self.file}: record {self._first + row} (row {row}{key}), {where}: damaged ({what}). "
-            f"The other records still read; set it aside with: millstream repair {self._path}"
+            f"The other records still read; set it aside with: millstream repair {quoted(self._path)}"
         )
 
 

@@ -76,9 +76,6 @@ def pack(
         try:
             while not _pack(sources, kinds, out, journal, terms, chosen, progress, notify):
                 pass
-        except KeyboardInterrupt:
-            notify(f"{out}: stopped; the same command goes on where it was ({journal.path} holds what is done)")
-            raise
         except SourceError:
             journal.remove()  # of no use, with that source
             raise

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.collection import Medium
-from millstream.console import say
+from millstream.console import quoted, say
 from millstream.errors import BadIndex
 from millstream.records import Bytes
 from millstream.source.headers import Headers, Integers
@@ -319,7 +319,7 @@ class _Pages:
 
 
 def _load(path: Path) -> Sections:
-    sections = Sections(path, remedy=f"Pack it again: millstream pack SOURCE {path} --rebuild")
+    sections = Sections(path, remedy=f"Pack it again: millstream pack SOURCE {quoted(path)} --rebuild")
     if sections.meta.get("what") != WHAT:
         raise BadIndex(
             f"{path}: is an {sections.meta.get('what')}, not {WHAT} (millstream pack SOURCE OUT makes those)"

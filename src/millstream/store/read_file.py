@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.collection import Medium
+from millstream.console import quoted
 from millstream.errors import StaleIndex
 from millstream.records import Bytes
 from millstream.source.fingerprint import Fingerprint, file_crc32c
@@ -102,13 +103,15 @@ class ReadFile:
         if file_crc32c(self.path) != known.crc32c:
             yield (
                 f"{self.path}: its CRC-32C is not what it was when it was indexed. If that is meant: "
-                f"millstream index {self.path} --rebuild"
+                f"millstream index {quoted(self.path)} --rebuild"
             )
 
     def check_unchanged(self) -> None:
         """Notice a file that was replaced or written to since it was opened; 2 us."""
         if self._state() != self._stat:
-            raise StaleIndex(f"{self.path}: changed while it was open. Rebuild: millstream index {self.path} --rebuild")
+            raise StaleIndex(
+                f"{self.path}: changed while it was open. Rebuild: millstream index {quoted(self.path)} --rebuild"
+            )
 
     def _state(self) -> tuple[int, int, int] | None:
         try:

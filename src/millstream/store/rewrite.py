@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from millstream.config import parse_bytes
-from millstream.console import Progress, silent
+from millstream.console import Progress, quoted, silent
 from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreExists
 from millstream.records import Schema, Tensor, crc32c, refine
 from millstream.store.ids import update_ids
@@ -106,7 +106,8 @@ def subset_records(
                 mapped.will_need(row.offset, row.num_bytes)
                 if not row_holds(view, row, sidecar.schema) or damaged_fields(view, row, sidecar.schema):
                     raise CorruptRecord(
-                        f"{source / shard_name(info.number)}: row {number} is damaged. Run: millstream repair {source}"
+                        f"{source / shard_name(info.number)}: row {number} is damaged. "
+                        f"Run: millstream repair {quoted(source)}"
                     )
                 if writer is not None and (
                     writer.num_bytes >= limit
@@ -160,7 +161,11 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
     """Numbers of the records whose ids a file lists: one a line, or JSON lines with a `question_id`."""
     numbers: list[int] = []
     unknown: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise StoreError(f"{file}: is no text. List ids there, one a line, or JSON lines with a {ID_FIELD!r}") from None
+    for line in lines:
         if not (text := line.strip()):
             continue
         try:
@@ -171,6 +176,8 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
             numbers.append(traces.find(key))
         except KeyError:
             unknown.append(key)
+    if not numbers and not unknown:
+        raise StoreError(f"{file}: lists no ids. Write them there, one a line")
     if unknown:
         raise StoreError(
             f"{file}: {len(unknown)} of its ids are not in {traces.path} ({', '.join(unknown[:5])}). "
@@ -255,7 +262,7 @@ def _copy_shard(source: Path, shard: ShardInfo, folder: Path, number: int) -> Sh
     file, sidecar = source / shard_name(shard.number), source / sidecar_name(shard.number)
     seal = read_shard_seal(file) if file.exists() else None
     if seal is None or not sidecar.exists() or crc32c(sidecar.read_bytes()) != seal.sidecar_crc32c:
-        raise StoreError(f"{file}: damaged, or its sidecar is. Run first: millstream repair {source}")
+        raise StoreError(f"{file}: damaged, or its sidecar is. Run first: millstream repair {quoted(source)}")
     _copy(sidecar, folder / sidecar_name(number))
     _copy(file, folder / shard_name(number))
     return replace(shard, number=number)

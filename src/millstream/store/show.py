@@ -1,6 +1,6 @@
 """Summaries -> text for a terminal."""
 
-from millstream.console import format_bytes
+from millstream.console import format_bytes, quoted
 from millstream.store.summary import Comparison, FieldSummary, Summary
 
 
@@ -16,7 +16,8 @@ def show_summary(summary: Summary) -> str:
         lines.append(f"  written in {summary.seconds:.1f} s")
     if summary.open_shards:
         lines.append(
-            f"  {summary.open_shards} shard(s) not sealed: a writer is at work, or: millstream repair {summary.path}"
+            f"  {summary.open_shards} shard(s) not sealed: a writer is at work, or: "
+            f"millstream repair {quoted(summary.path)}"
         )
     width = max(map(len, summary.fields), default=0)
     lines += ["  fields", *(f"    {name:<{width}}  {_field(field)}" for name, field in summary.fields.items())]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.console import Progress, silent
+from millstream.console import Progress, quoted, silent
 from millstream.errors import StoreError
 from millstream.records import Tensor, as_tensor, crc32c, plain
 from millstream.store.layout import list_shards, shard_name
@@ -103,7 +103,7 @@ def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
     if b.is_file():
         a, b = b, a
     if b.is_file():
-        raise StoreError(f"{a} and {b}: both are old files. Convert one first: millstream convert {b} traces/")
+        raise StoreError(f"{a} and {b}: both are old files. Convert one first: millstream convert {quoted(b)} traces/")
     other = Traces(b)
     result = Comparison()
     seen = 0

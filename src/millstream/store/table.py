@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from millstream.console import quoted
 from millstream.errors import CorruptShard, DamageWarning
 from millstream.records import Tensor, crc32c
 from millstream.store.layout import Manifest, ShardInfo, shard_name, sidecar_name
@@ -28,16 +29,16 @@ def load_sidecar(path: Path, shard: ShardInfo) -> Sidecar:
             pass
     file = path / shard_name(shard.number)
     if not file.exists():
-        raise CorruptShard(f"{file}: missing, with its {shard.records} records. See: millstream verify {path}")
+        raise CorruptShard(f"{file}: missing, with its {shard.records} records. See: millstream verify {quoted(path)}")
     schema, rows, _ = read_shard(Map(file).view)
     if schema is None or len(rows) != shard.records:
         raise CorruptShard(
             f"{file}: its sidecar is damaged and only {len(rows)} of its {shard.records} records are readable. "
-            f"Run: millstream repair {path}"
+            f"Run: millstream repair {quoted(path)}"
         )
     warnings.warn(
         f"{path / sidecar_name(shard.number)}: missing or damaged; read from the shard instead. "
-        f"Run: millstream repair {path}",
+        f"Run: millstream repair {quoted(path)}",
         DamageWarning,
         stacklevel=2,
     )

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from millstream.console import quoted
 from millstream.errors import BadSource
 from millstream.records import Bytes, crc32c
 from millstream.source.containers import Kind, bgzf_size, decode_bgzf, decode_frame, inflate
@@ -351,7 +352,7 @@ class BlockText:
     def _wrong(self, place: "_Place", reason: str) -> BadSource:
         return BadSource(
             f"{self._path}: the block at byte {place.raw} cannot be decoded ({reason}); the file has changed or is "
-            f"damaged. Look at it: millstream verify {self._path}"
+            f"damaged. Look at it: millstream verify {quoted(self._path)}"
         )
 
 

@@ -148,7 +148,7 @@ class Classification:
 
     def told(self) -> str:
         parts, num_classes = self.parts, len(self.parts.classes)
-        lines = [f"{self.source}: {len(parts.train)} reads of {num_classes} classes to learn from"]
+        lines = [f"{self.source}: {len(parts.train):,} reads of {num_classes} classes to learn from"]
         counts = parts.counts[TRAIN][:-1]
         empty = [parts.classes.taxa[label].name for label in map(int, np.flatnonzero(counts == 0))]
         if empty:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from millstream.collection import Collection
+from millstream.console import quoted
 from millstream.dataset.labels import LABEL, LABELS_FILE, labelled
 from millstream.dataset.split import Split, split
 from millstream.errors import BadSplit, MissingLabel
@@ -25,7 +26,7 @@ def open_labelled(path: str, label: str) -> Collection:
     known = traces.path / LABELS_FILE
     has_verdicts = known.exists() and label in pq.ParquetFile(known).schema_arrow.names
     if label == "verdict" and not has_verdicts and LABEL not in traces.field_names:
-        raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {path}")
+        raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {quoted(path)}")
     if label == "verdict" and has_verdicts:
         return labelled(traces, column=label, values=cast("dict[object, float]", VERDICTS), missing="drop")
     return labelled(traces, column=LABEL if label == "verdict" else label, missing="drop")

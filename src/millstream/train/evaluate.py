@@ -13,7 +13,7 @@ import yaml
 
 from millstream.collection import Collection
 from millstream.config import parse_bytes, read_settings
-from millstream.console import say
+from millstream.console import quoted, say
 from millstream.dataset.split import Split
 from millstream.errors import BadSource
 from millstream.model.detector import Means
@@ -101,12 +101,14 @@ def evaluate(run: str | Path, **settings: object) -> Path:
 def read_run_settings(run: Path) -> TrainSettings:
     """The settings a run of detectors was made with."""
     if kind_of(run) == READS:
-        raise BadSource(f"{run}: its models name reads. Next: millstream classify {run} READS -o calls.tsv")
+        raise BadSource(f"{run}: its models name reads. Next: millstream classify {quoted(run)} READS -o calls.tsv")
     try:
         found = cast("dict[str, Any]", yaml.safe_load((run / CONFIG).read_text()))
         return read_settings(TrainSettings, found)
     except (OSError, yaml.YAMLError, AttributeError) as error:
-        raise BadSource(f"{run}: is no run of millstream train ({error}). Next: millstream train data=STORE") from None
+        raise BadSource(
+            f"{run}: is no run of millstream train ({_why(error)}). Next: millstream train data=STORE"
+        ) from None
 
 
 def _records(run: Path, trained: TrainSettings, data: str | None) -> tuple[Collection, dict[str, object]]:
@@ -138,3 +140,7 @@ def _finished(run: Path, names: str | None) -> list[tuple[str, int]]:
     if not found:
         raise BadSource(f"{run}: no trained detector{f' among {names}' if names else ''} is in it")
     return found
+
+
+def _why(error: Exception) -> str:
+    return f"it has no {CONFIG}" if isinstance(error, FileNotFoundError | NotADirectoryError) else str(error)

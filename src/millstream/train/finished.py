@@ -13,6 +13,7 @@ from torch import Tensor
 
 from millstream.collection import Collection
 from millstream.config import config_hash, parse_bytes, read_settings
+from millstream.console import quoted
 from millstream.errors import BadSetting, BadSource
 from millstream.model.detector import Means
 from millstream.model.read_net import ReadNet
@@ -101,7 +102,9 @@ def find_finished(run: Path, name: str | None = None) -> Finished:
     for model, seed in sorted(_jobs(run), key=lambda job: job[1]):
         seeds.setdefault(model, seed)
     if not seeds:
-        raise BadSource(f"{run}: no classifier is finished yet. Next: millstream train {run / CONFIG} out={run}")
+        raise BadSource(
+            f"{run}: no classifier is finished yet. Next: millstream train {quoted(run / CONFIG)} out={quoted(run)}"
+        )
     if name is not None and name not in seeds:
         raise BadSetting(f"--model {name}: is not finished in {run}; there is {', '.join(sorted(seeds))}")
     best: dict[str, float] = {}
@@ -120,10 +123,11 @@ def _read(run: Path) -> tuple[ReadSettings, Mapping[str, object]]:
         card = cast("dict[str, object]", json.loads((run / DATA).read_text()))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise BadSource(
-            f"{run}: is no run of millstream train ({error}). Next: millstream train data.train=FILE mapping=TABLE"
+            f"{run}: is no run of millstream train ({_why(error)}). "
+            "Next: millstream train data.train=FILE mapping=TABLE"
         ) from None
     if card.get("kind") != READS:
-        raise BadSource(f"{run}: its models judge answers, not reads. Next: millstream evaluate {run}")
+        raise BadSource(f"{run}: its models judge answers, not reads. Next: millstream evaluate {quoted(run)}")
     return read_settings(ReadSettings, found), card
 
 
@@ -132,3 +136,7 @@ def _jobs(run: Path) -> list[tuple[str, int]]:
     files = sorted((run / CHECKPOINTS).glob(f"*/{SCORES}"))
     parts = [file.parent.name.rpartition("-") for file in files if (file.parent / DETECTOR).exists()]
     return [(name, int(seed)) for name, _, seed in parts]
+
+
+def _why(error: Exception) -> str:
+    return f"it has no {CONFIG}" if isinstance(error, FileNotFoundError | NotADirectoryError) else str(error)

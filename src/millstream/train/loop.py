@@ -216,7 +216,7 @@ class Training:
     def _tell(self, clock: Clock, num_records: int, num_steps: int) -> None:
         at = self.at
         done = at.step * num_records // num_steps
-        place = f"epoch {at.epoch + 1} of {self.epochs}, loss {at.sums['loss'] / at.sums[RECORDS]:.3f}"
+        place = f"epoch {at.epoch + 1}/{self.epochs}, loss {at.sums['loss'] / at.sums[RECORDS]:.3f}"
         best = f", {self.job.task.measure} {at.best:.3f} so far" if at.best_epoch >= 0 else ""
         self.progress(done, f"{place}{best}, {clock.share:.0%} waiting for data")
 
