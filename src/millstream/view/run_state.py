@@ -11,6 +11,7 @@ from millstream.view.run_log import RunLog
 
 QUIET_S = 10.0  # training writes a line every second
 _GROUP = "baselines"
+_NAMED = 6  # models in a sentence
 
 
 class RunState:
@@ -36,7 +37,8 @@ class RunState:
         else:
             again = f"millstream train {self._run / CONFIG} out={self._run}"
             text = f"The last line came {_ago(age)}, and training writes one every second: it has stopped, or hangs. "
-            state, text = "stopped", f"{text}Not finished: {', '.join(left)}. To go on: {again}"
+            named = ", ".join(left[:_NAMED]) + (f" and {len(left) - _NAMED} more" if len(left) > _NAMED else "")
+            state, text = "stopped", f"{text}Not finished: {named}. To go on: {again}"
         at_work = self._at_work(log) if state == "training" else None
         return {"state": state, "text": text, "age_s": age, "at_work": at_work}
 

@@ -65,7 +65,7 @@ function showState() {
   at("state").textContent = { waiting: "Not begun", training: "Training", finished: "Finished", stopped: "Stopped", quiet: "Not training" }[told.state];
   const job = told.at_work;
   const place = job && job.epoch !== null ? `, epoch ${job.epoch + 1}${epochs ? ` of at most ${epochs}` : ""}` : "";
-  at("at-work").textContent = job ? `${job.model}, seed ${job.seed}${place}` : "";
+  at("at-work").textContent = job ? `${job.model}, seed ${job.seed}${place}` : told.state === "training" ? "a model that has said nothing yet" : "";
   const damaged = told.damaged ? ` ${count(told.damaged)} lines of the log cannot be read.` : "";
   if (sentence !== told.text + damaged) at("text").textContent = sentence = told.text + damaged;
   const best = [...curves.values()].filter((curve) => curve.best !== null).sort((a, b) => b.best - a.best)[0];
