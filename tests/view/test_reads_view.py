@@ -20,7 +20,7 @@ from millstream.store.open_reads import open_reads
 from millstream.store.pack import pack
 from millstream.view.reads_counts import Lengths, ValueCounts
 from millstream.view.reads_records import Records
-from millstream.view.reads_sample import sample
+from millstream.view.reads_sample import Sample
 from millstream.view.reads_view import reads_view
 from millstream.view.view import Query, View, plain
 
@@ -281,7 +281,7 @@ def test_a_few_reads_are_looked_at_all_and_their_letters_counted(folder: Path):
 def test_of_many_reads_a_sample_is_taken_from_all_over_and_it_says_so(tmp_path: Path):
     file = tmp_path / "reads.fa"
     file.write_text("".join(f">r\n{('A' if number < 5000 else 'G') * 8}\n" for number in range(10_000)))
-    told = sample(open_reads([file]), seconds=60)
+    told = Sample(open_reads([file])).tell(None)
     assert told["of"] == 10_000 and told["reads"] == 4096 and told["places"] == 64
     assert dict(told["letters"])["A"] == pytest.approx(0.5, abs=0.05)  # type: ignore[call-overload]
 
@@ -289,7 +289,7 @@ def test_of_many_reads_a_sample_is_taken_from_all_over_and_it_says_so(tmp_path: 
 def test_a_long_record_counts_as_much_as_it_is_long(tmp_path: Path):
     file = tmp_path / "contigs.fa"
     file.write_text(f">long\n{'A' * 3_000_000}\n" + "".join(f">s{number}\n{'G' * 1000}\n" for number in range(1000)))
-    told = sample(open_reads([file]), seconds=60)
+    told = Sample(open_reads([file])).tell(None)
     assert dict(told["letters"]) == pytest.approx({"A": 0.75, "G": 0.25})  # type: ignore[call-overload]
     assert told["is_cut"] and int(told["letters_seen"]) < 2_100_000  # type: ignore[call-overload]
 
@@ -305,7 +305,7 @@ def test_a_page_from_the_middle_of_a_gzip_decodes_a_block_or_two(tmp_path: Path)
     records, before = Records(reads), reads.decoded_blocks
     assert records.page(1500, 10)[0]["name"] == "r1500"
     assert reads.decoded_blocks - before <= 2 < reads.num_bases // reads.medium.run_bytes
-    sample(reads)
+    assert Sample(reads).tell(None)["is_done"]
     records.one(2900, start=0, count=100, tokenizer=lambda: None)
 
 

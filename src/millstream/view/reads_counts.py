@@ -1,7 +1,6 @@
 """Counts over all reads from their index, a million at a time in a thread: how long they are, and of which class."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,43 +9,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from millstream.store.reads import Part, Reads
+from millstream.view.background import PATIENCE_S, Background
 
-PATIENCE_S = 0.25  # that an answer waits for its count to be whole
 _AT_ONCE = 1 << 20
 _SHORT = 1 << 16  # letters; reads from here on are so few that each one's length is kept
 _BARS = 60
 Numbers = NDArray[np.int64]
 Ranked = tuple[int | str, int]  # a value and its count
-
-
-class Pass:
-    """One way through the index of all reads. What `take` has counted may be looked at under `lock` meanwhile."""
-
-    def __init__(self, reads: Reads, take: Callable[[Part, Numbers], None]) -> None:
-        self.lock = threading.Lock()
-        self.done, self.total = 0, len(reads)
-        self._reads, self._take = reads, take
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._go, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def wait(self, seconds: float | None = PATIENCE_S) -> None:
-        """Until it is done or the time is over; what went wrong in the thread goes wrong here."""
-        self._thread.join(seconds)
-        if self._error is not None:
-            raise self._error
-
-    def _go(self) -> None:
-        try:
-            for part in self._reads.parts:
-                for first in range(0, part.records, _AT_ONCE):
-                    rows = np.arange(first, min(first + _AT_ONCE, part.records), dtype=np.int64)
-                    self._take(part, rows)
-                    self.done += len(rows)
-        except Exception as error:
-            self._error = error
 
 
 class Lengths:
@@ -55,27 +24,30 @@ class Lengths:
     def __init__(self, reads: Reads) -> None:
         self._short = np.zeros(_SHORT, np.int64)
         self._long: list[Numbers] = []
-        self._pass = Pass(reads, self._take)
-        self._pass.start()
+        self._total = len(reads)
+        self._work = Background(self._count(reads))
+        self._work.start()
 
-    def _take(self, part: Part, rows: Numbers) -> None:
-        lengths = part.lengths(rows)
-        is_short = lengths < _SHORT
-        counted = np.bincount(lengths[is_short], minlength=_SHORT)
-        with self._pass.lock:
-            self._short += counted
-            self._long.append(lengths[~is_short])
+    def _count(self, reads: Reads) -> Iterator[None]:
+        for part, rows in _chunks(reads):
+            lengths = part.lengths(rows)
+            is_short = lengths < _SHORT
+            counted = np.bincount(lengths[is_short], minlength=_SHORT)
+            with self._work.lock:
+                self._short += counted
+                self._long.append(lengths[~is_short])
+            yield
 
     def tell(self, seconds: float | None = PATIENCE_S) -> dict[str, object]:
         """Of the reads counted so far: bars of a histogram, which sum to them, and what people ask of lengths."""
-        self._pass.wait(seconds)
-        with self._pass.lock:
+        self._work.wait(seconds)
+        with self._work.lock:
             (values,) = np.nonzero(self._short)
             counts = self._short[values]
             long, of_long = np.unique(np.concatenate([values[:0], *self._long]), return_counts=True)
         values, counts = np.append(values, long), np.append(counts, of_long)
         counted = int(counts.sum())
-        found: dict[str, object] = {"counted": counted, "total": self._pass.total}
+        found: dict[str, object] = {"counted": counted, "total": self._total}
         if not counted:
             return {**found, "bars": None}
         before, bases = np.cumsum(counts), np.cumsum(counts * values)
@@ -98,43 +70,50 @@ class ValueCounts:
     """How many reads have each value of a column of the index."""
 
     def __init__(self, reads: Reads, column: str) -> None:
-        self._column = column
         self._numbers = np.empty((2, 0), np.int64)  # values and their counts
         self._texts: dict[Part, tuple[pa.Array, Numbers]] = {}  # of each file: values and their counts
-        self._nulls = 0
+        self._nulls = self._counted = 0
+        self._total = len(reads)
         self._ranked: tuple[int, list[Ranked]] = -1, []
-        self._pass = Pass(reads, self._take)
-        self._pass.start()
+        self._work = Background(self._count(reads, column))
+        self._work.start()
 
-    def _take(self, part: Part, rows: Numbers) -> None:
-        array = part.column(self._column, rows)
-        if isinstance(array, pa.DictionaryArray):
-            codes = array.indices.drop_null().to_numpy(zero_copy_only=False)
-            values, counts = array.dictionary, np.bincount(codes, minlength=len(array.dictionary))
-            with self._pass.lock:
-                self._texts[part] = values, self._texts.get(part, (values, np.zeros_like(counts)))[1] + counts
+    def _count(self, reads: Reads, column: str) -> Iterator[None]:
+        for part, rows in _chunks(reads):
+            array = part.column(column, rows)
+            self._add_texts(part, array) if isinstance(array, pa.DictionaryArray) else self._add_numbers(array)
+            with self._work.lock:
                 self._nulls += array.null_count
-            return
+                self._counted += len(rows)
+            yield
+
+    def _add_texts(self, part: Part, array: pa.DictionaryArray) -> None:
+        codes = array.indices.drop_null().to_numpy(zero_copy_only=False)
+        counts = np.bincount(codes, minlength=len(array.dictionary))
+        with self._work.lock:
+            before = self._texts[part][1] if part in self._texts else np.zeros_like(counts)
+            self._texts[part] = array.dictionary, before + counts
+
+    def _add_numbers(self, array: pa.Array) -> None:
         counted: Any = pc.value_counts(array.drop_null())
         new = np.stack([np.asarray(counted.field(place).to_numpy(), np.int64) for place in (0, 1)])
         both = np.concatenate([self._numbers, new], axis=1)
         values, places = np.unique(both[0], return_inverse=True)
         counts = np.bincount(places, both[1], len(values)).astype(np.int64)
-        with self._pass.lock:
+        with self._work.lock:
             self._numbers = np.stack([values, counts])
-            self._nulls += array.null_count
 
     def tell(
         self, *, search: str = "", first: int = 0, most: int = 50, seconds: float | None = PATIENCE_S
     ) -> dict[str, object]:
         """The commonest values that contain the text searched for, `most` of them from the one at `first` on."""
-        self._pass.wait(seconds)
+        self._work.wait(seconds)
         ranked = self._rank()
         wanted = search.casefold()
         found = [row for row in ranked if wanted in str(row[0]).casefold()] if search else ranked
         return {
-            "counted": self._pass.done,
-            "total": self._pass.total,
+            "counted": self._counted,
+            "total": self._total,
             "distinct": len(ranked),
             "found": len(found),
             "found_reads": sum(count for _, count in found),
@@ -146,8 +125,8 @@ class ValueCounts:
 
     def _rank(self) -> list[Ranked]:
         """Values with their counts, the commonest first."""
-        with self._pass.lock:
-            done, (values, numbers), texts = self._pass.done, self._numbers, list(self._texts.values())
+        with self._work.lock:
+            done, (values, numbers), texts = self._counted, self._numbers, list(self._texts.values())
         if self._ranked[0] != done:
             counts: dict[int | str, int] = dict(zip(values.tolist(), numbers.tolist(), strict=True))
             for names, of_names in texts:
@@ -156,6 +135,12 @@ class ValueCounts:
                         counts[name] = counts.get(name, 0) + count
             self._ranked = done, sorted(counts.items(), key=lambda row: (-row[1], isinstance(row[0], str), row[0]))
         return self._ranked[1]
+
+
+def _chunks(reads: Reads) -> Iterator[tuple[Part, Numbers]]:
+    for part in reads.parts:
+        for first in range(0, part.records, _AT_ONCE):
+            yield part, np.arange(first, min(first + _AT_ONCE, part.records), dtype=np.int64)
 
 
 def _edges(values: Numbers, counts: Numbers) -> tuple[Numbers, bool]:

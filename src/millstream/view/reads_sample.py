@@ -3,14 +3,14 @@
 Neighbours, because a compressed file is decoded block by block: a few places cost a few blocks, however large the file.
 """
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.store.read_batch import ReadBatch
 from millstream.store.reads import Reads
+from millstream.view.background import PATIENCE_S, Background
 
 _READS, _LETTERS = 4096, 2 << 20  # of a sample, at most
 _PLACES, _DECODED = 64, 24 << 20
@@ -21,71 +21,77 @@ Numbers = NDArray[np.int64]
 Letters = NDArray[np.uint8]
 
 
-def sample(reads: Reads, *, seconds: float = 0.5) -> dict[str, object]:
-    """Shares of the letters, GC of the reads and qualities by position; and how many reads that was found from.
+class Sample:
+    """Shares of the letters, GC of the reads and qualities by position; `tell` also says how many reads they are of."""
 
-    After so many seconds no further place is looked at.
-    """
-    if not len(reads):
-        return {"reads": 0, "of": 0}
-    window = max(200, _LETTERS // min(len(reads), _READS))
-    tally = _Tally(all(part.has_quality for part in reads.parts))
-    rng = np.random.default_rng(0)
-    begun = time.monotonic()
-    for numbers in _places(reads):
-        tally.add(reads, numbers, window, rng)
-        if time.monotonic() - begun > seconds:
-            break
-    return {**tally.tell(), "of": len(reads), "window": window}
+    def __init__(self, reads: Reads) -> None:
+        self._total = len(reads)
+        self._window = max(200, _LETTERS // max(min(self._total, _READS), 1))
+        self._tally = _Tally()
+        self._work = Background(self._look(reads))
+        self._work.start()
+
+    def tell(self, seconds: float | None = PATIENCE_S) -> dict[str, object]:
+        """What was found so far; `is_done` says whether that is all that is looked at."""
+        self._work.wait(seconds)
+        with self._work.lock:
+            found = self._tally.tell()
+        return {**found, "of": self._total, "window": self._window, "is_done": self._work.is_done}
+
+    def _look(self, reads: Reads) -> Iterator[None]:
+        has_quality = all(part.has_quality for part in reads.parts)
+        for numbers in _places(reads):
+            lengths = reads.lengths(numbers)
+            seen = np.minimum(lengths, self._window)
+            if has_quality and not (lengths > seen).any():
+                batch = reads.fetch(numbers, ["sequence", "quality"])
+            else:
+                shares = np.random.default_rng(int(numbers[0])).random(len(numbers))
+                starts = (shares * (lengths - seen + 1)).astype(np.int64)
+                batch = reads.regions(numbers, starts, starts + seen)
+            with self._work.lock:
+                self._tally.add(batch, lengths)
+            yield
 
 
-def _places(reads: Reads) -> Sequence[Numbers]:
+def _places(reads: Reads) -> Iterator[Numbers]:
     """Runs of neighbouring reads, in an order that is spread over the file from the first few on."""
     medium, total = reads.medium, len(reads)
     if total <= _READS and medium.num_bytes <= _DECODED:
-        return [np.arange(total, dtype=np.int64)]
+        yield from [np.arange(total, dtype=np.int64)] if total else []
+        return
     most = _PLACES if medium.is_random else min(max(_DECODED // max(medium.run_bytes, 1), 4), _PLACES)
     num_places = min(most, total)
     each = max(1, min(_READS // num_places, total // num_places))
-    places: list[Numbers] = []
     for place in np.random.default_rng(0).permutation(num_places).tolist():
         first = place * (total - each) // max(num_places - 1, 1)
         numbers = np.arange(first, first + each, dtype=np.int64)
         before = np.cumsum(reads.lengths(numbers))
-        places.append(numbers[: max(1, int(np.searchsorted(before, max(medium.run_bytes, 1 << 20))))])
-    return places
+        yield numbers[: max(1, int(np.searchsorted(before, max(medium.run_bytes, 1 << 20))))]
 
 
-@dataclass
 class _Tally:
-    has_quality: bool
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self.weights = np.zeros(256)  # letters of all sampled reads, those not looked at as those that were
         self.gc: list[NDArray[np.float64]] = []
         self.grades = np.zeros((_POSITIONS, 94), np.int64)
         self.num_reads = self.num_letters = self.num_places = 0
         self.is_cut = False  # whether of some reads only a window was looked at
 
-    def add(self, reads: Reads, numbers: Numbers, window: int, rng: np.random.Generator) -> None:
-        lengths = reads.lengths(numbers)
-        seen = np.minimum(lengths, window)
-        if self.has_quality and not (lengths > window).any():
-            batch = reads.fetch(numbers, ["sequence", "quality"])
-            if batch.quality is not None:
-                self._grade(batch.quality, batch.offsets)
-        else:
-            starts = (rng.random(len(numbers)) * (lengths - seen + 1)).astype(np.int64)
-            batch = reads.regions(numbers, starts, starts + seen)
-        rows = np.repeat(np.arange(len(numbers)), seen)
-        counts = np.bincount(rows * 256 + batch.flat, minlength=256 * len(numbers)).reshape(-1, 256)
+    def add(self, batch: ReadBatch, lengths: Numbers) -> None:
+        """Reads, or windows of reads of these lengths."""
+        seen = batch.lengths
+        if batch.quality is not None:
+            self._grade(batch.quality, batch.offsets)
+        rows = np.repeat(np.arange(len(batch)), seen)
+        counts = np.bincount(rows * 256 + batch.flat, minlength=256 * len(batch)).reshape(-1, 256)
         counts[:, ord("A") : ord("Z") + 1] += counts[:, ord("a") : ord("z") + 1]
         counts[:, ord("a") : ord("z") + 1] = 0
         self.weights += (counts * (lengths / np.maximum(seen, 1))[:, None]).sum(axis=0)
         strong, weak = counts[:, list(b"GC")].sum(axis=1), counts[:, list(b"ATU")].sum(axis=1)
         known = strong + weak > 0
         self.gc.append(strong[known] / (strong + weak)[known])
-        self.num_reads += len(numbers)
+        self.num_reads += len(batch)
         self.num_letters += int(seen.sum())
         self.num_places += 1
         self.is_cut = self.is_cut or bool((lengths > seen).any())

@@ -11,7 +11,7 @@ from millstream.store.read_paths import expand, watch_index
 from millstream.store.reads import Reads
 from millstream.view.reads_counts import Lengths, ValueCounts
 from millstream.view.reads_records import Records
-from millstream.view.reads_sample import sample
+from millstream.view.reads_sample import Sample
 from millstream.view.reads_tokens import Tokenizer, given_tokenizer, typed_tokenizer
 from millstream.view.view import Query, View
 
@@ -47,7 +47,7 @@ class _Reads:
         self._reads, self._given = reads, given
         self._records = Records(reads)
         self._counts: dict[str, ValueCounts] = {}
-        self._lock, self._sampling = threading.Lock(), threading.Lock()  # what is counted is counted once
+        self._lock = threading.Lock()  # several pages may ask at once; what is counted is counted once
 
     def overview(self, query: Query) -> object:
         """What there is, from the head of the index."""
@@ -84,9 +84,10 @@ class _Reads:
         return counted.tell()
 
     def composition(self, query: Query) -> object:
-        """What a sample of the reads is made of."""
-        with self._sampling:
-            return self._sample
+        """What a sample of the reads is made of; not `is_done` while it grows: ask again."""
+        with self._lock:
+            found = self._sample
+        return found.tell()
 
     def classes(self, query: Query) -> object:
         """The commonest values of a column, those that contain `search`, from the one at `first` on."""
@@ -126,8 +127,8 @@ class _Reads:
         return Lengths(self._reads)
 
     @cached_property
-    def _sample(self) -> dict[str, object]:
-        return sample(self._reads)
+    def _sample(self) -> Sample:
+        return Sample(self._reads)
 
     def _tokenizer(self, wanted: str) -> Tokenizer | None:
         if wanted == GIVEN:

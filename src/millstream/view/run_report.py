@@ -37,7 +37,7 @@ class RunReport:
         with self._lock:
             if self._making is None or not self._making.is_alive():
                 self._error = None
-                self._making = threading.Thread(target=self._make, daemon=True)
+                self._making = threading.Thread(target=self._make)  # no daemon: what was begun is written
                 self._making.start()
         return self.tell()
 

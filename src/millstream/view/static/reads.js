@@ -58,10 +58,11 @@ async function showLengths() {
 async function showComposition() {
   try {
     const found = await ask("composition");
-    if (!found.reads) { at("composition-text").textContent = ""; return; }
+    if (!found.is_done) setTimeout(showComposition, 400);
+    if (!found.reads) { at("composition-text").textContent = found.is_done ? "" : "…"; return; }
     const all = found.reads === found.of;
     const parts = found.is_cut ? `, at most ${count(found.window)} letters of each` : "";
-    const from = all ? `From all ${count(found.of)} reads${parts}.` : `From a sample: ${count(found.reads)} of ${count(found.of)} reads, at ${count(found.places)} places${parts}.`;
+    const from = all ? `From all ${count(found.of)} reads${parts}.` : `From a sample: ${count(found.reads)} of ${count(found.of)} reads, at ${count(found.places)} places${parts}${found.is_done ? "." : ", so far."}`;
     at("composition-text").textContent = from;
     const marks = { A: "var(--line2)", C: "var(--line0)", G: "var(--line4)", T: "var(--line1)", U: "var(--line1)" };
     const shown = found.letters.slice(0, 8), most = shown[0]?.[1] ?? 1;

@@ -1,0 +1,54 @@
+"""Work that goes on while pages ask about it: step by step in a thread, which ends when the process does."""
+
+import atexit
+import threading
+import weakref
+from collections.abc import Iterator
+
+PATIENCE_S = 0.25  # that an answer waits for the work to be whole
+
+
+class Background:
+    """The steps of a generator, one after another. What they change and others read, they change under `lock`."""
+
+    def __init__(self, steps: Iterator[None]) -> None:
+        self.lock = threading.Lock()
+        self.is_done = False
+        self._steps = steps
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._go, daemon=True)
+
+    def start(self) -> None:
+        _running.add(self)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = PATIENCE_S) -> None:
+        """Until all is done or the time is over; what went wrong in the thread goes wrong here."""
+        self._thread.join(seconds)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """After the step at work."""
+        self._stop.set()
+        self._thread.join(2)
+
+    def _go(self) -> None:
+        try:
+            for _ in self._steps:
+                if self._stop.is_set():
+                    return
+            self.is_done = True
+        except Exception as error:
+            self._error = error
+
+
+_running: weakref.WeakSet[Background] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that is within a library when the interpreter goes takes the process down with an ugly word."""
+    for work in list(_running):
+        work.stop()
