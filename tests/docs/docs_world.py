@@ -39,6 +39,7 @@ def make_world(folder: Path, num_questions: int = 60) -> Path:
         _make_traces(num_questions)
         _make_reads()
         make_old()
+        shutil.copytree("traces", "demo/traces")
     return folder
 
 
