@@ -1,4 +1,4 @@
-"""The shape of the package: one public door, imports that follow the flow, a quick start, a README that runs."""
+"""The shape of the package: one public door, imports that follow the flow, a quick start."""
 
 import ast
 import re
@@ -90,22 +90,6 @@ def test_the_core_does_not_import_torch_for_numpy_records(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 2
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
-
-
-def test_every_command_in_the_readme_exists():
-    named = set(re.findall(r"`?millstream (\w+)", (ROOT / "README.md").read_text()))
-    source = (SOURCE / "cli.py").read_text()
-    commands = set(re.findall(r"app\.command\(\)(?:\ndef |\(cli_\w+\.)(\w+)", source))
-    assert commands - {"demo"} <= named
-    assert {name for name in named if name not in commands} <= {"stores", "as"}
 
 
 def test_the_licence_version_and_constraints_agree():

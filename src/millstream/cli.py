@@ -77,7 +77,8 @@ def _misused(error: Any) -> None:
     context = getattr(error, "ctx", None)
     command = "millstream" if context is None else context.command_path
     where = command.removeprefix("millstream").strip()
-    _fail(f"{f'{where}: ' if where else ''}{said[:1].lower()}{said[1:]}. See: {command} --help", code=2)
+    said = f"{said[:1].lower()}{said[1:]}{'' if said.endswith('?') else '.'}"
+    _fail(f"{f'{where}: ' if where else ''}{said} See: {command} --help", code=2)
 
 
 def _close_quietly() -> None:
@@ -164,7 +165,7 @@ def inspect(
     from dataclasses import asdict
 
     from millstream.console import progress
-    from millstream.door import are_reads
+    from millstream.store.kinds import are_reads
     from millstream.store.summary import compare, summarise
     from millstream.store.traces import Traces
 
@@ -202,7 +203,7 @@ def verify(
     from dataclasses import asdict
 
     from millstream.console import format_bytes, progress, say
-    from millstream.door import are_reads
+    from millstream.store.kinds import are_reads
     from millstream.store.layout import list_shards
     from millstream.store.repair import verify as find_damage
     from millstream.store.traces import Traces

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from millstream.console import say
-from millstream.store.read_paths import READ_NAMES, expand, watch_index
+from millstream.store.kinds import is_store
+from millstream.store.read_paths import expand, watch_index
 
 if TYPE_CHECKING:
     from millstream.source.mapping import MappingSource
@@ -40,7 +41,7 @@ def open(
     >>> traces = ms.open("traces/")
     >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)", mapping="species.tsv")
     """
-    if isinstance(path, str | Path) and _is_store(Path(path)):
+    if isinstance(path, str | Path) and is_store(Path(path)):
         from millstream.store.traces import Traces
 
         return Traces(path, verify=verify, open_shards=open_shards)
@@ -58,31 +59,8 @@ def open(
     )
 
 
-def are_reads(path: Path) -> bool:
-    """Whether a path holds reads: FASTA or FASTQ, packed or not."""
-    if path.is_dir() or not path.exists():
-        return not _is_store(path)
-    from millstream.store.index import looks_like_reads
-    from millstream.store.pack_file import is_pack
-
-    return path.name.lower().endswith(READ_NAMES) or is_pack(path) or looks_like_reads(path)
-
-
 def open_as_reads(path: str | Path) -> Reads:
     """Reads at a path, with the indexes they have."""
     from millstream.store.open_reads import open_reads
 
     return open_reads(expand(path), watch=watch_index, notify=say)
-
-
-def _is_store(path: Path) -> bool:
-    """Whether this is for `Traces`, which also says best what is wrong with what is nothing."""
-    if not path.is_dir():
-        if path.exists():
-            return path.name.endswith((".pkl", ".pkl.gz", ".pt"))
-        return not path.name.lower().endswith(READ_NAMES) and not any(mark in str(path) for mark in "*?[")
-    if (path / "manifest.json").exists() or any(path.glob("shard-*.arrow*")):
-        return True
-    from millstream.store.index import looks_like_reads
-
-    return not any(file.is_file() and looks_like_reads(file) for file in path.iterdir())

@@ -48,9 +48,9 @@ class HfTokenizer:
         self._text = text
         self._rust: dict[int | None, Rust] = {}
         self._bpe: Bpe | None = None
-        vocab = self._encoder(None).get_vocab()
+        vocab = self.encoder().get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self.num_special = self._encoder(None).num_special_tokens_to_add(False)
+        self.num_special = self.encoder().num_special_tokens_to_add(False)
         file = cast(dict[str, Any], json.loads(text))
         self.pad_id = _pad_id(file, vocab)
         try:
@@ -89,21 +89,8 @@ class HfTokenizer:
         tokens = pad_rows(*encoded, width=width, pad_id=self.pad_id)
         return Tokens(tokens.input_ids.astype(dtype, copy=False), tokens.attention_mask.astype(dtype, copy=False))
 
-    def _encode(self, flat: Letters, offsets: Numbers, max_length: int | None) -> Encoded:
-        """The Rust encoder takes strings and gives lists, so this is a loop over reads in Python."""
-        try:
-            text = flat.tobytes().decode("ascii")
-        except UnicodeDecodeError as error:
-            raise BadSource(f"{self.name}: reads are ASCII text, found byte {flat[error.start]:#x}") from None
-        bounds = cast(list[int], offsets.tolist())
-        reads = [text[start:stop] for start, stop in pairwise(bounds)]
-        rows = [encoding.ids for encoding in self._encoder(max_length).encode_batch_fast(reads)]
-        counts = np.fromiter(map(len, rows), np.int64, len(rows))
-        tokens = np.fromiter(chain.from_iterable(rows), np.int32, int(counts.sum()))
-        return Encoded(tokens, np.cumsum(counts) - counts, counts)
-
-    def _encoder(self, max_length: int | None) -> "Rust":
-        """One encoder for each length: setting the truncation of a shared one would not be safe among threads."""
+    def encoder(self, max_length: int | None = None) -> "Rust":
+        """Of Rust. One for each length: setting the truncation of a shared one would not be safe among threads."""
         if max_length not in self._rust:
             try:
                 from tokenizers import Tokenizer as Rust
@@ -120,6 +107,19 @@ class HfTokenizer:
                 encoder.enable_truncation(max_length)  # pyright: ignore[reportUnknownMemberType]
             self._rust[max_length] = encoder
         return self._rust[max_length]
+
+    def _encode(self, flat: Letters, offsets: Numbers, max_length: int | None) -> Encoded:
+        """The Rust encoder takes strings and gives lists, so this is a loop over reads in Python."""
+        try:
+            text = flat.tobytes().decode("ascii")
+        except UnicodeDecodeError as error:
+            raise BadSource(f"{self.name}: reads are ASCII text, found byte {flat[error.start]:#x}") from None
+        bounds = cast(list[int], offsets.tolist())
+        reads = [text[start:stop] for start, stop in pairwise(bounds)]
+        rows = [encoding.ids for encoding in self.encoder(max_length).encode_batch_fast(reads)]
+        counts = np.fromiter(map(len, rows), np.int64, len(rows))
+        tokens = np.fromiter(chain.from_iterable(rows), np.int32, int(counts.sum()))
+        return Encoded(tokens, np.cumsum(counts) - counts, counts)
 
 
 def plain_rules(file: Mapping[str, Any]) -> Rules:

@@ -1,9 +1,12 @@
-"""Work that goes on while pages ask about it: step by step in a thread, which ends when the process does."""
+"""Work that goes on while pages ask about it: in a thread, which ends when the process does."""
 
 import atexit
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 PATIENCE_S = 0.25  # that an answer waits for the work to be whole
 
@@ -42,6 +45,46 @@ class Background:
             self.is_done = True
         except Exception as error:
             self._error = error
+
+
+class Later(Generic[T]):
+    """A value that takes longer than a page may wait for; it is computed once, from when it is first asked for.
+
+    >>> texts = Later(lambda: read_texts(traces))
+    >>> texts.soon()  # None: not yet
+    """
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute = compute
+        self._found: list[T] = []
+        self._work = Background(self._steps())
+        self._starting = threading.Lock()
+        self._is_started = False
+
+    def start(self, delay: float = 0.0) -> None:
+        """Begin, after so many seconds, unless it has begun."""
+        with self._starting:
+            if delay and not self._is_started:
+                waiting = threading.Timer(delay, self.start)
+                waiting.daemon = True
+                waiting.start()
+            elif not self._is_started:
+                self._is_started = True
+                self._work.start()
+
+    def soon(self, seconds: float | None = PATIENCE_S) -> T | None:
+        """The value, or None if it is not there by then."""
+        self.start()
+        self._work.wait(seconds)
+        return self._found[0] if self._found else None
+
+    def wait(self) -> T:
+        self.soon(None)
+        return self._found[0]
+
+    def _steps(self) -> Iterator[None]:
+        self._found.append(self._compute())
+        yield
 
 
 _running: weakref.WeakSet[Background] = weakref.WeakSet()

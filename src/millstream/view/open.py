@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from millstream.door import are_reads
 from millstream.errors import BadSetting, BadSource, MillstreamError
+from millstream.store.kinds import are_reads
 from millstream.train.folder import CONFIG, DATA, METRICS, PREDICTIONS, READS, kind_of
 from millstream.view.view import View
 
@@ -21,7 +21,7 @@ def views_of(
         if run is not None:
             raise BadSetting(f"--run {run}: {path} is a run itself; --run goes with a trace store")
         return [run_view(path), *_traces_of(path, tokenizer, notify)]
-    if path.exists() and are_reads(path):
+    if are_reads(path):
         from millstream.view.reads_view import reads_view
 
         if run is not None:

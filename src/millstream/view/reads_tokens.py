@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +11,6 @@ from millstream.dataset.hf import HfTokenizer
 from millstream.dataset.kmers import Kmers
 from millstream.dataset.tokenizers import Tokenizer, tokenizer
 from millstream.errors import BadSetting
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Rust
 
 WHOLE = 50_000  # letters; in longer records, what depends on all letters before is begun at the window
 _EXACT = 1 << 53  # larger numbers are others in JavaScript
@@ -79,7 +75,7 @@ def _encoded(chosen: HfTokenizer, letters: Callable[[int, int], str], length: in
     """Those that reach into the window; which they are depends on all letters before."""
     cut = length > WHOLE
     low, high = (start, end) if cut else (0, length)
-    encoding: Any = _rust(chosen).encode(letters(low, high).upper())
+    encoding: Any = chosen.encoder().encode(letters(low, high).upper())
     rows = list(zip(encoding.ids, encoding.offsets, encoding.tokens, encoding.special_tokens_mask, strict=True))
     plain = [place for place, row in enumerate(rows) if not row[3]]
     first, last = (plain[0], plain[-1]) if plain else (len(rows), len(rows))
@@ -95,18 +91,6 @@ def _encoded(chosen: HfTokenizer, letters: Callable[[int, int], str], length: in
         around[last + 1 :],
         cut,
     )
-
-
-@lru_cache(maxsize=4)
-def _rust(chosen: HfTokenizer) -> "Rust":
-    """The encoder that knows where tokens lie; the quick one only knows their ids. Both give the same."""
-    from tokenizers import Tokenizer as Rust
-
-    text, _ = cast("tuple[str, str]", chosen.__reduce__()[1])
-    encoder = Rust.from_str(text)
-    encoder.no_padding()
-    encoder.no_truncation()
-    return encoder
 
 
 def _named(spec: str) -> Tokenizer:

@@ -10,7 +10,7 @@ import numpy as np
 from millstream.records import Tensor
 from millstream.store.traces import Traces
 from millstream.view import trace_inside
-from millstream.view.later import Later
+from millstream.view.background import PATIENCE_S, Later
 from millstream.view.token_texts import TokenTexts, find_tokenizer
 from millstream.view.trace_list import (
     MOST_PAGE_ROWS,
@@ -53,7 +53,9 @@ class _Shown:
         self._tokens = Later(lambda: TokenTexts(file))
         self._texts = Later(lambda: TraceTexts(self._traces))
         self._known = Later(self._know)
-        self._nets = Later(self._restore, start=False)
+        self._nets = Later(self._restore)
+        for begun in (self._tokens, self._texts, self._known):
+            begun.start()
 
     def _know(self) -> Known:
         traces = self._traces
@@ -92,7 +94,7 @@ class _Shown:
         size = min(max(1, query.number("size", PAGE_ROWS)), MOST_PAGE_ROWS)
         wishes = any(query.text(name) for name in ("q", "verdict", "part")) or query.text("sort", "number") != "number"
         texts = self._texts.soon() if query.text("q") else None
-        known = self._known.soon(0.5 if wishes else 0.05)
+        known = self._known.soon(PATIENCE_S if wishes else 0.05)
         if wishes and (known is None or (query.text("q") and texts is None)):
             return {"ready": False, "total": 0, "page": 0, "rows": []}
         numbers = known.chosen(query, texts) if known is not None and wishes else np.arange(len(self._traces))
