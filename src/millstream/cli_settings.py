@@ -110,7 +110,11 @@ def values_of(command: str, setting: Setting, given: Sequence[str]) -> list[str]
         classifiers = keys_of("model/read_zoo.py", "CLASSIFIERS")
         if command == "evaluate" or any(text.startswith("data=") for text in given):
             return detectors
-        return classifiers if any(text.startswith("data.") for text in given) else [*detectors, *classifiers]
+        return (
+            classifiers
+            if any(text.startswith("data.") for text in given)
+            else list(dict.fromkeys([*detectors, *classifiers]))
+        )
     return _VALUES.get((command, setting.name), [])
 
 

@@ -125,7 +125,11 @@ def command(*arguments: str) -> list[str]:
 @contextmanager
 def child_decides() -> Generator[None]:
     """Within it Ctrl-C is for the command that runs, which ends as it does and says why; then so does this one."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+
+    def leave(signum: int, frame: object) -> None:
+        """The child has got it too. Ignoring it would be handed down to the child."""
+
+    before = signal.signal(signal.SIGINT, leave)
     try:
         yield
     except CalledProcessError as error:

@@ -499,7 +499,7 @@ def test_the_command_writes_the_reads_and_says_what_comes_next(genomes: Genomes,
     answer = json.loads(text)
     assert (answer["reads"], answer["bases"], answer["paths"]) == (500, 40_000, [str(out)])
     assert set(answer["coverage"]) == {path.name for path in genomes}
-    assert f"{out}: 500 reads of 3 genomes, 40000 bases, coverage 2.4" in err
+    assert f"{out}: 500 reads of 3 genomes, 40,000 bases, coverage 2.4" in err
     assert err.splitlines()[-1].endswith(f"Next: millstream train data.train={out} mapping={mapping}")
     settings = {"reads": 500, "length": 80, "error": 0.0, "seed": 6}
     assert read_back(out) == draw(genomes, tmp_path / "same.fa", **settings)

@@ -367,7 +367,9 @@ def test_the_command_writes_rows_and_a_report_and_ends_with_what_it_did(made: Pa
     assert code == 0, err
     assert json.loads(text)["num_rows"] == 900
     assert "kmer-linear seed 0, the best on validation, macro F1 0." in err
-    assert err.splitlines()[-1].startswith(f"{out}: 900 reads, 900 classified, 0 not; ")
+    said, following = err.splitlines()[-2:]
+    assert said.startswith(f"{out}: 900 reads, 900 classified, 0 not; ")
+    assert following == f"Next: millstream view {made / 'run'}"
     lines = [line.split("\t") for line in report.read_text().splitlines()]
     assert lines[0] == ["100.00", "900", "0", "R", "1", "root"] or lines[0][1] == "900"
     rows = rows_of(out)

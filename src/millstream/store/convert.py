@@ -62,7 +62,7 @@ def convert(
     partial = (len(writer) if writer else 0) - sum(finished.values())
     keyed = list(zip(files, _keys(files), strict=True))
     done = sum(file.stat().st_size for file, key in keyed if key in finished)
-    progress(done)
+    progress(done, "")
     try:
         for file, key in [pair for pair in keyed if pair[1] not in finished]:
             count = 0

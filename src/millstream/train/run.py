@@ -161,7 +161,7 @@ class _Training:
             except NoDetector as error:
                 if self.is_first:
                     log.write("missing", model=asked.name, why=str(error))
-                    say(f"{asked.name}: left out, {error}")
+                    say(f"{asked.name}: left out, {str(error).partition(', only ')[0]}")  # not all the fields it has
                 return False
             finally:
                 gc.collect()
