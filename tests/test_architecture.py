@@ -13,13 +13,24 @@ import millstream
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "millstream"
 FLOW = ["source", "store", "dataset", "loader", "model", "train", "report", "view", "classic"]
-GROUND = {"buffers", "collection", "engine", "errors", "config", "console", "kernels", "progress_line", "records", ""}
+GROUND = {
+    "buffers",
+    "collection",
+    "engine",
+    "errors",
+    "config",
+    "console",
+    "kernels",
+    "process",
+    "progress_line",
+    "records",
+    "",
+}
 TOP = {
     "cli",
     "cli_common",
     "cli_complete",
     "cli_help",
-    "cli_interrupt",
     "cli_llm",
     "cli_reads",
     "cli_settings",

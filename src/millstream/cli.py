@@ -3,7 +3,6 @@
 import errno
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from millstream import __version__, cli_llm, cli_reads, cli_train, cli_view
 from millstream.cli_common import Json, finish, print_json
 from millstream.cli_help import Commands, Group, Interrupted, OutputClosed
-from millstream.cli_interrupt import tell
+from millstream.process import close_quietly, tell
 
 app = Commands(
     name="millstream",
@@ -48,7 +47,7 @@ def main() -> None:
     except MillstreamError as error:
         _fail(str(error), code=2 if isinstance(error, BadSetting) else 1)
     except (BrokenPipeError, OutputClosed):
-        _close_quietly()
+        close_quietly()
     except OSError as error:
         said = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
         remedy = _REMEDIES.get(error.errno or 0)
@@ -79,15 +78,6 @@ def _misused(error: Any) -> None:
     where = command.removeprefix("millstream").strip()
     said = f"{said[:1].lower()}{said[1:]}{'' if said.endswith('?') else '.'}"
     _fail(f"{f'{where}: ' if where else ''}{said} See: {command} --help", code=2)
-
-
-def _close_quietly() -> None:
-    """The reader of our output has seen enough; end as other programs do."""
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
-    sys.exit(141)
 
 
 def _print_version(wanted: bool) -> None:

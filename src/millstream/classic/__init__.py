@@ -7,6 +7,7 @@ python src/trace_extractor.py ...  ->  python -m millstream.classic.trace_extrac
 python src/baseline.py ...  ->  python -m millstream.classic.baseline ...
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
         train_val_test,
     )
     from millstream.classic.sequence_datasets import CachedStreamingDataset, SequenceDataset, StreamingSequenceDataset
+
+if sys.argv[:1] == ["-m"]:  # as Python has it while it looks for a script here: Ctrl-C may come while that is imported
+    from millstream.process import listen
+
+    listen()
 
 __all__ = [
     "CachedStreamingDataset",

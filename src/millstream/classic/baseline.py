@@ -14,6 +14,7 @@ from millstream.config import parse_bytes, read_settings
 from millstream.console import format_bytes, say
 from millstream.errors import BadSetting, ConfigMismatch, MillstreamError, MissingExtra, NoDetector, OverBudget
 from millstream.model.zoo import Recipe, net_features
+from millstream.process import run_script
 from millstream.report.read_run import Run as Finished
 from millstream.report.read_run import read_run
 from millstream.store.traces import Traces
@@ -133,7 +134,7 @@ def _possible(job: Job, options: argparse.Namespace) -> Job:
             said = f"{job.store}: nothing for {TITLES[model]}, {error}"
             if vars(options)[model] or (model == job.models[-1] and not models):
                 raise NoDetector(said) from None
-            say(said)
+            say(said.partition(", only ")[0])  # not all the fields it has
     return replace(job, models=models)
 
 
@@ -211,4 +212,4 @@ def _report(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, "baseline")

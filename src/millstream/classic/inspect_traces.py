@@ -8,6 +8,7 @@ import numpy as np
 
 from millstream.classic.batch_loader import TRACES_DIR, Trace, TraceBatchLoader
 from millstream.errors import MillstreamError
+from millstream.process import run_script
 from millstream.store.show import show_comparison, show_summary
 from millstream.store.summary import compare, summarise
 
@@ -50,4 +51,4 @@ def _show_example(trace: Trace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, "inspect_traces")

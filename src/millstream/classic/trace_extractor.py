@@ -9,6 +9,7 @@ from millstream.classic.batch_loader import TRACES_DIR
 from millstream.config import read_settings
 from millstream.console import say
 from millstream.errors import BadSetting, MillstreamError
+from millstream.process import run_script
 from millstream.source.llm.settings import ExtractSettings
 from millstream.store.extract import extract
 from millstream.store.layout import list_shards, shard_name
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"trace_extractor: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadSetting) else 1)
     name_batches(options.output_dir, options.dataset)
-    say(f"{done.path}: {done.records} traces in {len(list_shards(done.path)[0])} batches")
+    say(f"{done.path}: {done.records:,} traces in {len(list_shards(done.path)[0])} batches")
     if done.interrupted:
         say("interrupted; the same command goes on from here")
         sys.exit(130)
@@ -62,4 +63,4 @@ def name_batches(path: Path, dataset: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, "trace_extractor")

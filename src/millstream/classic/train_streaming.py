@@ -8,6 +8,7 @@ from typing import Any, cast
 from millstream.config import setting_pairs
 from millstream.console import format_bytes, say
 from millstream.errors import BadSetting, MillstreamError
+from millstream.process import run_script
 from millstream.train.run import Run, train
 
 READ_BYTES = 100_000  # what the old guide says a sequence in the cache takes
@@ -109,4 +110,4 @@ def _yaml(text: str) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, "train_streaming")

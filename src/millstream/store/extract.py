@@ -253,7 +253,9 @@ class _Run:
         batches = self.batches()
         missing = sum(len(batch.asked) - len(batch.skip) for batch in batches)
         known = len(self.questions) - missing
-        say(f"{self.path}: {known} of {len(self.questions)} done already, {missing} left in {len(batches)} batches")
+        say(
+            f"{self.path}: {known:,} of {len(self.questions):,} done already, {missing:,} left in {len(batches):,} batches"
+        )
         interrupted = False
         if batches:
             make = partial(ExtractWorker, self.path, self.settings)

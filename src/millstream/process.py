@@ -1,11 +1,13 @@
-"""Ctrl-C ends a command with a sentence: what is kept, and whether the command goes on. Imports next to nothing."""
+"""A program of its own: Ctrl-C ends it with a sentence, libraries are quiet. Imports next to nothing."""
 
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+import warnings
 
+TYPE_CHECKING = False  # as typing has it, which takes its time
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
     from typing import Any
 
@@ -27,7 +29,12 @@ _KEPT = {
     "inspect": "nothing was changed",
     "verify": "nothing was changed",
     "view": "nothing was changed",
+    "baseline": _AGAIN,
+    "inspect_traces": "nothing was changed",
+    "trace_extractor": _AGAIN,
+    "train_streaming": _AGAIN,
 }
+_SCRIPTS = "millstream.classic."
 
 
 def listen() -> None:
@@ -37,6 +44,51 @@ def listen() -> None:
     """
     signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
+
+
+def run_script(main: "Callable[[], None]", name: str) -> None:
+    """Run a script's `main` as the command line runs a command: what ends it is said in a line."""
+    listen()
+    keep_quiet()
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        tell(name)
+        sys.exit(130)
+    except BrokenPipeError:
+        close_quietly()
+    except OSError as error:
+        print(f"{name}: {error.filename or ''}: {error.strerror or error}".replace(": : ", ": "), file=sys.stderr)
+        sys.exit(1)
+
+
+def keep_quiet() -> None:
+    """No adverts, tips, bars or warnings of libraries, unless they are asked for."""
+    for name, value in {
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",  # it would end with an escape code on the terminal
+        "TOKENIZERS_PARALLELISM": "true",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module="millstream")
+        warnings.showwarning = _show_warning
+
+
+def close_quietly() -> None:
+    """The reader of our output has seen enough; end as other programs do."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.dup2(nowhere, stream.fileno())
+        except (OSError, ValueError):  # not one of the system's
+            pass
+    sys.exit(141)
 
 
 def tell(command: str | None) -> None:
@@ -73,5 +125,10 @@ def _unraisable(unraisable: "Any") -> None:
 
 
 def _end() -> None:
-    tell(next((word for word in sys.argv[1:] if word in _KEPT), None))
+    scripts = [word.removeprefix(_SCRIPTS) for word in sys.orig_argv if word.startswith(_SCRIPTS)]
+    tell(next((word for word in [*scripts, *sys.argv[1:]] if word in _KEPT), None))
     os._exit(130)
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"millstream: {message}", file=sys.stderr)
