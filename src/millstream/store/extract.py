@@ -252,10 +252,9 @@ class _Run:
     def work(self, engine: Engine) -> Extracted:
         batches = self.batches()
         missing = sum(len(batch.asked) - len(batch.skip) for batch in batches)
-        known = len(self.questions) - missing
-        say(
-            f"{self.path}: {known:,} of {len(self.questions):,} done already, {missing:,} left in {len(batches):,} batches"
-        )
+        total = len(self.questions)
+        said = f"{total - missing:,} of {total:,} done already, {missing:,} left in {len(batches):,} batches"
+        say(f"{self.path}: {said}")
         interrupted = False
         if batches:
             make = partial(ExtractWorker, self.path, self.settings)
