@@ -25,7 +25,7 @@ test: install
 # NO_MKDOCS_2_WARNING: mkdocs-material's word about another program.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "site/index.html"
+	@echo "site/index.html; with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
 # The demos need less than the tests do.
 $(VENV)/demo: pyproject.toml constraints.txt

@@ -1,7 +1,7 @@
-"""What mkdocs fills in when the site is built, so that nothing is written twice: commands, settings, links to names.
+"""What mkdocs fills in when the site is built, so that nothing is written twice: commands, settings, errors.
 
-A page says `<!-- commands -->` or `<!-- settings: NAME -->`; what stands there in the site comes from the command line
-itself, and from the dataclasses of settings with the comments beside their fields.
+A page says `<!-- commands -->`, `<!-- errors -->` or `<!-- settings: NAME -->`. What stands there in the site comes from
+the command line itself, from errors.py, and from the dataclasses of settings with the comments beside their fields.
 """
 
 import ast
@@ -31,6 +31,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 def expand(markdown: str) -> str:
     """The page with everything filled in."""
     markdown = re.sub(r"<!-- commands -->", lambda _: commands(), markdown)
+    markdown = re.sub(r"<!-- errors -->", lambda _: errors(), markdown)
     return re.sub(r"<!-- settings: (\w+) -->", lambda match: settings_table(match[1]), markdown)
 
 
@@ -42,6 +43,12 @@ def commands() -> str:
 
     group: Any = typer.main.get_command(app)
     return "\n\n".join(_command(name, command) for name, command in group.commands.items())
+
+
+def errors() -> str:
+    """The tree of exceptions, as it stands at the top of errors.py."""
+    text = inspect.getdoc(import_module("millstream.errors")) or ""
+    return f"```text\n{text[text.index('MillstreamError') :]}\n```"
 
 
 def settings_of(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
@@ -59,9 +66,13 @@ def settings_of(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, 
     return found
 
 
-def settings_table(name: str) -> str:
+def settings_of_name(name: str) -> list[tuple[str, str, str, str]]:
     module, _, kind = SETTINGS[name].partition(":")
-    rows = settings_of(getattr(import_module(module), kind))
+    return settings_of(getattr(import_module(module), kind))
+
+
+def settings_table(name: str) -> str:
+    rows = settings_of_name(name)
     lines = [f"| `{key}` | {types} | {_code(default)} | {_cell(meaning)} |" for key, types, default, meaning in rows]
     return "\n".join(["| setting | type | default | meaning |", "|---|---|---|---|", *lines])
 

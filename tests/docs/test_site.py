@@ -1,0 +1,78 @@
+"""The site builds without a warning, asks no other server for anything, and knows every command, setting and name."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from docs_blocks import ROOT
+from docs_hooks import SETTINGS, commands, settings_of_name
+
+import millstream
+import millstream.classic
+
+needs_mkdocs = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings_handlers")),
+    reason="the site needs mkdocs: pip install 'millstream[docs]'",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder
+
+
+@needs_mkdocs
+def test_the_site_builds_strictly_and_no_page_loads_anything_from_elsewhere(site: Path):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|link|iframe|source)\b[^>]*(?:src|href)=\"?(https?:[^\" >]*)", text)
+        assert loaded == [], page
+    styles = "".join(file.read_text() for file in site.rglob("*.css"))
+    assert re.findall(r"url\([\"']?https?:|@import", styles) == []
+
+
+@needs_mkdocs
+def test_every_public_name_is_on_the_site(site: Path):
+    found = {
+        match for page in site.rglob("*.html") for match in re.findall(r'id="(millstream[\w.]*)"', page.read_text())
+    }
+    modules = {"millstream.__version__", "millstream.errors", "millstream.features"}
+    names = {f"millstream.{name}" for name in millstream.__all__} - modules
+    names |= {f"millstream.features.{name}" for name in millstream.features.__all__}
+    names |= {f"millstream.classic.{name}" for name in millstream.classic.__all__}
+    named = {name: name for name in names} | {"millstream.train": "millstream.train.run.train"}
+    assert [name for name in sorted(names) if named[name] not in found] == []
+    assert "CorruptRecord" in (site / "reference" / "api.html").read_text()
+
+
+def test_every_command_and_its_options_are_filled_in():
+    import typer.main
+
+    from millstream.cli import app
+
+    text = commands()
+    for name, command in typer.main.get_command(app).commands.items():  # pyright: ignore
+        assert f"\n## {name}\n" in f"\n{text}"
+        for option in (option for param in command.params for option in param.opts if option.startswith("--")):
+            assert option in text or getattr(command, "hidden", False)
+
+
+def test_every_setting_has_a_meaning():
+    for name in SETTINGS:
+        assert [key for key, _, _, meaning in settings_of_name(name) if not meaning] == [], name
