@@ -362,6 +362,17 @@ def test_a_demo_whose_command_was_interrupted_is_interrupted_too():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_command_within_the_demo_leaves_what_comes_next_to_the_demo(tmp_path: Path):
+    from millstream.demo import child_decides
+
+    reads = tmp_path / "reads.fa"
+    reads.write_text(">a\nACGT\n")
+    assert "Next: " in run_here("index", reads)[2]
+    with child_decides():
+        assert "Next: " not in run_here("index", reads)[2]
+    assert "Next: " in run_here("index", reads)[2]
+
+
 # Errors
 
 

@@ -1,6 +1,7 @@
 """What all commands share."""
 
 import json
+import os
 import shlex
 from typing import Annotated
 
@@ -16,7 +17,8 @@ def print_json(answer: object) -> None:
 def finish(done: str, *following: object) -> None:
     """The last words of a command: what it made, and the command to go on with, which can be pasted."""
     from millstream.console import say
+    from millstream.process import PART
 
     say(done)
-    if following:
+    if following and PART not in os.environ:
         say(f"Next: {shlex.join(['millstream', *map(str, following)])}")

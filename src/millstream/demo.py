@@ -17,6 +17,7 @@ from millstream.console import format_bytes, format_seconds, quoted, say
 from millstream.dataset.label import label
 from millstream.dataset.labels import LABELS_FILE
 from millstream.errors import BadSetting
+from millstream.process import PART
 from millstream.source.llm.model import find_model
 from millstream.source.llm.questions import read_questions
 from millstream.store.layout import list_shards
@@ -130,6 +131,7 @@ def child_decides() -> Generator[None]:
         """The child has got it too. Ignoring it would be handed down to the child."""
 
     before = signal.signal(signal.SIGINT, leave)
+    os.environ[PART] = "1"
     try:
         yield
     except CalledProcessError as error:
@@ -138,6 +140,7 @@ def child_decides() -> Generator[None]:
         sys.exit(error.returncode)
     finally:
         signal.signal(signal.SIGINT, before)
+        del os.environ[PART]
 
 
 def shown(command: list[str]) -> str:

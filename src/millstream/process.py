@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
+PART = "_MILLSTREAM_PART"  # set for commands that another one runs: what is next is not theirs to say
+
 _AGAIN = "what was done is kept: the same command goes on from there"
 _NOTHING = "nothing was written: the same command begins anew"
 _AS_BEFORE = "the run is as it was: the same command begins anew"
@@ -94,7 +96,7 @@ def close_quietly() -> None:
 def tell(command: str | None) -> None:
     """The sentence. Of processes that work together the first one says it; another Ctrl-C has no more to say."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0" or PART in os.environ:
         return
     try:
         drawn = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

@@ -160,11 +160,11 @@ class Classification:
                 "sampling": "each class is drawn as often as the others",
                 "none": "each read counts the same",
             }[self.settings.balance]
-            lines.append(f"classes have {counts[counts > 0].min()} to {counts.max()} reads: {how}")
+            lines.append(f"classes have {counts[counts > 0].min():,} to {counts.max():,} reads: {how}")
         for name in self.scored:
             none = int(parts.counts[name][UNKNOWN])
             beside = f", {none} of them of no class that is known" if none else ""
-            lines.append(f"{name}: {parts.counts[name].sum()} reads{beside}")
+            lines.append(f"{name}: {parts.counts[name].sum():,} reads{beside}")
         return "\n".join(lines)
 
     def table(self, built: Built, part: str) -> pa.Table:
