@@ -333,7 +333,7 @@ def test_the_command_prints_counts_and_names_the_file_and_what_comes_next(tmp_pa
     ]
     version = parse_rule("default").version
     assert err == (
-        f"{store}/labels.parquet: 11 records by the rule default ({version}). Next: millstream inspect {store}\n"
+        f"{store}/labels.parquet: 11 records by the rule default ({version})\nNext: millstream train data={store}\n"
     )
     code, out, _ = run(store, "rule=f1@0.5", "--json")
     assert code == 0
