@@ -153,7 +153,7 @@ def test_it_tells_how_far_it_has_come(store: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("millstream.dataset.featurize._CHUNK_RECORDS", 15)
     told: list[int] = []
     featurize(store, tmp_path / "out", progress=lambda done, note="": told.append(done))
-    assert told == [15, 30, 40]
+    assert told == [0, 15, 30, 40]
 
 
 def test_killed_amid_its_work_it_goes_on_to_the_same_store(store: Path, tmp_path: Path):
