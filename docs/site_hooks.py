@@ -1,7 +1,7 @@
 """What mkdocs fills in when the site is built, so that nothing is written twice: commands, settings, errors.
 
-A page says `<!-- commands -->`, `<!-- errors -->` or `<!-- settings: NAME -->`. What stands there in the site comes from
-the command line itself, from errors.py, and from the dataclasses of settings with the comments beside their fields.
+A page says `<!-- commands -->`, `<!-- errors -->` or `<!-- settings: NAME -->`. What stands there in the site comes
+from the command line, from errors.py, and from the dataclasses of settings with the comments beside their fields.
 """
 
 import ast
