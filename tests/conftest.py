@@ -10,6 +10,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Every process of a run imports all tests, whose assertions pytest rewrites: 8 s each, if nothing may be kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Files that take long, the longest first: begun last, one of them would keep a single core busy at the end.

@@ -10,8 +10,9 @@ import pytest
 
 import millstream as ms
 from commands import run_here
+from extras import need
 
-pytest.importorskip("transformers")
+need("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "source"))
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-for needed in ("transformers", "tokenizers", "lightning_fabric", "sklearn", "jinja2", "numba"):
-    pytest.importorskip(needed)
-matplotlib = pytest.importorskip("matplotlib")
+from extras import need
+
+need("transformers", "tokenizers", "lightning_fabric", "sklearn", "jinja2", "numba", "matplotlib")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = ("1_traces.py", "2_loader.py", "3_detectors.py", "4_reads.py")
@@ -87,8 +87,11 @@ def test_the_notebook_runs_on_what_the_scripts_wrote(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     assert Path("out/run/predictions.parquet").exists(), "runs after the test of the third script"
+    import matplotlib
+
     matplotlib.use("Agg")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from matplotlib import pyplot
+
     drawn: list[int] = []
 
     def show() -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
+from extras import need
+
+need("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "source"))
 
 

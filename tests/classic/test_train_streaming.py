@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-pytest.importorskip("lightning_fabric")
-
+from extras import need
 from millstream.classic.train_streaming import KEYS, LEAST_MEMORY, main
 from millstream.dataset.simulate import SimulateSettings, simulate
 from millstream.train.read_settings import HEADERS, ReadSettings
+
+need("lightning_fabric")
 
 pytestmark = pytest.mark.usefixtures("few_objects_to_look_through")
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("jinja2")
+from extras import need
+
+need("matplotlib", "jinja2")
 pytest.importorskip("playwright.sync_api", reason="no browser tests: pip install playwright")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -9,10 +9,11 @@ import torch
 from slow_reference import Seen, look
 from tiny_models import KINDS, QUESTIONS, TinyModels, generated, load, make_tracer
 
+from extras import need
 from millstream.source.llm.attention import NAME, TAP, trace_attention
 from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K
 
-pytest.importorskip("transformers")
+need("transformers")
 
 CLOSE = {"rtol": 0, "atol": 1e-5}  # float32, and no hidden state here reaches 10
 WAYS = [(kind, beams, size) for kind in KINDS for beams in (1, 3) for size in (1, 5) if size == 5 or kind in KINDS[:4]]

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import EOS, PAD, TinyModels, generated, load, make_tokenizer, make_tracer, reciting
 
+from extras import need
 from millstream.errors import BadSetting
 from millstream.source.llm.decode import Answer, Decoding, Draw, cut_answer
 from millstream.source.llm.question import Question
 
-pytest.importorskip("transformers")
+need("transformers")
 
 TOKENIZER = make_tokenizer()
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
+from extras import need
 from millstream.errors import MissingExtra
 from millstream.source.llm.facts import FACTS_PROMPT, cached_model, facts_questions
 from millstream.source.llm.facts_model import Training, learn_tokenizer
 from millstream.source.llm.facts_world import TIMES_TOLD, World, answer_text, draw_facts, questions_of, told_facts
+
+need("transformers")
 
 SMALL = World(num_people=24, num_surnames=5, num_heads=2, num_tails=2)
 BRIEF = Training(num_tokens=400, hidden=32, layers=2, heads=2, inner=32, check_every=5, check_facts=60, most_steps=10)

@@ -7,9 +7,10 @@ import torch
 from slow_reference import look
 from tiny_models import QUESTIONS, TinyModels, load, make_tokenizer, make_tracer
 
+from extras import need
 from millstream.source.llm.p_true import p_true
 
-pytest.importorskip("transformers")
+need("transformers")
 
 TEXT = "Question: {}\nProposed answer: {}\nIs the proposed answer:\n (A) {}\n (B) {}\nThe proposed answer is: ("
 PAIRS = [("who?", "Paris"), ("what is the capital of France and why", ""), ("{question} {0}", "the {answer} fox")]

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make_tokenizer
 
+from extras import need
 from millstream.errors import BadSetting
 from millstream.source.llm.prompts import FEW_SHOT, PLAIN, make_prompt
 
-pytest.importorskip("transformers")
+need("transformers")
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}<assistant>"
 TOKENIZER = make_tokenizer()

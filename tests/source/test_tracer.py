@@ -24,11 +24,12 @@ from tiny_models import (
     reciting,
 )
 
+from extras import need
 from millstream.source.llm import tracer as tracer_module
 from millstream.source.llm.question import Question
 from millstream.source.llm.tracer import Asked, Record, Tracer, _cut_back
 
-pytest.importorskip("transformers")
+need("transformers")
 
 
 def assert_same(record: Any, other: Any) -> None:

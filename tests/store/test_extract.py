@@ -31,6 +31,7 @@ from making import die_everywhere, files_of, key_of, noted, quiet, read_keys, re
 
 import millstream as ms
 from commands import run_here as run
+from extras import need
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.records import Tensor
 from millstream.source.llm.batches import plan_batches
@@ -42,7 +43,7 @@ from millstream.store.repair import verify
 from millstream.store.rewrite import drop_records
 from millstream.store.traces import Traces
 
-pytest.importorskip("transformers")
+need("transformers")
 
 
 @pytest.fixture(scope="module")

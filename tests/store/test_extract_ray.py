@@ -31,9 +31,10 @@ from making import same
 
 import millstream as ms
 from commands import run_here as run
+from extras import need
 from millstream.store.layout import list_shards
 
-pytest.importorskip("transformers")
+need("transformers")
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 COUNT = 60

@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from extras import need
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "model")]
-pytest.importorskip("lightning_fabric")
-pytest.importorskip("torch_geometric")
+need("lightning_fabric", "torch_geometric")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects(few_objects_to_look_through: None) -> None:
+    """In all files here."""
 
 
 @pytest.fixture(scope="session")

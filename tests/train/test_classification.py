@@ -24,8 +24,6 @@ from millstream.train.classification import Classification
 from millstream.train.read_settings import HEADERS
 from millstream.train.run import study_of
 
-pytestmark = pytest.mark.usefixtures("few_objects_to_look_through")
-
 TAXA = {  # class id: tax id, species, genus and its tax id, family; nobody reads the last
     3: (562, "Escherichia coli", "Escherichia", 561, "Enterobacteriaceae"),
     5: (573, "Klebsiella pneumoniae", "Klebsiella", 570, "Enterobacteriaceae"),
@@ -159,7 +157,10 @@ def test_a_run_folder_has_all_that_is_promised(command: tuple[Path, str, str], m
     page = (run / "report.html").read_text()
     assert "kmer-linear" in page and "Escherichia fergusonii" in page and list((run / "figures").glob("*.svg"))
     assert text.splitlines()[0].startswith("part, model") and "strange 43 (3 of no known class)" in text
-    assert err.splitlines()[-1] == f"{run}: 2 classifiers compared. Open {run / 'report.html'}"
+    assert err.splitlines()[-2:] == [
+        f"{run}: 2 classifiers compared. Open {run / 'report.html'}",
+        f"Next: millstream view {run}",
+    ]
 
 
 @pytest.mark.parametrize("model", ["kmer-linear", "cnn"])

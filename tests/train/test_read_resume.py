@@ -21,8 +21,6 @@ from millstream.dataset.simulate import SimulateSettings, simulate
 from millstream.train import run as module
 from millstream.train.checkpoint import load
 
-pytestmark = pytest.mark.usefixtures("few_objects_to_look_through")
-
 MODELS = ("kmer-linear", "cnn")
 NUM_STEPS = 10  # of an epoch
 Job = dict[str, Any]
