@@ -7,14 +7,15 @@ import typer
 
 
 def view(
-    path: Annotated[Path, typer.Argument(help="A trace store, a run folder, or reads.", show_default=False)],
-    port: Annotated[int, typer.Option(help="On this machine.", show_default="any free one")] = 0,
+    path: Annotated[Path, typer.Argument(help="A trace store, a run folder, or reads.", metavar="STORE|RUN|READS")],
+    port: Annotated[int, typer.Option(help="Of this machine.", metavar="NUMBER", show_default="any free one")] = 0,
     run: Annotated[
         Path | None,
-        typer.Option(help="The run whose detectors scored the traces.", show_default="one found beside the store"),
+        typer.Option(help="Whose detectors scored the traces.", metavar="RUN", show_default="one beside the store"),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Of reads: base, kmer(6) or hf(FOLDER). Of traces: a folder or tokenizer.json.")
+        str | None,
+        typer.Option(help="Of traces: a folder or tokenizer.json. Of reads also base or kmer(6).", metavar="NAME"),
     ] = None,
 ) -> None:
     """Look at traces, at a run while it trains, or at reads, in a browser: a page on this machine alone."""
