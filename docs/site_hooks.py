@@ -36,13 +36,17 @@ def expand(markdown: str) -> str:
 
 
 def commands() -> str:
-    """A section for every command, with its usage, help, arguments and options."""
+    """A section for every command along the flow, with its usage, help, arguments and options."""
     import typer.main
 
     from millstream.cli import app
+    from millstream.cli_help import FLOW
 
     group: Any = typer.main.get_command(app)
-    return "\n\n".join(_command(name, command) for name, command in group.commands.items())
+    parts = [
+        [f"## {title}", *(_command(name, group.commands[name]) for name in names)] for title, names in FLOW.items()
+    ]
+    return "\n\n".join(text for part in parts for text in part)
 
 
 def errors() -> str:
@@ -83,11 +87,13 @@ def _command(name: str, command: Any) -> str:
     usage = " ".join(command.collect_usage_pieces(context))
     records = [param.get_help_record(context) for param in command.get_params(context)]
     rows = [
-        f"| {_code(names)} | {_cell(meaning)} |" for names, meaning in filter(None, records) if "--help" not in names
+        f"| {_code(names if names.startswith('-') else names.split(' <')[0])} | {_cell(meaning)} |"
+        for names, meaning in filter(None, records)
+        if "--help" not in names
     ]
     help_text = inspect.cleandoc(command.help or "")
     return "\n".join(
-        [f"## {name}", "", "```text", f"millstream {name} {usage}", "```", "", _prose(help_text), ""]
+        [f"### {name}", "", "```text", f"millstream {name} {usage}", "```", "", _prose(help_text), ""]
         + (["| argument or option | meaning |", "|---|---|", *rows] if rows else [])
     )
 

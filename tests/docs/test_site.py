@@ -68,7 +68,7 @@ def test_every_command_and_its_options_are_filled_in():
 
     text = commands()
     for name, command in typer.main.get_command(app).commands.items():  # pyright: ignore
-        assert f"\n## {name}\n" in f"\n{text}"
+        assert f"\n### {name}\n" in f"\n{text}"
         for option in (option for param in command.params for option in param.opts if option.startswith("--")):
             assert option in text or getattr(command, "hidden", False)
 
