@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # Files that take long, the longest first: begun last, one of them would keep a single core busy at the end.
 LONG = (
+    "docs/test_pages.py",
     "store/test_extract_ray.py",
     "train/test_run.py",
     "store/test_pack.py",
