@@ -3,6 +3,7 @@
 # B batch, L layers, D width of an input, S token statistics, W width
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import cast
 
 import torch
@@ -139,11 +140,14 @@ def count_parameters(net: nn.Module) -> int:
 def match_width(build: Callable[[int], nn.Module], parameters: int) -> int:
     """The width, a multiple of four, that gives a net about so many parameters; at least 8."""
 
+    @cache
     def size(width: int) -> int:
         with torch.device("meta"):
             return count_parameters(build(width))
 
-    low, high = 8, 4096
+    low, high = 8, 16
+    while high < 4096 and size(high) <= parameters:  # most nets are small, and to build one takes time
+        low, high = high, 2 * high
     while high - low > 2:
         middle = (low + high) // 4 * 2
         low, high = (middle, high) if size(middle) <= parameters else (low, middle)
