@@ -207,9 +207,12 @@ def delimited_regex(draw: st.DrawFn) -> str:
     return "^" + "".join(piece(2) for _ in range(draw(st.integers(1, 3)))) + f"(?P<z>{piece(0)}){end}"
 
 
-@given(any_regex() | delimited_regex(), st.lists(st.text("ab15|/ é", max_size=9).map(str.encode), max_size=20))
+@given(any_regex() | delimited_regex(), st.lists(st.text("ab15|/ é", max_size=9), max_size=20))
 @settings(max_examples=200, deadline=None)
-def test_random_regexes_mean_the_same_in_every_engine(regex: str, texts: list[bytes]):
+def test_random_regexes_mean_the_same_in_every_engine(regex: str, some: list[str]):
+    # A repeated group of repeated things, (.*(.?)*?)*?, takes Python's `re` minutes to see that it does not match.
+    longest = 5 if re.search(r"\)(\+|\*\?)", regex) else 9
+    texts = [text[:longest].encode() for text in some]
     headers = Headers(regex)
     wanted = expected(headers, texts)
     for way, rows in every_way(headers, texts).items():
