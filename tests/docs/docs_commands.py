@@ -144,6 +144,8 @@ def _check_pip(arguments: list[str]) -> tuple[int, str]:
     pins = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text().lower(), re.MULTILINE))
     if arguments[:1] != ["install"]:
         return 2, "pip install only"
+    if arguments[1:2] == ["-c"]:  # the versions tested together
+        arguments = [*arguments[:1], *arguments[3:]] if arguments[2] == "constraints.txt" else arguments
     for word in (word for word in arguments[1:] if not word.startswith("-")):
         match = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?", word)
         if not match:
