@@ -1,9 +1,7 @@
 """Lets all tests import `commands`; long files first. With several processes on two cores torch's threads only wait."""
 
-import gc
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 LONG = (
     "docs/test_pages.py",
     "store/test_extract_ray.py",
+    "docs/test_pages.py",
     "train/test_run.py",
+    "test_examples.py",
     "store/test_pack.py",
     "train/test_processes.py",
+    "train/test_resume.py",
     "test_demo.py",
+    "train/test_read_resume.py",
+    "train/test_classification.py",
     "store/test_extract.py",
     "source/test_pickles.py",
     "loader/test_memory.py",
@@ -35,11 +38,3 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
-
-
-@pytest.fixture(scope="module")
-def few_objects_to_look_through() -> Iterator[None]:
-    """Training collects garbage after each model; of all that was imported there is none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -1,6 +1,5 @@
 """The commands of the old guides to training run on small old files, and their numbers are what they say."""
 
-import gc
 import json
 import os
 import pickle
@@ -115,14 +114,6 @@ def write_scores(file: Path, scores: dict[int, float]) -> None:
 
 
 # -- running
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_objects_to_look_through():
-    """Training collects garbage after each model; of all that was imported there is none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

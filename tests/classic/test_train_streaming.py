@@ -22,8 +22,6 @@ from millstream.train.read_settings import HEADERS, ReadSettings
 
 need("lightning_fabric")
 
-pytestmark = pytest.mark.usefixtures("few_objects_to_look_through")
-
 TRAIN, VAL = (f"full_labeled_species_{part}_reads_shuffled/{part}_reads_shuffled_fixed.fa" for part in ("train", "val"))
 GUIDE = f"""
 python train_streaming.py \

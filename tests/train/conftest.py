@@ -11,11 +11,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "mod
 need("lightning_fabric", "torch_geometric")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_objects(few_objects_to_look_through: None) -> None:
-    """In all files here."""
-
-
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from making_traces import make_traces

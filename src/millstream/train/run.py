@@ -105,6 +105,8 @@ class _Training:
         self.budget = base + self.memory
         done: list[str] = []
         with ExitStack() as stack:
+            gc.freeze()  # to look through all that was imported would take a quarter of a second after each model
+            stack.callback(gc.unfreeze)
             asks = stack.enter_context(interruptible())
             if self.is_first:
                 stack.enter_context(log.memory(self.budget))
