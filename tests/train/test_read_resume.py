@@ -29,7 +29,7 @@ Job = dict[str, Any]
 # A process of `dies_at` kills itself after that step of that model.
 PARENT = """
 import gc, json, os, signal, sys, traceback
-sys.modules |= {"torch_geometric": None, "sklearn": None}  # these models do without
+sys.modules |= {"torch_geometric": None, "sklearn": None, "torchmetrics": None}  # these models do without
 import lightning_fabric
 import millstream.train.classification
 from millstream.train.loop import Training
