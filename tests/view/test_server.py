@@ -29,11 +29,19 @@ def fail(query: Query) -> object:
     raise BadSource("reads.fa: is no FASTA.\nNext: millstream inspect reads.fa")
 
 
+def refuse(query: Query) -> object:
+    raise ValueError("record 60 has no 'nodes'")
+
+
 @pytest.fixture(scope="module")
 def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("files")
     (folder / "report.html").write_text("<script>document.title = 'ran'</script>")
-    answers = {"numbers": lambda query: {"given": query.number("n", 3), "nan": float("nan")}, "fail": fail}
+    answers = {
+        "numbers": lambda query: {"given": query.number("n", 3), "nan": float("nan"), "large": [2**53, 2**53 + 1]},
+        "fail": fail,
+        "refuse": refuse,
+    }
     files = {"report.html": lambda: folder / "report.html", "gone.html": lambda: folder / "gone.html"}
     return serve_views([View("traces", "Traces", answers, files)])
 
@@ -47,14 +55,20 @@ def get(url: str, host: str | None = None) -> tuple[int, Message, bytes]:
         return error.code, error.headers, error.read()
 
 
-def test_an_answer_is_json_with_null_for_what_is_no_number(address: str):
+def test_an_answer_is_json_with_null_for_what_is_no_number_and_texts_for_what_a_page_cannot_count(address: str):
     code, headers, body = get(f"{address}api/numbers?n=5")
     assert code == 200 and headers["Content-Type"] == "application/json"
-    assert json.loads(body) == {"given": 5, "nan": None}
+    assert json.loads(body) == {"given": 5, "nan": None, "large": [2**53, str(2**53 + 1)]}
 
 
 def test_an_error_of_ours_is_a_sentence_and_a_wrong_number_too(address: str):
-    for name, said in (("fail", "reads.fa: is no FASTA. Next: millstream inspect reads.fa"), ("numbers?n=x", "n=x: a")):
+    sentences = {
+        "fail": "reads.fa: is no FASTA. Next: millstream inspect reads.fa",
+        "refuse": "record 60 has no 'nodes'",
+        "numbers?n=x": "n=x: a",
+        f"numbers?n={'9' * 5000}": "n=999",
+    }
+    for name, said in sentences.items():
         code, _, body = get(f"{address}api/{name}")
         assert code == 400 and json.loads(body)["error"].startswith(said)
 
@@ -68,7 +82,8 @@ def test_without_the_token_nothing_is_there(address: str):
 
 
 def test_a_name_that_was_pointed_at_this_machine_gets_nothing(address: str):
-    assert get(address, host="evil.example:80")[0] == 404
+    for host in ("evil.example:80", "127.0.0.1.evil.example", "evil example", "[::", "127.0.0.1@evil.example"):
+        assert get(address, host=host)[0] == 404
     assert get(address, host="localhost:80")[0] == 200
 
 

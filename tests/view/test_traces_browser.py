@@ -14,8 +14,8 @@ from millstream.view.view import View
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "model")]
 
+from asking_traces import make_run  # noqa: E402
 from making_traces import make_traces  # noqa: E402
-from test_traces_view import make_run  # noqa: E402
 
 Serve = Callable[[Sequence[View]], str]
 Open = Callable[..., Any]

@@ -1,6 +1,5 @@
 """Single reads: a page of them, one by its number with a window of its letters, and the numbers that bear a name."""
 
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from millstream.dataset.augment import COMPLEMENT
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.store.read_batch import ColumnValues
 from millstream.store.reads import Reads
+from millstream.view.background import PATIENCE_S, Later
 from millstream.view.reads_tokens import Tokenizer, spans_of
 
 MOST_LETTERS = 20_000  # in one answer
@@ -26,9 +26,7 @@ class Records:
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
         self._columns = [name for name in reads.column_names if all(p.is_indexed(name) for p in reads.parts)]
-        self._lock = threading.Lock()
-        self._naming: threading.Thread | None = None
-        self._naming_error: Exception | None = None
+        self._naming = Later(lambda: reads.find(""))  # makes the table of names, where there is none
 
     def page(self, first: int, count: int) -> list[dict[str, object]]:
         """Number, name, length, columns and first letters of neighbouring reads."""
@@ -84,26 +82,12 @@ class Records:
         }
         return {**found, **_tokens(tokenizer, letters, length, start, end)}
 
-    def find(self, name: str, *, seconds: float = 0.25) -> dict[str, object]:
+    def find(self, name: str, *, seconds: float = PATIENCE_S) -> dict[str, object]:
         """Numbers of the records of this name; or that a table of names is being made, which reads the whole file."""
-        if not all(part.has_names for part in self._reads.parts):
-            with self._lock:
-                if self._naming is None:
-                    self._naming = threading.Thread(target=self._make_names, daemon=True)
-                    self._naming.start()
-            self._naming.join(seconds)
-            if self._naming_error is not None:
-                raise self._naming_error
-            if self._naming.is_alive():
-                return {"is_making": True, "numbers": []}
+        if not all(part.has_names for part in self._reads.parts) and self._naming.soon(seconds) is None:
+            return {"is_making": True, "numbers": []}
         numbers = self._reads.find(name)
         return {"is_making": False, "numbers": numbers[:_NAMES], "found": len(numbers)}
-
-    def _make_names(self) -> None:
-        try:
-            self._reads.find("")
-        except Exception as error:
-            self._naming_error = error
 
     def _fields(self, number: int) -> Mapping[str, ColumnValues]:
         """Those in the headers too: of one read that is cheap."""

@@ -13,14 +13,13 @@ from millstream.dataset.tokenizers import Tokenizer, tokenizer
 from millstream.errors import BadSetting
 
 WHOLE = 50_000  # letters; in longer records, what depends on all letters before is begun at the window
-_EXACT = 1 << 53  # larger numbers are others in JavaScript
 
 
 @dataclass(frozen=True)
 class Spans:
     """Tokens that begin in, or reach into, a window: their ids, and their letters [start, end) in the record."""
 
-    ids: list[int | str]
+    ids: list[int]
     starts: list[int]
     ends: list[int]
     texts: list[str]
@@ -67,8 +66,7 @@ def _kmers(chosen: Kmers, letters: Callable[[int, int], str], length: int, start
     found = chosen.tokenize(flat, np.array([0, len(flat)]), dtype=np.int64).input_ids[0].tolist()
     starts = [first + stride * place for place in range(len(found))]
     texts = [text[at - first : at - first + k] for at in starts]
-    ids: list[int | str] = [one if one < _EXACT else str(one) for one in found]
-    return Spans(ids, starts, [at + k for at in starts], texts, [], [])
+    return Spans(found, starts, [at + k for at in starts], texts, [], [])
 
 
 def _encoded(chosen: HfTokenizer, letters: Callable[[int, int], str], length: int, start: int, end: int) -> Spans:

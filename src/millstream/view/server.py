@@ -44,7 +44,8 @@ def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
 
     def known(request: Request) -> bool:
         given = str(request.path_params["token"])
-        local = request.url.hostname in (HOST, "localhost")  # another name is another site's, pointed at this machine
+        name = request.headers.get("host", "").partition(":")[0].lower()
+        local = name in (HOST, "localhost")  # another name is another site's, pointed at this machine
         return local and hmac.compare_digest(given.encode(), token.encode())
 
     def guarded(handle: Callable[[Request], Response]) -> Callable[[Request], Response]:
@@ -78,7 +79,7 @@ def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
             return _missing()
         try:
             found = plain(ask(Query(request.query_params)))
-        except (MillstreamError, OSError, KeyError, IndexError) as error:
+        except (MillstreamError, OSError, LookupError, ValueError) as error:
             return JSONResponse({"error": _sentence(error)}, status_code=400)
         body = json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
         return Response(body, media_type="application/json")

@@ -14,14 +14,14 @@ class TokenTexts:
 
     def __init__(self, file: Path | None) -> None:
         self._tokenizer: Any = None if file is None else _load(file)
-        self.is_known = file is not None
+        self.is_known = self._tokenizer is not None
 
     def of(self, ids: Sequence[int]) -> list[str]:
         return [str(token) if self._tokenizer is None else self._one(int(token)) for token in ids]
 
     @lru_cache(maxsize=65_536)  # noqa: B019  one of these lives as long as the server
     def _one(self, token: int) -> str:
-        piece = self._tokenizer.id_to_token(token)
+        piece = self._tokenizer.id_to_token(token) if token >= 0 else None  # -100 stands for what is left out
         if piece is None:
             return f"<{token}>"
         if "\u2581" in piece:  # SentencePiece's blank, which decoding alone would drop

@@ -27,24 +27,24 @@ def tokens_of(traces: Traces, number: int, texts: TokenTexts) -> dict[str, Any]:
     found = _record(traces, number, names)
     ids = found.get("tokens")
     ids = [] if ids is None else [int(token) for token in np.asarray(ids).reshape(-1)]
-    logprobs = found.get("logprobs")
-    steps = 0 if logprobs is None else len(logprobs)
+    steps = {name: None if found.get(name) is None else _floats(found[name]).reshape(-1) for name in STEPS}
     start = found.get("prompt_len", found.get("prompt_length"))
-    start = len(ids) - steps if start is None else int(start)
+    if start is None:
+        start = len(ids) - max(0 if values is None else len(values) for values in steps.values())
     top_ids, top_logprobs = found.get("topk_ids"), found.get("topk_logprobs")
     alternatives: list[list[dict[str, Any]]] = []
-    if top_ids is not None and top_logprobs is not None:
+    if top_ids is not None and top_logprobs is not None and top_ids.ndim == top_logprobs.ndim == 2:
         chances = np.exp(_floats(top_logprobs)[:, :NUM_ALTERNATIVES]).tolist()
-        for row, values in zip(top_ids[:, :NUM_ALTERNATIVES].tolist(), chances, strict=True):
-            said = zip(texts.of(row), row, values, strict=True)
+        for row, values in zip(top_ids[:, :NUM_ALTERNATIVES].tolist(), chances, strict=False):
+            said = zip(texts.of(row), row, values, strict=False)
             alternatives.append([{"text": text, "id": token, "chance": chance} for text, token, chance in said])
     return {
         "ids": ids,
         "texts": texts.of(ids),
         "are_texts": texts.is_known,
-        "start": start,  # the first generated one
+        "start": int(start),  # the first generated one
         "answer_len": found.get("answer_len"),
-        **{name: found.get(name) for name in STEPS},
+        **steps,
         "alternatives": alternatives,
     }
 
@@ -55,7 +55,7 @@ def layers_of(traces: Traces, number: int) -> dict[str, Any] | None:
     if name is None:
         return None
     states = _record(traces, number, [name])[name]
-    if states is None or np.asarray(states).ndim != 3:
+    if states is None or states.ndim != 3:
         return None
     states_LPD = _floats(states)
     norm_LP = np.sqrt(np.einsum("lpd,lpd->lp", states_LPD, states_LPD))
@@ -93,19 +93,21 @@ def attention_of(traces: Traces, number: int, *, layer: int, head: str, k: int) 
 def num_layers(traces: Traces, number: int) -> int:
     """How many layers of attention a record has."""
     row = traces.row(number)
-    for name in (*ATTENTION, "edge_source"):
+    for name, axes in (*((name, 4) for name in ATTENTION), ("edge_source", 3)):
         place = row.tensors.get(name)
-        if place is not None:
+        if place is not None and len(place.shape) == axes:
             return place.shape[0]
     return 0
 
 
 def _strongest(weights_HQK: Floats, *, head: str, k: int) -> dict[str, Any]:
     num_heads, queries, keys = weights_HQK.shape
-    if head != "mean" and not (head.isdigit() and int(head) < num_heads):
+    if head not in ("mean", *map(str, range(num_heads))):
         raise BadSetting(f"head={head}: there is mean, and 0 to {num_heads - 1}")
     weights_QK = weights_HQK.mean(axis=0) if head == "mean" else weights_HQK[int(head)]
-    earlier = np.tril(np.ones((queries, keys), np.bool_), keys - queries - 1)
+    before = max(0, keys - queries)  # tokens whose own attention is not kept
+    weights_QK = np.pad(weights_QK, ((before, 0), (0, 0)))
+    earlier = np.tril(np.ones(weights_QK.shape, np.bool_), -1)
     weights_QK = np.where(earlier, weights_QK, 0)
     source = np.argsort(-weights_QK, axis=1, kind="stable")[:, :k]
     weight = np.take_along_axis(weights_QK, source, axis=1)

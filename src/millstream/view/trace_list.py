@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from millstream.dataset.labels import ALIASES, ANSWERS, LABELS_FILE
-from millstream.errors import BadSetting
+from millstream.errors import BadSetting, BadSource
+from millstream.records import Tensor
 from millstream.store.traces import Traces
 from millstream.view.trace_scores import Floats, TraceScores
 from millstream.view.view import Query
@@ -18,6 +20,7 @@ QUESTION, REFERENCE, STATUS = "question", "answer", "status"
 UNLABELLED = "unlabelled"
 PAGE_ROWS = 50
 MOST_PAGE_ROWS = 500
+_LETTERS, _REFERENCES = 400, 6  # of a row
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class TextFields:
 
     @staticmethod
     def of(traces: Traces) -> "TextFields":
-        names = traces.field_names
+        names = [name for name, kind in traces.fields.items() if not isinstance(kind, Tensor)]
         known = [name for name in (REFERENCE, *ALIASES) if name in names]
         answer = next((name for name in ANSWERS if name in names), None)
         references = list(dict.fromkeys(known))
@@ -63,27 +66,40 @@ class TraceTexts:
 
 
 class Labels:
-    """labels.parquet, by the ids of records: the verdict of each, and the scores it came from."""
+    """A table of labels, by the ids of records: the verdict of each, and the scores it came from."""
 
-    def __init__(self, traces: Traces) -> None:
-        file, key = traces.path / LABELS_FILE, traces.default_key
+    def __init__(self, traces: Traces, table: pa.Table | None) -> None:
+        key = traces.default_key
         self.verdicts = np.full(len(traces), UNLABELLED, object)
-        self._rows: dict[str, int] = {}
-        if key is None or not file.exists():
+        self._table = table
+        self._rows: list[int | None] = [None] * len(traces)  # of the table, by record
+        if table is None or key is None or key not in table.column_names:
             return
-        self._table = pq.ParquetFile(file).read()
-        if key not in self._table.column_names:
-            return
-        self._rows = {str(name): row for row, name in enumerate(self._table.column(key).to_pylist())}
-        if "verdict" in self._table.column_names:
-            known = self._table.column("verdict").to_pylist()
-            rows = [self._rows.get(str(name)) for name in traces.column(key).to_pylist()]
-            self.verdicts[:] = [UNLABELLED if row is None else known[row] or UNLABELLED for row in rows]
+        ids, labelled = (
+            [str(name) for name in column.to_pylist()] for column in (traces.column(key), table.column(key))
+        )
+        if ids == labelled:  # as `label` writes it: ids that are there twice have rows of their own
+            self._rows = list(range(len(ids)))
+        else:
+            rows = {name: row for row, name in enumerate(labelled)}
+            self._rows = [rows.get(name) for name in ids]
+        if "verdict" in table.column_names:
+            known = table.column("verdict").to_pylist()
+            self.verdicts[:] = [UNLABELLED if row is None else known[row] or UNLABELLED for row in self._rows]
 
-    def of(self, key: object) -> dict[str, Any]:
+    def of(self, number: int) -> dict[str, Any]:
         """The whole row of a record."""
-        row = self._rows.get(str(key))
-        return {} if row is None else self._table.take(np.array([row])).to_pylist()[0]
+        row = self._rows[number]
+        return {} if row is None or self._table is None else self._table.take(np.array([row])).to_pylist()[0]
+
+
+def read_labels(traces: Traces) -> pa.Table | None:
+    """labels.parquet of a store that has been labelled."""
+    file = traces.path / LABELS_FILE
+    try:
+        return pq.ParquetFile(file).read() if file.exists() else None
+    except (OSError, pa.ArrowException) as error:
+        raise BadSource(f"{file}: is damaged ({error}). Next: millstream label {traces.path}") from None
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,7 @@ class Known:
 
     labels: Labels
     scores: TraceScores
+    troubles: Sequence[str] = ()  # why labels or scores are missing
 
     @property
     def verdicts(self) -> NDArray[np.object_]:
@@ -111,10 +128,11 @@ class Known:
             raise BadSetting(f"sort={sort}: there is number, highest, lowest and mistaken")
         if sort == "number":
             return numbers
-        scores = self._scores(query.text("detector"))[numbers]
+        scores = self._scores(query.text("detector"))
         if sort == "mistaken":  # furthest from what the answer is
-            wrong = self.verdicts[numbers]
-            scores = np.where(wrong == "wrong", 1 - scores, np.where(wrong == "right", scores, np.nan))
+            shares, is_right, is_wrong = _shares(scores), self.verdicts == "right", self.verdicts == "wrong"
+            scores = np.where(is_wrong, 1 - shares, np.where(is_right, shares, np.nan))
+        scores = scores[numbers]
         order = np.argsort(scores if sort == "lowest" else -scores, kind="stable")  # NaN comes last
         return numbers[order]
 
@@ -122,6 +140,14 @@ class Known:
         if detector not in self.scores.by_model:
             raise BadSetting(f"detector={detector}: there is {', '.join(self.scores.by_model) or 'none'}")
         return self.scores.by_model[detector]
+
+
+def _shares(scores: Floats) -> Floats:
+    """Scores from 0 to 1 as they are; others, such as lengths, as the share of records that have a lower one."""
+    known = scores[~np.isnan(scores)]
+    if not len(known) or (known.min() >= 0 and known.max() <= 1):
+        return scores
+    return np.where(np.isnan(scores), np.nan, np.searchsorted(np.sort(known), scores) / max(len(known) - 1, 1))
 
 
 def rows_of(traces: Traces, numbers: Sequence[int]) -> list[dict[str, Any]]:
@@ -135,9 +161,11 @@ def rows_of(traces: Traces, numbers: Sequence[int]) -> list[dict[str, Any]]:
             {
                 "number": int(number),
                 "id": value.get(fields.key or ""),
-                "question": value.get(fields.question or ""),
-                "answer": value.get(fields.answer or ""),
-                "references": references_of([value[name] for name in fields.references]),
+                "question": _head(value.get(fields.question or "")),
+                "answer": _head(value.get(fields.answer or "")),
+                "references": [
+                    _head(text) for text in references_of([value[name] for name in fields.references])[:_REFERENCES]
+                ],
                 "status": value.get(fields.status or ""),
             }
         )
@@ -150,6 +178,11 @@ def references_of(values: Sequence[object]) -> list[str]:
     for value in values:
         flat += cast("list[object]", value) if isinstance(value, list) else [value]
     return list(dict.fromkeys(str(text) for text in flat if text not in (None, "")))
+
+
+def _head(text: Any) -> Any:
+    """As much of a text as a row can show: answers may have thousands of words."""
+    return f"{text[:_LETTERS]}…" if isinstance(text, str) and len(text) > _LETTERS else text
 
 
 def _if(name: str, names: Sequence[str]) -> str | None:

@@ -32,8 +32,8 @@ def read_scores(run: Path, traces: Traces) -> TraceScores:
     if not file.exists():
         return TraceScores({}, np.full(len(traces), -1, np.int8), ())
     try:
-        table = pq.ParquetFile(file).read(["model", "part", "record", "question_id", "score"])
-    except (pa.ArrowException, OSError) as error:
+        table = pq.ParquetFile(file).read().select(["model", "part", "record", "question_id", "score"])
+    except (pa.ArrowException, OSError, KeyError) as error:
         raise BadSource(f"{file}: is damaged ({error}). Next: the millstream train command of the run") from None
     records = table.column("record").to_numpy().astype(np.int64)
     _check_same(file, traces, records, table.column("question_id"))

@@ -1,5 +1,6 @@
 """The view of a trace store: a list of its records, and one of them from inside."""
 
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from millstream.errors import MillstreamError
 from millstream.records import Tensor
 from millstream.store.traces import Traces
+from millstream.train.folder import PREDICTIONS
 from millstream.view import trace_inside
 from millstream.view.background import PATIENCE_S, Later
 from millstream.view.token_texts import TokenTexts, find_tokenizer
@@ -19,11 +22,12 @@ from millstream.view.trace_list import (
     Labels,
     TextFields,
     TraceTexts,
+    read_labels,
     references_of,
     rows_of,
 )
 from millstream.view.trace_scores import TraceScores, read_scores
-from millstream.view.view import Query, View
+from millstream.view.view import Answer, Query, View
 
 NETS_AFTER_S = 1.0  # after the first list: while torch is imported, all else is slow
 FIRST = ("lstm", "gnn", "gvae")  # the detector a list begins with
@@ -31,16 +35,38 @@ FIRST = ("lstm", "gnn", "gvae")  # the detector a list begins with
 
 def traces_view(path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:
     """A list that is searched, filtered, sorted and turned over; of a record its tokens, layers, attention, scores."""
-    shown = _Shown(path, run, tokenizer)
-    answers = {
-        "about": shown.about,
-        "list": shown.rows,
-        "trace": shown.trace,
-        "layers": shown.layers,
-        "attention": shown.attention,
-        "evolution": shown.evolution,
+    latest = _Latest(path, run, tokenizer)
+    answers: dict[str, Answer] = {
+        "about": lambda query: latest.look().about(query),
+        "list": lambda query: latest.shown.rows(query),
+        "trace": lambda query: latest.shown.trace(query),
+        "layers": lambda query: latest.shown.layers(query),
+        "attention": lambda query: latest.shown.attention(query),
+        "evolution": lambda query: latest.shown.evolution(query),
     }
     return View("traces", "Traces", answers)
+
+
+class _Latest:
+    """The store as it was when a page was last opened: with the shards, labels and scores there were then."""
+
+    def __init__(self, path: Path, run: Path | None, tokenizer: str | None) -> None:
+        self._from = path, run, tokenizer
+        self._lock = threading.Lock()  # several pages may be opened at once
+        self._seen = self._changed()
+        self.shown = _Shown(*self._from)
+
+    def look(self) -> "_Shown":
+        with self._lock:
+            if (now := self._changed()) != self._seen:
+                self.shown, self._seen = _Shown(*self._from), now
+            return self.shown
+
+    def _changed(self) -> list[int]:
+        """When anything was last put in place in the store's folder, or as predictions: all is published by rename."""
+        path, run, _ = self._from
+        files = [path, *([] if run is None else [run / PREDICTIONS])]
+        return [file.stat().st_mtime_ns for file in files if file.exists()]
 
 
 class _Shown:
@@ -58,9 +84,19 @@ class _Shown:
             begun.start()
 
     def _know(self) -> Known:
-        traces = self._traces
-        none = TraceScores({}, np.full(len(traces), -1, np.int8), ())
-        return Known(Labels(traces), none if self._run is None else read_scores(self._run, traces))
+        """What cannot be read is told: it is no reason to show nothing."""
+        traces, troubles = self._traces, list[str]()
+        labels = Labels(traces, None)
+        scores = TraceScores({}, np.full(len(traces), -1, np.int8), ())
+        try:
+            labels = Labels(traces, read_labels(traces))
+        except MillstreamError as error:
+            troubles.append(f"No labels: {error}")
+        try:
+            scores = scores if self._run is None else read_scores(self._run, traces)
+        except MillstreamError as error:
+            troubles.append(f"No scores: {error}")
+        return Known(labels, scores, troubles)
 
     def _restore(self) -> Any:
         if self._run is None:
@@ -76,6 +112,7 @@ class _Shown:
         detectors = [] if scores is None else sorted(scores.by_model, key=lambda name: (name not in FIRST, name))
         return {
             "ready": known is not None,
+            "troubles": [] if known is None else known.troubles,
             "path": str(traces.path),
             "records": len(traces),
             "shards": len(traces.shards),
@@ -136,7 +173,7 @@ class _Shown:
             "scalars": scalars,
             "shapes": shapes,
             "scores": scores,
-            "labels": {} if known is None else known.labels.of(scalars.get(fields.key or "")),
+            "labels": {} if known is None else known.labels.of(number),
             **self._judged(known, number, ""),
             "tokens": trace_inside.tokens_of(traces, number, self._tokens.wait()),
             "num_layers": trace_inside.num_layers(traces, number),

@@ -10,6 +10,9 @@ import numpy as np
 
 from millstream.errors import BadSetting
 
+_MOST_DIGITS = 18
+_EXACT = 1 << 53  # larger whole numbers are others in JavaScript
+
 
 class Query:
     """What a page asked for: texts by name."""
@@ -23,8 +26,8 @@ class Query:
     def number(self, name: str, default: int = 0) -> int:
         """A whole number, not negative."""
         given = self._values.get(name, str(default))
-        if not given.isascii() or not given.isdigit():
-            raise BadSetting(f"{name}={given}: a whole number is expected")
+        if not given.isascii() or not given.isdigit() or len(given) > _MOST_DIGITS:
+            raise BadSetting(f"{name}={given[: 2 * _MOST_DIGITS]}: a whole number is expected")
         return int(given)
 
 
@@ -42,7 +45,7 @@ class View:
 
 
 def plain(value: object) -> object:
-    """The value as JSON has it: arrays as lists, numbers that are none as null."""
+    """The value as JSON has it: arrays as lists, numbers that are none as null, those too large for a page as texts."""
     if isinstance(value, np.ndarray):
         return plain(cast("list[object]", value.tolist()))
     if isinstance(value, np.generic):
@@ -55,6 +58,8 @@ def plain(value: object) -> object:
         return [plain(part) for part in cast("list[object]", value)]
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
-    if value is None or isinstance(value, str | bool | int):
+    if isinstance(value, int):
+        return value if abs(value) <= _EXACT else str(value)
+    if value is None or isinstance(value, str):
         return value
     return str(value)

@@ -16,7 +16,8 @@ export function drawArcs(box, tokens, found, { prompts, first, chosen, choose })
     right += width + GAP;
   }
   const picture = svg("svg", { width: right, height: HEIGHT + 24, viewBox: `0 0 ${right} ${HEIGHT + 24}`, role: "img", "aria-label": "Attention between tokens" });
-  const most = Math.max(1e-9, ...found.weight.flatMap((row, token) => row.filter((_, edge) => isShown(token, found.source[token][edge]))));
+  let most = 1e-9; // not Math.max(...): a long trace has more edges than a function takes arguments
+  found.weight.forEach((row, token) => row.forEach((weight, edge) => { if (isShown(token, found.source[token][edge])) most = Math.max(most, weight); }));
   function isShown(token, source) {
     return source >= 0 && (prompts || token >= tokens.start) && (first || source > 0) && token < labels.length;
   }

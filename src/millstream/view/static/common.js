@@ -28,7 +28,8 @@ function filled(node, attributes, children) {
   return node;
 }
 
-export const count = (number) => number === null || number === undefined ? "–" : Number(number).toLocaleString("en");
+// A text is a whole number too large for JavaScript's own.
+export const count = (number) => number === null || number === undefined ? "–" : (typeof number === "string" ? BigInt(number) : number).toLocaleString("en");
 
 export function short(number, digits = 3) {
   if (number === null || number === undefined) return "–";
@@ -136,7 +137,9 @@ function range(values, low = null, high = null) {
     if (high === null && value > most) most = value;
   }
   if (!Number.isFinite(least) || !Number.isFinite(most)) return [0, 1];
-  return least === most ? [least - 0.5, most + 0.5] : [least, most];
+  // What differs in the last digits only is one value; between such, ticks would never come to an end.
+  const size = Math.max(Math.abs(least), Math.abs(most)), room = Math.max(0.5, size / 1000);
+  return most - least <= size * 1e-9 ? [least - room, most + room] : [least, most];
 }
 
 function ticks(low, high, wanted) {

@@ -18,6 +18,7 @@ export function closeTrace() {
 export async function showTrace(place, number, { step }) {
   const mine = ++current, isCurrent = () => mine === current;
   hideHint();
+  layerListeners.length = 0; // those of the trace before
   try {
     const trace = await ask("trace", { number });
     if (!isCurrent()) return;
@@ -103,17 +104,19 @@ function tokensPanel(trace, chosen) {
 function hint(button, tokens, place) {
   const box = document.getElementById("hint"), step = place - tokens.start;
   const facts = [`token ${place}, id ${tokens.ids[place]}`];
-  if (step >= 0 && tokens.logprobs?.[step] !== undefined) facts.push(`chance ${percent(Math.exp(tokens.logprobs[step]))}`);
-  if (step >= 0 && tokens.entropy?.[step] !== undefined) facts.push(`entropy ${short(tokens.entropy[step])}`);
-  if (step >= 0 && tokens.rank?.[step] !== undefined) facts.push(tokens.rank[step] === 0 ? "first choice" : `choice ${count(tokens.rank[step] + 1)}`);
+  const logprob = tokens.logprobs?.[step] ?? null, entropy = tokens.entropy?.[step] ?? null, rank = tokens.rank?.[step] ?? null;
+  if (logprob !== null) facts.push(`chance ${percent(Math.exp(logprob))}`);
+  if (entropy !== null) facts.push(`entropy ${short(entropy)}`);
+  if (rank !== null) facts.push(rank === 0 ? "first choice" : `choice ${count(rank + 1)}`);
   box.replaceChildren(make("strong", { class: "mono" }, printed(tokens.texts[place])), make("div", { class: "soft" }, facts.join(", ")));
   const others = step >= 0 ? tokens.alternatives[step] : null;
   if (others) box.append(make("table", {}, make("tbody", {}, ...others.map((other) => {
     const meter = make("span", { class: "meter" }, make("i"));
-    meter.style.setProperty("--share", other.chance);
+    meter.style.setProperty("--share", other.chance ?? 0);
     return make("tr", { class: other.id === tokens.ids[place] ? "chosen" : null }, make("td", { class: "mono" }, printed(other.text)), make("td", {}, percent(other.chance)), make("td", {}, meter));
   }))));
   box.hidden = false;
+  button.setAttribute("aria-describedby", "hint");
   const at = button.getBoundingClientRect();
   box.style.left = `${Math.max(4, Math.min(at.left + scrollX, scrollX + document.documentElement.clientWidth - box.offsetWidth - 8))}px`;
   const below = at.bottom + 6 + box.offsetHeight < innerHeight;
@@ -124,7 +127,7 @@ function hideHint() {
   document.getElementById("hint").hidden = true;
 }
 
-const percent = (share) => share >= 0.1 ? `${(100 * share).toFixed(0)} %` : `${(100 * share).toPrecision(2)} %`;
+const percent = (share) => share === null ? "–" : share >= 0.1 ? `${(100 * share).toFixed(0)} %` : `${(100 * share).toPrecision(2)} %`;
 
 function attentionPanel(trace, chosen, isCurrent) {
   if (!trace.num_layers) return null;
@@ -164,7 +167,6 @@ function attentionPanel(trace, chosen, isCurrent) {
   prompts.addEventListener("change", () => { kept.prompts = prompts.checked; draw(); });
   first.addEventListener("change", () => { kept.first = first.checked; draw(); });
   chosen.listeners.push(draw);
-  layerListeners.length = 0;
   setTimeout(load);
   return make("section", { class: "panel" },
     make("div", { class: "bar" }, make("h2", {}, "Attention"), slider, output, make("label", {}, "head ", heads), make("label", {}, "strongest ", edges),
@@ -222,7 +224,7 @@ function evolutionPanel(trace, isCurrent) {
     layerListeners.push((layer) => { mark = layer; draw(); });
     draw();
   }).catch((error) => { if (isCurrent()) complain(box, error); });
-  load();
+  setTimeout(() => { if (isCurrent()) load(); }, 150); // the nets are slow: not for traces that are passed by
   return panel;
 }
 
@@ -241,7 +243,7 @@ function scoresPanel(trace) {
 }
 
 function recordPanel(trace) {
-  const shown = (value) => value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? short(value, 6) : value;
+  const shown = (value) => value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : typeof value === "number" && !Number.isInteger(value) ? short(value, 6) : String(value);
   const scalars = Object.entries(trace.scalars).map(([name, value]) => [name, shown(value)]);
   const shapes = Object.entries(trace.shapes).map(([name, shape]) => [name, shape ? `[${shape.join(", ")}]` : "–"]);
   return make("section", { class: "panel" }, make("h2", {}, "Record"),

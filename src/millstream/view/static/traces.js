@@ -7,7 +7,12 @@ const wish = { q: "", verdict: "", part: "", detector: "", sort: "number", page:
 let shown = { rows: [], pages: 1 }, asked = 0, about = null;
 
 await startPage("traces");
-await fill();
+try {
+  await fill();
+} catch (error) {
+  complain(byId("trouble"), error);
+  throw error;
+}
 for (const id of ["verdict", "part", "detector", "sort"]) byId(id).addEventListener("change", () => change(id, byId(id).value));
 byId("q").addEventListener("input", () => change("q", byId("q").value.trim()));
 byId("wishes").addEventListener("submit", (event) => { event.preventDefault(); firstLink()?.focus(); });
@@ -27,9 +32,10 @@ route();
 async function fill() {
   about = await ask("about");
   const model = about.config.model ? `, ${about.config.model}` : "";
-  byId("facts").textContent = `${about.path}: ${count(about.records)} traces in ${count(about.shards)} shard${about.shards === 1 ? "" : "s"}, ${bytes(about.bytes)}${model}`
+  const facts = `${about.path}: ${count(about.records)} traces in ${count(about.shards)} shard${about.shards === 1 ? "" : "s"}, ${bytes(about.bytes)}${model}`
     + (about.run ? `; scores of ${about.run}` : "");
-  if (!about.ready) { setTimeout(() => fill().then(list), 300); return; }
+  byId("facts").replaceChildren(facts, ...about.troubles.map((trouble) => make("span", { class: "error" }, trouble)));
+  if (!about.ready) { setTimeout(() => fill().then(list).catch((error) => complain(byId("trouble"), error)), 300); return; }
   options("verdict", Object.entries(about.verdicts).map(([name, number]) => [name, `${name} (${count(number)})`]));
   options("part", about.parts.map((name) => [name, name]));
   byId("detector").replaceChildren(...about.detectors.map((name) => make("option", { value: name }, name)));
@@ -110,7 +116,7 @@ function route() {
   const list = byId("list"), trace = byId("trace");
   list.hidden = number !== null;
   trace.hidden = number === null;
-  if (number !== null) { showTrace(trace, number, { step }); scrollTo(0, 0); return; }
+  if (number !== null) { shown.open = number; showTrace(trace, number, { step }); scrollTo(0, 0); return; }
   closeTrace();
   document.querySelector(`#records a[href="#${shown.open ?? ""}"]`)?.focus();
 }
@@ -142,7 +148,6 @@ function press(event) {
     if (!byId("trace").hidden) location.hash = "";
     setTimeout(() => byId("q").select());
   } else if (event.key === "Escape" && !byId("trace").hidden) {
-    shown.open = location.hash.slice(1);
     location.hash = "";
   } else if (!byId("trace").hidden && !typing && ["ArrowLeft", "ArrowRight"].includes(event.key)) {
     step(Number(location.hash.slice(1)), event.key === "ArrowRight" ? 1 : -1);
