@@ -13,6 +13,7 @@ from asking_traces import asking, make_run
 
 import millstream as ms
 from millstream.errors import MillstreamError
+from millstream.source.pickles import normalise
 from millstream.view.token_texts import TokenTexts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
@@ -179,3 +180,28 @@ def test_a_damaged_shard_spoils_its_own_records_alone(tmp_path: Path):
     with pytest.raises(MillstreamError, match="missing"):
         ask("trace", number=3)
     assert ask("trace", number=55)["tokens"]["ids"]
+
+
+def test_layers_that_old_scripts_kept_step_by_step_are_shown_whole(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    hidden = rng.random((2, 7, 4), np.float32)
+    attention = np.tril(rng.random((2, 3, 7, 7), np.float32))
+    places = [(0, 5), (5, 6), (6, 7)]
+    old = {
+        "tokens": [7, 8, 9],
+        "prompt_length": 5,
+        "hidden_states": [[layer[None, low:high] for low, high in places] for layer in hidden],
+        "attentions": [[layer[None, :, low:high, :high] for low, high in places] for layer in attention],
+    }
+    with ms.TraceWriter(tmp_path / "old") as writer:
+        writer.append(normalise(old))
+    with ms.TraceWriter(tmp_path / "new") as writer:
+        writer.append({"tokens": np.arange(7), "prompt_len": 5, "hidden": hidden, "attention": attention})
+    old_store, new_store = asking(tmp_path / "old"), asking(tmp_path / "new")
+    np.testing.assert_allclose(old_store("layers", number=0)["norm"], new_store("layers", number=0)["norm"])
+    for head in ("mean", "2"):
+        assert old_store("attention", number=0, layer=1, head=head) == new_store(
+            "attention", number=0, layer=1, head=head
+        )
+    assert old_store("trace", number=0)["num_layers"] == 2
+    assert old_store("trace", number=0)["tokens"]["start"] == 0  # the prompt is not among its tokens

@@ -155,3 +155,48 @@ def test_a_record_that_is_not_there_is_said(open_page: Open, address: str):
     opened.page.locator("[role=alert]", has_text="record 999 of 120").wait_for()
     assert [text for text in opened.trouble if "400" not in text] == []
     opened.trouble.clear()  # the browser writes down that it was refused
+
+
+@pytest.fixture(scope="module")
+def odd(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Record 0 has log-probs that are no numbers; record 1 has 4,200 generated tokens, and 32 edges of each."""
+    folder, rng = tmp_path_factory.mktemp("odd"), np.random.default_rng(0)
+    kinds = {"tokens": "int32[token]", "logprobs": "float32[step]", "edge_source": "int16[layer, token, k]",
+             "edge_weight": "float16[layer, token, k]"}  # fmt: skip
+    with ms.TraceWriter(folder / "store", schema=kinds) as writer:
+        for steps, logprob in ((2, np.nan), (4200, -0.5)):
+            source = rng.integers(0, np.arange(1, steps + 2)[:, None], (1, steps + 1, 32))
+            made = {"tokens": np.arange(steps + 1), "logprobs": np.full(steps, logprob), "edge_source": source,
+                    "edge_weight": rng.random(source.shape)}  # fmt: skip
+            tensors = {name: values.astype(kinds[name].partition("[")[0]) for name, values in made.items()}
+            writer.append({"question_id": f"q{steps}", "number": 123_456_789, **tensors})
+    others = make_run(folder / "run", folder / "store", {"lstm": {7: [0.5]}})
+    return serve_views([traces_view(folder / "store", run=others)])
+
+
+def test_a_chance_that_is_no_number_is_not_shown_as_one(open_page: Open, odd: str):
+    page = open_page(f"{odd}#0").page
+    page.locator(".tokens .answer").first.focus()
+    page.locator("#hint").wait_for()
+    assert "id 1" in page.locator("#hint").inner_text() and "chance" not in page.locator("#hint").inner_text()
+    page.locator("summary", has_text="numbers and texts").click()
+    page.locator("td", has_text="123456789").wait_for()
+
+
+def test_of_a_trace_of_thousands_of_tokens_the_strongest_arcs_are_drawn(open_page: Open, odd: str):
+    page = open_page(f"{odd}#1").page
+    page.locator(".arcs path").first.wait_for(state="attached")
+    page.locator("#k").fill("32")
+    page.keyboard.press("Enter")
+    page.locator(".note", has_text="4,000 strongest of 134,400 arcs").wait_for()
+    assert page.locator(".arcs path").count() == 4000
+
+
+def test_scores_of_other_records_are_told_and_the_list_is_there(open_page: Open, odd: str):
+    page = open_page(odd).page
+    page.locator("#records tbody tr").nth(1).wait_for()
+    assert "scored other records" in page.locator("#facts .error").inner_text()
+    page.locator("#records a").first.click()
+    page.locator("#trace .question").wait_for()
+    page.keyboard.press("/")
+    page.wait_for_function("document.activeElement.id === 'q'")

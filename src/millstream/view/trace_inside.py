@@ -1,5 +1,6 @@
 """One trace as a page shows it: its tokens, its layers, the attention of one layer. Reads only what is asked for."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -29,8 +30,9 @@ def tokens_of(traces: Traces, number: int, texts: TokenTexts) -> dict[str, Any]:
     ids = [] if ids is None else [int(token) for token in np.asarray(ids).reshape(-1)]
     steps = {name: None if found.get(name) is None else _floats(found[name]).reshape(-1) for name in STEPS}
     start = found.get("prompt_len", found.get("prompt_length"))
-    if start is None:
-        start = len(ids) - max(0 if values is None else len(values) for values in steps.values())
+    if start is None or start >= len(ids):  # not told, or the prompt is not among the tokens
+        generated = max((len(values) for values in steps.values() if values is not None), default=len(ids))
+        start = max(0, len(ids) - generated)
     top_ids, top_logprobs = found.get("topk_ids"), found.get("topk_logprobs")
     alternatives: list[list[dict[str, Any]]] = []
     if top_ids is not None and top_logprobs is not None and top_ids.ndim == top_logprobs.ndim == 2:
@@ -55,9 +57,13 @@ def layers_of(traces: Traces, number: int) -> dict[str, Any] | None:
     if name is None:
         return None
     states = _record(traces, number, [name])[name]
-    if states is None or states.ndim != 3:
+    if states is None:
         return None
-    states_LPD = _floats(states)
+    states_LPD, steps = _floats(states), _steps(traces, number, name)
+    if steps and states_LPD.ndim == 2:
+        states_LPD = states_LPD.reshape(len(states_LPD), -1, steps[0][-1])
+    if states_LPD.ndim != 3:
+        return None
     norm_LP = np.sqrt(np.einsum("lpd,lpd->lp", states_LPD, states_LPD))
     dot_LP = np.einsum("lpd,lpd->lp", states_LPD[1:], states_LPD[:-1])
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -76,7 +82,9 @@ def attention_of(traces: Traces, number: int, *, layer: int, head: str, k: int) 
     name = next((name for name in ATTENTION if _is_tensor(traces, name)), None)
     k = max(1, min(k, MOST_EDGES))
     if name is not None:
-        weights = _layer(traces, number, name, layer)
+        weights, steps = _layer(traces, number, name, layer), _steps(traces, number, name)
+        if weights is not None and weights.ndim == 1 and steps:
+            weights = _joined(weights, steps)
         if weights is None or weights.ndim != 3:
             return None
         return _strongest(weights, head=head, k=k)
@@ -93,9 +101,10 @@ def attention_of(traces: Traces, number: int, *, layer: int, head: str, k: int) 
 def num_layers(traces: Traces, number: int) -> int:
     """How many layers of attention a record has."""
     row = traces.row(number)
-    for name, axes in (*((name, 4) for name in ATTENTION), ("edge_source", 3)):
+    for name in (*ATTENTION, "edge_source"):
         place = row.tensors.get(name)
-        if place is not None and len(place.shape) == axes:
+        num_axes = 3 if name == "edge_source" else 2 if _steps(traces, number, name) else 4
+        if place is not None and len(place.shape) == num_axes:
             return place.shape[0]
     return 0
 
@@ -117,6 +126,24 @@ def _strongest(weights_HQK: Floats, *, head: str, k: int) -> dict[str, Any]:
         "source": np.where(weight > 0, source, -1),
         "weight": weight,
     }
+
+
+def _steps(traces: Traces, number: int, name: str) -> list[list[int]] | None:
+    """Shapes of the steps that each layer of a field is made of, as in stores converted from the first old files."""
+    kept = f"{name}_steps"
+    return _record(traces, number, [kept])[kept] if kept in traces.fields else None
+
+
+def _joined(flat: Floats, steps: Sequence[Sequence[int]]) -> Floats:
+    """[H, T, T] of the attention of steps (1, H, q, k), where k grows."""
+    joined_HTT = np.zeros((steps[0][-3], steps[-1][-1], steps[-1][-1]), np.float32)
+    at = row = 0
+    for shape in steps:
+        num_heads, queries, keys = shape[-3:]
+        size = math.prod(shape)
+        joined_HTT[:, row : row + queries, :keys] = flat[at : at + size].reshape(num_heads, queries, keys)
+        at, row = at + size, row + queries
+    return joined_HTT
 
 
 def _is_tensor(traces: Traces, name: str) -> bool:
