@@ -115,6 +115,17 @@ def test_a_run_fits_a_phone(run: Path, serve_views: Callable[..., str], open_pag
     assert opened.never_scrolls_sideways()
 
 
+def test_measures_that_differ_in_the_last_digit_are_drawn(
+    tmp_path: Path, serve_views: Callable[..., str], open_page: Callable[..., Any]
+):
+    (tmp_path / "config.yaml").write_text("{}")
+    almost = {"val_macro_f1": 1 - 2**-53, "loss": 1e-3 + 2**-62}
+    add(tmp_path, epoch(0, **almost), epoch(1, val_macro_f1=1.0, loss=1e-3), epoch(2, val_macro_f1=1.0, loss=1e-3))
+    page = open_page(serve_views([run_view(tmp_path)])).page
+    wait(page, MORE_CIRCLES, 3)
+    assert page.locator("#second-chart circle").count() == 3
+
+
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 reads of FASTQ, the first of them 5,000 letters long, and a tokenizer.json beside them."""

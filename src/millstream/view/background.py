@@ -23,8 +23,11 @@ class Background:
         self._thread = threading.Thread(target=self._go, daemon=True)
 
     def start(self) -> None:
-        _running.add(self)
-        self._thread.start()
+        """Begin; while the process ends, nothing is begun any more."""
+        with _starting:
+            if not _is_ending.is_set():
+                self._thread.start()
+                _running.add(self)
 
     def wait(self, seconds: float | None = PATIENCE_S) -> None:
         """Until all is done or the time is over; what went wrong in the thread goes wrong here."""
@@ -88,10 +91,14 @@ class Later(Generic[T]):
 
 
 _running: weakref.WeakSet[Background] = weakref.WeakSet()
+_starting, _is_ending = threading.Lock(), threading.Event()
 
 
 @atexit.register
 def _stop_all() -> None:
     """A thread that is within a library when the interpreter goes takes the process down with an ugly word."""
-    for work in list(_running):
+    with _starting:
+        _is_ending.set()
+        running = list(_running)
+    for work in running:
         work.stop()

@@ -1,0 +1,38 @@
+"""Work in threads while pages ask: once, and never into the end of the process."""
+
+import subprocess
+import sys
+
+import pytest
+
+from millstream.errors import BadSource
+from millstream.view.background import Later
+
+AT_THE_END = """
+import atexit, time
+def begin():  # runs after all that was registered later
+    late.start()
+    time.sleep(0.2)
+atexit.register(begin)
+from millstream.view.background import Later
+late = Later(lambda: print("ran"))
+"""
+
+
+def test_nothing_is_begun_while_the_process_ends():
+    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_what_went_wrong_is_told_to_everyone_who_asks_and_tried_once():
+    tried: list[int] = []
+
+    def fail() -> None:
+        tried.append(1)
+        raise BadSource("gone")
+
+    later = Later(fail)
+    for _ in range(3):
+        with pytest.raises(BadSource, match="gone"):
+            later.soon(None)
+    assert tried == [1]
