@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -36,3 +37,13 @@ def test_what_went_wrong_is_told_to_everyone_who_asks_and_tried_once():
         with pytest.raises(BadSource, match="gone"):
             later.soon(None)
     assert tried == [1]
+
+
+def test_what_is_due_later_waits_in_one_thread_however_often_it_is_asked_for():
+    done = threading.Event()
+    later = Later(done.set)
+    before = threading.active_count()
+    for _ in range(20):
+        later.start(0.3)
+    assert threading.active_count() <= before + 1
+    assert done.wait(30)

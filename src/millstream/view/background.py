@@ -62,16 +62,19 @@ class Later(Generic[T]):
         self._found: list[T] = []
         self._work = Background(self._steps())
         self._starting = threading.Lock()
-        self._is_started = False
+        self._is_started = self._is_due = False
 
     def start(self, delay: float = 0.0) -> None:
         """Begin, after so many seconds, unless it has begun."""
         with self._starting:
-            if delay and not self._is_started:
+            if self._is_started or (delay and self._is_due):
+                return
+            if delay:
+                self._is_due = True
                 waiting = threading.Timer(delay, self.start)
                 waiting.daemon = True
                 waiting.start()
-            elif not self._is_started:
+            else:
                 self._is_started = True
                 self._work.start()
 
