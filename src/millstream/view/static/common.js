@@ -53,13 +53,21 @@ export function bytes(number) {
 
 export const colour = (place) => `var(--line${place % 7})`;
 
+// How wide a chart in this place has to be drawn, so that its letters are as large as those around.
+export const widthOf = (place) => Math.max(260, Math.round(place.getBoundingClientRect().width));
+
+// Numbers and what they are, in boxes.
+export function showTiles(place, tiles) {
+  place.replaceChildren(...tiles.map(([value, what]) => make("li", {}, make("b", {}, value), make("span", {}, what))));
+}
+
 // Says what went wrong in the element given; what was there stays away until the next success.
 export function complain(element, error) {
   element.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
 }
 
 // Lines over numbers (whole: of layers or epochs). lines: [{ name, x: [...], y: [... or null], colour? , dash? }]
-// width: that of the place it is for keeps letters as large as those around. whole: ticks below are whole numbers.
+// whole: ticks below are whole numbers.
 export function lineChart({ lines, label, xLabel = "", yLabel = "", width = 560, height = 180, yMin = null, yMax = null, mark = null, points = false, whole = false }) {
   const left = 48, right = 10, top = 10, bottom = 32;
   const xs = lines.flatMap((line) => line.x), ys = lines.flatMap((line) => line.y).filter((y) => y !== null);

@@ -1,11 +1,10 @@
 // Reads: numbers about all of them, and any one of them with its tokens. Nothing is asked for that is not shown.
-import { ask, bytes, compact, complain, count, histogram, legend, lineChart, make, short, startPage } from "./common.js";
+import { ask, bytes, compact, complain, count, histogram, legend, lineChart, make, short, showTiles, startPage, widthOf } from "./common.js";
 import { Letters } from "./letters.js";
 
 const WINDOW = 1200, PAGE = 15, CLASSES = 12;
 const OTHER = "other";
 const at = (id) => document.getElementById(id);
-const widthOf = (place) => Math.max(260, Math.round(place.getBoundingClientRect().width));
 
 let overview = null, record = null, listFirst = 0, classFirst = 0, columns = [];
 const drawings = []; // what to draw again when the page gets wider
@@ -35,7 +34,7 @@ function showOverview() {
     [count(overview.reads), "reads"], [compact(overview.bases), "bases"], [bytes(overview.bytes), num_files === 1 ? "in the file" : `in ${count(num_files)} files`],
     [bytes(overview.index_bytes), `index, ${short(each, 3)} bytes a read`], [count(overview.columns.length), overview.columns.length ? `columns: ${overview.columns.map((column) => column.name).join(", ")}` : "columns from headers"],
   ];
-  at("tiles").replaceChildren(...tiles.map(([value, what]) => make("li", {}, make("b", {}, value), make("span", {}, what))));
+  showTiles(at("tiles"), tiles);
   const options = [["", "none"], ["base", "base"], ["kmer(6)", "kmer(6)"], ["kmer(6, stride=6)", "kmer(6, stride=6)"], ["kmer(12, stride=12)", "kmer(12, stride=12)"]];
   if (overview.tokenizer) options.push(["given", overview.tokenizer]);
   options.push([OTHER, "another…"]);

@@ -1,5 +1,5 @@
 // A run while it trains: asks once a second for what is new, as long as the page is looked at.
-import { ask, bytes, colour, complain, count, lineChart, make, short, startPage } from "./common.js";
+import { ask, bytes, colour, complain, count, lineChart, make, short, showTiles, startPage, widthOf } from "./common.js";
 
 const EVERY_MS = 1000, QUIET_MS = 3000; // while it trains, and else
 const TITLES = { val_auroc: "AUROC on validation", val_macro_f1: "macro F1 on validation", val_accuracy: "accuracy on validation", loss: "loss", lr: "learning rate", records_per_s: "records/s", waiting: "share of time waiting for data", memory: "memory, bytes", step: "steps" };
@@ -78,7 +78,7 @@ function showState() {
   ].filter(Boolean);
   if (JSON.stringify(tiles) === shownTiles) return;
   shownTiles = JSON.stringify(tiles);
-  at("tiles").replaceChildren(...tiles.map(([value, what]) => make("li", {}, make("b", {}, value), make("span", {}, what))));
+  showTiles(at("tiles"), tiles);
 }
 
 function models() {
@@ -184,10 +184,6 @@ function showSettings(found) {
   at("settings").replaceChildren(...Object.entries(found.tables).map(([name, rows]) => make("details", { open: name !== "Environment" }, make("summary", {}, name),
     make("dl", { class: "facts" }, ...rows.flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)])))));
   if (told) showState();
-}
-
-function widthOf(place) {
-  return Math.max(280, Math.round(place.getBoundingClientRect().width));
 }
 
 function number(text, best = false) {

@@ -145,6 +145,7 @@ function press(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "/" && !typing) {
     event.preventDefault();
+    shown.open = null; // the search is where it goes, not the trace that was open
     if (!byId("trace").hidden) location.hash = "";
     setTimeout(() => byId("q").select());
   } else if (event.key === "Escape" && !byId("trace").hidden) {
