@@ -169,7 +169,7 @@ def test_ids_of_tokens_are_ids_where_they_cannot_be_texts(tmp_path: Path, monkey
     assert TokenTexts(tmp_path / "tokenizer.json").of([2, -100]) == ["is", "<-100>"]
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # not installed
     texts = TokenTexts(tmp_path / "tokenizer.json")
-    assert texts.of([2]) == ["2"] and not texts.is_known
+    assert texts.of([2]) == ["2"] and "pip install" in (texts.trouble or "")
 
 
 def test_a_damaged_shard_spoils_its_own_records_alone(tmp_path: Path):

@@ -112,7 +112,7 @@ def test_a_trace_shows_its_tokens_with_their_chances_and_alternatives(probe: Pat
     np.testing.assert_allclose(
         [other["chance"] for other in first], np.exp(record["topk_logprobs"][0, : len(first)]), rtol=1e-5
     )
-    assert not shown["are_texts"] and shown["texts"] == [str(token) for token in shown["ids"]]
+    assert "--tokenizer" in shown["trouble"] and shown["texts"] == [str(token) for token in shown["ids"]]
 
 
 def test_norms_and_cosines_are_those_of_the_states(probe: Path, full: Path):
@@ -206,9 +206,10 @@ def test_tokens_are_texts_where_the_store_has_its_tokenizer(tmp_path: Path):
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     texts = TokenTexts(tmp_path / "tokenizer.json")
     assert texts.of([0, 1, 2, 9]) == ["<s>", " Paris", "is", "<9>"]
+    assert texts.trouble is None
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadSource, match=r"tokenizer\.json"):
-        TokenTexts(tmp_path / "tokenizer.json")
+    damaged = TokenTexts(tmp_path / "tokenizer.json")
+    assert damaged.of([1]) == ["1"] and f"{tmp_path / 'tokenizer.json'}: is no" in (damaged.trouble or "")
 
 
 def test_the_newest_run_of_a_store_is_found_beside_it(probe: Path, tmp_path: Path):

@@ -10,11 +10,10 @@ from millstream.store.layout import TOKENIZER
 
 
 class TokenTexts:
-    """Texts of single tokens; the id itself where there is no tokenizer."""
+    """Texts of single tokens; the id itself where there is no tokenizer, and `trouble` says why."""
 
     def __init__(self, file: Path | None) -> None:
-        self._tokenizer: Any = None if file is None else _load(file)
-        self.is_known = self._tokenizer is not None
+        self._tokenizer, self.trouble = _load(file)
 
     def of(self, ids: Sequence[int]) -> list[str]:
         return [str(token) if self._tokenizer is None else self._one(int(token)) for token in ids]
@@ -40,12 +39,15 @@ def find_tokenizer(store: Path, given: str | None) -> Path | None:
     return store / TOKENIZER if (store / TOKENIZER).is_file() else None
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path | None) -> tuple[Any, str | None]:
+    """A tokenizer, or why there is none."""
+    if file is None:
+        return None, f"the store has no {TOKENIZER}; give --tokenizer"
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        return None
+        return None, "their texts need tokenizers: pip install 'millstream[view]'"
     try:
-        return Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file)), None
     except Exception as error:  # the library raises bare Exceptions
-        raise BadSource(f"{file}: is no tokenizer ({error})") from None
+        return None, f"{file}: is no tokenizer that can be read ({error})"

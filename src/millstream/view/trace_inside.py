@@ -43,7 +43,7 @@ def tokens_of(traces: Traces, number: int, texts: TokenTexts) -> dict[str, Any]:
     return {
         "ids": ids,
         "texts": texts.of(ids),
-        "are_texts": texts.is_known,
+        "trouble": texts.trouble,  # why texts are ids
         "start": int(start),  # the first generated one
         "answer_len": found.get("answer_len"),
         **steps,
@@ -53,13 +53,11 @@ def tokens_of(traces: Traces, number: int, texts: TokenTexts) -> dict[str, Any]:
 
 def layers_of(traces: Traces, number: int) -> dict[str, Any] | None:
     """Norm of each layer's state, and its cosine to the one before, at every token or position that is kept."""
-    name = next((name for name in (*HIDDEN, "states", "nodes") if _is_tensor(traces, name)), None)
+    kept = traces.row(number).tensors
+    name = next((name for name in (*HIDDEN, "states", "nodes") if kept.get(name) is not None), None)
     if name is None:
         return None
-    states = _record(traces, number, [name])[name]
-    if states is None:
-        return None
-    states_LPD, steps = _floats(states), _steps(traces, number, name)
+    states_LPD, steps = _floats(_record(traces, number, [name])[name]), _steps(traces, number, name)
     if steps and states_LPD.ndim == 2:
         states_LPD = states_LPD.reshape(len(states_LPD), -1, steps[0][-1])
     if states_LPD.ndim != 3:

@@ -72,7 +72,7 @@ function tokensPanel(trace, chosen) {
   const end = tokens.start + (tokens.answer_len ?? tokens.ids.length);
   tokens.texts.forEach((text, place) => {
     const kind = place < tokens.start ? "prompt" : place < end ? "answer" : "answer after";
-    const button = make("button", { type: "button", class: kind, "data-place": place, "aria-pressed": "false" }, tokens.are_texts ? visible(text) : `${text} `);
+    const button = make("button", { type: "button", class: kind, "data-place": place, "aria-pressed": "false" }, tokens.trouble ? `${text} ` : visible(text));
     for (const [event, act] of [["mouseenter", hint], ["focus", hint], ["mouseleave", hideHint], ["blur", hideHint]]) button.addEventListener(event, () => act(button, tokens, place));
     button.addEventListener("click", () => choose(place));
     buttons.push(button);
@@ -97,7 +97,7 @@ function tokensPanel(trace, chosen) {
   if (known.length) paint();
   buttons[chosen.token]?.setAttribute("aria-pressed", "true");
   const bar = make("div", { class: "bar" }, make("h2", {}, "Tokens"), known.length ? make("label", {}, "coloured by ", select) : null, scale,
-    tokens.are_texts ? null : make("span", { class: "soft" }, "ids: the store has no tokenizer.json; give --tokenizer"));
+    tokens.trouble ? make("span", { class: "soft" }, `ids: ${tokens.trouble}`) : null);
   return make("section", { class: "panel" }, bar, box);
 }
 
