@@ -205,3 +205,21 @@ def test_layers_that_old_scripts_kept_step_by_step_are_shown_whole(tmp_path: Pat
         )
     assert old_store("trace", number=0)["num_layers"] == 2
     assert old_store("trace", number=0)["tokens"]["start"] == 0  # the prompt is not among its tokens
+
+
+def test_of_a_record_that_failed_detectors_say_what_it_lacks_and_of_others_their_course(tmp_path: Path):
+    pytest.importorskip("lightning_fabric")
+    store = make_traces(tmp_path / "traces", num=60)
+    failed = {**dict.fromkeys(ms.open(store).field_names), "question_id": "failed", "status": "error"}
+    with ms.TraceWriter(tmp_path / "with") as writer:
+        writer.append(ms.open(store)[0] | failed)
+        writer.extend(ms.open(store))
+    shutil.copy(store / "labels.parquet", tmp_path / "with")
+    run = tmp_path / "run"
+    ms.train(
+        data=str(tmp_path / "with"), out=str(run), model="lstm", seeds=1, epochs=1, parameters=2000, memory="100MB"
+    )
+    ask = asking(tmp_path / "with", run=run)
+    with pytest.raises(ValueError, match="record 0"):
+        ask("evolution", number=0)
+    assert len(ask("evolution", number=1)["scores"]["lstm"]) == 4

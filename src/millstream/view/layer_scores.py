@@ -2,11 +2,13 @@
 
 import threading
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from millstream.errors import MillstreamError
 from millstream.model.detector import Means
 from millstream.model.zoo import NETS
 from millstream.store.traces import Traces
@@ -39,6 +41,9 @@ class LayerScores:
             assert isinstance(built.model, NetModel)
             built.model.arrays = {key: tensor.numpy() for key, tensor in load(file)[0].items()}
             self._models[name].append(built.model)
+        if len(traces):  # builds the nets, which takes seconds the first time; a record that failed builds none
+            with suppress(MillstreamError, ValueError):
+                self.of(0)
 
     def of(self, number: int) -> dict[str, Any]:
         """By detector: a score after every layer; the last one is the detector's own."""
