@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import millstream as ms
+from millstream.store.rewrite import merge
 from millstream.view.traces_view import traces_view
 from millstream.view.view import View
 
@@ -32,18 +33,21 @@ def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str
 @pytest.fixture(scope="module")
 def many(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store of 100,000 records, whose questions would run if they could."""
-    path = tmp_path_factory.mktemp("many") / "store"
+    folder = tmp_path_factory.mktemp("many")
     bad = "<img src=x onerror=\"console.log('ran')\"><script>console.log('ran')</script>"
-    with ms.TraceWriter(path, schema={"logprobs": "float32[step]"}) as writer:
-        writer.extend(
-            {
-                "question_id": f"q{number}",
-                "question": f"{bad} number {number}",
-                "generated_answer": "needle" if number == 99_421 else "hay",
-                "logprobs": np.zeros(1, np.float32),
-            }
-            for number in range(100_000)
-        )
+    for name, answer in (("first", "hay"), ("last", "needle")):
+        with ms.TraceWriter(folder / name, schema={"logprobs": "float32[step]"}) as writer:
+            writer.extend(
+                {
+                    "question_id": f"{name}{number}",
+                    "question": f"{bad} number {number}",
+                    "generated_answer": answer if number == 9421 else "hay",
+                    "logprobs": np.zeros(1, np.float32),
+                }
+                for number in range(10_000)
+            )
+    path = folder / "store"
+    merge([folder / "first"] * 9 + [folder / "last"], path)
     return serve_views([traces_view(path)])
 
 
@@ -146,7 +150,8 @@ def test_a_needle_among_100_000_is_found_and_no_text_runs(open_page: Open, many:
     page.locator("#q").fill("NEEDLE")
     page.locator("#total", has_text="1 of 100,000").wait_for()
     page.locator("#records a").first.click()
-    page.locator("#trace .question", has_text="number 99421").wait_for()
+    page.locator("#trace .question", has_text="number 9421").wait_for()
+    assert page.url.endswith("#99421")
     assert page.locator("main img, main script").count() == 0
 
 
