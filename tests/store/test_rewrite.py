@@ -65,6 +65,19 @@ def test_a_merged_store_has_all_records_in_order_as_copies_of_the_shard_files(co
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "out"]
 
 
+def test_the_tokenizer_goes_along_where_all_stores_have_the_same(tmp_path: Path) -> None:
+    a, b, c = (write(tmp_path / name, keys(0, 2)) for name in "abc")
+    for path, text in ((a, "one"), (b, "one"), (c, "other")):
+        (path / "tokenizer.json").write_text(text)
+    merge([a, b], tmp_path / "same")
+    subset_shards(a, tmp_path / "shards", [0])
+    subset_records(ms.open(a), tmp_path / "records", [1])
+    for name in ("same", "shards", "records"):
+        assert (tmp_path / name / "tokenizer.json").read_text() == "one"
+    merge([a, c], tmp_path / "mixed")
+    assert not (tmp_path / "mixed" / "tokenizer.json").exists()
+
+
 def test_a_merged_store_can_be_continued(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", keys(0, 2)), write(tmp_path / "b", keys(2, 3))
     merge([a, b], tmp_path / "out")

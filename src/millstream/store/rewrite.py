@@ -17,6 +17,7 @@ from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreEx
 from millstream.records import Schema, Tensor, crc32c, refine
 from millstream.store.ids import update_ids
 from millstream.store.layout import (
+    TOKENIZER,
     Manifest,
     ShardInfo,
     no_space,
@@ -55,7 +56,7 @@ def merge(sources: Sequence[Path], out: Path, *, progress: Progress = silent) ->
     config: Mapping[str, object] = configs[0] if all(c == configs[0] for c in configs) else {"merged": configs}
     compression = manifests[0].compression
     arrow = arrow_schema(schema, compression=compression, metadata=shard_metadata(config))
-    with _new_store(out) as folder:
+    with _new_store(out, sources) as folder:
         shards: list[ShardInfo] = []
         done = 0
         for source, manifest in zip(sources, manifests, strict=True):
@@ -73,7 +74,7 @@ def subset_shards(source: Path, out: Path, numbers: Sequence[int], *, progress: 
     missing = [number for number in numbers if number not in known]
     if missing:
         raise StoreError(f"{source}: no shard {missing[0]}; it has {_ranges(sorted(known))}")
-    with _new_store(out) as folder:
+    with _new_store(out, [source]) as folder:
         shards: list[ShardInfo] = []
         for done, number in enumerate(numbers):
             shards.append(_copy_shard(source, known[number], folder, len(shards)))
@@ -93,7 +94,7 @@ def subset_records(
     limit = parse_bytes(shard_bytes)
     source = traces.path
     done = 0
-    with _new_store(out) as folder:
+    with _new_store(out, [source]) as folder:
         shards: list[ShardInfo] = []
         writer: ShardWriter | None = None
         for index, group in groupby(map(traces.locate, numbers), key=lambda place: place[0]):
@@ -230,8 +231,8 @@ def _sqlite_row(row: Sequence[object]) -> tuple[object, ...]:
 
 
 @contextmanager
-def _new_store(out: Path) -> Generator[Path]:
-    """A hidden folder to write into; it takes the name `out` when the store is complete."""
+def _new_store(out: Path, sources: Sequence[Path]) -> Generator[Path]:
+    """A hidden folder to write into; it takes the name `out` when the store is complete. Has the sources' tokenizer."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StoreExists(f"{out}: already there. Choose a new path, or remove it first")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -240,6 +241,9 @@ def _new_store(out: Path) -> Generator[Path]:
         shutil.rmtree(folder)
     folder.mkdir()
     try:
+        tokenizers = [source / TOKENIZER for source in sources]
+        if all(file.exists() for file in tokenizers) and len({file.read_bytes() for file in tokenizers}) == 1:
+            _copy(tokenizers[0], folder / TOKENIZER)
         yield folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
