@@ -178,15 +178,21 @@ def resident_bytes() -> int:
 
 
 def tree_bytes() -> int:
-    """Memory of this process and its children, shared pages counted once (PSS); 0 where the system does not say."""
-    total, left = 0, [os.getpid()]
+    """Memory of this process and its children, what they share counted once; 0 where the system does not say.
+
+    By PSS, but for pages of files: those count in full for the process that has most. Their PSS would rise and fall
+    with what programs outside share of the same libraries.
+    """
+    total, files, left = 0, 0, [os.getpid()]
     while left:
         process = Path("/proc") / str(left.pop())
         try:
-            rollup = (process / "smaps_rollup").read_text()
-            total += int(rollup.split("\nPss:")[1].split()[0]) << 10
+            rows = (line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+            kb = {row[0]: int(row[1]) for row in rows}
+            total += (kb["Pss_Anon:"] + kb["Pss_Shmem:"]) << 10
+            files = max(files, (kb["Rss:"] - kb["Anonymous:"] - kb["Pss_Shmem:"]) << 10)
             for task in (process / "task").iterdir():
                 left += map(int, (task / "children").read_text().split())
-        except (OSError, IndexError):  # one that has just ended
+        except (OSError, KeyError):  # one that has just ended
             continue
-    return total
+    return total + files
