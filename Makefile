@@ -47,7 +47,7 @@ $(BENCH)/installed: pyproject.toml constraints.txt $(wildcard benchmarks/require
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements.txt \
 		-r benchmarks/requirements-loader.txt
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[graph,lora,reads,report,train]' \
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[graph,lora,reads,report,train,view]' \
 		-r benchmarks/requirements-reads.txt
 	touch $@
 
@@ -64,6 +64,7 @@ bench: $(BENCH)/installed $(BENCH_LLM)/installed
 	$(BENCH)/bin/python benchmarks/loader.py
 	$(BENCH)/bin/python benchmarks/label.py
 	$(BENCH)/bin/python benchmarks/train.py
+	$(BENCH)/bin/python benchmarks/view.py
 	$(if $(GENOMES),$(BENCH)/bin/python benchmarks/classify.py $(GENOMES))
 	$(BENCH_LLM)/bin/python benchmarks/extract.py
 
