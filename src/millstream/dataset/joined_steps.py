@@ -41,7 +41,7 @@ class JoinedSteps:
             values = cast("Sequence[Array | torch.Tensor | None]", batch.columns[name])
             steps = cast("Sequence[Shapes | None]", batch.columns[steps_field(name)])
             rows = zip(batch.numbers.tolist(), values, steps, strict=True)
-            joined[name] = [_join(name, number, value, shapes) for number, value, shapes in rows]
+            joined[name] = [join_steps(name, number, value, shapes) for number, value, shapes in rows]
         return self.feature(TraceBatch(batch.numbers, joined), seed=seed, epoch=epoch)
 
 
@@ -50,7 +50,8 @@ def steps_field(field: str) -> str:
     return f"{field}_steps"
 
 
-def _join(name: str, number: int, value: "Array | torch.Tensor | None", shapes: Shapes | None) -> Floats:
+def join_steps(name: str, number: int, value: "Array | torch.Tensor | None", shapes: Shapes | None) -> Floats:
+    """Values [L, P] of a record's field as hidden states [L, T, D] or attention [L, H, T, T]."""
     if value is None or not shapes or any(len(shape) not in (3, 4) or shape[0] != 1 for shape in shapes):
         raise ValueError(
             f"record {number}: {name!r} with steps of the shapes {shapes}, expected one sequence in each: "

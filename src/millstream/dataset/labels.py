@@ -135,6 +135,14 @@ def labelled(
     return result if known.all() else Subset(result, Listed(np.flatnonzero(known)))
 
 
+def references_of(values: Sequence[object]) -> list[str]:
+    """All texts among an answer and lists of aliases, each once."""
+    flat: list[object] = []
+    for value in values:
+        flat += cast("list[object]", value) if isinstance(value, list) else [value]
+    return list(dict.fromkeys(str(text) for text in flat if text not in (None, "")))
+
+
 def _find(collection: Collection, table: str | Path | pa.Table | None, column: str) -> tuple[list[object], str]:
     """The value of every record, and where it was found."""
     root = _root(collection)

@@ -202,3 +202,9 @@ def codes_of(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]:
     assert isinstance(encoded, pa.DictionaryArray)
     codes = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
     return codes, encoded.dictionary.to_pylist()
+
+
+def text_codes_of(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[str]]:
+    """The same of values as texts."""
+    codes, values = codes_of(column.cast(pa.string()))
+    return codes, cast("list[str]", values)

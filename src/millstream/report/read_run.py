@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from millstream.dataset.split import codes_of
+from millstream.dataset.split import text_codes_of
 from millstream.errors import BadSource
 from millstream.report.measures import Floats, Labels
 from millstream.report.metrics_file import Fit, Metrics, read_metrics
@@ -93,9 +92,9 @@ class _Predictions:
         self._file = file
         try:
             table = parquet.read_table(file)
-            self._models, self._model_names = _coded(table.column("model"))
-            self._parts, self._part_names = _coded(table.column("part"))
-            self._questions, self._question_names = _coded(table.column("question_id"))
+            self._models, self._model_names = text_codes_of(table.column("model"))
+            self._parts, self._part_names = text_codes_of(table.column("part"))
+            self._questions, self._question_names = text_codes_of(table.column("question_id"))
             self._seeds = table.column("seed").to_numpy().astype(np.int64)
             self._records = table.column("record").to_numpy().astype(np.int64)
             self._labels = table.column("label").to_numpy().astype(np.int8)
@@ -136,11 +135,6 @@ class _Predictions:
 
     def _damaged(self, what: str) -> BadSource:
         return damaged(self._file, what)
-
-
-def _coded(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[str]]:
-    codes, names = codes_of(column.cast(pa.string()))
-    return codes, cast("list[str]", names)
 
 
 def _place(names: Sequence[str], name: str) -> int:

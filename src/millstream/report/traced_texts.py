@@ -1,11 +1,11 @@
 """What the store of a run says of the tested records: answer lengths, questions and answers. It may be gone."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.dataset.labels import references_of
 from millstream.errors import MillstreamError
 from millstream.report.calibration import equal_bins
 from millstream.report.measures import Floats
@@ -54,7 +54,7 @@ class TracedTexts:
                 question_id=str(part.question_ids[at]),
                 question=_text(texts["question"][row]),
                 answer=_text(texts["generated_answer"][row]),
-                references=_references(texts["answer"][row], texts["aliases"][row]),
+                references=references_of([texts["answer"][row], texts["aliases"][row]]),
                 verdict="wrong" if part.labels[at] else "right",
                 probability=float(probabilities[at]),
             )
@@ -83,11 +83,6 @@ def _are_those(traces: Traces, part: Part) -> bool:
 def _range(lengths: NDArray[np.int64]) -> str:
     low, high = int(lengths.min()), int(lengths.max())
     return str(low) if low == high else f"{low}-{high}"
-
-
-def _references(answer: object, aliases: object) -> list[str]:
-    others = cast("list[object]", aliases) if isinstance(aliases, list) else [aliases]
-    return list(dict.fromkeys(str(text) for text in (answer, *others) if text is not None and text != ""))
 
 
 def _text(value: object) -> str:

@@ -48,19 +48,12 @@ class AskedDetector:
 
 
 def asked_for(settings: TrainSettings, field_names: Sequence[str]) -> list[AskedDetector]:
-    """The detectors named by `model=`; `baselines` are all there are, and the null graphs of the models named."""
-    names = [name.strip() for name in settings.model.split(",") if name.strip()]
-    found: dict[str, None] = {}
-    for name in names:
-        if name == GROUP:
-            nulls = [null for model in names for null in NULLS.get(model, ())]
-            found |= dict.fromkeys([*BASELINES, "charm", *nulls])
-        elif name in NETS or name in BASELINES:
-            found[name] = None
-        elif ":" in name:
+    """The detectors named by `model=`."""
+    found = expanded([name.strip() for name in settings.model.split(",") if name.strip()])
+    for name in found:
+        if ":" in name:
             _own(name)
-            found[name] = None
-        else:
+        elif name not in NETS and name not in BASELINES:
             known = [*NETS, *BASELINES, GROUP]
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}, or package.module:Class"
@@ -68,6 +61,13 @@ def asked_for(settings: TrainSettings, field_names: Sequence[str]) -> list[Asked
     if not found:
         raise BadSetting("model=: name at least one detector")
     return [AskedDetector(name, field_names) for name in found]
+
+
+def expanded(names: Sequence[str]) -> list[str]:
+    """Each once; in the place of `baselines` all there are, and the null graphs of the models named."""
+    nulls = [null for model in names for null in NULLS.get(model, ())]
+    group = [*BASELINES, "charm", *nulls]
+    return list(dict.fromkeys(one for name in names for one in (group if name == GROUP else [name])))
 
 
 def recipe_of(settings: TrainSettings) -> Recipe:

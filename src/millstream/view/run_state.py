@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from millstream.console import format_seconds
@@ -19,7 +19,7 @@ class RunState:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._groups: Mapping[str, Sequence[str]] | None = None
+        self._expanded: Callable[[Sequence[str]], list[str]] | None = None
         self._asking: threading.Thread | None = None
 
     def tell(self, log: RunLog, config: Mapping[str, object]) -> dict[str, object]:
@@ -55,19 +55,14 @@ class RunState:
         names = [name.strip() for name in str(config.get("model") or "").split(",") if name.strip()]
         if not names:
             return None
-        wanted: dict[str, None] = {}
-        for name in names:
-            if name == _GROUP:
-                groups = self._known_groups(ask=ask)
-                if groups is None:
-                    return None
-                nulls = [null for model in names for null in groups.get(model, ())]
-                wanted |= dict.fromkeys([*groups[_GROUP], *nulls])
-            else:
-                wanted[name] = None
+        if _GROUP in names:
+            expanded = self._find_expanded(ask=ask)
+            if expanded is None:
+                return None
+            names = expanded(names)
         first, seeds = _whole(config.get("seed"), 0), _whole(config.get("seeds"), 1)
         left: list[str] = []
-        for name in wanted:
+        for name in dict.fromkeys(names):
             if name in log.missing:
                 continue
             families = {fit.get("family") for (model, _), fit in log.fits.items() if model == name}
@@ -79,18 +74,17 @@ class RunState:
                 left.append(name if len(undone) == seeds else f"{name} (seed {', '.join(map(str, undone))})")
         return left
 
-    def _known_groups(self, *, ask: bool) -> Mapping[str, Sequence[str]] | None:
-        """Which models `baselines` means. Only torch's folder knows: seconds, so in a thread, and only when asked."""
-        if self._groups is None and ask and self._asking is None:
-            self._asking = threading.Thread(target=self._find_groups, daemon=True)
+    def _find_expanded(self, *, ask: bool) -> Callable[[Sequence[str]], list[str]] | None:
+        """Who knows what `baselines` means. It comes with torch: seconds, so in a thread, and only when asked."""
+        if self._asking is None and ask:
+            self._asking = threading.Thread(target=self._import_expanded, daemon=True)
             self._asking.start()
-        return self._groups
+        return self._expanded
 
-    def _find_groups(self) -> None:
-        from millstream.model.baselines import BASELINES
-        from millstream.model.zoo import NULLS
+    def _import_expanded(self) -> None:
+        from millstream.train.detectors import expanded
 
-        self._groups = {**NULLS, _GROUP: [*BASELINES, "charm"]}
+        self._expanded = expanded
 
     def _at_work(self, log: RunLog) -> dict[str, object] | None:
         job, epoch = log.at_work, None

@@ -1,6 +1,5 @@
 """One trace as a page shows it: its tokens, its layers, the attention of one layer. Reads only what is asked for."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -59,7 +58,7 @@ def layers_of(traces: Traces, number: int) -> dict[str, Any] | None:
         return None
     states_LPD, steps = _floats(_record(traces, number, [name])[name]), _steps(traces, number, name)
     if steps and states_LPD.ndim == 2:
-        states_LPD = states_LPD.reshape(len(states_LPD), -1, steps[0][-1])
+        states_LPD = _joined(name, number, states_LPD, steps)
     if states_LPD.ndim != 3:
         return None
     norm_LP = np.sqrt(np.einsum("lpd,lpd->lp", states_LPD, states_LPD))
@@ -82,7 +81,7 @@ def attention_of(traces: Traces, number: int, *, layer: int, head: str, k: int) 
     if name is not None:
         weights, steps = _layer(traces, number, name, layer), _steps(traces, number, name)
         if weights is not None and weights.ndim == 1 and steps:
-            weights = _joined(weights, steps)
+            weights = _joined(name, number, weights[None], steps)[0]
         if weights is None or weights.ndim != 3:
             return None
         return _strongest(weights, head=head, k=k)
@@ -132,16 +131,10 @@ def _steps(traces: Traces, number: int, name: str) -> list[list[int]] | None:
     return _record(traces, number, [kept])[kept] if kept in traces.fields else None
 
 
-def _joined(flat: Floats, steps: Sequence[Sequence[int]]) -> Floats:
-    """[H, T, T] of the attention of steps (1, H, q, k), where k grows."""
-    joined_HTT = np.zeros((steps[0][-3], steps[-1][-1], steps[-1][-1]), np.float32)
-    at = row = 0
-    for shape in steps:
-        num_heads, queries, keys = shape[-3:]
-        size = math.prod(shape)
-        joined_HTT[:, row : row + queries, :keys] = flat[at : at + size].reshape(num_heads, queries, keys)
-        at, row = at + size, row + queries
-    return joined_HTT
+def _joined(name: str, number: int, values_LP: Floats, steps: Sequence[Sequence[int]]) -> Floats:
+    from millstream.dataset.joined_steps import join_steps  # brings torch, which other stores do not need
+
+    return join_steps(name, number, values_LP, steps)
 
 
 def _is_tensor(traces: Traces, name: str) -> bool:

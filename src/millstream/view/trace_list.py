@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from millstream.dataset.labels import ALIASES, ANSWERS, LABELS_FILE
+from millstream.dataset.labels import ALIASES, ANSWERS, LABELS_FILE, references_of
 from millstream.errors import BadSetting, BadSource
 from millstream.records import Tensor
 from millstream.store.traces import Traces
@@ -170,14 +170,6 @@ def rows_of(traces: Traces, numbers: Sequence[int]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def references_of(values: Sequence[object]) -> list[str]:
-    """All texts of an answer and its aliases, each once."""
-    flat: list[object] = []
-    for value in values:
-        flat += cast("list[object]", value) if isinstance(value, list) else [value]
-    return list(dict.fromkeys(str(text) for text in flat if text not in (None, "")))
 
 
 def _head(text: Any) -> Any:

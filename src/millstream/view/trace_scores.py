@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from millstream.dataset.split import codes_of
+from millstream.dataset.split import text_codes_of
 from millstream.errors import BadSource
 from millstream.store.traces import Traces
 from millstream.train.folder import PREDICTIONS
@@ -37,8 +37,8 @@ def read_scores(run: Path, traces: Traces) -> TraceScores:
         raise BadSource(f"{file}: is damaged ({error}). Next: the millstream train command of the run") from None
     records = table.column("record").to_numpy().astype(np.int64)
     _check_same(file, traces, records, table.column("question_id"))
-    models, model_names = _coded(table.column("model"))
-    parts, part_names = _coded(table.column("part"))
+    models, model_names = text_codes_of(table.column("model"))
+    parts, part_names = text_codes_of(table.column("part"))
     places = models * len(traces) + records
     size = len(model_names) * len(traces)
     counts = np.bincount(places, minlength=size)
@@ -48,11 +48,6 @@ def read_scores(run: Path, traces: Traces) -> TraceScores:
     part_of = np.full(len(traces), -1, np.int8)
     part_of[records] = parts
     return TraceScores(dict(zip(model_names, means, strict=True)), part_of, part_names)
-
-
-def _coded(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[str]]:
-    codes, names = codes_of(column.cast(pa.string()))
-    return codes, [str(name) for name in names]
 
 
 def _check_same(file: Path, traces: Traces, records: NDArray[np.int64], ids: pa.ChunkedArray) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from millstream.dataset.labels import references_of
 from millstream.errors import MillstreamError
 from millstream.records import Tensor
 from millstream.store.traces import Traces
@@ -23,7 +24,6 @@ from millstream.view.trace_list import (
     TextFields,
     TraceTexts,
     read_labels,
-    references_of,
     rows_of,
 )
 from millstream.view.trace_scores import TraceScores, read_scores
@@ -107,7 +107,6 @@ class _Shown:
 
     def about(self, query: Query) -> Mapping[str, object]:
         traces, known = self._traces, self._known.soon()
-        fields = TextFields.of(traces)
         scores = None if known is None else known.scores
         detectors = [] if scores is None else sorted(scores.by_model, key=lambda name: (name not in FIRST, name))
         return {
@@ -118,8 +117,6 @@ class _Shown:
             "shards": len(traces.shards),
             "bytes": traces.num_bytes,
             "config": dict(traces.config),
-            "fields": {name: str(kind) for name, kind in traces.fields.items()},
-            "has": {"question": fields.question is not None, "answer": fields.answer is not None},
             "verdicts": None if known is None else Counter(str(verdict) for verdict in known.verdicts),
             "parts": [] if scores is None else scores.part_names,
             "detectors": detectors,

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from millstream.dataset.split import codes_of
+from millstream.dataset.split import text_codes_of
 from millstream.errors import BadSource
 from millstream.report.run_files import damaged
 from millstream.source.classes import answer_column
@@ -93,8 +93,7 @@ class AnswersFile:
         return numbers
 
     def _coded(self, name: str) -> tuple[NDArray[np.int64], list[str]]:
-        codes, names = codes_of(self._open.read([name]).column(name).cast(pa.string()))
-        return codes, cast("list[str]", names)
+        return text_codes_of(self._open.read([name]).column(name))
 
     def _damaged(self, what: str) -> BadSource:
         return damaged(self._file, what)
