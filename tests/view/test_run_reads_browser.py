@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 pytest.importorskip("tokenizers", reason="no tokenizer files: pip install 'millstream[reads]'")
 
@@ -47,7 +48,7 @@ def circles(page: Any) -> int:
 
 def wait(page: Any, what: str, *given: object) -> None:
     """Until this is true in the page."""
-    page.wait_for_function(what, arg=list(given))
+    wait_until(page, what, list(given))
 
 
 MORE_CIRCLES = "([count]) => document.querySelectorAll('#first-chart circle').length === count"

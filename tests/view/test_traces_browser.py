@@ -17,6 +17,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "mod
 
 from asking_traces import make_run  # noqa: E402
 from making_traces import make_traces  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 Serve = Callable[[Sequence[View]], str]
 Open = Callable[..., Any]
@@ -80,10 +81,10 @@ def test_a_trace_opens_and_its_slider_shows_another_layer(open_page: Open, addre
     page.locator("#layer").focus()
     page.keyboard.press("ArrowRight")
     page.locator("output", has_text="layer 3 of 3").wait_for()
-    page.wait_for_function("before => document.querySelector('.arcs').innerHTML !== before", arg=before)
+    wait_until(page, "before => document.querySelector('.arcs').innerHTML !== before", arg=before)
     page.locator("#k").fill("1")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelectorAll('.arcs path').length <= 20")
+    wait_until(page, "document.querySelectorAll('.arcs path').length <= 20")
     page.locator("#evolution").wait_for()
     page.screenshot(path=tmp_path / "trace.png", full_page=True)
     assert (tmp_path / "trace.png").stat().st_size > 20_000
@@ -114,7 +115,7 @@ def test_the_keyboard_alone_finds_opens_steps_and_goes_back(open_page: Open, add
     page = open_page(address).page
     page.locator("#records tbody tr").nth(49).wait_for()
     page.keyboard.press("/")
-    page.wait_for_function("document.activeElement.id === 'q'")
+    wait_until(page, "document.activeElement.id === 'q'")
     page.keyboard.type("q11")
     page.locator("#total", has_text="11 of 120").wait_for()
     page.keyboard.press("ArrowDown")
@@ -204,4 +205,4 @@ def test_scores_of_other_records_are_told_and_the_list_is_there(open_page: Open,
     page.locator("#records a").first.click()
     page.locator("#trace .question").wait_for()
     page.keyboard.press("/")
-    page.wait_for_function("document.activeElement.id === 'q'")
+    wait_until(page, "document.activeElement.id === 'q'")

@@ -238,7 +238,7 @@ class BlockText:
         rows, blocks = rows[order], blocks[order]
         edges = np.flatnonzero(np.diff(blocks, prepend=-1, append=-1))
         places = self._places(blocks[edges[:-1]])
-        self._decode_ahead(places)
+        ahead = self._decode_ahead(places)
         pieces = np.diff(edges)
         begin = np.repeat(np.array([place.plain for place in places], np.int64), pieces)
         end = np.repeat(np.array([place.plain_end for place in places], np.int64), pieces)
@@ -247,6 +247,8 @@ class BlockText:
         sources, targets = low - begin, offsets[rows] + low - starts[rows]
         for place, begin_at, end_at in zip(places, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             copy_pieces(self._block(place), sources, targets, sizes, begin_at, end_at, out)
+        for late in ahead:  # nobody waits for it any more: begun later, it would decode what is already forgotten
+            late.cancel()
         return out, offsets
 
     def _find(self, positions: Numbers) -> Numbers:
@@ -288,17 +290,19 @@ class BlockText:
     def release(self, start: int, end: int) -> None:
         """Blocks not used for long are forgotten by themselves."""
 
-    def _decode_ahead(self, places: "Sequence[_Place]") -> None:
+    def _decode_ahead(self, places: "Sequence[_Place]") -> list[Future[Bytes]]:
         """Let other threads decode blocks that are not there yet, as far as they surely fit beside each other."""
         missing = [place for place in places if place.block not in self._cache]
         room = self._memory // 2
+        ahead: list[Future[Bytes]] = []
         for place in missing[1:]:
             room -= place.plain_end - place.plain
             if room < 0:
                 break
             if self._helpers is None:
                 self._helpers = ThreadPoolExecutor(max_workers=max((os.cpu_count() or 2) - 1, 1))
-            self._helpers.submit(self._block, place)
+            ahead.append(self._helpers.submit(self._block, place))
+        return ahead
 
     def _block(self, place: "_Place") -> Bytes:
         """The text of a block, decoded or from the cache."""
