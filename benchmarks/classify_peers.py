@@ -1,4 +1,4 @@
-"""Peers of the classifiers of reads: Kraken 2, and naive Bayes over k-mers as the RDP classifier has it."""
+"""Peers of the read classifiers: Kraken 2, and naive Bayes over k-mers as in the RDP classifier."""
 
 import csv
 import gzip
@@ -19,7 +19,7 @@ Measured = Callable[[Callable[[], object]], tuple[float, int]]
 
 
 class NaiveBayes:
-    """Multinomial, over the k-mers of either strand, with one added to every count and the same prior for all."""
+    """Multinomial, over canonical k-mers, with add-one smoothing and a uniform prior."""
 
     def __init__(self, k: int, num_classes: int) -> None:
         self.k = k
@@ -27,29 +27,29 @@ class NaiveBayes:
         self.weights = np.empty((0, 0), np.float32)
 
     def fit(self, path: Path) -> None:
-        for labels, letters in _chunks(path):
-            _count(letters, labels, self.k, self.counts)
+        for labels, codes in _chunks(path):
+            _count(codes, labels, self.k, self.counts)
         self.weights = np.log(self.counts / self.counts.sum(axis=0))
 
-    def call(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
-        """The likeliest class of every read, and how likely it is."""
-        called, chances = [], []
-        for _, letters in _chunks(path):
-            scores = np.zeros((len(letters), self.counts.shape[1]), np.float32)
-            _score(letters, self.k, self.weights, scores)
-            called.append(scores.argmax(axis=1))
-            chances.append(1 / np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1))
-        return np.concatenate(called), np.concatenate(chances)
+    def classify(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        """The most likely class of every read, and its probability."""
+        classes, probabilities = [], []
+        for _, codes in _chunks(path):
+            scores = np.zeros((len(codes), self.counts.shape[1]), np.float32)
+            _score(codes, self.k, self.weights, scores)
+            classes.append(scores.argmax(axis=1))
+            probabilities.append(1 / np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1))
+        return np.concatenate(classes), np.concatenate(probabilities)
 
 
 class KrakenPeer:
-    """The commands of Kraken 2, as its manual has them."""
+    """The commands of Kraken 2, as in its manual."""
 
     def __init__(self, database: Path, classes: Mapping[int, int]) -> None:
         self.database, self.classes = database, classes
 
     def build(self, genomes: Sequence[str], mapping: Path) -> None:
-        """A taxonomy of root, genera and species, the genomes, and the table."""
+        """Build a taxonomy of root, genera and species, add the genomes, build the hash table."""
         (self.database / "taxonomy").mkdir(parents=True, exist_ok=True)
         self._write_taxonomy(mapping)
         for genome in genomes:
@@ -61,28 +61,28 @@ class KrakenPeer:
             self._run("kraken2-build", "--db", self.database, "--add-to-library", plain, "--no-masking")
         self._run("kraken2-build", "--db", self.database, "--build", "--threads", "2", "--no-masking")
 
-    def call(self, reads: Path, confidence: float) -> np.ndarray:
-        """The class of every read; -1 where it calls nothing, or more than one species."""
-        said = self._run(
+    def classify(self, reads: Path, confidence: float) -> np.ndarray:
+        """The class of every read; -1 if it is unclassified or assigned above species level."""
+        output = self._run(
             "kraken2", "--db", self.database, "--confidence", confidence, "--output", "/dev/stdout", reads
         )  # fmt: skip
-        taxa = (int(line.split("\t", 3)[2]) for line in said.splitlines() if line[:1] in "CU")
+        taxa = (int(line.split("\t", 3)[2]) for line in output.splitlines() if line[:1] in "CU")
         return np.array([self.classes.get(taxon, -1) for taxon in taxa])
 
     def speed(self, reads: Path, measured: Measured) -> tuple[dict[int, float], int]:
-        """Reads a second by the number of threads, as Kraken itself counts them; and its memory."""
+        """Reads per second by number of threads, as reported by Kraken itself; and its peak memory."""
         found: dict[int, float] = {}
         peak = 0
         for threads in (1, 2):
-            said: list[str] = []
+            logs: list[str] = []
 
-            def work(threads: int = threads, said: list[str] = said) -> None:
+            def work(threads: int = threads, logs: list[str] = logs) -> None:
                 arguments = ["--threads", threads, "--output", "/dev/null", reads]
-                said.append(self._run("kraken2", "--db", self.database, *arguments, errors=True))
+                logs.append(self._run("kraken2", "--db", self.database, *arguments, errors=True))
 
             peak = max(peak, measured(work)[1])
-            match = re.search(r"processed in ([\d.]+)s \(([\d.]+) Kseq/m", said[0])
-            assert match, said[0]
+            match = re.search(r"processed in ([\d.]+)s \(([\d.]+) Kseq/m", logs[0])
+            assert match, logs[0]
             found[threads] = float(match[2]) * 1000 / 60
         return found, peak
 
@@ -107,7 +107,7 @@ class KrakenPeer:
 
 
 def _chunks(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Labels and codes of the letters, of reads that have two lines each."""
+    """Labels and base codes of reads in two-line FASTA."""
     with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
         while lines := list(islice(file, 2 * CHUNK)):
             labels = np.array([int(line.split(b"|", 2)[1]) for line in lines[::2]])
@@ -116,11 +116,11 @@ def _chunks(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 @njit(cache=False)
-def _count(letters, labels, k, counts):
-    for read in range(letters.shape[0]):
+def _count(codes, labels, k, counts):
+    for read in range(codes.shape[0]):
         known = forward = backward = 0
-        for i in range(letters.shape[1]):
-            code = letters[read, i]
+        for i in range(codes.shape[1]):
+            code = codes[read, i]
             known = 0 if code > 3 else known + 1
             forward = (forward << 2 | (code & 3)) & (4**k - 1)
             backward = backward >> 2 | (3 - (code & 3)) << 2 * (k - 1)
@@ -129,11 +129,11 @@ def _count(letters, labels, k, counts):
 
 
 @njit(cache=False)
-def _score(letters, k, weights, scores):
-    for read in range(letters.shape[0]):
+def _score(codes, k, weights, scores):
+    for read in range(codes.shape[0]):
         known = forward = backward = 0
-        for i in range(letters.shape[1]):
-            code = letters[read, i]
+        for i in range(codes.shape[1]):
+            code = codes[read, i]
             known = 0 if code > 3 else known + 1
             forward = (forward << 2 | (code & 3)) & (4**k - 1)
             backward = backward >> 2 | (3 - (code & 3)) << 2 * (k - 1)

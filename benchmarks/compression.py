@@ -1,12 +1,12 @@
-"""What the store's `compression` option saves and costs on real LLM traces, and what it was chosen over.
+"""Ratio and speed of the store's `compression` options on real LLM traces, and of rejected alternatives.
 
     python benchmarks/compression.py --model DIR --questions FILE.jsonl
 
 Answers the first 24 questions greedily, keeps hidden states and attention of prompt and answer (computed in float32,
-then rounded) and stores them in memory as millstream does, slice by slice. Speeds are MB of raw bytes a second of one
-thread's CPU time, the best of 10 rounds in which all ways take turns. `compress` is all of `store` with its CRC-32C;
-for `none` that is the CRC alone. `decompress` is into memory that exists, without the CRC check. The whole trace is
-hidden and attention in fp16; its ratio depends on the number of tokens, as attention grows with its square.
+then rounded) and encodes them as millstream does, slice by slice. Speeds are MB of raw bytes per second of one
+thread's CPU time, the best of 10 interleaved rounds. `compress` is all of `store` including CRC-32C; for `none` that is
+the CRC alone. `decompress` writes into allocated memory, without the CRC check. The whole trace is hidden and attention
+in fp16; its ratio depends on the number of tokens, because attention grows quadratically.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.records import Bytes, RawTensor, as_tensor, crc32c
-from millstream.store.slices import Stored, num_slices, store, unpack
+from millstream.core.records import Bytes, RawTensor, as_tensor, crc32c
+from millstream.traces.store.encode import Stored, num_slices, store, unpack
 
 NUM_TRACES, NEW_TOKENS, ROUNDS = 24, 48, 10
 ITEMSIZE = 2  # fp16 and bf16
@@ -33,7 +33,7 @@ Way = tuple[Callable[[RawTensor], Stored], Callable[[Bytes, Bytes], None]]
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(usage="compression.py --model DIR --questions FILE.jsonl")
     parser.add_argument("--model", required=True, type=Path, help="a Hugging Face causal-LM folder")
-    parser.add_argument("--questions", required=True, type=Path, help='one JSON object a line, with a "question"')
+    parser.add_argument("--questions", required=True, type=Path, help='one JSON object per line, with a "question"')
     args = parser.parse_args(argv) if argv else parser.exit(2, parser.format_usage())
     with args.questions.open(encoding="utf-8") as lines:
         questions = [json.loads(line)["question"] for line in list(lines)[:NUM_TRACES]]
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def make_traces(model_path: Path, questions: Sequence[str]) -> tuple[list[RawTensor], ...]:
-    """Hidden states fp16, attention fp16 and hidden states bf16, one [layer, ...] tensor a question."""
+    """Hidden states fp16, attention fp16 and hidden states bf16, one [layer, ...] tensor per question."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -62,7 +62,7 @@ def make_traces(model_path: Path, questions: Sequence[str]) -> tuple[list[RawTen
     fields: tuple[list[RawTensor], ...] = ([], [], [])
     for question in questions:
         text = f"Answer the question concisely. Q: {question} A:"
-        if tokenizer.chat_template:  # it brings its own special tokens
+        if tokenizer.chat_template:  # it adds its own special tokens
             turn = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
@@ -76,7 +76,7 @@ def make_traces(model_path: Path, questions: Sequence[str]) -> tuple[list[RawTen
 
 
 def measure(raws: Sequence[RawTensor]) -> dict[str, dict[str, float]]:
-    """Ratio and best speeds of every way. They take turns, so that a busy moment does not fall on one of them."""
+    """Ratio and best speeds of every method. Rounds are interleaved, so that noise affects all methods alike."""
     outs = [np.empty_like(raw.data) for raw in raws]
     results: dict[str, dict[str, float]] = {name: {} for name in WAYS}
     for name in [*WAYS] * ROUNDS:
@@ -87,14 +87,14 @@ def measure(raws: Sequence[RawTensor]) -> dict[str, dict[str, float]]:
 
 
 def one_round(name: str, raws: Sequence[RawTensor], outs: Sequence[Bytes]) -> dict[str, float]:
-    """Store and restore once. All it allocated is freed on return: freed later, it would count for the next way."""
+    """Store and restore once. Memory is freed on return, so that it is not charged to the next method."""
     pack, restore = WAYS[name]
     start = thread_time()
     stored = [pack(raw) for raw in raws]
     compress_s = thread_time() - start
     pairs: list[tuple[Bytes, Bytes]] = []
     for one, out in zip(stored, outs, strict=True):
-        out.fill(0)  # or the bytes of the way before would pass for this one's
+        out.fill(0)  # so that bytes of the previous method cannot pass the check
         parts = out.reshape(len(one.crc32c), -1)
         cuts = np.cumsum(one.sizes)[:-1] if one.sizes else len(parts)
         pairs += zip(parts, np.split(one.data, cuts), strict=True)
@@ -110,12 +110,14 @@ def one_round(name: str, raws: Sequence[RawTensor], outs: Sequence[Bytes]) -> di
 def as_millstream(option: str) -> Way:
     return (
         lambda raw: store(raw.data, raw.shape, ITEMSIZE, option),
-        np.copyto if option == "none" else lambda out, packed: unpack(packed, out, ITEMSIZE, option),  # a copy, as read
+        np.copyto
+        if option == "none"
+        else lambda out, packed: unpack(packed, out, ITEMSIZE, option),  # a copy, like `read`
     )
 
 
 def whole_slice(codec: pa.Codec, *, shuffle: bool = False) -> Way:
-    """As `store`, but each slice in one piece; shuffled, all its low bytes come before all its high bytes."""
+    """Like `store`, but each slice in one piece; with shuffle, all low bytes before all high bytes."""
 
     def pack(raw: RawTensor) -> Stored:
         packed: list[bytes] = []

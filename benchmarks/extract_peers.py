@@ -1,4 +1,4 @@
-"""The usual ways to the same traces, each as a function of a `Bench` that gives a function doing the whole batch."""
+"""Other ways to get the same traces: each takes a `Bench` and returns a function that processes the whole batch."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Variant = Callable[[Any], Callable[[], None]]
 def generate_with_outputs(bench: Any) -> Callable[[], None]:
     """`generate(output_hidden_states, output_attentions)` in eager attention, assembled into whole traces.
 
-    It has no state for the last token, which is never fed back, and under beam search it would not be the winner's.
+    It has no state for the last token, which is never fed back; with beam search the states would mix beams.
     """
     bench.model.set_attn_implementation("eager")
 
@@ -38,7 +38,7 @@ def generate_with_outputs(bench: Any) -> Callable[[], None]:
 
 
 def generate_and_forward(bench: Any) -> Callable[[], None]:
-    """A bare generate, then one eager forward over prompt and answer that keeps everything."""
+    """Plain generate, then one eager forward pass over prompt and answer that keeps everything."""
 
     @torch.inference_mode()
     def run() -> None:
@@ -65,7 +65,7 @@ def generate_and_forward(bench: Any) -> Callable[[], None]:
 
 
 def with_nnsight(bench: Any) -> Callable[[], None]:
-    """nnsight: generate, then a trace over prompt and answer that saves the output of every layer (no attention)."""
+    """nnsight: generate, then trace prompt and answer and save the output of every layer (no attention)."""
     import nnsight
 
     bench.model.set_attn_implementation("sdpa")
@@ -92,7 +92,7 @@ def with_transformer_lens(bench: Any) -> Callable[[], None]:
     import transformers
     from transformer_lens.model_bridge import TransformerBridge
 
-    if "bridge" not in bench.own:  # a model of its own: the bridge takes it apart
+    if "bridge" not in bench.own:  # its own copy of the model: the bridge modifies it
         model = transformers.AutoModelForCausalLM.from_pretrained(
             bench.loaded.card.place, attn_implementation="eager", dtype=torch.float32
         )
@@ -117,7 +117,7 @@ def with_transformer_lens(bench: Any) -> Callable[[], None]:
 
 
 def keep(hidden: torch.Tensor, attention: torch.Tensor) -> None:
-    """What the old scripts kept of a trace: half precision, on the host."""
+    """As in the old scripts: half precision, on the host."""
     hidden.half().cpu().contiguous()
     attention.half().cpu().contiguous()
 

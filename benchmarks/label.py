@@ -1,9 +1,9 @@
-"""Scoring answers against aliases: millstream beside TriviaQA's own way, in plain Python, in the same run.
+"""Scoring answers against aliases: millstream against the official TriviaQA code in plain Python, in the same run.
 
-    python benchmarks/label.py            # 100,000 answers of 25 aliases; prints seconds, pairs a second and the ratio
-    python benchmarks/label.py --data FILE.jsonl   # aliases of real questions: {"aliases": [...]} a line
+    python benchmarks/label.py            # 100,000 answers, 25 aliases each; prints seconds, pairs/s and the ratio
+    python benchmarks/label.py --data FILE.jsonl   # aliases of real questions, {"aliases": [...]} per line
 
-The plain program works as the official script does: every answer against every alias, one pair at a time. It runs on
+The plain version follows the official script: every answer against every alias, one pair at a time. It runs on
 every k-th answer, before and after millstream, and its time is scaled up. It has no ROUGE-L and no containment.
 """
 
@@ -20,36 +20,36 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from millstream.dataset.label import CHUNK_RECORDS, score_chunk
+from millstream.traces.label import CHUNK_RECORDS, score_chunk
 
 PUNCTUATION = {*string.punctuation, "‘", "’", "´", "`"}
 CONSONANTS, VOWELS = "bcdfglmnrst", "aeio"
 
 
 def plain_text(text: str) -> str:
-    """The official normalisation, letter by letter."""
+    """The official normalisation, character by character."""
     lowered = text.replace("_", " ").lower()
-    spaced = "".join(" " if letter in PUNCTUATION else letter for letter in lowered)
+    spaced = "".join(" " if char in PUNCTUATION else char for char in lowered)
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", spaced).split())
 
 
-def plain_f1(said: str, true: str) -> float:
+def plain_f1(answer: str, true: str) -> float:
     """Bag-of-words F1 of two texts."""
-    ours, theirs = Counter(plain_text(said).split()), Counter(plain_text(true).split())
+    ours, theirs = Counter(plain_text(answer).split()), Counter(plain_text(true).split())
     same = (ours & theirs).total()
     return 2 * same / (ours.total() + theirs.total()) if same else 0.0
 
 
 def plain(answers: Sequence[str], aliases: Sequence[Sequence[str]]) -> list[tuple[bool, float]]:
-    """Exact match and F1 of every answer, each alias normalised anew for both, as the official script does."""
+    """Exact match and F1 of every answer, normalising each alias for both, as in the official script."""
     return [
-        (max(plain_text(said) == plain_text(true) for true in some), max(plain_f1(said, true) for true in some))
-        for said, some in zip(answers, aliases, strict=True)
+        (max(plain_text(answer) == plain_text(true) for true in some), max(plain_f1(answer, true) for true in some))
+        for answer, some in zip(answers, aliases, strict=True)
     ]
 
 
-def made_up_aliases(num: int, rng: random.Random) -> list[list[str]]:
-    """Spellings of names of one to four words, as TriviaQA's are: with articles, punctuation and some accents."""
+def synthetic_aliases(num: int, rng: random.Random) -> list[list[str]]:
+    """Spelling variants of names of one to four words, as in TriviaQA: with articles, punctuation and some accents."""
     syllables = [consonant + vowel for consonant in CONSONANTS for vowel in VOWELS]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(50_000)]
     words[::40] = [word.replace("e", "é") for word in words[::40]]
@@ -62,17 +62,17 @@ def made_up_aliases(num: int, rng: random.Random) -> list[list[str]]:
 
 
 def texts(num: int, per_answer: int, data: Path | None) -> tuple[list[str], list[list[str]]]:
-    """Answers of which about half are right, and as many aliases for each, all their own."""
+    """Answers, about half of them right, and `per_answer` aliases for each."""
     rng = random.Random(0)
-    source = [json.loads(line)["aliases"] for line in data.open()] if data else made_up_aliases(num, rng)
+    source = [json.loads(line)["aliases"] for line in data.open()] if data else synthetic_aliases(num, rng)
     pool = [alias for some in source for alias in some]
     aliases = [(source[i % len(source)] + rng.choices(pool, k=per_answer))[:per_answer] for i in range(num)]
-    said = [rng.choice(some if rng.random() < 0.5 else pool) for some in aliases]
-    return [text + rng.choice(["", ".", " in the year 1984", ", I think"]) for text in said], aliases
+    answers = [rng.choice(some if rng.random() < 0.5 else pool) for some in aliases]
+    return [text + rng.choice(["", ".", " in the year 1984", ", I think"]) for text in answers], aliases
 
 
 def seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()  # of all threads; other programs on the machine do not count
+    start = time.process_time()  # of all threads; other programs do not count
     work()
     return time.process_time() - start
 
@@ -81,8 +81,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=100_000)
     parser.add_argument("--aliases", type=int, default=25)
-    parser.add_argument("--every", type=int, default=100, help="the plain program takes one answer in so many")
-    parser.add_argument("--data", type=Path, help="JSON lines with aliases")
+    parser.add_argument("--every", type=int, default=100, help="the plain version scores one answer in this many")
+    parser.add_argument("--data", type=Path, help="JSON Lines file with aliases")
     given = parser.parse_args()
     answers, aliases = texts(given.answers, given.aliases, given.data)
     table = pa.table({"answer": answers, "aliases": pa.array(aliases, pa.list_(pa.string()))})

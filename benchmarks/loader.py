@@ -1,12 +1,12 @@
-"""The loader against the seeds' two ways, MDS, litdata, webdataset, HF datasets, grain and Lance, in one run.
+"""The loader against the old scripts' two methods, MDS, litdata, webdataset, HF datasets, grain and Lance, in one run.
 
     python benchmarks/loader.py                           # about 25 minutes; benchmarks/results/loader.json
-    python benchmarks/loader.py traces=60 reads=100000    # a quick look
+    python benchmarks/loader.py traces=60 reads=100000    # small and quick
     python benchmarks/loader.py only=epoch,resume         # parts: A, B, cold, first, epoch, resume
 
-A: traces of 2.7 MB, batches of 16. B: reads of 150 bases with their label, batches of 4096. Every measurement runs in a
-process of its own on files in the page cache, but where it says cold; each peer at its best of 0 and 2 workers, at its
-best settings, shuffled as well as it can. Ratios count: the machine's speed cancels out.
+A: traces of 2.7 MB, batches of 16. B: reads of 150 bases with their label, batches of 4096. Every measurement runs in
+its own process on files in the page cache, except those marked cold; each peer with the better of 0 and 2 workers, its
+best settings and its best shuffle. Compare ratios: the machine's speed cancels out.
 """
 
 import json
@@ -23,9 +23,9 @@ PEERS = {
     "A": ["torch-shards", "pickle-lru", "safetensors", "mosaic-py1e", "mosaic-naive", "litdata", "webdataset",
           "hf-datasets", "grain", "lance"],
 }  # fmt: skip
-PEERS["B"] = [name for name in PEERS["A"] if name != "mosaic-py1e"]  # its exact shuffle is as fast there
-NO_LOADER = ("safetensors",)  # a format without a loader: the few lines around it are ours, so it is no peer, but shown
-LIMIT_S = 6  # an epoch is stopped after so long
+PEERS["B"] = [name for name in PEERS["A"] if name != "mosaic-py1e"]  # its exact shuffle is as fast on reads
+NO_LOADER = ("safetensors",)  # a format without a loader: we wrote the loader, so it is shown but not compared
+LIMIT_S = 6  # an epoch is stopped after this long
 EPOCHS = 3
 
 Result = dict[str, Any]
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def compare(workload: str, folder: Path, count: int) -> Result:
-    """millstream and its peers over the same records; each is written, read, and its files removed."""
+    """millstream and its peers on the same records."""
     ours = ["millstream"] if workload == "A" else ["millstream", "millstream-pack"]
     found: Result = {"limits": peers("limits", workload, str(folder / "limits"), "--count", str(count)), "peers": {}}
     for name in [*ours, *PEERS[workload], "empty", "millstream again"]:
@@ -64,7 +64,7 @@ def compare(workload: str, folder: Path, count: int) -> Result:
         for workers in (0, 2):
             read = ["read", peer, workload, str(place), "--workers", str(workers), "--limit-s", str(LIMIT_S)]
             rows[f"workers{workers}"] = peers(*read, "--epochs", str(EPOCHS), "--no-memory")
-        if fastest := best(rows):  # memory apart: looking at it takes a tenth of a core
+        if fastest := best(rows):  # memory separately: sampling it takes a tenth of a core
             memory = peers(*read[:-3], str(fastest["workers"]), *read[-2:])
             fastest |= {key: memory[key] for key in ("base_pss_bytes", "peak_pss_bytes", "peak_pss_file_bytes")}
         found["peers"][name] = rows
@@ -73,12 +73,12 @@ def compare(workload: str, folder: Path, count: int) -> Result:
 
 
 def show(workload: str, found: Result) -> None:
-    """A table: best of 0 and 2 workers, and what millstream is to each."""
+    """Print a table: the better of 0 and 2 workers, and the speed of millstream relative to each peer."""
     rows = {name: best(row) for name, row in found["peers"].items()}
     ours = max(rows[name]["epoch_records_per_s"] for name in ("millstream", "millstream again") if rows.get(name))
     scale, unit = (2.72e-3, "GB/s") if workload == "A" else (1e-6, "M reads/s")
-    print(f"\n{workload}: whole epoch, warm, at the best of 0 and 2 workers")
-    print(f"{'':18}{'shuffle':>8}{unit:>11}{'2 workers':>11}{'we are':>8}{'first ms':>10}{'PSS over base, MB':>20}")
+    print(f"\n{workload}: whole epoch, warm, the better of 0 and 2 workers")
+    print(f"{'':18}{'shuffle':>8}{unit:>11}{'2 workers':>11}{'speedup':>8}{'first ms':>10}{'PSS over base, MB':>20}")
     for name, row in rows.items():
         if not row:
             print(f"{name:18}{'absent':>8}")
@@ -93,15 +93,16 @@ def show(workload: str, found: Result) -> None:
     exact = max((row["epoch_records_per_s"] for row in real.values() if row["shuffle"] == "exact"), default=0)
     every = max((row["epoch_records_per_s"] for row in real.values()), default=0)
     limits = found["limits"]
-    print(f"to the best peer that shuffles exactly: {ours / exact:.1f}x; to the best of all: {ours / every:.1f}x")
-    bytes_per_s = ours * (2.72e6 if workload == "A" else 158)
     print(
-        f"of memcpy ({limits['memcpy_bytes_per_s'] / 1e9:.1f} GB/s): {bytes_per_s / limits['memcpy_bytes_per_s']:.2f}"
+        f"speedup over the best peer with exact shuffle: {ours / exact:.1f}x; over the best peer: {ours / every:.1f}x"
     )
+    bytes_per_s = ours * (2.72e6 if workload == "A" else 158)
+    memcpy = limits["memcpy_bytes_per_s"]
+    print(f"relative to memcpy ({memcpy / 1e9:.1f} GB/s): {bytes_per_s / memcpy:.2f}")
     found["ratios"] = {
         "to_best_exact_peer": ours / exact,
         "to_best_peer": ours / every,
-        "of_memcpy": bytes_per_s / limits["memcpy_bytes_per_s"],
+        "of_memcpy": bytes_per_s / memcpy,
     }
 
 
@@ -123,7 +124,7 @@ def peers(*arguments: str) -> Result:
 
 
 def tool(script: str, *arguments: str) -> Result:
-    """One measurement in a process of its own; its last line is the answer."""
+    """One measurement in its own process; the last line of its output is the result."""
     command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     if done.returncode:

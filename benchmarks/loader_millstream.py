@@ -1,4 +1,4 @@
-"""millstream under the same interface as the loader benchmark's peers: traces and reads, in process and with workers.
+"""millstream with the interface of the loader benchmark's peers: traces and reads, in process and with workers.
 
 Without workers it is `ms.Loader` with its default threads; with workers the stock DataLoader over `collection.stream`.
 """
@@ -18,10 +18,10 @@ SCHEMA = {"hidden": "float16[layer, token, dim]", "attention": "float16[layer, h
 
 
 class Millstream:
-    """A trace store; every byte read is checked."""
+    """A trace store; all checksums are verified."""
 
     name, shuffle, version = "millstream", "exact", ms.__version__
-    note = "every byte checked; 0 workers: ms.Loader; 2: DataLoader over collection.stream"
+    note = "checksums verified; 0 workers: ms.Loader; 2: DataLoader over collection.stream"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         with ms.TraceWriter(folder / "store", shard_bytes="64MB", schema=SCHEMA) as writer:
@@ -37,7 +37,7 @@ class Millstream:
 
 
 class MillstreamReads:
-    """A FASTA file and its index, as they are."""
+    """A FASTA file and its index."""
 
     name, shuffle, version = "millstream", "exact", ms.__version__
     note = "straight from FASTA; 0 workers: ms.Loader; 2: DataLoader over collection.stream"
@@ -57,12 +57,12 @@ class MillstreamReads:
 
 
 class MillstreamPack(MillstreamReads):
-    name, note, file = "millstream-pack", "2 bits a base", "reads.pack"
+    name, note, file = "millstream-pack", "2 bits per base", "reads.pack"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         super().write(folder, count=count, seed=seed)
-        from millstream.store.index import IndexSettings
-        from millstream.store.pack import pack
+        from millstream.reads.files.index import IndexSettings
+        from millstream.reads.pack.pack import pack
 
         pack([folder / "reads.fa"], folder / self.file, settings=IndexSettings(header_regex=HEADER))
         (folder / "reads.fa").unlink()
@@ -70,7 +70,7 @@ class MillstreamPack(MillstreamReads):
 
 @lru_cache
 def _loader(kind: type, folder: Path, batch_size: int) -> ms.Loader:
-    """One for all epochs, as in training: its memory is used again."""
+    """One loader for all epochs, as in training: it reuses its memory."""
     collection, feature = kind.opened(folder)
     return ms.Loader(collection, batch_size=batch_size, features=feature, seed=0, order="exact")
 

@@ -1,4 +1,4 @@
-"""Parts of the loader benchmark that are not an epoch of batches: cold reads, first batch, training, resume.
+"""The loader benchmark beyond warm epochs: cold reads, first batch, training, resume.
 
 python benchmarks/loader_parts.py cold|first|epoch|resume FOLDER NUM_TRACES NUM_READS     # one line of JSON
 """
@@ -23,13 +23,13 @@ TURNS = 3
 
 
 def cold(folder: Path, num_traces: int, num_reads: int) -> Result:
-    """Window order over a file that is not cached, against reading it from end to end."""
+    """Window order on an uncached file, against reading it sequentially."""
     import millstream as ms
 
     path = folder / "reads.fa"
     write_fasta(path, num_reads)
     ms.open(path, header_regex=HEADER)
-    code = (  # in a process of its own: pages that a process has mapped cannot be forgotten
+    code = (  # in its own process: pages that a process has mapped cannot be dropped from the cache
         "import sys, time, millstream as ms\n"
         "loader = ms.Loader(ms.open(sys.argv[1]), batch_size=4096, order='window', memory='500MB',\n"
         "                   features=ms.features.fields('sequence', 'class_id'))\n"
@@ -40,9 +40,9 @@ def cold(folder: Path, num_traces: int, num_reads: int) -> Result:
     )
     rates: dict[str, list[float]] = {"sequential": [], "window": [], "window_warm": []}
     for _ in range(TURNS):
-        _forget(path)
+        _drop_cache(path)
         rates["sequential"].append(path.stat().st_size / _clock(lambda: _read(path)))
-        _forget(path)
+        _drop_cache(path)
         rates["window"].append(path.stat().st_size / float(_python(code, str(path))))
         rates["window_warm"].append(path.stat().st_size / float(_python(code, str(path))))
     found = {f"{name}_bytes_per_s": median(values) for name, values in rates.items()}
@@ -50,7 +50,7 @@ def cold(folder: Path, num_traces: int, num_reads: int) -> Result:
 
 
 def first(folder: Path, num_traces: int, num_reads: int) -> Result:
-    """From a process that has imported its libraries to the first batch, for a store of 500 shards."""
+    """Time to the first batch after imports, for a store of 500 shards."""
     import millstream as ms
 
     with ms.TraceWriter(folder / "store", shard_records=2, schema={"hidden": "float16[layer, token, dim]"}) as writer:
@@ -59,7 +59,7 @@ def first(folder: Path, num_traces: int, num_reads: int) -> Result:
             writer.append({"question_id": f"q{number}", "label": number % 2, "hidden": hidden})
     code = (
         "import sys, time, torch, pyarrow.parquet, millstream as ms\n"
-        "import millstream.loader.loader, millstream.store.traces, millstream.door\n"
+        "import millstream.core.loader, millstream.traces.store.traces, millstream\n"
         "start = time.perf_counter()\n"
         "loader = ms.Loader(ms.open(sys.argv[1]), batch_size=16, seed=int(sys.argv[2]))\n"
         "batch = next(iter(loader))\n"
@@ -70,7 +70,7 @@ def first(folder: Path, num_traces: int, num_reads: int) -> Result:
 
 
 def epoch(folder: Path, num_traces: int, num_reads: int) -> Result:
-    """An epoch of the seeds' LSTM, from batches in RAM, from a store under a budget, and in the seeds' two ways."""
+    """An epoch of the old LSTM: from batches in RAM, from a store within a memory limit, and with the old methods."""
     import pickle
 
     import torch
@@ -95,7 +95,7 @@ def epoch(folder: Path, num_traces: int, num_reads: int) -> Result:
         ways: dict[str, Callable[[], Iterable[Any]]] = {"in_ram": lambda: held, "millstream": lambda: loader}
         if threads == 1:
             ways |= {
-                f"{way}_{workers}_workers": lambda way=way, workers=workers: _seeds(folder, way, workers)
+                f"{way}_{workers}_workers": lambda way=way, workers=workers: _old_scripts(folder, way, workers)
                 for way in ("torch_shards", "pickle_lru")
                 for workers in (0, 2)
             }
@@ -111,7 +111,7 @@ def epoch(folder: Path, num_traces: int, num_reads: int) -> Result:
 
 
 def resume(folder: Path, num_traces: int, num_reads: int) -> Result:
-    """What state_dict costs, and the first batch from the start against from 90 % of an epoch."""
+    """The cost of state_dict, and of the first batch at the start and at 90 % of an epoch."""
     import millstream as ms
 
     with ms.TraceWriter(folder / "store", shard_bytes="64MB", schema=SCHEMA) as writer:
@@ -140,7 +140,7 @@ def resume(folder: Path, num_traces: int, num_reads: int) -> Result:
     return found
 
 
-def _seeds(folder: Path, way: str, workers: int) -> Iterable[Any]:
+def _old_scripts(folder: Path, way: str, workers: int) -> Iterable[Any]:
     """Whole records by the old scripts' loaders, the last token of each layer taken when a batch is put together."""
     import pickle
 
@@ -165,7 +165,7 @@ def _seeds(folder: Path, way: str, workers: int) -> Iterable[Any]:
 
 
 def _train(batches: Iterable[Any]) -> None:
-    """One epoch of LSTM-solo as the seeds have it: two bidirectional layers over the layers' vectors, a small head."""
+    """One epoch of LSTM-solo as in the old scripts: two bidirectional layers over the layer vectors, a small head."""
     import torch
     from torch import nn
 
@@ -182,7 +182,7 @@ def _train(batches: Iterable[Any]) -> None:
 
 
 def _python(code: str, *arguments: str) -> str:
-    """What a process of its own prints."""
+    """The output of a separate Python process."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
 
@@ -194,7 +194,7 @@ def _read(path: Path) -> None:
             pass
 
 
-def _forget(path: Path) -> None:
+def _drop_cache(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""The loader benchmark's peers: write a data set with one of them, or read an epoch of it, each in its own process.
+"""The loader benchmark's peers: write a dataset with one of them, or read an epoch of it, each in its own process.
 
     python benchmarks/loader_peers.py write PEER A|B FOLDER [--count N]
     python benchmarks/loader_peers.py read PEER A|B FOLDER --workers N [--epochs 1] [--check] [--limit-s S] ...
@@ -6,7 +6,7 @@
     python benchmarks/loader_peers.py peers
 
 A: traces of 2.7 MB, 600, batches of 16. B: reads of 150 bases, 2 M, batches of 4096. One line of JSON on stdout, all
-chatter on stderr. A peer that is not installed says so: {"peer": ..., "absent": reason}.
+other output on stderr. For a peer that is not installed: {"peer": ..., "absent": reason}.
 """
 
 import argparse
@@ -36,14 +36,14 @@ PEERS: dict[str, dict[str, Callable[[], Peer]]] = {
 }
 COUNTS = {"A": 600, "B": 2_000_000}
 BATCHES = {"A": 16, "B": 4096}
-SETTINGS = "loader_peers.json"  # beside the data: what was written
+SETTINGS = "loader_peers.json"  # next to the data: what was written
 DATA = "data"
 
 Result = dict[str, Any]
 
 
 def write(name: str, workload: str, folder: Path, *, count: int, seed: int) -> Result:
-    """`seconds` include making the records, alone `make_s`; in B the peak includes all reads, in arrays."""
+    """`seconds` includes generating the records (`make_s`); in B the peak includes the arrays of all reads."""
     peer = PEERS[workload][name]()
     shutil.rmtree(folder / DATA, ignore_errors=True)
     (folder / DATA).mkdir(parents=True)
@@ -77,15 +77,17 @@ def read(
     limit_s: float,
     batch: int,
 ) -> Result:
-    """The median epoch of `epochs`; each opens the data anew, in this process.
+    """The median epoch of `epochs`; each opens the data again, in this process.
 
-    open_s, first_batch_s and seconds follow one another: opening, until the first batch is there, the rest of the
-    epoch. records_per_s is the rest's rate, epoch_records_per_s that of first batch and rest together.
+    open_s, first_batch_s and seconds are consecutive: opening, time to the first batch, the rest of the epoch.
+    records_per_s is the rate of the rest, epoch_records_per_s that of the whole epoch.
     """
     peer = PEERS[workload][name]()
     settings = json.loads((folder / SETTINGS).read_text())
     if (_family(settings["peer"]), settings["workload"]) != (_family(name), workload):
-        raise ValueError(f"{folder}: holds {settings}; write it with: loader_peers.py write {name} {workload} {folder}")
+        raise ValueError(
+            f"{folder}: contains {settings}; write it with: loader_peers.py write {name} {workload} {folder}"
+        )
     gc.collect()
     base, _ = tree_pss()
     runs = []
@@ -122,7 +124,7 @@ def _epoch(peer: Peer, folder: Path, workload: str, workers: int, batch_size: in
         if stopped := time.perf_counter() - first > limit_s:
             break
     seconds = time.perf_counter() - first
-    getattr(batches, "close", lambda: None)()  # grain asks for it; torch's loaders end with their last reference
+    getattr(batches, "close", lambda: None)()  # grain needs it; torch's loaders end with their last reference
     return {
         "open_s": opened - start,
         "first_batch_s": first - opened,
@@ -146,7 +148,7 @@ def _read_size(batch: Any) -> tuple[int, int]:
 
 
 def check_traces(batches: Any, count: int, seed: int) -> Result:
-    """Every record exactly once, and each bit for bit what was written."""
+    """Every record exactly once, and bit-identical to what was written."""
     seen = np.zeros(count, np.int64)
     order: list[int] = []
     wrong = 0
@@ -175,7 +177,7 @@ def check_reads(batches: Any, count: int, seed: int) -> Result:
 
 
 def _checked(seen: np.ndarray, order: list[int], wrong: int) -> Result:
-    """Neighbours are records that follow the one before them on disk: about 1 in an exact shuffle."""
+    """Neighbours are records that directly follow their predecessor on disk: about 1 in an exact shuffle."""
     neighbours = int((np.diff(order) == 1).sum())
     return {
         "complete": bool((seen == 1).all() and not wrong),
@@ -187,7 +189,7 @@ def _checked(seen: np.ndarray, order: list[int], wrong: int) -> Result:
 
 
 def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
-    """memcpy, read(2) and pread of the same bytes as one file, by records (A) or batches of reads (B)."""
+    """memcpy, read(2) and pread of the same bytes in one file, by record (A) or batch of reads (B)."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "plain"
     sizes = []
@@ -195,7 +197,10 @@ def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
         for part in _parts(workload, count, seed):
             sizes.append(out.write(part))
     total, most = sum(sizes), max(sizes)
-    source, target = np.ones(max(most, min(total, 1 << 28)), np.uint8), np.zeros(most, np.uint8)  # beyond the caches
+    source, target = (
+        np.ones(max(most, min(total, 1 << 28)), np.uint8),
+        np.zeros(most, np.uint8),
+    )  # larger than the CPU caches
     view = memoryview(target)
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
     order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
@@ -240,7 +245,7 @@ def _parts(workload: str, count: int, seed: int) -> Iterator[bytes]:
 
 
 def make(workload: str, count: int, seed: int) -> None:
-    """What every writer does besides writing."""
+    """Generate the records, as every writer does."""
     if workload == "A":
         for _ in loader_data.traces(count, seed):
             pass
@@ -278,7 +283,7 @@ def run(arguments: argparse.Namespace) -> Result:
     name = arguments.peer
     about = {"peer": name, "workload": workload}
     if name not in PEERS[workload]:
-        return about | {"absent": f"no such peer; there are {', '.join(PEERS[workload])}"}
+        return about | {"absent": f"unknown peer; must be one of: {', '.join(PEERS[workload])}"}
     try:
         if command == "write":
             count = arguments.count or COUNTS[workload]
@@ -294,7 +299,7 @@ def run(arguments: argparse.Namespace) -> Result:
             limit_s=arguments.limit_s,
             batch=arguments.batch_size or BATCHES[workload],
         )
-    except Exception as error:  # a peer that is missing or fails must not end the run of the others
+    except Exception as error:  # a missing or failing peer must not stop the others
         if not isinstance(error, ImportError):
             import traceback
 
@@ -321,14 +326,18 @@ def main() -> int:
             sub.add_argument("--epochs", type=int, default=1)
             sub.add_argument("--batch-size", type=int)
             sub.add_argument("--check", action="store_true")
-            sub.add_argument("--no-memory", action="store_true", help="do not sample it: that takes a tenth of a core")
-            sub.add_argument("--limit-s", type=float, default=float("inf"), help="stop an epoch after so long")
+            sub.add_argument(
+                "--no-memory", action="store_true", help="do not sample memory, which takes a tenth of a core"
+            )
+            sub.add_argument(
+                "--limit-s", type=float, default=float("inf"), help="stop an epoch after this many seconds"
+            )
     arguments = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # progress bars and notices of the libraries, and of their processes
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # progress bars and messages of the libraries and their processes
     with contextlib.redirect_stdout(sys.stderr):
         result = run(arguments)
-    print(json.dumps(_rounded(result)), file=answers, flush=True)
+    print(json.dumps(_rounded(result)), file=output, flush=True)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Reads through the peers' loaders: the traces' peers again, with the settings that suit records of 150 bytes.
+"""Reads with the peers' loaders: the same peers as for traces, with settings that suit records of 150 bytes.
 
-A batch is bases uint8 [B, 150] and labels int64 [B], torch or numpy, in memory of its own. Formats whose record is a
-string of bytes hold a read as 158 of them, bases and label; batches are taken apart as one array.
+A batch is bases uint8 [B, 150] and labels int64 [B], torch or numpy, copied. Formats whose record is a byte string
+store a read as 158 bytes, bases and label; batches are decoded as one array.
 """
 
 import itertools
@@ -20,14 +20,14 @@ from loader_data import packed, reads, unpacked
 from loader_peers_shared import BUFFER_RECORDS, LanceRows, LastTwo, Rows, ShuffleBuffer, copied, shuffled
 
 SHARD_READS = 20_000
-BUFFER_READS = 100_000  # webdataset: 16 MB of reads, for a better shuffle than 1000 give
+BUFFER_READS = 100_000  # webdataset: 16 MB of reads, for a better shuffle than with 1000
 BLOCK_READS = 1000
 
 Batch = tuple[Any, Any]
 
 
 class TorchShards(traces.TorchShards):
-    note = f"{SHARD_READS} reads a file as two tensors, then read by read: buffer of {BUFFER_RECORDS}, stacked"
+    note = f"{SHARD_READS} reads per file as two tensors, then read by read: buffer of {BUFFER_RECORDS}, stacked"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         for number, rows in enumerate(_blocks(count, seed, SHARD_READS)):
@@ -46,7 +46,7 @@ class TorchShards(traces.TorchShards):
 
 
 class PickleLRU(traces.PickleLRU):
-    note = f"{SHARD_READS} reads a file, 2 whole files kept in every worker, read by read"
+    note = f"{SHARD_READS} reads per file, 2 whole files cached per worker, read by read"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         for number, rows in enumerate(_blocks(count, seed, SHARD_READS)):
@@ -59,14 +59,14 @@ class PickleLRU(traces.PickleLRU):
         def read(i: int) -> tuple[np.ndarray, int]:
             number, row = divmod(i, SHARD_READS)
             bases, labels = files(number)
-            return bases[row].copy(), int(labels[row])  # a view would keep the whole file in memory
+            return bases[row].copy(), int(labels[row])  # a view would keep the whole file alive
 
         rows = Rows(json.loads((folder / "count.json").read_text()), read)
         return shuffled(rows, workers=workers, batch_size=batch_size, seed=seed, collate=_stacked)
 
 
 class Safetensors(traces.Safetensors):
-    note = "one file of two tensors, mapped; rows gathered a batch at a time by our own few lines"
+    note = "one file of two tensors, mapped; rows gathered per batch by our own few lines"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         bases, labels = reads(count, seed)
@@ -77,7 +77,7 @@ class Safetensors(traces.Safetensors):
         file = self._lib.safe_open(folder / "data.safetensors", framework="pt")
         bases, labels = file.get_tensor("bases").numpy(), file.get_tensor("labels").numpy()
 
-        def take(numbers: list[int]) -> Batch:  # by numpy, in one thread, as in `copied`
+        def take(numbers: list[int]) -> Batch:  # with numpy, in one thread, as in `copied`
             return torch.from_numpy(bases.take(numbers, axis=0)), torch.from_numpy(labels.take(numbers))
 
         rows = Rows(len(labels), _one_by_one, take)
@@ -104,7 +104,7 @@ class MosaicNaive(Mosaic, traces.MosaicNaive):
 
 
 class LitData(traces.LitData):
-    note = "chunks of 64 MB, decoded and shuffled whole; its writer runs in another process"
+    note = "chunks of 64 MB, decoded and shuffled whole; its writer runs in a separate process"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         self._lib.optimize(
@@ -125,7 +125,7 @@ class LitData(traces.LitData):
 
 
 class WebDataset(traces.WebDataset):
-    note = f"a tar member holds {BLOCK_READS} reads (one a member reads 4 k/s); buffer of {BUFFER_READS} reads a worker"
+    note = f"{BLOCK_READS} reads per tar member (with one: 4 k reads/s); buffer of {BUFFER_READS} reads per worker"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         with self._lib.ShardWriter(str(folder / "%05d.tar"), maxcount=SHARD_READS // BLOCK_READS, verbose=0) as out:
@@ -162,9 +162,11 @@ class HuggingFace(traces.HuggingFace):
 
 
 class Grain(traces.Grain):
-    """Row numbers are shuffled and batched, then read at once: 8 times the rate of reading and batching records."""
+    """Row numbers are shuffled and batched, then read at once: 8 times as fast as reading and batching records."""
 
-    note = "one read a group, as grain asks for; a batch of numbers is read at once, without threads (they cost)"
+    note = (
+        "one read per group, as grain requires; a batch of numbers is read at once, without threads (they are slower)"
+    )
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         writer = self._file.ArrayRecordWriter(str(folder / "data.array_record"), "group_size:1,uncompressed")
@@ -181,7 +183,7 @@ class Grain(traces.Grain):
 
 
 class Lance(traces.Lance):
-    note = "take of 4096 rows under a torch sampler; workers are spawned, as it asks for"
+    note = "take of 4096 rows under a torch sampler; workers are spawned, as it requires"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         pa = self._pa
@@ -204,7 +206,7 @@ class Lance(traces.Lance):
 
 
 class Empty(traces.Empty):
-    note = "the same batch again and again, copied once"
+    note = "the same batch repeatedly, copied once"
 
     def batches(self, folder: Path, *, workers: int, batch_size: int, seed: int) -> Iterable[Batch]:
         count, data_seed = json.loads((folder / "count.json").read_text())
@@ -223,7 +225,7 @@ READ_PEERS: dict[str, Callable[[], traces.Peer]] = {
 
 
 class MakeReads:
-    """Reads from a number on, for litdata's other process."""
+    """Reads starting at a number, for litdata's worker process."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._count, self._seed, self._rows = count, seed, None
@@ -235,7 +237,7 @@ class MakeReads:
 
 
 class ReadMany:
-    """A batch of row numbers -> a batch of reads, in grain's other processes too."""
+    """A batch of row numbers -> a batch of reads, in grain's worker processes too."""
 
     def __init__(self, source: Any) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""What the loader benchmark's peers share: datasets of our own, and a trace as bytes or as a row of an Arrow table."""
+"""Shared by the loader benchmark's peers: our own datasets, and a trace as bytes or as a row of an Arrow table."""
 
 import itertools
 import random
@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from loader_data import TENSORS, D, H, L, Record
 
-BUFFER_RECORDS = 1000  # the old scripts' shuffle buffer, and what the documentation of webdataset advises
+BUFFER_RECORDS = 1000  # the old scripts' shuffle buffer, and the recommendation of webdataset's documentation
 DTYPES = {"hidden": np.float16, "attention": np.float16, "logprobs": np.float32}
 
 
 class Rows(Dataset):
-    """Map-style over a function of a row number, or of all row numbers of a batch."""
+    """Map-style, from a function of a row number or of all row numbers of a batch."""
 
     def __init__(self, count: int, read: Callable[[int], Any], read_many: Callable[[list[int]], Any] | None = None):
         self._count, self._read = count, read
@@ -33,7 +33,7 @@ class Rows(Dataset):
 
 
 class ShuffleBuffer(IterableDataset):
-    """Files in random order, dealt to the workers; each record swapped with a random one of the buffer."""
+    """Files in random order, distributed over workers; each record is swapped with a random one in the buffer."""
 
     def __init__(self, files: list[Path], load: Callable[[Path], Iterable[Any]], seed: int) -> None:
         self._files, self._load, self._seed = files, load, seed
@@ -57,7 +57,7 @@ class ShuffleBuffer(IterableDataset):
 
 
 class LastTwo:
-    """The two files used last."""
+    """Caches the two most recently used files."""
 
     def __init__(self, load: Callable[[int], Any]) -> None:
         self._load, self._held = load, OrderedDict[int, Any]()
@@ -72,7 +72,7 @@ class LastTwo:
 
 
 class LanceRows(Dataset):
-    """Opens the data set in the process that reads it: its threads do not survive a fork."""
+    """Opens the dataset in the process that reads it: its threads do not survive a fork."""
 
     def __init__(self, path: str, take: Callable[[Any, list[int]], Any]) -> None:
         import lance
@@ -94,7 +94,7 @@ class LanceRows(Dataset):
 def shuffled(
     rows: Dataset, *, workers: int, batch_size: int, seed: int, collate: Callable[[Any], Any], context: Any = None
 ) -> DataLoader:
-    """torch's own exact shuffle over map-style rows."""
+    """torch's exact shuffle of map-style rows."""
     return DataLoader(
         rows,
         batch_size=batch_size,
@@ -121,7 +121,7 @@ def as_torch_list(records: list[Record]) -> list[Record]:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """By numpy, in one thread: torch's clone takes all cores, and 50 times as long where another process has one."""
+    """With numpy, in one thread: torch's clone uses all cores, and is 50 times slower if another process has one."""
     return torch.from_numpy(tensor.numpy().copy())
 
 
@@ -166,12 +166,12 @@ def arrow_row(pa: Any, record: Record) -> Any:
 
 
 def arrow_records(table: Any, own: Callable[[np.ndarray], np.ndarray]) -> list[Record]:
-    """The rows of a table; `own` copies a view of its buffers, or does not."""
+    """The rows of a table; `own` may copy the views of its buffers."""
     return [record for batch in table.to_batches() for record in _batch_records(batch, own)]
 
 
 def take_traces(rows: Any, numbers: list[int]) -> list[Record]:
-    """From Lance, whose `take` reads into buffers of its own."""
+    """From Lance, whose `take` reads into its own buffers."""
     return [arrow_records(rows.take([i]), np.asarray)[0] for i in numbers]
 
 

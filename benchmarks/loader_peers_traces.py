@@ -1,8 +1,8 @@
-"""Traces through the peers' loaders: one class a peer, its best settings, shuffled as well as it can.
+"""Traces with the peers' loaders: one class per peer, with its best settings and its best shuffle.
 
-A batch is a list of records whose tensors lie in memory. Formats that hand out views of a mapped file have them copied
-in process; in a worker the way to the consumer, through shared memory, is that copy. Records travel as torch tensors
-where torch carries them: it puts tensors in shared memory and would pickle numpy arrays through a pipe.
+A batch is a list of records whose tensors are in memory. Views of a mapped file are copied if the loader runs in
+process; with workers, the transfer through shared memory is that copy. Records are torch tensors where torch transfers
+them: it puts tensors in shared memory but would pickle numpy arrays through a pipe.
 """
 
 import itertools
@@ -41,18 +41,18 @@ from loader_peers_shared import (
     to_bytes,
 )
 
-SHARD_RECORDS = 24  # 65 MB: for 600 records as many files as the old scripts had for 11,000
+SHARD_RECORDS = 24  # 65 MB: as many files for 600 records as the old scripts had for 11,000
 
-# Bytes objects are read-only and nobody writes to the tensors made of them.
+# Bytes objects are read-only, and nothing writes to the tensors made from them.
 warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
 
 
 class Peer(Protocol):
-    """A loader under test. Making one imports its library, so that no other's memory is counted with it."""
+    """A loader under test. Creating one imports its library, so that the memory of other libraries is not counted."""
 
     name: str
     shuffle: str  # "exact", "window" or "none"
-    note: str  # what a reader of the table must know
+    note: str  # for the reader of the table
     version: str
 
     def write(self, folder: Path, *, count: int, seed: int) -> None: ...
@@ -63,10 +63,10 @@ class Peer(Protocol):
 
 
 class TorchShards:
-    """Files of torch.save, streamed by an IterableDataset through a shuffle buffer: the old scripts' second way."""
+    """Files of torch.save, streamed by an IterableDataset through a shuffle buffer: the old scripts' second method."""
 
     name, shuffle, version = "torch-shards", "window", torch.__version__
-    note = f"{SHARD_RECORDS} records a file, buffer of {BUFFER_RECORDS} records in every worker"
+    note = f"{SHARD_RECORDS} records per file, buffer of {BUFFER_RECORDS} records per worker"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         for number, shard in enumerate(in_shards(traces(count, seed), SHARD_RECORDS)):
@@ -82,10 +82,10 @@ class TorchShards:
 
 
 class PickleLRU:
-    """Pickled lists, the last two files kept, any record by number: the old scripts' first way."""
+    """Pickled lists, the last two files cached, any record by number: the old scripts' first method."""
 
     name, shuffle, version = "pickle-lru", "exact", platform.python_version()
-    note = f"{SHARD_RECORDS} records a file, 2 whole files kept in every worker"
+    note = f"{SHARD_RECORDS} records per file, 2 whole files cached per worker"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         for number, shard in enumerate(in_shards(traces(count, seed), SHARD_RECORDS)):
@@ -107,7 +107,7 @@ class Safetensors:
     """All tensors of a shard in one file under "row/field", read by our own few lines: the format has no loader."""
 
     name, shuffle = "safetensors", "exact"
-    note = f"{SHARD_RECORDS} records a file; the map-style dataset around the format is ours"
+    note = f"{SHARD_RECORDS} records per file; the map-style dataset is our own"
 
     def __init__(self) -> None:
         import safetensors.torch
@@ -136,10 +136,10 @@ class Safetensors:
 
 
 class Mosaic:
-    """mosaicml-streaming by its defaults: shards of 64 MB, py1e, which shuffles shards and spreads their samples."""
+    """mosaicml-streaming with its defaults: shards of 64 MB, py1e, which shuffles shards and spreads their samples."""
 
     name, shuffle, algorithm = "mosaic-py1e", "window", "py1e"
-    note = "a sample is read whole by open, seek, read"
+    note = "each sample is read as a whole by open, seek, read"
 
     def __init__(self) -> None:
         from peers import _streaming_base
@@ -174,10 +174,10 @@ class LitData:
     """litdata: chunks of 64 MB, mapped; shuffles chunks, then all items of a chunk (its default: blocks of 256)."""
 
     name, shuffle = "litdata", "window"
-    note = "tensors are views of the mapped chunk, copied in process; its writer runs in another process"
+    note = "tensors are views of the mapped chunk, copied in process; its writer runs in a separate process"
 
     def __init__(self) -> None:
-        os.environ["LITDATA_DISABLE_VERSION_CHECK"] = "1"  # opening a data set would ask pypi.org
+        os.environ["LITDATA_DISABLE_VERSION_CHECK"] = "1"  # otherwise opening a dataset queries pypi.org
         import litdata
 
         self._lib, self.version = litdata, version("litdata")
@@ -204,7 +204,7 @@ class WebDataset:
     """webdataset: tar shards of npy members, shards shuffled, then a buffer of records."""
 
     name, shuffle = "webdataset", "window"
-    note = f"tars of 65 MB, buffer of {BUFFER_RECORDS} records in every worker, from 100 records on"
+    note = f"tars of 65 MB, buffer of {BUFFER_RECORDS} records per worker, starting at 100"
 
     def __init__(self) -> None:
         import webdataset
@@ -260,7 +260,7 @@ class Grain:
     """grain over array_record: its permutation of all indices, its threads in process, its worker processes."""
 
     name, shuffle = "grain", "exact"
-    note = "array_record holds bytes: the layout within is ours; 2 reading threads in every process"
+    note = "array_record stores bytes, in our own layout; 2 reading threads per process"
 
     def __init__(self) -> None:
         import grain
@@ -270,7 +270,7 @@ class Grain:
         self.version = f"{version('grain')} + array_record {version('array_record')}"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
-        # Random floats do not shrink: uncompressed is the faster choice.
+        # Random floats do not compress: uncompressed is faster.
         writer = self._file.ArrayRecordWriter(str(folder / "data.array_record"), "group_size:1,uncompressed")
         for record in traces(count, seed):
             writer.write(to_bytes(record))
@@ -288,7 +288,7 @@ class Lance:
     """pylance: `take` of a batch of row numbers; tensors as large_binary in storage version 2.0, its fastest here."""
 
     name, shuffle = "lance", "exact"
-    note = "take under a torch sampler, row by row: of 16 rows at once it takes twice as long; workers are spawned"
+    note = "take under a torch sampler, row by row: 16 rows at once take twice as long; workers are spawned"
 
     def __init__(self) -> None:
         import lance
@@ -309,13 +309,13 @@ class Lance:
 
 
 class Empty:
-    """Nothing to read: DataLoader hands over copies of one batch. What no dataset under DataLoader can beat.
+    """Nothing to read: DataLoader returns copies of one batch. The upper limit of any dataset with DataLoader.
 
-    Copies, because a tensor that has been sent once stays in shared memory and costs nothing the second time.
+    Copies, because a tensor that was sent once stays in shared memory and costs nothing the second time.
     """
 
     name, shuffle, version = "empty", "none", torch.__version__
-    note = "the same 16 records again and again, copied once"
+    note = "the same 16 records repeatedly, copied once"
 
     def write(self, folder: Path, *, count: int, seed: int) -> None:
         (folder / "count.json").write_text(json.dumps([count, seed]))
@@ -337,7 +337,7 @@ TRACE_PEERS: dict[str, Callable[[], Peer]] = {
 
 
 class Make:
-    """`trace` of a seed, for litdata's other process."""
+    """`trace` with a fixed seed, for litdata's worker process."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,6 +1,6 @@
-"""The same records stored in nine other ways, each library used as its documentation advises for random access.
+"""The same records in nine other formats, each library used as its documentation recommends for random access.
 
-Knows nothing of millstream: `store.py` drives both halves. `python benchmarks/peers.py` checks every round trip.
+Knows nothing of millstream: `store.py` runs both. `python benchmarks/peers.py` checks every round trip.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-pa.array([0])  # pyarrow imports pandas, if there, with its first array: 50 MB that no writer should be charged for
+pa.array([0])  # pyarrow imports pandas, if installed, with its first array: 50 MB that no writer should be charged for
 
 # L layers, H heads, T tokens, D hidden
 L, H, D = 17, 12, 768
-MIN_T, MAX_T = 52, 91  # 26112 T + 408 T^2 bytes a record: 4.0 MB on average
-SHARD_RECORDS = 50  # 200 MB: what the formats that need a whole shard in memory get as a shard
+MIN_T, MAX_T = 52, 91  # 26112 T + 408 T^2 bytes per record: 4.0 MB on average
+SHARD_RECORDS = 50  # 200 MB: shard size of the formats that hold a whole shard in memory
 
 TEXTS = ("question_id", "question", "answer")
 VECTORS = {"tokens": "int32", "logprobs": "float32"}  # [T]
@@ -36,13 +36,13 @@ Record = dict[str, Any]
 
 
 class Peer(Protocol):
-    """A format under test. Making one imports its library, so that a process that measures one peer holds only that."""
+    """A format under test. Creating one imports its library, so that a process has only the library it measures."""
 
     name: str
-    note: str  # what a reader of the table must know
+    note: str  # for the reader of the table
 
     def write(self, records: Iterable[Record], path: Path) -> None:
-        """Write into the directory `path`, which is made here and must be empty."""
+        """Write into the folder `path`, which is created here and must be empty."""
         ...
 
     def open(self, path: Path) -> None: ...
@@ -52,7 +52,7 @@ class Peer(Protocol):
         ...
 
     def layer(self, i: int, layer: int) -> np.ndarray:
-        """`hidden[layer]` of record `i` by the cheapest way the format has; may be a view as well."""
+        """`hidden[layer]` of record `i` in the cheapest way the format offers; may be a view too."""
         ...
 
 
@@ -64,7 +64,7 @@ def records(num: int, seed: int = 0) -> Iterator[Record]:
     def noise(*shape: int) -> np.ndarray:
         size = int(np.prod(shape))
         start = int(rng.integers(pool.size - size))
-        return pool[start : start + size].reshape(shape).copy()  # a copy: writers that hoard records must pay for it
+        return pool[start : start + size].reshape(shape).copy()  # a copy: writers that keep records must pay for it
 
     for i in range(num):
         t = int(rng.integers(MIN_T, MAX_T + 1))
@@ -81,7 +81,7 @@ def records(num: int, seed: int = 0) -> Iterator[Record]:
 
 
 def record_bytes(r: Record) -> int:
-    """Payload of a record: array bytes, UTF-8 texts, 8 for the label. Takes numpy and torch alike."""
+    """Payload of a record: array bytes, UTF-8 text, 8 for the label. Accepts numpy and torch."""
     return sum(r[f].nbytes for f in ARRAYS) + sum(len(r[f].encode()) for f in TEXTS) + 8
 
 
@@ -89,7 +89,7 @@ class TorchSave:
     """A list of dicts of tensors per file, as in the old scripts."""
 
     name = "torch.save"
-    note = f"must load a whole shard ({SHARD_RECORDS} records) to read one; keeps the last shard"
+    note = f"must load a whole shard ({SHARD_RECORDS} records) to read one; caches the last shard"
 
     def __init__(self, *, shard_records: int = SHARD_RECORDS) -> None:
         import torch
@@ -101,7 +101,7 @@ class TorchSave:
         for number, shard in enumerate(_shards(records, self._shard_records)):
             tensors = [r | {f: self._torch.from_numpy(r[f]) for f in ARRAYS} for r in shard]
             self._torch.save(tensors, path / f"{number:05d}.pt")
-            del tensors  # they share the arrays of the shard: the next one is gathered before this name is reused
+            del tensors  # they share the arrays of the shard: the next one is collected before this name is reused
 
     def open(self, path: Path) -> None:
         self._shard = _LastShard(lambda number: self._torch.load(path / f"{number:05d}.pt", weights_only=True))
@@ -118,7 +118,7 @@ class TorchSaveMmap:
     """The same files, mapped: only the pickled outline of a shard is parsed, tensors are views of the file."""
 
     name = "torch.save, mmap"
-    note = "writer holds a whole shard; open parses the outline of every shard"
+    note = "the writer holds a whole shard; open parses the outline of every shard"
 
     def __init__(self, *, shard_records: int = SHARD_RECORDS) -> None:
         import torch
@@ -143,7 +143,7 @@ class Pickle:
     """A list of dicts of numpy arrays per file."""
 
     name = "pickle"
-    note = f"must load a whole shard ({SHARD_RECORDS} records) to read one; keeps the last shard"
+    note = f"must load a whole shard ({SHARD_RECORDS} records) to read one; caches the last shard"
 
     def __init__(self, *, shard_records: int = SHARD_RECORDS) -> None:
         self._shard_records = shard_records
@@ -173,7 +173,7 @@ class Safetensors:
     """All arrays of a shard in one file under "row/field"; texts and labels as JSON in its metadata."""
 
     name = "safetensors"
-    note = "writer holds a whole shard; texts live in the header of the shard"
+    note = "the writer holds a whole shard; text is in the header of the shard"
 
     def __init__(self, *, shard_records: int = SHARD_RECORDS) -> None:
         import safetensors
@@ -192,7 +192,7 @@ class Safetensors:
             )
 
     def open(self, path: Path) -> None:
-        # "pt" hands out whole tensors as views of the map where "np" copies; copied into one buffer, both are equally
+        # "pt" returns whole tensors as views of the mapped file, "np" copies; copied into one buffer, both are equally
         # fast. A slice through "np" takes half the time (medians 74 and 174 us, interleaved on a busy machine).
         files = sorted(path.glob("*.safetensors"))
         self._whole = [self._safetensors.safe_open(p, framework="pt") for p in files]
@@ -212,12 +212,12 @@ class Safetensors:
 class HuggingFace:
     """datasets: one Arrow stream of flat float16 lists, rows taken in "arrow" format.
 
-    Array3D and Array4D allow one open dimension, the first, so they cannot hold these shapes. `from_generator` writes
-    this same file, but through Python lists: 43 s for 100 records against 0.4 s by its own ArrowWriter (measured).
+    Array3D and Array4D allow only the first dimension to vary, so they cannot store these shapes. `from_generator`
+    writes the same file, but through Python lists: 43 s for 100 records against 0.4 s with its ArrowWriter (measured).
     """
 
     name = "HF datasets"
-    note = 'float16 kept in "arrow" format only ("numpy" and "torch" formats widen to float32); open walks the file'
+    note = 'float16 kept in "arrow" format only ("numpy" and "torch" formats widen to float32); open scans the file'
 
     def __init__(self) -> None:
         import datasets
@@ -281,9 +281,9 @@ class Mosaic:
 
 
 class Lance:
-    """pylance: tensors as blob columns, its form for megabyte values, which reads byte ranges.
+    """pylance: tensors as blob columns, its type for megabyte values, which reads byte ranges.
 
-    No layout is best at both, hence two peers. Medians of 9 interleaved rounds on a busy machine, whole records and
+    No layout is best at both, hence two peers. Medians of 9 interleaved rounds on a busy machine, for whole records and
     one layer: blobs 0.9 GB/s and 0.9 ms; large_binary in storage version 2.0 1.6 and 1.1, in the default 2.2 0.5 and
     3.9 (it compresses), in 2.2 uncompressed 1.3 and 1.4.
     """
@@ -351,7 +351,7 @@ class LanceBinary:
 
 
 class ArrowIPC:
-    """pyarrow alone: an IPC file, one batch a record, tensors as large_binary, mapped."""
+    """pyarrow alone: an IPC file, one batch per record, tensors as large_binary, mapped."""
 
     name = "Arrow IPC"
     note = "one file; get_batch advises the kernel to read the whole record"
@@ -387,7 +387,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
 
 
 def check(peer: Peer, path: Path, num: int = 20) -> None:
-    """Write `num` records into `path` and assert that all come back bit for bit, whole and by layer, in any order."""
+    """Write `num` records into `path` and check that they read back bit-identical, whole and by layer, in any order."""
     peer.write(records(num), path)
     peer.open(path)
     expected = list(records(num))
@@ -398,16 +398,18 @@ def check(peer: Peer, path: Path, num: int = 20) -> None:
             have = np.asarray(got[f]) if f in ARRAYS else got[f]
             same = (have.dtype, have.shape) == (want.dtype, want.shape) if f in ARRAYS else type(have) is type(want)
             equal = have.tobytes() == want.tobytes() if f in ARRAYS else have == want
-            assert same and equal, f"{peer.name}: record {i}, {f}: not what was written"
+            assert same and equal, f"{peer.name}: record {i}, {f}: differs from the original"
         for layer in (0, L // 2, L - 1):
             have, want = peer.layer(i, layer), expected[i]["hidden"][layer]
             assert (have.dtype, have.shape) == (want.dtype, want.shape), f"{peer.name}: record {i}, layer {layer}"
-            assert have.tobytes() == want.tobytes(), f"{peer.name}: record {i}, layer {layer}: not what was written"
+            assert have.tobytes() == want.tobytes(), (
+                f"{peer.name}: record {i}, layer {layer}: differs from the original"
+            )
 
 
 @lru_cache(maxsize=1)
 def _noise(seed: int) -> np.ndarray:
-    """16 MB of float16, drawn once: slicing records out of it costs a memcpy."""
+    """16 MB of random float16, drawn once: taking a record from it costs a memcpy."""
     return np.random.default_rng((seed, 0)).standard_normal(1 << 23, dtype=np.float32).astype(np.float16)
 
 
@@ -415,11 +417,11 @@ def _shards(records: Iterable[Record], num: int) -> Iterator[list[Record]]:
     source = iter(records)
     while shard := list(islice(source, num)):
         yield shard
-        shard.clear()  # or the next shard would be gathered while this one is still held
+        shard.clear()  # otherwise the next shard would be collected while this one is still in memory
 
 
 class _LastShard:
-    """Holds the shard read last and drops it before loading another: one in memory at a time."""
+    """Caches the last shard and drops it before loading another: one in memory at a time."""
 
     def __init__(self, load: Callable[[int], list[Record]]) -> None:
         self._load = load
@@ -433,7 +435,7 @@ class _LastShard:
         return self._records
 
 
-# What the Arrow formats share: all but the two tensors.
+# Shared by the Arrow formats: everything but the two tensors.
 _SMALL = pa.schema(
     [*((f, pa.string()) for f in TEXTS), ("label", pa.int64())]
     + [(f, pa.list_(pa.type_for_alias(dtype))) for f, dtype in VECTORS.items()]
@@ -469,7 +471,7 @@ def _shaped(flat: np.ndarray, batch: pa.RecordBatch, field: str) -> np.ndarray:
 
 
 def _binary_tensor(batch: pa.RecordBatch, field: str) -> np.ndarray:
-    # The data buffer itself: batch[field][0].as_buffer() would copy it, which takes two to four times as long a layer.
+    # The data buffer itself: batch[field][0].as_buffer() would copy it: two to four times as long per layer.
     column = batch[field]
     _, offsets, data = column.buffers()
     start, stop = np.frombuffer(offsets, np.int64)[column.offset : column.offset + 2].tolist()
@@ -477,10 +479,10 @@ def _binary_tensor(batch: pa.RecordBatch, field: str) -> np.ndarray:
 
 
 def _streaming_base() -> types.ModuleType:
-    """`streaming.base`, which holds all of MDS, without running `streaming/__init__.py`.
+    """`streaming.base`, with all of MDS, without running `streaming/__init__.py`.
 
-    That file only adds ready-made vision and text datasets, and imports torchvision, of which there is no CPU build
-    beside our torch on PyPI. An empty parent package stands in for it; every module in use is mosaicml's own.
+    That file only adds predefined vision and text datasets, and imports torchvision, which has no CPU build for our
+    torch on PyPI. An empty parent package replaces it; every module in use is mosaicml's own.
     """
     if "streaming" not in sys.modules:
         spec = importlib.util.find_spec("streaming")
@@ -496,4 +498,4 @@ if __name__ == "__main__":
     for name, make in PEERS.items():
         with tempfile.TemporaryDirectory() as folder:
             check(make(), Path(folder) / "data")
-        print(f"{name}: 20 records written and read back, bit for bit")
+        print(f"{name}: 20 records written and read back, bit-identical")

@@ -4,7 +4,7 @@
         ...
     memory.peak_bytes
 
-PSS counts pages of mapped files too, as long as they are mapped; `peak_file_bytes` is their part at the peak.
+PSS includes pages of mapped files while they are mapped; `peak_file_bytes` is their share of the peak.
 """
 
 import threading
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 EVERY_S = 0.05
-SHARE = 0.1  # of one core at most: the kernel walks all pages, 5 ms for a process that has imported torch
+SHARE = 0.1  # of one core at most: the kernel walks all pages, which takes 5 ms for a process that has imported torch
 
 
 @dataclass
 class Memory:
-    """Holds bytes: the highest sum over the processes at one moment, and how often it was looked at."""
+    """Peak memory: the highest sum over the processes at one time, and the number of samples."""
 
     peak_bytes: int = 0
     peak_file_bytes: int = 0
     num_samples: int = 0
     _done: threading.Event = field(default_factory=threading.Event)
 
-    def look(self) -> None:
+    def sample(self) -> None:
         total, files = tree_pss()
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_file_bytes = total, files
@@ -36,14 +36,14 @@ class Memory:
 
 @contextmanager
 def peak_pss() -> Iterator[Memory]:
-    """Samples in a thread: every 50 ms, with two torch workers every 150 ms, for the sake of SHARE; and at the end."""
+    """Samples in a thread every 50 ms (150 ms with two torch workers, to stay below SHARE), and at the end."""
     memory = Memory()
     thread = threading.Thread(target=_watch, args=(memory,), daemon=True)
     thread.start()
     try:
         yield memory
     finally:
-        memory.look()
+        memory.sample()
         memory._done.set()
         thread.join()
 
@@ -57,8 +57,8 @@ def tree_pss() -> tuple[int, int]:
 def _watch(memory: Memory) -> None:
     pause = 0.0
     while not memory._done.wait(pause):
-        start = time.thread_time()  # not the clock on the wall, most of which may be waiting for the consumer's lock
-        memory.look()
+        start = time.thread_time()  # not wall time, most of which may be spent waiting for the GIL
+        memory.sample()
         took = time.thread_time() - start
         pause = max(EVERY_S - took, took * (1 / SHARE - 1))
 

@@ -1,8 +1,8 @@
-"""The FASTA files of the read benchmark, made from seeds. Knows numpy; knows nothing of millstream or its peers.
+"""The FASTA files of the read benchmark, generated from seeds. Knows nothing of millstream or its peers.
 
-    python benchmarks/read_data.py FOLDER --reads 100000     # makes all of them, in small
+    python benchmarks/read_data.py FOLDER --reads 100000     # generates small versions of all files
 
-A file's name holds all that its bytes depend on, and a file gets its name when it is complete: what is there is reused.
+A file name contains everything its bytes depend on, and a file gets its name once complete: existing files are reused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-VERSION = "v1"  # part of every name: raise it when a generator changes
+VERSION = "v1"  # part of every name: increase it if a generator changes
 MIN_BASES, MAX_BASES = 100, 150  # of a short read
-POOL_BASES = 100_000_000  # all genomes that short reads are drawn from: at 13 M reads every base is read 16 times
+POOL_BASES = 100_000_000  # all genomes that short reads are sampled from: 13 M reads give 16x coverage
 LINE_BASES = 60
 CHUNK_READS = 1 << 15  # 7 MB of text at a time
 FRAME_BYTES = 1 << 20
@@ -32,10 +32,10 @@ ACGT = np.frombuffer(b"ACGT", np.uint8)
 
 
 def short_reads(folder: Path, num_reads: int = 13_000_000, *, num_classes: int = 100, seed: int = 0) -> Path:
-    """One line a read, 100-150 bases, headers `>lbl|class|tax|len|name/mate`: 2.2 GB for 13 million.
+    """One line per read, 100-150 bases, headers `>lbl|class|tax|len|name/mate`: 2.2 GB for 13 million.
 
-    Reads lie shuffled. Names are unique, as simulators number them: the genome's accession, the number of the pair, the
-    mate. A class is one genome with a GC content of its own; one read in a hundred has an N.
+    Reads are shuffled. Names are unique, as from a simulator: the accession of the genome, the number of the pair, the
+    mate. A class is one genome with its own GC content; one read in a hundred has an N.
     """
     path = folder / f"reads-{num_reads}-c{num_classes}-s{seed}-{VERSION}.fa"
     if path.exists():
@@ -52,15 +52,15 @@ def short_reads(folder: Path, num_reads: int = 13_000_000, *, num_classes: int =
         for start in range(0, num_reads, CHUNK_READS):
             i = np.arange(start, min(start + CHUNK_READS, num_reads))
             pair, mate = np.divmod(i * _coprime(num_reads) % num_reads, 2)
-            dice = _hash(pair, seed)  # mates have the same dice: one genome, and places 200 bases apart
-            class_ = (dice % num_classes).astype(np.intp)
-            place = (dice >> 20) % np.uint64(genome_bases - 200 - MAX_BASES)
+            drawn = _hash(pair, seed)  # the same for both mates: one genome, positions 200 bases apart
+            class_ = (drawn % num_classes).astype(np.intp)
+            place = (drawn >> 20) % np.uint64(genome_bases - 200 - MAX_BASES)
             num_bases = np.random.default_rng((seed, 1, start)).integers(MIN_BASES, MAX_BASES + 1, len(i))
 
             bases = windows[class_ * genome_bases + place.astype(np.intp) + mate * 200]
             bases[np.arange(MAX_BASES) >= num_bases[:, None]] = 0
-            unclear = np.flatnonzero(i % 100 == 0)
-            bases[unclear, (dice[unclear] >> 10).astype(np.intp) % MIN_BASES] = ord("N")
+            ambiguous = np.flatnonzero(i % 100 == 0)
+            bases[ambiguous, (drawn[ambiguous] >> 10).astype(np.intp) % MIN_BASES] = ord("N")
             rows = [labels[class_], _digits(num_bases, 3), names[class_], _digits(pair + 1, 8), b"/"]
             rows += [_digits(mate + 1, 1), b"\n", bases, b"\n"]
             file.write(_packed(rows, len(i)))
@@ -74,7 +74,7 @@ def wrapped_genomes(
     genome_bases: tuple[int, int] = (1_000_000, 10_000_000),
     seed: int = 0,
 ) -> Path:
-    """Genomes of 1-10 Mb in lines of 60 with headers as NCBI's; each has 0-5 runs of 10-10,000 N."""
+    """Genomes of 1-10 Mb in lines of 60 with NCBI-style headers; each has 0-5 runs of 10-10,000 N."""
     low, high = genome_bases
     path = folder / f"genomes-{num_bytes}-{low}-{high}-s{seed}-{VERSION}.fa"
     if path.exists():
@@ -104,7 +104,7 @@ def wrapped_genomes(
 def compressed(folder: Path, plain: Path, num_bytes: int = 500_000_000) -> dict[str, Path]:
     """The first reads of `plain`, up to `num_bytes`, as `plain`, `gz` (one member), `bgz` and `zst` (frames of 1 MB).
 
-    Without the bgzip program and without pysam there is no `bgz`, without zstandard no `zst`.
+    `bgz` needs the program bgzip or pysam, `zst` needs zstandard; otherwise they are left out.
     """
     source = first_bytes(folder, plain, num_bytes)
     files = {"plain": source} | {kind: source.with_name(f"{source.name}.{kind}") for kind in ("gz", "bgz", "zst")}
@@ -148,7 +148,7 @@ def first_bytes(folder: Path, path: Path, num_bytes: int) -> Path:
 
 
 def first_reads(folder: Path, path: Path, num_reads: int) -> Path:
-    """The first `num_reads` records of a file of one-line reads; the file itself if it has no more."""
+    """The first `num_reads` records of a file of one-line reads; the file itself if it has fewer."""
     out = folder / f"{path.stem}-first-{num_reads}-reads.fa"
     if not out.exists():
         place = records_at(path, np.array([num_reads]))
@@ -159,15 +159,15 @@ def first_reads(folder: Path, path: Path, num_reads: int) -> Path:
 
 
 def count_records(path: Path) -> int:
-    """Records of one of these files: their headers have no second `>`."""
+    """The number of records in one of these files; their headers have no second `>`."""
     with path.open("rb", buffering=0) as file:
         return sum(chunk.count(b">") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
 def records_at(path: Path, numbers: np.ndarray) -> np.ndarray:
-    """Where these records of a file of one-line reads begin, and where their bases begin and end: int64 [n, 3].
+    """Offsets of these records in a file of one-line reads, and of the start and end of their bases: int64 [n, 3].
 
-    One pass that keeps nothing but what was asked for. Numbers past the end are left out.
+    One pass that stores only the result. Numbers past the end are left out.
     """
     lines, slot = np.unique(np.stack([2 * numbers, 2 * numbers + 1, 2 * numbers + 2], axis=1), return_inverse=True)
     starts = np.full(len(lines), -1, np.int64)
@@ -187,12 +187,12 @@ def records_at(path: Path, numbers: np.ndarray) -> np.ndarray:
 
 
 def record_numbers(num_records: int, count: int, seed: int = 0) -> np.ndarray:
-    """The records that every library is asked for: int64, uniform, repeats allowed."""
+    """The records that every library fetches: int64, uniform, with replacement."""
     return np.random.default_rng((seed, 3)).integers(num_records, size=count)
 
 
 def genomes_at(path: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Names of wrapped genomes up to the first blank, the places of their first bases, and how many they have."""
+    """Names of wrapped genomes up to the first blank, offsets of their first bases, and their lengths."""
     with path.open("rb") as file:
         chunks = enumerate(iter(lambda: file.read(1 << 20), b""))
         places = [(number << 20) + match.start() for number, chunk in chunks for match in re.finditer(b">", chunk)]
@@ -203,11 +203,11 @@ def genomes_at(path: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
     names = [header[1:].split(maxsplit=1)[0].decode() for header in headers]
     starts = np.array(places) + [len(header) for header in headers]
     num_bytes = np.append(places[1:], path.stat().st_size) - starts
-    return names, starts, num_bytes + (-num_bytes // (LINE_BASES + 1))  # one newline a line
+    return names, starts, num_bytes + (-num_bytes // (LINE_BASES + 1))  # one newline per line
 
 
 def regions(num_bases: np.ndarray, count: int, *, width: int = 150, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Record numbers and starts of regions that every base is equally likely to begin, given the records' lengths."""
+    """Record numbers and starts of regions, sampled uniformly over all positions of records of these lengths."""
     ends = np.cumsum(num_bases - width + 1)
     places = np.random.default_rng((seed, 4)).integers(ends[-1], size=count)
     number = np.searchsorted(ends, places, side="right")
@@ -215,14 +215,14 @@ def regions(num_bases: np.ndarray, count: int, *, width: int = 150, seed: int = 
 
 
 def _bases(rng: np.random.Generator, size: int) -> np.ndarray:
-    """Random bases with 30-65 % G and C, as bacterial genomes have."""
+    """Random bases with a GC content of 30-65 %, as in bacterial genomes."""
     gc = int(rng.integers(77, 167))  # of 256
     table = np.repeat(ACGT, ((256 - gc + 1) // 2, gc // 2, (gc + 1) // 2, (256 - gc) // 2))
     return table[rng.integers(256, size=size, dtype=np.uint8)]
 
 
 def _hash(numbers: np.ndarray, seed: int) -> np.ndarray:
-    """splitmix64: every number gets its own uint64."""
+    """splitmix64: a distinct uint64 for every number."""
     x = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -230,14 +230,14 @@ def _hash(numbers: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _coprime(n: int) -> int:
-    """A multiplier that turns 0..n-1 into a permutation that leaves no neighbours together."""
+    """A multiplier that permutes 0..n-1 and separates neighbours."""
     step = max(int(n * 0.6180339887), 1)
     while math.gcd(step, n) != 1:
         step += 1
     return step
 
 
-# Texts of different lengths are rows of one width with zero bytes anywhere: packing drops the zeros of a whole chunk.
+# Strings of different lengths are rows of equal width padded with zero bytes: packing drops the zeros of a chunk.
 
 
 def _text_rows(texts: list[str]) -> np.ndarray:
@@ -262,7 +262,7 @@ def _packed(columns: list[np.ndarray | bytes], num_rows: int) -> np.ndarray:
 
 
 def _end_of_record(path: Path, limit: int) -> int:
-    """The last place up to `limit` where a record begins, or the end of the file."""
+    """The last offset up to `limit` where a record starts, or the end of the file."""
     if limit >= path.stat().st_size:
         return path.stat().st_size
     with path.open("rb") as file:
@@ -273,7 +273,7 @@ def _end_of_record(path: Path, limit: int) -> int:
             if (found := file.read(place - start).rfind(b"\n>")) >= 0:
                 return start + found + 1
             place = start + 1 if start else 0
-    raise ValueError(f"{path}: its first record does not end within {limit} bytes. Ask for more bytes.")
+    raise ValueError(f"{path}: its first record does not end within {limit} bytes. Raise the limit.")
 
 
 def _copy(source: Path, out: Path, num_bytes: int) -> None:
@@ -286,7 +286,7 @@ def _copy(source: Path, out: Path, num_bytes: int) -> None:
 
 @contextmanager
 def _published(path: Path) -> Iterator[Path]:
-    """A temporary name to write to, which becomes `path` if nothing went wrong."""
+    """A temporary file that is renamed to `path` on success."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,10 +1,10 @@
-"""The same reads through other libraries and programs, each as its documentation advises. Knows nothing of millstream.
+"""The same reads with other libraries and programs, each used as documented. Knows nothing of millstream.
 
     python benchmarks/read_peers.py check                                        # everything, on 5 MB, verified
     python benchmarks/read_peers.py index tool=pysam path=reads.fa folder=work  # one measurement, one line of JSON
 
-`measure` runs one of them in a fresh process, so that its seconds and its memory are its own; `jobs` lists them all.
-Files are read once before the clock starts, and what a library returns is compared with the file's own bytes after it.
+`measure` runs one of them in a new process, so that its time and memory are its own; `jobs` lists them all.
+Files are read once before timing, and the output of a library is compared with the bytes of the file afterwards.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import numpy as np
 import read_data
 
 BATCH_READS = 4096
-NUM_READS = 10 * BATCH_READS  # fetched at random
-LIMIT_S = 15  # a library slower than this over the reads asked for is measured on fewer of them
+NUM_READS = 10 * BATCH_READS  # fetched in random order
+LIMIT_S = 15  # a library that takes longer is measured on fewer reads
 SLOW = ("pyfaidx", "biopython")  # minutes and gigabytes on 13 M reads: indexed and opened on fewer
 HEADER = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
 
@@ -43,11 +43,11 @@ Result = dict[str, Any]
 
 
 class Absent(Exception):
-    """A program that is not installed. A library that is not raises ImportError, which means the same here."""
+    """A program that is not installed. A missing library raises ImportError, which means the same here."""
 
 
 class Wanted(NamedTuple):
-    """One read, by what the libraries may ask for: its number, its name, the place of its bases in the plain text."""
+    """One read, by the keys that libraries use: its number, its name, the offsets of its bases in the plain text."""
 
     number: int
     name: str
@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
 
 class Reader(Protocol):
-    """A library under test. Making one imports it."""
+    """A library under test. Creating one imports it."""
 
     suffix: str  # of its index
 
@@ -104,7 +104,7 @@ class Pysam:
 
 
 class Pyfaidx:
-    """By name: by number it walks its dictionary from the start."""
+    """By name: by number it iterates over its dictionary from the start."""
 
     suffix = ".fai"
 
@@ -184,9 +184,9 @@ class Biopython:
 
 
 class Seed:
-    """The scripts that millstream grew from: a pickled list of offsets, seek, readline, `re`, a cache of 10,000 reads.
+    """The old scripts: a pickled list of offsets, seek, readline, `re`, a cache of 10,000 reads.
 
-    Only their guide is at hand, not their code, so this is a kind version: binary files, one handle, offsets alone.
+    Written from their guide, in their favour: binary files, one handle, only offsets.
     """
 
     suffix = ".index.pkl"
@@ -231,7 +231,7 @@ class Seed:
 
 
 class IndexedGzip:
-    """A gzip file with seek points; the offsets of the reads are given for nothing."""
+    """A gzip file with seek points; the offsets of the reads are given."""
 
     suffix = ".gzidx"
 
@@ -256,7 +256,7 @@ class IndexedGzip:
 
 
 class Rapidgzip:
-    """As IndexedGzip. A file that is not closed aborts the interpreter at its exit."""
+    """Like IndexedGzip. A file that is not closed aborts the interpreter at exit."""
 
     suffix = ".rgzidx"
 
@@ -296,17 +296,15 @@ def _slice(file: Any, wanted: Wanted) -> str:
     return file.read(wanted.end - wanted.start).decode()
 
 
-# Measurements: each is run in a process of its own by `measure`, and called there with the same keywords
+# Measurements: `measure` runs each in its own process, with the same keywords
 
 
 def index(*, tool: str, path: Path, folder: Path, num_reads: int | None = None) -> Result:
-    """Build the index in `folder`. With `num_reads`, of so many reads: seconds and index_mb are scaled up by bytes."""
+    """Build the index in `folder`. With `num_reads`, of that many reads; seconds and index_mb are then scaled up."""
     source = read_data.first_reads(folder, path, num_reads) if num_reads else path
     scale = path.stat().st_size / source.stat().st_size
     file = _index_file(tool, source, folder)
-    unfinished = file.with_name(
-        f"unfinished-{file.name}"
-    )  # a build that is ended half-way must not be taken for an index
+    unfinished = file.with_name(f"unfinished-{file.name}")  # an interrupted build must not be taken for an index
     if tool == "samtools":
         command = [_program("samtools"), "faidx", source, "--fai-idx", unfinished]
         _warm(source)
@@ -314,7 +312,7 @@ def index(*, tool: str, path: Path, folder: Path, num_reads: int | None = None) 
     else:
         reader = READERS[tool]()
         for old in _index_parts(unfinished):
-            old.unlink()  # SQLite would go on from it
+            old.unlink()  # SQLite would continue from it
         result = {"base_mb": ready(source), "seconds": clock(lambda: reader.build(source, unfinished))}
     index_mb = sum(part.stat().st_size for part in _index_parts(unfinished)) / 1e6
     for part in _index_parts(unfinished):
@@ -334,7 +332,7 @@ def fetch(
     count: int = NUM_READS,
     batch_reads: int = BATCH_READS,
 ) -> Result:
-    """Reads at random as Python strings, once the index is loaded. `plain` holds the text of a compressed `path`."""
+    """Random reads as Python strings, with the index loaded. `plain` is the decompressed text of `path`."""
     reader = READERS[tool]()
     batches, opened = _open_and_choose(reader, tool, path, folder, plain, num_reads, count, batch_reads)
     source = opened.pop("source")
@@ -347,7 +345,7 @@ def fetch(
 def kmers(
     *, tool: str, path: Path, folder: Path, num_reads: int | None = None, count: int = NUM_READS, k: int = 6
 ) -> Result:
-    """Reads at random as padded int64 tokens, in the usual way: a dictionary of k-mers asked for every slice."""
+    """Random reads as padded int64 tokens, in the usual way: one dictionary lookup per k-mer."""
     reader = READERS[tool]()
     batches, opened = _open_and_choose(reader, tool, path, folder, None, num_reads, count, BATCH_READS)
     del opened["source"]
@@ -368,13 +366,13 @@ def kmers(
 
 
 def regions(*, tool: str, path: Path, folder: Path, count: int = NUM_READS, width: int = 150) -> Result:
-    """Regions of wrapped genomes at random as Python strings."""
+    """Random regions of wrapped genomes as Python strings."""
     reader = READERS[tool]()
     file = _built(tool, path, folder)
     names, starts, num_bases = read_data.genomes_at(path)
     number, place = read_data.regions(num_bases, count, width=width)
     wanted = [(names[n], p, p + width) for n, p in zip(number.tolist(), place.tolist(), strict=True)]
-    batches = _cut(wanted, 256)  # small: pyfastx manages 200 a second
+    batches = _cut(wanted, 256)  # small: pyfastx reads 200 per second
     base_mb = ready(path, *_index_parts(file))
     load_s = clock(lambda: reader.open(path, file))
     with contextlib.closing(reader):
@@ -390,7 +388,7 @@ def regions(*, tool: str, path: Path, folder: Path, count: int = NUM_READS, widt
 
 
 def decompress(*, tool: str, path: Path, plain: Path) -> Result:
-    """The whole file once through, thrown away; MB of `plain` a second, the median of three."""
+    """Decompress the whole file and discard it; MB of `plain` per second, the median of three."""
     name, _, threads = tool.partition("-")
     programs = {"gzip": ["-dc"], "bgzip": ["-dc", "-@", threads or "1"]}
     if name in programs:
@@ -441,7 +439,7 @@ def bpe(*, tool: str, path: Path, tokenizer: Path, count: int = NUM_READS, threa
 
 
 def limit(*, tool: str, path: Path) -> Result:
-    """What the machine can do: `cat` the file out of the page cache; memcpy of 256 MB."""
+    """Limits of the machine: `cat` of the file from the page cache; memcpy of 256 MB."""
     if tool == "cat":
         command = [_program("cat"), path]
         _warm(path)
@@ -476,7 +474,7 @@ def jobs(
     tokenizer: Path | None = None,
     slow_reads: int = 2_000_000,
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Everything, as arguments of `measure`. Slow libraries get `slow_reads`; `packed` is of `read_data.compressed`."""
+    """All measurements as arguments of `measure`. Slow libraries get `slow_reads`; `packed`: `read_data.compressed`."""
     every: list[tuple[str, dict[str, Any]]] = [("limit", {"tool": tool, "path": reads}) for tool in ("cat", "memcpy")]
 
     def add(measure: str, tools: str, **kwargs: Any) -> None:
@@ -506,7 +504,7 @@ def jobs(
 
 
 def measure(name: str, *, script: str = __file__, timeout_s: float = 600, **kwargs: Any) -> Result:
-    """Run one measurement in a fresh process: its result, or {"absent": reason}, {"timeout": s} or {"error": text}."""
+    """Run one measurement in a new process: its result, or {"absent": reason}, {"timeout": s} or {"error": text}."""
     command = [
         sys.executable,
         script,
@@ -520,7 +518,7 @@ def measure(name: str, *, script: str = __file__, timeout_s: float = 600, **kwar
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        start_new_session=True,  # the programs it starts can be ended with it
+        start_new_session=True,  # so that its child processes can be killed with it
     )
     with _Watch(process.pid) as watch:
         try:
@@ -550,7 +548,7 @@ def _index_parts(file: Path) -> list[Path]:
 
 
 def _built(tool: str, path: Path, folder: Path) -> Path:
-    """The tool's index of `path`; built in another process if it is not there, for its memory is not to count."""
+    """The tool's index of `path`; built in another process if missing, so that its memory does not count."""
     file = _index_file(tool, path, folder)
     if not file.exists():
         command = [sys.executable, __file__, "index", f"tool={tool}", f"path={path}", f"folder={folder}"]
@@ -590,8 +588,8 @@ def _scaled(scale: float, num_reads: int | None) -> Result:
 
 
 def _timed(batches: Sequence[Any], action: Callable[[Any], Any]) -> tuple[Result, Any]:
-    """Seconds and rate over the batches, or those that LIMIT_S allows; the first answer."""
-    action(batches[0][:20])  # what only the first call pays is not timed
+    """Seconds and rate over the batches that LIMIT_S allows; the first result."""
+    action(batches[0][:20])  # warm-up: one-time costs are not timed
     first: Any = None
     seconds: list[float] = []
     for batch in batches:
@@ -613,7 +611,7 @@ def _bases_of(path: Path, batch: Sequence[Wanted]) -> list[str]:
 
 def _compare(tool: str, found: list[str], truth: list[str]) -> None:
     if found != truth:
-        raise ValueError(f"{tool}: {sum(map(str.__ne__, found, truth))} of {len(truth)} answers differ from the file")
+        raise ValueError(f"{tool}: {sum(map(str.__ne__, found, truth))} of {len(truth)} results differ from the file")
 
 
 def _decompressor(name: str, path: Path, threads: int) -> Callable[[], Any]:
@@ -641,7 +639,7 @@ def _decompressor(name: str, path: Path, threads: int) -> Callable[[], Any]:
         import zstandard
 
         return lambda: zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-    raise ValueError(f"no decompressor {name!r}")
+    raise ValueError(f"unknown decompressor {name!r}")
 
 
 def _cut(values: list[Any], size: int) -> list[list[Any]]:
@@ -655,7 +653,7 @@ def clock(action: Callable[[], object]) -> float:
 
 
 def _warm(*paths: Path) -> None:
-    """Into the page cache, by reading once."""
+    """Read the files once, into the page cache."""
     buffer = bytearray(1 << 20)
     for path in paths:
         with path.open("rb", buffering=0) as file:
@@ -664,7 +662,7 @@ def _warm(*paths: Path) -> None:
 
 
 def ready(*paths: Path) -> float:
-    """Warm the files and forget this process's peak so far; MB that it holds before the work begins."""
+    """Warm the files and reset the memory peak of this process; returns its MB before the work starts."""
     _warm(*paths)
     with contextlib.suppress(OSError):  # where /proc is read-only the peak includes the preparations
         Path("/proc/self/clear_refs").write_text("5")
@@ -674,11 +672,11 @@ def ready(*paths: Path) -> float:
 def _program(name: str) -> str:
     if found := shutil.which(name):
         return found
-    raise Absent(f"no program {name}")
+    raise Absent(f"{name}: program not found")
 
 
 def _run(command: Sequence[str | Path]) -> Result:
-    """Seconds and memory of a program whose output nobody wants."""
+    """Seconds and memory of a program; its output is discarded."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with _Watch(process.pid) as watch:
@@ -690,13 +688,13 @@ def _run(command: Sequence[str | Path]) -> Result:
 
 
 class _Watch:
-    """The memory of another process. Not ru_maxrss: through fork and exec it begins at what the parent held."""
+    """The memory of another process. Not ru_maxrss: after fork and exec it starts at the parent's."""
 
     def __init__(self, pid: int) -> None:
         self.peak_mb = self.pss_mb = 0.0
-        self._pid, self._done, self._thread = pid, threading.Event(), threading.Thread(target=self._look)
+        self._pid, self._done, self._thread = pid, threading.Event(), threading.Thread(target=self._sample)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         pause = 0.0
         while not self._done.wait(pause):
             start = time.perf_counter()
@@ -726,7 +724,7 @@ def _rounded(result: Result) -> Result:
 
 
 def check(tokenizer: str | None = None) -> int:
-    """Everything on 5 MB. Prints a table; 1 if anything failed or returned other bases."""
+    """Run everything on 5 MB and print a table; returns 1 if anything failed or returned wrong bases."""
     columns = ("seconds", "load_s", "rate", "unit", "index_mb", "base_mb", "peak_mb", "pss_mb")
     print(f"{'':42}", *(f"{column:>9}" for column in columns))
     failed = 0
@@ -749,7 +747,7 @@ def check(tokenizer: str | None = None) -> int:
 
 
 def run(measures: dict[str, Callable[..., Result]], name: str, arguments: Sequence[str]) -> int:
-    """One measurement in this process, as `measure` asks for it; prints its line of JSON."""
+    """Run one measurement in this process, on behalf of `measure`; prints one line of JSON."""
     kwargs: dict[str, Any] = dict(argument.split("=", 1) for argument in arguments)
     for key, value in kwargs.items():
         if key in ("path", "plain", "folder", "tokenizer"):

@@ -1,10 +1,10 @@
-"""Reads against samtools, pysam, pyfaidx, pyfastx, Biopython, gzip tools, and the old scripts' way, in one run.
+"""Reads against samtools, pysam, pyfaidx, pyfastx, Biopython, gzip tools and the old scripts, in one run.
 
     python benchmarks/reads.py                     # 13 M reads, 1 GB of genomes; benchmarks/results/reads.json
     python benchmarks/reads.py num_reads=1000000 genome_bytes=100000000 compressed_bytes=100000000
 
-Every measurement runs in a process of its own, with its files in the page cache. METAGENE-1's tokenizer is measured
-when `tokenizer=PATH` names its tokenizer.json. Ratios count: the machine's speed cancels out.
+Every measurement runs in its own process, with its files in the page cache. METAGENE-1's tokenizer is measured if
+`tokenizer=PATH` names its tokenizer.json. Compare ratios: the machine's speed cancels out.
 """
 
 import json
@@ -24,18 +24,18 @@ import read_peers
 from read_peers import BATCH_READS, HEADER, NUM_READS, Result, measure
 
 RESULTS = Path(__file__).parent / "results"
-WINDOW_READS = 65536  # about 10 MB of text: what window order keeps in reach
+WINDOW_READS = 65536  # about 10 MB of text: the window of window order
 BUDGET_MB = 300
 
 
 def index(*, tool: str, path: Path) -> Result:
-    """All header fields included; `tool` is millstream, or millstream-plain for one without columns."""
-    from millstream.store.index import IndexSettings, build_index
+    """With all header fields as columns (tool=millstream) or without columns (tool=millstream-plain)."""
+    from millstream.reads.files.index import IndexSettings, build_index
 
     small = path.with_name("small.fa")
     small.write_bytes(b">lbl|1|2|8|a/1\nACGTACGT\n" * 9)
     settings = IndexSettings(header_regex=HEADER if tool == "millstream" else None)
-    build_index(small, settings)  # compiles, once and for all
+    build_index(small, settings)  # compiles the kernels
     base_mb = read_peers.ready(path)
     seconds = read_peers.clock(lambda: build_index(path, settings))
     index_mb = path.with_name(path.name + ".millstream").stat().st_size / 1e6
@@ -46,11 +46,11 @@ def index(*, tool: str, path: Path) -> Result:
 def fetch(
     *, tool: str, path: Path, plain: Path, order: str, count: int = 100 * BATCH_READS, threads: int = 1
 ) -> Result:
-    """Batches of 4096 reads in exact or window order, as flat letters. The first is compared with the file."""
+    """Batches of 4096 reads in exact or window order, as flat bases. The first batch is compared with the file."""
     reads, load_s = _open(path)
     numbers = _order(order, len(reads), count, seed=1)
     reads.fetch(numbers[:20], ["sequence"])
-    if order == "exact":  # warm: the file is in the page cache, and an epoch ago it was mapped
+    if order == "exact":  # warm: the file is in the page cache and already mapped
         _timed(_order(order, len(reads), count, seed=2), lambda some: reads.fetch(some, ["sequence"]), threads)
     result = _timed(numbers, lambda some: reads.fetch(some, ["sequence"]), threads)
     batch = reads.fetch(numbers[:BATCH_READS], ["sequence"])
@@ -68,7 +68,7 @@ def tokens(
     """Fetch and tokenise into torch tensors ready for a model, with the label."""
     import torch
 
-    from millstream.dataset.features import tokens as feature_of
+    from millstream.features import tokens as feature_of
 
     reads, load_s = _open(path)
     feature = feature_of(spec, columns=["class_id"])
@@ -77,15 +77,13 @@ def tokens(
     def ready(some: np.ndarray) -> dict[str, Any]:
         return {name: torch.from_numpy(value) for name, value in feature(reads.fetch(some, feature.fields)).items()}
 
-    _timed(
-        _order(order, len(reads), count, seed=2), ready, 1
-    )  # compiled, the file mapped, the tokenizer's tables filled
+    _timed(_order(order, len(reads), count, seed=2), ready, 1)  # kernels compiled, file mapped, tokenizer tables filled
     return _timed(numbers, ready, threads) | {"load_s": load_s}
 
 
 def bpe(*, tool: str, path: Path, tokenizer: Path, count: int = NUM_READS, threads: int = 1) -> Result:
-    """Tokenising alone, of the same reads as the peer gets."""
-    from millstream.dataset.tokenizers import hf
+    """Tokenising alone, on the same reads as the peer."""
+    from millstream.reads.tokenizers.hf import hf
 
     reads, _ = _open(path)
     numbers = np.arange(count)
@@ -107,22 +105,22 @@ def bpe(*, tool: str, path: Path, tokenizer: Path, count: int = NUM_READS, threa
 
 
 def regions(*, tool: str, path: Path, count: int = NUM_READS, width: int = 150) -> Result:
-    """Pieces of genomes by name."""
+    """Regions of genomes by name."""
     reads, load_s = _open(path)
     names, _, num_bases = read_data.genomes_at(path)
     numbers, starts = read_data.regions(num_bases, count, width=width)
     wanted = [
         (names[number], start, start + width) for number, start in zip(numbers.tolist(), starts.tolist(), strict=True)
     ]
-    for piece in wanted[:20]:
-        reads.region(*piece)
-    seconds = read_peers.clock(lambda: [reads.region(*piece) for piece in wanted])
+    for region in wanted[:20]:
+        reads.region(*region)
+    seconds = read_peers.clock(lambda: [reads.region(*region) for region in wanted])
     return {"seconds": seconds, "rate": count / seconds, "unit": "regions/s", "load_s": load_s}
 
 
 def decode(*, tool: str, path: Path) -> Result:
-    """Our own decompression alone, what packing is compared with."""
-    from millstream.source.containers import open_stream, sniff
+    """Our own decompression alone, the reference for packing."""
+    from millstream.reads.files.containers import open_stream, sniff
 
     read_peers.ready(path)
     buffer = np.empty(1 << 20, np.uint8)
@@ -133,9 +131,9 @@ def decode(*, tool: str, path: Path) -> Result:
 
 
 def pack(*, tool: str, path: Path, plain: Path, folder: Path) -> Result:
-    """Straight from the file, in one pass; `tool` millstream-nonames leaves the header lines out."""
-    from millstream.store.index import IndexSettings
-    from millstream.store.pack import pack as put
+    """Directly from the file, in one pass; tool=millstream-nonames omits the header lines."""
+    from millstream.reads.files.index import IndexSettings
+    from millstream.reads.pack.pack import pack as put
 
     small = folder / "small-pack.fa"
     small.write_bytes(b">lbl|1|2|8|a/1\nACGTACGT\n" * 9)
@@ -151,9 +149,9 @@ def pack(*, tool: str, path: Path, plain: Path, folder: Path) -> Result:
 
 
 def memory(*, tool: str, path: Path) -> Result:
-    """PSS above interpreter and libraries while a whole epoch of token batches goes by, under a budget."""
+    """PSS above interpreter and libraries during an epoch of token batches, within a memory budget."""
     import millstream as ms
-    from millstream.dataset.features import tokens as feature_of
+    from millstream.features import tokens as feature_of
 
     feature = feature_of("kmer(6)", columns=["class_id"])
     small = ms.open(path, header_regex=None if tool == "millstream-packed" else HEADER, memory="1MB")
@@ -228,7 +226,7 @@ def _slice(file: Any, start: int, end: int) -> str:
 
 
 def ours(name: str, **kwargs: Any) -> Result:
-    """One of our measurements in a fresh process."""
+    """One of our measurements in a new process."""
     return measure(name, script=__file__, timeout_s=900, **{"tool": "millstream", **kwargs})
 
 
@@ -236,7 +234,7 @@ def all_measurements(
     *, num_reads: int = 13_000_000, genome_bytes: int = 1_000_000_000, compressed_bytes: int = 500_000_000,
     tokenizer: str | None = None, folder: str | None = None,
 ) -> int:  # fmt: skip
-    """Everything, peers and ours; prints the tables and writes the results."""
+    """Run everything, peers and ours; prints the tables and writes the results."""
     with tempfile.TemporaryDirectory(prefix="millstream-reads-", dir=folder) as place:
         work = Path(place)
         say = lambda text: print(text, flush=True)  # noqa: E731
@@ -294,7 +292,7 @@ def all_measurements(
 
 
 def _summary(rows: list[Result]) -> dict[str, str]:
-    """What was asked for, as ratios."""
+    """The results as ratios, with the goals."""
     found = {(row["measure"], row["of"], row.get("tool")): row for row in rows}
 
     def of(key: str, name: str, kind: str, tool: str = "millstream") -> float:
@@ -309,7 +307,7 @@ def _summary(rows: list[Result]) -> dict[str, str]:
     kmers, gz = of("rate", "kmer(6)", "reads"), of("rate", "fetch window", "gz")
     sizes = [of("size", "pack", "gz", tool) for tool in ("millstream", "millstream-nonames")]
     same = {found.get(("bpe 1", "reads", tool), {}).get("crc_of_first_batch") for tool in ("millstream", "tokenizers")}
-    answer = {
+    lines = {
         "index: samtools' seconds / ours (>= 10)": ratio(of("seconds", "index", "reads", "samtools"), indexed),
         "index: pyfastx' seconds / ours (>= 8)": ratio(of("seconds", "index", "reads", "pyfastx"), indexed),
         "index: our peak MB (< 700)": str(of("peak_mb", "index", "reads")),
@@ -337,10 +335,10 @@ def _summary(rows: list[Result]) -> dict[str, str]:
     }
     for threads in (1, 2):
         rates = [of("rate", f"bpe {threads}", "reads", tool) for tool in ("millstream", "tokenizers")]
-        answer[f"BPE: ours / Rust, {threads} thread(s) (>= 3)"] = ratio(*rates)
-    answer["BPE: ids of the first batch are identical"] = str(len(same) == 1 and None not in same)
+        lines[f"BPE: ours / Rust, {threads} thread(s) (>= 3)"] = ratio(*rates)
+    lines["BPE: ids of the first batch are identical"] = str(len(same) == 1 and None not in same)
     above = [f"{row['of']} {row['above_libraries_mb']:.0f}" for row in rows if "above_libraries_mb" in row]
-    return answer | {"an epoch in window order: MB above libraries (< 300)": ", ".join(above)}
+    return lines | {"an epoch in window order: MB above libraries (< 300)": ", ".join(above)}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The trace store against its peers and against the machine's limits, all in one run.
+"""The trace store against its peers and the limits of the machine, in one run.
 
     python benchmarks/store.py            # 500 records of 4 MB; prints tables, writes benchmarks/results/store.json
 
-Every format is measured in a process of its own. The machine is noisy, so each number stands beside the limit measured
-in the same process, seconds apart: write(2), memcpy and read(2) of the same bytes. Compare ratios, not MB/s.
+Every format is measured in its own process. The machine is noisy, so each number is reported with the limit measured in
+the same process, seconds apart: write(2), memcpy and read(2) of the same bytes. Compare ratios, not MB/s.
 """
 
 import argparse
@@ -25,14 +25,14 @@ import numpy as np
 from peers import PEERS, TENSORS, D, L, Record, record_bytes, records
 
 RESULTS = Path(__file__).parent / "results"
-WARM_S = 15.0  # a peer that is slower than this over the reads asked for is measured on fewer of them
+WARM_S = 15.0  # a peer that takes longer is measured on fewer records
 
 
 class Millstream:
     """The store under test, with the peers' interface."""
 
     name = "millstream"
-    note = "every byte read is checked (CRC-32C)"
+    note = "all checksums verified (CRC-32C)"
     verify = "always"
 
     def write(self, source: Any, path: Path) -> None:
@@ -50,7 +50,7 @@ class Millstream:
         return self._traces[i]
 
     def take(self, i: int, out: np.ndarray) -> None:
-        """The record's bytes in memory of one's own: `fetch` copies and checks slice by slice, in the cache."""
+        """The record copied to memory: `fetch` copies and verifies slice by slice, within the CPU cache."""
         del out
         self._traces.fetch([i])
 
@@ -60,13 +60,13 @@ class Millstream:
 
 class MillstreamViews(Millstream):
     name = "millstream, traces[i]"
-    note = "checked views of the mapped file, then copied: the bytes cross the memory bus twice"
+    note = "verified views of the mapped file, then copied: the bytes cross the memory bus twice"
     take = None
 
 
 class MillstreamUnchecked(MillstreamViews):
     name = "millstream, verify=never"
-    note = "views without the checks, which the peers do not make either"
+    note = "views without verification, like the peers"
     verify = "never"
 
 
@@ -85,7 +85,7 @@ def clock(action: Callable[[], object]) -> float:
 
 
 def copy_out(record: Record, out: np.ndarray) -> None:
-    """What every user does with a record: take its bytes. A view that was never touched has not been read."""
+    """Copy the bytes of a record, as any use does: an untouched view has not been read."""
     for name in TENSORS:
         flat = np.asarray(record[name]).reshape(-1).view(np.uint8)
         out[: flat.size] = flat
@@ -101,7 +101,7 @@ def plain_write(source: list[Record], file: Path) -> float:
 
 
 def measure_append(folder: Path, num: int, repeats: int) -> dict[str, Any]:
-    """Append against write(2), turn and turn about; sealing (footer, sidecar, fsync) on its own line."""
+    """Append against write(2), interleaved; sealing (footer, sidecar, fsync) is timed separately."""
     import millstream as ms
 
     source = list(records(num))
@@ -133,13 +133,13 @@ def measure_append(folder: Path, num: int, repeats: int) -> dict[str, Any]:
 
 
 def measure_memory(name: str, folder: Path, num: int) -> dict[str, Any]:
-    """Peak memory of writing over that of only making the same records, in records."""
+    """Peak memory of writing above that of only generating the same records, in records."""
     peer = FORMATS[name]()
-    peer.write(records(2), folder / "warm")  # code and buffers that any use brings with it
+    peer.write(records(2), folder / "warm")  # one-time code and buffers
     peaks = []
     for work in (lambda: [None for _ in records(num)], lambda: peer.write(records(num), folder / "memory")):
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         work()
         peaks.append(_status("VmHWM"))
     mean = sum(map(record_bytes, records(20))) / 20
@@ -242,14 +242,14 @@ def measure_read2(folder: Path, num: int) -> dict[str, Any]:
 
 
 def measure_many(folder: Path, num_shards: int) -> dict[str, Any]:
-    """A store of many shards: what `open` and one `by_id` cost. Their data is one file under many names."""
+    """A store of many shards: the cost of `open` and `by_id`. All shards are hard links to one file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     import millstream as ms
-    from millstream.records import crc32c
-    from millstream.store.ids import update_ids
-    from millstream.store.layout import ShardInfo, read_manifest, shard_name, sidecar_name, write_manifest
+    from millstream.core.records import crc32c
+    from millstream.traces.store.manifest import ShardInfo, read_manifest, shard_name, sidecar_name, write_manifest
+    from millstream.traces.store.table import update_ids
 
     path = folder / "many"
     with ms.TraceWriter(path) as writer:
@@ -273,9 +273,9 @@ def measure_many(folder: Path, num_shards: int) -> dict[str, Any]:
     build = clock(lambda: update_ids(path, manifest))
     code = (
         "import json, sys, time, millstream as ms\n"
-        "import millstream.store.traces, pyarrow.parquet\n"
+        "import millstream.traces.store.traces, pyarrow.parquet\n"
         "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
-        "ms.open(sys.argv[2])[0]\n"  # what any use brings with it
+        "ms.open(sys.argv[2])[0]\n"  # one-time costs
         "start, t = rss(), time.perf_counter()\n"
         "traces = ms.open(sys.argv[1])\n"
         "opened, memory = time.perf_counter() - t, rss() - start\n"
@@ -296,14 +296,14 @@ def measure_many(folder: Path, num_shards: int) -> dict[str, Any]:
 
 
 def measure_start() -> dict[str, Any]:
-    """`millstream --help`, as a person waits for it."""
+    """The time of `millstream --help`."""
     command = [str(Path(sys.executable).with_name("millstream")), "--help"]
     times = [clock(lambda: subprocess.run(command, capture_output=True, check=True)) for _ in range(7)]
     return {"help_s": round(median(times), 3)}
 
 
 def drop_cache(path: Path) -> None:
-    """Forget the files' pages, so that the next read comes from disk."""
+    """Drop the files from the page cache, so that the next read comes from disk."""
     os.sync()
     for file in path.rglob("*"):
         if file.is_file():
@@ -313,7 +313,7 @@ def drop_cache(path: Path) -> None:
 
 
 def _layers(peer: Any, order: list[int], num: int) -> tuple[float, int]:
-    """Microseconds to read (and touch) one layer of one record, and how many were read."""
+    """Microseconds to read (and touch) one layer of one record, and the number of layers read."""
     out = np.empty(4 << 20, np.uint8)
     start, done = time.perf_counter(), 0
     for i in order[:num]:
@@ -337,7 +337,7 @@ def _read_bytes() -> int:
 
 
 def in_process(what: str, *arguments: object) -> dict[str, Any]:
-    """Run one measurement of this file in a fresh process and a fresh folder."""
+    """Run one measurement of this file in a new process and a new folder."""
     base = os.environ.get("MILLSTREAM_BENCH_DIR")
     with tempfile.TemporaryDirectory(prefix="millstream-bench-", dir=base) as folder:
         command = [sys.executable, __file__, "--measure", what, "--folder", folder, *map(str, arguments)]
@@ -358,8 +358,8 @@ def table(title: str, rows: dict[str, dict[str, Any]], columns: list[str]) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=500)
-    parser.add_argument("--shards", type=int, default=10_000, help="of the store of many shards")
-    parser.add_argument("--only", nargs="*", help="these formats")
+    parser.add_argument("--shards", type=int, default=10_000, help="number of shards of the large store")
+    parser.add_argument("--only", nargs="*", help="measure only these formats")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
@@ -403,7 +403,7 @@ def main() -> None:
         print(f"{part}: " + ", ".join(f"{key} {value}" for key, value in result[part].items()))
     formats = result["formats"]
     table(
-        "Writing, and whole records at random from the page cache",
+        "Writing, and whole records in random order from the page cache",
         formats,
         ["write_mb_s", "writer_records_over_start", "record_mb_s", "memcpy_mb_s", "record_over_memcpy"],
     )

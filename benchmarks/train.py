@@ -1,17 +1,17 @@
-"""Training: graphs as one union against one by one, streaming against all in RAM, and memory as a store grows.
+"""Training: graphs as one union or one by one, streaming or in RAM, and peak memory against store size.
 
     python benchmarks/train.py                    # about 10 minutes, 12 GB of disk; benchmarks/results/train.json
     python benchmarks/train.py graphs epoch       # parts: graphs, epoch, memory
     python benchmarks/train.py quick=true         # small sizes, in less than a minute; train-quick.json
-    python benchmarks/train.py memory dir=FOLDER  # where the stores are made; they are removed at the end
+    python benchmarks/train.py memory dir=FOLDER  # where stores are written; removed at the end
 
 graphs: the same net with the same weights on the same records; our features and one call for all layers of all records,
-against a graph for each record and layer, one call a layer and a scan of a mask for the last token of each graph. Once
-as it is, and once with a malloc that keeps what is freed: large tensors else cost more in page faults than in work.
-epoch: the steps of `millstream train` on batches streamed from a store and on the same batches kept in RAM, in turns.
-memory: `ms.train` for an epoch over all of a store, in a process of its own: PSS of its process tree at the peak, over
-what it has after imports. Stores are read, not mapped, so the page cache is nobody's; pages of files that are mapped,
-as of libraries, are counted and shown apart.
+against one graph per record and layer, one call per layer and a mask scan for the last token of each graph. Once with
+the default malloc, once with a malloc that keeps freed memory: otherwise page faults dominate for large tensors.
+epoch: the steps of `millstream train` on batches streamed from a store and on the same batches in RAM, interleaved.
+memory: one epoch of `ms.train` over a whole store, in its own process: peak PSS of its process tree above that after
+imports. Stores are read, not mapped, so the page cache does not count; pages of mapped files, such as libraries, are
+included and shown separately.
 """
 
 import gc
@@ -35,24 +35,22 @@ import torch
 from torch_geometric.data import Batch, Data
 
 import millstream as ms
-from millstream.console import silent, unsaid
-from millstream.dataset.batch import TraceBatch
-from millstream.dataset.features import fields
-from millstream.dataset.graph_feature import GraphFeature
-from millstream.dataset.labels import LABEL
-from millstream.loader.recipe import as_tensor
-from millstream.model.detector import Means
-from millstream.model.geometric import scatter
-from millstream.model.gnn import GraphLSTM
-from millstream.model.net import LIMIT, match_width
-from millstream.train.data import open_labelled
-from millstream.train.detectors import AskedDetector
-from millstream.train.devices import make_fabric
-from millstream.train.log import Clock, Log, read_lines
-from millstream.train.loop import Job, Training, seed_all, steps_of
-from millstream.train.settings import TrainSettings
-from millstream.train.task import DETECTION
-from millstream.train.trained import Workplace
+from millstream.core.batches import ColumnBatch
+from millstream.core.console import ignore_message, silent
+from millstream.core.features import to_torch
+from millstream.core.labelled import LABEL
+from millstream.features import fields
+from millstream.traces.detectors.gnn import GraphLSTM, scatter
+from millstream.traces.detectors.net import LIMIT, match_width
+from millstream.traces.detectors.zoo import DETECTION, DetectorSpec
+from millstream.traces.graphs import GraphFeature
+from millstream.traces.settings import TrainSettings
+from millstream.traces.study import open_labelled
+from millstream.training.log import Clock, Log, read_lines
+from millstream.training.loop import Job, Training, seed_all, steps_of
+from millstream.training.run import make_fabric
+from millstream.training.task import FitResources
+from millstream.training.trained import Workplace
 from pss import peak_pss, tree_pss
 from train_data import Record, Shape, graph_records, write_store
 
@@ -61,9 +59,9 @@ MEMORY = 500_000_000
 MODELS = ("lstm", "gnn", "gvae")
 PARTS = ("graphs", "epoch", "memory")
 CHILD = "child"
-GRAPHS_S, EPOCHS_S = 12, 35  # turns of one comparison end after so long, but for the first
+GRAPHS_S, EPOCHS_S = 12, 35  # a comparison starts no new round after this long
 LEAST_TURNS = 2
-KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc: no memory is given back
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc: return no memory to the system
 LIKE_7B = Shape()
 PARAMETERS = TrainSettings().parameters
 
@@ -72,16 +70,16 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
-    records: int = 16  # of a batch of graphs
+    records: int = 16  # per batch of graphs
     layers: int = 32
     tokens: int = 48
-    turns: int = 9  # of graphs
+    turns: int = 9  # rounds of the graph comparison
     shape: Shape = LIKE_7B
     stores: tuple[int, int] = (1_000_000_000, 10_000_000_000)
-    epochs: int = 7  # in turns, after one that does not count
-    num_records: tuple[tuple[str, int], ...] = (("lstm", 640), ("gnn", 512), ("gvae", 384))  # of an epoch
+    epochs: int = 7  # interleaved, after one warm-up
+    num_records: tuple[tuple[str, int], ...] = (("lstm", 640), ("gnn", 512), ("gvae", 384))  # per epoch
     memory_of: tuple[str, ...] = ("lstm", "gnn")
 
 
@@ -110,16 +108,16 @@ def main() -> int:
         return 0
     parts = [word for word in sys.argv[1:] if "=" not in word] or list(PARTS)
     if unknown := set(parts) - set(PARTS):
-        print(f"{', '.join(unknown)}: there is {', '.join(PARTS)}", file=sys.stderr)
+        print(f"{', '.join(unknown)}: must be one of: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     file = RESULTS / ("train-quick.json" if quick else "train.json")
     file.parent.mkdir(exist_ok=True)
     result: Result = {"sizes": asdict(sizes), "threads": threads, "torch": torch.__version__}
-    begun = time.perf_counter()
+    started = time.perf_counter()
 
     def keep(part: str, found: object) -> None:
         result[part] = found
-        result["seconds"] = time.perf_counter() - begun
+        result["seconds"] = time.perf_counter() - started
         file.write_text(json.dumps(result, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory(dir=options.get("dir"), prefix="millstream-train-") as place:
@@ -141,7 +139,7 @@ def main() -> int:
 
 
 def child(name: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
-    """What a process of its own finds out; or, if it fails, why: the rest is worth measuring all the same."""
+    """The result of a measurement in its own process, or the error if it fails; the others still run."""
     command = [sys.executable, __file__, f"{CHILD}={name}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})})
     if done.returncode:
@@ -158,14 +156,14 @@ def all_graphs(sizes: Sizes, threads: Sequence[int]) -> list[Result]:
 
 
 def graphs(how: str, sizes: Sizes, threads: int) -> Result:
-    """Seconds of building and forward, as one union and one by one."""
+    """Seconds to build graphs and run the net, as one union and one by one."""
     torch.set_num_threads(threads)
     is_tier = how == "tier graph"
     dim, k = (64, 8) if is_tier else (128, None)
     records = graph_records(sizes.records, layers=sizes.layers, tokens=sizes.tokens, dim=dim, k=k)
-    if is_tier:  # what is kept of a trace: the eight strongest edges of a token
+    if is_tier:  # as stored in a trace: the eight strongest edges per token
         feature = ms.features.graphs(k, hidden="hidden", attention="edges")
-    else:  # all pairs of tokens, each with itself as well
+    else:  # all pairs of tokens, with self-loops
         feature = ms.features.graphs(None, hidden="hidden", attention="attention", self_loops=True)
     net = graph_net(sizes.layers, dim, None if is_tier else 128)
 
@@ -203,7 +201,7 @@ def graphs(how: str, sizes: Sizes, threads: int) -> Result:
 
 
 def graph_rows(times: dict[str, float]) -> dict[str, list[float]]:
-    """Of each thing to do: seconds of the union, of graphs one by one, and of those built pair by pair."""
+    """Per step: seconds for the union, for graphs one by one, and for graphs built pair by pair."""
     build = [times["build union"], times["build numpy"], times["build loop"]]
     rows = {"build": build}
     for what, name in (("forward", "forward"), ("forward and backward", "step")):
@@ -214,7 +212,7 @@ def graph_rows(times: dict[str, float]) -> dict[str, list[float]]:
 
 
 def graph_net(num_layers: int, dim: int, width: int | None) -> GraphLSTM:
-    """As `millstream train` makes it, or with the width asked for; its inputs scaled by something."""
+    """The net of `millstream train`, or with the given width; with random input scaling."""
 
     def build(width: int) -> GraphLSTM:
         return GraphLSTM(width, num_layers=num_layers, dim=dim, num_stats=0, dropout=0.0)
@@ -229,12 +227,12 @@ def graph_net(num_layers: int, dim: int, width: int | None) -> GraphLSTM:
 
 def build_union(feature: GraphFeature, records: Sequence[Record]) -> Result:
     columns = {name: [record[name] for record in records] for name in feature.fields}
-    made = feature(TraceBatch(np.arange(len(records)), columns))
-    return {name: as_tensor(value) for name, value in made.items()}
+    made = feature(ColumnBatch(np.arange(len(records)), columns))
+    return {name: to_torch(value) for name, value in made.items()}
 
 
 def build_each(records: Sequence[Record], edges: Callable[[np.ndarray], tuple[Any, Any, Any]]) -> list[Batch]:
-    """A graph for each record and layer; of each layer, the graphs of all records as a batch."""
+    """One graph per record and layer; the graphs of all records are batched per layer."""
     graphs: list[list[Data]] = []
     for record in records:
         graphs.append([])
@@ -251,7 +249,7 @@ def build_each(records: Sequence[Record], edges: Callable[[np.ndarray], tuple[An
 
 
 def with_loop(attention_TT: np.ndarray) -> tuple[list[int], list[int], list[float]]:
-    """Pair by pair, as the seed did; over a list, which is faster than over an array."""
+    """Pair by pair, as in the old script; over a list, which is faster than over an array."""
     sources: list[int] = []
     targets: list[int] = []
     weights: list[float] = []
@@ -266,13 +264,13 @@ def with_loop(attention_TT: np.ndarray) -> tuple[list[int], list[int], list[floa
 
 
 def with_numpy(attention_TT: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The whole graph at once, but each graph on its own."""
+    """Vectorised, but one graph at a time."""
     targets, sources = np.nonzero(attention_TT)  # nothing above the diagonal
     return sources, targets, attention_TT[targets, sources]
 
 
 def forward_each(net: GraphLSTM, by_layer: Sequence[Batch]) -> torch.Tensor:
-    """One call of the graph network a layer, and for each graph a scan for its last token."""
+    """One call of the graph network per layer, and a scan for the last token of each graph."""
     read: list[torch.Tensor] = []
     for layer, graph in enumerate(by_layer):
         x_ND = ((graph.x - net.x.mean[layer]) * net.x.factor[layer]).clamp(-LIMIT, LIMIT)
@@ -284,7 +282,7 @@ def forward_each(net: GraphLSTM, by_layer: Sequence[Batch]) -> torch.Tensor:
 
 
 def check_alike(net: GraphLSTM, union: Result, *each: Sequence[Batch]) -> None:
-    """All ways give the same logits and the same gradients."""
+    """Check that all variants give the same logits and gradients."""
 
     def found(logits: torch.Tensor) -> list[torch.Tensor]:
         return [logits.detach(), *torch.autograd.grad(logits.sum(), list(net.parameters()))]
@@ -296,17 +294,17 @@ def check_alike(net: GraphLSTM, union: Result, *each: Sequence[Batch]) -> None:
 
 
 def in_turns(ways: dict[str, Callable[[], object]], turns: int) -> tuple[dict[str, float], int]:
-    """The median seconds of each way after one turn that does not count, and how many turns there were."""
+    """The median seconds of each variant after one warm-up round, and the number of rounds."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     start = time.perf_counter()
     for turn in range(turns + 1):
         if turn > LEAST_TURNS and time.perf_counter() - start > GRAPHS_S:
             break
         for name, run in ways.items():
-            begun = time.perf_counter()
+            started = time.perf_counter()
             run()
             if turn:
-                times[name].append(time.perf_counter() - begun)
+                times[name].append(time.perf_counter() - started)
     return {name: median(found) for name, found in times.items()}, len(times["build union"])
 
 
@@ -320,8 +318,8 @@ def _no_grad(run: Callable[[], object]) -> Callable[[], object]:
 
 def show_graphs(found: dict[str, Any], sizes: Sizes) -> None:
     print(
-        f"\ngraphs of {sizes.records} records, {sizes.layers} layers, about {sizes.tokens} tokens: ms, and how many "
-        "times those of the union"
+        f"\ngraphs of {sizes.records} records, {sizes.layers} layers, about {sizes.tokens} tokens: ms, and ratio "
+        "to the union"
     )
     for malloc, rows in found.items():
         for one in rows if isinstance(rows, list) else ():
@@ -329,12 +327,12 @@ def show_graphs(found: dict[str, Any], sizes: Sizes) -> None:
                 f"\n{one['how']}, {one['threads']} thread(s), {malloc}: {one['dim']}-d nodes, width {one['width']}, "
                 f"{one['nodes']} nodes, {one['edges']} edges, {one['turns']} turns"
             )
-            print(f"{'':28}{'union':>9}{'each, numpy':>13}{'':>8}{'each, pairs':>13}{'':>8}{'asked':>8}")
+            print(f"{'':28}{'union':>9}{'each, numpy':>13}{'':>8}{'each, pairs':>13}{'':>8}{'goal':>8}")
             for what, (ours, numpy, loop) in one["rows"].items():
-                asked = ">= 5x" if what.startswith("build, ") else ""
+                goal = ">= 5x" if what.startswith("build, ") else ""
                 print(
                     f"{what:28}{ours * 1e3:>9.1f}{numpy * 1e3:>13.1f}{numpy / ours:>7.1f}x{loop * 1e3:>13.1f}"
-                    f"{loop / ours:>7.1f}x{asked:>8}"
+                    f"{loop / ours:>7.1f}x{goal:>8}"
                 )
     sys.stdout.flush()
 
@@ -343,43 +341,43 @@ def show_graphs(found: dict[str, Any], sizes: Sizes) -> None:
 
 
 def make_stores(folder: Path, sizes: Sizes, both: bool) -> list[Path]:
-    """A small store and, if asked for, a large one; of less than was meant where the disk is too full for it."""
+    """Write a small store and, if `both`, a large one; smaller than planned if the disk is too full."""
     made: list[Path] = []
     for wanted in sizes.stores[: 1 + both]:
         num_bytes = min(wanted, int(shutil.disk_usage(folder).free * 0.8))
         if num_bytes < wanted:
-            print(f"the disk has room for a store of {num_bytes / 1e9:.1f} GB only, not {wanted / 1e9:.1f}")
+            print(f"disk too full: writing a store of {num_bytes / 1e9:.1f} GB instead of {wanted / 1e9:.1f} GB")
         path = folder / f"store{len(made)}"
-        begun = time.perf_counter()
+        started = time.perf_counter()
         num = write_store(path, num_bytes, sizes.shape)
-        print(f"{path}: {num} records, {num_bytes / 1e9:.2f} GB, written in {time.perf_counter() - begun:.0f} s")
+        print(f"{path}: {num} records, {num_bytes / 1e9:.2f} GB, written in {time.perf_counter() - started:.0f} s")
         made.append(path)
     return made
 
 
 def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int, threads: int) -> Result:
-    """Seconds of epochs that stream and of epochs over the same batches in RAM, in turns; and of one from the disk."""
+    """Seconds of streaming epochs and of epochs over the same batches in RAM, interleaved; and of one from disk."""
     settings = TrainSettings(data=str(store), memory=MEMORY, epochs=sizes.epochs + 2)
     traces = open_labelled(settings.data, settings.label)
     part = traces.subset(range(min(num_records, len(traces))))
     fabric = make_fabric(settings)
     torch.set_num_threads(threads)
-    means = Means(0, MEMORY // 2)  # as in a run: the other half is for the model at work
-    asked = AskedDetector(name, part.field_names)
-    detector = asked.build(means=means, place=Workplace(settings, fabric, str(store))).model
+    resources = FitResources(0, MEMORY // 2)  # as in a run: the other half is for the model
+    spec = DetectorSpec(name, part.field_names)
+    detector = spec.build(resources=resources, place=Workplace(settings, fabric, str(store))).model
     seed_all(0)
-    net = detector._build(part)
-    net.set_scales(detector._moments(net, part))
+    net = detector.build(part)
+    detector.prepare(net, part)
     loader = ms.Loader(
         part,
         batch_size=max(s for s in range(1, detector.at_once + 1) if settings.batch_size % s == 0),
         features=[*detector.kit.features, fields(LABEL)],
-        memory=means.memory,
-        notify=unsaid,
+        memory=resources.memory,
+        notify=ignore_message,
     )
     kept = [{key: value.clone() for key, value in batch.items()} for batch in loader]
     seen = detector.kit.features
-    job = Job(name, 0, folder, settings, DETECTION, seen, seen, means.memory, str(store), detector.at_once)
+    job = Job(name, 0, folder, settings, DETECTION, seen, seen, resources.memory, str(store), detector.at_once)
 
     def training() -> Training:
         return Training(job, fabric, deepcopy(net), log=Log(folder), progress=silent, stop=lambda: False)
@@ -405,12 +403,12 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
                 if side == "stream":
                     waiting.append(waited / took)
                     firsts.append(first)
-        assert turn or same_losses(sides["stream"], sides["ram"]), "the two sides did not see the same"
-        begun = time.perf_counter()
+        assert turn or same_losses(sides["stream"], sides["ram"]), "the two sides saw different batches"
+        started = time.perf_counter()
         for _ in loader:
             pass
-        seconds["loader alone"].append(time.perf_counter() - begun)
-    forget(store)
+        seconds["loader alone"].append(time.perf_counter() - started)
+    drop_cache(store)
     cold, waited, _ = run("stream")
     batch_bytes = sum(value.nbytes for batch in kept for value in batch.values()) / len(kept)
     return {
@@ -431,9 +429,9 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
 def one_epoch(
     training: Training, batches: Iterable[Any], weight_2: torch.Tensor, num_records: int
 ) -> tuple[float, float, float]:
-    """What `Training.run` does with batches, but for validation and checkpoints.
+    """Like `Training.run`, without validation and checkpoints.
 
-    Gives its seconds, those of them spent waiting for batches, and those for the first batch.
+    Returns the total seconds, those spent waiting for batches, and those until the first batch.
     """
     given, at = training.job.settings, training.at
     steps = math.ceil(num_records / given.batch_size)
@@ -448,7 +446,7 @@ def one_epoch(
         first = first or clock.waited
         if isinstance(batches, ms.Loader):
             at.loader = batches.state_dict()
-        training._tell(clock, num_records, steps)
+        training._show(clock, num_records, steps)
     return clock.seconds, clock.waited, first
 
 
@@ -456,8 +454,8 @@ def same_losses(one: Training, other: Training) -> bool:
     return all(math.isclose(one.at.sums[name], other.at.sums[name], rel_tol=1e-3) for name in one.at.sums)
 
 
-def forget(store: Path) -> None:
-    """Let the page cache forget the files, as far as nobody has them mapped."""
+def drop_cache(store: Path) -> None:
+    """Drop the files from the page cache, unless they are mapped."""
     for path in store.iterdir():
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -467,12 +465,10 @@ def forget(store: Path) -> None:
 
 
 def show_epochs(found: Sequence[Result]) -> None:
-    print(
-        f"\nan epoch that streams under {MEMORY / 1e6:.0f} MB, to one over the same batches in RAM; ms are of a batch"
-    )
+    print(f"\na streaming epoch under {MEMORY / 1e6:.0f} MB against one over the same batches in RAM; ms per batch")
     print(
         f"{'model':6}{'threads':>8}{'steps':>6}{'MB':>6}{'RAM ms':>8}{'stream ms':>10}{'loader alone':>13}{'to RAM':>8}"
-        f"{'asked':>8}{'least':>6}{'most':>6}{'waiting':>9}{'asked':>7}{'first ms':>9}{'cold':>6}{'waiting':>8}"
+        f"{'goal':>8}{'least':>6}{'most':>6}{'waiting':>9}{'goal':>7}{'first ms':>9}{'cold':>6}{'waiting':>8}"
     )
     for one in found:
         ram, stream, alone = (median(one["seconds"][way]) / one["steps"] for way in ("ram", "stream", "loader alone"))
@@ -489,7 +485,7 @@ def show_epochs(found: Sequence[Result]) -> None:
 
 
 def memory(name: str, stores: Sequence[Path], folder: Path) -> Result:
-    """Peaks of training on each store, a process each."""
+    """Peak memory of training on each store, each in its own process."""
     runs = [child(name, f"store={store}", f"out={folder / f'run-{name}-{store.name}'}") for store in stores]
     found = [run for run in runs if "failed" not in run]
     growth = found[-1]["peak_bytes"] / found[0]["peak_bytes"] if len(found) > 1 else None
@@ -497,17 +493,17 @@ def memory(name: str, stores: Sequence[Path], folder: Path) -> Result:
 
 
 def trained(store: str, name: str, out: str) -> Result:
-    """One epoch of `ms.train` over all of a store: what it takes beyond imports at its peak."""
-    import millstream.train.run  # noqa: F401  so that it is in the base, as torch_geometric is
+    """One epoch of `ms.train` over a whole store: its peak memory above that after imports."""
+    import millstream.training.run  # noqa: F401  so that it is in the base, like torch_geometric
 
     settings = TrainSettings(data=store, train=0.9, val=0.05)
     make_fabric(settings)
     gc.collect()
     base, base_files = tree_pss()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with peak_pss() as peak:
         ms.train(store, model=name, out=out, epochs=1, seeds=1, train=settings.train, val=settings.val, memory=MEMORY)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
     (line,) = [line for line in read_lines(Path(out)) if line["kind"] == "epoch"]
     traces = ms.open(store)
     return {
@@ -524,11 +520,13 @@ def trained(store: str, name: str, out: str) -> Result:
 
 
 def show_memory(found: Sequence[Result]) -> None:
-    print(f"\npeak of `ms.train` for one epoch over a whole store, memory={MEMORY / 1e6:.0f}MB: MB of PSS over imports")
+    print(
+        f"\npeak of `ms.train` for one epoch over a whole store, memory={MEMORY / 1e6:.0f}MB: MB of PSS above imports"
+    )
     print("waiting is as in metrics.jsonl")
     print(
-        f"{'model':8}{'store GB':>9}{'records':>9}{'peak':>8}{'of files':>10}{'of budget':>11}{'asked':>7}{'growth':>8}"
-        f"{'asked':>9}{'seconds':>9}{'records/s':>11}{'waiting':>9}{'asked':>7}"
+        f"{'model':8}{'store GB':>9}{'records':>9}{'peak':>8}{'of files':>10}{'of budget':>11}{'goal':>7}{'growth':>8}"
+        f"{'goal':>9}{'seconds':>9}{'records/s':>11}{'waiting':>9}{'goal':>7}"
     )
     for one in found:
         for row in one["stores"]:

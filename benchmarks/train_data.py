@@ -1,6 +1,6 @@
-"""The data of the training benchmark: made-up traces of the tier `probe`, shaped like a 7B model's, and token graphs.
+"""Data of the training benchmark: synthetic traces of the tier `probe`, shaped as for a 7B model, and token graphs.
 
-Record `i` depends on `i` alone. Numbers are cut out of one long draw of chance: writing costs about what a memcpy does.
+Record `i` depends only on `i`. Values are slices of one random array, so a record costs about as much as a memcpy.
 """
 
 # L layers, H heads, T tokens, N generated tokens, D hidden, K edges of a token
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 import millstream as ms
-from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, POSITIONS, TOP_K, parse_fields
+from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, POSITIONS, TOP_K, parse_fields
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a language model, and how many tokens its prompts and answers have."""
+    """The shape of a language model, and the number of tokens of its prompts and answers."""
 
     layers: int = 32
     heads: int = 32
@@ -32,7 +32,7 @@ class Shape:
 
 
 def write_store(path: Path, num_bytes: int, shape: Shape) -> int:
-    """A store of so many bytes; how many records it has."""
+    """Write a store of this many bytes; returns its number of records."""
     schema = parse_fields("probe", None, stored="float16").schema()
     written = 0
     with ms.TraceWriter(path, schema=schema) as writer:
@@ -54,8 +54,8 @@ def trace(number: int, shape: Shape) -> Record:
     target_T1 = np.arange(tokens)[:, None]
     source_LTK = (rng.random((layers, tokens, NUM_EDGES), np.float32) * target_T1).astype(np.int16)
     source_LTK = np.where(np.arange(NUM_EDGES) < target_T1, source_LTK, -1).astype(np.int16)
-    weight_LTK = _share(rng, layers, tokens, NUM_EDGES) * np.float16(0.1) * (source_LTK >= 0)
-    top_NK = -np.sort(_share(rng, steps, TOP_K).astype(np.float32) * 8, axis=1)
+    weight_LTK = _fraction(rng, layers, tokens, NUM_EDGES) * np.float16(0.1) * (source_LTK >= 0)
+    top_NK = -np.sort(_fraction(rng, steps, TOP_K).astype(np.float32) * 8, axis=1)
     return {
         "question_id": f"q{number:06d}",
         "generated_answer": "a word or two",
@@ -68,24 +68,24 @@ def trace(number: int, shape: Shape) -> Record:
         "rank": np.zeros(steps, np.int32),
         "topk_ids": rng.integers(0, 32_000, (steps, TOP_K), np.int32),
         "topk_logprobs": top_NK,
-        "self_attention": _share(rng, layers, heads, rows),
-        "attention_entropy": _share(rng, layers, heads, rows),
-        "prompt_attention": _share(rng, layers, heads, rows),
-        "laplacian": _share(rng, layers, heads, NUM_EIGENVALUES),
-        "attention_logdet": -_share(rng, layers, heads).astype(np.float32),
+        "self_attention": _fraction(rng, layers, heads, rows),
+        "attention_entropy": _fraction(rng, layers, heads, rows),
+        "prompt_attention": _fraction(rng, layers, heads, rows),
+        "laplacian": _fraction(rng, layers, heads, NUM_EIGENVALUES),
+        "attention_logdet": -_fraction(rng, layers, heads).astype(np.float32),
         "nodes": _normal(rng, layers + 1, tokens, NODE_DIM),
         "edge_source": source_LTK,
         "edge_weight": weight_LTK,
-        "edge_rest": _share(rng, layers, tokens),
+        "edge_rest": _fraction(rng, layers, tokens),
         "states": _normal(rng, layers + 1, len(POSITIONS), shape.hidden),
     }
 
 
 def graph_records(num: int, *, layers: int, tokens: int, dim: int, k: int | None) -> list[Record]:
-    """Hidden states [L, T, D] and head-mean attention [L, T, T] of `num` records, a quarter shorter to longer.
+    """Hidden states [L, T, D] and head-averaged attention [L, T, T] of `num` records; lengths vary by a quarter.
 
-    With `k` only the strongest entries of each token before it are left in `attention`, and the same ones are in
-    `edge_source` and `edge_weight` [L, T, k], as the tier `graph` keeps them; without, the diagonal is there as well.
+    With `k`, `attention` keeps only the k strongest earlier tokens of each token, which are also in `edge_source` and
+    `edge_weight` [L, T, k] as in the tier `graph`; without `k` it also has the diagonal.
     """
     return list(_graph_records(num, layers, tokens, dim, k))
 
@@ -111,9 +111,9 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return _slice(rng, _pool(), shape)
 
 
-def _share(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Between 0 and 1."""
-    return _slice(rng, _shares(), shape)
+def _fraction(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Values between 0 and 1."""
+    return _slice(rng, _fractions(), shape)
 
 
 def _slice(rng: np.random.Generator, pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -128,5 +128,5 @@ def _pool() -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def _shares() -> np.ndarray:
+def _fractions() -> np.ndarray:
     return np.random.default_rng(0).uniform(0.01, 0.99, 1 << 20).astype(np.float16)

@@ -1,10 +1,10 @@
-"""How soon `millstream view` shows something: a store of 100,000 traces and 10 GB, a run, and 10 GB of reads.
+"""Response times of `millstream view`: a store of 100,000 traces and 10 GB, a run, and 10 GB of reads.
 
     python benchmarks/view.py [folder=FOLDER] [traces=100000] [gigabytes=10]
 
-Each row is one thing that a page asks for, over HTTP, from a server in a process of its own: the first time after the
-files were dropped from the page cache (cold), and the median of ten more with other numbers (warm). No peer shows such
-stores; what is promised is that every view opens in under a second.
+Each row is one HTTP request of a page to a server in its own process: the first after the files were dropped from the
+page cache (cold), and the median of ten more with other numbers (warm). There is no peer for such stores; the goal is
+that every view opens in under a second.
 """
 
 import json
@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import millstream as ms
-from millstream.source.llm.fields import parse_fields
+from millstream.traces.llm.fields import parse_fields
 
 LAYERS, TOKENS, DIM, STEPS, TOP = 12, 46, 64, 12, 20
 HEADER = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
@@ -89,7 +89,7 @@ def make_store(path: Path, num_traces: int) -> None:
 
 
 def make_run(run: Path, store: Path, num_traces: int) -> None:
-    """Scores of twenty detectors on three tenths of the records, as `millstream train` keeps them."""
+    """Scores of twenty detectors on 30 % of the records, as `millstream train` stores them."""
     rng = np.random.default_rng(1)
     run.mkdir()
     records = np.sort(rng.permutation(num_traces)[: num_traces * 3 // 10])
@@ -116,10 +116,10 @@ def make_run(run: Path, store: Path, num_traces: int) -> None:
 
 def make_reads(path: Path, size: int) -> None:
     rng = np.random.default_rng(2)
-    letters = np.frombuffer(b"ACGT", np.uint8)[rng.integers(0, 4, (200_000, 150))]
+    bases = np.frombuffer(b"ACGT", np.uint8)[rng.integers(0, 4, (200_000, 150))]
     block = b"".join(
         b">lbl|%d|%d|150|read%d/1\n%s\n" % (number % 20, 562 + number % 20, number, row.tobytes())
-        for number, row in enumerate(letters)
+        for number, row in enumerate(bases)
     )
     with path.open("wb") as file:
         while file.tell() < size:
@@ -132,7 +132,7 @@ def show_traces(store: Path, num_traces: int) -> None:
     def any_trace() -> int:
         return int(rng.integers(0, num_traces))
 
-    asked: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
+    requests: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
         "the page": lambda: ("traces/", {}),
         "about the store": lambda: ("traces/api/about", {}),
         "first page of the list": lambda: ("traces/api/list", {}),
@@ -148,56 +148,56 @@ def show_traces(store: Path, num_traces: int) -> None:
     }
     size = sum(file.stat().st_size for file in store.iterdir())
     print(f"\n{store.name}: {num_traces} traces, {size / 1e9:.1f} GB")
-    measure([store, store.parent / "run"], store, asked)
+    measure([store, store.parent / "run"], store, requests)
     run = store.parent / "run"
     print(f"\n{run.name}: {(run / 'metrics.jsonl').stat().st_size / 1e6:.1f} MB of metrics.jsonl, a day of it")
-    measure([run], run, {"the page": lambda: ("run/", {}), "all that was logged": lambda: ("run/api/state", {})})
+    measure([run], run, {"the page": lambda: ("run/", {}), "the whole log": lambda: ("run/api/state", {})})
 
 
 def show_reads(file: Path) -> None:
     reads = ms.open(file)
     rng = np.random.default_rng(4)
     print(f"\n{file.name}: {len(reads)} reads, {file.stat().st_size / 1e9:.1f} GB")
-    asked: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
+    requests: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
         "the page": lambda: ("reads/", {}),
         "about the reads": lambda: ("reads/api/overview", {}),
         "lengths": lambda: ("reads/api/lengths", {}),
-        "letters of a sample": lambda: ("reads/api/composition", {}),
+        "base composition of a sample": lambda: ("reads/api/composition", {}),
         "classes": lambda: ("reads/api/classes", {"column": "class_id"}),
         "a page in the middle": lambda: ("reads/api/list", {"first": int(rng.integers(0, len(reads)))}),
         "a read by number": lambda: ("reads/api/record", {"number": int(rng.integers(0, len(reads)))}),
     }
-    measure([file.parent], file, asked)
+    measure([file.parent], file, requests)
 
 
-def measure(cold: list[Path], path: Path, asked: dict[str, Callable[[], tuple[str, dict[str, object]]]]) -> None:
+def measure(cold: list[Path], path: Path, requests: dict[str, Callable[[], tuple[str, dict[str, object]]]]) -> None:
     for place in cold:
         for file in place.iterdir():
             if file.is_file():
                 _drop(file)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     command = [sys.executable, "-m", "millstream", "view", str(path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr
         line = next(line for line in server.stderr if "http://" in line)
         address = next(word for word in line.split() if word.startswith("http://"))
         print(f"{'':28} {'cold, ms':>9} {'warm, ms':>9}")
-        for name, ask in asked.items():
-            first = _time(address, *ask())
-            print(f"{name:28} {first:9.0f} {statistics.median(_time(address, *ask()) for _ in range(10)):9.0f}")
+        for name, make in requests.items():
+            first = _time(address, *make())
+            print(f"{name:28} {first:9.0f} {statistics.median(_time(address, *make()) for _ in range(10)):9.0f}")
             if name == "the page":
-                print(f"{'from the command to here':28} {1000 * (time.perf_counter() - begun):9.0f}")
+                print(f"{'from command to page':28} {1000 * (time.perf_counter() - started):9.0f}")
         server.terminate()
 
 
 def _time(address: str, path: str, query: dict[str, object]) -> float:
-    """Milliseconds until the answer is there; one that is not ready yet is asked for again, as a page does."""
-    begun = time.perf_counter()
+    """Milliseconds to the response; polls until it is ready, as a page does."""
+    started = time.perf_counter()
     while True:
         with urllib.request.urlopen(f"{address}{path}?{urllib.parse.urlencode(query)}") as response:
             found = response.read()
         if not found.startswith(b'{"ready":false') or path.endswith("about"):
-            return 1000 * (time.perf_counter() - begun)
+            return 1000 * (time.perf_counter() - started)
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""Examples in docstrings stand after `>>>`, as at Python's prompt; the site shows them as code to copy."""
+"""Griffe extension: shows `>>>` examples of docstrings as code blocks that can be copied."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Puts every run of prompt lines into a fence of its own."""
+    """Puts every run of `>>>` lines into a fenced block."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
@@ -20,5 +20,5 @@ def fenced(text: str) -> str:
 
 def _fence(match: re.Match[str]) -> str:
     lines = match[0].splitlines()
-    typed = [line[4:] if line.startswith((">>> ", "... ")) else f"# {line}" for line in lines]
-    return "\n".join(["```python", *typed, "```"])
+    code = [line[4:] if line.startswith((">>> ", "... ")) else f"# {line}" for line in lines]
+    return "\n".join(["```python", *code, "```"])

@@ -1,83 +1,68 @@
-"""What mkdocs fills in when the site is built, so that nothing is written twice: commands, settings, errors.
+"""mkdocs hook: generates the tables of commands, settings and errors from the code, so that nothing is written twice.
 
-A page says `<!-- commands -->`, `<!-- errors -->` or `<!-- settings: NAME -->`. What stands there in the site comes
-from the command line, from errors.py, and from the dataclasses of settings with the comments beside their fields.
+`<!-- commands -->`, `<!-- errors -->` and `<!-- settings: NAME -->` in a page are replaced with text from the command
+line, from errors.py and from the settings dataclasses.
 """
 
-import ast
 import inspect
-import io
 import re
-import tokenize
-from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
-from typing import Any, get_args, get_type_hints
+from typing import Any
+
+from millstream.core.config import Setting, list_settings
 
 SETTINGS = {
-    "extract": "millstream.source.llm.settings:ExtractSettings",
-    "label": "millstream.dataset.label:LabelSettings",
-    "featurize": "millstream.dataset.featurize:FeaturizeSettings",
-    "detectors": "millstream.train.settings:TrainSettings",
-    "reads": "millstream.train.read_settings:ReadSettings",
-    "evaluate": "millstream.train.evaluate:EvaluateSettings",
+    "extract": "millstream.traces.settings:ExtractSettings",
+    "label": "millstream.traces.settings:LabelSettings",
+    "featurize": "millstream.traces.settings:FeaturizeSettings",
+    "detectors": "millstream.traces.settings:TrainSettings",
+    "reads": "millstream.reads.settings:ReadSettings",
+    "evaluate": "millstream.traces.settings:EvaluateSettings",
 }
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Called by mkdocs with every page."""
+    """Called by mkdocs for every page."""
     return expand(markdown)
 
 
 def expand(markdown: str) -> str:
-    """The page with everything filled in."""
+    """The page with all placeholders replaced."""
     markdown = re.sub(r"<!-- commands -->", lambda _: commands(), markdown)
     markdown = re.sub(r"<!-- errors -->", lambda _: errors(), markdown)
     return re.sub(r"<!-- settings: (\w+) -->", lambda match: settings_table(match[1]), markdown)
 
 
 def commands() -> str:
-    """A section for every command along the flow, with its usage, help, arguments and options."""
+    """A section per command, grouped as in `millstream --help`, with its usage, help, arguments and options."""
     import typer.main
 
-    from millstream.cli import app
-    from millstream.cli_help import FLOW
+    from millstream.cli.app import make_app
 
-    group: Any = typer.main.get_command(app)
-    parts = [
-        [f"## {title}", *(_command(name, group.commands[name]) for name in names)] for title, names in FLOW.items()
-    ]
-    return "\n\n".join(text for part in parts for text in part)
+    group: Any = typer.main.get_command(make_app())
+    sections: dict[str, list[str]] = {}
+    for name in group.list_commands(None):
+        command = group.commands[name]
+        sections.setdefault(command.rich_help_panel, []).append(_command(name, command))
+    return "\n\n".join(text for title, found in sections.items() for text in [f"## {title}", *found])
 
 
 def errors() -> str:
-    """The tree of exceptions, as it stands at the top of errors.py."""
+    """The exception tree from the docstring of errors.py."""
     text = inspect.getdoc(import_module("millstream.errors")) or ""
     return f"```text\n{text[text.index('MillstreamError') :]}\n```"
 
 
-def settings_of(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Name, type, default and meaning of every setting; those within settings by their whole names."""
-    hints, meanings = get_type_hints(kind), _meanings(kind)
-    found: list[tuple[str, str, str, str]] = []
-    for field in fields(kind):
-        hint: Any = hints[field.name]
-        if is_dataclass(hint):
-            found += settings_of(hint, f"{prefix}{field.name}.")
-            continue
-        types = " or ".join("none" if part is type(None) else part.__name__ for part in get_args(hint) or (hint,))
-        default = "" if field.default in (MISSING, "") else _shown(field.default)
-        found.append((prefix + field.name, types, default, meanings.get(field.name, "")))
-    return found
-
-
-def settings_of_name(name: str) -> list[tuple[str, str, str, str]]:
+def settings_of_name(name: str) -> list[Setting]:
     module, _, kind = SETTINGS[name].partition(":")
-    return settings_of(getattr(import_module(module), kind))
+    return list_settings(getattr(import_module(module), kind))
 
 
 def settings_table(name: str) -> str:
-    rows = settings_of_name(name)
-    lines = [f"| `{key}` | {types} | {_code(default)} | {_cell(meaning)} |" for key, types, default, meaning in rows]
+    lines = [
+        f"| `{one.name}` | {one.type} | {_code(_default(one.default))} | {_cell(one.help)} |"
+        for one in settings_of_name(name)
+    ]
     return "\n".join(["| setting | type | default | meaning |", "|---|---|---|---|", *lines])
 
 
@@ -98,29 +83,12 @@ def _command(name: str, command: Any) -> str:
     )
 
 
-def _meanings(kind: type[Any]) -> dict[str, str]:
-    """The comment beside each field; a subclass that only changes a default keeps the meaning."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not is_dataclass(base):
-            continue
-        source = inspect.cleandoc(inspect.getsource(base))
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-        (definition,) = ast.parse(source).body
-        assert isinstance(definition, ast.ClassDef)
-        for node in definition.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno in comments:
-                found[node.target.id] = comments[node.end_lineno]
-    return found
-
-
-def _shown(value: object) -> str:
+def _default(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _prose(text: str) -> str:
-    """Help as Markdown: what looks like a tag or a field is code, so that nothing is swallowed."""
+    """Help text as Markdown: tags become code and special characters are escaped, so that all of it is shown."""
     return re.sub(r"(<[^>\s]*>)", r"`\1`", text).replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
 
 

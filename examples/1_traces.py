@@ -1,7 +1,7 @@
-"""Ask a language model questions, keep what goes on inside it, judge its answers. Writes FOLDER/traces.
+"""Run a language model on questions, store its activations, label its answers. Writes FOLDER/traces.
 
-The model is a tiny Llama that was told where some people live and makes up the rest. Yours is a folder, or a name on
-the Hugging Face hub: model="Qwen/Qwen3-4B". In a shell it is `millstream extract`, then `millstream label`.
+The model is a tiny Llama that learned where some people live and hallucinates the rest. Use your own: a folder, or a
+name on the Hugging Face Hub, model="Qwen/Qwen3-4B". In a shell: `millstream extract`, then `millstream label`.
 """
 
 import json
@@ -21,7 +21,7 @@ HOMES = [" ".join(parts) for parts in product("123456789", ["Old", "New", "High"
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)  # for so small a model more of them only wait for each other
+    torch.set_num_threads(1)  # more threads do not help a model this small
     rng = random.Random(0)
     pairs = zip(rng.sample(PEOPLE, len(PEOPLE)), rng.choices(HOMES, k=len(PEOPLE)), strict=True)
     rows = [{"id": who, "question": f"Where does {who} live?", "answer": home} for who, home in pairs]
@@ -29,15 +29,15 @@ def main(folder: Path) -> None:
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"tier": "full", "prompt": "{question}", "max_new_tokens": 6, "memory": "200MB"}
     done = ms.extract(folder / "questions.jsonl", folder / "traces", model=str(folder / "model"), **settings)
-    said = ms.label(done.path, rule="em").counts  # labels.parquet: exact match, F1, ROUGE-L and verdict of each
-    print(f"{done.records} traces, {done.bytes / 1e6:.1f} MB: {said['right']} answers right, {said['wrong']} made up")
+    counts = ms.label(done.path, rule="em").counts  # labels.parquet: exact match, F1, ROUGE-L and verdict per answer
+    print(f"{done.records} traces, {done.bytes / 1e6:.1f} MB: {counts['right']} answers right, {counts['wrong']} wrong")
     for trace in ms.open(done.path).subset([0, 240, 479]):
         print(f"  {trace['question']} {trace['generated_answer']} (true: {trace['answer']})", trace["hidden"].shape)
-    print(f"Wrote {done.path}: texts, log-probs, hidden states, attention. Next: python examples/2_loader.py {folder}")
+    print(f"Wrote {done.path}: text, log-probs, hidden states, attention. Next: python examples/2_loader.py {folder}")
 
 
 def make_model(texts: list[str], folder: Path) -> None:
-    """A Llama that is told a third of the texts often, a third rarely, a third never; as a Hugging Face folder."""
+    """Train a Llama on a third of the texts often, a third rarely, a third never; save it as a Hugging Face folder."""
     words = dict.fromkeys(["<end>", *" ".join(texts).replace("?", " ?").split()])
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -47,7 +47,7 @@ def make_model(texts: list[str], folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), initializer_range=0.06, eos_token_id=0, **sizes))
     rows, often = torch.tensor(fast(texts)["input_ids"]), torch.tensor([3.0, 1.0, 0.0]).repeat(len(texts) // 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(85):  # by then it knows about half of what it is told
+    for _ in range(85):  # by then it knows about half of the answers
         batch = rows[torch.multinomial(often, 64)]
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step(), optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Train on a store larger than memory with a torch loop of your own: split, shuffle, stop half way, go on exactly.
+"""Train on a store larger than memory with your own torch loop: split, shuffle, stop halfway, resume exactly.
 
 The records stay on disk. The order of an epoch is a function of seed and position, so its state is a few numbers.
 """
@@ -14,8 +14,8 @@ import millstream as ms
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)  # for so small a net more of them only wait for each other
-    if not (folder / "traces" / "labels.parquet").exists():  # made by the example before this one
+    torch.set_num_threads(1)  # more threads do not help a net this small
+    if not (folder / "traces" / "labels.parquet").exists():  # written by the first example
         runpy.run_path(str(Path(__file__).with_name("1_traces.py")))["main"](folder)
     traces = ms.open(folder / "traces")  # reads the manifest only
     labelled = ms.labelled(traces, column="verdict", values={"right": 0, "wrong": 1}, missing="drop")
@@ -44,13 +44,13 @@ def main(folder: Path) -> None:
         seen += batch["numbers"].tolist()
         if len(seen) > len(split["train"]) // 2:
             (folder / "loader.json").write_text(json.dumps(loader.state_dict()))
-            break  # as a kill would end it: only the file is left
+            break  # like a kill: only the file is left
 
     again = ms.Loader(split["train"], batch_size=20, features=features, seed=7, memory="50MB", threads=1)
     again.load_state_dict(json.loads((folder / "loader.json").read_text()))
     rest = [number for batch in again for number in batch["numbers"].tolist()]
     assert len({*seen, *rest}) == len(seen) + len(rest) == len(split["train"])
-    print(f"{len(seen)} records before the stop, {len(rest)} after it in other batches: each exactly once")
+    print(f"{len(seen)} records before the stop, {len(rest)} after it, in batches of another size: each exactly once")
     print(f"Wrote {folder / 'loader.json'}. Next: python examples/3_detectors.py {folder}")
 
 

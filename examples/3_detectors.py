@@ -1,4 +1,4 @@
-"""Train detectors of made-up answers, one of your own among them, and compare them on questions none has seen.
+"""Train detectors of wrong answers, one of them your own, and compare them on questions not seen in training.
 
 In a shell: millstream train data=FOLDER/traces model=lstm,mean_logprob out=FOLDER/run; millstream evaluate FOLDER/run
 """
@@ -10,38 +10,39 @@ from pathlib import Path
 import numpy as np
 
 import millstream as ms
-from millstream.model.detector import Means, Scores
-from millstream.report.reported import report_of
+from millstream.report.run import report_of
+from millstream.traces.detectors.detector import Scores
+from millstream.training.task import FitResources
 
 
 class Doubt:
-    """How far the most likely next token is ahead of the second, at the answer's least sure token."""
+    """The smallest margin between the two most likely next tokens of an answer, in log-probability."""
 
-    fields = ("topk_logprobs",)  # what it reads of a record: [token, 20]
+    fields = ("topk_logprobs",)  # the fields it reads: [token, 20]
 
-    def __init__(self, means: Means) -> None:
-        self.arrays, self.chosen, self.means = {}, {}, means  # what fit learned; what it chose, for the report
+    def __init__(self, resources: FitResources) -> None:
+        self.arrays, self.chosen, self.resources = {}, {}, resources  # fitted weights; chosen settings, for the report
 
     def fit(self, train: ms.Collection, val: ms.Collection) -> None:
-        """Nothing to learn. One that learns reads `train` as in 2_loader.py and puts its weights into `arrays`."""
+        """Nothing to fit. Otherwise: read `train` as in 2_loader.py and put the weights into `arrays`."""
 
     def score(self, collection: ms.Collection) -> Scores:
-        """One number a record, in order; higher: more likely wrong."""
+        """One score per record, in order; higher means more likely wrong."""
         features = ms.features.fields("topk_logprobs", pad=False)
-        loader = ms.Loader(collection, batch_size=256, features=features, order="none", memory=self.means.memory)
-        ahead = [top[:, 0] - top[:, 1] for batch in loader for top in batch["topk_logprobs"]]
-        return np.array([-float(margins.min()) for margins in ahead])
+        loader = ms.Loader(collection, batch_size=256, features=features, order="none", memory=self.resources.memory)
+        margins = [top[:, 0] - top[:, 1] for batch in loader for top in batch["topk_logprobs"]]
+        return np.array([-float(margin.min()) for margin in margins])
 
 
 def main(folder: Path) -> None:
-    if not (folder / "traces" / "labels.parquet").exists():  # made by the first example
+    if not (folder / "traces" / "labels.parquet").exists():  # written by the first example
         runpy.run_path(str(Path(__file__).with_name("1_traces.py")))["main"](folder)
-    sys.path.insert(0, str(Path(__file__).parent))  # where the class is found, by the name of its file
-    models = "lstm,length,mean_logprob,probe_last_answer,3_detectors:Doubt"  # run again with more, and these are added
+    sys.path.insert(0, str(Path(__file__).parent))  # so that the class can be imported from this file
+    models = "lstm,length,mean_logprob,probe_last_answer,3_detectors:Doubt"  # run again with more models to add them
     settings = {"seeds": 1, "epochs": 8, "parameters": 20_000, "token": "first_answer", "memory": "200MB"}
     run = ms.train(folder / "traces", model=models, out=str(folder / "run"), **settings)
-    scored = ms.evaluate(run.path, model="lstm")  # its test part again; or data=OTHER_STORE of the same model
-    print(f"{scored / 'predictions.parquet'} has the scores of lstm alone")
+    scored = ms.evaluate(run.path, model="lstm")  # the test split again; or data=OTHER_STORE of the same model
+    print(f"{scored / 'predictions.parquet'} has the scores of lstm only")
     report = report_of(run.path)
     print(report.lines())
     page = report.write(run.path / "report.html")

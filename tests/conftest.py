@@ -1,40 +1,96 @@
-"""Lets all tests import `commands`; long files first. With several processes on two cores torch's threads only wait."""
+"""Fixtures of all tests; long files first. With several processes on two cores torch's threads only wait."""
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
+
+from support.browser import browser, open_page, serve_views
+from support.effort import num_examples
+from support.forked_training import processes
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Every process of a run imports all tests, whose assertions pytest rewrites: 8 s each, if nothing may be kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-sys.path.insert(0, str(Path(__file__).parent))
+
+__all__ = ["browser", "open_page", "processes", "serve_views"]
+
+# No deadline: the first call of a kernel compiles it. No database: a failure prints the code that repeats it.
+settings.register_profile("suite", max_examples=num_examples(100), deadline=None, database=None, print_blob=True)
+settings.load_profile("suite")
 
 # Files that take long, the longest first: begun last, one of them would keep a single core busy at the end.
 LONG = (
     "docs/test_pages.py",
-    "store/test_extract_ray.py",
-    "docs/test_pages.py",
-    "train/test_run.py",
+    "traces/test_extract_ray.py",
+    "training/test_run.py",
     "test_examples.py",
-    "store/test_pack.py",
-    "train/test_processes.py",
-    "train/test_resume.py",
-    "test_demo.py",
-    "train/test_read_resume.py",
-    "train/test_classification.py",
-    "store/test_extract.py",
-    "source/test_pickles.py",
-    "loader/test_memory.py",
-    "store/test_reads_processes.py",
-    "source/test_facts.py",
-    "loader/test_loader.py",
+    "reads/pack/test_pack.py",
+    "training/test_processes.py",
+    "training/test_resume.py",
+    "demo/test_stories.py",
+    "reads/test_resume.py",
+    "reads/test_study.py",
+    "traces/test_extract.py",
+    "classic/test_pickles.py",
+    "core/test_memory_budget.py",
+    "reads/files/test_reads_processes.py",
+    "demo/test_facts.py",
+    "core/test_loader.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """What the tests import is there to stay: looking through it for garbage takes half a second, hundreds of times."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def unrendered_figures() -> Iterator[None]:
+    """Reports are written whole, but matplotlib lays out and renders none of their figures: that is most of the time.
+
+    tests/report, tests/traces/report, tests/reads/report and tests/test_examples.py look at real ones.
+    """
+    from matplotlib.figure import Figure
+
+    def savefig(self: Figure, file: Any, *, format: str, **options: object) -> None:
+        file.write('<svg viewBox="0 0 1 1"></svg>' if format == "svg" else b"")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    """Tiny language models of several architectures, each made when it is first wanted."""
+    import torch
+
+    from support.tiny_models import TinyModels
+
+    torch.set_num_threads(1)  # on models this small, threads only wait for each other
+    return TinyModels(tmp_path_factory.mktemp("tiny_models"))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random Llama of three layers and 128 tokens."""
+    import torch
+
+    from support.tiny_models import make_model
+
+    torch.set_num_threads(1)
+    return make_model("llama", tmp_path_factory.mktemp("tiny"))

@@ -1,70 +1,78 @@
-"""The shape of the package: one public door, imports that follow the flow, a quick start."""
+"""The shape of the package: rooms and wings, one public door, a quick start, and walks that stay true."""
 
 import ast
 import re
 import subprocess
 import sys
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import millstream
+from millstream.core.registry import KINDS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "millstream"
-FLOW = ["source", "store", "dataset", "loader", "model", "train", "report", "view", "classic"]
-GROUND = {
-    "buffers",
-    "collection",
-    "engine",
-    "errors",
-    "config",
-    "console",
-    "kernels",
-    "process",
-    "progress_line",
-    "records",
-    "",
-}
-TOP = {
-    "cli",
-    "cli_common",
-    "cli_complete",
-    "cli_help",
-    "cli_llm",
-    "cli_reads",
-    "cli_settings",
-    "cli_train",
-    "cli_view",
-    "door",
-    "demo",
-    "demo_reads",
-    "__main__",
-    "__init__",
-}
+# Each floor may import itself and the floors below it; rooms of one floor may import each other, wings may not.
+FLOORS = ({"errors", "core"}, {"training", "report", "view", "cli"}, set(KINDS), {"demo", "classic"})
+DOOR = {"__init__", "__main__", "features"}  # the public names, assembled from both wings
 
 
-def imports_of(file: Path) -> set[str]:
-    """The parts of millstream a file imports: `store`, `records`, ... Types that are only named do not count."""
-    found: set[str] = set()
-    tree = ast.parse(file.read_text())
+def name_of(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(file): file for file in sorted(SOURCE.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    """`core` of `millstream.core.order`; modules of the public door are their own room."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+@cache
+def imports_of(module: str, *, lazy: bool) -> frozenset[str]:
+    """The modules of millstream that a module imports, also inside functions if `lazy`; types do not count."""
+    tree = ast.parse(MODULES[module].read_text())
     for block in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
         if ast.unparse(block.test) == "TYPE_CHECKING":
-            block.body = []
+            block.body = [ast.Pass()]
+    if not lazy:
+        for function in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]:
+            function.body = [ast.Pass()]
+    found: set[str] = set()
     for node in ast.walk(tree):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        found |= {name.split(".")[1] if "." in name else "" for name in names if name.split(".")[0] == "millstream"}
-    return found
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {
+                full if (full := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names
+            }
+    return frozenset(name for name in found if name.split(".")[0] == "millstream")
 
 
-def test_a_file_imports_only_from_folders_to_its_left_or_the_ground_floor():
-    for file in SOURCE.rglob("*.py"):
-        part = file.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if part in TOP:
-            continue
-        allowed = GROUND | set(FLOW[: FLOW.index(part) + 1] if part in FLOW else ())
-        assert imports_of(file) <= allowed, f"{file.name} imports {imports_of(file) - allowed}"
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) not in DOOR])
+def test_a_module_imports_only_what_its_floor_may(module: str):
+    room = room_of(module)
+    floor = next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+    allowed = set[str]().union(*FLOORS[: floor + 1])
+    if room in KINDS:
+        allowed -= set(KINDS) - {room}
+    outside = {name for name in imports_of(module, lazy=True) if room_of(name) not in allowed}
+    assert not outside, f"{module} may not import {sorted(outside)}"
+
+
+def test_no_imports_run_in_a_circle():
+    graph = {module: imports_of(module, lazy=False) - {module} for module in MODULES}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
+
+
+def test_every_folder_is_a_room_or_a_wing():
+    rooms = {room_of(module) for module in MODULES} - DOOR
+    assert rooms == set[str]().union(*FLOORS)
 
 
 def test_the_public_door_is_sorted_and_every_name_in_it_exists():
@@ -81,10 +89,10 @@ def test_an_unknown_name_says_what_there_is():
 def test_help_and_version_import_nothing_heavy():
     code = (
         "import sys; sys.argv = ['millstream', '--help']\n"
-        "from millstream.cli import main\n"
+        "from millstream.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'numpy', 'pyarrow', 'torch', 'rich'} & set(sys.modules)\n"
+        "heavy = {'numpy', 'pyarrow', 'torch'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -106,8 +114,38 @@ def test_the_core_does_not_import_torch_for_numpy_records(tmp_path: Path):
 def test_the_licence_version_and_constraints_agree():
     project = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{millstream.__version__}"' in project
+    assert f"version: {millstream.__version__}" in (ROOT / "CITATION.cff").read_text()
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert pins["torch"] == "2.13.0"
     wanted = set(re.findall(r'"([\w-]+)(?:\[\w+\])?>=', project))
     assert {name.lower() for name in wanted} <= {name.lower() for name in pins}
+
+
+def names_in(file: Path) -> set[str]:
+    """`function`, `Class` and `Class.method` that a file defines."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
+
+
+def test_the_walks_of_the_architecture_page_name_what_is_there():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    steps = re.findall(r"`([\w/]+\.py):([\w.]+)`", page)
+    assert len(steps) >= 40
+    missing = [f"{path}:{name}" for path, name in steps if name not in names_in(SOURCE / path)]
+    assert not missing
+    for walk in page.split("## ")[1:]:
+        if walk.startswith("A "):
+            assert 10 <= len({path for path, _ in re.findall(r"`([\w/]+\.py):([\w.]+)`", walk)}) <= 45
+
+
+def test_the_architecture_page_shows_every_folder():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    folders = {file.parent.relative_to(SOURCE) for file in MODULES.values()} - {Path()}
+    missing = [str(folder) for folder in folders if f"{folder.name}/" not in page]
+    assert not missing

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from extras import need
+from support.extras import need
 
 need("transformers", "tokenizers", "lightning_fabric", "sklearn", "jinja2", "numba", "matplotlib")
 
@@ -53,20 +53,18 @@ def test_the_second_script_makes_what_it_needs_and_sees_every_record_once(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     lines = run("2_loader.py", Path("out"), capsys, monkeypatch)  # alone: it runs the first one
-    assert re.search(r"480 traces, .* MB: \d+ answers right, \d+ made up", lines[0])
+    assert re.search(r"480 traces, .* MB: \d+ answers right, \d+ wrong", lines[0])
     losses = [float(line.split()[-1]) for line in lines if "epoch" in line]
     assert losses[-1] < 0.9 * losses[0]
     assert "each exactly once" in lines[-2]
     assert json.loads(written(lines[-1]).read_text())["samples"] == 192
 
 
-def test_the_first_script_goes_on_with_what_is_there(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_first_script_resumes(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     assert Path("out/traces").exists(), "runs after the test of the second script"
     shards = {file: file.stat().st_mtime_ns for file in Path("out/traces").glob("shard-*")}
     lines = run("1_traces.py", Path("out"), capsys, monkeypatch)
-    right, wrong = map(int, re.findall(r"(\d+) (?:answers right|made up)", lines[0]))
+    right, wrong = map(int, re.findall(r"(\d+) (?:answers right|wrong)", lines[0]))
     assert right + wrong == 480 and min(right, wrong) > 100
     assert written(lines[-1]) == Path("out/traces")
     assert {file: file.stat().st_mtime_ns for file in Path("out/traces").glob("shard-*")} == shards != {}
@@ -107,7 +105,7 @@ def test_the_notebook_runs_on_what_the_scripts_wrote(
     assert "Where does" in capsys.readouterr().out
 
 
-def test_the_fourth_script_names_reads(
+def test_the_fourth_script_classifies_reads(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     Path("out/reads").mkdir(parents=True, exist_ok=True)

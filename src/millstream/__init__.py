@@ -1,34 +1,36 @@
 """millstream: train on data far larger than memory.
 
-The one public door. Everything is imported when first used, so `import millstream` is quick.
+The public API. Everything is imported on first use, so `import millstream` is fast.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from millstream import errors
-    from millstream.collection import Collection
-    from millstream.dataset import features
-    from millstream.dataset.concat import concat
-    from millstream.dataset.featurize import featurize
-    from millstream.dataset.label import label
-    from millstream.dataset.labels import labelled
-    from millstream.dataset.mix import mix
-    from millstream.dataset.split import Split, split
-    from millstream.dataset.subset import Subset, subset
-    from millstream.door import open
-    from millstream.loader.datasets import RecordDataset, RecordStream
-    from millstream.loader.loader import Loader
-    from millstream.loader.order import Order
-    from millstream.store.extract import extract
-    from millstream.store.read_batch import Read, ReadBatch
-    from millstream.store.reads import Reads
-    from millstream.store.traces import Traces
-    from millstream.store.writer import TraceWriter
-    from millstream.train.classify import classify
-    from millstream.train.evaluate import evaluate
-    from millstream.train.run import train
+    from millstream import errors, features
+    from millstream.core.collection import Collection
+    from millstream.core.combine import concat, mix
+    from millstream.core.labelled import labelled
+    from millstream.core.loader import Loader
+    from millstream.core.order import Order
+    from millstream.core.split import Split, split
+    from millstream.core.subset import Subset, subset
+    from millstream.core.torch_data import RecordDataset, RecordStream
+    from millstream.reads.batch import Read, ReadBatch
+    from millstream.reads.classify import classify
+    from millstream.reads.mapping import MappingSource
+    from millstream.reads.reads import Reads
+    from millstream.traces.evaluate import evaluate
+    from millstream.traces.extract import extract
+    from millstream.traces.featurize import featurize
+    from millstream.traces.label import label
+    from millstream.traces.store.traces import Traces
+    from millstream.traces.store.writer import TraceWriter
+    from millstream.training.run import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -62,34 +64,76 @@ __all__ = [
 ]
 
 _HOME = {
-    "Collection": "millstream.collection",
-    "Loader": "millstream.loader.loader",
-    "Order": "millstream.loader.order",
-    "Read": "millstream.store.read_batch",
-    "ReadBatch": "millstream.store.read_batch",
-    "Reads": "millstream.store.reads",
-    "RecordDataset": "millstream.loader.datasets",
-    "RecordStream": "millstream.loader.datasets",
-    "Split": "millstream.dataset.split",
-    "Subset": "millstream.dataset.subset",
-    "TraceWriter": "millstream.store.writer",
-    "Traces": "millstream.store.traces",
-    "classify": "millstream.train.classify",
-    "concat": "millstream.dataset.concat",
-    "evaluate": "millstream.train.evaluate",
-    "extract": "millstream.store.extract",
-    "featurize": "millstream.dataset.featurize",
-    "label": "millstream.dataset.label",
-    "labelled": "millstream.dataset.labels",
-    "mix": "millstream.dataset.mix",
-    "open": "millstream.door",
-    "split": "millstream.dataset.split",
-    "subset": "millstream.dataset.subset",
-    "train": "millstream.train.run",
+    "Collection": "millstream.core.collection",
+    "Loader": "millstream.core.loader",
+    "Order": "millstream.core.order",
+    "Read": "millstream.reads.batch",
+    "ReadBatch": "millstream.reads.batch",
+    "Reads": "millstream.reads.reads",
+    "RecordDataset": "millstream.core.torch_data",
+    "RecordStream": "millstream.core.torch_data",
+    "Split": "millstream.core.split",
+    "Subset": "millstream.core.subset",
+    "TraceWriter": "millstream.traces.store.writer",
+    "Traces": "millstream.traces.store.traces",
+    "classify": "millstream.reads.classify",
+    "concat": "millstream.core.combine",
+    "evaluate": "millstream.traces.evaluate",
+    "extract": "millstream.traces.extract",
+    "featurize": "millstream.traces.featurize",
+    "label": "millstream.traces.label",
+    "labelled": "millstream.core.labelled",
+    "mix": "millstream.core.combine",
+    "split": "millstream.core.split",
+    "subset": "millstream.core.subset",
+    "train": "millstream.training.run",
 }
+_MODULES = {"errors": "millstream.errors", "features": "millstream.features"}
 
 
-_MODULES = {"errors": "millstream.errors", "features": "millstream.dataset.features"}
+def open(
+    path: str | Path | Sequence[str | Path],
+    *,
+    verify: Literal["always", "never"] = "always",
+    open_shards: int = 256,
+    header_regex: str | None = None,
+    columns: Sequence[str] | None = None,
+    on_mismatch: Literal["error", "skip", "null"] = "error",
+    mapping: MappingSource | None = None,
+    memory: int | str | None = None,
+    index_dir: str | Path | None = None,
+    salvage: bool = False,
+) -> Traces | Reads:
+    """Open a trace store, or reads: FASTA or FASTQ files (plain, gzip, BGZF, zstd), or packed reads.
+
+    Traces: `verify="never"` skips the checksums; `open_shards` is the maximum number of mapped shards.
+
+    Reads: a file, a folder, a pattern or a list opens as one collection; missing indexes are built. The named
+    groups of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is
+    the budget for decoded blocks and mapped files, by default half of the available memory. `salvage` reads a
+    damaged file up to the damage.
+
+    >>> traces = ms.open("traces/")
+    >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)", mapping="species.tsv")
+    """
+    from millstream.core.registry import kind_at, plug
+    from millstream.errors import BadSource
+
+    paths = [path] if isinstance(path, str | Path) else path
+    if not paths:
+        raise BadSource("no files given")
+    return plug(kind_at(Path(paths[0])), "kind").open(
+        path,
+        verify=verify,
+        open_shards=open_shards,
+        header_regex=header_regex,
+        columns=columns,
+        on_mismatch=on_mismatch,
+        mapping=mapping,
+        memory=memory,
+        index_dir=index_dir,
+        salvage=salvage,
+    )
 
 
 def __getattr__(name: str) -> object:

@@ -1,21 +1,21 @@
-"""`python -m millstream`, and the program `millstream`: the command line in a process of its own."""
+"""The program `millstream`, also as `python -m millstream`: the command line in its own process."""
 
-from millstream import process
+from millstream.cli import process
 
-process.listen()  # before anything else is imported
+process.handle_interrupts()  # before anything else is imported
 
 
 def main() -> None:
-    """Libraries are kept quiet, and Ctrl-C ends in a sentence from the first moment on."""
+    """Run the command line with quiet libraries, and Ctrl-C reported in one line from the start."""
     import sys
 
-    process.keep_quiet()
-    from millstream.cli import main as run
+    process.quiet_libraries()
+    from millstream.cli.app import main as run
 
     try:
         run()
     except KeyboardInterrupt:
-        process.tell(None)
+        process.report_interrupt(None)
         sys.exit(130)
 
 

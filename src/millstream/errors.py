@@ -4,7 +4,7 @@ MillstreamError
 ├── MissingExtra           a package of an extra is not installed
 ├── BadSetting             a setting is unknown or has a wrong value; exit code 2
 ├── StoreError
-│   ├── NotAStore          the path is no trace store
+│   ├── NotAStore          the path is not a trace store
 │   ├── NewerFormat        the store was written by a newer millstream
 │   ├── CorruptRecord      bytes of a record are missing or fail their CRC-32C
 │   ├── CorruptShard       a shard as a whole is missing or unreadable
@@ -13,35 +13,36 @@ MillstreamError
 │   ├── StoreFull          the disk refused more bytes
 │   └── StoreExists        the output is already there
 ├── SourceError
-│   ├── BadSource          an input file is broken or of another kind
+│   ├── BadSource          an input file is damaged or not of the expected kind
 │   ├── BadIndex           an index file is damaged, foreign or of a newer format
 │   ├── StaleIndex         the data file changed since it was indexed
-│   └── UnsafePickle       an old file asks for code to be run
+│   └── UnsafePickle       an old file would run code
 ├── DatasetError
-│   ├── BadSplit           a split cannot be made, or its file is none
+│   ├── BadSplit           a split cannot be made, or a file is not a split
 │   └── MissingLabel       records have no label
 ├── LoaderError
-│   ├── OverBudget         one batch needs more memory than was given
-│   └── StateMismatch      a saved position belongs to other data, another seed or another order
+│   ├── OverBudget         one batch needs more than the memory budget
+│   └── StateMismatch      a saved state belongs to other data, another seed or another order
 ├── TrainError
 │   ├── NotFinite          a loss is NaN or infinite
-│   └── NoDetector         a store has no fields for the detector that was asked for
+│   └── MissingFields      the records lack fields that a model needs
+│       └── NoDetector     the store lacks fields that a detector needs
 └── EngineError            a cluster cannot be reached, or its workers keep dying
 
-DamageWarning              something is damaged, but the data could be read from its second copy
+DamageWarning              something is damaged, but a second copy of the data was read
 """
 
 
 class MillstreamError(Exception):
-    """Base of all errors that a user can cause or has to know about."""
+    """Base of all errors that users can cause or need to know about."""
 
 
 class MissingExtra(MillstreamError, ImportError):
-    """A package that only some uses need is not installed; the message names the command that installs it."""
+    """An optional package is not installed; the message has the command that installs it."""
 
 
 class BadSetting(MillstreamError, ValueError):
-    """A setting is unknown, has a wrong value, or does not go with another."""
+    """A setting is unknown, has a wrong value, or conflicts with another."""
 
 
 class StoreError(MillstreamError):
@@ -49,11 +50,11 @@ class StoreError(MillstreamError):
 
 
 class NotAStore(StoreError, FileNotFoundError):
-    """The path holds no trace store."""
+    """The path is not a trace store."""
 
 
 class NewerFormat(StoreError):
-    """The store was written in a format newer than this millstream reads."""
+    """The store was written in a newer format than this version of millstream reads."""
 
 
 class CorruptRecord(StoreError):
@@ -85,7 +86,7 @@ class SourceError(MillstreamError):
 
 
 class BadSource(SourceError):
-    """An input file is broken or of another kind than it should be."""
+    """An input file is damaged or not of the expected kind."""
 
 
 class BadIndex(SourceError):
@@ -97,7 +98,7 @@ class StaleIndex(SourceError):
 
 
 class UnsafePickle(SourceError):
-    """An old pickle asks for something that is not a tensor or a plain container."""
+    """An old pickle contains something other than tensors and plain containers."""
 
 
 class DatasetError(MillstreamError):
@@ -105,11 +106,11 @@ class DatasetError(MillstreamError):
 
 
 class BadSplit(DatasetError):
-    """A split cannot be made of these records, or a file is no split."""
+    """A split cannot be made of these records, or a file is not a split."""
 
 
 class MissingLabel(DatasetError):
-    """Records have no label; the message counts them and says how to leave them out."""
+    """Records have no label; the message has their number and says how to leave them out."""
 
 
 class LoaderError(MillstreamError):
@@ -117,23 +118,27 @@ class LoaderError(MillstreamError):
 
 
 class OverBudget(LoaderError, MemoryError):
-    """One batch needs more memory than the loader was given; the message says how much would do."""
+    """One batch needs more than the loader's memory budget; the message says how much."""
 
 
 class StateMismatch(LoaderError):
-    """A saved position belongs to other data, another seed or another order; the message says what differs."""
+    """A saved state belongs to other data, another seed or another order; the message says what differs."""
 
 
 class TrainError(MillstreamError):
-    """Something about training a detector."""
+    """Something about training a model."""
 
 
 class NotFinite(TrainError, ArithmeticError):
     """A loss is NaN or infinite; the message names the records of the batch."""
 
 
-class NoDetector(TrainError):
-    """The store has no fields for a detector that was asked for; the message says which are missing."""
+class MissingFields(TrainError):
+    """The records lack fields that a model needs; the message names them."""
+
+
+class NoDetector(MissingFields):
+    """The store lacks fields that a detector needs; the message names them."""
 
 
 class EngineError(MillstreamError):
@@ -141,4 +146,4 @@ class EngineError(MillstreamError):
 
 
 class DamageWarning(UserWarning):
-    """Damage was found and worked around; run `millstream verify` and `millstream repair`."""
+    """Damage was found, but a second copy was read; run `millstream verify` and `millstream repair`."""

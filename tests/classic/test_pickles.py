@@ -21,11 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from millstream.classic.pickles import normalise, read_traces, restore_steps
 from millstream.errors import BadSource, UnsafePickle
-from millstream.source.pickles import normalise, read_traces, restore_steps
+from support.effort import num_examples
 
 RNG = np.random.default_rng(7)
-SETTINGS = settings(deadline=None, max_examples=150)
+SETTINGS = settings(deadline=None, max_examples=num_examples(150))
 
 
 def f16(*shape: int) -> np.ndarray:
@@ -165,6 +166,12 @@ def test_dicts_and_lists_of_any_size_are_cut_at_the_right_place(tmp_path, dumps,
     for value in (traces, {"traces": traces}):
         path = write(tmp_path, dumps(value, 4))
         assert same(list(read_traces(path, notify=never)), traces)
+
+
+def test_the_standard_library_still_has_the_unpickler_that_ours_is_made_of():
+    base = getattr(pickle, "_Unpickler", None)
+    assert base is not None, "pickle._Unpickler is gone: millstream.classic.unpickle needs a stack machine of its own"
+    assert {pickle.MARK[0], pickle.TUPLE[0], pickle.BININT[0], pickle.STOP[0]} <= base.dispatch.keys()
 
 
 def test_names_of_numpy_1_are_known(tmp_path):
@@ -311,7 +318,7 @@ def test_all_traces_before_the_cut_are_given(tmp_path, protocol):
 
 
 @pytest.mark.parametrize("kind", FILES)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=num_examples(300))
 @given(data=st.data())
 def test_flipped_bits_give_data_or_one_of_our_errors(tmp_path_factory, kind, data):
     flipped = bytearray(FILES[kind])

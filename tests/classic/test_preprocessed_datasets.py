@@ -18,12 +18,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import millstream as ms
-from classic.old_graphs import Data, old_torch_geometric
 from millstream.classic import PreprocessedGNNDataset, PreprocessedLSTMDataset, num_workers_for, train_val_test
+from millstream.classic.preprocessed_datasets import _graph_type
 from millstream.classic.preprocessed_store import SOURCES
-from millstream.classic.trace_items import _graph_type
 from millstream.errors import BadSource, MissingLabel, StoreExists
-from millstream.store.convert import convert, expand
+from millstream.traces.convert import convert, expand
+from support.old_graphs import Data, old_torch_geometric
 
 L, D = 3, 8  # layers, hidden size
 DATASETS: dict[str, Any] = {"lstm": PreprocessedLSTMDataset, "gnn": PreprocessedGNNDataset}
@@ -343,18 +343,18 @@ def test_without_the_right_to_write_the_store_is_temporary_and_goes_with_the_las
 def test_what_somebody_else_put_in_the_place_of_the_store_is_left_alone(folder):
     (folder / "lstm_solo" / "millstream-lstm").mkdir()
     (folder / "lstm_solo" / "millstream-lstm" / "thesis.tex").write_text("all of it")
-    with pytest.raises(StoreExists, match="in the way"):
+    with pytest.raises(StoreExists, match="millstream-lstm"):
         PreprocessedLSTMDataset(folder)
     assert (folder / "lstm_solo" / "millstream-lstm" / "thesis.tex").exists()
 
 
 def test_files_of_the_other_kind_or_none_are_named(folder, tmp_path):
-    with pytest.raises(BadSource, match=r"holds graphs.*expected sequences"):
+    with pytest.raises(BadSource, match=r"graphs.*expected sequences"):
         PreprocessedLSTMDataset(folder / "gnn")
     with pytest.raises(BadSource, match="no such folder"):
         PreprocessedLSTMDataset(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadSource, match=r"nothing to train on.*lstm_solo"):
+    with pytest.raises(BadSource, match=r"no training data.*lstm_solo"):
         PreprocessedLSTMDataset(tmp_path / "empty")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import millstream as ms
-from commands import run_here
+from support.commands import run_here
 
 
 def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,19 +1,9 @@
-"""Lets the tests here import `loading` and the store's `making`, and gives them one small store and two read files."""
-
-import sys
-from pathlib import Path
+"""One small store and two read files for the tests of the engine."""
 
 import pytest
-from hypothesis import settings
 
-for folder in (Path(__file__).parent, Path(__file__).parent.parent / "store"):
-    sys.path.insert(0, str(folder))
-settings.register_profile("loader", deadline=None)
-settings.load_profile("loader")
-
-import loading  # noqa: E402
-
-import millstream as ms  # noqa: E402
+import millstream as ms
+from support import loading
 
 
 @pytest.fixture(scope="session")

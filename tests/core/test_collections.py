@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making_small import write_reads, write_traces
 
 import millstream as ms
-from millstream.dataset.mix import Mixture
+from millstream.core.combine import Mixture
+from support.effort import num_examples
+from support.making_small import write_reads, write_traces
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +174,10 @@ def test_a_batch_of_one_part_has_the_fields_of_a_batch_of_both(tmp_path: Path, t
 
 def test_traces_and_reads_do_not_go_into_one_batch(trivia: ms.Traces, reads: ms.Reads):
     both = ms.concat([trivia, reads])
-    with pytest.raises(ValueError, match="traces and reads do not go into one batch"):
+    with pytest.raises(ValueError, match="of different kinds"):
         both.fetch([0, 150])
     mixture = ms.mix({trivia: 1, reads: 1})
-    with pytest.raises(ValueError, match="traces and reads do not go into one batch"):
+    with pytest.raises(ValueError, match="of different kinds"):
         mixture.fetch(np.arange(10))
 
 
@@ -190,13 +191,13 @@ def test_nothing_cannot_be_put_together(trivia: ms.Traces):
 # -- mixtures
 
 
-def parts_of(mixture: Mixture) -> np.ndarray:
-    """Of which part the record at each place is."""
+def sources_of(mixture: Mixture) -> np.ndarray:
+    """Of which collection the record at each place is."""
     numbers = mixture.record_numbers(np.arange(len(mixture)))
-    return np.searchsorted(np.cumsum([len(part) for part in mixture.parts]), numbers, side="right")
+    return np.searchsorted(np.cumsum([len(one) for one in mixture.collections]), numbers, side="right")
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(
     st.lists(st.tuples(st.integers(10, 80), st.floats(0.1, 1)), min_size=1, max_size=4),
     st.booleans(),
@@ -208,7 +209,7 @@ def test_a_mixture_has_its_shares_evenly_interleaved(
     weights: dict[ms.Collection, float] = {trivia.subset(np.arange(size)): weight for size, weight in sizes}
     mixture = ms.mix(weights, seed=3, repeat=repeat).in_epoch(epoch)
     total = sum(weights.values())
-    found = parts_of(mixture)
+    found = sources_of(mixture)
     places = np.arange(1, len(mixture) + 1)
     for number, (part, weight) in enumerate(weights.items()):
         assert abs(mixture.counts[number] - len(mixture) * weight / total) <= 1.5 + 0.5 * len(weights)
@@ -416,7 +417,7 @@ def test_labels_come_from_a_table_a_file_or_a_field(store: ms.Traces, tmp_path: 
 def test_values_say_what_a_text_stands_for(store: ms.Traces):
     labelled = ms.labelled(store, column="verdict", values={"right": 0, "wrong": 1})
     assert labels_of(labelled) == [number % 2 for number in range(20)]
-    with pytest.raises(ms.errors.BadSource, match="'right' is no number; say what it stands for"):
+    with pytest.raises(ms.errors.BadSource, match="'right' is not a number"):
         ms.labelled(store, column="verdict")
 
 
@@ -432,7 +433,7 @@ def test_reads_are_labelled_by_a_column(reads: ms.Reads):
     labelled = ms.labelled(reads, column="class_id")
     assert labels_of(labelled) == [number % 5 for number in range(80)]
     assert rows(labelled, [7], ["sequence", "label"]) == [{**rows(reads, [7], ["sequence"])[0], "label": 2}]
-    with pytest.raises(ms.errors.BadSource, match="expected the columns 'question_id' and 'label'"):
+    with pytest.raises(ms.errors.BadSource, match="no key"):
         ms.labelled(reads, label_table(range(3)))
 
 
@@ -462,12 +463,12 @@ def test_a_question_with_two_labels_is_refused_and_one_said_twice_is_not(store: 
 
 
 def test_where_there_are_no_labels_it_says_where_it_looked(store: ms.Traces, tmp_path: Path):
-    with pytest.raises(ms.errors.BadSource, match=r"no labels.parquet in the store and no field 'label'"):
+    with pytest.raises(ms.errors.BadSource, match="no field 'label'"):
         ms.labelled(store)
     with pytest.raises(ms.errors.BadSource, match="no such file"):
         ms.labelled(store, tmp_path / "none.parquet")
     (tmp_path / "text.parquet").write_text("no parquet")
-    with pytest.raises(ms.errors.BadSource, match="is no Parquet file"):
+    with pytest.raises(ms.errors.BadSource, match=r"text\.parquet"):
         ms.labelled(store, tmp_path / "text.parquet")
     with pytest.raises(ms.errors.BadSource, match="expected the columns 'question_id' and 'grade'"):
         ms.labelled(store, label_table(range(20)), column="grade")

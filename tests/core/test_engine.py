@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.engine import Engine
+from millstream.core.engine import Engine
 from millstream.errors import BadSetting, BadSource, MissingExtra
 
 
@@ -75,10 +75,10 @@ def test_map_gives_results_in_the_order_of_the_items_and_takes_them_one_by_one()
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (("spark",), "engine spark: there is local and ray"),
-        (("local", None, 2), "go with --engine ray"),
-        (("local", "auto"), "go with --engine ray"),
-        (("ray", None, 0), "0 workers: at least 1"),
+        (("spark",), "spark"),
+        (("local", None, 2), "--engine ray"),
+        (("local", "auto"), "--engine ray"),
+        (("ray", None, 0), "--workers 0"),
     ],
     ids=["name", "workers", "address", "count"],
 )

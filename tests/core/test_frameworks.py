@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from loading import numbers_of
 from torch.utils.data import DataLoader
 
 import millstream as ms
+from support.loading import numbers_of
 
 FEATURE = ms.features.fields("label", "vector")
 # What Lightning says of itself, and of workers in general; all else stays an error.

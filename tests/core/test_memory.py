@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from millstream.buffers import SMALL_BYTES, HeapBlock, Pool, empty
+from millstream.core.memory import SMALL_BYTES, HeapBlock, Pool, empty
 
 MB = 1 << 20
 

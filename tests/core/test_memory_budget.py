@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loading import open_reads, write_records
+
+from support import loading
+from support.effort import PATIENCE_S
+from support.loading import open_reads, write_records
 
 MB = 10**6
 TIMES = 20  # as much data as memory
-EVERY_S = 0.02
+EVERY_S = 0.05  # looking costs ten milliseconds
 
 # What a process may grow by beside the budget: threads' stacks, pages of sidecars and indexes, the batch that the loop
 # still has while the next one comes, and what malloc keeps of freed memory (malloc_trim gave back 12 to 16 MB after an
@@ -29,7 +32,7 @@ class Measured:
     """A process that loads data, and the proportional memory (PSS) of it and its workers."""
 
     def __init__(self, path: Path, budget: int) -> None:
-        child = str(Path(__file__).with_name("memory_child.py"))
+        child = str(Path(loading.__file__).with_name("memory_child.py"))
         self._process = subprocess.Popen(
             [sys.executable, child, str(path), str(budget)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -49,7 +52,7 @@ class Measured:
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
-        assert self._process.wait(20) == 0
+        assert self._process.wait(PATIENCE_S) == 0
         self._process.stdout.close()
 
     def _tell(self, text: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.dataset.permutation import Permutation, mix, mix_words
+from millstream.core.order import Permutation, mix, mix_words
+from support.effort import num_examples
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -21,13 +22,13 @@ def test_every_number_comes_exactly_once_for_every_small_n():
         assert shuffle.inverse(numbers).tolist() == list(range(n))
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(st.integers(71, 70_000), KEYS)
 def test_every_number_comes_exactly_once_for_any_n(n: int, key: int):
     assert (np.bincount(Permutation(n, key)(np.arange(n)), minlength=n) == 1).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(30))
 @given(st.integers(1, 2**63 - 1), KEYS, st.data())
 def test_the_inverse_leads_back_in_both_directions_whatever_n_is(n: int, key: int, data: st.DataObject):
     places = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=20)), np.int64)
@@ -46,7 +47,7 @@ def test_trillions_of_numbers_cost_no_more_than_a_few(n: int):
     assert len(set(shuffle(edges).tolist())) == 5
 
 
-@settings(max_examples=20)
+@settings(max_examples=num_examples(20))
 @given(st.integers(1, 200_000), KEYS, st.data())
 def test_many_at_once_are_the_same_as_one_by_one(n: int, key: int, data: st.DataObject):
     places = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=10)), np.int64)

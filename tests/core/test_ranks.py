@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.loader.ranks import Layout, Tail, find_ranks
+from millstream.core.ranks import Layout, Tail, find_ranks
 
 SIZES, BATCHES, WORLDS = st.integers(0, 300), st.integers(1, 40), st.integers(1, 9)
 TAILS = st.sampled_from(["drop", "pad"])
@@ -141,10 +141,10 @@ def test_a_layout_of_a_trillion_positions_is_as_quick_as_a_small_one():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"batch_size": 0}, "batch_size=0: at least 1"),
+        ({"batch_size": 0}, "batch_size=0"),
         ({"rank": 2, "world": 2}, "rank=2 of world=2"),
         ({"rank": -1}, "rank=-1"),
-        ({"tail": "keep"}, "there is drop and pad"),
+        ({"tail": "keep"}, "tail='keep'"),
     ],
 )
 def test_what_makes_no_layout_is_refused_with_the_value(wrong: dict[str, int], message: str):
@@ -160,5 +160,5 @@ def test_ranks_are_those_given_or_those_of_torchrun_or_one(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert find_ranks(None, None) == (3, 4)
     assert find_ranks(1, 2) == (1, 2)
-    with pytest.raises(ValueError, match="give both or none"):
+    with pytest.raises(ValueError, match=r"rank=.*world="):
         find_ranks(1, None)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.errors import SchemaMismatch
-from millstream.records import (
+from millstream.core.records import (
     TORCH_ONLY,
     Kind,
     Tensor,
@@ -19,6 +18,7 @@ from millstream.records import (
     parse_schema,
     refine,
 )
+from millstream.errors import SchemaMismatch
 
 # -- inferring
 
@@ -107,10 +107,10 @@ def test_the_shape_of_a_torch_tensor_is_a_list_of_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["", "_x", "_crc32c", "_offset"])
 def test_names_that_millstream_keeps_to_itself_are_refused(name: str) -> None:
-    with pytest.raises(SchemaMismatch, match="do not begin with '_'") as error:
+    with pytest.raises(SchemaMismatch, match="start with '_'") as error:
         infer_schema({"fine": 1, name: 2}, {})
     assert repr(name) in str(error.value)
-    with pytest.raises(SchemaMismatch, match="do not begin with '_'"):
+    with pytest.raises(SchemaMismatch, match="start with '_'"):
         infer_schema({"fine": 1, name: 2}, parse_schema({name: "int64"}))
 
 
@@ -157,7 +157,7 @@ def test_a_kind_is_read_from_its_string(text: str | Kind, kind: Kind) -> None:
     ["", "strin", "float17[x]", "list<strin>", "float16[x", "float16[a-b]", "str[x]", "object[x]"],
 )
 def test_a_string_that_is_no_kind_is_refused_with_the_name_of_its_field(text: str) -> None:
-    with pytest.raises(SchemaMismatch, match=r"field 'odd'.* is no kind; write 'float16") as error:
+    with pytest.raises(SchemaMismatch, match=r"field 'odd'.* write 'float16") as error:
         parse_schema({"fine": "int64", "odd": text})
     assert repr(text.removeprefix("list<").removesuffix(">")) in str(error.value)
 
@@ -177,7 +177,7 @@ def test_the_string_of_a_tensor_kind_reads_back_as_that_kind(dtype: str, axes: l
 
 
 def test_a_list_of_tensors_is_no_kind() -> None:
-    with pytest.raises(SchemaMismatch, match=r"'list<float16\[x\]>' is no kind"):
+    with pytest.raises(SchemaMismatch, match=r"'list<float16\[x\]>'"):
         parse_schema({"odd": "list<float16[x]>"})
 
 

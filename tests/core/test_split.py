@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making_small import write_reads, write_traces
 
 import millstream as ms
-from millstream.dataset import chosen
-from millstream.dataset.chosen import Listed, Marked
+from millstream.core.subset import Listed, Marked
+from support.effort import num_examples
+from support.making_small import write_reads, write_traces
 
 SHARES = {"train": 0.7, "val": 0.15, "test": 0.15}
 QUESTIONS = [f"q{number}" for number in range(2_000)]
@@ -46,7 +46,7 @@ def test_every_record_is_in_one_part_and_shares_are_about_those_asked_for(traces
     for part, share in zip(split, SHARES.values(), strict=True):
         assert len(part) / len(traces) == pytest.approx(share, abs=0.03)
     assert len(split) == 3 and split["val"] is val
-    with pytest.raises(KeyError, match="it has train, val, test"):
+    with pytest.raises(KeyError, match="train, val, test"):
         split["dev"]
 
 
@@ -181,23 +181,23 @@ def test_a_split_of_a_part_is_loaded_for_that_part_only(tmp_path: Path, traces: 
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "found"),
     [
-        ("", "is no split"),
-        ("not json", "is no split"),
-        ("[1, 2]", "is no split"),
-        ("{}", "is no split"),
-        ("null", "is no split"),
-        ('{"millstream split": 99}', "has version 99; this millstream reads 1"),
+        ("", ""),
+        ("not json", ""),
+        ("[1, 2]", ""),
+        ("{}", ""),
+        ("null", ""),
+        ('{"millstream split": 99}', "version 99"),
     ],
 )
-def test_a_file_that_is_no_split_is_refused_by_name(tmp_path: Path, traces: ms.Traces, text: str, message: str):
+def test_a_file_that_is_no_split_is_refused_by_name(tmp_path: Path, traces: ms.Traces, text: str, found: str):
     file = tmp_path / "split.json"
     file.write_text(text)
-    with pytest.raises(ms.errors.BadSplit, match=f"split.json: {message}"):
+    with pytest.raises(ms.errors.BadSplit, match=rf"split\.json: .*{found}"):
         ms.Split.load(file, traces)
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ms.errors.BadSplit, match="is no split"):
+    with pytest.raises(ms.errors.BadSplit, match=r"split\.json"):
         ms.Split.load(file, traces)
 
 
@@ -290,7 +290,7 @@ def test_shares_and_folds_exclude_each_other(traces: ms.Traces):
     for wrong in ({}, {"parts": SHARES, "folds": 3}):
         with pytest.raises(ValueError, match="and not both"):
             ms.split(traces, **wrong)
-    with pytest.raises(ValueError, match="folds=1: at least 2"):
+    with pytest.raises(ValueError, match="folds=1"):
         ms.split(traces, folds=1)
 
 
@@ -307,7 +307,7 @@ def test_a_key_that_no_record_has_is_named(traces: ms.Traces):
 def test_the_report_counts_records_keys_and_classes(traces: ms.Traces):
     split = ms.split(traces, {"a": 0.5, "b": 0.5}, by="topic")
     lines = split.report("good").splitlines()
-    assert lines[0].split() == ["part", "records", "share", "keys", "good=True", "good=False"]
+    assert lines[0].split() == ["split", "records", "share", "keys", "good=True", "good=False"]
     for line, (name, part) in zip(lines[1:], [("a", split["a"]), ("b", split["b"])], strict=True):
         good = sum(part.column("good").to_pylist())
         keys = len(set(part.column("topic").to_pylist()))
@@ -324,35 +324,29 @@ def test_a_collection_without_records_has_parts_without_records(traces: ms.Trace
 # -- marked numbers
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@settings(max_examples=25)
+@settings(max_examples=num_examples(50))
 @given(st.integers(0, 2_000), st.floats(0, 1), st.integers(0, 100))
-def test_marked_numbers_are_taken_as_from_the_list_of_them(compiled: bool, n: int, share: float, seed: int):
+def test_marked_numbers_are_taken_as_from_the_list_of_them(n: int, share: float, seed: int):
     rng = np.random.default_rng(seed)
     mask = rng.random(n) < share
     numbers = np.flatnonzero(mask)
-    marked = Marked([mask])
-    assert len(marked) == len(numbers)
     positions = rng.integers(0, max(len(numbers), 1), 50) if len(numbers) else np.empty(0, np.int64)
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(chosen, "HAVE_NUMBA", False)
+    for marked in (Marked([mask]), Marked([mask], most_listed=0)):
+        assert len(marked) == len(numbers)
         assert np.array_equal(marked.take(positions), numbers[positions])
         assert np.array_equal(marked.take(np.arange(len(numbers))), numbers)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_marks_at_every_edge_are_found(monkeypatch: pytest.MonkeyPatch, compiled: bool):
-    monkeypatch.setattr(chosen, "HAVE_NUMBA", chosen.HAVE_NUMBA and compiled)
+def test_marks_at_every_edge_are_found():
     for numbers in ([0], [63], [64], [255], [256], [1023], [0, 63, 64, 127, 255, 256, 700, 1023], range(1024)):
         mask = np.zeros(1024, np.bool_)
         mask[list(numbers)] = True
-        assert Marked([mask]).take(np.arange(len(numbers))).tolist() == list(numbers)
+        assert Marked([mask], most_listed=0).take(np.arange(len(numbers))).tolist() == list(numbers)
 
 
 def test_masks_in_pieces_are_the_same_as_in_one():
     mask = np.random.default_rng(0).random(3_000) < 0.3
-    pieces, whole = Marked([mask[:1024], mask[1024:1536], mask[1536:]]), Marked([mask])
+    pieces, whole = Marked([mask[:1024], mask[1024:1536], mask[1536:]], most_listed=0), Marked([mask])
     assert pieces.digest() == whole.digest() and len(pieces) == len(whole)
     assert np.array_equal(pieces.take(np.arange(len(whole))), np.flatnonzero(mask))
 

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed
 
 import millstream as ms
+from support.effort import PATIENCE_S
 
 JOB = """
 import json, os, sys
@@ -47,7 +48,7 @@ def test_the_ranks_of_a_torchrun_job_share_every_epoch(traces: ms.Traces, tmp_pa
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("loader: 101 records") == 3, "only rank 0 talks, once for each of its loaders"

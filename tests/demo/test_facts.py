@@ -10,11 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from extras import need
+from millstream.demo.facts import (
+    FACTS_PROMPT,
+    TIMES_SEEN,
+    World,
+    answer_text,
+    cached_model,
+    draw_facts,
+    facts_questions,
+    questions_of,
+    training_facts,
+)
+from millstream.demo.facts_model import Training, learn_tokenizer
 from millstream.errors import MissingExtra
-from millstream.source.llm.facts import FACTS_PROMPT, cached_model, facts_questions
-from millstream.source.llm.facts_model import Training, learn_tokenizer
-from millstream.source.llm.facts_world import TIMES_TOLD, World, answer_text, draw_facts, questions_of, told_facts
+from support.extras import need
 
 need("transformers")
 
@@ -75,12 +84,12 @@ def test_guessing_is_rarely_right() -> None:
 
 def test_every_kind_of_question_has_each_exposure_equally_often() -> None:
     counts = Counter((q.kind, q.exposure) for q in facts_questions())
-    assert set(counts.values()) == {World().num_people // len(TIMES_TOLD)}
+    assert set(counts.values()) == {World().num_people // len(TIMES_SEEN)}
 
 
 def test_the_order_of_the_questions_says_nothing_about_exposure() -> None:
     questions = facts_questions()
-    places = {name: [i for i, q in enumerate(questions) if q.exposure == name] for name in TIMES_TOLD}
+    places = {name: [i for i, q in enumerate(questions) if q.exposure == name] for name in TIMES_SEEN}
     for ranks in places.values():
         mean = sum(ranks) / len(ranks)
         assert abs(mean / len(questions) - 0.5) < 4 * (1 / 12 / len(ranks)) ** 0.5
@@ -91,22 +100,22 @@ def test_names_and_values_are_alike_in_every_exposure() -> None:
     for part in ("name", "value"):
         lengths = {
             name: [len(f.person if part == "name" else f.value) for f in facts if f.exposure == name]
-            for name in TIMES_TOLD
+            for name in TIMES_SEEN
         }
         means = [sum(row) / len(row) for row in lengths.values()]
         assert max(means) - min(means) < 0.6  # letters; a mean has a standard error of about 0.1
 
 
-def test_something_is_told_of_every_person() -> None:
+def test_some_fact_of_every_person_is_shown() -> None:
     facts = draw_facts(World(), seed=0)
-    assert {fact.person for fact in told_facts(facts)} == {fact.person for fact in facts}
+    assert {fact.person for fact in training_facts(facts)} == {fact.person for fact in facts}
 
 
-def test_facts_told_never_are_in_no_line_of_the_training_text() -> None:
+def test_facts_never_shown_are_in_no_line_of_the_training_text() -> None:
     facts = draw_facts(World(), seed=0)
-    told = told_facts(facts)
-    assert Counter(told) == {fact: TIMES_TOLD[fact.exposure] for fact in facts if fact.exposure != "never"}
-    texts = {text for fact in told for text in (fact.statement, answer_text(fact))}
+    trained = training_facts(facts)
+    assert Counter(trained) == {fact: TIMES_SEEN[fact.exposure] for fact in facts if fact.exposure != "never"}
+    texts = {text for fact in trained for text in (fact.statement, answer_text(fact))}
     lines = {person: [text for text in texts if person in text] for person in {fact.person for fact in facts}}
     for fact in facts:
         assert any(fact.value in line for line in lines[fact.person]) == (fact.exposure != "never")
@@ -119,9 +128,9 @@ def test_a_model_is_trained_once_and_says_how_much_it_knows_each_time() -> None:
     assert small_model(second) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == weights.st_mtime_ns
     assert "training" in first[0] and second == first[-1:]
-    assert all(name in second[0] for name in TIMES_TOLD)
+    assert all(name in second[0] for name in TIMES_SEEN)
     report = json.loads((folder / "facts.json").read_text())
-    assert set(report["accuracy_by_exposure"]) == set(TIMES_TOLD) and report["questions"] == 24 * 5
+    assert set(report["accuracy_by_exposure"]) == set(TIMES_SEEN) and report["questions"] == 24 * 5
     assert report["steps"] == 10 and report["parameters"] > 0 and report["seconds"] >= 0
 
 
@@ -152,7 +161,7 @@ def test_a_folder_that_is_not_whole_is_not_believed(damage: str) -> None:
 
 def test_what_a_killed_training_left_is_swept_away() -> None:
     folder = small_model()
-    part = folder.with_name(f"{folder.name}.partial")
+    part = folder.with_name(f".{folder.name}.partial")
     folder.rename(part)
     (part / "millstream.json").unlink()
     said: list[str] = []
@@ -189,7 +198,7 @@ def test_names_are_cut_into_equally_many_tokens_however_often_they_are_told() ->
     facts = draw_facts(World(), seed=0)
     tokenizer = learn_tokenizer(facts, num_tokens=Training().num_tokens)
     counts = {
-        name: [len(tokenizer.encode(f" {f.person}").ids) for f in facts if f.exposure == name] for name in TIMES_TOLD
+        name: [len(tokenizer.encode(f" {f.person}").ids) for f in facts if f.exposure == name] for name in TIMES_SEEN
     }
     means = [sum(row) / len(row) for row in counts.values()]
     assert max(means) - min(means) < 0.15

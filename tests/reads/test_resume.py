@@ -1,12 +1,9 @@
 """Classifiers of reads: killed or stopped anywhere they end with the very weights, and two processes learn as one."""
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,69 +11,16 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from training import lines_of, losses_of, weights_of
 
 import millstream as ms
-from millstream.dataset.simulate import SimulateSettings, simulate
-from millstream.train import run as module
-from millstream.train.checkpoint import load
+from millstream.reads.simulate import SimulateSettings, simulate
+from millstream.training import run as module
+from millstream.training.folder import load
+from support.forked_training import Job
+from support.training import lines_of, losses_of, weights_of
 
 MODELS = ("kmer-linear", "cnn")
 NUM_STEPS = 10  # of an epoch
-Job = dict[str, Any]
-
-# Has imported what takes seconds, and for every line starts processes that train, waits, and says how they ended.
-# A process of `dies_at` kills itself after that step of that model.
-PARENT = """
-import gc, json, os, signal, sys, traceback
-sys.modules |= {"torch_geometric": None, "sklearn": None, "torchmetrics": None}  # these models do without
-import lightning_fabric
-import millstream.train.classification
-from millstream.train.loop import Training
-from millstream.train.run import train
-
-def die_at(model, number):
-    step = Training._step
-    def dying(self, *given):
-        step(self, *given)
-        if (self.job.name, self.at.step) == (model, number):
-            os.kill(os.getpid(), signal.SIGKILL)
-    Training._step = dying
-
-def work(settings, environment, dies_at):
-    try:
-        os.environ.update(environment)
-        die_at(*dies_at)
-        train(**settings)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-gc.freeze()
-for line in sys.stdin:
-    children = [os.fork() or work(**job) for job in json.loads(line)]
-    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
-os._exit(0)
-"""
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Callable[[list[Job]], list[int]]]:
-    """Runs jobs side by side, each in a process of its own, and gives their exit codes."""
-    command = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdin is not None and parent.stdout is not None
-        asks, answers = parent.stdin, parent.stdout
-
-        def work(jobs: list[Job]) -> list[int]:
-            asks.write(json.dumps(jobs) + "\n")
-            asks.flush()
-            return json.loads(answers.readline())
-
-        yield work
-        asks.close()
-        assert parent.wait() == 0
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from sklearn import linear_model, metrics
 
-from millstream.model.auroc import aurocs
-from millstream.report import calibration, measures
-from millstream.report.bootstrap import Measure, Resampled, bootstrap, draw, holm, p_value
+from millstream.report import measures
+from millstream.report.intervals import Interval, Measure, Resampled, bootstrap, compare, draw, holm, p_value, verdict
+from millstream.report.measures import aurocs
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int8]
@@ -147,7 +147,7 @@ def test_prr_is_one_for_the_truth_zero_for_a_constant_and_negative_for_the_contr
 @CASES
 def test_the_brier_score_is_that_of_scikit_learn(labels: Labels, scores: Floats):
     probabilities = 1 / (1 + np.exp(-scores))
-    assert calibration.brier(labels, probabilities) == pytest.approx(metrics.brier_score_loss(labels, probabilities))
+    assert measures.brier(labels, probabilities) == pytest.approx(metrics.brier_score_loss(labels, probabilities))
 
 
 def test_ece_is_the_mean_gap_over_fifteen_bins_of_equal_counts():
@@ -156,21 +156,21 @@ def test_ece_is_the_mean_gap_over_fifteen_bins_of_equal_counts():
     gaps: list[float] = []
     for members in np.array_split(np.argsort(probabilities), 15):
         gaps.append(abs(probabilities[members].mean() - labels[members].mean()) * len(members))
-    assert calibration.ece(labels, probabilities) == pytest.approx(sum(gaps) / len(labels))
-    curve = calibration.calibration_curve(labels, probabilities)
+    assert measures.ece(labels, probabilities) == pytest.approx(sum(gaps) / len(labels))
+    curve = measures.calibration_curve(labels, probabilities)
     assert len(curve.x) == 15 and list(curve.x) == sorted(curve.x)
 
 
 def test_equal_probabilities_share_a_bin_so_that_the_base_rate_is_calibrated():
     labels = (np.random.default_rng(0).random(500) < 0.3).astype(np.int8)
-    assert calibration.ece(labels, np.full(500, labels.mean())) == pytest.approx(0)
-    assert calibration.ece(labels, np.full(500, 0.9)) == pytest.approx(0.9 - labels.mean())
+    assert measures.ece(labels, np.full(500, labels.mean())) == pytest.approx(0)
+    assert measures.ece(labels, np.full(500, 0.9)) == pytest.approx(0.9 - labels.mean())
 
 
 def test_bins_are_about_equal_whole_and_in_the_order_of_the_values():
     values = np.array([5, 1, 1, 2, 9, 2, 7, 1])
-    assert calibration.equal_bins(values, 4).tolist() == [1, 0, 0, 1, 2, 1, 2, 0]
-    assert set(calibration.equal_bins(np.zeros(7), 4).tolist()) == {0}
+    assert measures.equal_bins(values, 4).tolist() == [1, 0, 0, 1, 2, 1, 2, 0]
+    assert set(measures.equal_bins(np.zeros(7), 4).tolist()) == {0}
 
 
 @CASES
@@ -181,13 +181,13 @@ def test_platt_is_the_logistic_regression_of_smoothed_targets(labels: Labels, sc
     regression = linear_model.LogisticRegression(C=np.inf, tol=1e-10, max_iter=1000)
     regression.fit(both, [1] * len(labels) + [0] * len(labels), sample_weight=np.concatenate([target, 1 - target]))
     expected = regression.predict_proba(scores[:, None])[:, 1]
-    assert calibration.fit_platt(labels, scores)(scores) == pytest.approx(expected, abs=1e-4)
+    assert measures.fit_platt(labels, scores)(scores) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1, 1e6])
 def test_platt_stays_finite_where_classes_do_not_overlap(scale: float):
     labels = np.array([0] * 50 + [1] * 50, np.int8)
-    platt = calibration.fit_platt(labels, scale * (np.arange(100.0) + 300.0 * labels))
+    platt = measures.fit_platt(labels, scale * (np.arange(100.0) + 300.0 * labels))
     found = platt(scale * np.array([0.0, 200.0, 399.0]))
     assert np.isfinite([platt.slope, platt.offset]).all()
     assert found[0] < 0.05 and 0.2 < found[1] < 0.8 and found[2] > 0.95
@@ -195,8 +195,8 @@ def test_platt_stays_finite_where_classes_do_not_overlap(scale: float):
 
 def test_platt_of_scores_that_tell_nothing_is_the_base_rate_and_of_reversed_ones_falls():
     labels = np.array([0, 0, 0, 1] * 25, np.int8)
-    assert calibration.fit_platt(labels, np.full(100, 3.0))(np.array([3.0, 4.0]))[0] == pytest.approx(0.25, abs=0.02)
-    reversed_ones = calibration.fit_platt(labels, -labels.astype(np.float64))(np.array([-1.0, 0.0]))
+    assert measures.fit_platt(labels, np.full(100, 3.0))(np.array([3.0, 4.0]))[0] == pytest.approx(0.25, abs=0.02)
+    reversed_ones = measures.fit_platt(labels, -labels.astype(np.float64))(np.array([-1.0, 0.0]))
     assert reversed_ones[0] > 0.9 > 0.1 > reversed_ones[1]
 
 
@@ -243,17 +243,17 @@ def test_every_draw_has_right_and_wrong_answers():
 def test_asking_every_question_twice_makes_nothing_surer():
     labels, scores = next(cases())
     questions = np.arange(len(labels))
-    once = bootstrap({"a": area(labels, scores)}, labels, questions=questions, resamples=300)["a"][0]
+    once = bootstrap({"a": area(labels, scores)}, labels, groups=questions, resamples=300)["a"][0]
     twice, same = np.tile(labels, 2), np.tile(scores, 2)
-    both = bootstrap({"a": area(twice, same)}, twice, questions=np.tile(questions, 2), resamples=300)["a"][0]
-    naive = bootstrap({"a": area(twice, same)}, twice, questions=np.arange(len(twice)), resamples=300)["a"][0]
+    both = bootstrap({"a": area(twice, same)}, twice, groups=np.tile(questions, 2), resamples=300)["a"][0]
+    naive = bootstrap({"a": area(twice, same)}, twice, groups=np.arange(len(twice)), resamples=300)["a"][0]
     assert both.drawn == pytest.approx(once.drawn)
     assert np.std(naive.drawn) < 0.85 * np.std(once.drawn)
 
 
 def test_an_interval_holds_the_middle_95_percent_around_the_number_on_all_records():
     labels, scores = next(cases())
-    found = bootstrap({"a": area(labels, scores)}, labels, questions=np.arange(len(labels)), resamples=1000)["a"][0]
+    found = bootstrap({"a": area(labels, scores)}, labels, groups=np.arange(len(labels)), resamples=1000)["a"][0]
     value = metrics.roc_auc_score(labels, scores)
     wrong = int(labels.sum())
     q1, q2 = value / (2 - value), 2 * value**2 / (1 + value)  # Hanley and McNeil 1982
@@ -268,7 +268,7 @@ def test_an_interval_holds_the_middle_95_percent_around_the_number_on_all_record
 def test_detectors_see_the_same_draws_so_that_what_is_hard_for_both_does_not_blur_their_difference():
     labels, scores = next(cases())
     near = scores + np.random.default_rng(8).normal(size=len(scores)) * 0.05
-    settings = {"questions": np.arange(len(labels)), "resamples": 400}
+    settings = {"groups": np.arange(len(labels)), "resamples": 400}
     together = bootstrap({"a": area(labels, scores), "b": area(labels, near)}, labels, **settings)
     alone = bootstrap({"b": area(labels, near)}, labels, **settings)["b"][0]
     (a,), (b,) = together["a"], together["b"]
@@ -284,7 +284,7 @@ def test_draws_of_a_large_test_part_take_little_memory():
     scores = rng.random(30_000)
     tracemalloc.start()
     measure: Measure = lambda counts: np.stack([aurocs(labels, scores, counts), measures.aurcs(labels, scores, counts)])  # noqa: E731
-    bootstrap({"a": measure}, labels, questions=np.arange(30_000), resamples=40)
+    bootstrap({"a": measure}, labels, groups=np.arange(30_000), resamples=40)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 50_000_000
@@ -293,7 +293,7 @@ def test_draws_of_a_large_test_part_take_little_memory():
 def test_at_least_one_draw_is_needed():
     labels, scores = next(cases())
     with pytest.raises(ValueError, match="resamples=0"):
-        bootstrap({"a": area(labels, scores)}, labels, questions=np.arange(len(labels)), resamples=0)
+        bootstrap({"a": area(labels, scores)}, labels, groups=np.arange(len(labels)), resamples=0)
 
 
 # -- differences
@@ -314,3 +314,43 @@ def test_holm_multiplies_the_smallest_p_by_all_and_never_changes_the_order():
     assert holm([0.5, 0.6]) == [1, 1]
     assert holm([0.02]) == [0.02]
     assert holm([]) == []
+
+
+def resampled(value: float, *, spread: float = 0.01) -> Resampled:
+    return Resampled(value, value + spread * np.random.default_rng(3).normal(size=999))
+
+
+def test_models_are_compared_on_their_split_and_every_p_is_corrected():
+    drawn = {("a", "x"): resampled(0.9), ("b", "x"): resampled(0.6, spread=0.02), ("a", "y"): resampled(0.5)}
+    drawn["b", "y"] = drawn["a", "y"]
+    better, same = compare([("a", "b", "x"), ("a", "b", "y")], drawn)
+    assert (better.a, better.b, better.split) == ("a", "b", "x") and better.value.value == pytest.approx(0.3)
+    assert better.is_better and better.p_holm == pytest.approx(2 * better.p)
+    assert (same.value.value, same.p, same.differs) == (0, 1, False)
+
+
+def test_a_verdict_says_which_is_better_by_how_much_or_that_neither_is():
+    drawn = {("a", "x"): resampled(0.9), ("b", "x"): resampled(0.6, spread=0.02)}
+    (better,), (worse,) = compare([("a", "b", "x")], drawn), compare([("b", "a", "x")], drawn)
+    assert f"{better.value}" in verdict(better, "b") and "NOT" not in verdict(better, "b")
+    assert "WORSE" in verdict(worse, "a") and f"{better.value.value:.3f}" in verdict(worse, "a")
+    (same,) = compare([("a", "a", "x")], drawn)
+    assert "NOT" in verdict(same, "a") and "p = 1.000" in verdict(same, "a")
+    assert "p <= " in verdict(better, "b", least_p=better.p_holm)
+
+
+def test_an_interval_is_written_with_its_bounds():
+    assert f"{Interval(0.5, 0.25, 0.75)}" == "0.500 [0.250, 0.750]"
+    assert f"{-Interval(0.5, 0.25, 0.75):+.1f}" == "-0.5 [-0.8, -0.2]"
+
+
+# -- many classes
+
+
+def test_macro_f1_is_that_of_scikit_learn_over_the_classes_that_occur():
+    rng = np.random.default_rng(4)
+    labels, predicted = rng.integers(-1, 5, 300), rng.integers(0, 7, 300)
+    known = labels >= 0
+    expected = metrics.f1_score(labels[known], predicted[known], labels=range(5), average="macro")
+    assert measures.macro_f1(labels, predicted) == pytest.approx(expected)
+    assert np.isnan(measures.macro_f1(np.array([-1]), np.array([0])))

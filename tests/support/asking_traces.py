@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millstream.view.traces_view import traces_view
+from millstream.traces.view.page import traces_view
 from millstream.view.view import Query, plain
 
 Ask = Callable[..., Any]

@@ -1,9 +1,6 @@
 """Reads as the tokenizers take them, the real data if it is there, and a second interpreter without a compiler."""
 
 import gzip
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,16 +47,3 @@ def genome_reads(num: int, *, length: int) -> list[str]:
             genomes.append("".join(line.strip() for line in lines if not line.startswith(">")).upper())
     starts = [(genome, int(rng.integers(len(genome) - length))) for genome in genomes for _ in range(num // 3)]
     return [genome[start : start + length] for genome, start in starts]
-
-
-def without_compiler(code: str) -> str:
-    """What `code` prints where kernels run as plain Python; a warning there is an error as it is here."""
-    paths = [str(ROOT / "src"), str(Path(__file__).parent)]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()

@@ -1,24 +1,22 @@
-"""The explorer in a real browser: views served on this machine, and pages of which all trouble is written down."""
+"""Pages in a real browser: views served on this machine, and everything that goes wrong or over the network noted.
+
+`open_page(address)` opens one, `serve_views([view])` gives the address of a page of the explorer.
+"""
 
 import shutil
 import socket
-import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="no explorer: pip install 'millstream[view]'")
-pytest.importorskip("uvicorn", reason="no explorer: pip install 'millstream[view]'")
-sys.path.insert(0, str(Path(__file__).parent))
+from support.effort import PATIENCE_S
 
-import uvicorn
-
-from millstream.view.server import HOST, make_app
-from millstream.view.view import View
+if TYPE_CHECKING:
+    from millstream.view.view import View
 
 TOKEN = "token-of-the-tests"
 QUIET = (  # a browser of its own accord asks its maker for news
@@ -32,7 +30,7 @@ QUIET = (  # a browser of its own accord asks its maker for news
 
 @dataclass
 class Opened:
-    """A page, and what went wrong or over the network. What a test provokes, it takes out of `trouble`."""
+    """A page, and what went wrong or over the network. A test removes from `trouble` what it provokes."""
 
     page: Any
     trouble: list[str] = field(default_factory=list[str])
@@ -43,6 +41,14 @@ class Opened:
         return sizes[0] <= sizes[1]
 
 
+def wait_until(page: Any, expression: str, arg: object = None) -> None:
+    """Playwright's `wait_for_function` evaluates in the page, whose policy forbids that from the second look on."""
+    end = time.monotonic() + PATIENCE_S
+    while not page.evaluate(expression, arg):
+        assert time.monotonic() < end, f"never so: {expression}"
+        page.wait_for_timeout(20)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Generator[Any]:
     """Chromium. Of a module: Playwright's loop would be in the way of other tests in this process."""
@@ -51,17 +57,20 @@ def browser() -> Generator[Any]:
     if chromium is None:
         pytest.skip("no browser tests: chromium is not installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=list(QUIET))
+        browser = playwright.chromium.launch(executable_path=chromium, args=list(QUIET), timeout=PATIENCE_S * 1000)
         yield browser
         browser.close()
 
 
 @pytest.fixture(scope="module")
-def serve_views() -> Generator[Callable[[Sequence[View]], str]]:
+def serve_views() -> "Generator[Callable[[Sequence[View]], str]]":
     """serve_views([view, ...]) -> the address, with its token, that the first of them is at."""
-    running: list[tuple[uvicorn.Server, threading.Thread]] = []
+    uvicorn: Any = pytest.importorskip("uvicorn", reason="no explorer: pip install 'millstream[view]'")
+    from millstream.view.server import HOST, make_app
 
-    def serve(views: Sequence[View]) -> str:
+    running: list[tuple[Any, threading.Thread]] = []
+
+    def serve(views: "Sequence[View]") -> str:
         listener = socket.create_server((HOST, 0))
         server = uvicorn.Server(uvicorn.Config(make_app(views, token=TOKEN, title="tested"), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -73,7 +82,7 @@ def serve_views() -> Generator[Callable[[Sequence[View]], str]]:
     for server, _ in running:
         server.should_exit = True
     for _, thread in running:
-        thread.join(10)
+        thread.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -84,7 +93,7 @@ def open_page(browser: Any) -> Generator[Callable[..., Opened]]:
     def open_at(address: str, *, width: int = 1440, height: int = 900, scheme: str = "light") -> Opened:
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(PATIENCE_S * 1000)
         found = Opened(page)
         page.on("console", lambda message: found.trouble.append(message.text))
         page.on("pageerror", lambda error: found.trouble.append(str(error)))
@@ -98,6 +107,6 @@ def open_page(browser: Any) -> Generator[Callable[..., Opened]]:
     for _, _, context in opened:
         context.close()
     for address, found, _ in opened:
-        home = address[: address.index(TOKEN)]
+        home = address.partition(TOKEN)[0]  # of a file, its whole address
         assert found.trouble == []
         assert [url for url in found.requests if not url.startswith((home, "data:", "blob:"))] == []

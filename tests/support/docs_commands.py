@@ -4,7 +4,6 @@ import os
 import re
 import runpy
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ from glob import glob
 from pathlib import Path
 from unittest import mock
 
-from docs_blocks import ROOT, Block
-
-from commands import run_here
+from support.commands import lean_environment, run_here
+from support.docs_blocks import ROOT, Block
 
 # In the small world of a page there is no need for as many: the command is the same, and takes less of a second.
 FEWER = {"--reads": "2000"}
@@ -73,7 +71,7 @@ def _run_line(line: str) -> tuple[int, str]:
 def _run_millstream(arguments: list[str]) -> tuple[int, str]:
     if arguments[0] == "view":
         return _serve(arguments)
-    if arguments[0] == "demo":  # minutes; tests/test_demo.py runs it
+    if arguments[0] == "demo" or "model=smollm2" in arguments:  # minutes, and weights; tests/demo runs them
         return _parse_only(arguments)
     for place, word in enumerate(arguments[:-1]):
         if word in FEWER:
@@ -92,9 +90,9 @@ def _run_child(command: list[str]) -> tuple[int, str]:
 def _parse_only(arguments: list[str]) -> tuple[int, str]:
     import typer.main
 
-    from millstream.cli import app
+    from millstream.cli.app import make_app
 
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(make_app())
     try:
         command.commands[arguments[0]].make_context(arguments[0], arguments[1:])  # pyright: ignore
     except Exception as error:
@@ -103,20 +101,12 @@ def _parse_only(arguments: list[str]) -> tuple[int, str]:
 
 
 def _serve(arguments: list[str]) -> tuple[int, str]:
-    """A server is up when it names its address; then it is told to end, as by Ctrl-C."""
-    command = [sys.executable, "-m", "millstream", *arguments]
-    said: list[str] = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_child_environment()
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            said.append(line)
-            if "http://127.0.0.1" in line:
-                process.send_signal(signal.SIGINT)
-                process.communicate(timeout=30)
-                return 0, "".join(said)
-        return process.wait() or 1, "".join(said)
+    """Everything up to the server, which ends at once, as by Ctrl-C; tests/view runs real ones."""
+    import uvicorn
+
+    with mock.patch.object(uvicorn.Server, "run"):
+        code, out, err = run_here(*arguments)
+    return code or int("http://127.0.0.1" not in err), out + err
 
 
 def _run_python(arguments: list[str]) -> tuple[int, str]:
@@ -167,7 +157,7 @@ def _run_bash(block: Block) -> None:
 
 def _child_environment() -> dict[str, str]:
     bin_folder = str(Path(sys.executable).parent)
-    return {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    return {**os.environ, **lean_environment("torchmetrics"), "PATH": f"{bin_folder}:{os.environ['PATH']}"}
 
 
 @contextmanager

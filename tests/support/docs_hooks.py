@@ -3,7 +3,7 @@
 import importlib.util
 from types import ModuleType
 
-from docs_blocks import DOCS
+from support.docs_blocks import DOCS
 
 
 def _load() -> ModuleType:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from docs_old import make_old
 
 import millstream as ms
-from commands import run_here
+from support.commands import run_here
+from support.docs_old import make_old
 
 ROOT = Path(__file__).parents[2]
 MODEL = "Qwen/Qwen3-4B"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,13 +11,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from making import same
-
 import millstream as ms
-from millstream.store.layout import list_shards, shard_name, sidecar_name
-from millstream.store.repair import verify
-from millstream.store.rewrite import drop_records
-from millstream.store.writer import TraceWriter
+from millstream.traces.store.manifest import list_shards, shard_name, sidecar_name
+from millstream.traces.store.repair import verify
+from millstream.traces.store.rewrite import drop_records
+from millstream.traces.store.writer import TraceWriter
+from support.effort import PATIENCE_S
+from support.making import same
 
 COUNT = 24
 SETTINGS: dict[str, Any] = {
@@ -89,17 +90,29 @@ class Nursery:
 
     CODE = """if True:
         import json, os, sys
-        import transformers.models.llama.modeling_llama, millstream.store.extract, millstream.source.llm.tracer
-        from millstream.cli import main
+        import transformers.models.llama.modeling_llama, millstream.traces.extract, millstream.traces.llm.tracer
+        from millstream.cli.app import main
+        from millstream.traces.store.writer import TraceWriter
+
+        def send_after(count, signal):
+            append = TraceWriter.append
+            def counted(self, record):
+                nonlocal count
+                append(self, record)
+                count -= 1
+                if not count:
+                    os.kill(os.getpid(), signal)
+            TraceWriter.append = counted
+
         for line in sys.stdin:
-            log, *command = json.loads(line)
+            log, after, signal, *command = json.loads(line)
             pid = os.fork()
             if not pid:
+                send_after(after, signal)
                 file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(file, 1), os.dup2(file, 2)
                 sys.argv = command
                 sys.exit(main())
-            print(pid, flush=True)
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     """
 
@@ -113,14 +126,11 @@ class Nursery:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
-    def start(self, *command: object) -> int:
-        """The process id of a child that runs this command."""
+    def run(self, *command: object, after: int, send: signal.Signals) -> int:
+        """How a child ends that runs this command, and sends itself a signal when it has written so many records."""
         assert self.process.stdin
-        print(json.dumps([str(self.log), "millstream", *map(str, command)]), file=self.process.stdin, flush=True)
-        return self._hear()
-
-    def wait(self) -> int:
-        """How the child ended."""
+        words = [str(self.log), after, send.value, "millstream", *map(str, command)]
+        print(json.dumps(words), file=self.process.stdin, flush=True)
         return self._hear()
 
     def said(self) -> str:
@@ -144,8 +154,8 @@ def drop(path: Path, numbers: list[int], tell: Callable[[object], None]) -> None
     drop_records(path, numbers)
 
 
-def wait_until(holds: Callable[[], object], *, what: str, pause: float = 0.001, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
+def wait_until(holds: Callable[[], object], *, what: str, pause: float = 0.001) -> None:
+    end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end, f"waited in vain for {what}"
         time.sleep(pause)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from millstream.report.results import Curve, Difference, Interval, Mistake, ModelResult, Results
+from millstream.report.intervals import Difference, Interval
+from millstream.report.measures import Curve
+from millstream.traces.report.results import Mistake, ModelResult, Results
 
 HOSTILE = (
     """<script>window.hacked = 1</script>'"><img src=x onerror="window.hacked = 2">{{ 7 * 7 }}{% raw %} 🎉 مرحبا \\"""
@@ -179,7 +181,7 @@ def _gap(auroc: float) -> float:
 def _difference(a: ModelResult, b: ModelResult) -> Difference:
     gap = a.auroc.value - b.auroc.value
     p = float(np.exp(-150 * gap))
-    return Difference(a.name, b.name, Interval(gap, gap - 0.02, gap + 0.02), p, min(1.0, 20 * p), 20 * p < 0.05)
+    return Difference(a.name, b.name, "test", Interval(gap, gap - 0.02, gap + 0.02), p, min(1.0, 20 * p), 20 * p < 0.05)
 
 
 def _history(name: str, *, seeds: int) -> list[dict[str, object]]:

@@ -26,19 +26,20 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from millstream.door import open as ms_open
+from millstream import open as ms_open
 from millstream.errors import DamageWarning, StoreFull
-from millstream.store.layout import DAMAGED, shard_name
-from millstream.store.repair import Damage, repair, verify
-from millstream.store.rewrite import merge, subset_records, subset_shards
-from millstream.store.traces import Traces
-from millstream.store.writer import TraceWriter
+from millstream.traces.store.manifest import DAMAGED, shard_name
+from millstream.traces.store.repair import Damage, repair, verify
+from millstream.traces.store.rewrite import merge, subset_records, subset_shards
+from millstream.traces.store.traces import Traces
+from millstream.traces.store.writer import TraceWriter
+from support.effort import PATIENCE_S
 
 Key = tuple[int, int]  # seed, number
 Make = Callable[[int, int], dict[str, object]]
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["pytest", "millstream.store.rewrite", "millstream.store.writer"])
+PROCESSES.set_forkserver_preload(["pytest", "millstream.traces.store.rewrite", "millstream.traces.store.writer"])
 
 
 # -- records
@@ -461,7 +462,7 @@ def fill(filler: Path, leave: int) -> None:
 
 def open_write_close(path: Path, keys: list[Key], start: Any, tell: Callable[[object], None]) -> None:
     """Open, write one record and close, again and again; tell each record written."""
-    start.wait(60)
+    start.wait(PATIENCE_S)
     for key in keys:
         with TraceWriter(path, shard_records=2) as writer:
             writer.append(small(*key))

@@ -8,7 +8,6 @@ import numpy as np
 import millstream as ms
 
 REGEX = r"lbl\|(?P<class_id>\d+)\|(?P<tax_id>\w+)"
-BROKEN = "known, see the report of these tests: {}"
 
 
 def trace(name: str) -> dict[str, object]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import millstream as ms
-from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K, parse_fields
+from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K, parse_fields
 
 TOLD_BY = 2  # the layer of `states` and `hidden` that knows; 0 is the embedding
 _VOCAB = 50

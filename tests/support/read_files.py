@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import zstandard
-from slow_reads import Slow
 
 import millstream as ms
 from millstream.errors import MillstreamError
-from millstream.store.reads import Reads
+from millstream.reads.files.index import IndexLimits, IndexSettings, build_index, find_index
+from millstream.reads.reads import Reads
+from support.slow_reads import Slow
 
 REGEX = r"lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d*)\|(?P<len>\d+)\|(?P<who>[^/]+)/(?P<mate>[12])"
 
@@ -92,7 +93,12 @@ WRAPPERS: dict[str, Callable[[bytes], bytes]] = {
 COMPRESSED = [name for name in WRAPPERS if name != "plain"]
 
 
-def opened(place: Any, **options: Any) -> Reads:
+def opened(place: Any, *, limits: IndexLimits | None = None, **options: Any) -> Reads:
+    """Reads; with `limits`, the index of a file that has none is built with these."""
+    index_dir = Path(options["index_dir"]) if options.get("index_dir") else None
+    if limits is not None and isinstance(place, Path) and place.is_file() and find_index(place, index_dir) is None:
+        chosen = {name: options[name] for name in ("header_regex", "on_mismatch", "salvage") if name in options}
+        build_index(place, IndexSettings(**chosen), index_dir=index_dir, limits=limits)
     reads = ms.open(place, **options)
     assert isinstance(reads, Reads)
     return reads
@@ -102,7 +108,7 @@ def refused(file: Path, **options: Any) -> str:
     """Opening the file fails with an error of ours that names it, and leaves nothing behind; what it says."""
     before = sorted(os.listdir(file.parent)) if file.parent.is_dir() else None
     with pytest.raises(MillstreamError) as caught:
-        ms.open(file, **options)
+        opened(file, **options)
     assert str(file) in str(caught.value)
     assert before is None or sorted(os.listdir(file.parent)) == before
     return str(caught.value)

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slow_reference import Seen, generate_beams, generate_greedily, look
 
-from millstream.source.llm.decode import Decoding
-from millstream.source.llm.fields import parse_fields
-from millstream.source.llm.model import LoadedModel, ModelSettings, describe_model, load_model
-from millstream.source.llm.prompts import Prompt
-from millstream.source.llm.question import Question
-from millstream.source.llm.tracer import Record, Tracer
+from millstream.traces.llm.decode import Decoding
+from millstream.traces.llm.fields import parse_fields
+from millstream.traces.llm.model import LoadedModel, ModelSettings, describe_model, load_model
+from millstream.traces.llm.questions import Prompt, Question
+from millstream.traces.llm.tracer import Record, Tracer
+from support.slow_reference import Seen, generate_beams, generate_greedily, look
 
 EOS, PAD, NEW = 0, 1, 6
 EVERYTHING = "hidden,post_norm,attention,edges,heads,laplacian,nodes,states"
@@ -162,7 +161,7 @@ class TinyModels:
     def _traced(self, kind: str, beams: int, batch_size: int) -> list[Record]:
         """Records of QUESTIONS as the library makes them."""
         tracer = make_tracer(self.loaded(kind), num_beams=beams)
-        asked = tracer.ask(QUESTIONS)
+        asked = tracer.encode(QUESTIONS)
         return [
             record
             for start in range(0, len(asked), batch_size)

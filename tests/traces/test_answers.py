@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.source.llm.answers import first_line, is_refusal, normalise, normalise_all
+from millstream.traces.scores import first_line, is_refusal, normalise, normalise_all
+from support.effort import num_examples
 
 PUNCTUATION = {*string.punctuation, "‘", "’", "´", "`"}
 ODD = "aAnN tThHeE_-'’‘´`İıßΣσςΑÉe\u0301\u00a0\u3000\u2028\x00\x0b\x1c\x1f\x7f\x85ǅﬁK拳🚁\ufeff\n\t.,0"
@@ -53,7 +54,7 @@ def test_a_text_is_normalised_as_the_definition_says(text: str, expected: str):
 TEXTS = st.lists(st.text() | st.text(ODD) | st.text(st.characters(max_codepoint=127)), max_size=8)
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(TEXTS)
 def test_many_texts_at_once_are_normalised_as_each_on_its_own(texts: list[str]):
     assert [normalise(text) for text in texts] == [by_definition(text) for text in texts]

@@ -10,8 +10,8 @@ import torch
 
 import millstream as ms
 from millstream.errors import BadSource, ConfigMismatch, SchemaMismatch
-from millstream.store.convert import convert, expand
-from millstream.store.summary import compare
+from millstream.traces.convert import convert, expand
+from millstream.traces.store.inspect import compare
 
 
 def old_trace(g: int, *, batch: int = 4) -> dict[str, object]:

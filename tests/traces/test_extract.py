@@ -1,7 +1,6 @@
 """Questions become traces exactly once: run again, killed, interrupted, refused or failed, and always to the bit."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,7 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from extracting import (
+
+import millstream as ms
+from millstream.core.records import Tensor
+from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
+from millstream.traces.llm.fields import TIERS, Size, parse_fields, plan_batches
+from millstream.traces.llm.questions import Question, read_questions
+from millstream.traces.llm.tracer import EncodedQuestion, Tracer
+from millstream.traces.store.repair import verify
+from millstream.traces.store.rewrite import drop_records
+from millstream.traces.store.traces import Traces
+from support.commands import run_here as run
+from support.extracting import (
     COUNT,
     SETTINGS,
     Nursery,
@@ -24,24 +34,10 @@ from extracting import (
     recovered_ids,
     shard_files,
     traces_by_id,
-    wait_until,
     write_questions,
 )
-from making import die_everywhere, files_of, key_of, noted, quiet, read_keys, record, same, write
-
-import millstream as ms
-from commands import run_here as run
-from extras import need
-from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
-from millstream.records import Tensor
-from millstream.source.llm.batches import plan_batches
-from millstream.source.llm.fields import TIERS, Size, parse_fields
-from millstream.source.llm.question import Question
-from millstream.source.llm.questions import read_questions
-from millstream.source.llm.tracer import Asked, Tracer
-from millstream.store.repair import verify
-from millstream.store.rewrite import drop_records
-from millstream.store.traces import Traces
+from support.extras import need
+from support.making import die_everywhere, files_of, key_of, noted, quiet, read_keys, record, same, write
 
 need("transformers")
 
@@ -129,7 +125,7 @@ def test_beginning_it_says_how_many_how_large_and_how_long(llama: Path, question
         rf"questions: {COUNT}",
         r"prompt \(own\): 'Q: \{question\}'; an answer ends at '\\n' or end of text",
         rf"{tmp_path}/s: 6 of {COUNT} done already, {COUNT - 6} left in \d+ batches",
-        rf"{size} a trace in the first batch, about {size} in all, {size} free, about \d+ (s|min \d+ s)",
+        rf"{size} per trace in the first batch; about {size} in total, {size} free, about \d+ (s|min \d+ s)",
     ]
     assert len(lines) == len(expected)
     for line, pattern in zip(lines, expected, strict=True):
@@ -138,7 +134,7 @@ def test_beginning_it_says_how_many_how_large_and_how_long(llama: Path, question
 
 def test_the_size_foreseen_is_near_the_size_it_becomes(llama: Path, questions: Path, tmp_path: Path, capsys: Any):
     done = ask(questions, tmp_path / "s", llama)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "in all" in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "in total" in line]
     amount, unit = line.split("about ")[1].split(" ")[:2]
     foreseen = float(amount) * {"kB": 1e3, "MB": 1e6}[unit]
     assert 0.8 < foreseen / done.bytes < 1.25
@@ -147,9 +143,7 @@ def test_the_size_foreseen_is_near_the_size_it_becomes(llama: Path, questions: P
 def test_repeated_questions_are_left_out_and_counted_aloud(llama: Path, tmp_path: Path, capsys: Any):
     asked = [Question("a", "who?"), Question("a", "where?"), Question("b", "Who"), Question("c", "why?")]
     assert ask(asked, tmp_path / "s", llama).records == 2
-    assert "questions: 2, 1 of an id that came before left out, 1 of a text that came before left out" in (
-        capsys.readouterr().err
-    )
+    assert "questions: 2, 1 with a repeated id left out, 1 with a repeated text left out" in (capsys.readouterr().err)
 
 
 # -- batches
@@ -246,7 +240,7 @@ def test_a_model_whose_weights_changed_is_another_model(llama: Path, questions: 
 
 
 def test_other_questions_with_the_same_ids_are_refused(llama: Path, whole: Path):
-    with pytest.raises(ConfigMismatch, match=r"'q3' is 'what is 3 .*' there and 'why\?' here: other questions"):
+    with pytest.raises(ConfigMismatch, match=r"'q3' is 'what is 3 .*' in the store but 'why\?'"):
         ask([Question("q3", "why?")], whole, llama, retry_errors=True)
 
 
@@ -265,16 +259,10 @@ def test_killed_again_and_again_it_becomes_the_same_store_as_without(
     command = ["extract", questions, store, *as_arguments({"model": llama, **settings})]
     done = 0
     for more in (1, 6, 8):
-        child = nursery.start(*command)
-        wait_until(lambda: watch.written(store, before=done) >= more, what=f"{more} more records")  # noqa: B023
-        os.kill(child, signal.SIGKILL)
-        assert nursery.wait() == -signal.SIGKILL
-        seen = watch.written(store, before=done)
-        ids = recovered_ids(store)
-        assert len(ids) >= done + max(seen, more)
-        assert ids == watch.ids[: len(ids)]
-        done = len(ids)
-    assert more < done < COUNT
+        assert nursery.run(*command, after=more, send=signal.SIGKILL) == -signal.SIGKILL
+        assert watch.written(store, before=done) == more
+        done += more
+        assert recovered_ids(store) == watch.ids[:done]
     ms.extract(questions, store, model=str(llama), **settings)
     assert opened(store).ids == watch.ids
     assert_same_traces(store, whole)
@@ -293,15 +281,12 @@ def test_sampled_answers_differ_from_the_most_likely_and_between_seeds(llama: Pa
 def test_after_ctrl_c_the_batch_in_progress_is_finished_and_the_same_command_goes_on(
     nursery: Nursery, llama: Path, questions: Path, whole: Path, tmp_path: Path
 ):
-    store, watch = tmp_path / "s", Watch(whole)
+    store = tmp_path / "s"
     command = ["extract", questions, store, *as_arguments({"model": llama, **SETTINGS})]
-    child = nursery.start(*command)
-    wait_until(lambda: watch.written(store, before=0) >= 3, what="three records")
-    os.kill(child, signal.SIGINT)
-    assert nursery.wait() == 130
+    assert nursery.run(*command, after=3, send=signal.SIGINT) == 130
     said = nursery.said()
-    assert "finishing the batch in progress; press Ctrl-C again to stop at once" in said
-    assert said.endswith("interrupted; the same command goes on from here\n")
+    assert "finishing the current batch; press Ctrl-C again" in said
+    assert said.endswith("interrupted; progress saved; run the same command to resume\n")
     assert "Traceback" not in said
     assert_all_sealed(store)
     done = len(opened(store))
@@ -322,7 +307,7 @@ def test_a_question_that_does_not_fit_is_a_record_that_says_why(llama: Path, who
     failed = {name: trace for name, trace in found.items() if trace["status"] == "error"}
     assert failed.keys() == {"q2", "q9"}
     for trace in failed.values():
-        assert "tokens and 4 new ones exceed the model's 128" in str(trace["error"])
+        assert "and 4 new tokens exceed the context of 128" in str(trace["error"])
         assert trace["tokens"] is None and trace["hidden"] is None and trace["generated_answer"] is None
         assert trace["aliases"]
     for name in good.keys() - failed.keys():
@@ -331,12 +316,12 @@ def test_a_question_that_does_not_fit_is_a_record_that_says_why(llama: Path, who
 
 def refuse(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """For a while these questions cannot be traced."""
-    real = Tracer._refusal  # pyright: ignore[reportPrivateUsage]
+    real = Tracer._length_problem  # pyright: ignore[reportPrivateUsage]
 
-    def refusal(self: Tracer, asked: Asked) -> str | None:
-        return "not today" if asked.question.id in names else real(self, asked)
+    def length_problem(self: Tracer, encoded: EncodedQuestion) -> str | None:
+        return "not today" if encoded.question.id in names else real(self, encoded)
 
-    monkeypatch.setattr(Tracer, "_refusal", refusal)
+    monkeypatch.setattr(Tracer, "_length_problem", length_problem)
 
 
 def test_what_failed_is_not_asked_again_unless_that_is_wanted(
@@ -352,7 +337,7 @@ def test_what_failed_is_not_asked_again_unless_that_is_wanted(
     capsys.readouterr()
     done = ask(questions, store, llama, shard_records=4, retry_errors=True)
     assert (done.records, done.errors) == (COUNT, 0)
-    assert "3 failed before and are asked again" in capsys.readouterr().err
+    assert "retrying 3 questions" in capsys.readouterr().err
     assert {record["status"] for record in traces_by_id(store).values()} == {"ok"}
     after = shard_files(store)
     untouched = [name for name in before if not name.startswith(("shard-00001", "shard-00003"))]
@@ -378,19 +363,19 @@ def test_only_failures_among_the_questions_asked_are_asked_again(llama: Path, tm
 
 def test_in_a_new_store_nothing_has_failed_yet(llama: Path, questions: Path, tmp_path: Path, capsys: Any):
     assert ask(questions, tmp_path / "s", llama, num_samples=2, retry_errors=True).records == 2
-    assert "0 failed before" in capsys.readouterr().err
+    assert "retrying 0 questions" in capsys.readouterr().err
 
 
 def test_when_all_of_the_first_batch_fails_nothing_is_written_and_the_reason_is_said(llama: Path, tmp_path: Path):
     questions = write_questions(tmp_path / "q.jsonl", count=6, too_long=range(6))
-    with pytest.raises(BadSource, match=r"none of the first \d questions could be traced: prompt of \d+ tokens and 4"):
+    with pytest.raises(BadSource, match=r"none of the first \d questions could be traced: .* \d+ tokens and 4"):
         ask(questions, tmp_path / "s", llama)
     assert len(opened(tmp_path / "s")) == 0
     assert_all_sealed(tmp_path / "s")
 
 
 def test_a_store_left_empty_by_a_wrong_setting_takes_the_right_one(llama: Path, questions: Path, tmp_path: Path):
-    with pytest.raises(BadSource, match="exceed the model's 128"):
+    with pytest.raises(BadSource, match="exceed the context of 128"):
         ask(questions, tmp_path / "s", llama, max_new_tokens=128)
     assert ask(questions, tmp_path / "s", llama, num_samples=2).records == 2
 
@@ -547,9 +532,9 @@ def test_the_command_counts_what_failed_and_says_how_to_ask_again(llama: Path, t
     settings = as_arguments({"model": llama, **SETTINGS})
     code, out, err = run("extract", questions, tmp_path / "s", *settings)
     assert (code, out) == (0, "")
-    assert "4 traces, 1 of them failed (again with --retry-errors)" in err
+    assert "4 traces, 1 of them failed (run again with --retry-errors)" in err
     code, _, err = run("extract", questions, tmp_path / "s", *settings, "--retry-errors")
-    assert code == 0 and "1 failed before and are asked again" in err
+    assert code == 0 and "retrying 1 questions" in err
 
 
 def test_a_setting_is_checked_before_the_questions_are_read(llama: Path, tmp_path: Path):

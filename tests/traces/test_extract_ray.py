@@ -16,7 +16,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from extracting import (
+
+import millstream as ms
+from millstream.traces.store.manifest import list_shards
+from support.commands import run_here as run
+from support.effort import PATIENCE_S
+from support.extracting import (
     SETTINGS,
     Watch,
     as_arguments,
@@ -27,18 +32,14 @@ from extracting import (
     wait_until,
     write_questions,
 )
-from making import same
-
-import millstream as ms
-from commands import run_here as run
-from extras import need
-from millstream.store.layout import list_shards
+from support.extras import need
 
 need("transformers")
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 COUNT = 60
 LONGER = {**SETTINGS, "max_new_tokens": 16}
+TOKEN = "token=mean_answer"
 
 
 class Cluster:
@@ -67,7 +68,7 @@ class Cluster:
         return driver
 
     def finish(self, driver: subprocess.Popen[str]) -> tuple[str, str]:
-        out, err = driver.communicate(timeout=240)
+        out, err = driver.communicate(timeout=PATIENCE_S)
         assert driver.returncode == 0, err
         return out, err
 
@@ -131,43 +132,13 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two actors need two cores")
-def test_with_the_driver_killed_and_then_an_actor_the_traces_are_those_of_one_process(
-    cluster: Cluster, llama: Path, tmp_path: Path
-):
-    questions = write_questions(tmp_path / "q.jsonl", count=COUNT)
-    whole, store = tmp_path / "whole", tmp_path / "store"
-    ms.extract(questions, whole, model=str(llama), **LONGER)
-    enough = Watch(whole).bytes_of(2)
-    command = ["-m", "millstream", "extract", questions, store, *as_arguments({"model": llama, **LONGER})]
-    command += ["--engine", "ray", "--workers", "2"]
-
-    driver = cluster.start(*command)
-    cluster.wait_for_writer(store, driver, num_bytes=enough)
-    driver.kill()
-    driver.communicate()
-    wait_until(lambda: not cluster.actors(), what="the actors to die with their driver", pause=0.05)
-    wait_until(lambda: recovered_ids(store) and not list_shards(store)[1], what="their shards to be let go", pause=0.05)
-    before = recovered_ids(store)
-    assert 0 < len(set(before)) == len(before) < COUNT
-
-    driver = cluster.start(*command, "--json")
-    actor = cluster.wait_for_writer(store, driver, num_bytes=enough)
-    os.kill(actor, signal.SIGKILL)
-    out, err = cluster.finish(driver)
-    assert json.loads(out)["records"] == COUNT
-    assert f"{len(before)} of {COUNT} done already" in err
-    assert "Traceback" not in err and "Warning" not in err
-    assert not cluster.actors()
-    assert_all_sealed(store)
-    assert_same_traces(store, whole)
-
-
-BOTH = """if True:
+# Commands one after another on one cluster, which takes seconds to start.
+COMMANDS = """if True:
+    import json
     import sys
     import ray
-    from millstream.cli import main
-    from millstream.engine import Engine
+    from millstream.cli.app import main
+    from millstream.core.engine import Engine
     from millstream.errors import BadSource
 
     def square(item):
@@ -177,8 +148,8 @@ BOTH = """if True:
 
     if __name__ == "__main__":
         ray.init(address="local", num_cpus=2, log_to_driver=False)
-        for command in sys.argv[1:]:
-            sys.argv = ["millstream", *command.split(" "), "--engine", "ray", "--workers", "2"]
+        for command in json.loads(sys.argv[1]):
+            sys.argv = ["millstream", *command, "--engine", "ray", "--workers", "2"]
             try:
                 main()
             except SystemExit as end:
@@ -194,28 +165,57 @@ BOTH = """if True:
 """
 
 
-def test_label_and_featurize_on_a_cluster_give_what_they_give_here(cluster: Cluster, tmp_path: Path):
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two actors need two cores")
+def test_with_the_driver_killed_and_then_an_actor_every_command_gives_what_it_gives_in_one_process(
+    cluster: Cluster, llama: Path, tmp_path: Path
+):
+    questions = write_questions(tmp_path / "q.jsonl", count=COUNT)
+    whole, store = tmp_path / "whole", tmp_path / "store"
+    ms.extract(questions, whole, model=str(llama), **LONGER)
+    enough = Watch(whole).bytes_of(2)
+    extract = ["extract", str(questions), str(store), *as_arguments({"model": llama, **LONGER})]
+
+    driver = cluster.start("-m", "millstream", *extract, "--engine", "ray", "--workers", "1")
+    cluster.wait_for_writer(store, driver, num_bytes=enough)
+    driver.kill()
+    driver.communicate()
+    wait_until(lambda: not cluster.actors(), what="the actors to die with their driver", pause=0.05)
+    wait_until(lambda: recovered_ids(store) and not list_shards(store)[1], what="their shards to be let go", pause=0.05)
+    before = recovered_ids(store)
+    assert 0 < len(set(before)) == len(before) < COUNT
+
+    here, there = write_answers(tmp_path / "here"), tmp_path / "there"
+    shutil.copytree(here, there)
+    commands = [extract, ["label", str(there)], ["featurize", str(there), f"{tmp_path}/layers-there", TOKEN]]
+    (tmp_path / "commands.py").write_text(COMMANDS)
+    driver = cluster.start(tmp_path / "commands.py", json.dumps(commands))
+    actor = cluster.wait_for_writer(store, driver, num_bytes=enough)
+    os.kill(actor, signal.SIGKILL)
+    out, err = cluster.finish(driver)
+    assert f"{len(before)} of {COUNT} done already" in err
+    assert "Traceback" not in err and "Warning" not in err
+    assert out.endswith("True 7: not this one\n")
+    wait_until(lambda: not cluster.actors(), what="the actors to end", pause=0.05)
+    assert_all_sealed(store)
+    assert_same_traces(store, whole)
+
+    assert run("label", here)[0] == 0
+    assert run("featurize", here, tmp_path / "layers-here", TOKEN)[0] == 0
+    assert pq.read_table(here / "labels.parquet").equals(pq.read_table(there / "labels.parquet"))
+    assert len(traces_by_id(tmp_path / "layers-here")) == 196
+    assert_same_traces(tmp_path / "layers-there", tmp_path / "layers-here")
+    assert_all_sealed(tmp_path / "layers-there")
+
+
+def write_answers(path: Path) -> Path:
+    """200 traces to label and to featurize, four of which failed."""
     rng = np.random.default_rng(0)
-    with ms.TraceWriter(tmp_path / "here", shard_records=200) as writer:
-        for number in range(600):
+    with ms.TraceWriter(path, shard_records=70) as writer:
+        for number in range(200):
             about = {"question_id": f"q{number}", "aliases": [f"Paris {number % 3}"], "prompt_len": 2}
             hidden = None if number % 50 == 9 else rng.normal(size=(3, 4 + number % 5, 8)).astype(np.float16)
             said = f"it is Paris {number % 4}"
             writer.append(
                 {**about, "generated_answer": said, "hidden": hidden, "status": "ok" if number % 50 != 9 else "error"}
             )
-    shutil.copytree(tmp_path / "here", tmp_path / "there")
-    (tmp_path / "both.py").write_text(BOTH)
-    commands = [f"label {tmp_path}/there", f"featurize {tmp_path}/there {tmp_path}/layers-there token=mean_answer"]
-    out, err = cluster.finish(cluster.start(tmp_path / "both.py", *commands))
-    assert out.endswith("True 7: not this one\n")
-    assert "Traceback" not in err
-
-    assert run("label", tmp_path / "here")[0] == 0
-    assert run("featurize", tmp_path / "here", tmp_path / "layers-here", "token=mean_answer")[0] == 0
-    ours, theirs = (pq.read_table(tmp_path / place / "labels.parquet") for place in ("here", "there"))
-    assert ours.equals(theirs)
-    here, there = (traces_by_id(tmp_path / f"layers-{place}") for place in ("here", "there"))
-    assert len(here) == 588 and here.keys() == there.keys()
-    assert all(same(there[name], here[name]) for name in here)
-    assert_all_sealed(tmp_path / "layers-there")
+    return path

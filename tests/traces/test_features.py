@@ -10,22 +10,17 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.buffers import Pool
-from millstream.dataset.batch import Feature, fetch_batch
-from millstream.dataset.padding import stack
-
-REGEX = r"lbl\|(?P<class_id>\d+)"
+from support.featuring import NUMBERS, make, record, write_reads, write_traces
 
 
-@pytest.fixture
-def reads(tmp_path: Path) -> ms.Reads:
-    rng = np.random.default_rng(0)
-    file = tmp_path / "reads.fa"
-    lines = [f">lbl|{i % 4}\n{''.join(rng.choice(list('ACGTNacgt'), 40 + i % 30))}\n" for i in range(200)]
-    file.write_text("".join(lines))
-    opened = ms.open(file, header_regex=REGEX)
-    assert isinstance(opened, ms.Reads)
-    return opened
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> ms.Traces:
+    return write_traces(tmp_path_factory.mktemp("features") / "traces")
+
+
+@pytest.fixture(scope="module")
+def reads(tmp_path_factory: pytest.TempPathFactory) -> ms.Reads:
+    return write_reads(tmp_path_factory.mktemp("features") / "reads.fa")
 
 
 def test_tokens_come_with_the_columns_named(reads: ms.Reads):
@@ -60,142 +55,6 @@ def test_protein_is_refused_by_base_tokenizers_with_the_letters_found(tmp_path: 
     assert isinstance(proteins, ms.Reads) and proteins[0].sequence == "MKVLEEQFHI"
     with pytest.raises(ms.errors.BadSource, match=r"[EFILQ]"):
         feature(proteins.fetch([0], feature.fields))
-
-
-# -- traces
-
-
-def record(number: int) -> dict[str, object]:
-    """Two layers and an embedding, 3 to 7 tokens, three heads, causal attention."""
-    rng = np.random.default_rng(number)
-    tokens = 3 + number % 5
-    attention = np.tril(rng.random((2, 3, tokens, tokens), np.float32))
-    return {
-        "question_id": f"q{number}",
-        "question": f"Wer mahlt {number}?",
-        "prompt_len": 1 + number % 3,
-        "score": number / 4,
-        "verdict": None if number == 6 else "right",
-        "hidden": rng.normal(size=(3, tokens, 4)).astype(np.float16),
-        "attention": attention / attention.sum(axis=-1, keepdims=True),
-        "vector": np.full(5, number, np.float32),
-        "map": rng.normal(size=(1 + number % 3, 1 + number % 2, 2)).astype(np.float32),
-        "grade": torch.arange(1 + number % 4).to(torch.bfloat16) + number,
-        "maybe": None if number in (4, 5) else np.ones(3, np.float32),
-    }
-
-
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> ms.Traces:
-    path = tmp_path_factory.mktemp("features") / "traces"
-    with ms.TraceWriter(path, shard_records=7, schema={"hidden": "float16[layer, token, dim]"}) as writer:
-        writer.extend(record(number) for number in range(20))
-    opened = ms.open(path)
-    assert isinstance(opened, ms.Traces)
-    return opened
-
-
-def make(feature: Feature, collection: ms.Collection, numbers: Sequence[int], **chance: int) -> dict[str, Any]:
-    return dict(feature(fetch_batch(collection, np.array(numbers, np.int64), feature.fields), **chance))
-
-
-def padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The slow way to put arrays into one: value by value."""
-    shape = [max(array.shape[axis] for array in arrays) for axis in range(arrays[0].ndim)]
-    out = np.zeros((len(arrays), *shape), arrays[0].dtype)
-    for row, array in enumerate(arrays):
-        for place in np.ndindex(array.shape):
-            out[(row, *place)] = array[place]
-    return out
-
-
-NUMBERS = [11, 2, 7, 13, 0]
-
-
-# -- fields
-
-
-def test_fields_of_one_shape_are_stacked_and_texts_are_lists(traces: ms.Traces):
-    batch = make(ms.features.fields("vector", "score", "question", "verdict"), traces, [6, 2])
-    assert list(batch) == ["vector", "score", "question", "verdict"]
-    assert np.array_equal(batch["vector"], [[6] * 5, [2] * 5]) and batch["score"].tolist() == [1.5, 0.5]
-    assert batch["question"] == ["Wer mahlt 6?", "Wer mahlt 2?"]
-    assert batch["verdict"] == [None, "right"]
-
-
-@pytest.mark.parametrize("name", ["hidden", "map", "attention"])
-def test_fields_of_other_shapes_are_padded_with_a_mask_of_what_is_real(traces: ms.Traces, name: str):
-    batch = make(ms.features.fields(name), traces, NUMBERS)
-    arrays: list[Any] = [record(number)[name] for number in NUMBERS]
-    assert batch[name].dtype == arrays[0].dtype
-    assert np.array_equal(batch[name], padded(arrays))
-    ragged = [axis for axis in range(arrays[0].ndim) if len({array.shape[axis] for array in arrays}) > 1]
-    real = padded([np.ones([array.shape[axis] for axis in ragged], np.bool_) for array in arrays])
-    assert batch[f"{name}_mask"].dtype == np.bool_
-    assert np.array_equal(batch[f"{name}_mask"], real)
-
-
-def test_what_was_in_memory_before_does_not_show_in_the_padding(traces: ms.Traces):
-    pool = Pool(64 << 20)
-    wide = np.tile(np.float32(7), (300, 100))
-    with pool.use():
-        for lengths in ([300, 300], [300, 10], [10, 300, 200]):
-            arrays = [wide[:length] for length in lengths]
-            out, mask = stack(arrays)
-            for row, length in enumerate(lengths):
-                assert (np.asarray(out)[row, :length] == 7).all() and not np.asarray(out)[row, length:].any()
-            del out, mask
-
-
-def test_without_padding_arrays_stay_a_list(traces: ms.Traces):
-    batch = make(ms.features.fields("map", "vector", pad=False), traces, NUMBERS)
-    assert isinstance(batch["map"], list) and "map_mask" not in batch
-    for found, number in zip(batch["map"], NUMBERS, strict=True):
-        assert np.array_equal(found, np.asarray(record(number)["map"]))
-    assert batch["vector"].shape == (5, 5)
-
-
-def test_dtypes_that_numpy_lacks_stay_as_they_are(traces: ms.Traces):
-    batch = make(ms.features.fields("grade"), traces, [3, 0, 5])
-    assert batch["grade"].dtype == torch.bfloat16
-    assert batch["grade"].float().tolist() == [[3, 4, 5, 6], [0, 0, 0, 0], [5, 6, 0, 0]]
-    assert batch["grade_mask"].tolist() == [[True] * 4, [True, False, False, False], [True, True, False, False]]
-    alike = make(ms.features.fields("grade"), traces, [3, 7])
-    assert alike["grade"].dtype == torch.bfloat16 and "grade_mask" not in alike
-    listed = make(ms.features.fields("grade", pad=False), traces, [3, 0])["grade"]
-    assert [row.float().tolist() for row in listed] == [[3, 4, 5, 6], [0]]
-
-
-def test_layers_of_a_field_can_be_picked(traces: ms.Traces):
-    batch = make(ms.features.fields("hidden[2,-3]"), traces, [4, 9])
-    for row, number in enumerate([4, 9]):
-        hidden: Any = record(number)["hidden"]
-        assert np.array_equal(batch["hidden"][row], hidden[[2, 0]])
-
-
-def test_all_fields_come_when_none_is_named(traces: ms.Traces):
-    batch = make(ms.features.fields(), traces, [1, 2])
-    assert set(traces.field_names) <= set(batch)
-    assert set(batch) - set(traces.field_names) == {"hidden_mask", "attention_mask", "map_mask", "grade_mask"}
-
-
-def test_a_record_without_a_tensor_is_refused_by_number(traces: ms.Traces):
-    with pytest.raises(ValueError, match="record 4 has no 'maybe'"):
-        make(ms.features.fields("maybe"), traces, [1, 4, 5])
-    with pytest.raises(ValueError, match="record 5 has no 'maybe'"):
-        make(ms.features.fields("maybe"), traces.subset([3, 5]), [0, 1])
-
-
-def test_letters_of_reads_come_as_bytes_a_row_a_read(reads: ms.Reads):
-    batch = make(ms.features.fields("sequence", "class_id"), reads, [3, 1, 33])
-    for row, mask, number in zip(batch["sequence"], batch["sequence_mask"], [3, 1, 33], strict=True):
-        text = reads[number].sequence.encode()
-        assert row[: len(text)].tobytes() == text and not row[len(text) :].any()
-        assert mask.tolist() == [True] * len(text) + [False] * (len(row) - len(text))
-    assert batch["class_id"].tolist() == [3, 1, 1]
-    alike = make(ms.features.fields("sequence"), reads, [3, 33])
-    assert alike["sequence"].shape == (2, 43) and "sequence_mask" not in alike
-    assert list(make(ms.features.fields("class_id"), reads, [3])) == ["class_id"]
 
 
 # -- layers
@@ -253,10 +112,10 @@ def test_states_of_a_dtype_that_numpy_lacks_become_floats(tmp_path: Path):
 @pytest.mark.parametrize(
     ("token", "prompt", "message"),
     [
-        (5, 1, "record 0: has 3 tokens, 0 of them prompt: no token 5"),
+        (5, 1, "record 0: no token 5 in its 3 tokens"),
         (-4, 1, "no token -4"),
-        ("last_prompt", 0, "record 0: has 3 tokens, 0 of them prompt: no token 'last_prompt'"),
-        ("first_answer", 3, "record 0: has 3 tokens, 3 of them prompt: no token 'first_answer'"),
+        ("last_prompt", 0, "record 0: no token 'last_prompt' in its 3 tokens"),
+        ("first_answer", 3, "record 0: no token 'first_answer' in its 3 tokens"),
         ("mean_answer", 3, "no token 'mean_answer'"),
     ],
 )
@@ -270,7 +129,7 @@ def test_a_token_that_a_record_does_not_have_is_refused_by_number(
 
 
 def test_layers_of_what_has_none_are_refused(traces: ms.Traces, reads: ms.Reads):
-    with pytest.raises(ValueError, match="'middle': there is first, last"):
+    with pytest.raises(ValueError, match=r"'middle': .*first, last"):
         ms.features.layers("middle")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"record 3: 'vector' has 1 axes, expected \[layer, token, dim\]"):
         make(ms.features.layers(field="vector"), traces, [3])
@@ -350,71 +209,11 @@ def test_graphs_of_what_does_not_go_together_are_refused_by_number(tmp_path: Pat
         writer.append({"question_id": "a", "hidden": hidden, "attention": np.ones((2, 1, 5, 5), np.float32)})
         writer.append({"question_id": "b", "hidden": hidden, "attention": None})
     traces = ms.open(tmp_path / "t")
-    with pytest.raises(ValueError, match=r"record 0: 'hidden' \(2, 3, 4\) and 'attention' \(2, 1, 5, 5\) do not go"):
+    with pytest.raises(ValueError, match=r"record 0: 'hidden' \(2, 3, 4\) and 'attention' \(2, 1, 5, 5\)"):
         make(ms.features.graphs(), traces, [0])
     with pytest.raises(ValueError, match="record 1 has no 'attention'"):
         make(ms.features.graphs(), traces, [1])
-    with pytest.raises(ValueError, match="k=0: at least one edge"):
+    with pytest.raises(ValueError, match="k=0"):
         ms.features.graphs(0)
     with pytest.raises(ValueError, match="these records are reads"):
         ms.features.graphs()(reads.fetch([0]))
-
-
-# -- each
-
-
-def noisy(given: dict[str, object], rng: np.random.Generator) -> dict[str, object]:
-    vector: Any = given["vector"]
-    return {"noisy": vector + rng.normal(size=5), "cut": vector[: rng.integers(1, 5)], "id": given["question_id"]}
-
-
-def test_each_gives_what_the_function_makes_of_every_record(traces: ms.Traces):
-    feature = ms.features.each(
-        lambda given, rng: {"double": np.asarray(given["vector"]) * 2, "half": float(given["score"]) / 2},  # pyright: ignore
-        fields=["vector", "score"],
-    )
-    batch = make(feature, traces, [8, 3])
-    assert batch["double"].tolist() == [[16] * 5, [6] * 5] and batch["half"].tolist() == [1, 0.375]
-
-
-def test_each_draws_from_seed_epoch_and_record_alone(traces: ms.Traces):
-    feature = ms.features.each(noisy, fields=["vector", "question_id"])
-    whole = make(feature, traces, list(range(20)), seed=3, epoch=2)
-    shuffled = np.random.default_rng(0).permutation(20)
-    other = make(feature, traces, shuffled.tolist(), seed=3, epoch=2)
-    assert np.array_equal(other["noisy"], whole["noisy"][shuffled])
-    assert other["id"] == [f"q{number}" for number in shuffled]
-    part = traces.subset([17, 4, 9])
-    assert np.array_equal(make(feature, part, [2, 0], seed=3, epoch=2)["noisy"], whole["noisy"][[9, 17]])
-    for chance in ({"seed": 4, "epoch": 2}, {"seed": 3, "epoch": 3}):
-        assert not np.isclose(make(feature, traces, list(range(20)), **chance)["noisy"], whole["noisy"]).any()
-    drawn = whole["noisy"] - np.arange(20)[:, None]
-    assert len(np.unique(drawn.round(9))) == 100
-
-
-def test_each_pads_what_it_is_given_unless_told_not_to(traces: ms.Traces):
-    padded_batch = make(ms.features.each(noisy, fields=["vector", "question_id"]), traces, [1, 2, 3, 4])
-    assert padded_batch["cut"].shape == padded_batch["cut_mask"].shape
-    listed = make(ms.features.each(noisy, fields=["vector", "question_id"], pad=False), traces, [1, 2, 3, 4])
-    assert [len(row) for row in listed["cut"]] == padded_batch["cut_mask"].sum(axis=1).tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_each_may_give_tensors_of_any_dtype_and_length(traces: ms.Traces, dtype: torch.dtype):
-    def tensors(given: dict[str, Any], rng: np.random.Generator) -> dict[str, object]:
-        return {"x": torch.ones(given["prompt_len"], 2, dtype=dtype), "one": torch.tensor(1, dtype=dtype)}
-
-    feature = ms.features.each(tensors, fields=["prompt_len"])
-    batch = make(feature, traces, [0, 2, 1])
-    assert batch["x"].dtype == dtype and batch["x"].shape == (3, 3, 2)
-    assert batch["x_mask"].tolist() == [[True, False, False], [True, True, True], [True, True, False]]
-    assert (batch["x"][..., 0].bool() == torch.tensor(batch["x_mask"])).all()
-    assert batch["one"].tolist() == [1, 1, 1]
-
-
-def test_each_sees_the_letters_of_reads(reads: ms.Reads):
-    feature = ms.features.each(
-        lambda given, rng: {"gc": sum(map(str(given["sequence"]).count, "GC"))}, fields=["sequence", "class_id"]
-    )
-    found = make(feature, reads, [5, 9])["gc"].tolist()
-    assert found == [sum(map(reads[number].sequence.count, "GC")) for number in (5, 9)]

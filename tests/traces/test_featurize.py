@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import millstream as ms
-from commands import run_here
-from millstream.dataset.batch import Feature, fetch_batch
-from millstream.dataset.featurize import featurize
+from millstream.core.batches import fetch_batch
+from millstream.core.features import Feature
 from millstream.errors import BadSetting, ConfigMismatch, SchemaMismatch
+from millstream.traces.featurize import featurize
+from support.commands import run_here
 
 COUNT, FAILED = 40, (3, 17, 39)
 GOOD = [number for number in range(COUNT) if number not in FAILED]
@@ -150,7 +151,7 @@ def test_run_again_it_does_nothing(store: Path, tmp_path: Path):
 
 
 def test_it_tells_how_far_it_has_come(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("millstream.dataset.featurize._CHUNK_RECORDS", 15)
+    monkeypatch.setattr("millstream.traces.featurize._CHUNK_RECORDS", 15)
     told: list[int] = []
     featurize(store, tmp_path / "out", progress=lambda done, note="": told.append(done))
     assert told == [0, 15, 30, 40]
@@ -159,8 +160,8 @@ def test_it_tells_how_far_it_has_come(store: Path, tmp_path: Path, monkeypatch: 
 def test_killed_amid_its_work_it_goes_on_to_the_same_store(store: Path, tmp_path: Path):
     code = (
         "import os, signal, sys\n"
-        "from millstream.dataset.featurize import featurize\n"
-        "from millstream.store.shard import ShardWriter\n"
+        "from millstream.traces.featurize import featurize\n"
+        "from millstream.traces.store.shard import ShardWriter\n"
         "append, count = ShardWriter.append, 0\n"
         "def dying(self, record):\n"
         "    global count\n"
@@ -205,7 +206,7 @@ def test_a_store_that_has_changed_since_is_refused(store: Path, tmp_path: Path):
 def test_records_without_an_id_are_refused(tmp_path: Path):
     with ms.TraceWriter(tmp_path / "s") as writer:
         writer.append({"hidden": np.zeros((2, 3, 4), np.float16)})
-    with pytest.raises(SchemaMismatch, match="'question_id', by which a second run knows what is done"):
+    with pytest.raises(SchemaMismatch, match="'question_id'"):
         featurize(tmp_path / "s", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -237,7 +238,7 @@ def test_the_command_says_what_was_kept_and_what_was_left_out(store: Path, tmp_p
     code, out, err = run(store, tmp_path / "out", "token=mean")
     assert (code, out) == (0, "")
     lines = err.splitlines()
-    assert lines[0].startswith(f"{tmp_path}/out: 37 records, ") and lines[0].endswith(", 3 traces have no such tensors")
+    assert lines[0].startswith(f"{tmp_path}/out: 37 records, ") and "; 3 traces lack" in lines[0]
     assert lines[1] == f"Next: millstream inspect {tmp_path}/out"
     code, out, _ = run(store, tmp_path / "out", "token=mean", "--json")
     assert code == 0

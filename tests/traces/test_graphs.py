@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
-from millstream.dataset.batch import Feature, TraceBatch, fetch_batch
-from millstream.dataset.head_graph_feature import THRESHOLD, HeadGraphFeature
-from millstream.source.llm.fields import NODE_DIM, NUM_EDGES
-from model.making_traces import make_traces
+from millstream.core.batches import ColumnBatch, fetch_batch
+from millstream.core.features import Feature
+from millstream.traces.graphs import THRESHOLD, HeadGraphFeature
+from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES
+from support.effort import num_examples
+from support.making_traces import make_traces
 
 Edges = dict[tuple[int, int], float]  # from one token to another, and its weight
 NUM, DIM, LAYERS = 40, 16, 3
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=num_examples(40), deadline=None)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
 
 def batch_of(feature: Feature, given: Sequence[Mapping[str, Any]], numbers: Sequence[int] | None = None) -> Any:
     columns = {name: [record[name] for record in given] for name in feature.fields or ()}
-    return dict(feature(TraceBatch(np.array(range(len(given)) if numbers is None else numbers), columns)))
+    return dict(feature(ColumnBatch(np.array(range(len(given)) if numbers is None else numbers), columns)))
 
 
 def slow_edges(mean_TT: np.ndarray, k: int | None, threshold: float, self_loops: bool, targets: Sequence[int]) -> Edges:
@@ -319,7 +321,7 @@ def test_what_graphs_are_not_made_of_is_refused_when_it_is_asked_for():
 
 def test_edges_stored_of_other_tokens_are_refused_by_number():
     record = record_of(0, tokens=6, prompt=3, answer=2) | {"nodes": np.ones((3, 5, 4), np.float32)}
-    with pytest.raises(ValueError, match=r"record 9: 'nodes' .* do not go together"):
+    with pytest.raises(ValueError, match=r"record 9: 'nodes' .*'edges'"):
         batch_of(stored(), [record], [9])
     with pytest.raises(ValueError, match="record 9 has no 'edge_source'"):
         batch_of(stored(), [record | {"edge_source": None}], [9])

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import millstream as ms
-from commands import run_here
-from millstream.dataset import label as label_file
-from millstream.dataset.label import LabelSettings, label, score_chunk
-from millstream.dataset.verdicts import parse_rule
+from millstream.traces import label as label_file
+from millstream.traces.label import label, parse_rule, rule_of, score_chunk
+from millstream.traces.settings import LabelSettings
+from support.commands import run_here
 
 PARIS = ["Paris", "City of Light"]
 LONG = "I believe that the capital of France has for many centuries now been Paris"
@@ -237,11 +237,11 @@ BAD_FILES = {
     "no such column": ("question_id,score\nq0,1\n", "judge", "'judge', found question_id, score"),
     "only ids": ("question_id\nq0\n", None, "found question_id"),
     "empty": ("", None, "found nothing"),
-    "two scores": ("question_id,score\nq0,1\nq0,0\n", None, r"'q0' has two rows that differ, \(1.0,\) and \(0.0,\)"),
-    "no numbers": ("question_id,score\nq0,good\n", None, "score 'good' is no number"),
-    "several": ("question_id,x,y\nq0,1,0\n", None, "which column counts, x, y"),
+    "two scores": ("question_id,score\nq0,1\nq0,0\n", None, r"'q0' has conflicting rows, \(1.0,\) and \(0.0,\)"),
+    "no numbers": ("question_id,score\nq0,good\n", None, "score 'good' is not a number"),
+    "several": ("question_id,x,y\nq0,1,0\n", None, "several columns: x, y"),
     "short row": ("question_id,score\nq0\n", None, "row 2 has 1 values, the header has 2"),
-    "our own name": ("question_id,f1\nq0,1\n", None, "has a column 'f1' of its own"),
+    "our own name": ("question_id,f1\nq0,1\n", None, "column 'f1' clashes"),
 }
 
 
@@ -270,7 +270,7 @@ def test_a_file_of_scores_that_is_missing_or_of_another_kind_is_named(tmp_path: 
 )
 def test_settings_that_do_not_go_together_are_refused(settings: LabelSettings):
     with pytest.raises(ValueError, match="="):
-        settings.check()
+        rule_of(settings)
 
 
 @pytest.mark.parametrize("shard_records", [1, 3, 100])
@@ -303,7 +303,7 @@ def test_a_labeller_killed_before_it_is_done_leaves_the_labels_that_were_there(s
     label(tmp_path / "s")
     before = (tmp_path / "s" / "labels.parquet").read_bytes()
     code = (
-        "import os, signal, sys; from millstream.dataset.label import label\n"
+        "import os, signal, sys; from millstream.traces.label import label\n"
         f"os.{step} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "label(sys.argv[1], rule='em')"
     )
@@ -333,7 +333,7 @@ def test_the_command_prints_counts_and_names_the_file_and_what_comes_next(tmp_pa
     ]
     version = parse_rule("default").version
     assert err == (
-        f"{store}/labels.parquet: 11 records by the rule default ({version})\nNext: millstream train data={store}\n"
+        f"{store}/labels.parquet: 11 records, rule default ({version})\nNext: millstream train data={store}\n"
     )
     code, out, _ = run(store, "rule=f1@0.5", "--json")
     assert code == 0
@@ -349,7 +349,7 @@ def test_the_command_takes_scores_and_tells_of_ids_that_disagree(tmp_path: Path)
     assert (code, out.split()[:4]) == (0, ["right", "0", "wrong", "2"])
     _, out, err = run(store)
     assert out.split()[-1] == "2"
-    assert err.startswith("2 of the unlabelled share a question_id with a record that differs in verdict")
+    assert err.startswith("2 records are unlabelled") and "question_id" in err
 
 
 @pytest.mark.parametrize("wrong", ["rule=best", "rul=em", "rule=scores", "threshold=high", "threshold=0.5", "em"])

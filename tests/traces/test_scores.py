@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.dataset.scores import MAX_BITS, Scores, score
-from millstream.source.llm.answers import normalise
+from millstream.traces.scores import MAX_BITS, Scores, normalise, score
+from support.effort import num_examples
 
 DATA = Path(os.environ.get("MILLSTREAM_DATA", "")) / "triviaqa"
 
@@ -66,7 +66,7 @@ WORDS = st.lists(st.sampled_from(["x", "y", "xy", "é", "拳", "The", "a", "z-z"
 ROWS = st.lists(st.tuples(WORDS, st.lists(WORDS | st.none(), max_size=5)), max_size=8)
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(200))
 @given(ROWS)
 def test_scores_are_those_of_a_plain_program(rows: list[tuple[str, list[str | None]]]):
     answers, aliases = [answer for answer, _ in rows], [some for _, some in rows]

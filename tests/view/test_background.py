@@ -8,6 +8,7 @@ import pytest
 
 from millstream.errors import BadSource
 from millstream.view.background import Later
+from support.effort import PATIENCE_S
 
 AT_THE_END = """
 import atexit, time
@@ -21,7 +22,7 @@ late = Later(lambda: print("ran"))
 
 
 def test_nothing_is_begun_while_the_process_ends():
-    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
@@ -46,4 +47,4 @@ def test_what_is_due_later_waits_in_one_thread_however_often_it_is_asked_for():
     for _ in range(20):
         later.start(0.3)
     assert threading.active_count() <= before + 1
-    assert done.wait(30)
+    assert done.wait(PATIENCE_S)

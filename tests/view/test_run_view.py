@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from millstream.errors import BadSource
 from millstream.view.run_log import MOST_POINTS, RunLog
-from millstream.view.run_report import RunReport
-from millstream.view.run_view import run_view
+from millstream.view.run_page import RunReport, run_view
 from millstream.view.view import Query, plain
+from support.effort import num_examples
 
 Line = dict[str, Any]
 
@@ -74,7 +74,7 @@ def known(log: RunLog) -> object:
     return repr((log.num_lines, log.num_damaged, curves, log.fits, log.missing, peaks, log.at_work))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(cuts=st.lists(st.integers(0, len(text_of(LINES))), max_size=8))
 def test_a_log_read_as_it_grows_says_the_same_as_one_read_at_once(tmp_path_factory, cuts: list[int]):
     folder = tmp_path_factory.mktemp("run")
@@ -230,9 +230,9 @@ def test_a_report_that_cannot_be_made_says_why(tmp_path: Path):
     report = RunReport(run)
     report.make()
     report.wait()
-    assert "no detector is finished yet" in str(report.tell()["error"]) and not report.tell()["is_being_made"]
+    assert "no detector is finished yet" in str(report.summary()["error"]) and not report.summary()["is_being_made"]
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(BadSource, match="no run"):
+    with pytest.raises(BadSource, match="not a run"):
         run_view(tmp_path)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     )
     from millstream.classic.sequence_datasets import CachedStreamingDataset, SequenceDataset, StreamingSequenceDataset
 
-if sys.argv[:1] == ["-m"]:  # as Python has it while it looks for a script here: Ctrl-C may come while that is imported
-    from millstream.process import listen
+if sys.argv[:1] == ["-m"]:  # `python -m` sets this while it locates the script; Ctrl-C may arrive during that import
+    from millstream.cli.process import handle_interrupts
 
-    listen()
+    handle_interrupts()
 
 __all__ = [
     "CachedStreamingDataset",
@@ -41,7 +41,7 @@ __all__ = [
     "train_val_test",
 ]
 
-# Imported when first used: the datasets take torch, 2 seconds, which TraceBatchLoader does not need.
+# Imported on first use: the datasets import torch (2 seconds), which TraceBatchLoader does not need.
 _HOME = {
     "CachedStreamingDataset": "sequence_datasets",
     "MetaGeneTokenizer": "metagene_tokenizer",

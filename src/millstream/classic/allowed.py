@@ -1,4 +1,4 @@
-"""All that a pickle of traces may name and call: what numpy and torch put there, rewritten to trust nothing."""
+"""The only globals a pickle of traces may reference: stand-ins for those of numpy and torch that trust no input."""
 
 import pickle
 import re
@@ -18,15 +18,15 @@ DType = np.dtype[np.generic]
 
 
 class Refused(Exception):
-    """The pickle asks for something that is not data. Nothing was run."""
+    """The pickle contains something other than data. Nothing was run."""
 
 
 Fetch = Callable[[int, int], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)  # a file may have 25,000
+@dataclass(frozen=True, slots=True)  # a file may have 25,000 of them
 class Storage:
-    """A flat row of numbers that tensors are cut from; `fetch(first, count)` brings the part that one covers."""
+    """A flat buffer that tensors are views of; `fetch(first, count)` reads the elements that one tensor covers."""
 
     dtype: torch.dtype
     numel: int
@@ -35,7 +35,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is still in its file. `read` brings it, and `stored[i]` is its i-th part along the first axis."""
+    """A tensor that is still in its file. `read` loads it; `stored[i]` indexes its first axis without reading."""
 
     storage: Storage
     first: int
@@ -52,7 +52,7 @@ class StoredTensor:
 
     @property
     def span(self) -> int:
-        """The number of elements from the first to the last one that the tensor touches."""
+        """The number of elements from the first to the last that the tensor covers."""
         steps = zip(self.shape, self.strides, strict=True)
         return 0 if 0 in self.shape else 1 + sum((n - 1) * stride for n, stride in steps)
 
@@ -62,7 +62,7 @@ class StoredTensor:
 
 def _encode(text: str, encoding: str) -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise Refused("the file asks for the global '_codecs.encode' to do something else than latin1")
+        raise Refused("the file calls the global '_codecs.encode' with an encoding other than latin1")
     return text.encode("latin1")
 
 
@@ -76,31 +76,31 @@ def _ordered_dict() -> OrderedDict[object, object]:
 
 def _dtype(spec: str, align: object = False, copy: object = True) -> DType:
     if type(spec) is not str or not re.fullmatch(r"[biufcSU][0-9]{1,9}", spec):
-        raise Refused(f"the file asks for the global 'numpy.dtype' to be {brief(spec)}")
+        raise Refused(f"the file calls the global 'numpy.dtype' with {brief(spec)}")
     return np.dtype(spec, copy=True)  # a copy, because set_byte_order changes it in place
 
 
 def set_byte_order(dtype: DType, state: object) -> None:
-    # (3, order, subarray, names, fields, size, alignment, flags). numpy believes even the flags, so only the order is
-    # taken from the file and the rest from a dtype of our own.
+    # (3, order, subarray, names, fields, size, alignment, flags). numpy trusts even the flags, so only the order is
+    # taken from the file; the rest comes from a dtype of our own.
     version, order, *rest = cast(tuple[object, ...], state)
     orders = "<|=" if dtype.kind == "U" else "<|=>"
     if version != 3 or type(order) is not str or order not in orders or rest[:3] != [None, None, None]:
-        raise Refused("the file asks for the global 'numpy.dtype' to have fields or flags")
+        raise Refused("the file gives the global 'numpy.dtype' fields or flags")
     own_state = cast(tuple[object, ...], dtype.newbyteorder(cast(Literal["<"], order)).__reduce__())[2]
     dtype.__setstate__(own_state)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 def _blank_array(kind: object, shape: object, code: object) -> Array:
     if kind is not _NDARRAY or shape != (0,) or code != b"b":
-        raise Refused(f"the file asks to make an array of {brief(kind)}")
+        raise Refused(f"the file builds an array of type {brief(kind)}")
     return np.empty(0, np.int8)
 
 
 def fill_array(array: Array, state: object) -> None:
     _version, shape, dtype, is_fortran, data = cast(tuple[object, ...], state)
     if array.size or array.base is not None or type(is_fortran) is not bool or type(data) is not bytes:
-        raise Refused("the file asks to fill an array with something else than bytes")
+        raise Refused("the file tries to fill an array with something other than bytes")
     _check_array(shape, dtype, data)
     array.__setstate__((1, shape, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType]
 
@@ -109,7 +109,7 @@ def _array_of_buffer(
     data: bytes | bytearray, dtype: DType, shape: tuple[int, ...], order: str, axes: tuple[int, ...] | None = None
 ) -> Array:
     if type(data) not in (bytes, bytearray):
-        raise Refused(f"the file asks for an array over {brief(data)}")
+        raise Refused(f"the file builds an array from {brief(data)}")
     _check_array(shape, dtype, data)
     flat = np.frombuffer(data, dtype)
     if order == "K" and axes is not None:
@@ -119,7 +119,7 @@ def _array_of_buffer(
 
 def _scalar(dtype: DType, data: bytes) -> np.generic:
     if type(data) is not bytes:
-        raise Refused(f"the file asks for a number made of {brief(data)}")
+        raise Refused(f"the file builds a number from {brief(data)}")
     _check_array((), dtype, data)
     return np.frombuffer(data, dtype)[0]
 
@@ -128,21 +128,21 @@ def _check_array(shape: object, dtype: object, data: bytes | bytearray) -> None:
     if not isinstance(dtype, np.dtype) or not are_counts(shape):
         raise pickle.UnpicklingError("an array without a dtype or a shape")
     if prod(shape) * dtype.itemsize != len(data):
-        raise pickle.UnpicklingError(f"an array of shape {shape} and dtype {dtype} does not have {len(data):,} bytes")
-    # numpy does not check, and Python fails with a SystemError when it makes a str of them.
+        raise pickle.UnpicklingError(f"an array of shape {shape} and dtype {dtype} cannot have {len(data):,} bytes")
+    # numpy does not check, and Python raises SystemError when it converts them to str.
     if dtype.kind == "U" and np.frombuffer(data, "<u4").max(initial=0) > sys.maxunicode:
-        raise pickle.UnpicklingError("a text with characters that do not exist")
+        raise pickle.UnpicklingError("a string with invalid code points")
 
 
 def stored_tensor(storage: object, first: object, shape: object, strides: object, *_: object) -> StoredTensor:
-    """What torch calls with gradient and hooks at the end to make a tensor, up to reading it."""
+    """Stands in for the function that rebuilds a tensor, without reading it; requires_grad and hooks are ignored."""
     if not isinstance(storage, Storage) or not (is_count(first) and are_counts(shape) and are_counts(strides)):
         raise pickle.UnpicklingError("a tensor without a storage or a shape")
     if len(shape) != len(strides):
-        raise pickle.UnpicklingError("a tensor with more axes than strides")
+        raise pickle.UnpicklingError("a tensor whose shape and strides differ in length")
     stored = StoredTensor(storage, first, shape, strides)
     if first + stored.span > storage.numel:
-        raise pickle.UnpicklingError("a tensor that is larger than its storage")
+        raise pickle.UnpicklingError("a tensor larger than its storage")
     return stored
 
 
@@ -151,12 +151,12 @@ def _tensor(*args: object) -> torch.Tensor:
 
 
 class NDArrayType:
-    """Stands for the type numpy.ndarray, which a pickle names but may not call."""
+    """Stands in for numpy.ndarray, which a pickle may reference but not call."""
 
 
 _NDARRAY = NDArrayType()
 
-# All that a pickle can name. numpy 2 renamed numpy.core; Python 2 called builtins __builtin__, and so does protocol 2.
+# All that a pickle can reference. numpy 2 renamed numpy.core; protocol 2 still uses Python 2's name, __builtin__.
 GLOBALS: dict[tuple[str, str], object] = {
     ("_codecs", "encode"): _encode,
     ("__builtin__", "bytes"): _no_bytes,
@@ -196,7 +196,7 @@ def are_counts(value: object) -> TypeGuard[tuple[int, ...]]:
 
 
 def brief(value: object) -> str:
-    """What a value is, in few words and without asking the value."""
+    """A short description of a value, without calling any of its methods."""
     for (module, name), known in GLOBALS.items():
         if known is value:
             return f"the global '{module}.{name}'"

@@ -7,15 +7,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict, cast, overload
 
-from millstream.store.layout import check_store, shard_name
-from millstream.store.rewrite import subset_records, subset_shards
-from millstream.store.traces import Traces
+from millstream.traces.store.manifest import check_store, shard_name
+from millstream.traces.store.rewrite import subset_records, subset_shards
+from millstream.traces.store.traces import Traces
 
 TRACES_DIR = "./traces_data"
 ONE_SHARD = "1000TB"
 
 Trace = dict[str, object]
-# What the old traces called it -> what `extract` does.
+# Old field names -> field names that `extract` writes.
 OLD_NAMES = {
     "prompt_length": "prompt_len",
     "generated_answer_clean": "generated_answer",
@@ -36,7 +36,7 @@ class BatchInfo(TypedDict):
 
 
 class TraceBatchLoader:
-    """Batches and traces of a store. `len` is the number of batches; every trace is read only when it is asked for.
+    """Batches and traces of a store. `len` is the number of batches; traces are read lazily.
 
     >>> loader = TraceBatchLoader("./traces_data")
     >>> loader.get_trace_by_global_id(1234)["question"]
@@ -68,7 +68,7 @@ class TraceBatchLoader:
         return len(self._traces)
 
     def get_batch(self, batch_idx: int) -> "Batch":
-        """One batch as a sequence of traces, each read when it is looked at."""
+        """One batch as a sequence of traces, each read when it is accessed."""
         if not 0 <= batch_idx < len(self):
             raise IndexError(f"batch {batch_idx} of {len(self)} in {self.traces_dir}")
         return Batch(self, batch_idx, range(self._starts[batch_idx], self._starts[batch_idx + 1]))
@@ -81,16 +81,16 @@ class TraceBatchLoader:
             yield from batch
 
     def get_trace_by_global_id(self, global_id: int) -> Trace | None:
-        """The trace with this `global_example_id`, found in O(1); None when there is none."""
+        """The trace with this `global_example_id`, found in O(1); None if there is none."""
         number = self._global_ids.get(global_id) if self._global_ids is not None else global_id
         return self.trace(number) if number is not None and 0 <= number < len(self._traces) else None
 
     def trace(self, number: int) -> Trace:
-        """The trace with this record number, with the old keys where the store does not have them itself."""
+        """The trace with this record number, with the old keys where the store lacks them."""
         batch, row = self._traces.locate(number)
         record = self._traces[number]
         if any(name.endswith("_steps") for name in record):
-            from millstream.source.pickles import restore_steps  # brings torch with it
+            from millstream.classic.pickles import restore_steps  # imports torch
 
             record = restore_steps(record)
         old = {
@@ -102,7 +102,7 @@ class TraceBatchLoader:
         return {**old, **named, **record}
 
     def answer_lengths(self) -> list[int]:
-        """Generated tokens of every trace, from shapes alone: all its tokens less the prompt's."""
+        """Generated tokens per trace, from shapes alone: all tokens minus the prompt."""
         fields = self._traces.fields
         prompt = "prompt_length" if "prompt_length" in fields else OLD_NAMES["prompt_length"]
         if not {"tokens", prompt} <= fields.keys():
@@ -113,7 +113,7 @@ class TraceBatchLoader:
 
     @cached_property
     def _global_ids(self) -> dict[int, int] | None:
-        """Record numbers by the ids the traces were given when they were extracted, if they carry them."""
+        """Record numbers by `global_example_id`, if the traces have that field."""
         if "global_example_id" not in self._traces.fields:
             return None
         ids = cast(list[int], self._traces.column("global_example_id").to_pylist())
@@ -121,7 +121,7 @@ class TraceBatchLoader:
 
 
 class Batch(Sequence[Trace]):
-    """The traces of one batch; holds none of them."""
+    """The traces of one batch; keeps none of them in memory."""
 
     def __init__(self, loader: TraceBatchLoader, batch_idx: int, numbers: range) -> None:
         self.batch_idx = batch_idx
@@ -147,7 +147,7 @@ class Batch(Sequence[Trace]):
 def merge_batches(
     output_file: str | Path = f"{TRACES_DIR}/all_traces_merged.pkl", traces_dir: str | Path = TRACES_DIR
 ) -> None:
-    """All batches as a store of one batch at `output_file` (a folder, whatever its ending). Needs no memory."""
+    """Write all batches as one batch to the store `output_file` (a folder, whatever its suffix), streaming."""
     traces = Traces(traces_dir)
     _replace_store(Path(output_file))
     subset_records(traces, Path(output_file), range(len(traces)), shard_bytes=ONE_SHARD)
@@ -156,7 +156,7 @@ def merge_batches(
 def extract_batch_subset(
     batch_numbers: Sequence[int], output_file: str | Path, traces_dir: str | Path = TRACES_DIR
 ) -> None:
-    """Some batches as a store at `output_file` (a folder, whatever its ending), by copying their files."""
+    """Copy some batches to the store `output_file` (a folder, whatever its suffix)."""
     shards = Traces(traces_dir).shards
     for number in batch_numbers:
         if not 0 <= number < len(shards):
@@ -166,7 +166,7 @@ def extract_batch_subset(
 
 
 def _replace_store(path: Path) -> None:
-    """As before, an output of an earlier run is replaced; anything that is not a store is refused."""
+    """Replace the output of an earlier run, as the old script did; refuse anything that is not a store."""
     if path.exists():
         check_store(path)
         shutil.rmtree(path)

@@ -1,44 +1,47 @@
-"""Graphs that old files were preprocessed into, as one disjoint union: what GraphFeature gives, from saved edges."""
+"""Features of records that came from old files: saved graphs, and tensors stored step by step."""
 
-# B batch, L layers, T tokens, D hidden, N nodes, E edges, G graphs = B * L
+# B batch, L layers, H heads, T tokens, D hidden, N nodes, E edges, P values of all steps concatenated
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from millstream.buffers import empty
-from millstream.dataset.batch import Batch, TraceBatch
-from millstream.dataset.graph_feature import Floats, Ints, Wiring, shuffled_sources
-from millstream.dataset.layer_feature import as_floats
-from millstream.records import Array
+from millstream.classic.importer import SAVED_GRAPHS, shapes_field
+from millstream.core.batches import Batch, ColumnBatch
+from millstream.core.features import Feature
+from millstream.core.memory import empty
+from millstream.core.records import Array
+from millstream.traces.features import as_floats
+from millstream.traces.graphs import Floats, Ints, Wiring, shuffled_sources
 
 if TYPE_CHECKING:
     import torch
 
-SAVED = ("x", "edge_index", "edge_attr", "edge_counts")
+Shapes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class SavedGraphFeature:
-    """What GraphFeature gives, of graphs as they were saved: their edges, self loops among them, and their weights.
+    """The output of GraphFeature from saved graphs, with their own edges (self-loops included) and weights.
 
-    A record has `x` [L, T, D], `edge_index` [2, E] (tokens of a layer; the edges of one layer after those of another),
-    `edge_counts` [L] and `edge_attr` [E], or None, which is a weight of 1 for every edge. `x` stays in the precision it
-    was saved in: in twice as many bytes there is no more to see.
+    A record has `x` [L, T, D], `edge_index` [2, E] (tokens of a layer; the edges of all layers are concatenated),
+    `edge_counts` [L] and `edge_attr` [E], or None for weights of 1. `x` keeps the precision it was saved in: upcasting
+    would double the memory and add no information.
     """
 
     wiring: Wiring = "attention"
 
     @property
     def fields(self) -> list[str]:
-        return list(SAVED)
+        return list(SAVED_GRAPHS)
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
-        if not isinstance(batch, TraceBatch):
-            raise ValueError("saved graphs are fields of traces; these records are reads")
-        columns = [cast("Sequence[Array | torch.Tensor | None]", batch.columns[name]) for name in SAVED]
+        if not isinstance(batch, ColumnBatch):
+            raise ValueError("saved graphs are a feature of traces; these records are reads")
+        columns = [cast("Sequence[Array | torch.Tensor | None]", batch.columns[name]) for name in SAVED_GRAPHS]
         parts = [_Graphs(number, *values) for number, *values in zip(batch.numbers.tolist(), *columns, strict=True)]
         layers = np.array([len(part.counts) for part in parts], np.int64)
         sizes = np.repeat(np.array([part.num_tokens for part in parts], np.int64), layers)
@@ -63,7 +66,7 @@ class SavedGraphFeature:
         }
 
     def _rewired(self, part: "_Graphs") -> Ints:
-        """The null graphs: every edge but self loops from any token before, with the same weight; or no edges."""
+        """The null graphs: each edge but self-loops starts at a random earlier token, same weight; or no edges."""
         if self.wiring == "attention":
             return part.edge_index
         if self.wiring == "none":
@@ -71,6 +74,52 @@ class SavedGraphFeature:
         layer = np.repeat(np.arange(len(part.counts)), part.counts)
         source, target = part.edge_index
         return np.stack([shuffled_sources(layer, target, source, seed=part.number), target])
+
+
+@dataclass(frozen=True)
+class JoinedSteps:
+    """Apply `feature` to hidden states [L, T, D] and attention [L, H, T, T] joined from per-step values [L, P].
+
+    The first step is the whole prompt, each later one a generated token; `<field>_steps` has their shapes.
+    """
+
+    feature: Feature
+
+    @property
+    def fields(self) -> list[str]:
+        return [name for field in self.feature.fields or () for name in (field, shapes_field(field))]
+
+    def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
+        if not isinstance(batch, ColumnBatch):
+            raise ValueError("steps are a feature of traces; these records are reads")
+        joined: dict[str, Sequence[object]] = {}
+        for name in self.feature.fields or ():
+            values = cast("Sequence[Array | torch.Tensor | None]", batch.columns[name])
+            steps = cast("Sequence[Shapes | None]", batch.columns[shapes_field(name)])
+            rows = zip(batch.numbers.tolist(), values, steps, strict=True)
+            joined[name] = [join_steps(name, number, value, shapes) for number, value, shapes in rows]
+        return self.feature(ColumnBatch(batch.numbers, joined), seed=seed, epoch=epoch)
+
+
+def join_steps(name: str, number: int, value: "Array | torch.Tensor | None", shapes: Shapes | None) -> Floats:
+    """Reshape the values [L, P] of a field to hidden states [L, T, D] or attention [L, H, T, T]."""
+    if value is None or not shapes or any(len(shape) not in (3, 4) or shape[0] != 1 for shape in shapes):
+        raise ValueError(
+            f"record {number}: {name!r} has steps of shapes {shapes}, expected one sequence per step: "
+            "[1, token, dim] or [1, head, token, token]"
+        )
+    values_LP = as_floats(value)
+    if len(shapes[0]) == 3:
+        return values_LP.reshape(len(values_LP), -1, shapes[0][-1])
+    size = sum(shape[2] for shape in shapes)
+    joined_LHTT = np.zeros((len(values_LP), shapes[0][1], size, size), values_LP.dtype)
+    start = token = 0
+    for _, heads, queries, keys in shapes:
+        end = start + prod((heads, queries, keys))
+        block = values_LP[:, start:end].reshape(-1, heads, queries, keys)
+        joined_LHTT[:, :, token : token + queries, :keys] = block
+        start, token = end, token + queries
+    return joined_LHTT
 
 
 class _Graphs:
@@ -98,7 +147,7 @@ class _Graphs:
         if self.x.ndim != 3 or len(self.x) != len(self.counts) or self.counts.sum() != self.edge_index.shape[1]:
             raise ValueError(
                 f"record {number}: 'x' {self.x.shape}, 'edge_index' {self.edge_index.shape} and 'edge_counts' "
-                f"{self.counts.tolist()} do not go together, expected [layer, token, dim], [2, edge] and [layer]"
+                f"{self.counts.tolist()} do not match, expected [layer, token, dim], [2, edge] and [layer]"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""`python -m millstream.classic.inspect_traces [DIR]`: the old script's look at a folder of traces, from metadata."""
+"""`python -m millstream.classic.inspect_traces [DIR]`: the old summary of a folder of traces, from metadata."""
 
 import argparse
 import sys
@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from millstream.classic.batch_loader import TRACES_DIR, Trace, TraceBatchLoader
+from millstream.cli.process import run_script
 from millstream.errors import MillstreamError
-from millstream.process import run_script
-from millstream.store.show import show_comparison, show_summary
-from millstream.store.summary import compare, summarise
+from millstream.traces.store.inspect import compare, show_comparison, show_summary, summarise
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Global statistics, examples from different batches, and on request a comparison with an old file."""
+    """Print global statistics, examples from every batch and, with --compare, a comparison with an old file."""
     parser = argparse.ArgumentParser(prog="inspect_traces", description=main.__doc__)
     parser.add_argument("traces_dir", nargs="?", default=TRACES_DIR, type=Path)
     parser.add_argument("--compare", type=Path, metavar="FILE", help="an old .pkl, .pkl.gz or .pt file, or a store")

@@ -1,4 +1,4 @@
-"""MetaGeneTokenizer: a tokenizer for reads that is called as the old scripts did, on millstream's tokenizers."""
+"""MetaGeneTokenizer: the old scripts' tokenizer interface on millstream's tokenizers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Literal, TypedDict, overload
 import numpy as np
 import torch
 
-from millstream.dataset.tokenizers import base, hf
-from millstream.dataset.tokens import IdType, Letters, Numbers, Pad, Tokenizer, Tokens
+from millstream.reads.tokenizers.hf import base, hf
+from millstream.reads.tokenizers.tokens import Bases, IdType, Numbers, Pad, Tokenizer, Tokens
 
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]
 
@@ -28,7 +28,7 @@ class Encodings(TypedDict):
 
 
 class Tensors(TypedDict):
-    """Tokens of one or several texts, one row a text."""
+    """Tokens of one or several texts, one row per text."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -37,9 +37,9 @@ class Tensors(TypedDict):
 class MetaGeneTokenizer:
     """The tokenizer of a folder with a tokenizer.json, of such a file, or of a model in the local Hugging Face cache.
 
-    Nothing is downloaded. It is called as a Hugging Face tokenizer is, and goes wherever millstream takes a tokenizer.
-    `use_hf_tokenizer=False` is one token a letter, what the old scripts fell back on, by millstream's `base`: A C G T N
-    are 1 to 5, 0 is padding, there are no special tokens, and `tokenizer_path` is not looked at.
+    Nothing is downloaded. Call it like a Hugging Face tokenizer; every millstream function that takes a tokenizer
+    accepts it. `use_hf_tokenizer=False` gives one token per base, the old scripts' fallback, with millstream's `base`:
+    A C G T N are 1 to 5, 0 is padding, there are no special tokens, and `tokenizer_path` is ignored.
 
     >>> tokenizer = MetaGeneTokenizer("METAGENE-1")
     >>> tokenizer(["ACGT", "GATTACA"], max_length=128, padding="max_length", truncation=True, return_tensors="pt")
@@ -49,7 +49,7 @@ class MetaGeneTokenizer:
         if use_hf_tokenizer and tokenizer_path is None:
             raise ValueError(
                 "tokenizer_path is missing: give the folder that holds the model's tokenizer.json, "
-                "or use_hf_tokenizer=False for one token a letter"
+                "or use_hf_tokenizer=False for one token per base"
             )
         self._tokenizer: Tokenizer = hf(tokenizer_path) if use_hf_tokenizer and tokenizer_path is not None else base()
 
@@ -59,7 +59,7 @@ class MetaGeneTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The largest id and one: the rows of an embedding."""
+        """The largest id plus one: the rows of an embedding."""
         return self._tokenizer.vocab_size
 
     @property
@@ -72,18 +72,18 @@ class MetaGeneTokenizer:
 
     def tokenize(
         self,
-        flat: Letters,
+        flat: Bases,
         offsets: Numbers,
         *,
         max_length: int | None = None,
         pad: Pad = "longest",
         dtype: IdType = np.int32,
     ) -> Tokens:
-        """The tokens of many reads at once, as every tokenizer of millstream gives them."""
+        """Tokenise many reads at once; see `millstream.reads.tokenizers`."""
         return self._tokenizer.tokenize(flat, offsets, max_length=max_length, pad=pad, dtype=dtype)
 
     def encode(self, text: str, *, max_length: int | None = None, truncation: bool = False) -> list[int]:
-        """The ids of one text, special tokens included."""
+        """The ids of one sequence, including special tokens."""
         return self(text, max_length=max_length, truncation=truncation)["input_ids"]
 
     @overload
@@ -125,26 +125,26 @@ class MetaGeneTokenizer:
         truncation: bool = False,
         return_tensors: Literal["pt"] | None = None,
     ) -> Encoding | Encodings | Tensors:
-        """Ids and mask: lists, or with `return_tensors="pt"` int64 tensors of one row a text.
+        """Ids and mask: lists, or with `return_tensors="pt"` int64 tensors with one row per text.
 
-        `padding` is True or "longest" (as the longest), "max_length" or False; `truncation` cuts after `max_length`.
+        `padding` is True or "longest", "max_length" or False; `truncation` truncates to `max_length`.
         """
         if padding not in (True, False, "longest", "max_length", "do_not_pad"):
-            raise ValueError(f'padding={padding!r}; write True, "longest", "max_length" or False')
+            raise ValueError(f'padding={padding!r}: must be one of True, "longest", "max_length", False')
         if return_tensors not in (None, "pt"):
-            raise ValueError(f'return_tensors={return_tensors!r}; write "pt", or leave it out for lists')
+            raise ValueError(f'return_tensors={return_tensors!r}: must be "pt", or None for lists')
         if (truncation or padding == "max_length") and max_length is None:
-            asked = "truncation=True" if truncation else 'padding="max_length"'
-            raise ValueError(f"{asked} needs a max_length")
+            option = "truncation=True" if truncation else 'padding="max_length"'
+            raise ValueError(f"{option} needs a max_length")
         tokens = self._tokenize([text] if isinstance(text, str) else text, max_length if truncation else None)
         counts = tokens.attention_mask.sum(axis=1)
         if padding == "max_length" and max_length is not None:
-            tokens = self._widened(tokens, counts, max_length)
+            tokens = self._padded(tokens, counts, max_length)
         is_ragged = padding in (False, "do_not_pad")
         if return_tensors == "pt":
             if is_ragged and len(set(counts.tolist())) > 1:
                 raise ValueError(
-                    f"texts of {counts.min()} to {counts.max()} tokens are no tensor: pass padding=True, "
+                    f"texts of {counts.min()} to {counts.max()} tokens do not form a tensor: pass padding=True, "
                     'or padding="max_length", truncation=True and a max_length'
                 )
             return Tensors(input_ids=torch.tensor(tokens.input_ids), attention_mask=torch.tensor(tokens.attention_mask))
@@ -159,11 +159,14 @@ class MetaGeneTokenizer:
         return f"MetaGeneTokenizer({self.name}: {self.vocab_size} tokens)"
 
     def _tokenize(self, texts: Sequence[str], max_length: int | None) -> Tokens:
-        letters = [text.encode() for text in texts]
-        offsets = np.cumsum([0, *map(len, letters)], dtype=np.int64)
-        return self.tokenize(np.frombuffer(b"".join(letters), np.uint8), offsets, max_length=max_length, dtype=np.int64)
+        sequences = [text.encode() for text in texts]
+        flat, offsets = (
+            np.frombuffer(b"".join(sequences), np.uint8),
+            np.cumsum([0, *map(len, sequences)], dtype=np.int64),
+        )
+        return self.tokenize(flat, offsets, max_length=max_length, dtype=np.int64)
 
-    def _widened(self, tokens: Tokens, counts: Numbers, width: int) -> Tokens:
+    def _padded(self, tokens: Tokens, counts: Numbers, width: int) -> Tokens:
         if len(counts) and counts.max() > width:
             raise ValueError(
                 f"text {counts.argmax()} has {counts.max()} tokens, more than max_length={width}: pass truncation=True"

@@ -1,4 +1,4 @@
-"""Old trace files -> one record (dict) at a time. Knows the old scripts' files and layouts; knows nothing of the store.
+"""Old trace files -> one record (dict) at a time. Knows the old files and layouts; knows nothing of the store.
 
 .pkl, .pkl.gz, .pt -> read_traces -> trace as the script wrote it -> normalise -> record -> restore_steps -> trace
 
@@ -24,9 +24,10 @@ from typing import BinaryIO, cast
 import numpy as np
 import torch
 
+from millstream.classic.allowed import Array, Refused, Storage
+from millstream.classic.file_unpicklers import SharedObject, TraceUnpickler
+from millstream.classic.unpickle import FindStorage, Input, Machine, find_legacy_storages
 from millstream.errors import BadSource, UnsafePickle
-from millstream.source.allowed import Array, Refused, Storage
-from millstream.source.unpickle import FindStorage, Input, Machine, SharedObject, TraceUnpickler, find_legacy_storages
 
 __all__ = ["normalise", "read_traces", "restore_steps"]
 
@@ -34,7 +35,7 @@ BUFFER_BYTES = 1 << 18
 ZIP = b"PK\x03\x04"
 LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of unpickle.LEGACY_MAGIC
 
-# What the bytes of a broken file can raise on their way through zlib, zipfile, the unpickler, numpy and torch
+# What a corrupt file can raise in zlib, zipfile, the unpickler, numpy and torch
 BROKEN = (
     pickle.UnpicklingError,
     gzip.BadGzipFile,
@@ -62,8 +63,8 @@ def read_traces(
         for trace in read_traces("trivia_qa_traces_batch_0000.pkl.gz"):
             writer.append(normalise(trace))
 
-    The kind is told from the content. Nothing in the file is run: UnsafePickle names what it asked for. BadSource comes
-    after the last whole trace of a broken file. `notify` is told when a file can only be read into memory whole.
+    The kind is detected from the content. Nothing in the file is run: UnsafePickle names what was refused. A broken
+    file raises BadSource after its last whole trace. `notify` gets a message if a file must be loaded as a whole.
     """
     name = os.fspath(path)
     number = 0
@@ -79,9 +80,7 @@ def read_traces(
                 return
         except SharedObject:
             if notify:
-                notify(
-                    f"{name}: trace {number} shares objects with earlier ones, so all of them have to stay in memory"
-                )
+                notify(f"{name}: trace {number} shares objects with earlier ones, so all traces must stay in memory")
         except Refused as reason:
             raise unsafe(name, reason) from None
         except BROKEN as error:
@@ -89,11 +88,11 @@ def read_traces(
 
 
 def normalise(trace: dict[str, object]) -> dict[str, object]:
-    """The trace as a record that a store takes: tensors, numbers, texts, lists of them, None.
+    """Convert a trace to a record for a store: tensors, numbers, strings, lists of them, None.
 
     Layers are stacked: `[L, ...]` from a list of arrays, `[L, total]` from [layer][step] arrays, each layer's steps
-    flattened one after the other (traces of one step and of many must fit one field); the field `<name>_steps` has
-    the steps' shapes.
+    flattened and concatenated (traces with one step and with many must fit the same field); the field `<name>_steps`
+    has the shapes of the steps.
 
         record = normalise({"hidden_states": [np.zeros((7, 64))] * 12, "global_example_id": 3})
         record["hidden_states"].shape, record["question_id"]  # (12, 7, 64), "3"
@@ -130,15 +129,15 @@ def restore_steps(record: dict[str, object]) -> dict[str, object]:
 def unsafe(path: str, reason: Refused) -> UnsafePickle:
     return UnsafePickle(
         f"{path}: refused: {reason}, which is not a tensor or a plain container. Nothing was run. If you trust "
-        "the file, load it with the script that wrote it and save only dicts, lists, numbers, text and arrays"
+        "the file, load it with the script that wrote it and save only dicts, lists, numbers, strings and arrays"
     )
 
 
 def broken(path: str, number: int, error: Exception) -> BadSource:
-    """What is said of a file that breaks off in one of its traces."""
+    """The error for a file that is corrupt or truncated in one of its traces."""
     return BadSource(
         f"{path}: broken in trace {number}: {str(error) or type(error).__name__}. "
-        f"The {number} traces before it are whole; for the rest, copy the file again or write it anew"
+        f"The {number} traces before it are intact; to get the rest, copy the file again or recreate it"
     )
 
 
@@ -146,7 +145,7 @@ def broken(path: str, number: int, error: Exception) -> BadSource:
 
 
 def open_pickle(path: str, opened: ExitStack, machine: Machine) -> tuple[Input, FindStorage | None]:
-    """The pickle in the file, and for torch files the way to their storages. `machine` is the one to read it with."""
+    """The pickle in the file and, for torch files, a function that finds their storages. `machine` will read it."""
     file = opened.enter_context(io.BufferedReader(io.FileIO(path), BUFFER_BYTES))
     end = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -157,20 +156,20 @@ def open_pickle(path: str, opened: ExitStack, machine: Machine) -> tuple[Input, 
         source, spans = find_legacy_storages(file, end, machine)
         return source, _storages(file, spans.__getitem__)
     if head.startswith(b"\x1f\x8b"):
-        unzipped = opened.enter_context(gzip.GzipFile(fileobj=file))
-        buffered = io.BufferedReader(_Gunzip(unzipped), BUFFER_BYTES)
+        decompressed = opened.enter_context(gzip.GzipFile(fileobj=file))
+        buffered = io.BufferedReader(_Gunzip(decompressed), BUFFER_BYTES)
         return _pickle(Input(buffered, None), buffered.peek(16)), None
     return _pickle(Input(file, end), head), None
 
 
 def _pickle(source: Input, head: bytes) -> Input:
     if head[:1] != b"\x80" or head.startswith(LEGACY_TORCH):
-        raise pickle.UnpicklingError(f"expected a pickle, gzip or torch file, but it begins with {head[:8]!r}")
+        raise pickle.UnpicklingError(f"expected a pickle, gzip or torch file, but it starts with {head[:8]!r}")
     return source
 
 
 class _Gunzip(io.RawIOBase):
-    """Unzipped bytes as they come: unlike GzipFile.read, what precedes a break is not lost with it."""
+    """Decompressed bytes as they arrive: unlike GzipFile.read, it keeps the data before a corrupt block."""
 
     def __init__(self, file: gzip.GzipFile) -> None:
         self.file = file
@@ -210,7 +209,7 @@ def _open_zip(file: BinaryIO, end: int) -> tuple[Input, FindStorage]:
 
 
 def _storages(file: BinaryIO, span: Callable[[str], tuple[int, int]]) -> FindStorage:
-    """Storages that are read when a tensor needs them, and only the part it covers: traces may share a large one."""
+    """Storages read on demand, and only the range a tensor covers: traces may share a large one."""
 
     def find(dtype: torch.dtype, key: str, numel: int) -> Storage:
         start, num_bytes = span(key)
@@ -233,7 +232,7 @@ def _storages(file: BinaryIO, span: Callable[[str], tuple[int, int]]) -> FindSto
     return find
 
 
-# -- values. Torch tensors index, slice and reshape like arrays, and are typed as such here
+# -- values. Torch tensors index, slice and reshape like arrays, so they are typed as arrays here
 
 
 def _storable(name: str, value: object) -> object:
@@ -244,7 +243,7 @@ def _storable(name: str, value: object) -> object:
         if array.dtype.kind == "U":
             return array.tolist()
         if array.dtype.kind not in "biufc":
-            raise BadSource(f"field {name!r}: cannot store an array of {array.dtype}, only numbers and text")
+            raise BadSource(f"field {name!r}: cannot store an array of {array.dtype}, only numbers and strings")
         return array
     if not isinstance(value, list | tuple):
         return _plain(name, value)
@@ -260,13 +259,13 @@ def _plain(name: str, value: object) -> object:
     if isinstance(value, np.generic):
         value = cast(object, value.item())
     if isinstance(value, str):
-        value.encode()  # Arrow takes no lone surrogates, pickle does
+        value.encode()  # Arrow rejects lone surrogates, pickle does not
     elif isinstance(value, list | tuple):
         return [_plain(name, item) for item in cast(Sequence[object], value)]
     elif isinstance(value, dict):
         return {key: _plain(name, item) for key, item in cast(dict[object, object], value).items()}
     elif not isinstance(value, bool | int | float | bytes | None):
-        raise BadSource(f"field {name!r}: cannot store a {type(value).__name__} here, only numbers, text and lists")
+        raise BadSource(f"field {name!r}: cannot store a {type(value).__name__} here, only numbers, strings and lists")
     return value
 
 
@@ -275,7 +274,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_nested(value: object) -> bool:
-    """Whether it is [layer][step] tensors."""
+    """Whether the value is [layer][step] tensors."""
     if not isinstance(value, list | tuple):
         return False
     items = cast(Sequence[object], value)
@@ -284,7 +283,7 @@ def _is_nested(value: object) -> bool:
 
 
 def _stack(name: str, items: Sequence[object]) -> Array:
-    """Equal-shaped tensors as one with a new first axis. (numpy's own stack changes the byte order.)"""
+    """Stack tensors of equal shape along a new first axis. (np.stack would change the byte order.)"""
     first, *_ = tensors = _of_one_kind(name, items)
     if any(tensor.shape != first.shape for tensor in tensors):
         shapes = ", ".join(sorted({str(tuple(tensor.shape)) for tensor in tensors})[:4])
@@ -302,7 +301,7 @@ def _stack_steps(name: str, layers: Sequence[Sequence[object]]) -> tuple[Array, 
     steps = shapes[:num_steps]
     for number, layer in enumerate(layers):
         if len(layer) != num_steps or shapes[number * num_steps : (number + 1) * num_steps] != steps:
-            raise BadSource(f"field {name!r}: the steps of layer {number} have other shapes than those of layer 0")
+            raise BadSource(f"field {name!r}: the steps of layer {number} differ in shape from those of layer 0")
     stacked = _empty((len(layers), sum(map(prod, steps))), tensors[0])
     for number, place in enumerate(place for layer in _split_steps(stacked, steps) for place in layer):
         place[...] = tensors[number]

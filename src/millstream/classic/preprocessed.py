@@ -1,12 +1,12 @@
-"""Old preprocessed training files -> one record a trace. Knows their two layouts; needs no torch_geometric.
+"""Old preprocessed training files -> one record per trace. Knows their two layouts; needs no torch_geometric.
 
 kind    file written by torch.save                                      record, next to "question_id" and "label"
 lstm    "sequences": [B, L, d]                                          "layers": [L, d]
 gnn     "graphs": B lists of L torch_geometric.data.Data of             "x": [L, T, d], "edge_counts": [L],
         x [T, d], edge_index [2, E], edge_attr [E] or [E, 1]            "edge_index": [2, all E], "edge_attr": [all E]
-both    "labels": [B], "question_ids": B texts
+both    "labels": [B], "question_ids": B strings
 
-B traces, L layers, T tokens, d hidden size, E edges of one layer. Tensors stay in the file until their trace is due.
+B traces, L layers, T tokens, d hidden size, E edges of one layer. Tensors are read only when their trace is.
 """
 
 import os
@@ -19,29 +19,22 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
+from millstream.classic.allowed import Array, Refused, StoredTensor, brief
+from millstream.classic.file_unpicklers import GRAPHS, GraphObject, KindIsClear, KindUnpickler, LazyUnpickler
+from millstream.classic.pickles import BROKEN, LEGACY_TORCH, ZIP, broken, open_pickle, unsafe
 from millstream.errors import BadSource
-from millstream.source.allowed import Array, Refused, StoredTensor, brief
-from millstream.source.lazy_unpickle import GRAPHS, GraphObject, KindIsClear, KindUnpickler, LazyUnpickler
-from millstream.source.pickles import BROKEN, LEGACY_TORCH, ZIP, broken, open_pickle, unsafe
 
-__all__ = ["AXES", "is_preprocessed", "read_preprocessed", "split_graphs"]
+__all__ = ["is_preprocessed", "read_preprocessed", "split_graphs"]
 
-AXES = {
-    ("layers", 2): "layer, dim",
-    ("x", 3): "layer, token, dim",
-    ("edge_index", 2): "end, edge",
-    ("edge_attr", 1): "edge",
-    ("edge_counts", 1): "layer",
-}
 GRAPH_FIELDS = ("x", "edge_index", "edge_attr")
 
 
 def is_preprocessed(path: str | os.PathLike[str]) -> Literal["lstm", "gnn"] | None:
-    """Which kind of preprocessed file it is, told from its content in a moment; None for traces and anything else.
+    """The kind of a preprocessed file, detected quickly from its content; None for traces and anything else.
 
         is_preprocessed("gnn/preprocessed_0000.pt")  # "gnn"
 
-    A torch file that cannot be read is a BadSource or UnsafePickle, as it is when read.
+    Raises BadSource or UnsafePickle for a torch file that cannot be read, as `read_preprocessed` does.
     """
     name = os.fspath(path)
     with open(name, "rb") as file:
@@ -56,7 +49,7 @@ def is_preprocessed(path: str | os.PathLike[str]) -> Literal["lstm", "gnn"] | No
         raise unsafe(name, reason) from None
     except BROKEN as error:
         raise BadSource(
-            f"{name}: broken: {str(error) or type(error).__name__}. Copy the file again or write it anew"
+            f"{name}: broken: {str(error) or type(error).__name__}. Copy the file again or recreate it"
         ) from error
     fields = cast(dict[str, object], content) if isinstance(content, dict) else {}
     if "labels" not in fields and "question_ids" not in fields:
@@ -74,9 +67,9 @@ def read_preprocessed(
         for record in read_preprocessed("lstm_solo/preprocessed_0000.pt"):
             record["question_id"], record["label"], record["layers"].shape  # "tc_33", 1.0, (33, 4096)
 
-    Labels are as they were written: NaN stays NaN, and one that is missing is None. Nothing in the file is run:
-    UnsafePickle names what it asked for. BadSource comes after the last whole trace of a broken file. `notify` is told
-    of fields in the file that records do not have.
+    Labels are unchanged: NaN stays NaN, and a missing label is None. Nothing in the file is run: UnsafePickle names
+    what was refused. A broken file raises BadSource after its last whole trace. `notify` gets a message about fields
+    that are left out of the records.
     """
     name = os.fspath(path)
     number = 0
@@ -86,7 +79,7 @@ def read_preprocessed(
         extra = sorted(field for field, value in fields.items() if field not in known and value is not None)
         known.update(extra)
         if extra and notify:
-            notify(f"{name}: left out, since training records do not have it: {', '.join(extra)}")
+            notify(f"{name}: left out, because training records have no such field: {', '.join(extra)}")
 
     try:
         with ExitStack() as opened:
@@ -109,7 +102,7 @@ def read_preprocessed(
 
 
 def split_graphs(record: Mapping[str, object]) -> list[dict[str, Array]]:
-    """The graph of each layer as views: `x` [T, d], `edge_index` [2, E] and, where there is one, `edge_attr` [E].
+    """The graph of each layer as views: `x` [T, d], `edge_index` [2, E] and, if present, `edge_attr` [E].
 
     graphs = [Data(**{name: torch.from_numpy(x) for name, x in g.items()}) for g in split_graphs(traces[0])]
     """
@@ -133,7 +126,7 @@ def _columns(name: str, content: object) -> tuple[Rows, Sequence[object], Sequen
     fields = cast(dict[str, object], content) if isinstance(content, dict) else {}
     key = next((key for key in ("sequences", *GRAPHS) if key in fields), None)
     if key is None:
-        raise BadSource(f"{name}: not a preprocessed file: it holds neither 'sequences' nor 'graphs'")
+        raise BadSource(f"{name}: not a preprocessed file: it has neither 'sequences' nor 'graphs'")
     rows = fields[key]
     if isinstance(rows, StoredTensor) and key == "sequences":
         num_rows = rows.shape[0] if len(rows.shape) == 3 else -1
@@ -150,8 +143,8 @@ def _columns(name: str, content: object) -> tuple[Rows, Sequence[object], Sequen
     ids = _items("question_ids", fields["question_ids"]) if "question_ids" in fields else missing
     if not num_rows == len(labels) == len(ids):
         raise BadSource(
-            f"{name}: {num_rows} {key}, {len(labels)} labels and {len(ids)} question_ids, so nobody knows which belong "
-            "together. Write it anew with the script that made it"
+            f"{name}: {num_rows} {key}, {len(labels)} labels and {len(ids)} question_ids, so they cannot be "
+            "matched. Recreate it with the script that wrote it"
         )
     return cast(Rows, rows), labels, ids
 
@@ -164,7 +157,7 @@ def _items(key: str, value: object) -> Sequence[object]:
     if isinstance(value, list | tuple):
         return cast(Sequence[object], value)
     found = brief(cast(object, value))
-    raise pickle.UnpicklingError(f"expected {key!r} to be a list or a tensor of one axis, found {found}")
+    raise pickle.UnpicklingError(f"expected {key!r} to be a list or a 1-D tensor, found {found}")
 
 
 def _label(value: object) -> float | None:
@@ -179,9 +172,9 @@ def _label(value: object) -> float | None:
 
 def _id(value: object) -> str | None:
     if isinstance(value, str):
-        value.encode()  # Arrow takes no lone surrogates, pickle does
+        value.encode()  # Arrow rejects lone surrogates, pickle does not
     elif value is not None and type(value) is not int:
-        raise pickle.UnpicklingError(f"its question_id is {brief(value)}, not a text")
+        raise pickle.UnpicklingError(f"its question_id is {brief(value)}, not a string")
     return None if value is None else str(value)
 
 
@@ -208,11 +201,11 @@ def _tensors(rows: Rows, number: int, leave_out: Callable[[Mapping[str, object]]
 
 
 def _fields(graph: object, leave_out: Callable[[Mapping[str, object]], None]) -> dict[str, object]:
-    """x, edge_index, edge_attr and whatever else the graph has: Data keeps them in `_store`, and that in `_mapping`."""
+    """x, edge_index, edge_attr and any other attribute of the graph: Data keeps them in `_store._mapping`."""
     store = graph.state.get("_store") if isinstance(graph, GraphObject) else None
     mapping = store.state.get("_mapping") if isinstance(store, GraphObject) else None
     if not isinstance(mapping, dict):
-        raise pickle.UnpicklingError(f"expected a graph for every layer, found {brief(graph)}")
+        raise pickle.UnpicklingError(f"expected one graph per layer, found {brief(graph)}")
     leave_out(cast(dict[str, object], mapping))
     return cast(dict[str, object], mapping)
 
@@ -238,11 +231,11 @@ def _check_shapes(x: list[StoredTensor], edge_index: list[StoredTensor], edge_at
         if x[layer].shape != x[0].shape:
             raise pickle.UnpicklingError(
                 f"x has shape {x[0].shape} in layer 0 and {x[layer].shape} in layer {layer}, "
-                "but the layers of a trace have the same tokens and dimensions"
+                "but all layers of a trace must have the same tokens and dimensions"
             )
         if len(edges.shape) != 2 or edges.shape[0] != 2 or edges.dtype.is_floating_point:
             raise pickle.UnpicklingError(
-                f"expected edge_index of layer {layer} to be whole numbers [2, edge], found {edges.dtype} {edges.shape}"
+                f"expected edge_index of layer {layer} to be integers [2, edge], found {edges.dtype} {edges.shape}"
             )
         if edge_attr and edge_attr[layer].shape not in (edges.shape[1:], (*edges.shape[1:], 1)):
             raise pickle.UnpicklingError(

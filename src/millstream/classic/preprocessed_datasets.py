@@ -1,40 +1,208 @@
-"""The training datasets of the old scripts, map-style and streamed, for torch's DataLoader.
-
-An item is a tuple of what the model sees, the label (a float tensor without axes) and the question_id.
-"""
+"""The old scripts' training datasets, map-style and streaming, for torch's DataLoader."""
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar, cast
+from typing import ClassVar, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-import millstream as ms
 from millstream.classic.preprocessed_store import Kind, open_preprocessed
-from millstream.classic.trace_items import Maker, graph_maker, sequence_maker
-from millstream.collection import Collection, Numbers
-from millstream.dataset.labels import LABEL
+from millstream.core.batches import ColumnBatch
+from millstream.core.collection import Collection, Numbers
+from millstream.core.features import to_torch
+from millstream.core.labelled import LABEL
+from millstream.core.order import Order
+from millstream.core.records import Array
+from millstream.core.split import split
 from millstream.errors import BadSource
-from millstream.store.recover import ID_FIELD
+from millstream.traces.graphs import GraphFeature
+from millstream.traces.llm.fields import ATTENTION, HIDDEN
+from millstream.traces.store.shard import ID_FIELD
+
+# B batch, L layers, H heads, T tokens, D hidden, E edges
+
+
+SEQUENCE, GRAPHS = "layers", ("x", "edge_index", "edge_attr", "edge_counts")  # of converted files
+EVERY_EDGE = -1.0  # the old script's threshold was `>= 0`
+
+Columns = Mapping[str, object]
+
+
+@dataclass
+class Graph:
+    """The graph of a layer if torch_geometric is not installed: the attributes of Data that the old scripts used."""
+
+    x: torch.Tensor
+    edge_index: torch.Tensor
+    edge_attr: torch.Tensor | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.x)
+
+
+class Maker(Protocol):
+    """Makes the model input of each trace."""
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+    @property
+    def one_by_one(self) -> bool:
+        """Whether traces are much larger than their model input, so they are fetched one at a time."""
+        ...
+
+    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]: ...
+
+
+def sequence_maker(names: Sequence[str]) -> Maker:
+    """For traces with these fields: the hidden state of the last token in every layer [L, D]."""
+    if SEQUENCE in names:
+        return Sequences()
+    return LastTokens(_first_of(names, HIDDEN, f"{SEQUENCE!r} of preprocessed files"))
+
+
+def graph_maker(names: Sequence[str]) -> Maker:
+    """For traces with these fields: the graph of every layer."""
+    if set(GRAPHS) <= set(names):
+        return Graphs()
+    instead = f"{', '.join(map(repr, GRAPHS))} of preprocessed files"
+    return AttentionGraphs(_first_of(names, HIDDEN, instead), _first_of(names, ATTENTION, instead))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """From preprocessed files, unchanged."""
+
+    fields = (SEQUENCE,)
+    one_by_one = False
+
+    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]:
+        layers = columns[SEQUENCE]
+        if isinstance(layers, list):  # different shapes
+            return [_tensor(value) for value in cast("list[object]", layers)]
+        return _tensor(layers).unbind()
+
+
+@dataclass(frozen=True)
+class LastTokens:
+    """From hidden states."""
+
+    hidden: str
+    one_by_one = True
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.hidden,)
+
+    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]:
+        made: list[object] = []
+        for number, states in zip(numbers.tolist(), cast("Iterable[object]", columns[self.hidden]), strict=True):
+            if states is None or (states_LTD := _tensor(states)).ndim != 3:
+                raise ValueError(f"record {number}: {self.hidden!r} is not [layer, token, dim]")
+            made.append(states_LTD[:, -1].clone())  # a copy, so that the other tokens can be freed
+        return made
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """From preprocessed files, unchanged."""
+
+    fields = GRAPHS
+    one_by_one = False
+
+    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]:
+        rows = zip(*(cast("Iterable[object]", columns[name]) for name in GRAPHS), strict=True)
+        return [
+            _split(_tensor(x), _tensor(edges), None if weights is None else _tensor(weights), cast(Numbers, counts))
+            for x, edges, weights, counts in rows
+        ]
+
+
+@dataclass(frozen=True)
+class AttentionGraphs:
+    """From hidden states and attention, as the old script made them.
+
+    Edges go from every token to itself and to each later token, weighted by attention averaged over heads.
+    """
+
+    hidden: str
+    attention: str
+    one_by_one = True
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return self.hidden, self.attention
+
+    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]:
+        made: list[object] = []
+        for place, number in enumerate(numbers.tolist()):
+            record = {name: cast("Sequence[object]", columns[name])[place : place + 1] for name in self.fields}
+            states = record[self.hidden]
+            dtype = cast(Array, states).dtype.name if isinstance(states, np.ndarray) else "float32"  # for bfloat16
+            feature = GraphFeature(None, EVERY_EDGE, self.hidden, self.attention, self_loops=True, dtype=dtype)
+            union = feature(ColumnBatch(np.array([number]), record))
+            ptr = cast(Numbers, union["ptr"])
+            edges = cast(Numbers, union["edge_index"])
+            starts = np.searchsorted(edges[1], ptr)  # targets ascend from layer to layer
+            counts = np.diff(starts)
+            x_LTD = _tensor(cast(Array, union["x"]).reshape(len(counts), -1, cast(Array, union["x"]).shape[1]))
+            weights = _tensor(union["edge_attr"]).squeeze(1)
+            made.append(_split(x_LTD, _tensor(edges - np.repeat(ptr[:-1], counts)), weights, counts))
+        return made
+
+
+def _split(
+    x_LTD: torch.Tensor, edge_index_2E: torch.Tensor, edge_attr_E: torch.Tensor | None, counts_L: Numbers
+) -> list[object]:
+    """The graph of each layer, from the concatenated edges of all layers."""
+    make, sizes = _graph_type(), cast("list[int]", counts_L.tolist())
+    edges = torch.split(edge_index_2E, sizes, dim=1)
+    weights = [None] * len(sizes) if edge_attr_E is None else torch.split(edge_attr_E, sizes)
+    return [make(x=x, edge_index=e, edge_attr=w) for x, e, w in zip(x_LTD.unbind(), edges, weights, strict=True)]
+
+
+@cache
+def _graph_type() -> Callable[..., object]:
+    try:
+        return cast("Callable[..., object]", import_module("torch_geometric.data").Data)
+    except ImportError:
+        return Graph
+
+
+def _tensor(value: object) -> torch.Tensor:
+    return cast(torch.Tensor, to_torch(value))
+
+
+def _first_of(names: Sequence[str], wanted: Sequence[str], instead: str) -> str:
+    found = next((name for name in wanted if name in names), None)
+    if found is None:
+        raise BadSource(
+            f"the traces have no {' or '.join(map(repr, wanted))} (or {instead}), only {', '.join(map(repr, names))}"
+        )
+    return found
+
 
 MAX_WORKERS = 4
-READ_BYTES, READ_TRACES = 8 << 20, 64  # what a stream fetches at once
+READ_BYTES, READ_TRACES = 8 << 20, 64  # limits of one fetch of a stream
 _NO_LOOP = -1
 
 Item = tuple[object, torch.Tensor, str]
 
 
 class PreprocessedDataset(Dataset[Item]):
-    """What both datasets are. Nothing is kept: a trace is read, and checked, when it is asked for."""
+    """Base of both datasets. Caches nothing: a trace is read, and its checksums verified, when it is accessed."""
 
     kind: ClassVar[Kind]
 
     def __new__(cls, *args: object, shuffle_buffer_size: int | None = None, **settings: object) -> Self:
-        """DataLoader tells an IterableDataset by its class, so the streamed form is one of its own."""
+        """DataLoader recognises an IterableDataset by its class, so the streaming form is a class of its own."""
         if shuffle_buffer_size is None or issubclass(cls, IterableDataset):
             return super().__new__(cls)
         return super().__new__(_STREAMS[cls])
@@ -49,11 +217,13 @@ class PreprocessedDataset(Dataset[Item]):
         seed: int = 0,
     ) -> None:
         if max_cache_batches is not None and shuffle_buffer_size is not None:
-            raise ValueError("max_cache_batches is of the map-style form and shuffle_buffer_size of the streamed one")
+            raise ValueError(
+                "max_cache_batches is for the map-style form, shuffle_buffer_size for the streaming one; give only one"
+            )
         if max_cache_batches is not None and max_cache_batches < 1:
-            raise ValueError(f"max_cache_batches={max_cache_batches}: at least 1")
+            raise ValueError(f"max_cache_batches={max_cache_batches}: must be at least 1")
         if shuffle_buffer_size is not None and shuffle_buffer_size < 0:
-            raise ValueError(f"shuffle_buffer_size={shuffle_buffer_size}: 0 for the order of the files, or more")
+            raise ValueError(f"shuffle_buffer_size={shuffle_buffer_size}: must be 0 (file order) or more (shuffle)")
         self.shuffle_buffer_size = shuffle_buffer_size
         self._seed = seed
         traces, self._scratch = open_preprocessed(preprocessed_dir, self.kind, batch_files_to_load)
@@ -80,16 +250,16 @@ class PreprocessedDataset(Dataset[Item]):
 
     @property
     def question_ids(self) -> list[str]:
-        """Of all traces, without reading them."""
+        """The question ids of all traces, without reading the traces."""
         return [str(name) for name in self.traces.column(ID_FIELD).to_pylist()]
 
     @property
     def labels(self) -> torch.Tensor:
-        """Of all traces, without reading them: float32 [traces]."""
+        """The labels of all traces as float32 [traces], without reading the traces."""
         return torch.tensor(self.traces.column(LABEL).to_pylist(), dtype=torch.float32)
 
     def part(self, traces: Collection) -> Self:
-        """The same dataset of other traces, as of some of `dataset.traces`."""
+        """The same dataset over other traces, such as a subset of `dataset.traces`."""
         twin = copy.copy(self)
         twin.traces = traces
         twin._begin()
@@ -99,31 +269,31 @@ class PreprocessedDataset(Dataset[Item]):
         return f"{type(self).__name__}({len(self)} traces)"
 
     def _begin(self) -> None:
-        """What a stream begins with."""
+        """Set up the state of a stream."""
 
     def _fetch(self, numbers: Numbers) -> list[Item]:
         wanted = [*self._maker.fields, LABEL, ID_FIELD]
         columns = cast("Mapping[str, object]", self.traces.fetch(numbers, wanted))
-        seen = self._maker(columns, self.traces.record_numbers(numbers))
+        inputs = self._maker(columns, self.traces.record_numbers(numbers))
         labels = torch.tensor(np.asarray(columns[LABEL]), dtype=torch.float32).unbind()
         ids = [str(name) for name in cast("Sequence[object]", columns[ID_FIELD])]
-        return list(zip(seen, labels, ids, strict=True))
+        return list(zip(inputs, labels, ids, strict=True))
 
 
 class PreprocessedLSTMDataset(PreprocessedDataset):
     """Traces as (sequence, label, question_id); a sequence [layer, dim] is the last token of every layer.
 
-    `preprocessed_dir` is a folder with the old `preprocessed_*.pt` or `batch_*.pt` files, or one with such a folder
-    `lstm_solo`. They are converted once, and again when they have changed, into the store `millstream-lstm` beside
-    them, which takes as much space as they do. Or it is a trace store: of such files, or with `hidden` (or
-    `hidden_states`) [layer, token, dim] and labels, as `ms.labelled` takes them; for other labels, it is what
-    `ms.labelled` gave. `batch_files_to_load` leaves only the traces of some of the files.
+    `preprocessed_dir` is a folder with the old `preprocessed_*.pt` or `batch_*.pt` files, or the parent of such a
+    folder named `lstm_solo`. The files are converted once, and again if they change, into the store `millstream-lstm`
+    next to them, which takes as much disk space as they do. It can also be a trace store, either converted from such
+    files or with `hidden` (or `hidden_states`) [layer, token, dim] and labels as `ms.labelled` accepts them; for other
+    labels, pass the result of `ms.labelled`. `batch_files_to_load` selects the traces of some of the files.
 
-    Without `shuffle_buffer_size` it is map-style. `max_cache_batches` is accepted as before, and needs no thought any
-    more: no file is ever held, a trace is read when it is asked for. With `shuffle_buffer_size` it is an
-    IterableDataset that splits its traces over DataLoader workers: 0 for the order of the files; more, whatever the
-    number, for an exact shuffle of all traces, which takes no buffer. Each loop has another order, and `set_epoch`
-    chooses it; `seed` changes all of them. It knows nothing of other GPUs' processes: for these, there is `ms.Loader`.
+    Without `shuffle_buffer_size` it is map-style. `max_cache_batches` is accepted as before but no longer matters: no
+    file is held in memory, a trace is read when it is accessed. With `shuffle_buffer_size` it is an IterableDataset
+    that splits its traces over DataLoader workers: 0 keeps the order of the files; any larger number gives an exact
+    shuffle of all traces, without a buffer. Each pass has another order, which `set_epoch` selects; `seed` changes all
+    of them. It does not split over GPUs: use `ms.Loader` for that.
 
     >>> train, val, test = train_val_test(PreprocessedLSTMDataset("preprocessed_data", shuffle_buffer_size=1000))
     >>> loader = DataLoader(train, batch_size=32, num_workers=num_workers_for(30))
@@ -133,13 +303,13 @@ class PreprocessedLSTMDataset(PreprocessedDataset):
 
 
 class PreprocessedGNNDataset(PreprocessedDataset):
-    """Traces as (graphs, label, question_id), one graph a layer: `x`, `edge_index` and `edge_attr` of its tokens.
+    """Traces as (graphs, label, question_id), one graph per layer: `x`, `edge_index` and `edge_attr` of its tokens.
 
-    Graphs are torch_geometric's Data, or without it objects with these attributes and `num_nodes`. The old files lie in
-    `preprocessed_dir` or its folder `gnn`, and are converted into `millstream-gnn` beside them. Of a trace store with
-    `hidden` and `attention` (or `hidden_states` and `attentions`), graphs are as the old script made them: an edge from
-    each token to itself and to every later one, weighted by attention, the mean over heads. All else is as in
-    PreprocessedLSTMDataset.
+    Graphs are torch_geometric's Data or, without it, objects with these attributes and `num_nodes`. The old files are
+    in `preprocessed_dir` or its folder `gnn`, and are converted into `millstream-gnn` next to them. From a trace store
+    with `hidden` and `attention` (or `hidden_states` and `attentions`), graphs are built as in the old script: an edge
+    from each token to itself and to every later token, weighted by attention averaged over heads. Everything else is
+    as in PreprocessedLSTMDataset.
 
     >>> loader = DataLoader(PreprocessedGNNDataset("preprocessed_data"), collate_fn=collate_gnn_batch)
     """
@@ -148,23 +318,25 @@ class PreprocessedGNNDataset(PreprocessedDataset):
 
 
 class _Stream(PreprocessedDataset, IterableDataset[Item]):
-    """The streamed form: traces in the order of an epoch, dealt out to DataLoader workers one by one."""
+    """The streaming form: traces in the order of an epoch, distributed over DataLoader workers round-robin."""
 
     def _begin(self) -> None:
         self._epochs = _Epochs()
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop have the order of this epoch, also in worker processes."""
+        """Use the order of this epoch in the next pass, in worker processes too."""
         self._epochs.set(epoch)
 
     def __iter__(self) -> Iterator[Item]:
         worker = get_worker_info()
         first, every = (worker.id, worker.num_workers) if worker else (0, 1)
-        epoch = self._epochs.begin(worker.seed - worker.id if worker else None)  # now, not when the first item is due
-        order = ms.Order(len(self), self._seed, epoch, "exact" if self.shuffle_buffer_size else "none")
+        epoch = self._epochs.begin(
+            worker.seed - worker.id if worker else None
+        )  # now, not when the first item is requested
+        order = Order(len(self), self._seed, epoch, "exact" if self.shuffle_buffer_size else "none")
         return self._loop(order, first, every)
 
-    def _loop(self, order: ms.Order, first: int, every: int) -> Iterator[Item]:
+    def _loop(self, order: Order, first: int, every: int) -> Iterator[Item]:
         trace_bytes = self.traces.medium.num_bytes // max(len(self), 1)
         step = every * min(max(READ_BYTES // max(trace_bytes, 1), 1), READ_TRACES)
         for start in range(first, len(self), step):
@@ -173,11 +345,11 @@ class _Stream(PreprocessedDataset, IterableDataset[Item]):
 
 
 class PreprocessedLSTMStream(_Stream, PreprocessedLSTMDataset):
-    """What PreprocessedLSTMDataset(..., shuffle_buffer_size=...) is."""
+    """The class of PreprocessedLSTMDataset(..., shuffle_buffer_size=...)."""
 
 
 class PreprocessedGNNStream(_Stream, PreprocessedGNNDataset):
-    """What PreprocessedGNNDataset(..., shuffle_buffer_size=...) is."""
+    """The class of PreprocessedGNNDataset(..., shuffle_buffer_size=...)."""
 
 
 _STREAMS: dict[type, type] = {
@@ -187,16 +359,18 @@ _STREAMS: dict[type, type] = {
 
 
 class _Epochs:
-    """Which epoch a loop is. All workers of a DataLoader are in the same, without speaking to each other.
+    """The epoch of each pass over a stream. All workers of a DataLoader agree on it without communicating.
 
-    An epoch that was set is for the one loop that begins next. Other loops of this process take the next number. Those
-    of workers take the base seed of their DataLoader, which it draws anew whenever it starts workers, and how often
-    they have begun since.
+    An epoch that was set applies to the next pass only. Other passes of this process count up from it. Those of
+    workers add the number of passes so far to the base seed of their DataLoader, which it draws whenever it starts
+    workers.
     """
 
     def __init__(self) -> None:
-        self._cell: torch.Tensor = torch.tensor([0, 0]).share_memory_()  # the epoch set, and the loop it is for
-        self._loops = 0  # begun by this process, or by the one it was forked from
+        self._cell: torch.Tensor = torch.tensor(
+            [0, 0]
+        ).share_memory_()  # the epoch that was set, and the pass it is for
+        self._loops = 0  # passes started by this process or the one it was forked from
         self._epoch = -1
 
     def set(self, epoch: int) -> None:
@@ -206,7 +380,7 @@ class _Epochs:
         self._loops += 1
         loop = ((base_seed or 0) + self._loops) % 2**63
         if int(self._cell[1]) == _NO_LOOP:
-            self._cell[1] = loop  # several workers write the same
+            self._cell[1] = loop  # all workers write the same value
         if int(self._cell[1]) == loop:
             self._epoch = int(self._cell[0])
         else:
@@ -218,13 +392,13 @@ AnyDataset = TypeVar("AnyDataset", bound=PreprocessedDataset)
 
 
 def train_val_test(dataset: AnyDataset, *, seed: int = 0) -> tuple[AnyDataset, AnyDataset, AnyDataset]:
-    """70, 15 and 15 of 100 questions, as datasets of the same kind. Of streams, only the first is shuffled.
+    """Split 70/15/15 by question into datasets of the same kind. Of streams, only the first is shuffled.
 
-    A hash of its question_id decides where a trace goes: the same questions are in the same part of an LSTM and of a
-    GNN dataset, however they lie in files, and questions added later move no other.
+    A hash of question_id assigns each trace to a split: an LSTM and a GNN dataset get the same questions in each split
+    whatever their files are, and questions added later do not move others.
     """
     shares = {"train": 0.7, "val": 0.15, "test": 0.15}
-    parts = ms.split(dataset.traces, shares, salt=str(seed) if seed else "")
+    parts = split(dataset.traces, shares, salt=str(seed) if seed else "")
     train, val, test = (dataset.part(traces) for traces in parts)
     if isinstance(dataset, IterableDataset):
         val.shuffle_buffer_size = test.shuffle_buffer_size = 0
@@ -232,6 +406,6 @@ def train_val_test(dataset: AnyDataset, *, seed: int = 0) -> tuple[AnyDataset, A
 
 
 def num_workers_for(files: int) -> int:
-    """How many DataLoader workers so many files are worth: no more than there are cores, and at most 4."""
+    """The number of DataLoader workers for this many files: at most one per core, and at most 4."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(files, cores, MAX_WORKERS)

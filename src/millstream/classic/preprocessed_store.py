@@ -1,41 +1,39 @@
-"""Where the traces of the old training datasets lie -> a labelled collection.
+"""Location of the old training data -> a labelled collection.
 
-Old .pt files are converted once, into a store beside them, which is used again as long as they are the same.
+Old .pt files are converted once, into a store next to them, which is reused until the files change.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
 
-import millstream as ms
-from millstream.collection import Collection
-from millstream.console import format_bytes, progress, say
-from millstream.dataset.labels import Labelled
-from millstream.dataset.subset import Subset
+from millstream.classic.preprocessed import is_preprocessed
+from millstream.core.collection import Collection
+from millstream.core.console import format_bytes, progress, say
+from millstream.core.files import locked, publish_json
+from millstream.core.labelled import Labelled, labelled
+from millstream.core.subset import Subset, subset
 from millstream.errors import BadSource, StoreExists
-from millstream.source.preprocessed import is_preprocessed
-from millstream.store.convert import PROGRESS, convert
-from millstream.store.layout import MANIFEST, list_shards, publish
-from millstream.store.traces import Traces
+from millstream.traces.convert import PROGRESS, convert
+from millstream.traces.store.manifest import MANIFEST, list_shards
+from millstream.traces.store.traces import Traces
 
 Kind = Literal["lstm", "gnn"]
 SUBFOLDERS = {"lstm": "lstm_solo", "gnn": "gnn"}  # as the old preprocessing script wrote them
 PATTERNS = ("preprocessed_*.pt", "batch_*.pt")
-SOURCES = ".sources.json"  # in a converted store: name, bytes and time of its files, and whether all are in it
+SOURCES = ".sources.json"  # in a converted store: name, size and mtime of its files, and whether all are converted
 
 
 class Scratch:
-    """A temporary folder that goes when the last dataset that holds this does, in the process that made it."""
+    """A temporary folder, removed with the last dataset that refers to it, by the process that created it."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="millstream-"))
@@ -45,10 +43,10 @@ class Scratch:
 def open_preprocessed(
     place: str | Path | Collection, kind: Kind, files: Sequence[str | Path] | None
 ) -> tuple[Collection, Scratch | None]:
-    """The labelled traces at a place, or only those that came from some files; and what has to live as long as they."""
+    """The labelled traces of a folder (or of some of its files), and the temporary folder they need, if any."""
     if isinstance(place, Collection):
         if files is not None:
-            raise ValueError("batch_files_to_load is for a folder; of a collection, take a subset first")
+            raise ValueError("batch_files_to_load needs a folder; for a collection, take a subset first")
         return _labelled(place), None
     folder = _find(Path(place), kind)
     if _is_store(folder):
@@ -56,28 +54,28 @@ def open_preprocessed(
     else:
         store, scratch = _converted(folder, kind)
         traces = Traces(store)
-        _check_places(files or (), folder)
+        _check_folder(files or (), folder)
     return _labelled(traces if files is None else _from_files(traces, files)), scratch
 
 
 def store_name(kind: Kind) -> str:
-    """What the store is called that old files of a folder are converted into."""
+    """The name of the store that the old files of a folder are converted into."""
     return f"millstream-{kind}"
 
 
 def old_files(folder: Path) -> list[Path]:
-    """The old files of a folder, by name."""
+    """The old files of a folder, sorted by name."""
     return sorted({file for pattern in PATTERNS for file in folder.glob(pattern)})
 
 
 def _find(path: Path, kind: Kind) -> Path:
-    """The folder that has the traces: this one, or the one in it for this kind."""
+    """The folder with the traces: this one, or its subfolder for this kind."""
     for folder in (path, path / SUBFOLDERS[kind]):
         if folder.is_dir() and (_is_store(folder) or old_files(folder)):
             return folder
-    found = "nothing to train on there" if path.exists() else "no such folder"
+    found = "contains no training data" if path.exists() else "no such folder"
     raise BadSource(
-        f"{path}: {found}; expected {' or '.join(PATTERNS)}, a folder {SUBFOLDERS[kind]} with them, or a trace store"
+        f"{path}: {found}; expected {' or '.join(PATTERNS)}, a subfolder {SUBFOLDERS[kind]} with them, or a trace store"
     )
 
 
@@ -89,10 +87,10 @@ def _is_store(folder: Path) -> bool:
 
 
 def _converted(folder: Path, kind: Kind) -> tuple[Path, Scratch | None]:
-    """The store of a folder's old files, made or brought up to date if need be."""
+    """The store of a folder's old files, created or updated if necessary."""
     files = old_files(folder)
     store = folder / store_name(kind)
-    with _alone(folder):  # the ranks of a job open their datasets at the same time
+    with locked(folder):  # the ranks of a job open their datasets concurrently
         stats = [file.stat() for file in files]
         wanted = [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats, strict=True)]
         before = _sources(store)
@@ -102,11 +100,11 @@ def _converted(folder: Path, kind: Kind) -> tuple[Path, Scratch | None]:
         scratch = None if os.access(store if store.exists() else folder, os.W_OK) else Scratch()
         if scratch:
             store = scratch.path / store_name(kind)
-        elif before.get("files") != wanted:  # else it goes on where it was interrupted
+        elif before.get("files") != wanted:  # otherwise resume the interrupted conversion
             _clear(store)
         total = sum(stat.st_size for stat in stats)
-        changed = ", which have changed," if "files" in before and before["files"] != wanted else ""
-        kept = "removed with the dataset (the folder is read-only)" if scratch else "used from now on"
+        changed = ", which have changed since," if "files" in before and before["files"] != wanted else ""
+        kept = "removed with the dataset (the folder is read-only)" if scratch else "reused from now on"
         say(f"{folder}: converting {len(files)} old files ({format_bytes(total)}){changed} into {store}, {kept}")
         store.mkdir(parents=True, exist_ok=True)
         _write_sources(store, wanted, complete=False)
@@ -117,7 +115,7 @@ def _converted(folder: Path, kind: Kind) -> tuple[Path, Scratch | None]:
 
 
 def _write_sources(store: Path, files: list[list[str | int]], *, complete: bool) -> None:
-    publish(store / SOURCES, json.dumps({"files": files, "complete": complete}).encode())
+    publish_json(store / SOURCES, {"files": files, "complete": complete})
 
 
 def _sources(store: Path) -> dict[str, object]:
@@ -130,34 +128,23 @@ def _sources(store: Path) -> dict[str, object]:
 def _check_kind(file: Path, kind: Kind) -> None:
     found = is_preprocessed(file)
     if found != kind:
-        names: dict[str | None, str] = {"lstm": "sequences (for the LSTM dataset)", "gnn": "graphs (for the GNN one)"}
-        raise BadSource(f"{file}: holds {names.get(found, 'no preprocessed traces')}, expected {names[kind]}")
+        names: dict[str | None, str] = {
+            "lstm": "sequences (for the LSTM dataset)",
+            "gnn": "graphs (for the GNN dataset)",
+        }
+        raise BadSource(f"{file}: contains {names.get(found, 'no preprocessed traces')}, expected {names[kind]}")
 
 
 def _clear(store: Path) -> None:
-    """Remove a store that was converted from files as they are no more; anything else stays."""
+    """Remove a store that was converted from files that have changed; refuse to remove anything else."""
     if store.is_dir() and ((store / SOURCES).exists() or not any(store.iterdir())):
         shutil.rmtree(store)
     elif store.exists():
-        raise StoreExists(
-            f"{store}: is in the way of the store that belongs there; move it, or open it by its own path"
-        )
-
-
-@contextmanager
-def _alone(folder: Path) -> Generator[None]:
-    """One process at a time; the kernel ends it for one that dies."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        raise StoreExists(f"{store}: exists, but was not made from these files; move it, or open it by its own path")
 
 
 def _remove(folder: Path, owner: int) -> None:
-    """A forked worker that ends leaves the folder to the process that made it."""
+    """Only the process that created the folder removes it, not a forked worker."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -165,11 +152,11 @@ def _remove(folder: Path, owner: int) -> None:
 # -- which records
 
 
-def _check_places(files: Sequence[str | Path], folder: Path) -> None:
-    """A file of the same name in another folder is another file."""
+def _check_folder(files: Sequence[str | Path], folder: Path) -> None:
+    """A file of the same name in another folder is a different file."""
     for file in map(Path, files):
         if file.name != str(file) and file.resolve() != (folder / file.name).resolve():
-            raise BadSource(f"{file}: is not in {folder}, where batch_files_to_load chooses from")
+            raise BadSource(f"{file}: is not in {folder}; batch_files_to_load selects files of that folder")
 
 
 def _from_files(traces: Traces, files: Sequence[str | Path]) -> Subset:
@@ -178,23 +165,23 @@ def _from_files(traces: Traces, files: Sequence[str | Path]) -> Subset:
         counts = cast("dict[str, int]", json.loads((traces.path / PROGRESS).read_text()))
     except FileNotFoundError:
         raise BadSource(
-            f"{traces.path}: does not say which file its records came from; leave out batch_files_to_load"
+            f"{traces.path}: does not record which file its records came from; omit batch_files_to_load"
         ) from None
     names = [str(entry["name"]) for entry in cast("list[dict[str, object]]", traces.config.get("converted", []))]
     if sum(counts.values()) != len(traces) or any(f"{name} (2)" in counts for name in names):
-        raise BadSource(f"{traces.path}: its records cannot be told apart by file; leave out batch_files_to_load")
-    places = dict(zip(counts, pairwise(accumulate(counts.values(), initial=0)), strict=True))
+        raise BadSource(f"{traces.path}: its records cannot be assigned to files; omit batch_files_to_load")
+    ranges = dict(zip(counts, pairwise(accumulate(counts.values(), initial=0)), strict=True))
     numbers = [np.empty(0, np.int64)]
     for name in (Path(file).name for file in files):
         if name not in names:
-            raise BadSource(f"{traces.path}: no records from a file {name!r}; there are {', '.join(names)}")
-        numbers.append(np.arange(*places.get(name, (0, 0)), dtype=np.int64))  # a file without records was not counted
-    return ms.subset(traces, np.concatenate(numbers))
+            raise BadSource(f"{traces.path}: no records from {name!r}; must be one of: {', '.join(names)}")
+        numbers.append(np.arange(*ranges.get(name, (0, 0)), dtype=np.int64))  # a file without records has no entry
+    return subset(traces, np.concatenate(numbers))
 
 
 def _labelled(collection: Collection) -> Collection:
-    """With the field `label`: the one it has been given, or as `ms.labelled` finds it."""
+    """The collection with a field `label`: its own, or the one `ms.labelled` finds."""
     inner = collection
     while isinstance(inner, Subset):
         inner = inner.collection
-    return collection if isinstance(inner, Labelled) else ms.labelled(collection)
+    return collection if isinstance(inner, Labelled) else labelled(collection)

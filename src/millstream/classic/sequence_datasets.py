@@ -1,8 +1,8 @@
-"""The datasets of labelled reads of the old scripts, for torch's DataLoader: in memory, streamed, streamed and cached.
+"""The old scripts' datasets of labelled reads, for torch's DataLoader: in memory, streaming, streaming with a cache.
 
 All three give the same items: a dict of `input_ids` and `attention_mask` (max_length each), `labels`, and the integers
-`class_id` and `tax_id` if header_regex has such groups. A label is the class's place in the mapping, in order of class
-id, or without a mapping the class id itself. A read without a class id has the label -100; an id that is missing is -1.
+`class_id` and `tax_id` if header_regex has such groups. A label is the index of the class in the mapping, sorted by
+class id, or without a mapping the class id itself. A read without a class id has the label -100; a missing id is -1.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from millstream.classic.cached_rows import CachedRows
-from millstream.classic.held_rows import HeldRows
-from millstream.classic.streamed_rows import ReadsSource, StreamedRows
-from millstream.classic.token_rows import Rows, RowSource, mask_of
-from millstream.console import say
-from millstream.dataset.tokenizers import Tokenizer
-from millstream.dataset.tokenizers import tokenizer as tokenizer_named
-from millstream.source.mapping import MappingSource, load_mapping
-from millstream.store.header_columns import OnMismatch
-from millstream.store.index import SUFFIX
+from millstream.classic.rows import CachedRows, HeldRows, ReadsSource, Rows, RowSource, StreamedRows, mask_of
+from millstream.core.console import say
+from millstream.reads.files.columns import OnMismatch
+from millstream.reads.files.index import SUFFIX
+from millstream.reads.mapping import MappingSource, load_mapping
+from millstream.reads.tokenizers.hf import Tokenizer
+from millstream.reads.tokenizers.hf import tokenizer as tokenizer_named
 
 OLD_SUFFIX = ".index.pkl"
 MEMORY = "1GB"
@@ -31,12 +28,12 @@ Item = dict[str, torch.Tensor | int]
 
 
 class ItemDataset(Dataset[Item]):
-    """Rows as items for a DataLoader, which asks `__getitems__` for a whole batch: one fetch, one call to tokenize."""
+    """Rows as items for a DataLoader, which calls `__getitems__` once per batch: one fetch, one call to tokenize."""
 
     def __init__(self, rows: RowSource, num_classes: int | None) -> None:
         self._rows = rows
         self.num_classes = num_classes
-        """Classes of the mapping; None without one."""
+        """Number of classes in the mapping; None without one."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -53,9 +50,9 @@ class ItemDataset(Dataset[Item]):
 
 
 class SequenceDataset(ItemDataset):
-    """Every read of a file, tokenised once and held in memory: 2 bytes a token (vocabularies below 32,768), 8 an id.
+    """Every read of a file, tokenised once and held in memory: 2 bytes per token (vocabularies below 32,768), 8 per id.
 
-    The right one when that fits: once it is loaded, the file is not read again.
+    Use it if that fits: once loaded, the file is not read again.
 
     >>> dataset = SequenceDataset("reads.fa", "mapping.tsv", "kmer(6)", r"lbl\\|(?P<class_id>\\d+)", max_length=128)
     >>> loader = DataLoader(dataset, batch_size=32, shuffle=True)
@@ -87,12 +84,12 @@ class SequenceDataset(ItemDataset):
 
 
 class StreamingSequenceDataset(ItemDataset):
-    """The reads of a file (plain, gzip, BGZF or zstd), each read and tokenised when it is asked for.
+    """The reads of a file (plain, gzip, BGZF or zstd), loaded and tokenised on demand.
 
-    The index is FILE.millstream beside the file; with `cache_index=False` it lies in a temporary folder that is removed
-    with the dataset. `memory` is what each process (each worker) may take for decoded blocks and mapped files. A plain
-    file does with little; of a compressed one, a shuffled epoch decodes blocks again and again (hundreds of reads a
-    second, not ten thousands) unless its text fits: give more, or decompress it.
+    The index is FILE.millstream next to the file; with `cache_index=False` it is in a temporary folder that is removed
+    with the dataset. `memory` is the limit of each process (each worker) for decoded blocks and mapped files. A plain
+    file needs little. For a compressed file, a shuffled epoch decodes blocks repeatedly (hundreds of reads per second,
+    not tens of thousands) unless its text fits: raise `memory`, or decompress the file.
 
     >>> dataset = StreamingSequenceDataset("reads.fa.gz", None, "base", r"lbl\\|(?P<class_id>\\d+)", max_length=128)
     >>> loader = DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)
@@ -117,12 +114,12 @@ class StreamingSequenceDataset(ItemDataset):
 
 
 class CachedStreamingDataset(ItemDataset):
-    """A StreamingSequenceDataset that keeps the `cache_size` reads asked for last, tokenised.
+    """A StreamingSequenceDataset that caches the `cache_size` most recently used reads, tokenised.
 
-    A read asked for again while it is kept comes a few times as fast. A shuffled epoch asks for every read once, so the
-    cache helps in later epochs, by the share of the file it holds: a validation set, or a file that nearly fits. Every
-    worker has its own and DataLoader ends its workers after an epoch: give it `persistent_workers=True`. A large plain
-    file needs no cache now; a large compressed one needs `memory` (see StreamingSequenceDataset) more than this. A read
+    A cached read is a few times as fast. A shuffled epoch uses every read once, so the cache helps in later epochs, in
+    proportion to the fraction of the file it holds: a validation set, or a file that nearly fits. Every worker has its
+    own cache and DataLoader ends its workers after an epoch: pass `persistent_workers=True`. A large plain file no
+    longer needs a cache; a large compressed one needs `memory` (see StreamingSequenceDataset) more than this. A read
     takes 2 bytes for each of its max_length ids (vocabularies below 32,768), not the 100 kB of the old class.
 
     >>> dataset = CachedStreamingDataset(
@@ -153,7 +150,7 @@ class CachedStreamingDataset(ItemDataset):
 
     @property
     def num_cached(self) -> int:
-        """Reads in this process's cache at present; at most `cache_size`."""
+        """Number of reads now in this process's cache; at most `cache_size`."""
         return self._cached.num_cached
 
     @property
@@ -172,15 +169,13 @@ def _source(
     on_mismatch: OnMismatch,
     memory: int | str,
 ) -> tuple[ReadsSource, int | None]:
-    """What the datasets were given, in the engine's terms, and the number of classes."""
+    """The arguments of the datasets as a ReadsSource, and the number of classes."""
     path = Path(fasta_path)
     if Path(f"{path}{OLD_SUFFIX}").exists():
-        say(
-            f"{path}{OLD_SUFFIX}: an index of the old scripts, not used any more ({path}{SUFFIX} is); it can be deleted"
-        )
+        say(f"{path}{OLD_SUFFIX}: an index of the old scripts, no longer used ({path}{SUFFIX} is); you can delete it")
     mapping = None if mapping_df is None else load_mapping(mapping_df)
     if mapping is not None and not isinstance(mapping_df, str | Path):
-        mapping_df = mapping.table  # a data frame may be changed by its owner, or be slow to pickle
+        mapping_df = mapping.table  # the caller may change a data frame, and it may be slow to pickle
     source = ReadsSource(
         path=path,
         mapping=mapping_df,
@@ -195,17 +190,17 @@ def _source(
 
 
 def _checked(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer of transformers has a `tokenize` too, which takes something else."""
+    """Tokenizers of transformers have a `tokenize` too, with other arguments."""
     if not hasattr(tokenizer, "pad_id"):
         raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}; give MetaGeneTokenizer(folder of its tokenizer.json), or a "
+            f"tokenizer is a {type(tokenizer).__name__}; pass MetaGeneTokenizer(folder of its tokenizer.json), or a "
             'name such as "base", "kmer(6)" or "hf(folder)"'
         )
     return tokenizer
 
 
 def _items(rows: Rows, names: Sequence[str]) -> list[Item]:
-    """One dict a read. Its tensors are rows of the batch's."""
+    """One dict per read. Its tensors are rows of the batch's tensors."""
     ids = torch.from_numpy(rows.ids).unbind()  # pyright: ignore
     masks = torch.from_numpy(mask_of(rows).astype(np.int64)).unbind()  # pyright: ignore
     labels = torch.from_numpy(rows.columns[:, 0].copy()).unbind()  # pyright: ignore

@@ -1,4 +1,4 @@
-"""`python -m millstream.classic.trace_extractor`: the old script's flags on `extract`, resuming for real."""
+"""`python -m millstream.classic.trace_extractor`: the old script's flags on `millstream extract`; it resumes."""
 
 import argparse
 import os
@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from millstream.classic.batch_loader import TRACES_DIR
-from millstream.config import read_settings
-from millstream.console import say
+from millstream.cli.process import run_script
+from millstream.core.config import read_settings
+from millstream.core.console import say
 from millstream.errors import BadSetting, MillstreamError
-from millstream.process import run_script
-from millstream.source.llm.settings import ExtractSettings
-from millstream.store.extract import extract
-from millstream.store.layout import list_shards, shard_name
+from millstream.traces.extract import extract
+from millstream.traces.settings import ExtractSettings
+from millstream.traces.store.manifest import list_shards, shard_name
 
 BATCH_SIZE = 500
 DATASETS = {
@@ -21,19 +21,21 @@ DATASETS = {
     "truthful_qa": "truthful_qa:generation:validation",
     "truthfulqa": "truthful_qa:generation:validation",
 }
-# As the old script had it: the whole trace, 64 new tokens, 5 beams.
+# As in the old script: the whole trace, 64 new tokens, 5 beams.
 DEFAULTS = ["tier=full", "max_new_tokens=64", "num_beams=5", "prompt=plain"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Traces of every question, 500 a batch. Run again after an interruption: what is there is not done again."""
+    """Extract traces of every question, 500 per batch. Run the same command again to resume."""
     parser = argparse.ArgumentParser(prog="trace_extractor", description=main.__doc__)
-    parser.add_argument("--model-id", required=True, help="name on the Hugging Face hub, a folder, facts or smollm2")
+    parser.add_argument("--model-id", required=True, help="Hugging Face Hub name, a folder, facts or smollm2")
     parser.add_argument(
-        "--dataset", default="trivia_qa", help="trivia_qa, truthful_qa, a hub name, a file, facts, world"
+        "--dataset", default="trivia_qa", help="trivia_qa, truthful_qa, a Hub name, a file, facts or world"
     )
-    parser.add_argument("--num-samples", type=int, default=None, help="questions to take; all by default")
-    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="traces a batch file (default %(default)s)")
+    parser.add_argument("--num-samples", type=int, default=None, help="number of questions (default: all)")
+    parser.add_argument(
+        "--batch-size", type=int, default=BATCH_SIZE, help="traces per batch file (default %(default)s)"
+    )
     parser.add_argument("--output-dir", default=TRACES_DIR, type=Path)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="any setting of `millstream extract`")
     options = parser.parse_args(arguments)
@@ -48,13 +50,13 @@ def main(arguments: list[str] | None = None) -> None:
     name_batches(options.output_dir, options.dataset)
     say(f"{done.path}: {done.records:,} traces in {len(list_shards(done.path)[0])} batches")
     if done.interrupted:
-        say("interrupted; the same command goes on from here")
+        say("interrupted; progress saved. Run the same command to resume")
         sys.exit(130)
     say(f"Next: python -m millstream.classic.inspect_traces {done.path}")
 
 
 def name_batches(path: Path, dataset: str) -> None:
-    """The old names as links: `trivia_qa_traces_batch_0000.arrow` is the first shard."""
+    """Link the old names to the shards: `trivia_qa_traces_batch_0000.arrow` is the first shard."""
     stem = Path(dataset.split(":")[0]).name.split(".")[0]
     for number in list_shards(path)[0]:
         link = path / f"{stem}_traces_batch_{number:04d}.arrow"

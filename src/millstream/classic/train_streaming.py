@@ -5,17 +5,17 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from millstream.config import setting_pairs
-from millstream.console import format_bytes, say
+from millstream.cli.process import run_script
+from millstream.core.config import setting_pairs
+from millstream.core.console import format_bytes, say
 from millstream.errors import BadSetting, MillstreamError
-from millstream.process import run_script
-from millstream.train.run import Run, train
+from millstream.training.run import Run, train
 
-READ_BYTES = 100_000  # what the old guide says a sequence in the cache takes
+READ_BYTES = 100_000  # per cached sequence, according to the old guide
 LEAST_MEMORY = 300_000_000
 MODEL = "kmer-linear,cnn"
 
-# Keys of the old YAML files, and what they set here.
+# Keys of the old YAML files -> settings of `millstream train`.
 KEYS = {
     "data.header_regex": "data.header_regex",
     "tokenizer.max_length": "max_length",
@@ -31,15 +31,15 @@ KEYS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train classifiers of reads, and write metrics, checkpoints, predictions and a report to the output folder.
+    """Train read classifiers, and write metrics, checkpoints, predictions and a report to the output folder.
 
-    After an interruption the same command goes on. Files may be gzipped.
+    After an interruption, run the same command to resume. Files may be gzipped.
     """
     options = _parser().parse_args(arguments)
     try:
         run = work(options)
         if run.is_first and not run.interrupted:
-            from millstream.report.reported import report_of
+            from millstream.report.run import report_of
 
             found = report_of(run.path)
             print(found.lines())
@@ -48,12 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"train_streaming: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadSetting) else 1)
     if run.interrupted:
-        say("interrupted; the same command goes on from here")
+        say("interrupted; progress saved. Run the same command to resume")
         sys.exit(130)
 
 
 def work(options: argparse.Namespace) -> Run:
-    """What the flags and the configuration say, trained."""
+    """Train with the settings of the flags and the YAML file."""
     settings = _from_config(options.config)
     given = {
         "data.train": options.train_fasta,
@@ -66,9 +66,7 @@ def work(options: argparse.Namespace) -> Run:
     }
     settings |= {name: value for name, value in given.items() if value is not None}
     memory = max(options.cache_size * READ_BYTES, LEAST_MEMORY)
-    say(
-        f"--cache_size {options.cache_size}: memory={format_bytes(memory)}, for all that is held of the data and models"
-    )
+    say(f"--cache_size {options.cache_size}: memory={format_bytes(memory)}, the memory limit for data and models")
     return train(**cast("dict[str, Any]", settings), memory=memory)
 
 
@@ -85,7 +83,7 @@ def _from_config(path: Path | None) -> dict[str, object]:
         else:
             settings[KEYS[key]] = value
     if unused:
-        say(f"{path}: {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no meaning here")
+        say(f"{path}: {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect here")
     return settings
 
 
@@ -98,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output_dir", default="outputs")
     parser.add_argument("--batch_size", type=int)
     parser.add_argument("--max_epochs", type=int)
-    parser.add_argument("--cache_size", type=int, default=10_000, help="Sequences; each stands for 100 kB of memory.")
+    parser.add_argument(
+        "--cache_size", type=int, default=10_000, help="Sequences; sets the memory limit, at 100 kB of memory each."
+    )
     parser.add_argument("--model", default=MODEL, help=f"Classifiers to train (default {MODEL}).")
     return parser
 

@@ -1,62 +1,63 @@
-"""A program of its own: Ctrl-C ends it with a sentence, libraries are quiet. Imports next to nothing."""
+"""The process of a command: Ctrl-C ends it with one line, libraries stay quiet. Imports almost nothing."""
 
 import os
 import signal
 import sys
 import warnings
 
-TYPE_CHECKING = False  # as typing has it, which takes its time
+TYPE_CHECKING = False  # importing typing is too slow
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
     from typing import Any
 
-PART = "_MILLSTREAM_PART"  # set for commands that another one runs: what is next is not theirs to say
+PART = "_MILLSTREAM_PART"  # set for a command run by another one, which then prints the next step itself
 
-_AGAIN = "what was done is kept: the same command goes on from there"
-_NOTHING = "nothing was written: the same command begins anew"
-_AS_BEFORE = "the run is as it was: the same command begins anew"
-_KEPT = {
-    "demo": "the demo begins anew",
-    "extract": _AGAIN,
-    "label": "no labels were written: the same command begins anew",
-    "featurize": _AGAIN,
-    "convert": _AGAIN,
-    "train": "what the last checkpoint holds is kept: the same command goes on from there",
-    "classify": _AGAIN,
-    "pack": _AGAIN,
-    "repair": "what is repaired stays so: the same command goes on",
-    "evaluate": _AS_BEFORE,
-    "report": _AS_BEFORE,
-    "inspect": "nothing was changed",
-    "verify": "nothing was changed",
-    "view": "nothing was changed",
-    "baseline": _AGAIN,
-    "inspect_traces": "nothing was changed",
-    "trace_extractor": _AGAIN,
-    "train_streaming": _AGAIN,
+_RESUME = "progress saved; run the same command to resume"
+_NOTHING = "nothing was written; run the same command to start over"
+_RUN_UNCHANGED = "the run is unchanged; run the same command to start over"
+_UNCHANGED = "nothing was changed"
+_OUTCOMES = {  # by command or script
+    "demo": "the demo will start over",
+    "extract": _RESUME,
+    "label": "no labels were written; run the same command to start over",
+    "featurize": _RESUME,
+    "convert": _RESUME,
+    "train": "progress saved in the last checkpoint; run the same command to resume",
+    "classify": _RESUME,
+    "pack": _RESUME,
+    "repair": "finished repairs are kept; run the same command to resume",
+    "evaluate": _RUN_UNCHANGED,
+    "report": _RUN_UNCHANGED,
+    "inspect": _UNCHANGED,
+    "verify": _UNCHANGED,
+    "view": _UNCHANGED,
+    "baseline": _RESUME,
+    "inspect_traces": _UNCHANGED,
+    "trace_extractor": _RESUME,
+    "train_streaming": _RESUME,
 }
 _SCRIPTS = "millstream.classic."
 
 
-def listen() -> None:
-    """From now on. Where KeyboardInterrupt would be lost, in imports and in what is called by C, it ends at once.
+def handle_interrupts() -> None:
+    """Handle Ctrl-C from now on. In imports and callbacks from C, where KeyboardInterrupt would be lost, exit at once.
 
-    That is safe because every file is: a command that is killed leaves nothing half done under its name.
+    Exiting is safe because files are published complete: a killed command leaves none incomplete under its name.
     """
     signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
 
 
 def run_script(main: "Callable[[], None]", name: str) -> None:
-    """Run a script's `main` as the command line runs a command: what ends it is said in a line."""
-    listen()
-    keep_quiet()
+    """Run the `main` of a script like a command: errors and interrupts are one line."""
+    handle_interrupts()
+    quiet_libraries()
     try:
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        tell(name)
+        report_interrupt(name)
         sys.exit(130)
     except BrokenPipeError:
         close_quietly()
@@ -65,12 +66,12 @@ def run_script(main: "Callable[[], None]", name: str) -> None:
         sys.exit(1)
 
 
-def keep_quiet() -> None:
-    """No adverts, tips, bars or warnings of libraries, unless they are asked for."""
+def quiet_libraries() -> None:
+    """No adverts, tips, progress bars or warnings from libraries, unless the user turns them on."""
     for name, value in {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",  # it would end with an escape code on the terminal
+        "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",  # it leaves an escape code on the terminal
         "TOKENIZERS_PARALLELISM": "true",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -83,32 +84,32 @@ def keep_quiet() -> None:
 
 
 def close_quietly() -> None:
-    """The reader of our output has seen enough; end as other programs do."""
+    """Exit as other programs do when their output is closed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
             os.dup2(nowhere, stream.fileno())
-        except (OSError, ValueError):  # not one of the system's
+        except (OSError, ValueError):  # a stream without a file descriptor
             pass
     sys.exit(141)
 
 
-def tell(command: str | None) -> None:
-    """The sentence. Of processes that work together the first one says it; another Ctrl-C has no more to say."""
+def report_interrupt(command: str | None) -> None:
+    """Print what is saved; of several processes only the first prints. A second Ctrl-C kills the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("LOCAL_RANK", "0") != "0" or PART in os.environ:
         return
     try:
-        drawn = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        sys.stderr.write("\r\x1b[K" if drawn else "")  # the ^C that the terminal shows, or a line of progress
-        print(f"millstream: interrupted; {_KEPT.get(command or '', _NOTHING)}", file=sys.stderr, flush=True)
+        is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        sys.stderr.write("\r\x1b[K" if is_terminal else "")  # clear the ^C that the terminal shows, or a progress bar
+        print(f"millstream: interrupted; {_OUTCOMES.get(command or '', _NOTHING)}", file=sys.stderr, flush=True)
     except OSError:
         pass
 
 
 def _interrupt(signum: int, frame: "FrameType | None") -> None:
     if _is_importing(frame):
-        _end()
+        _exit()
     raise KeyboardInterrupt
 
 
@@ -122,13 +123,13 @@ def _is_importing(frame: "FrameType | None") -> bool:
 
 def _unraisable(unraisable: "Any") -> None:
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        _end()
+        _exit()
     sys.__unraisablehook__(unraisable)
 
 
-def _end() -> None:
+def _exit() -> None:
     scripts = [word.removeprefix(_SCRIPTS) for word in sys.orig_argv if word.startswith(_SCRIPTS)]
-    tell(next((word for word in [*scripts, *sys.argv[1:]] if word in _KEPT), None))
+    report_interrupt(next((word for word in [*scripts, *sys.argv[1:]] if word in _OUTCOMES), None))
     os._exit(130)
 
 

@@ -1,11 +1,12 @@
-"""What a collection is: records by number. Traces, reads, subsets, concatenations and mixtures are collections.
+"""What a collection is: records by number. A store, a subset, a concatenation and a mixture are collections.
 
-The part to the right of `store` in the flow only knows this much of the data.
+This is all the engine knows about data. The imports inside methods avoid a cycle: what they return is a collection.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
@@ -13,9 +14,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from millstream.dataset.batch import Feature
-    from millstream.dataset.subset import Subset
-    from millstream.loader.datasets import RecordDataset, RecordStream
+    from millstream.core.features import Feature
+    from millstream.core.subset import Subset
+    from millstream.core.torch_data import RecordDataset, RecordStream
 
 Numbers = NDArray[np.int64]
 
@@ -25,17 +26,17 @@ class Medium:
     """How records lie on disk, for choosing an order."""
 
     num_bytes: int
-    """Of all records, as they are read: decoded, if they are compressed."""
+    """Total size of the records as they are read: decoded, if they are compressed."""
     run_bytes: int
-    """How much has to be read, or is worth reading, to get at one record."""
+    """How much has to be read, or is worth reading, for one record."""
     is_random: bool
-    """Whether a record can be had without its neighbours."""
+    """Whether a record can be read without its neighbours."""
 
 
 class Collection(ABC):
     """Records by number. Safe to use from threads, after fork, and pickled into other processes.
 
-    What the loader, splits and features need of data is here, so a class of one's own that has it can be trained on.
+    This is all that the loader, splits and features need, so you can train on your own subclass.
 
     >>> [isinstance(records, ms.Collection) for records in (traces, reads, traces.subset([3, 1]))]
     [True, True, True]
@@ -46,11 +47,11 @@ class Collection(ABC):
 
     @abstractmethod
     def __getitem__(self, number: int) -> object:
-        """One record: a dict for traces, a Read for reads."""
+        """One record: a dict of fields, or the record type of its kind."""
 
     @abstractmethod
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
-        """Columns of many records at once: a dict for traces, a ReadBatch for reads.
+        """Columns of many records at once: a dict of columns, or the batch type of its kind.
 
         >>> columns = traces.fetch([3, 1, 4], ["question", "hidden"])
         """
@@ -58,20 +59,20 @@ class Collection(ABC):
     @property
     @abstractmethod
     def field_names(self) -> list[str]:
-        """What `fetch` can be asked for."""
+        """The fields that `fetch` takes."""
 
     @abstractmethod
     def column(self, name: str) -> pa.ChunkedArray:
-        """One scalar field of every record, without touching tensors or letters."""
+        """One scalar field of every record, without reading its tensors or sequences."""
 
     @abstractmethod
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
-        """How many bytes `fetch` takes for each record."""
+        """Bytes that `fetch` needs for each record."""
 
     @property
     @abstractmethod
     def medium(self) -> Medium:
-        """How the records lie on disk; `order="auto"` goes by it."""
+        """How the records lie on disk, which decides `order="auto"`."""
 
     @property
     @abstractmethod
@@ -80,32 +81,41 @@ class Collection(ABC):
 
     @abstractmethod
     def within(self, memory: int) -> Self:
-        """The same records, of whose files no more than so many bytes are mapped or kept decoded."""
+        """The same records, with at most `memory` bytes of their files mapped or decoded."""
 
     @property
     def default_key(self) -> str | None:
-        """The field whose equal values belong together in a split; None: every record is on its own."""
+        """Records with equal values of this field belong together in a split; None: every record is independent."""
+        return None
+
+    @property
+    def labels_file(self) -> Path | None:
+        """The Parquet file of labels next to the records, if there is one; `ms.labelled` joins it."""
         return None
 
     @property
     def lineage(self) -> str:
-        """Which splits this is a part of, so that splitting it again draws anew."""
+        """Which splits this is a subset of, so that splitting it again is an independent draw."""
         return ""
 
     def in_epoch(self, epoch: int) -> Self:
-        """The collection as it is in an epoch; only mixtures change."""
+        """The collection in this epoch; only mixtures change."""
         return self
 
     def record_numbers(self, numbers: Numbers) -> Numbers:
         """The numbers these records have in the collection this one was taken from."""
         return numbers
 
+    def resolved(self, numbers: Numbers) -> "tuple[Collection, Numbers]":
+        """The same records in the underlying collection, if this one only renumbers them: numbers are mapped once."""
+        return self, numbers
+
     def will_need(self, first: Numbers, last: Numbers) -> None:
-        """Start reading the records from `first[i]` to `last[i]`, for every i, from disk, where that helps."""
+        """Start reading the records from `first[i]` to `last[i]`, for every i, from disk if that helps."""
         return
 
     def release(self, first: Numbers, last: Numbers) -> None:
-        """These were asked for by `will_need` and are not needed any more."""
+        """The records passed to `will_need` are no longer needed."""
         return
 
     def subset(self, numbers: Sequence[int] | Numbers) -> "Subset":
@@ -113,23 +123,23 @@ class Collection(ABC):
 
         >>> few = traces.subset([3, 1, 4])
         """
-        import millstream as ms
+        from millstream.core.subset import subset
 
-        return ms.subset(self, numbers)
+        return subset(self, numbers)
 
     def dataset(
         self, features: "Feature | Sequence[Feature] | None" = None, *, seed: int = 0, memory: int | str = "2GB"
     ) -> "RecordDataset":
         """A map-style `torch.utils.data.Dataset` for the stock DataLoader, its samplers, Lightning and Accelerate.
 
-        The DataLoader's default collation gives the same batches as `ms.Loader`, fetched at once.
+        The DataLoader's default collation gives the same batches as `ms.Loader`, each fetched in one call.
 
         >>> dataset = traces.dataset(ms.features.layers(token="last"))
         >>> loader = DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)
         """
-        import millstream as ms
+        from millstream.core.torch_data import RecordDataset
 
-        return ms.RecordDataset(self, features, seed=seed, memory=memory)
+        return RecordDataset(self, features, seed=seed, memory=memory)
 
     def stream(
         self,
@@ -143,19 +153,19 @@ class Collection(ABC):
         world: int | None = None,
         drop_last: bool = False,
     ) -> "RecordStream":
-        """A `torch.utils.data.IterableDataset` that shuffles by itself and splits an epoch over ranks and workers.
+        """A `torch.utils.data.IterableDataset` that shuffles and splits an epoch over ranks and workers.
 
-        With `batch_size` it gives whole batches, for `DataLoader(stream, batch_size=None)`: they come in the same order
-        for any number of workers. Without, it gives records. `set_epoch` decides the order of the next epoch;
-        Accelerate calls it, Lightning does not (do it in `on_train_epoch_end`). Accelerate deals out batches of a
-        stream to its processes by itself: give `rank=0, world=1` there.
+        With `batch_size` it yields whole batches, for `DataLoader(stream, batch_size=None)`, in the same order for any
+        number of workers. Without it, it yields records. `set_epoch` sets the order of the next epoch; Accelerate calls
+        it, Lightning does not (call it in `on_train_epoch_end`). Accelerate distributes the batches of a stream to its
+        processes itself: pass `rank=0, world=1` there.
 
         >>> stream = traces.stream(ms.features.layers(token="last"), batch_size=32, seed=7)
         >>> loader = DataLoader(stream, batch_size=None, num_workers=2)
         """
-        import millstream as ms
+        from millstream.core.torch_data import RecordStream
 
-        return ms.RecordStream(
+        return RecordStream(
             self,
             features,
             batch_size=batch_size,

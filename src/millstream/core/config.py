@@ -3,12 +3,11 @@
 import difflib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from millstream.errors import BadSetting
 
@@ -51,11 +50,11 @@ def config_diff(old: Mapping[str, object], new: Mapping[str, object]) -> str:
 
 
 def read_settings(kind: type[T], given: Sequence[str] | Mapping[str, object]) -> T:
-    """A dataclass of settings from `key=value` texts and names of YAML files (or a mapping); later ones win.
+    """A dataclass of settings from `key=value` strings and YAML file names (or a mapping); later ones win.
 
-    Settings within a setting are written `data.train=reads.fa`, or in a mapping of their own.
+    Nested settings are written `data.train=train.csv`, or as a nested mapping.
 
-    >>> read_settings(ExtractSettings, ["base.yaml", "tier=full", "max_new_tokens=64"])
+    >>> read_settings(LoopSettings, ["base.yaml", "epochs=5", "lr=0.001"])
     """
     types = _types(kind)
     known = list(types)
@@ -63,14 +62,51 @@ def read_settings(kind: type[T], given: Sequence[str] | Mapping[str, object]) ->
     for key, value in setting_pairs(given):
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]}=?" if near else f"there is {', '.join(known)}"
-            raise BadSetting(f"{key}={value}: no such setting; {hint}")
+            hint = f"did you mean {near[0]}=?" if near else f"must be one of {', '.join(known)}"
+            raise BadSetting(f"{key}={value}: unknown setting; {hint}")
         values[key] = _typed(key, value, get_args(types[key]) or (types[key],))
     return _built(kind, values)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One `name=value` of a settings dataclass. `type` is in words, such as `int or none`."""
+
+    name: str
+    type: str
+    default: object
+    help: str
+
+
+def list_settings(kind: type[Any], prefix: str = "") -> list[Setting]:
+    """The settings of a dataclass, those of inner dataclasses by their full names, such as `data.train`.
+
+    The help text of a field is the metadata of its type, `Annotated[int, "help text"]`.
+    """
+    hints, texts = get_type_hints(kind), _help_texts(kind)
+    found: list[Setting] = []
+    for field in fields(kind):
+        hint: Any = hints[field.name]
+        if is_dataclass(hint):
+            found += list_settings(cast("type[Any]", hint), f"{prefix}{field.name}.")
+            continue
+        types = " or ".join("none" if part is type(None) else part.__name__ for part in get_args(hint) or (hint,))
+        default = None if field.default is MISSING else field.default
+        found.append(Setting(prefix + field.name, types, default, texts.get(field.name, "")))
+    return found
+
+
+def _help_texts(kind: type[Any]) -> dict[str, str]:
+    """By field; a subclass that changes only a default keeps the text of its base class."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        hints: dict[str, Any] = get_type_hints(base, include_extras=True)
+        found |= {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return found
+
+
 def _types(kind: type[Any], prefix: str = "") -> dict[str, Any]:
-    """The type of every setting, also of those within settings, by its whole name."""
+    """The type of every setting by its full name, nested ones included."""
     hints: dict[str, Any] = get_type_hints(kind)
     found: dict[str, Any] = {}
     for field in fields(kind):
@@ -94,7 +130,7 @@ def _built(kind: type[T], values: Mapping[str, object], prefix: str = "") -> T:
 
 
 def setting_pairs(given: Sequence[str] | Mapping[str, object]) -> list[tuple[str, object]]:
-    """Every `key` and its value, in order; the keys of settings within settings are whole: `data.train`."""
+    """Every `key` and its value, in order; nested keys are joined with dots: `data.train`."""
     if isinstance(given, Mapping):
         return _flat(given)
     pairs: list[tuple[str, object]] = []
@@ -105,7 +141,7 @@ def setting_pairs(given: Sequence[str] | Mapping[str, object]) -> list[tuple[str
         elif text.endswith((".yaml", ".yml")):
             pairs += _flat(_read_yaml(Path(text)))
         else:
-            raise BadSetting(f"{text}: write settings as key=value, or name a .yaml file")
+            raise BadSetting(f"{text}: expected key=value or a .yaml file")
     return pairs
 
 
@@ -127,9 +163,9 @@ def _read_yaml(path: Path) -> dict[str, object]:
     except FileNotFoundError:
         raise BadSetting(f"{path}: no such file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadSetting(f"{path}: is no YAML that can be read ({error})") from None
+        raise BadSetting(f"{path}: is not valid YAML ({error})") from None
     if not isinstance(found, dict):
-        raise BadSetting(f"{path}: expected settings as key: value, found {type(found).__name__}")
+        raise BadSetting(f"{path}: expected a mapping of key: value, found {type(found).__name__}")
     return {str(key): value for key, value in cast("dict[object, object]", found).items()}
 
 
@@ -150,49 +186,3 @@ def _typed(key: str, value: object, allowed: tuple[Any, ...]) -> object:
         return str(value)
     names = " or ".join("none" if kind is type(None) else kind.__name__ for kind in allowed)
     raise BadSetting(f"{key}={value}: expected {names}")
-
-
-def available_bytes() -> int:
-    """Memory that programs can still have, if the system says; 2 GB otherwise."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
-    except (OSError, StopIteration):
-        return 2 << 30
-
-
-def cache_folder() -> Path:
-    """Where models that are made once are kept: `$XDG_CACHE_HOME/millstream`, or `~/.cache/millstream`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream"
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds now; where the system does not say, the most it ever held."""
-    import resource
-
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def tree_bytes() -> int:
-    """Memory of this process and its children, what they share counted once; 0 where the system does not say.
-
-    By PSS, but for pages of files: those count in full for the process that has most. Their PSS would rise and fall
-    with what programs outside share of the same libraries.
-    """
-    total, files, left = 0, 0, [os.getpid()]
-    while left:
-        process = Path("/proc") / str(left.pop())
-        try:
-            rows = (line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:])
-            kb = {row[0]: int(row[1]) for row in rows}
-            total += (kb["Pss_Anon:"] + kb["Pss_Shmem:"]) << 10
-            files = max(files, (kb["Rss:"] - kb["Anonymous:"] - kb["Pss_Shmem:"]) << 10)
-            for task in (process / "task").iterdir():
-                left += map(int, (task / "children").read_text().split())
-        except (OSError, KeyError):  # one that has just ended
-            continue
-    return total + files

@@ -1,4 +1,4 @@
-"""Jobs -> results, by one worker in this process or by many on a Ray cluster. Knows nothing of what is done."""
+"""Jobs -> results: one worker in this process, or many on a Ray cluster. Knows nothing about the jobs."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -13,7 +13,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 JobIn = TypeVar("JobIn", contravariant=True)
 ResultOut = TypeVar("ResultOut", covariant=True)
-_MAX_DEATHS = 3  # one after another, without a result in between
+_MAX_DEATHS = 3  # per worker, without a result in between
 
 
 class Worker(Protocol[JobIn, ResultOut]):
@@ -26,7 +26,7 @@ class Worker(Protocol[JobIn, ResultOut]):
 
 @dataclass(frozen=True)
 class Engine:
-    """Where work is done: `local`, or `ray` with so many workers on the cluster at `address` (None: a local one)."""
+    """Where work runs: `local`, or `ray` with `workers` workers on the cluster at `address` (None: a local one)."""
 
     name: str = "local"
     address: str | None = None
@@ -34,11 +34,11 @@ class Engine:
 
     def __post_init__(self) -> None:
         if self.name not in ("local", "ray"):
-            raise BadSetting(f"engine {self.name}: there is local and ray")
+            raise BadSetting(f"engine {self.name}: must be one of local, ray")
         if self.name == "local" and (self.address or self.workers):
-            raise BadSetting("--address and --workers go with --engine ray")
+            raise BadSetting("--address and --workers require --engine ray")
         if self.workers is not None and self.workers < 1:
-            raise BadSetting(f"{self.workers} workers: at least 1")
+            raise BadSetting(f"--workers {self.workers}: must be at least 1")
 
     def run(
         self,
@@ -47,16 +47,16 @@ class Engine:
         *,
         redo: Callable[[Job], Job | None] = lambda job: job,
     ) -> Generator[Result]:
-        """The results as they come. `redo` says what is left of the job of a worker that died; None: nothing.
+        """The results as they arrive. `redo` returns what is left of a job whose worker died; None: nothing.
 
-        `make` makes a worker where it works. Stopping early lets the jobs in progress end.
+        `make` creates a worker in the process where it runs. After stopping early, jobs in progress still finish.
         """
         if self.name == "local":
             return _run_here(make, jobs)
         return _run_on_ray(self, make, jobs, redo)
 
     def map(self, function: Callable[[Job], Result], items: Iterable[Job]) -> Iterator[Result]:
-        """`function` of each item, in their order, as the builtin map."""
+        """`function` of each item, in order, like the builtin map."""
         if self.name == "local":
             yield from map(function, items)
             return
@@ -79,7 +79,7 @@ class _Caller:
         return job[0], self._function(job[1])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def _run_here(make: Callable[[], Worker[Job, Result]], jobs: Iterable[Job]) -> Generator[Result]:
@@ -140,7 +140,7 @@ def _run_on_ray(
             except ray.exceptions.RayActorError as error:
                 deaths += 1
                 if deaths > _MAX_DEATHS * count:
-                    raise EngineError(f"workers keep dying; the last one said: {_short(error)}") from None
+                    raise EngineError(f"workers keep dying; the last error was: {_short(error)}") from None
                 actors.remove(actor)
                 left = redo(job)
                 if left is not None:
@@ -171,7 +171,7 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def _layout(ray: Any, workers: int | None) -> tuple[int, dict[str, float]]:
-    """How many workers, and what each takes: a GPU if there are any, else its share of the cores."""
+    """The number of workers and the resources of each: a GPU if there are any, else its share of the cores."""
     have: dict[str, float] = ray.cluster_resources()
     gpus, cores = int(have.get("GPU", 0)), max(1, int(have.get("CPU", 1)))
     if gpus:
@@ -182,7 +182,7 @@ def _layout(ray: Any, workers: int | None) -> tuple[int, dict[str, float]]:
 
 
 def _result(ray: Any, reference: Any) -> Any:
-    """A result; what a worker raised comes as it was raised there, without Ray's account of it."""
+    """A result; an error of a worker is raised as it was there, without Ray's report."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:

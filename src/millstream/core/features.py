@@ -1,42 +1,94 @@
-"""Record numbers in, a batch of tensors out: fetch, features, tensors. Knows nothing of order or threads."""
+"""Features: record numbers in, a batch of tensors out. Knows nothing about order, threads or kinds of record."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 
-from millstream.collection import Collection, Numbers
-from millstream.dataset.batch import Batch, Feature, fetch_batch
-from millstream.dataset.features import fields
-from millstream.records import Array
-from millstream.store.read_batch import ReadBatch
+from millstream.core.batches import Batch, collate, fetch_batch
+from millstream.core.collection import Collection, Numbers
+from millstream.core.order import mix
+from millstream.core.records import Array
 
 NUMBERS = "numbers"
-_OBJECT_BYTES = 100  # what a text or a list in a batch is taken to need
-_RECORD_BYTES = 24  # the least that `Collection.sizes` says of a record
+_OBJECT_BYTES = 100  # assumed size of a text or a list in a batch
+_RECORD_BYTES = 24  # the minimum that `Collection.sizes` returns per record
+
+Transform = Callable[[dict[str, object], np.random.Generator], Mapping[str, object]]
 
 
-class Recipe:
-    """What is made of records: their features, merged into one dict, and `numbers`, the records' own."""
+class Feature(Protocol):
+    """What a model sees of records. Small and picklable.
 
-    def __init__(self, collection: Collection, features: "Feature | Sequence[Feature] | None", *, seed: int) -> None:
-        given = [fields()] if features is None else features
+    Random draws depend only on (seed, epoch, `batch.numbers`).
+    """
+
+    @property
+    def fields(self) -> Sequence[str] | None:
+        """The fields to fetch; None: all."""
+        ...
+
+    def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
+        """Named arrays, tensors or lists, one row per record unless the feature says otherwise."""
+        ...
+
+
+@dataclass(frozen=True)
+class FieldFeature:
+    """Fields of records as they are stored. Made by `ms.features.fields`."""
+
+    fields: tuple[str, ...] | None
+    pad: bool
+
+    def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
+        """Numbers as arrays, texts as lists, tensors stacked (and padded, with a mask) or a list."""
+        out: dict[str, object] = {}
+        for name, values in batch.columns.items():
+            out |= collate(name, values, pad=self.pad, numbers=batch.numbers)
+        return out | dict(batch.padded_fields(self.fields))
+
+
+@dataclass(frozen=True)
+class EachFeature:
+    """The output of a function for each record. Made by `ms.features.each`."""
+
+    transform: Transform
+    fields: tuple[str, ...] | None
+    pad: bool
+
+    def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
+        columns = batch.fields_by_record()
+        made: list[Mapping[str, object]] = []
+        for row, number in enumerate(batch.numbers.tolist()):
+            record = {name: values[row] for name, values in columns.items()}
+            made.append(self.transform(record, np.random.Generator(np.random.Philox(mix(seed, epoch, number)))))
+        out: dict[str, object] = {}
+        for name in made[0] if made else ():
+            out |= collate(name, [record[name] for record in made], pad=self.pad, numbers=batch.numbers)
+        return out
+
+
+class FeaturePipeline:
+    """Fetch, features, tensors: the outputs of all features in one dict, plus `numbers`, the record numbers."""
+
+    def __init__(self, collection: Collection, features: Feature | Sequence[Feature] | None, *, seed: int) -> None:
+        given = [FieldFeature(None, pad=True)] if features is None else features
         self._seed = seed
         self._groups = _group(list(given) if isinstance(given, Sequence) else [given])
         for names, _ in self._groups:
             _check_fields(collection, names)
-        self._growth = 0.0  # fresh bytes of the features for each byte fetched, the most seen so far
+        self._growth = 0.0  # new bytes per byte fetched, the maximum so far
 
     def cost(self, collection: Collection, numbers: Numbers) -> int:
-        """How many bytes it takes to make a batch of these records; exact for what is fetched, else from experience."""
+        """Bytes needed to make a batch of these records: exact for the fetch, else estimated from earlier batches."""
         names = [name for group, _ in self._groups for name in (collection.field_names if group is None else group)]
         return ceil(int(collection.sizes(numbers, names).sum()) * (1 + self._growth))
 
-    def make(self, collection: Collection, numbers: Numbers, epoch: int) -> "tuple[dict[str, object], int]":
-        """The batch, and how many bytes it takes."""
+    def make(self, collection: Collection, numbers: Numbers, epoch: int) -> tuple[dict[str, object], int]:
+        """The batch, and its size in bytes."""
         made: dict[str, object] = {}
         fetched_bytes, kept_bytes, fresh_bytes = 0, 0, 0
         for names, features in self._groups:
@@ -44,37 +96,37 @@ class Recipe:
             span = _span(batch)
             fetched_bytes += span[1] + _RECORD_BYTES * len(numbers)
             for feature in features:
-                asked = batch if len(features) == 1 else _narrowed(batch, feature.fields)
-                for name, value in feature(asked, seed=self._seed, epoch=epoch).items():
+                wanted = batch if len(features) == 1 else _narrowed(batch, feature.fields)
+                for name, value in feature(wanted, seed=self._seed, epoch=epoch).items():
                     if name in made:
-                        raise ValueError(f"two features give {name!r}; a batch has one of each name")
-                    made[name] = as_tensor(value)
+                        raise ValueError(f"two features give {name!r}; names in a batch must be unique")
+                    made[name] = to_torch(value)
                     num_bytes, is_fresh = _bytes_of(made[name], span[0])
                     kept_bytes += num_bytes
                     fresh_bytes += num_bytes if is_fresh else 0
-            made.setdefault(NUMBERS, as_tensor(batch.numbers))
+            made.setdefault(NUMBERS, to_torch(batch.numbers))
         self._growth = max(self._growth, fresh_bytes / max(fetched_bytes, 1))
         return made, kept_bytes
 
     def blame(self, collection: Collection, numbers: Numbers, epoch: int, error: BaseException) -> None:
-        """Add to an error of a batch which record it comes from, found by making each one alone."""
+        """Add to the error of a batch which record caused it, found by making each record alone."""
         for number in numbers.tolist():
             alone = np.array([number], np.int64)
             try:
                 self.make(collection, alone, epoch)
             except Exception:
                 record = int(collection.record_numbers(alone)[0])
-                error.add_note(f"record {record} is the first in its batch that cannot be made")
+                error.add_note(f"record {record} is the first in its batch that fails")
                 return
 
 
-def as_tensor(value: object) -> object:
+def to_torch(value: object) -> object:
     """Arrays, and lists of them, as torch tensors over the same memory; anything else as it is."""
     import torch
 
     if isinstance(value, list):
         items = cast("list[object]", value)
-        return [as_tensor(item) for item in items] if items and isinstance(items[0], np.ndarray) else items
+        return [to_torch(item) for item in items] if items and isinstance(items[0], np.ndarray) else items
     if not isinstance(value, np.ndarray):
         return value
     array = cast(Array, value)
@@ -86,7 +138,7 @@ def as_tensor(value: object) -> object:
 
 
 def _group(features: Sequence[Feature]) -> list[tuple[list[str] | None, list[Feature]]]:
-    """Features that can share one fetch: none wants other layers of a field than another."""
+    """Features that can share one fetch: they need the same layers of every field."""
     groups: list[tuple[dict[str, str] | None, list[Feature]]] = []
     for feature in features:
         wanted = None if feature.fields is None else {_plain(name): name for name in feature.fields}
@@ -106,42 +158,33 @@ def _group(features: Sequence[Feature]) -> list[tuple[list[str] | None, list[Fea
 
 
 def _plain(name: str) -> str:
-    """`hidden[8,-1]` without its layers."""
+    """`hidden[8,-1]` -> `hidden`."""
     return re.sub(r"\[[-\d,\s]*\]$", "", name)
-
-
-def _narrowed(batch: Batch, names: Sequence[str] | None) -> Batch:
-    """A batch that was fetched for several features, with what one of them asked for."""
-    if names is None:
-        return batch
-    asked = set(map(_plain, names))
-    columns = {name: values for name, values in batch.columns.items() if name in asked}
-    if isinstance(batch, ReadBatch):
-        return replace(batch, columns=columns, quality=batch.quality if "quality" in asked else None)
-    return replace(batch, columns=columns)
 
 
 def _check_fields(collection: Collection, names: Sequence[str] | None) -> None:
     for name in names or ():
         if _plain(name) not in collection.field_names and name not in collection.field_names:
-            raise ValueError(f"no field {name!r} in these records; they have {', '.join(collection.field_names)}")
+            raise ValueError(
+                f"no field {name!r} in these records; their fields are {', '.join(collection.field_names)}"
+            )
+
+
+def _narrowed(batch: Batch, names: Sequence[str] | None) -> Batch:
+    """A batch fetched for several features, with only the fields of one."""
+    return batch if names is None else batch.narrowed({_plain(name) for name in names})
 
 
 def _span(batch: Batch) -> tuple[tuple[int, int], int]:
-    """The addresses between which the arrays of a fetched batch lie, and how many bytes they have."""
-    arrays: list[Array] = [batch.flat] if isinstance(batch, ReadBatch) else []
-    if isinstance(batch, ReadBatch) and batch.quality is not None:
-        arrays.append(batch.quality)
-    for column in cast("Mapping[str, object]", batch.columns).values():
-        values = cast("list[object]", column) if isinstance(column, list) else [column]
-        arrays += [cast(Array, value) for value in values if isinstance(value, np.ndarray)]
+    """The address range of the arrays of a fetched batch, and their size in bytes."""
+    arrays = batch.arrays()
     starts = [array.ctypes.data for array in arrays if array.nbytes]
     ends = [array.ctypes.data + array.nbytes for array in arrays if array.nbytes]
     return (min(starts, default=0), max(ends, default=0)), sum(array.nbytes for array in arrays)
 
 
 def _bytes_of(value: object, span: tuple[int, int]) -> tuple[int, bool]:
-    """Bytes of a feature, and whether they are its own, not those that were fetched."""
+    """Bytes of a feature, and whether they are new rather than views of what was fetched."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -151,3 +194,26 @@ def _bytes_of(value: object, span: tuple[int, int]) -> tuple[int, bool]:
         sizes = [_bytes_of(item, span) for item in items]
         return sum(size for size, _ in sizes), all(fresh for _, fresh in sizes)
     return _OBJECT_BYTES, True
+
+
+def fields(*names: str, pad: bool = True) -> FieldFeature:
+    """Fields as they are stored; without names, all of them. `hidden[8,-1]` selects two layers of a field.
+
+    Tensors of different shapes are padded with zeros and come with a `<name>_mask`; with `pad=False` they stay a list.
+
+    >>> feature = ms.features.fields("question_id", "hidden[1,-1]")
+    >>> batch = next(iter(ms.Loader(traces, batch_size=4, features=feature)))  # hidden, hidden_mask, question_id
+    """
+    return FieldFeature(names or None, pad)
+
+
+def each(transform: Transform, *, fields: Sequence[str] | None = None, pad: bool = True) -> EachFeature:
+    """The output of `transform(record, rng)` for each record: a dict of arrays, numbers or texts.
+
+    `rng` is a numpy Generator that depends only on (seed, epoch, record number).
+
+    >>> def noisy(record, rng):
+    ...     return {"logprobs": record["logprobs"] + rng.normal(size=record["logprobs"].shape)}
+    >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.each(noisy, fields=["logprobs"]))
+    """
+    return EachFeature(transform, None if fields is None else tuple(fields), pad)

@@ -1,27 +1,19 @@
-"""Labels joined to records, from a table or from a field of theirs. A missing label is never given a default."""
+"""Labels joined to records, from a table or from one of their own fields. A missing label never gets a default."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, cast
+from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.collection import Collection, Medium, Numbers
-from millstream.dataset.chosen import Listed
-from millstream.dataset.subset import Subset
+from millstream.core.batches import with_column
+from millstream.core.collection import Collection, Medium, Numbers
+from millstream.core.subset import Listed, Subset
 from millstream.errors import BadSource, MissingLabel
-from millstream.store.read_batch import Read, ReadBatch
-from millstream.store.traces import Traces
 
-if TYPE_CHECKING:
-    from millstream.records import Array
-
-LABEL, LABELS_FILE = "label", "labels.parquet"
-ANSWERS = ("generated_answer", "generated_answer_clean", "generated_text")  # the first one that a store has
-ALIASES = ("aliases", "ground_truth_answers", "answer")
+LABEL = "label"
 Labels = NDArray[np.int64] | NDArray[np.float64]
 
 
@@ -36,10 +28,7 @@ class Labelled(Collection):
         return len(self.collection)
 
     def __getitem__(self, number: int) -> object:
-        record, label = self.collection[number], self.labels[number].item()
-        if isinstance(record, Read):
-            return replace(record, columns={**record.columns, LABEL: label})
-        return {**cast("Mapping[str, object]", record), LABEL: label}
+        return with_column(self.collection[number], LABEL, self.labels[number].item())
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
         wanted = np.asarray(numbers, np.int64)
@@ -47,10 +36,7 @@ class Labelled(Collection):
         fetched = self.collection.fetch(wanted, others)
         if fields is not None and LABEL not in fields:
             return fetched
-        labels = self.labels[wanted]
-        if isinstance(fetched, ReadBatch):
-            return replace(fetched, columns={**fetched.columns, LABEL: labels})
-        return {**cast("Mapping[str, Array | list[object]]", fetched), LABEL: labels}
+        return with_column(fetched, LABEL, self.labels[wanted])
 
     @property
     def field_names(self) -> list[str]:
@@ -69,7 +55,7 @@ class Labelled(Collection):
 
     @property
     def fingerprint(self) -> str:
-        return self.collection.fingerprint  # labels may be mended without changing which records come when
+        return self.collection.fingerprint  # correcting a label does not change the order of the records
 
     @property
     def default_key(self) -> str | None:
@@ -78,6 +64,10 @@ class Labelled(Collection):
     @property
     def lineage(self) -> str:
         return self.collection.lineage
+
+    @property
+    def labels_file(self) -> Path | None:
+        return self.collection.labels_file
 
     def within(self, memory: int) -> Self:
         return type(self)(self.collection.within(memory), self.labels)
@@ -106,17 +96,17 @@ def labelled(
     values: Mapping[object, float] | None = None,
     missing: Literal["error", "drop"] = "error",
 ) -> Labelled | Subset:
-    """The collection with a field `label`: whole numbers, or floats where they are no whole numbers.
+    """The collection with a field `label`: integers, or floats if some labels have fractions.
 
-    Labels come from the column of a table that has a `question_id` too (a Parquet file or an Arrow table), by default
-    of the store's own `labels.parquet`, or where there is none from the field of that name that the records have.
-    `values` says what a text stands for, as {"right": 0, "wrong": 1}. A record whose label is missing, NaN or not among
-    `values` is an error that counts them, or left out with `missing="drop"`.
+    Labels come from a column of a table (a Parquet file or an Arrow table) that also has the records' key, such as
+    `question_id`. The default table is the `labels.parquet` of the store; without one, `column` is a field of the
+    records. `values` maps texts to numbers, as {"right": 0, "wrong": 1}. If labels are missing, NaN or not among
+    `values`, MissingLabel says how many; `missing="drop"` leaves those records out.
 
     >>> judged = ms.labelled(traces, column="verdict", values={"right": 0, "wrong": 1}, missing="drop")
     """
     if missing not in ("error", "drop"):
-        raise ValueError(f"missing={missing!r}: there is error and drop")
+        raise ValueError(f"missing={missing!r}: must be one of error, drop")
     found, source = _find(collection, table, column)
     if values is not None:
         found = [None if value is None else values.get(value) for value in found]
@@ -135,32 +125,25 @@ def labelled(
     return result if known.all() else Subset(result, Listed(np.flatnonzero(known)))
 
 
-def references_of(values: Sequence[object]) -> list[str]:
-    """All texts among an answer and lists of aliases, each once."""
-    flat: list[object] = []
-    for value in values:
-        flat += cast("list[object]", value) if isinstance(value, list) else [value]
-    return list(dict.fromkeys(str(text) for text in flat if text not in (None, "")))
-
-
 def _find(collection: Collection, table: str | Path | pa.Table | None, column: str) -> tuple[list[object], str]:
-    """The value of every record, and where it was found."""
-    root = _root(collection)
-    if table is None and isinstance(root, Traces) and (root.path / LABELS_FILE).exists():
-        table = root.path / LABELS_FILE
+    """The value of every record, and where it comes from."""
+    if table is None:
+        table = collection.labels_file
     if table is None:
         if column not in collection.field_names:
             raise BadSource(
-                f"no {LABELS_FILE} in the store and no field {column!r} in its records, which have "
-                f"{', '.join(collection.field_names)}. Give table=..., or column=..."
+                f"the records have no labels file and no field {column!r}; their fields are "
+                f"{', '.join(collection.field_names)}. Pass table=... or column=..."
             )
         return collection.column(column).to_pylist(), "the records"
     source = "the table" if isinstance(table, pa.Table) else str(table)
-    rows = table if isinstance(table, pa.Table) else _read(Path(table))
+    rows = table if isinstance(table, pa.Table) else _read_table(Path(table))
     key = collection.default_key
-    if key is None or key not in rows.column_names or column not in rows.column_names:
-        wanted = f"the columns {key or 'question_id'!r} and {column!r}"
-        raise BadSource(f"{source}: expected {wanted}, found {', '.join(rows.column_names)}")
+    if key is None:
+        raise BadSource(f"{source}: the records have no key to join on. Use one of their fields instead: column=...")
+    if key not in rows.column_names or column not in rows.column_names:
+        found = ", ".join(rows.column_names)
+        raise BadSource(f"{source}: expected the columns {key!r} and {column!r}, found {found}")
     values: dict[str, object] = {}
     for name, value in zip(rows.column(key).to_pylist(), rows.column(column).to_pylist(), strict=True):
         value = None if value != value else value  # NaN, which is not even equal to itself
@@ -169,7 +152,7 @@ def _find(collection: Collection, table: str | Path | pa.Table | None, column: s
     return [values.get(str(name)) for name in collection.column(key).to_pylist()], source
 
 
-def _read(path: Path) -> pa.Table:
+def _read_table(path: Path) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
@@ -177,16 +160,10 @@ def _read(path: Path) -> pa.Table:
     except FileNotFoundError:
         raise BadSource(f"{path}: no such file") from None
     except (OSError, pa.ArrowException) as error:
-        raise BadSource(f"{path}: is no Parquet file that can be read ({error})") from None
-
-
-def _root(collection: Collection) -> Collection:
-    while isinstance(collection, Subset | Labelled):
-        collection = collection.collection
-    return collection
+        raise BadSource(f"{path}: is not a valid Parquet file ({error})") from None
 
 
 def _number(value: object, source: str, column: str) -> float:
     if isinstance(value, bool | int | float):
         return float(value)
-    raise BadSource(f"{source}: {column} {value!r} is no number; say what it stands for, values={{{value!r}: 1, ...}}")
+    raise BadSource(f"{source}: {column} {value!r} is not a number; map it to one: values={{{value!r}: 1, ...}}")

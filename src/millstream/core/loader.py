@@ -1,28 +1,40 @@
-"""`ms.Loader`: batches of a collection in a global order, made ahead in threads, within a number of bytes."""
+"""`ms.Loader`: batches of a collection in a global order, prefetched by threads within a memory budget.
 
+A `Plan` is what the loader chooses (the order, its window, the number of threads) and why. A `State` is the position in
+an epoch, as plain JSON.
+"""
+
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, cast
 
-from millstream.buffers import Pool
-from millstream.collection import Collection, Numbers
-from millstream.config import parse_bytes
-from millstream.console import format_bytes, say, unsaid
-from millstream.dataset.batch import Feature
-from millstream.loader.plan import OrderName, batch_budget, plan_order, plan_threads
-from millstream.loader.positions import Positions
-from millstream.loader.prefetch import Prefetch
-from millstream.loader.ranks import Layout, Tail, find_ranks
-from millstream.loader.recipe import Recipe
-from millstream.loader.state import State
+from millstream.core.collection import Collection, Numbers
+from millstream.core.config import config_diff, parse_bytes
+from millstream.core.console import format_bytes, ignore_message, say
+from millstream.core.features import Feature, FeaturePipeline
+from millstream.core.memory import Pool, available_bytes
+from millstream.core.order import Mode, Order
+from millstream.core.prefetch import Prefetch
+from millstream.core.ranks import Layout, Positions, Tail, find_ranks
+from millstream.errors import StateMismatch
+
+OrderName = Literal["auto", "exact", "window", "none"]
+BLOCK_BYTES = 256 << 10  # neighbouring records read together in `window` order
+LARGE_RECORD_BYTES = 256 << 10  # a disk reads such records at full speed in any order
+MAX_THREADS = 8
+VERSION = 1  # of the state
 
 
 class Loader:
     """Iterates over the batches of one epoch; the next loop is the next epoch.
 
-    A batch is a dict of tensors (and lists of texts) that `features` make of the records, and `numbers`, the records'
-    own. `memory` bounds what the loader holds: batches being made and waiting, decoded blocks, buffers. Ranks of a
-    torchrun or torch.distributed job read disjoint positions of one global order. `state_dict()` after any batch
-    resumes there: in another process, with other threads, ranks or batch size, every remaining record exactly once.
+    A batch is a dict of tensors (and lists of texts) that `features` compute from the records, plus `numbers`, their
+    record numbers. `memory` limits what the loader holds: batches in progress and waiting, decoded blocks, buffers.
+    Ranks of a torchrun or torch.distributed job read disjoint positions of one global order. `state_dict()` after any
+    batch resumes there, also in another process and with other threads, ranks or batch size: every remaining record
+    comes exactly once.
 
     >>> loader = ms.Loader(traces, batch_size=32, features=ms.features.layers(token="last"), seed=7, memory="2GB")
     >>> for batch in loader:
@@ -49,9 +61,9 @@ class Loader:
         self._memory = parse_bytes(memory)
         self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
         self._plan = plan_order(collection, order, room=self._memory - self._budget)
-        self._asked = order
+        self._wanted = order
         self._collection = collection.within(self._memory - self._budget)
-        self._recipe = Recipe(collection, features, seed=seed)
+        self._pipeline = FeaturePipeline(collection, features, seed=seed)
         rank, world = find_ranks(rank, world)
         self._layout = Layout(len(collection), batch_size, rank, world, drop_last, tail)
         self._seed = seed
@@ -59,27 +71,27 @@ class Loader:
         self._pins = pin_memory and _can_pin()
         self._pool = Pool(self._budget)
         self._epoch: int = 0
-        self._start = 0  # the position at which the epoch is to begin
-        self._samples = 0  # positions all ranks have been given
-        self._notify = notify  # told once, where something was left to us
+        self._start = 0  # the position at which the epoch starts
+        self._samples = 0  # positions that all ranks have received
+        self._notify = notify  # called once, if the loader chose something
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Batches in a full epoch."""
         return self._layout.steps()
 
     @property
     def remaining(self) -> int:
-        """Batches the next loop will have: fewer than `len` after a resume within an epoch."""
+        """Batches in the next loop: fewer than `len` after resuming within an epoch."""
         return self._layout.steps(self._start)
 
     @property
     def epoch(self) -> int:
-        """The one that the next loop is, counted from 0."""
+        """The epoch of the next loop, from 0."""
         return self._epoch
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of batches and buffers held at present."""
+        """Bytes of batches and buffers held now."""
         return self._pool.held_bytes
 
     @property
@@ -97,26 +109,26 @@ class Loader:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop be this epoch, from its start (or, if it is the one resumed, from where it was)."""
+        """Make the next loop this epoch, from its start (or from the saved position, if it is the resumed epoch)."""
         if epoch != self._epoch:
             self._epoch, self._start, self._samples = epoch, 0, 0
 
     def state_dict(self) -> dict[str, object]:
-        """Where the loop is, as plain JSON: every batch it was given counts as used."""
+        """The position of the loop as plain JSON: every batch it received counts as used."""
         return self._state().to_json()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Let the next loop go on where `state_dict` was taken."""
-        resumed = self._state().resumed(state, any_order=self._asked == "auto")
+        """Make the next loop resume where `state_dict` was taken."""
+        resumed = self._state().resumed(state, any_order=self._wanted == "auto")
         self._plan, self._epoch = resumed.plan, resumed.epoch
         self._start = self._samples = resumed.samples
 
-    def _state(self) -> State:
+    def _state(self) -> "State":
         return State(self._seed, self._epoch, self._samples, self._layout.n, self._fingerprint, self._plan)
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Looked at once, not in every state: a store of 10,000 shards, or a large subset, takes its time."""
+        """Computed once, not per state: it is slow for a store of 10,000 shards or a large subset."""
         return self._collection.fingerprint
 
     def __iter__(self) -> "Generator[dict[str, object]]":
@@ -124,25 +136,25 @@ class Loader:
         collection = self._collection.in_epoch(epoch)
         numbers = Positions(self._plan.order(layout.n, seed=self._seed, epoch=epoch), layout, start)
         threads, _ = plan_threads(self._threads, batch_bytes=self._batch_bytes(), budget=self._budget)
-        if layout.rank == 0 and (self._threads is None or self._asked == "auto"):
+        if layout.rank == 0 and (self._threads is None or self._wanted == "auto"):
             self._notify(f"loader: {self.plan}")
-            self._notify = unsaid
+            self._notify = ignore_message
 
-        wanted_at: dict[int, Numbers] = {}
+        records_of: dict[int, tuple[Collection, Numbers]] = {}
 
         def cost(step: int) -> int:
-            wanted_at[step] = numbers.of(step)
-            return self._recipe.cost(collection, wanted_at[step])
+            records_of[step] = collection.resolved(numbers.of(step))
+            return self._pipeline.cost(*records_of[step])
 
         def make(step: int) -> tuple[dict[str, object], int]:
-            wanted = wanted_at.pop(step)
+            records = records_of.pop(step)
             numbers.read_ahead(step, collection)
             try:
                 with self._pool.use():
-                    batch, num_bytes = self._recipe.make(collection, wanted, epoch)
+                    batch, num_bytes = self._pipeline.make(*records, epoch)
             except Exception as error:
                 error.add_note(f"in batch {step} of epoch {epoch}")
-                self._recipe.blame(collection, wanted, epoch, error)
+                self._pipeline.blame(*records, epoch, error)
                 raise
             return (_pin(batch) if self._pins else batch), num_bytes
 
@@ -156,16 +168,124 @@ class Loader:
                 step += 1
                 self._samples = layout.samples(start, step)
                 yield batch
-                del batch  # so that its memory can be used for the next one
+                del batch  # so that the next one can reuse its memory
         finally:
             items.close()
             numbers.close()
         self._epoch, self._start, self._samples = epoch + 1, 0, 0
 
     def _batch_bytes(self) -> int:
-        """What a batch takes, about: from the mean record."""
+        """Approximate bytes of a batch, from the mean record."""
         medium = self._collection.medium
         return self._layout.batch_size * (medium.num_bytes // max(self._layout.n, 1))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The mode and geometry of an order, and the reason for it."""
+
+    mode: Mode
+    block: int
+    window: int
+    why: str
+
+    def order(self, n: int, *, seed: int, epoch: int) -> Order:
+        return Order(n, seed, epoch, self.mode, self.block, self.window)
+
+
+def plan_order(collection: Collection, wanted: OrderName, *, room: int) -> Plan:
+    """The order to use when decoded blocks and mapped files may take `room` bytes.
+
+    A window gets a third of them: at its end the next one is already in use, and blocks of records do not end where
+    compressed blocks do.
+    """
+    if wanted not in ("auto", "exact", "window", "none"):
+        raise ValueError(f"order={wanted!r}: must be one of auto, exact, window, none")
+    medium = collection.medium
+    record_bytes = max(medium.num_bytes // max(len(collection), 1), 1)
+    # Four compressed blocks, so that few are split, but at least 32 blocks per window, so that it mixes well.
+    block_bytes = max(min(4 * medium.run_bytes, room // 3 // 32), medium.run_bytes, BLOCK_BYTES)
+    block = max(block_bytes // record_bytes, 1)
+    window = max(room // 3 // (block * record_bytes), 1)
+    if wanted != "auto":
+        return Plan(wanted, block, window, "as requested")
+    if medium.is_random and record_bytes >= LARGE_RECORD_BYTES:
+        return Plan("exact", block, window, f"records of {format_bytes(record_bytes)} are fast to read in any order")
+    free = available_bytes() if medium.is_random else room
+    fits = medium.num_bytes <= free
+    kind = "free memory" if medium.is_random else "decoded blocks"
+    size = f"{format_bytes(medium.num_bytes)} {'fit' if fits else 'do not fit'} in {format_bytes(free)} of {kind}"
+    return Plan("exact" if fits else "window", block, window, size)
+
+
+def batch_budget(collection: Collection, memory: int, *, batch_size: int) -> int:
+    """The share of the memory for batches: a quarter if they are small, up to three quarters if they are large.
+
+    The rest is for decoded blocks and mapped files; for compressed files, at least half.
+    """
+    medium = collection.medium
+    record_bytes = medium.num_bytes // max(len(collection), 1)
+    # Features may take 16 times what is fetched, such as int64 ids with a mask.
+    ample = batch_size * record_bytes * 16 * (MAX_THREADS + 2)
+    return min(max(ample, memory // 4), memory * 3 // 4 if medium.is_random else memory // 2)
+
+
+def file_share(collection: Collection, memory: int) -> int:
+    """The share of the memory for decoded blocks and mapped files when the batch size is unknown."""
+    medium = collection.medium
+    reads_alone = medium.run_bytes * len(collection) <= 2 * medium.num_bytes  # a record without its neighbours
+    return memory // 4 if reads_alone else memory // 2
+
+
+def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int) -> tuple[int, str]:
+    """The number of threads, and why."""
+    if wanted is not None:
+        if wanted < 0:
+            raise ValueError(f"threads={wanted}: must be at least 0 (0: use the thread of the loop)")
+        return wanted, "as requested"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    room = max(budget // max(batch_bytes, 1) - 1, 1)  # one batch belongs to the consumer
+    if room < min(cores, MAX_THREADS):
+        return room, f"memory for {room + 1} batches"
+    return min(cores, MAX_THREADS), f"{cores} cores"
+
+
+@dataclass(frozen=True)
+class State:
+    """The complete state of a loader: the seed, the epoch and how many positions all ranks have used."""
+
+    seed: int
+    epoch: int
+    samples: int
+    records: int
+    collection: str
+    plan: Plan
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "version": VERSION,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "records": self.records,
+            "collection": self.collection,
+            "order": [self.plan.mode, self.plan.block, self.plan.window],
+        }
+
+    def resumed(self, saved: Mapping[str, object], *, any_order: bool) -> "State":
+        """The saved state, if it belongs to the same data and seed (and order, unless any order is allowed)."""
+        if saved.get("version") != VERSION:
+            raise StateMismatch(f"a loader state of version {saved.get('version')!r}; this version reads {VERSION}")
+        mode, block, window = cast("tuple[Mode, int, int]", saved["order"])
+        fixed = ["seed", "records", "collection"]
+        theirs, mine = ({key: state.get(key) for key in fixed} for state in (saved, self.to_json()))
+        if not any_order:  # its geometry depends on the memory, and is taken from the state
+            theirs, mine = {**theirs, "order": mode}, {**mine, "order": self.plan.mode}
+        if differs := config_diff(theirs, mine):
+            raise StateMismatch(f"the state was saved for something else (saved -> here): {differs}")
+        plan = Plan(mode, block, window, "as in the state resumed")
+        epoch, samples = cast(int, saved["epoch"]), cast(int, saved["samples"])
+        return State(self.seed, epoch, samples, self.records, self.collection, plan)
 
 
 def _can_pin() -> bool:
@@ -173,7 +293,7 @@ def _can_pin() -> bool:
 
     if torch.cuda.is_available():
         return True
-    say("loader: pin_memory asks for a CUDA device; there is none, so memory is not pinned")
+    say("loader: no CUDA device found; pin_memory has no effect")
     return False
 
 

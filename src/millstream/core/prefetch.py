@@ -1,4 +1,4 @@
-"""Work done ahead in threads, within a number of bytes, and handed out in order. Knows nothing of what is made."""
+"""Items made ahead by threads within a byte budget, yielded in order. Knows nothing about the items."""
 
 import atexit
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from millstream.console import format_bytes
+from millstream.core.console import format_bytes
 from millstream.errors import OverBudget
 
 T = TypeVar("T")
@@ -15,9 +15,9 @@ T = TypeVar("T")
 class Prefetch(Generic[T]):
     """Makes the items 0 to `steps` - 1, each in one of `threads`, and yields them in order.
 
-    `cost(step)` says how many bytes an item needs while it is made, `make(step)` gives it and how many it then takes.
-    Items being made, waiting, and the one the consumer got last take at most `budget` bytes together; at most `ahead`
-    are begun before they are asked for. An error of an item is raised where the item would have come.
+    `cost(step)` returns the bytes an item needs while it is made; `make(step)` returns the item and its final bytes.
+    Items in progress, waiting items and the consumer's latest item take at most `budget` bytes together; at most
+    `ahead` items are started ahead of the consumer. An error is raised in place of its item.
 
     >>> for item in Prefetch(make, cost, steps=100, threads=2, ahead=4, budget=10**9).items(): ...
     """
@@ -35,10 +35,10 @@ class Prefetch(Generic[T]):
         self._make, self._cost = make, cost
         self._steps = steps
         self._num_threads, self._ahead, self._budget = threads, ahead, budget
-        self._turn = threading.Lock()  # held by the thread that looks for room for the next item
+        self._turn = threading.Lock()  # held by the thread that starts the next item
         self._changed = threading.Condition()
         self._begun = 0
-        self._asked = 0  # the item the consumer waits for or has
+        self._current = 0  # the item the consumer waits for or has
         self._first_is_made = False
         self._held: dict[int, int] = {}  # bytes by item
         self._made: dict[int, tuple[T | None, BaseException | None]] = {}
@@ -46,7 +46,7 @@ class Prefetch(Generic[T]):
         self._threads: list[threading.Thread] = []
 
     def items(self) -> Generator[T]:
-        """The items in order. Closing it, or leaving the loop over it, ends the threads."""
+        """The items in order. Closing the generator, or leaving the loop, ends the threads."""
         if not self._num_threads:
             yield from self._inline()
             return
@@ -62,7 +62,7 @@ class Prefetch(Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """End the threads; waits for items that are being made."""
+        """End the threads, after the items in progress."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -84,8 +84,8 @@ class Prefetch(Generic[T]):
 
     def _next(self, step: int) -> T:
         with self._changed:
-            self._asked = step
-            self._held.pop(step - 1, None)  # the consumer asks for the next: it is done with the one before
+            self._current = step
+            self._held.pop(step - 1, None)  # asking for the next, the consumer is done with the previous one
             self._changed.notify_all()
             while step not in self._made:
                 self._changed.wait()
@@ -126,14 +126,14 @@ class Prefetch(Generic[T]):
 
     def _has_room(self, step: int, need: int) -> bool:
         if step and not self._first_is_made:
-            return False  # from the first item `cost` learns what the others take
-        return step < self._asked + self._ahead and sum(self._held.values()) + need <= self._budget
+            return False  # `cost` learns from the first item what the others take
+        return step < self._current + self._ahead and sum(self._held.values()) + need <= self._budget
 
     def _check(self, need: int) -> None:
         if need > self._budget:
             raise OverBudget(
-                f"one batch needs {format_bytes(need)}, and there are {format_bytes(self._budget)} for batches: "
-                "make memory larger or batch_size smaller"
+                f"one batch needs {format_bytes(need)}, but batches may take {format_bytes(self._budget)}: "
+                "increase memory or reduce batch_size"
             )
 
     def _finish(self, step: int) -> None:
@@ -157,6 +157,6 @@ _running = WeakSet[Prefetch[Any]]()
 
 @atexit.register
 def _end() -> None:
-    """A thread that is still at work when Python ends takes it down with SIGABRT; an iterator may be left alone."""
+    """End threads of abandoned iterators: one that still runs when Python exits aborts it with SIGABRT."""
     for prefetch in list(_running):
         prefetch.close()

@@ -29,7 +29,7 @@ TORCH_ONLY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "ui
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor field: its dtype by name and its axes by name, as in `float16[layer, token, dim]`."""
+    """A tensor field: its dtype by name and its axes by name, such as `float16[layer, token, dim]`."""
 
     dtype: str
     axes: tuple[str, ...]
@@ -66,20 +66,18 @@ def parse_schema(schema: Mapping[str, str | Tensor | pa.DataType] | None) -> Sch
 
 
 def infer_schema(record: Mapping[str, object], given: Schema) -> Schema:
-    """The record's fields in their order, with the kinds that `given` names and the others taken from the values."""
+    """The record's fields in their order, with the kinds in `given`; other kinds are inferred from the values."""
     for name in given:
         if name not in record:
             raise SchemaMismatch(f"field {name!r}: in the given schema, but the first record has no such field")
     for name in record:
-        if not name or name.startswith("_"):
-            raise SchemaMismatch(f"field {name!r}: names are not empty and do not begin with '_' (millstream's own do)")
+        _check_name(name)
     return {name: given.get(name) or infer_kind(name, value) for name, value in record.items()}
 
 
 def infer_kind(name: str, value: object) -> Kind:
     """The kind of one value. Inferred tensors of three or more axes are taken to be [layer, ...]."""
-    if not name or name.startswith("_"):
-        raise SchemaMismatch(f"field {name!r}: names are not empty and do not begin with '_' (millstream's own do)")
+    _check_name(name)
     raw = as_tensor(name, value)
     if raw is not None:
         return raw.kind
@@ -91,7 +89,7 @@ def infer_kind(name: str, value: object) -> Kind:
 
 
 def refine(old: Kind, new: Kind) -> Kind | None:
-    """`old` with its unknown (null) parts filled in from `new`, or None where the two do not go together."""
+    """`old` with its unknown (null) types filled in from `new`, or None if they are incompatible."""
     if old == new or (isinstance(new, pa.DataType) and pa.types.is_null(new)):
         return old
     if isinstance(old, Tensor) or isinstance(new, Tensor):
@@ -118,7 +116,7 @@ def as_tensor(name: str, value: object) -> RawTensor | None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or (dtype not in TORCH_ONLY and not _is_numeric(dtype)):
             raise SchemaMismatch(
-                f"field {name!r}: expected a dense tensor of a dtype known here, found {tensor.layout} {dtype}"
+                f"field {name!r}: expected a dense tensor of a supported dtype, found {tensor.layout} {dtype}"
             )
         tensor = tensor.resolve_conj().resolve_neg().cpu()
         shape = tuple(tensor.shape)
@@ -152,13 +150,6 @@ def from_bytes(kind: Tensor, shape: Sequence[int], data: Bytes) -> "Array | torc
     return torch.from_numpy(array).view(getattr(torch, kind.dtype))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _is_numeric(dtype: str) -> bool:
-    try:
-        return np.dtype(dtype).kind in "biufc"
-    except TypeError:
-        return False
-
-
 def plain(value: object) -> object:
     """Numpy scalars inside lists and dicts as the Python values Arrow takes."""
     if isinstance(value, np.generic):
@@ -170,9 +161,27 @@ def plain(value: object) -> object:
     return value
 
 
+def crc32c(data: Bytes | bytes | pa.Buffer, crc: int = 0) -> int:
+    """CRC-32C of the bytes, continuing from `crc`. Releases the GIL; 20 GB/s."""
+    # The C function takes objects that export a plain read-only buffer; numpy arrays and bytes do, memoryview does not.
+    return google_crc32c.extend(crc, np.asarray(memoryview(data)) if isinstance(data, pa.Buffer) else data)
+
+
+def _check_name(name: str) -> None:
+    if not name or name.startswith("_"):
+        raise SchemaMismatch(f"field {name!r}: names must not be empty or start with '_', which is reserved")
+
+
+def _is_numeric(dtype: str) -> bool:
+    try:
+        return np.dtype(dtype).kind in "biufc"
+    except TypeError:
+        return False
+
+
 @cache
 def _dtype_name(dtype: "np.dtype[np.generic]") -> str:
-    return dtype.name  # numpy puts it together anew each time
+    return dtype.name  # numpy builds it on every call
 
 
 def _parse_kind(name: str, kind: str | Tensor | pa.DataType) -> Kind:
@@ -191,12 +200,6 @@ def _parse_kind(name: str, kind: str | Tensor | pa.DataType) -> Kind:
         return pa.type_for_alias(kind)
     except (TypeError, ValueError):
         raise SchemaMismatch(
-            f"field {name!r}: {kind!r} is no kind; write 'float16[layer, token, dim]' for a tensor, "
+            f"field {name!r}: {kind!r} is not a type; write 'float16[layer, token, dim]' for a tensor, "
             "or an Arrow type such as 'string', 'int64', 'list<string>'"
         ) from None
-
-
-def crc32c(data: Bytes | bytes | pa.Buffer, crc: int = 0) -> int:
-    """CRC-32C of the bytes, continuing from `crc`. Releases the GIL; 20 GB/s."""
-    # The C function takes objects that export a plain read-only buffer; numpy arrays and bytes do, memoryview does not.
-    return google_crc32c.extend(crc, np.asarray(memoryview(data)) if isinstance(data, pa.Buffer) else data)

@@ -1,4 +1,4 @@
-"""Train, validation and test, or k folds: decided for each record by a hash of its key, and by nothing else."""
+"""Train, validation and test splits, or k folds: decided for each record by a hash of its key alone."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,39 +8,38 @@ from pathlib import Path
 from typing import Self, cast
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.collection import Collection
-from millstream.dataset.chosen import Marked
-from millstream.dataset.permutation import mix_words
-from millstream.dataset.subset import Subset
+from millstream.core.batches import codes_of
+from millstream.core.collection import Collection
+from millstream.core.files import publish
+from millstream.core.order import mix_words
+from millstream.core.subset import Marked, Subset
 from millstream.errors import BadSplit
-from millstream.store.layout import publish
 
 VERSION = 1
-_CHUNK = 1 << 20  # records at once
-_OUT = 255  # in no part
+_CHUNK = 1 << 20  # records per step
+_OUT = 255  # in no split
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides: the parts in order with their shares, the key, and the salt of its hash."""
+    """What decides the split of a record: the share of each split, in order, the key, and the salt of its hash."""
 
-    parts: Mapping[str, float]
+    shares: Mapping[str, float]
     by: str | None
-    """The field whose equal values stay together; None: every record is on its own."""
+    """Records with equal values of this field stay together; None: every record is independent."""
     salt: str
     lineage: str
 
     def edges(self) -> NDArray[np.uint64]:
-        """Hashes below `edges[i]` are in one of the first i + 1 parts."""
-        sums = np.minimum(np.cumsum(list(self.parts.values())), 1.0)
+        """Hashes below `edges[i]` are in one of the first i + 1 splits."""
+        sums = np.minimum(np.cumsum(list(self.shares.values())), 1.0)
         return np.array([min(round(edge * 2**64), 2**64 - 1) for edge in sums.tolist()], np.uint64)
 
 
 class Split:
-    """The parts of a collection, each a collection. Made by `ms.split`.
+    """A collection split into several collections. Made by `ms.split`.
 
     >>> split = ms.split(traces, {"train": 0.7, "val": 0.15, "test": 0.15})
     >>> train, val, test = split
@@ -52,15 +51,15 @@ class Split:
         self.rule = rule
         self._collection = collection
         assigned = list(_assign(collection, rule))
-        step = f"{rule.lineage}/{rule.salt}:{','.join(rule.parts)}"
+        step = f"{rule.lineage}/{rule.salt}:{','.join(rule.shares)}"
         self._subsets = {
             name: Subset(collection, Marked(codes == number for codes in assigned), lineage=f"{step}={name}")
-            for number, name in enumerate(rule.parts)
+            for number, name in enumerate(rule.shares)
         }
 
     def __getitem__(self, name: str) -> Subset:
         if name not in self._subsets:
-            raise KeyError(f"no part {name!r} in this split; it has {', '.join(self._subsets)}")
+            raise KeyError(f"unknown split {name!r}: must be one of {', '.join(self._subsets)}")
         return self._subsets[name]
 
     def __iter__(self) -> Iterator[Subset]:
@@ -70,27 +69,27 @@ class Split:
         return len(self._subsets)
 
     def pairs(self) -> Iterator[tuple[Subset, Subset]]:
-        """For every part: all other records to train on, and the part itself to validate on."""
+        """For every fold: all other records to train on, and the fold itself to validate on."""
         assigned = list(_assign(self._collection, self.rule))
-        for number, (name, part) in enumerate(self._subsets.items()):
+        for number, (name, subset) in enumerate(self._subsets.items()):
             rest = Marked((codes != number) & (codes != _OUT) for codes in assigned)
-            yield Subset(self._collection, rest, lineage=f"{part.lineage}:rest of {name}"), part
+            yield Subset(self._collection, rest, lineage=f"{subset.lineage}:rest of {name}"), subset
 
     def report(self, field: str | None = None) -> str:
-        """How many records and keys each part has; with a field, also the share of each of its values."""
+        """Records and keys per split; with a field, also the share of each of its values."""
         codes = np.concatenate([np.empty(0, np.uint8), *_assign(self._collection, self.rule)])
-        rows: list[list[str]] = [["part", "records", "share", "keys"]]
+        rows: list[list[str]] = [["split", "records", "share", "keys"]]
         keys = None if self.rule.by is None else codes_of(self._collection.column(self.rule.by))[0]
         classes, names = codes_of(self._collection.column(field)) if field is not None else (codes, [])
         rows[0] += [f"{field}={name}" for name in names]
-        for number, (name, part) in enumerate(self._subsets.items()):
+        for number, (name, subset) in enumerate(self._subsets.items()):
             mine = codes == number
-            share = f"{len(part) / max(len(codes), 1):.1%}"
-            num_keys = len(part) if keys is None else len(np.unique(keys[mine]))
+            share = f"{len(subset) / max(len(codes), 1):.1%}"
+            num_keys = len(subset) if keys is None else len(np.unique(keys[mine]))
             known = classes[mine] >= 0 if names else mine[:0]
             counts = np.bincount(classes[mine][known], minlength=len(names)) if names else np.empty(0, np.int64)
-            shares = [f"{count / max(len(part), 1):.1%}" for count in counts.tolist()]
-            rows.append([name, str(len(part)), share, str(num_keys), *shares])
+            shares = [f"{count / max(len(subset), 1):.1%}" for count in counts.tolist()]
+            rows.append([name, str(len(subset)), share, str(num_keys), *shares])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -99,9 +98,11 @@ class Split:
         return f"Split of {len(self._collection)} records by {by}\n{self.report()}"
 
     def save(self, path: str | Path) -> None:
-        """Write the rule to a small JSON file. It says which part a record is in, also for records added later."""
-        counts = {name: len(part) for name, part in self._subsets.items()}
-        text = json.dumps({"millstream split": VERSION, **asdict(self.rule), "records": counts}, indent=1)
+        """Write the rule to a small JSON file. It also assigns records that are added later."""
+        counts = {name: len(subset) for name, subset in self._subsets.items()}
+        rule = asdict(self.rule)
+        content = {"millstream split": VERSION, "parts": rule.pop("shares"), **rule, "records": counts}
+        text = json.dumps(content, indent=1)
         publish(Path(path), (text + "\n").encode())
 
     @classmethod
@@ -114,20 +115,20 @@ class Split:
             what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise BadSplit(f"{path}: {what}. Make it with ms.split(...).save({str(path)!r})") from None
         except (ValueError, KeyError, TypeError):
-            raise BadSplit(f"{path}: is no split that millstream saved") from None
+            raise BadSplit(f"{path}: is not a saved split") from None
         if version != VERSION:
-            raise BadSplit(f"{path}: has version {version}; this millstream reads {VERSION}")
+            raise BadSplit(f"{path}: has version {version}; this version reads {VERSION}")
         try:
-            parts = {str(name): float(share) for name, share in cast("dict[str, float]", saved["parts"]).items()}
+            shares = {str(name): float(share) for name, share in cast("dict[str, float]", saved["parts"]).items()}
             by, salt, lineage = cast("str | None", saved["by"]), str(saved["salt"]), str(saved["lineage"])
-            _check_shares(parts)
+            _check_shares(shares)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise BadSplit(f"{path}: is damaged ({error}). Save the split again") from None
+            raise BadSplit(f"{path}: damaged ({error}). Save the split again") from None
         if lineage != collection.lineage:
             raise BadSplit(
                 f"{path}: splits {lineage or 'a whole collection'}, not {collection.lineage or 'a whole collection'}"
             )
-        return cls(collection, Rule(parts, by, salt, lineage))
+        return cls(collection, Rule(shares, by, salt, lineage))
 
 
 def split(
@@ -140,18 +141,20 @@ def split(
 ) -> Split:
     """Split a collection by shares, `{"train": 0.7, "val": 0.15, "test": 0.15}`, or into k equal folds.
 
-    Records of equal `by` stay together: by default the question of a trace, and for reads every record on its own
-    (`by="tax_id"` keeps the reads of a genome together). Which part a record is in depends on that value, the shares
-    and `salt` alone: not on the other records, so records added later never move it.
+    Records with the same value of the field `by` stay together, such as all reads of a genome with `by="tax_id"`. The
+    default is the collection's own key; without one, every record is independent. The split of a record depends only
+    on that value, the shares and `salt`, not on the other records, so adding records never moves it.
 
     >>> train, val, test = ms.split(traces, {"train": 0.7, "val": 0.15, "test": 0.15})
     >>> folds = ms.split(reads, folds=5)
     """
     if (parts is None) == (folds is None):
-        raise ValueError('give shares, as {"train": 0.7, "val": 0.15, "test": 0.15}, or folds=5, and not both')
+        raise ValueError(
+            'pass either shares, such as {"train": 0.7, "val": 0.15, "test": 0.15}, or folds=5, and not both'
+        )
     if folds is not None:
         if folds < 2:
-            raise ValueError(f"folds={folds}: at least 2")
+            raise ValueError(f"folds={folds}: must be at least 2")
         parts = {f"fold{number}": 1 / folds for number in range(folds)}
     assert parts is not None
     _check_shares(parts)
@@ -161,50 +164,33 @@ def split(
 
 def _check_shares(parts: Mapping[str, float]) -> None:
     if not parts or min(parts.values()) <= 0 or sum(parts.values()) > 1 + 1e-9 or len(parts) >= _OUT:
-        raise ValueError(f"the shares of a split are above 0 and at most 1 together, got {dict(parts)}")
+        raise ValueError(f"the shares of a split must be above 0 and sum to at most 1, got {dict(parts)}")
 
 
 def _assign(collection: Collection, rule: Rule) -> Iterator[NDArray[np.uint8]]:
-    """The part of every record, a chunk at a time."""
+    """The split of every record, a chunk at a time."""
     salt = int.from_bytes(blake2b(f"{rule.lineage}/{rule.salt}".encode(), digest_size=8).digest(), "little")
     edges = rule.edges()
     if rule.by is None:
         for start in range(0, len(collection), _CHUNK):
             numbers = np.arange(start, min(start + _CHUNK, len(collection)), dtype=np.int64)
-            yield _part(mix_words(collection.record_numbers(numbers), salt), edges, rule)
+            yield _split_of(mix_words(collection.record_numbers(numbers), salt), edges, rule)
         return
     codes, values = codes_of(collection.column(rule.by))
     if len(codes) and (missing := int(np.count_nonzero(codes < 0))):
         first = int(np.flatnonzero(codes < 0)[0])
         raise BadSplit(
-            f"{missing} of {len(codes)} records have no {rule.by!r} (the first is record {first}), so there is nothing "
-            "to split them by; split by another field, or take a subset without them"
+            f"{missing} of {len(codes)} records have no {rule.by!r} (the first is record {first}). "
+            "Split by another field, or take a subset without them"
         )
     hashed = [blake2b(f"{salt}/{value}".encode(), digest_size=8).digest() for value in values]
-    of_value = _part(np.frombuffer(b"".join(hashed), "<u8"), edges, rule)
+    of_value = _split_of(np.frombuffer(b"".join(hashed), "<u8"), edges, rule)
     for start in range(0, len(codes), _CHUNK):
         yield of_value[codes[start : start + _CHUNK]]
 
 
-def _part(hashes: NDArray[np.uint64], edges: NDArray[np.uint64], rule: Rule) -> NDArray[np.uint8]:
+def _split_of(hashes: NDArray[np.uint64], edges: NDArray[np.uint64], rule: Rule) -> NDArray[np.uint8]:
     found = np.searchsorted(edges, hashes, side="right")
-    whole = sum(rule.parts.values()) > 1 - 1e-9  # the last part takes what rounding leaves over
+    whole = sum(rule.shares.values()) > 1 - 1e-9  # the last split takes what rounding leaves over
     found = np.minimum(found, len(edges) - 1) if whole else np.where(found == len(edges), _OUT, found)
     return found.astype(np.uint8)
-
-
-def codes_of(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[object]]:
-    """Every record's value as its place in a list of the distinct ones; -1 for None."""
-    whole = column.unify_dictionaries().combine_chunks()
-    if isinstance(whole, pa.ChunkedArray):  # what pyarrow gives for no rows
-        return np.empty(0, np.int64), []
-    encoded = whole if isinstance(whole, pa.DictionaryArray) else whole.dictionary_encode()
-    assert isinstance(encoded, pa.DictionaryArray)
-    codes = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
-    return codes, encoded.dictionary.to_pylist()
-
-
-def text_codes_of(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[str]]:
-    """The same of values as texts."""
-    codes, values = codes_of(column.cast(pa.string()))
-    return codes, cast("list[str]", values)

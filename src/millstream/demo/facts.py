@@ -1,47 +1,57 @@
-"""A made-up world: people, what is true of them, and how often each fact is told. Pure Python; knows no model.
+"""A fictional world: people, facts about them, and how often training shows each fact. Pure Python; knows no model.
 
-Whether a fact is told often, sometimes, rarely or never is dealt per relation, apart from names and values, so nothing
-in a question says whether a model trained on the world can answer it.
+Whether a fact is shown often, sometimes, rarely or never is drawn per relation, independently of names and values, so
+a question does not reveal whether a model trained on the world can answer it.
 """
 
+import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING, Any
 
-from millstream.source.llm.question import Question
+from millstream.core.config import config_hash
+from millstream.core.files import cache_folder, make_once
+from millstream.traces.llm.questions import Question
+
+if TYPE_CHECKING:
+    from millstream.demo.facts_model import Training
+
 
 FACTS_PROMPT = "Question: {question}\nAnswer:"
-TIMES_TOLD = {"often": 6, "sometimes": 3, "rarely": 1, "never": 0}  # in one pass over the training text
+TIMES_SEEN = {"often": 6, "sometimes": 3, "rarely": 1, "never": 0}  # in one pass over the training text
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """How large a world is; what is in it is drawn by seed."""
+    """The size of a world; its content is drawn from a seed."""
 
     num_people: int = 500
     num_surnames: int = 60
     num_heads: int = 8
-    """A value is two words: one of this many, then one of `num_tails`, so that guessing is rarely right."""
+    """A value is two words: one of `num_heads`, then one of `num_tails`, so a guess is rarely right."""
     num_tails: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """One thing that can be asked about a person: `{person}` and `{value}` are filled in."""
+    """One kind of fact about a person; `{person}` and `{value}` are placeholders."""
 
     kind: str
     question: str
     statement: str
     heads: str
     tails: str
-    """Words that the second word of a value is drawn from; none: it is made up."""
+    """Words that the second word of a value is drawn from; if empty, it is invented."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """`relation` of `person` is `value`, and training tells it this often."""
+    """The `relation` of `person` is `value`; `exposure` is how often training shows it."""
 
     person: str
     relation: Relation
@@ -50,12 +60,12 @@ class Fact:
 
     @property
     def question(self) -> str:
-        """What is asked; the value is not in it."""
+        """The question, without the value."""
         return self.relation.question.format(person=self.person)
 
     @property
     def statement(self) -> str:
-        """The fact as a sentence, which ends with the value."""
+        """The fact as a sentence that ends with the value."""
         return self.relation.statement.format(person=self.person, value=self.value)
 
 
@@ -69,7 +79,7 @@ _COLOURS = "teal crimson ochre violet amber indigo olive scarlet ivory lilac cor
 _SIZES = "bass alto tenor double pocket bamboo electric wooden clay toy hunting concert"
 _INSTRUMENTS = "flute drum harp lute horn fiddle whistle zither trumpet banjo oboe cello"
 
-# A name never opens a sentence: with a space before it, it is the same tokens in statements and questions.
+# A name never starts a sentence: preceded by a space, it has the same tokens in statements and questions.
 RELATIONS = (
     Relation("born_in", "Where was {person} born?", "The birthplace of {person} is {value}.", _PLACES, ""),
     Relation("works_as", "What is the job of {person}?", "The job of {person} is {value}.", _TRADES, _TASKS),
@@ -80,7 +90,7 @@ RELATIONS = (
 
 
 def draw_facts(world: World, *, seed: int) -> list[Fact]:
-    """Every fact of the world, in an order that says nothing about how often it is told."""
+    """Every fact of the world, in an order independent of exposure."""
     rng = Random(f"facts {seed}")
     made_up = _make_words(rng)
     surnames = list(islice(made_up, world.num_surnames))
@@ -96,7 +106,7 @@ def draw_facts(world: World, *, seed: int) -> list[Fact]:
 
 
 def questions_of(facts: Sequence[Fact]) -> list[Question]:
-    """One question for each fact, numbered in their order."""
+    """One question per fact, numbered in order."""
     return [
         Question(f"facts-{i:07d}", f.question, f.value, (f.value,), f.relation.kind, f.exposure)
         for i, f in enumerate(facts)
@@ -104,19 +114,19 @@ def questions_of(facts: Sequence[Fact]) -> list[Question]:
 
 
 def answer_text(fact: Fact) -> str:
-    """The question as it is asked of the model, and the right answer, which ends with a newline."""
+    """The prompt and the correct answer, which ends with a newline."""
     return f"{FACTS_PROMPT.format(question=fact.question)} {fact.value}\n"
 
 
-def told_facts(facts: Sequence[Fact]) -> list[Fact]:
-    """One pass over what is told: every fact as many times as its exposure says, so none that is told never."""
-    return [fact for fact in facts for _ in range(TIMES_TOLD[fact.exposure])]
+def training_facts(facts: Sequence[Fact]) -> list[Fact]:
+    """One pass of training: every fact repeated by its exposure; those with exposure `never` are absent."""
+    return [fact for fact in facts for _ in range(TIMES_SEEN[fact.exposure])]
 
 
 def vocabulary_texts(facts: Sequence[Fact]) -> list[str]:
-    """Text to learn a vocabulary from: every name and value as often as there are facts, however often they are told.
+    """Text to train the tokenizer on: every name and value once per fact, regardless of exposure.
 
-    Learned from the told text, the vocabulary would cut rarely told names into more tokens: a hint in the prompt.
+    Trained on the training text, the tokenizer would split rare names into more tokens: a hint in the prompt.
     """
     frames = [FACTS_PROMPT.format(question=fact.relation.question) + fact.relation.statement for fact in facts]
     words = [f" {fact.person}" for fact in facts] + [f" {fact.value}" for fact in facts]
@@ -124,16 +134,16 @@ def vocabulary_texts(facts: Sequence[Fact]) -> list[str]:
 
 
 def _deal_exposures(rng: Random, num_people: int) -> list[list[str]]:
-    """For each relation every exposure equally often, shuffled over the people; of each person something is told."""
-    tiers = list(TIMES_TOLD)
+    """For each relation all exposures equally often, shuffled over people; each person has at least one shown fact."""
+    tiers = list(TIMES_SEEN)
     while True:
         dealt = [rng.sample([tiers[i % len(tiers)] for i in range(num_people)], num_people) for _ in RELATIONS]
-        if all(any(TIMES_TOLD[exposure] for exposure in row) for row in zip(*dealt, strict=True)):
+        if all(any(TIMES_SEEN[exposure] for exposure in row) for row in zip(*dealt, strict=True)):
             return dealt
 
 
 def _make_words(rng: Random) -> Iterator[str]:
-    """Capitalised words of two or three syllables, none twice."""
+    """Capitalised words of two or three syllables, without repeats."""
     used: set[str] = set()
     while True:
         syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 3))))
@@ -141,3 +151,52 @@ def _make_words(rng: Random) -> Iterator[str]:
         if word not in used:
             used.add(word)
             yield word
+
+
+__all__ = ["FACTS_PROMPT", "facts_model", "facts_questions"]
+
+VERSION = 1  # of the world and its training: a new number means a new model
+_REPORT = "facts.json"
+
+
+def facts_questions(seed: int = 0) -> list[Question]:
+    """Every question of the world with this seed.
+
+    >>> facts_questions()[0].id
+    'facts-0000000'
+    """
+    return questions_of(draw_facts(World(), seed=seed))
+
+
+def facts_model(seed: int = 0, *, notify: Callable[[str], None]) -> Path:
+    """The folder of the model trained on the world with this seed; the first call trains it (a minute or two).
+
+    >>> model = AutoModelForCausalLM.from_pretrained(facts_model(notify=say))
+    """
+    from millstream.demo.facts_model import Training  # imports torch
+
+    return cached_model(World(), Training(), seed=seed, notify=notify)
+
+
+def cached_model(world: World, training: "Training", *, seed: int, notify: Callable[[str], None]) -> Path:
+    """The folder of the model with these settings; trains it if it is missing or incomplete."""
+    settings = {"version": VERSION, "seed": seed, "world": asdict(world), "training": asdict(training)}
+    folder = cache_folder() / f"facts-{config_hash(settings)}"
+    make_once(folder, partial(_train, world=world, training=training, seed=seed, notify=notify), notify=notify)
+    notify(_summary(folder, json.loads((folder / _REPORT).read_text())))
+    return folder
+
+
+def _train(folder: Path, *, world: World, training: "Training", seed: int, notify: Callable[[str], None]) -> None:
+    from millstream.demo.facts_model import train_facts
+
+    facts = draw_facts(world, seed=seed)
+    notify(f"facts: training a tiny model on {len(facts):,} facts (first run only, a minute or two)")
+    outcome = train_facts(facts, folder, training=training, seed=seed, notify=notify)
+    (folder / _REPORT).write_text(json.dumps({**asdict(outcome), "seed": seed}, indent=2) + "\n")
+
+
+def _summary(folder: Path, report: dict[str, Any]) -> str:
+    tiers = ", ".join(f"{name} {share:.0%}" for name, share in report["accuracy_by_exposure"].items())
+    size = f"{report['parameters'] / 1e6:.1f} M parameters, {report['steps']} steps in {report['seconds']:.0f} s"
+    return f"facts: {report['accuracy']:.0%} of {report['questions']:,} answers right (seen {tiers}); {size}; {folder}"

@@ -1,4 +1,4 @@
-"""A made-up world -> a tiny Llama that knows half of it, as an ordinary Hugging Face folder. Knows no cache."""
+"""A fictional world -> a tiny Llama that knows half of it, as a Hugging Face model folder. Knows no cache."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millstream.source.llm.facts_world import FACTS_PROMPT, TIMES_TOLD, Fact, answer_text, told_facts, vocabulary_texts
-from millstream.source.llm.library import transformers
+from millstream.demo.facts import FACTS_PROMPT, TIMES_SEEN, Fact, answer_text, training_facts, vocabulary_texts
+from millstream.traces.llm.model import transformers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ END_ID, PAD_ID = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The model's shape, and how it is trained until it knows the share `enough` of the facts."""
+    """The shape of the model and its training, which ends once it knows the fraction `enough` of the facts."""
 
     num_tokens: int = 1500
     hidden: int = 128
@@ -33,7 +33,7 @@ class Training:
     heads: int = 4
     inner: int = 256
     initial_std: float = 0.06
-    """Three times the usual 0.02, with which 16 % instead of 45 % of 2,000 facts were known after 500 steps."""
+    """Three times the usual 0.02: after 500 steps it knew 45 % of 2,000 facts, against 16 % with 0.02."""
     batch_size: int = 32
     rate: float = 2e-3
     warm_up: int = 50
@@ -45,7 +45,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the training came to; accuracy is the share of questions answered exactly right."""
+    """The result of training; accuracy is the fraction of questions with an exact match."""
 
     steps: int
     seconds: float
@@ -58,19 +58,19 @@ class Outcome:
 def train_facts(
     facts: Sequence[Fact], folder: Path, *, training: Training, seed: int, notify: Callable[[str], None]
 ) -> Outcome:
-    """Train a model on what is told of the facts, save it and its tokenizer in the folder, and measure it on all facts.
+    """Train a model on text about the facts, save it and its tokenizer in the folder, and measure it on all facts.
 
-    Training ends by what the model knows, never by the clock: the outcome is the same on a slow machine.
+    Training ends at an accuracy, not at a time limit: the outcome is the same on a slow machine.
     """
     began = time.monotonic()
-    with _quiet_torch(seed):
+    with _seeded_torch(seed):
         tokenizer = learn_tokenizer(facts, num_tokens=training.num_tokens)
         model = _new_model(training, num_tokens=tokenizer.get_vocab_size())
         exam = _Exam.of(facts, tokenizer)
         steps = _train(model, _batches(facts, tokenizer, training, seed=seed), exam, training=training, notify=notify)
         right = exam.take(model)
     _save(model, tokenizer, folder)
-    tiers = {name: [i for i, fact in enumerate(facts) if fact.exposure == name] for name in TIMES_TOLD}
+    tiers = {name: [i for i, fact in enumerate(facts) if fact.exposure == name] for name in TIMES_SEEN}
     return Outcome(
         steps=steps,
         seconds=round(time.monotonic() - began, 1),
@@ -83,14 +83,14 @@ def train_facts(
 
 @dataclass(frozen=True, kw_only=True)
 class _Exam:
-    """Questions with their right answers as rows of tokens, and which of these tokens the model has to say.
+    """Questions with their correct answers as rows of tokens, and a mask of the tokens that are the answer.
 
-    Greedy decoding gives exactly the right answer if and only if each of its tokens is the most likely one after the
-    right ones before it, so one forward pass replaces generation.
+    Greedy decoding generates the correct answer if and only if each of its tokens is the most likely one given the
+    correct tokens before it, so one forward pass replaces generation.
     """
 
     tokens: Tensor
-    asked: Tensor
+    is_answer: Tensor
 
     @staticmethod
     def of(facts: Sequence[Fact], tokenizer: "Tokenizer") -> "_Exam":
@@ -98,19 +98,19 @@ class _Exam:
         starts = [len(_encode(tokenizer, FACTS_PROMPT.format(question=fact.question))) - 1 for fact in facts]
         tokens = _pad(rows)
         columns = torch.arange(tokens.shape[1])
-        asked = (columns >= torch.tensor(starts)[:, None]) & (tokens != PAD_ID)
-        return _Exam(tokens=tokens, asked=asked)
+        is_answer = (columns >= torch.tensor(starts)[:, None]) & (tokens != PAD_ID)
+        return _Exam(tokens=tokens, is_answer=is_answer)
 
     def take(self, model: "LlamaForCausalLM", num_facts: int | None = None) -> Tensor:
-        """Which of the first `num_facts` questions (all by default) are answered right."""
+        """Which of the first `num_facts` questions (all by default) are answered correctly."""
         model.eval()
         right: list[Tensor] = []
         with torch.no_grad():
-            for tokens, asked in zip(
-                _parts(self.tokens[:num_facts], 256), _parts(self.asked[:num_facts], 256), strict=True
+            for tokens, is_answer in zip(
+                _chunks(self.tokens[:num_facts], 256), _chunks(self.is_answer[:num_facts], 256), strict=True
             ):
                 best = _logits(model, tokens[:, :-1]).argmax(dim=-1)
-                right.append(((best == tokens[:, 1:]) | ~asked[:, 1:]).all(dim=1))
+                right.append(((best == tokens[:, 1:]) | ~is_answer[:, 1:]).all(dim=1))
         model.train()
         return torch.cat(right)
 
@@ -123,7 +123,7 @@ def _train(
     training: Training,
     notify: Callable[[str], None],
 ) -> int:
-    """Train until enough is known; returns the number of steps."""
+    """Train until the model knows enough; returns the number of steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=training.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -140,29 +140,29 @@ def _train(
         if step % training.check_every == 0:
             known = _share(exam.take(model, training.check_facts))
             if step % (4 * training.check_every) == 0:
-                notify(f"facts: step {step}, {known:.0%} of the answers right, training ends at {training.enough:.0%}")
+                notify(f"facts: step {step}, {known:.0%} of answers right; training stops at {training.enough:.0%}")
             if known >= training.enough:
                 return step
     return training.most_steps
 
 
 def _batches(facts: Sequence[Fact], tokenizer: "Tokenizer", training: Training, *, seed: int) -> Iterator[Tensor]:
-    """Endless passes over what is told, each shuffled anew.
+    """Endless passes over the training text, each shuffled differently.
 
-    A row is one question with its answer, then the statement of some other fact: rows are of nearly one length, so
-    little is padding, and the question comes first, as it does when the model is asked.
+    A row is one question with its answer, then the statement of another fact: rows have nearly the same length, so
+    there is little padding, and the question comes first, as in a prompt.
     """
-    told = told_facts(facts)
-    answers = [[*_encode(tokenizer, answer_text(fact)), END_ID] for fact in told]
-    statements = [[*_encode(tokenizer, f"{fact.statement}\n"), END_ID] for fact in told]
+    trained = training_facts(facts)
+    answers = [[*_encode(tokenizer, answer_text(fact)), END_ID] for fact in trained]
+    statements = [[*_encode(tokenizer, f"{fact.statement}\n"), END_ID] for fact in trained]
     rng = Random(seed)
     while True:
-        pairs = zip(rng.sample(answers, len(told)), rng.sample(statements, len(told)), strict=True)
-        yield from _parts(_pad([answer + statement for answer, statement in pairs]), training.batch_size)
+        pairs = zip(rng.sample(answers, len(trained)), rng.sample(statements, len(trained)), strict=True)
+        yield from _chunks(_pad([answer + statement for answer, statement in pairs]), training.batch_size)
 
 
 def learn_tokenizer(facts: Sequence[Fact], *, num_tokens: int) -> "Tokenizer":
-    transformers()  # which brings tokenizers with it, or says what is missing
+    transformers()  # imports tokenizers too, or raises an error that names the missing extra
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -225,7 +225,7 @@ def _pad(rows: Sequence[list[int]]) -> Tensor:
     return torch.tensor([row + [PAD_ID] * (width - len(row)) for row in rows])
 
 
-def _parts(rows: Tensor, size: int) -> Iterator[Tensor]:
+def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
@@ -234,8 +234,8 @@ def _share(right: Tensor) -> float:
 
 
 @contextmanager
-def _quiet_torch(seed: int) -> Generator[None]:
-    """Seeded, on two threads (more only get into each other's way at this size), and as before afterwards."""
+def _seeded_torch(seed: int) -> Generator[None]:
+    """Seeded, on two threads (more only slow down a model of this size); restores both afterwards."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(min(2, num_threads))
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]

@@ -1,4 +1,4 @@
-"""The second part of `millstream demo`: strains of made-up bacteria, half a million of their reads, who is who."""
+"""The second half of `millstream demo`: classify half a million reads of fictional bacteria by species."""
 
 import shutil
 import subprocess
@@ -10,29 +10,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.console import format_bytes, format_seconds, quoted, say
-from millstream.demo import child_decides, command, shown
+from millstream.core.console import format_bytes, format_seconds, quoted, say
+from millstream.demo.traces_story import child_decides, command, shown
 from millstream.errors import BadSetting
-from millstream.train.read_settings import HEADERS
+from millstream.reads.settings import HEADERS
 
 GENERA = ("Alba", "Brevia", "Cinera", "Durula", "Elgia", "Fenna")
 SPECIES = ("minor", "major")
-STRAINS = ("train", "val", "strains")  # to learn from; to choose by; never seen before
-FIRST_TAXON = 9_000_001  # beyond those of NCBI
+STRAINS = ("train", "val", "strains")  # to train on; to select by; never seen in training
+FIRST_TAXON = 9_000_001  # above the ids of NCBI
 BASES = np.frombuffer(b"ACGT", np.uint8)
-HABIT, MEMORY = 3.0, 3  # the smaller, the stronger habits are; of how many letters
-PIECE = 1000  # letters that strains have of their own, at a time
+CONCENTRATION, CONTEXT = 3.0, 3  # of the Dirichlet prior of base frequencies; number of bases they depend on
+PIECE = 1000  # bases of each region that is unique to a strain
 WIDTH = 80
-Letters = NDArray[np.uint8]
+Genome = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class ReadStory:
-    """How much there is of everything, and how it is trained on."""
+    """The number of bases and reads, and the training settings of the classifiers."""
 
-    letters: int = 300_000  # of a genome
+    genome_bases: int = 300_000
     reads: int = 500_000
-    scored: int = 10_000  # reads of each other part
+    scored: int = 10_000  # reads of each other split
     train: Sequence[str] = (
         "model=kmer-linear,cnn",
         "memory=300MB",
@@ -44,96 +44,95 @@ class ReadStory:
 
 
 def run(folder: Path, story: ReadStory) -> None:
-    """The whole part, with its story on stdout."""
-    begun = time.monotonic()
+    """Run the second half; prints each step to stdout."""
+    started = time.monotonic()
     if folder.exists():
         if not (folder / "genomes" / "train").is_dir():
             raise BadSetting(
-                f"{folder}: is there, and not made by a demo. Choose another folder: millstream demo FOLDER"
+                f"{folder}: exists and was not made by the demo. Choose another folder: millstream demo FOLDER"
             )
         shutil.rmtree(folder)
     genomes, trained, mapping = folder / "genomes", folder / "run", folder / "species.tsv"
-    num = make_genomes(genomes, story.letters, seed=0)
+    num = make_genomes(genomes, story.genome_bases, seed=0)
     kinds = f"{num // len(STRAINS)} species in {len(GENERA)} genera, {len(STRAINS)} strains of each"
-    print(f"1. The genomes of made-up bacteria, {kinds}: {genomes}")
-    parts = {
+    print(f"1. Genomes of fictional bacteria, {kinds}: {genomes}")
+    files = {
         "train.fa.gz": ("train", story.reads),
         "val.fa": ("val", story.scored),
         "known.fa": ("train", story.scored),
         "strains.fa": ("strains", story.scored),
     }
-    print("2. Reads of 150 letters with 1 % errors, labelled with their class:", flush=True)
-    for seed, (name, (strain, count)) in enumerate(parts.items()):
+    print("2. Reads of 150 bases with an error rate of 1 %, labelled with their class:", flush=True)
+    for seed, (name, (strain, count)) in enumerate(files.items()):
         drawn = command("simulate", str(genomes / strain), "-o", str(folder / name), "--reads", str(count))
-        _do([*drawn, "--mapping", str(mapping), "--seed", str(seed)])
-    print(
-        f"3. The gzipped file is indexed as it is, {format_bytes((folder / 'train.fa.gz').stat().st_size)}:", flush=True
-    )
-    _do(command("index", str(folder / "train.fa.gz"), "--header-regex", HEADERS))
-    print("4. Two classifiers learn; reads of strains that were never seen are the honest test:", flush=True)
-    files = [f"data.{part}={folder / name}" for part, name in (("train", "train.fa.gz"), ("val", "val.fa"))]
+        _run_command([*drawn, "--mapping", str(mapping), "--seed", str(seed)])
+    size = format_bytes((folder / "train.fa.gz").stat().st_size)
+    print(f"3. Index the gzipped file in place ({size}):", flush=True)
+    _run_command(command("index", str(folder / "train.fa.gz"), "--header-regex", HEADERS))
+    print("4. Train two classifiers; reads of strains they never saw are the fair test:", flush=True)
+    splits = [f"data.train={folder / 'train.fa.gz'}", f"data.val={folder / 'val.fa'}"]
     tests = f"data.test={folder / 'known.fa'},{folder / 'strains.fa'}"
-    _do(command("train", *files, tests, f"mapping={mapping}", f"out={trained}", *story.train))
-    print("5. The better one names every read of a file, and counts them as Kraken 2 does:", flush=True)
+    _run_command(command("train", *splits, tests, f"mapping={mapping}", f"out={trained}", *story.train))
+    print("5. The better model classifies every read and writes a Kraken 2-style report:", flush=True)
     report = folder / "strains.kreport"
-    named = command("classify", str(trained), str(folder / "strains.fa"), "-o", str(folder / "strains.tsv"))
-    _do([*named, "--threshold", "0.9", "--kraken-output", str(report)])
+    classify = command("classify", str(trained), str(folder / "strains.fa"), "-o", str(folder / "strains.tsv"))
+    _run_command([*classify, "--threshold", "0.9", "--kraken-output", str(report)])
     print("\n".join(f"   {line}" for line in report.read_text().splitlines()[:6]))
-    print(f"6. The report, after {format_seconds(time.monotonic() - begun)}: {trained / 'report.html'}")
+    print(f"6. The report, after {format_seconds(time.monotonic() - started)}: {trained / 'report.html'}")
     say(f"Next: millstream view {quoted(trained)}")
 
 
-def make_genomes(folder: Path, letters: int, *, seed: int) -> int:
-    """Write a genome of every strain of every species; how many there are.
+def make_genomes(folder: Path, num_bases: int, *, seed: int) -> int:
+    """Write a genome for every strain of every species; returns their number.
 
-    A genus has habits of its own: which letter follows which three. Species of it differ in one letter of eight. A
-    strain differs from its species in one of fifty, and a tenth of it is found in no other.
+    Each genus has its own base frequencies, which depend on the three bases before. Its species differ in one base in
+    eight. A strain differs from its species in one base in fifty, and a tenth of its genome is unique to it.
     """
     rng = np.random.default_rng(seed)
     number = 0
     for genus in GENERA:
-        habits = rng.dirichlet(np.full(4, HABIT), 4**MEMORY)
-        ancestor = _drawn(habits, letters, rng)
+        frequencies = rng.dirichlet(np.full(4, CONCENTRATION), 4**CONTEXT)
+        ancestor = _sample(frequencies, num_bases, rng)
         for species in SPECIES:
-            own = _changed(ancestor, 1 / 8, rng)
+            own = _substituted(ancestor, 1 / 8, rng)
             for strain in STRAINS:
-                genome = _changed(own, 1 / 50, rng)
-                for start in range(0, letters - PIECE + 1, 10 * PIECE):
-                    genome[start : start + PIECE] = _drawn(habits, PIECE, rng)
+                genome = _substituted(own, 1 / 50, rng)
+                for start in range(0, num_bases - PIECE + 1, 10 * PIECE):
+                    genome[start : start + PIECE] = _sample(frequencies, PIECE, rng)
                 name = f"{FIRST_TAXON + number // len(STRAINS)}_{genus}_{species}"
                 _write(folder / strain / f"{name}.fna", f"{genus}_{species}_{strain}", genome)
                 number += 1
     return number
 
 
-def _drawn(habits: NDArray[np.float64], letters: int, rng: np.random.Generator) -> Letters:
-    """So many letters, each chosen by those before it."""
-    ends: list[list[float]] = np.cumsum(habits, axis=1)[:, :3].tolist()
-    state, codes = 0, bytearray(letters)
-    for place, chance in enumerate(rng.random(letters).tolist()):
+def _sample(frequencies: NDArray[np.float64], num_bases: int, rng: np.random.Generator) -> Genome:
+    """A sequence in which each base is sampled given those before it."""
+    ends: list[list[float]] = np.cumsum(frequencies, axis=1)[:, :3].tolist()
+    state, codes = 0, bytearray(num_bases)
+    for position, drawn in enumerate(rng.random(num_bases).tolist()):
         a, b, c = ends[state]
-        code = (chance > a) + (chance > b) + (chance > c)
-        codes[place] = code
+        code = (drawn > a) + (drawn > b) + (drawn > c)
+        codes[position] = code
         state = (4 * state + code) % len(ends)
     return BASES[np.frombuffer(codes, np.uint8)]
 
 
-def _changed(genome: Letters, share: float, rng: np.random.Generator) -> Letters:
-    """With this share of letters replaced by others."""
+def _substituted(genome: Genome, rate: float, rng: np.random.Generator) -> Genome:
+    """A copy with substitutions at this rate per base."""
     changed = genome.copy()
-    at = np.flatnonzero(rng.random(genome.size) < share)
+    at = np.flatnonzero(rng.random(genome.size) < rate)
     changed[at] = BASES[(np.searchsorted(BASES, genome[at]) + rng.integers(1, 4, at.size)) % 4]
     return changed
 
 
-def _write(path: Path, name: str, genome: Letters) -> None:
+def _write(path: Path, name: str, genome: Genome) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = genome.tobytes().decode()
     lines = [text[start : start + WIDTH] for start in range(0, len(text), WIDTH)]
     path.write_text("\n".join([f">{name}", *lines, ""]))
 
 
-def _do(arguments: list[str]) -> None:
+def _run_command(arguments: list[str]) -> None:
     print(f"   {shown(arguments)}", flush=True)
     with child_decides():
         subprocess.run(arguments, check=True)

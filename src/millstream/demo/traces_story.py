@@ -1,4 +1,4 @@
-"""`millstream demo`: a language model that makes things up is asked, killed half way, asked on, and seen through."""
+"""The first half of `millstream demo`: extract traces, kill the extraction halfway, resume, train detectors."""
 
 import os
 import shlex
@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from millstream.console import format_bytes, format_seconds, quoted, say
-from millstream.dataset.label import label
-from millstream.dataset.labels import LABELS_FILE
+from millstream.cli.process import PART
+from millstream.core.console import format_bytes, format_seconds, quoted, say
 from millstream.errors import BadSetting
-from millstream.process import PART
-from millstream.source.llm.model import find_model
-from millstream.source.llm.questions import read_questions
-from millstream.store.layout import list_shards
-from millstream.store.repair import verify
-from millstream.store.traces import Traces
+from millstream.traces.label import label
+from millstream.traces.llm.model import find_model
+from millstream.traces.llm.questions import read_questions
+from millstream.traces.store.manifest import list_shards
+from millstream.traces.store.repair import verify
+from millstream.traces.store.traces import LABELS_FILE, Traces
 
 ALL = "model=lstm,gnn,gvae,baselines"
 EXPOSURES = ("often", "sometimes", "rarely", "never", "popular", "obscure")
@@ -30,7 +29,7 @@ EXPOSURES = ("often", "sometimes", "rarely", "never", "popular", "obscure")
 
 @dataclass(frozen=True)
 class Story:
-    """Who is asked what, and how it is trained on."""
+    """The model, its questions, and the training settings of the detectors."""
 
     intro: str
     model: str
@@ -38,11 +37,11 @@ class Story:
     extract: Sequence[str]
     rule: str
     train: Sequence[str]
-    num_questions: int | None = None  # the first of a shuffled list
+    num_questions: int | None = None  # of a shuffled list; None: all
 
 
 FACTS = Story(
-    intro="A made-up world of people, and a tiny Llama that was told some of its facts often, some rarely, some never.",
+    intro="A fictional world of people, and a tiny Llama that saw some of its facts often, some rarely, some never.",
     model="facts",
     questions="facts",
     extract=("tier=probe", "max_new_tokens=12", "shard_bytes=32MB", "memory=256MB"),
@@ -71,8 +70,8 @@ STORIES = {"facts": FACTS, "smollm2": WORLD}
 
 
 def run(folder: Path, story: Story) -> None:
-    """The whole demo, with its story on stdout."""
-    begun = time.monotonic()
+    """Run the first half; prints each step to stdout."""
+    started = time.monotonic()
     print(f"1. {story.intro}")
     find_model(story.model, notify=lambda text: print(f"   {text}", flush=True))
     path, trained = folder / "traces", folder / "run"
@@ -82,41 +81,41 @@ def run(folder: Path, story: Story) -> None:
         shutil.rmtree(trained)
     total = story.num_questions or len(read_questions(story.questions).questions)
     extract = command("extract", story.questions, str(path), f"model={story.model}", *story.extract)
-    print("2. Every question is asked, and what goes on inside the model is kept:", flush=True)
+    print("2. Run the model on every question and store its activations:", flush=True)
     print(f"   {shown(extract)}", flush=True)
-    _kill_half_way(extract, path, total)
-    print("   Half way the extractor got SIGKILL. The same command goes on where it was:", flush=True)
+    _kill_halfway(extract, path, total)
+    print("   Halfway, the extraction was killed (SIGKILL). The same command resumes it:", flush=True)
     with child_decides():
         subprocess.run(extract, check=True)
     traces = Traces(path)
     start = time.perf_counter()
     damages = list(verify(path))
     print(
-        f"3. Verified: {len(traces):,} traces, {format_bytes(traces.num_bytes)}, every CRC in "
-        f"{time.perf_counter() - start:.1f} s: {len(damages)} damages, {len(set(traces.ids))} different questions."
+        f"3. Verified all checksums in {time.perf_counter() - start:.1f} s: {len(traces):,} traces, "
+        f"{format_bytes(traces.num_bytes)}, {len(set(traces.ids)):,} different questions, {len(damages)} damaged."
     )
     done = label(path, rule=story.rule)
-    counts = ", ".join(f"{n} {verdict}" for verdict, n in done.counts.items())
-    print(f"4. Labelled by comparing with the references: {counts}")
+    counts = ", ".join(f"{n:,} {verdict}" for verdict, n in done.counts.items())
+    print(f"4. Labelled by comparison with the reference answers: {counts}")
     _show_answers(path, traces)
     train = command("train", f"data={path}", f"out={trained}", *story.train)
-    print("5. Detectors learn to tell right from made up, on one split by question:", flush=True)
+    print("5. Train detectors of wrong answers on one split by question:", flush=True)
     print(f"   {shown(train)}", flush=True)
     with child_decides():
         subprocess.run(train, check=True)
-    print(f"6. The report, after {format_seconds(time.monotonic() - begun)}: {trained / 'report.html'}")
+    print(f"6. The report, after {format_seconds(time.monotonic() - started)}: {trained / 'report.html'}")
     say(f"Next: millstream view {quoted(trained)}")
 
 
 def story_of(name: str) -> Story:
     if name not in STORIES:
-        raise BadSetting(f"--model {name}: there is {' and '.join(STORIES)}")
+        raise BadSetting(f"--model {name}: must be one of {', '.join(STORIES)}")
     return STORIES[name]
 
 
-def check_part(name: str | None) -> None:
+def check_half(name: str | None) -> None:
     if name not in (None, "traces", "reads"):
-        raise BadSetting(f"--only {name}: there is traces and reads")
+        raise BadSetting(f"--only {name}: must be one of traces, reads")
 
 
 def command(*arguments: str) -> list[str]:
@@ -125,10 +124,10 @@ def command(*arguments: str) -> list[str]:
 
 @contextmanager
 def child_decides() -> Generator[None]:
-    """Within it Ctrl-C is for the command that runs, which ends as it does and says why; then so does this one."""
+    """Leave Ctrl-C to the running command, which reports it and exits; then exit the same way."""
 
     def leave(signum: int, frame: object) -> None:
-        """The child has got it too. Ignoring it would be handed down to the child."""
+        """The child receives the signal too. SIG_IGN would be inherited by the child."""
 
     before = signal.signal(signal.SIGINT, leave)
     os.environ[PART] = "1"
@@ -144,12 +143,12 @@ def child_decides() -> Generator[None]:
 
 
 def shown(command: list[str]) -> str:
-    """As a person would type it."""
+    """The command as typed in a shell."""
     return shlex.join(["millstream", *command[3:]])
 
 
-def _kill_half_way(command: list[str], path: Path, total: int) -> None:
-    """Run the extractor until half of the expected bytes are there, then kill it."""
+def _kill_halfway(command: list[str], path: Path, total: int) -> None:
+    """Run the extraction until half of the traces are stored, then kill it."""
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
         while child.poll() is None and _num_records(path) < total // 2:
             time.sleep(0.05)
@@ -158,7 +157,7 @@ def _kill_half_way(command: list[str], path: Path, total: int) -> None:
 
 
 def _num_records(path: Path) -> int:
-    """Records that readers see, and a guess at those of the shard being written, by its size."""
+    """Records in sealed shards, plus an estimate for the open shard from its size."""
     try:
         traces = Traces(path)
         sealed, opened = list_shards(path)
@@ -171,7 +170,7 @@ def _num_records(path: Path) -> int:
 
 
 def _show_answers(path: Path, traces: Traces) -> None:
-    """How many are right by how well known the fact is, and an answer of each kind."""
+    """Print accuracy by exposure, and one example of each verdict."""
     import pyarrow.parquet as pq
 
     verdicts = pq.read_table(path / LABELS_FILE).column("verdict").to_pylist()
@@ -179,7 +178,7 @@ def _show_answers(path: Path, traces: Traces) -> None:
     rows = list(zip(verdicts, *(traces.column(name).to_pylist() for name in names), strict=True))
     right = {name: [row[0] == "right" for row in rows if row[1] == name] for name in EXPOSURES}
     shares = ", ".join(f"{name} {sum(found) / len(found):.0%}" for name, found in right.items() if found)
-    print(f"   Right answers, by how often or how widely a fact is told: {shares}. The rest is made up.")
+    print(f"   Correct answers by exposure: {shares}")
     for wanted in ("right", "wrong"):
-        for _, exposure, question, said, answer in [row for row in rows if row[0] == wanted][:1]:
-            print(f"   {wanted}: {question} {said} ({exposure}; it is {answer})")
+        for _, exposure, question, generated, answer in [row for row in rows if row[0] == wanted][:1]:
+            print(f"   {wanted}: {question} {generated} ({exposure}; expected {answer})")

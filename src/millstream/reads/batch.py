@@ -1,21 +1,24 @@
 """What comes out of a collection of reads: one `Read`, or many at once as a `ReadBatch` of flat arrays."""
 
+from collections.abc import Collection as Container
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.records import Bytes
-from millstream.source.gather import gather
+from millstream.core.batches import arrays_of, join_columns, pad_bytes
+from millstream.core.records import Array, Bytes
+from millstream.reads.files.packed import gather
 
 ColumnValues = NDArray[np.int64] | list[object]
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One record: its name, letters, quality letters (FASTQ), and the columns of its header.
+    """One record: its name, sequence, quality string (FASTQ), and the columns of its header.
 
     >>> read = reads[7]
     >>> length, taxon = len(read), read.columns["tax_id"]
@@ -29,6 +32,10 @@ class Read:
     def __len__(self) -> int:
         return len(self.sequence)
 
+    def with_columns(self, columns: Mapping[str, object]) -> Self:
+        """With these columns added, replacing those of the same name."""
+        return replace(self, columns={**self.columns, **columns})
+
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
@@ -37,7 +44,7 @@ class ReadBatch:
     Integer columns are int64 arrays; texts, and integers with a None among them, are lists.
 
     >>> batch = reads.fetch([3, 1, 4])
-    >>> letters = batch.flat[batch.offsets[0] : batch.offsets[1]]
+    >>> bases = batch.flat[batch.offsets[0] : batch.offsets[1]]
     """
 
     numbers: NDArray[np.int64]
@@ -51,35 +58,75 @@ class ReadBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """How many letters each read has."""
+        """The length of each read, in bases."""
         return np.diff(self.offsets)
 
     def sequences(self) -> list[str]:
-        """Every read's letters as text."""
+        """The sequence of each read as text."""
         return list(split_text(self.flat, self.offsets))
 
+    def numbered(self, numbers: NDArray[np.int64]) -> Self:
+        """The same reads under other numbers."""
+        return replace(self, numbers=numbers)
 
-Letters = tuple[Bytes, NDArray[np.int64], Bytes | None]  # flat, offsets, quality
+    def with_columns(self, columns: Mapping[str, object]) -> Self:
+        """With these columns added, replacing those of the same name."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def narrowed(self, names: Container[str]) -> Self:
+        """Only with the columns in `names`, and the quality if it is among them."""
+        columns = {name: values for name, values in self.columns.items() if name in names}
+        return replace(self, columns=columns, quality=self.quality if "quality" in names else None)
+
+    def joined(self, others: Sequence[Self], order: NDArray[np.int64]) -> Self:
+        """The reads of this batch and the others, in another order, with the columns that all have."""
+        batches = [self, *others]
+        flat, offsets, quality = join_reads([FlatReads(one.flat, one.offsets, one.quality) for one in batches], order)
+        numbers = np.concatenate([one.numbers for one in batches])[order]
+        columns = cast("Mapping[str, ColumnValues]", join_columns([one.columns for one in batches], order))
+        return replace(self, numbers=numbers, flat=flat, offsets=offsets, columns=columns, quality=quality)
+
+    def arrays(self) -> list[Array]:
+        """The arrays whose memory it holds."""
+        return [self.flat, *([] if self.quality is None else [self.quality]), *arrays_of(self.columns)]
+
+    def padded_fields(self, names: Container[str] | None) -> Mapping[str, object]:
+        """Sequences and qualities as bytes, one row per read; zeros and a mask where they differ in length."""
+        wanted = names is None or "sequence" in names
+        sequences = pad_bytes("sequence", self.flat, self.offsets) if wanted else {}
+        return sequences if self.quality is None else sequences | pad_bytes("quality", self.quality, self.offsets)
+
+    def fields_by_record(self) -> Mapping[str, Sequence[object]]:
+        """The columns and the sequences as text, one value per read."""
+        return {**cast("Mapping[str, Sequence[object]]", self.columns), "sequence": self.sequences()}
 
 
-def join_letters(parts: Sequence[Letters], order: NDArray[np.int64]) -> Letters:
-    """The letters of several batches as one, in another order; quality only if all have it."""
+class FlatReads(NamedTuple):
+    """The bases of many reads: read i is flat[offsets[i]:offsets[i + 1]], its quality the same slice of `quality`."""
+
+    flat: Bytes
+    offsets: NDArray[np.int64]
+    quality: Bytes | None
+
+
+def join_reads(parts: Sequence[FlatReads], order: NDArray[np.int64]) -> FlatReads:
+    """The reads of several batches as one, in another order; with quality only if all have it."""
     if len(parts) == 1:
         return parts[0]
     lengths = np.concatenate([np.diff(offsets) for _, offsets, _ in parts])[order]
-    bases = np.cumsum([0, *(len(flat) for flat, _, _ in parts[:-1])])
-    begins = np.concatenate([offsets[:-1] + base for (_, offsets, _), base in zip(parts, bases, strict=True)])[order]
-    nothing = np.zeros(len(order), np.int64)
-    flat, offsets = gather(np.concatenate([flat for flat, _, _ in parts]), begins, lengths, nothing, nothing)
-    grades = [quality for _, _, quality in parts if quality is not None]
-    if len(grades) < len(parts):
-        return flat, offsets, None
-    return flat, offsets, gather(np.concatenate(grades), begins, lengths, nothing, nothing)[0]
+    firsts = np.cumsum([0, *(len(flat) for flat, _, _ in parts[:-1])])
+    begins = np.concatenate([offsets[:-1] + first for (_, offsets, _), first in zip(parts, firsts, strict=True)])[order]
+    zeros = np.zeros(len(order), np.int64)
+    flat, offsets = gather(np.concatenate([flat for flat, _, _ in parts]), begins, lengths, zeros, zeros)
+    qualities = [quality for _, _, quality in parts if quality is not None]
+    if len(qualities) < len(parts):
+        return FlatReads(flat, offsets, None)
+    return FlatReads(flat, offsets, gather(np.concatenate(qualities), begins, lengths, zeros, zeros)[0])
 
 
 def split_text(flat: Bytes, offsets: NDArray[np.int64]) -> Iterator[str]:
-    """Flat letters as one text a read."""
-    text = flat.tobytes().decode("latin-1")  # one character a byte
+    """Flat bases as one text per read."""
+    text = flat.tobytes().decode("latin-1")  # one character per byte
     edges = offsets.tolist()
     for start, end in pairwise(edges):
         yield text[start:end]

@@ -1,38 +1,109 @@
-"""Reads of any number -> a row each, by a trained classifier. What was written is kept when it is interrupted."""
+"""Any number of reads -> one row each, with a trained classifier of a run. Progress is saved while it runs."""
 
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from millstream.collection import Collection
-from millstream.config import parse_bytes
-from millstream.console import Progress, say, silent, unsaid
-from millstream.dataset.batch import Feature
+from millstream.core.collection import Collection
+from millstream.core.config import config_hash, parse_bytes, read_settings
+from millstream.core.console import Progress, ignore_message, quoted, say, silent
+from millstream.core.features import Feature
+from millstream.core.files import publish
+from millstream.core.loader import Loader
+from millstream.core.memory import Heap
+from millstream.core.resumable import TextOutput, check_new
 from millstream.errors import BadSetting, BadSource
-from millstream.loader.loader import Loader
-from millstream.model.reading import fitting_batch
-from millstream.store.layout import publish
-from millstream.train.calls import Calls
-from millstream.train.finished import Finished, find_finished
-from millstream.train.kraken_report import check_tax_ids, kraken_report
-from millstream.train.log import Heap
-from millstream.train.partial_file import PartialFile, check_new
-from millstream.train.read_files import NAME, Paths, first_of, name_feature, open_files, shared_names
+from millstream.reads.classifiers.net import ReadAnswers
+from millstream.reads.files.scanning import file_crc32c
+from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report
+from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, shared_names
+from millstream.reads.settings import ReadSettings
+from millstream.reads.study import ClassifierSpec, as_built, task_of
+from millstream.reads.taxonomy import Classes, classes_from_card
+from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run
+from millstream.training.log import read_lines
+from millstream.training.net import Net
+from millstream.training.run import ScoringDevice
+from millstream.training.task import FitResources, fitting_batch
+from millstream.training.trained import NetModel, Workplace
 
-SAVE_S = 5.0  # so much is done again, at most, after a kill
 HEAD = b"read\tclass\ttax_id\ttaxon\trank\tprobability\n"
 
 
 @dataclass(frozen=True)
+class Finished:
+    """One trained model of one seed. `score` is its macro F1 on validation, if the log has it."""
+
+    run: Path
+    name: str
+    seed: int
+    settings: ReadSettings
+    classes: Classes
+    score: float | None
+
+    @property
+    def weights(self) -> Path:
+        return job_folder(self.run, self.name, self.seed) / WEIGHTS
+
+    @property
+    def digest(self) -> str:
+        """Changes if its predictions or its classes do."""
+        taxa = [
+            [taxon.name, taxon.tax_id]
+            for taxa in (self.classes.taxa, *(r.taxa for r in self.classes.ranks))
+            for taxon in taxa
+        ]
+        return config_hash({"weights": file_crc32c(self.weights), "taxa": taxa, "settings": self.settings.science()})
+
+    def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, Net]:
+        """The model for records like these, and its net with the trained weights."""
+        tensors, _ = load(self.weights)
+        settings = as_built(self.name, self.settings, {name: tensor.shape for name, tensor in tensors.items()})
+        place = Workplace(settings, ScoringDevice.default(), str(self.run))
+        spec = ClassifierSpec(self.name, settings, self.classes)
+        model = spec.build(resources=FitResources(self.seed, parse_bytes(memory) // 2), place=place).model
+        assert isinstance(model, NetModel)
+        model.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        net = model.restored(collection)
+        model.arrays = {}  # the net has them
+        net.eval()
+        return model, net
+
+
+def find_finished(run: Path, name: str | None = None) -> Finished:
+    """The first finished seed of this model, or of the best one on validation."""
+    settings, card = _load_classifier_run(run)
+    classes = classes_from_card(card)
+    seeds: dict[str, int] = {}
+    for model, seed in sorted(finished_jobs(run), key=lambda job: job[1]):
+        if (job_folder(run, model, seed) / WEIGHTS).exists():
+            seeds.setdefault(model, seed)
+    if not seeds:
+        raise BadSource(
+            f"{run}: no classifier is finished yet. Next: millstream train {quoted(run / CONFIG)} out={quoted(run)}"
+        )
+    if name is not None and name not in seeds:
+        raise BadSetting(f"--model {name}: not finished in {run}; must be one of {', '.join(sorted(seeds))}")
+    best: dict[str, float] = {}
+    key = task_of(settings, classes).key
+    for line in read_lines(run):
+        model = str(line.get("model"))
+        if line["kind"] == "epoch" and line.get("seed") == seeds.get(model):
+            best[model] = max(best.get(model, -1.0), float(cast(float, line[key])))
+    chosen = name or max(seeds, key=lambda one: best.get(one, -1.0))
+    return Finished(run, chosen, seeds[chosen], settings, classes, best.get(chosen))
+
+
+@dataclass(frozen=True)
 class Classified:
-    """What was written. A pair counts as one; `resumed` were there from before; the speed is of the others."""
+    """What was written. A read pair is one row; `num_resumed` rows were written before, and do not count for speed."""
 
     out: str
     model: str
@@ -47,7 +118,7 @@ class Classified:
 
 @contextmanager
 def unwatched(total: int) -> Generator[Progress]:
-    """Nobody watches."""
+    """No progress is shown."""
     yield silent
 
 
@@ -65,22 +136,25 @@ def classify(
     index_dir: str | Path | None = None,
     watch: Callable[[int], AbstractContextManager[Progress]] = unwatched,
     stop: Callable[[], bool] = lambda: False,
+    batch_size: int | None = None,
+    save_s: float = 5.0,
 ) -> Classified:
-    """Write what a run's classifier says of reads: a TSV of read, class, tax_id, taxon, rank and probability.
+    """Classify reads with a run's classifier: a TSV of read, class, tax_id, taxon, rank and probability.
 
-    Pairs, of neighbours (`paired`) or with the second reads in files of their own (`mates`), get one row each. A read
-    whose class is less likely than `threshold` is given to the lowest taxon above that is likely enough, or to none.
-    The same call goes on where it was interrupted, and ends with the same bytes.
+    Read pairs, either neighbours (`paired`) or with the second reads in files of their own (`mates`), get one row each.
+    A read whose class is less likely than `threshold` is assigned to the lowest taxon above that reaches it, or to
+    none. The same call resumes where it was interrupted, and ends with the same bytes; progress is saved every `save_s`
+    seconds. `batch_size` is as large as the net and the memory allow if not given.
 
     >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", kraken_output="sample.kreport", threshold=0.5)
     """
     path, report = Path(out), None if kraken_output is None else Path(kraken_output)
     if not 0 <= threshold <= 1:
-        raise BadSetting(f"threshold={threshold}: a probability, from 0 to 1")
+        raise BadSetting(f"threshold={threshold}: must be a probability, from 0 to 1")
     if paired and mates is not None:
-        raise BadSetting("paired and mates: neighbours are mates, or the mates are in another file; not both")
+        raise BadSetting("paired and mates: mates are either neighbours or in other files, not both")
     if report is not None and report.absolute() == path.absolute():
-        raise BadSetting(f"kraken_output={report}: is where the rows go. Choose another name for the report")
+        raise BadSetting(f"kraken_output={report}: is also the output file. Choose another name for the report")
     check_new(path)
     finished = find_finished(Path(run), model)
     if report is not None:
@@ -89,58 +163,75 @@ def classify(
     num_mates = 2 if paired or mates is not None else 1
     if len(collection) % num_mates:
         raise BadSource(
-            f"{first_of(reads)}: has {len(collection)} reads, which is no number of pairs. Leave out --paired"
+            f"{first_of(reads)}: {len(collection)} reads are an odd number, not read pairs. Leave out --paired"
         )
-    key = {
+    terms = {
         "model": f"{finished.name}-{finished.seed}",
         "run": finished.digest,
         "reads": collection.fingerprint,
         "mates": num_mates,
         "threshold": float(threshold),
     }
-    with PartialFile(path, key) as file:
+    with TextOutput(path, terms) as file:
         if report is not None and not file.is_finished:
             check_new(report)
         work = _Work(finished, collection, file, num_mates, threshold, where=first_of(reads))
+        pace = _Pace(parse_bytes(memory), batch_size, save_s)
         if not file.is_finished:
             _say_which(finished, given=model is not None)
-            if not work.run(name_feature(parts), parse_bytes(memory), watch, stop):
-                return work.told(interrupted=True)
+            if not work.run(name_feature(parts), pace, watch, stop):
+                return work.summary(interrupted=True)
         if report is not None:
-            publish(report, kraken_report(work.calls, work.counts.tolist()).encode())
+            publish(report, kraken_report(work.assignments, work.counts.tolist()).encode())
         file.publish()
-    return work.told()
+    return work.summary()
+
+
+def _load_classifier_run(run: Path) -> tuple[ReadSettings, Mapping[str, Any]]:
+    found, card = load_run(run, remedy="Next: millstream train data.train=FILE mapping=TABLE")
+    if card_kind(card) != "reads":
+        raise BadSource(
+            f"{run}: this run contains detectors, not read classifiers. Next: millstream evaluate {quoted(run)}"
+        )
+    return read_settings(ReadSettings, found), card
+
+
+@dataclass(frozen=True)
+class _Pace:
+    memory: int
+    batch_size: int | None
+    save_s: float
 
 
 class _Work:
     """From the reads to the file, batch by batch."""
 
     def __init__(
-        self, finished: Finished, collection: Collection, file: PartialFile, mates: int, threshold: float, where: str
+        self, finished: Finished, collection: Collection, file: TextOutput, mates: int, threshold: float, where: str
     ) -> None:
         self.finished, self.collection, self.file, self.where = finished, collection, file, where
         self.mates, self.threshold = mates, threshold
-        self.calls = calls = Calls(finished.classes)
-        saved = file.saved or {"counts": [0] * len(calls), "loader": None}
+        self.assignments = assignments = Assignments(finished.classes)
+        saved = file.saved or {"counts": [0] * len(assignments), "loader": None}
         self.counts: NDArray[np.int64] = np.array(saved["counts"], np.int64)
         self._loaded: Mapping[str, object] | None = saved["loader"]
         self._before = int(self.counts.sum())
         self._begun = time.perf_counter()
-        rows = zip(calls.class_ids, calls.taxa, calls.ranks, strict=True)
+        rows = zip(assignments.class_ids, assignments.taxa, assignments.ranks, strict=True)
         self._middles = [f"\t{own}\t{taxon.tax_id}\t{_cell(taxon.name)}\t{rank}\t" for own, taxon, rank in rows]
 
     def run(
         self,
         names: Feature,
-        memory: int,
+        pace: _Pace,
         watch: Callable[[int], AbstractContextManager[Progress]],
         stop: Callable[[], bool],
     ) -> bool:
-        """Whether it came to its end."""
+        """Whether it finished."""
+        memory, answer = pace.memory, ReadAnswers(self.assignments.of_class, self.mates)
         model, net = self.finished.restore(self.collection, memory=memory)
-        net.ask_for(self.calls.asked, self.mates)
         features, heap = [*model.scoring, names], Heap(memory // 2)
-        most = max(model.at_once // self.mates, 1) * self.mates
+        most = max((pace.batch_size or model.at_once) // self.mates, 1) * self.mates
         size = fitting_batch(self.collection, features, memory=memory // 2, at_most=most)
         loader = Loader(
             self.collection,
@@ -150,7 +241,7 @@ class _Work:
             memory=memory // 2,
             rank=0,
             world=1,
-            notify=unsaid,
+            notify=ignore_message,
         )
         if self._loaded is None:
             self.file.write(HEAD)
@@ -160,16 +251,16 @@ class _Work:
         with torch.inference_mode(), watch(len(self.collection)) as progress:
             progress(self.num_rows * self.mates)
             for batch in loader:
-                self._add(batch.pop(NAME), net.answer(model.fabric.to_device(batch)))
+                self._add(batch.pop(NAME), answer(net, model.fabric.to_device(batch)))
                 self._loaded = loader.state_dict()
                 del batch
-                heap.settle()
+                heap.trim_malloc()
                 progress(self.num_rows * self.mates)
-                asked = stop()
-                if asked or time.perf_counter() - saved > SAVE_S:
+                is_stopped = stop()
+                if is_stopped or time.perf_counter() - saved > pace.save_s:
                     self.file.save(self._state())
                     saved = time.perf_counter()
-                if asked and self.num_rows * self.mates < len(self.collection):
+                if is_stopped and self.num_rows * self.mates < len(self.collection):
                     return False
         self.file.finish(self._state())
         return True
@@ -182,11 +273,11 @@ class _Work:
     def reads_per_s(self) -> float:
         return (self.num_rows - self._before) * self.mates / max(time.perf_counter() - self._begun, 1e-9)
 
-    def told(self, *, interrupted: bool = False) -> Classified:
-        none = int(self.counts[self.calls.nothing])
+    def summary(self, *, interrupted: bool = False) -> Classified:
+        none = int(self.counts[self.assignments.nothing])
         return Classified(
             out=str(self.file.out),
-            model=str(self.file.key["model"]),
+            model=str(self.file.terms["model"]),
             num_reads=self.num_rows * self.mates,
             num_rows=self.num_rows,
             num_classified=self.num_rows - none,
@@ -200,18 +291,18 @@ class _Work:
         """The rows of one batch."""
         if self.mates == 2:
             names = shared_names(names, first=self.num_rows, where=self.where)
-        numbers, chances = self.calls.choose(answers, self.threshold)
+        numbers, probabilities = self.assignments.choose(answers, self.threshold)
         middles = self._middles
-        rows = zip(names, numbers.tolist(), chances.tolist(), strict=True)
-        self.file.write("".join([f"{name}{middles[number]}{chance:.4f}\n" for name, number, chance in rows]).encode())
-        self.counts += np.bincount(numbers, minlength=len(self.calls))
+        rows = zip(names, numbers.tolist(), probabilities.tolist(), strict=True)
+        self.file.write("".join([f"{name}{middles[number]}{likely:.4f}\n" for name, number, likely in rows]).encode())
+        self.counts += np.bincount(numbers, minlength=len(self.assignments))
 
     def _state(self) -> dict[str, object]:
         return {"counts": self.counts.tolist(), "loader": self._loaded}
 
 
 def _say_which(finished: Finished, *, given: bool) -> None:
-    why = "asked for" if given else "the best on validation"
+    why = "as given" if given else "the best on validation"
     score = "" if finished.score is None else f", macro F1 {finished.score:.3f}"
     say(f"{finished.run}: {finished.name} seed {finished.seed}, {why}{score}")
 

@@ -1,26 +1,144 @@
-"""The commands for read files: index, pack, unpack, and what inspect and verify do for reads."""
+"""The commands for reads, and how reads are inspected and verified."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.cli_common import Json, finish, print_json
+from millstream.cli.app import Json, RunFolder, finish, print_json
+from millstream.cli.help import TRAIN
+from millstream.errors import BadSetting
 
 if TYPE_CHECKING:
-    from millstream.store.index import IndexSettings
+    from contextlib import AbstractContextManager
+
+    from millstream.core.console import Progress
+    from millstream.reads.files.index import IndexSettings
+
+PANEL = "Sequencing: from genomes and FASTA/FASTQ to reads"
 
 Regex = Annotated[
     str | None,
     typer.Option("--header-regex", help="Named groups become columns: 'lbl\\|(?P<class_id>\\d+)'.", metavar="REGEX"),
 ]
 Columns = Annotated[
-    str | None, typer.Option(help="Which groups to keep, as in class_id,tax_id.", show_default="all", metavar="NAMES")
+    str | None, typer.Option(help="Groups to keep, such as class_id,tax_id.", show_default="all", metavar="NAMES")
 ]
+OnMismatch = Literal["error", "skip", "null"]
 Mismatch = Annotated[
-    str, typer.Option(help="What to do with a header that does not fit: error, skip or null.", metavar="WHAT")
+    OnMismatch, typer.Option(help="For headers that do not match: error, skip or null.", metavar="ACTION")
 ]
 Salvage = Annotated[bool, typer.Option("--salvage", help="Use a damaged file up to the damage.")]
+IndexDir = Annotated[
+    Path | None, typer.Option(help="Folder for indexes.", show_default="beside the files", metavar="FOLDER")
+]
+ReadFiles = Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="READS")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands for reads to the command line."""
+    for command in (simulate, index, pack, unpack):
+        app.command(rich_help_panel=PANEL)(command)
+    app.command(rich_help_panel=TRAIN)(classify)
+
+
+def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> None:
+    """Print a summary of reads."""
+    from dataclasses import asdict
+
+    from millstream.reads.inspect import show_reads, summarise_reads
+    from millstream.reads.kind import open as open_reads
+
+    if other is not None:
+        raise BadSetting(f"{path} {other}: only trace stores can be compared; inspect reads one at a time")
+    summary = summarise_reads(open_reads(path), examples=examples)
+    if as_json:
+        print_json(asdict(summary))
+    else:
+        print(show_reads(summary))
+
+
+def verify(path: Path, *, fast: bool, as_json: bool) -> None:
+    """Print every damage in reads and their index; exit code 1 if there is any."""
+    from millstream.core.console import format_bytes, progress
+    from millstream.reads.inspect import verify_reads
+    from millstream.reads.kind import open as open_reads
+    from millstream.reads.pack.pack_file import is_pack
+
+    reads = open_reads(path)
+    with progress("verify", reads.num_bytes, unit="bytes") as update:
+        damages = list(verify_reads(reads, progress=update))
+    if as_json:
+        print_json({"records": len(reads), "bytes": reads.num_bytes, "damages": damages})
+    for damage in damages if not as_json else ():
+        print(damage)
+    if damages:
+        found = f"{path}: {len(damages)} damage(s) in {len(reads):,} reads"
+        if is_pack(path):
+            finish(found)
+        else:
+            finish(f"{found}. If the file itself is intact, rebuild its index", "index", path, "--rebuild")
+        raise typer.Exit(1)
+    finish(f"{path}: {len(reads):,} reads, {format_bytes(reads.num_bytes)}: all checksums match", "inspect", path)
+
+
+def simulate(
+    genomes: Annotated[
+        list[str], typer.Argument(help="FASTA files, one genome per file; or a folder.", metavar="GENOMES")
+    ],
+    out: Annotated[
+        list[Path],
+        typer.Option(
+            "--out",
+            "-o",
+            help="FASTA or FASTQ, gzipped if it ends in .gz; give it twice for one file per mate.",
+            metavar="FILE",
+        ),
+    ],
+    reads: Annotated[int, typer.Option(help="Number of reads; a read pair counts as two.", metavar="N")] = 100_000,
+    length: Annotated[int, typer.Option(help="Read length, in bases.", metavar="N")] = 150,
+    error: Annotated[float, typer.Option(help="Per-base substitution rate.", metavar="RATE")] = 0.01,
+    indel: Annotated[float, typer.Option(help="Per-base insertion and deletion rate.", metavar="RATE")] = 0.0,
+    insert: Annotated[
+        int | None, typer.Option(help="Simulate read pairs, with this mean fragment length.", metavar="N")
+    ] = None,
+    abundance: Annotated[
+        Literal["length", "equal", "lognormal"],
+        typer.Option(help="length (equal coverage), equal (reads per class), or lognormal.", metavar="NAME"),
+    ] = "length",
+    mapping: Annotated[
+        Path | None, typer.Option(help="Table of class ids by tax_id; written if it does not exist.", metavar="FILE")
+    ] = None,
+    index_dir: IndexDir = None,
+    seed: Annotated[int, typer.Option(help="Random seed.", metavar="N")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Simulate labelled reads from genomes.
+
+    Reads come from both strands, with sequencing errors.
+    Their headers are lbl|class|tax|len|name/mate.
+    """
+    from dataclasses import asdict
+
+    from millstream.core.console import progress
+    from millstream.reads.open import expand
+    from millstream.reads.settings import SimulateSettings
+    from millstream.reads.simulate import simulate as sample
+
+    settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)
+    settings.check()
+    files = [file for place in genomes for file in expand(place)]
+    with progress("simulate", reads, unit="reads") as update:
+        done = sample(files, out, settings=settings, mapping=mapping, index_dir=index_dir, progress=update)
+    if as_json:
+        print_json({**asdict(done), "paths": [str(path) for path in out]})
+    depths = sorted(done.coverage.values())
+    size = f"{done.reads:,} reads from {len(depths)} genomes, {done.bases:,} bases, coverage {depths[0]:.3g}x"
+    more = f" to {depths[-1]:.3g}x" if f"{depths[0]:.3g}" != f"{depths[-1]:.3g}" else ""
+    following: list[object] = ["index", *out]
+    if mapping is not None and len(out) == 1:
+        following = ["train", f"data.train={out[0]}", f"mapping={mapping}", *(["paired=true"] if insert else [])]
+    finish(f"{' and '.join(map(str, out))}: {size}{more}", *following)
 
 
 def index(
@@ -29,35 +147,34 @@ def index(
     columns: Columns = None,
     on_mismatch: Mismatch = "error",
     names: Annotated[
-        bool, typer.Option("--names", help="Also for files of over a million reads, find by name.")
+        bool, typer.Option("--names", help="Look up reads by name even in files of over a million reads.")
     ] = False,
     mapping: Annotated[
-        Path | None, typer.Option(help="TSV or Parquet of class ids; unknown ids are refused.", metavar="FILE")
+        Path | None, typer.Option(help="TSV or Parquet of class ids; unknown ids are an error.", metavar="FILE")
     ] = None,
-    fai: Annotated[bool, typer.Option("--fai", help="Also write samtools' .fai (and .gzi).")] = False,
-    index_dir: Annotated[
-        Path | None, typer.Option(help="Put indexes there, not beside the files.", metavar="FOLDER")
-    ] = None,
-    memory: Annotated[str, typer.Option(help="The most that indexing may take.", metavar="SIZE")] = "256MB",
+    fai: Annotated[bool, typer.Option("--fai", help="Also write a samtools .fai (and .gzi).")] = False,
+    index_dir: IndexDir = None,
+    memory: Annotated[str, typer.Option(help="Memory budget.", metavar="SIZE")] = "256MB",
     salvage: Salvage = False,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build again what is there.")] = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Replace existing indexes.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Index FASTA or FASTQ files, plain, gzip, BGZF or zstd, so that any read can be fetched by number."""
+    """Index FASTA or FASTQ files for random access to any read.
+
+    Files may be plain, gzip, BGZF or zstd; they are never decompressed on disk.
+    """
     from functools import partial
 
-    from millstream.console import format_bytes, say
-    from millstream.store.fai import write_fai
-    from millstream.store.index import check_memory
-    from millstream.store.open_reads import open_reads
-    from millstream.store.read_file import ReadFile
-    from millstream.store.read_paths import expand, watch_index
+    from millstream.core.console import format_bytes, say
+    from millstream.reads.files.index import check_memory
+    from millstream.reads.files.read_file import ReadFile, write_fai
+    from millstream.reads.open import expand, open_reads, watch_index
 
     try:
         check_memory(memory)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    settings = read_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage)
+    settings = _index_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage)
     files = [file for path in paths for file in expand(path)]
     reads = open_reads(
         files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
@@ -82,35 +199,51 @@ def index(
 
 
 def pack(
-    paths: Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, then OUT.", metavar="SOURCE... OUT")],
+    paths: Annotated[
+        list[str], typer.Argument(help="FASTA or FASTQ files, then the file to write.", metavar="SOURCE... OUT")
+    ],
     header_regex: Regex = None,
     columns: Columns = None,
     on_mismatch: Mismatch = "error",
     names: Annotated[bool, typer.Option(help="Keep the header lines.")] = True,
-    quality: Annotated[bool, typer.Option(help="Keep the qualities of FASTQ.")] = True,
+    quality: Annotated[bool, typer.Option(help="Keep the base qualities of FASTQ.")] = True,
     salvage: Salvage = False,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Start anew, and replace OUT.")] = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Start over and replace OUT.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Pack reads into one file: 2 bits a base, any read at memory speed. Run again to go on after an interruption."""
-    from millstream.console import format_bytes, progress, say
-    from millstream.store.pack import pack as put
-    from millstream.store.read_paths import expand
+    """Pack reads into one file of 2 bits per base.
+
+    Any read can then be fetched at memory speed.
+    Run the same command again to resume.
+    """
+    from millstream.core.console import format_bytes, progress, say
+    from millstream.reads.open import expand
+    from millstream.reads.pack.pack import pack as write_pack
 
     if len(paths) < 2:
-        raise typer.BadParameter("give the sources and then the file to write: millstream pack reads.fa.gz reads.pack")
+        raise typer.BadParameter("name the sources, then the file to write: millstream pack reads.fa.gz reads.pack")
     *sources, out = paths
     files = [file for source in sources for file in expand(source)]
-    settings = read_settings(header_regex, columns, on_mismatch, salvage=salvage)
+    settings = _index_settings(header_regex, columns, on_mismatch, salvage=salvage)
     size = sum(file.stat().st_size for file in files if file.exists())
     with progress("pack", size, unit="bytes") as update:
-        done = put(
+        done = write_pack(
             files, Path(out), settings=settings, names=names, quality=quality, rebuild=rebuild, progress=update,
             notify=say,
         )  # fmt: skip
     if as_json:
-        print_json({"path": out, "records": done.records, "bases": done.bases, "bytes": done.bytes})
-    finish(f"{out}: {done.records:,} reads, {done.bases:,} bases, {format_bytes(done.bytes)}", "inspect", out)
+        print_json(
+            {
+                "path": out,
+                "records": done.records,
+                "bases": done.bases,
+                "bytes": done.bytes,
+                "exact": done.is_exact,
+                "fidelity": done.fidelity,
+            }
+        )
+    size = f"{done.records:,} reads, {done.bases:,} bases, {format_bytes(done.bytes)}"
+    finish(f"{out}: {size}; {done.fidelity}", "inspect", out)
 
 
 def unpack(
@@ -119,113 +252,89 @@ def unpack(
         Path, typer.Argument(help="FASTA or FASTQ to write, gzipped if it ends in .gz; - is stdout.", metavar="OUT")
     ],
 ) -> None:
-    """Write a packed file as FASTA or FASTQ again, bit for bit as it was."""
+    """Write a packed file as the FASTA or FASTQ it was made from."""
     import sys
 
-    from millstream.console import progress, silent
-    from millstream.store.pack_file import open_pack
-    from millstream.store.unpack import unpack as restore
+    from millstream.core.console import progress, say, silent
+    from millstream.reads.pack.pack_file import open_pack
+    from millstream.reads.pack.unpack import unpack as restore
 
     file = open_pack(path, memory=256 << 20)
-    if str(out) == "-":  # a bar among letters on the same terminal would spoil both
+    if str(out) == "-":  # a progress bar would mix with the sequences on the same terminal
         restore(path, sys.stdout.buffer, progress=silent)
+        say(f"{path}: {file.records:,} reads; {file.fidelity}")
         return
     with progress("unpack", file.records, unit="reads") as update:
         restore(path, out, progress=update)
-    finish(f"{out}: {file.records:,} reads", "index", out)
+    finish(f"{out}: {file.records:,} reads; {file.fidelity}", "index", out)
 
 
-def simulate(
-    genomes: Annotated[list[str], typer.Argument(help="FASTA files, each a genome; or a folder.", metavar="GENOMES")],
-    out: Annotated[
-        list[Path],
+def classify(
+    run: RunFolder,
+    reads: ReadFiles,
+    out: Annotated[Path, typer.Option("--out", "-o", help="TSV to write, gzipped if it ends in .gz.", metavar="FILE")],
+    model: Annotated[
+        str | None, typer.Option(help="Model of the run.", show_default="the best on validation", metavar="NAME")
+    ] = None,
+    paired: Annotated[bool, typer.Option("--paired", help="Neighbouring reads are mates.")] = False,
+    mates: Annotated[
+        list[str] | None, typer.Option(help="Files with the second mates of the read pairs.", metavar="FILE")
+    ] = None,
+    threshold: Annotated[
+        float,
         typer.Option(
-            "--out", "-o", help="FASTA or FASTQ, gzipped if it ends in .gz; twice: mates apart.", metavar="FILE"
+            help="Minimum probability; below it, reads are assigned to the genus or a higher rank.", metavar="P"
         ),
-    ],
-    reads: Annotated[int, typer.Option(help="How many; the two of a pair count as two.", metavar="N")] = 100_000,
-    length: Annotated[int, typer.Option(help="Letters of a read.", metavar="N")] = 150,
-    error: Annotated[float, typer.Option(help="Share of letters that are replaced.", metavar="SHARE")] = 0.01,
-    indel: Annotated[float, typer.Option(help="Share of letters left out or put in.", metavar="SHARE")] = 0.0,
-    insert: Annotated[
-        int | None, typer.Option(help="Make pairs, of fragments of this mean length.", metavar="N")
+    ] = 0.0,
+    kraken_output: Annotated[
+        Path | None, typer.Option(help="Also write a Kraken 2-style report.", metavar="FILE")
     ] = None,
-    abundance: Annotated[
-        str, typer.Option(help="length (same coverage), equal (reads a class), or lognormal.", metavar="HOW")
-    ] = "length",
-    mapping: Annotated[
-        Path | None, typer.Option(help="Class ids by tax_id; written if it is not there.", metavar="FILE")
-    ] = None,
-    index_dir: Annotated[Path | None, typer.Option(help="Put indexes of the genomes there.", metavar="FOLDER")] = None,
-    seed: Annotated[int, typer.Option(help="The same one gives the same reads.", metavar="N")] = 0,
+    memory: Annotated[
+        str, typer.Option(help="Memory budget of the reads, in addition to the model.", metavar="SIZE")
+    ] = "1GB",
+    index_dir: IndexDir = None,
     as_json: Json = False,
 ) -> None:
-    """Draw labelled reads from genomes, of both strands and with errors; headers are lbl|class|tax|len|name/mate."""
+    """Classify reads with a trained model.
+
+    Writes a TSV with read, class, tax_id, taxon, rank and probability.
+    Run the same command again to resume.
+    """
     from dataclasses import asdict
 
-    from millstream.console import progress
-    from millstream.dataset.simulate import SimulateSettings
-    from millstream.dataset.simulate import simulate as draw
-    from millstream.store.read_paths import expand
+    from millstream.core.console import interruptible, progress, within
+    from millstream.reads.classify import classify as predict
 
-    settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)
-    settings.check()
-    files = [file for place in genomes for file in expand(place)]
-    with progress("simulate", reads, unit="reads") as update:
-        done = draw(files, out, settings=settings, mapping=mapping, index_dir=index_dir, progress=update)
+    def watch(total: int) -> "AbstractContextManager[Progress]":
+        return progress("classify", total, unit="reads", memory=within(memory))  # the model is loaded by then
+
+    with interruptible() as stop:
+        done = predict(
+            run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold,
+            kraken_output=kraken_output, memory=memory, index_dir=index_dir,
+            watch=watch, stop=stop,
+        )  # fmt: skip
     if as_json:
-        print_json({**asdict(done), "paths": [str(path) for path in out]})
-    depths = sorted(done.coverage.values())
-    size = f"{done.reads:,} reads of {len(depths)} genomes, {done.bases:,} bases, coverage {depths[0]:.3g}x"
-    more = f" to {depths[-1]:.3g}x" if f"{depths[0]:.3g}" != f"{depths[-1]:.3g}" else ""
-    following: list[object] = ["index", *out]
-    if mapping is not None and len(out) == 1:
-        following = ["train", f"data.train={out[0]}", f"mapping={mapping}", *(["paired=true"] if insert else [])]
-    finish(f"{' and '.join(map(str, out))}: {size}{more}", *following)
+        print_json(asdict(done))
+    what = "reads" if done.num_rows == done.num_reads else "read pairs"
+    count = f"{done.num_rows:,} {what}, {done.num_classified:,} classified, {done.num_unclassified:,} unclassified"
+    if done.interrupted:
+        finish(f"{out}: {count} so far; interrupted; progress saved; run the same command to resume")
+        raise typer.Exit(130)
+    taxa = f"; report in {kraken_output}" if kraken_output else "; --kraken-output also writes a report of the taxa"
+    finish(f"{out}: {count}; {done.reads_per_s:,.0f} reads/s{taxa}", "view", run)
 
 
-def inspect_reads(path: Path, *, examples: int, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from millstream.door import open_as_reads
-    from millstream.store.read_summary import show_reads, summarise_reads
-
-    summary = summarise_reads(open_as_reads(path), examples=examples)
-    if as_json:
-        print_json(asdict(summary))
-    else:
-        print(show_reads(summary))
-
-
-def verify_reads(path: Path, *, as_json: bool) -> None:
-    from millstream.console import format_bytes, progress
-    from millstream.door import open_as_reads
-    from millstream.store.pack_file import is_pack
-    from millstream.store.read_summary import verify_reads as find_damage
-
-    reads = open_as_reads(path)
-    again = () if is_pack(path) else ("index", path, "--rebuild")
-    with progress("verify", reads.num_bytes, unit="bytes") as update:
-        damages = list(find_damage(reads, progress=update))
-    if as_json:
-        print_json({"records": len(reads), "bytes": reads.num_bytes, "damages": damages})
-    for damage in damages if not as_json else ():
-        print(damage)
-    if damages:
-        finish(
-            f"{path}: {len(damages)} damage(s) in {len(reads):,} reads. If the file is whole, index it again", *again
-        )
-        raise typer.Exit(1)
-    finish(f"{path}: {len(reads):,} reads, {format_bytes(reads.num_bytes)}: every checksum holds", "inspect", path)
-
-
-def read_settings(
-    header_regex: str | None, columns: str | None, on_mismatch: str, *, names: bool = False, salvage: bool = False
+def _index_settings(
+    header_regex: str | None,
+    columns: str | None,
+    on_mismatch: OnMismatch,
+    *,
+    names: bool = False,
+    salvage: bool = False,
 ) -> "IndexSettings":
-    from millstream.store.index import IndexSettings
+    from millstream.reads.files.index import IndexSettings
 
-    if on_mismatch not in ("error", "skip", "null"):
-        raise typer.BadParameter(f"--on-mismatch {on_mismatch}: it is error, skip or null")
     return IndexSettings(
         header_regex=header_regex,
         columns=tuple(columns.split(",")) if columns else None,

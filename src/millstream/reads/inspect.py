@@ -1,4 +1,4 @@
-"""What `inspect` and `verify` say of reads."""
+"""What `inspect` and `verify` print for reads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.console import Progress, format_bytes, silent
-from millstream.store.arrow_columns import decoded
-from millstream.store.read_batch import Read
-from millstream.store.reads import Reads
+from millstream.core.batches import decoded
+from millstream.core.console import Progress, format_bytes, silent
+from millstream.reads.batch import Read
+from millstream.reads.pack.pack_file import PackFile
+from millstream.reads.reads import Reads
 
 _MOST = 5
-_SHOWN_LETTERS = 60
+_SHOWN_BASES = 60
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ReadSummary:
 
     paths: list[str]
     formats: list[str]
+    fidelity: list[str]  # what `unpack` restores of each packed file
     records: int
     bases: int
     bytes: int
@@ -33,7 +35,7 @@ class ReadSummary:
 
 
 def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
-    """Counts, lengths, columns with their commonest values, and the first records. Reads the index, not the data."""
+    """Counts, lengths, columns with their most common values, and the first records. Reads the index, not the data."""
     lengths = reads.lengths(range(len(reads)))
     quantiles = np.quantile(lengths, [0, 0.5, 1]) if len(lengths) else np.zeros(3)
     shown = [_example(number, read) for number, read in enumerate(reads[:examples])]
@@ -44,6 +46,7 @@ def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
     return ReadSummary(
         paths=[str(path) for path in reads.paths],
         formats=reads.formats,
+        fidelity=[part.fidelity for part in reads.parts if isinstance(part, PackFile)],
         records=len(reads),
         bases=reads.num_bases,
         bytes=reads.num_bytes,
@@ -59,18 +62,19 @@ def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
 
 def show_reads(summary: ReadSummary) -> str:
     """A collection of reads on one screen."""
-    some = (
+    files = (
         summary.paths[0] if len(summary.paths) == 1 else f"{summary.paths[0]} and {len(summary.paths) - 1} more files"
     )
-    a_read = summary.index_bytes / max(summary.records, 1)
+    per_read = summary.index_bytes / max(summary.records, 1)
     lengths = summary.lengths
     lines = [
-        some,
+        files,
         f"  {', '.join(summary.formats)}: {summary.records} reads, {summary.bases} bases, "
         f"{format_bytes(summary.bytes)}",
+        *(f"  unpack: {text}" for text in dict.fromkeys(summary.fidelity)),
         f"  lengths {lengths['shortest']:.0f} to {lengths['longest']:.0f}, median {lengths['median']:.0f}, "
         f"mean {lengths['mean']:.1f}",
-        f"  index {format_bytes(summary.index_bytes)}, {a_read:.2f} bytes a read",
+        f"  index {format_bytes(summary.index_bytes)}, {per_read:.2f} bytes per read",
     ]
     width = max(map(len, summary.columns), default=0)
     lines += ["  columns"] if summary.columns else []
@@ -84,7 +88,7 @@ def show_reads(summary: ReadSummary) -> str:
 
 
 def verify_reads(reads: Reads, *, progress: Progress = silent) -> Iterator[str]:
-    """Check every byte of indexes and data files; what is wrong."""
+    """Verify the checksums of indexes and data files; yields every damage."""
     done = 0
     for part in reads.parts:
         yield from part.verify()
@@ -93,16 +97,16 @@ def verify_reads(reads: Reads, *, progress: Progress = silent) -> Iterator[str]:
 
 
 def _example(number: int, read: Read) -> dict[str, object]:
-    letters = read.sequence
-    cut = letters if len(letters) <= _SHOWN_LETTERS else f"{letters[:_SHOWN_LETTERS]}... ({len(letters)} letters)"
-    return {"number": number, "name": read.name, "sequence": cut, **read.columns}
+    bases = read.sequence
+    shown = bases if len(bases) <= _SHOWN_BASES else f"{bases[:_SHOWN_BASES]}... ({len(bases)} bases)"
+    return {"number": number, "name": read.name, "sequence": shown, **read.columns}
 
 
 def _column(values: pa.ChunkedArray) -> dict[str, object]:
     chunks = pa.concat_arrays([decoded(values.chunk(index)) for index in range(values.num_chunks)])
     counts: list[dict[str, Any]] = pc.value_counts(chunks).to_pylist()
-    commonest = sorted(counts, key=lambda row: -row["counts"])[:_MOST]
+    most_common = sorted(counts, key=lambda row: -row["counts"])[:_MOST]
     about: dict[str, object] = {"distinct": len(counts)}
     if values.null_count:
         about["without value"] = values.null_count
-    return {**about, "most": ", ".join(f"{row['values']} ({row['counts']})" for row in commonest)}
+    return {**about, "most": ", ".join(f"{row['values']} ({row['counts']})" for row in most_common)}

@@ -1,4 +1,4 @@
-"""`ms.open`: one way to open whatever lies at a path."""
+"""Reads as a kind of record: how they are recognised and opened, which models are trained on them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from millstream.console import say
-from millstream.store.kinds import is_store
-from millstream.store.read_paths import expand, watch_index
+from millstream.core.console import say
+from millstream.reads.open import READ_NAMES, expand, watch_index
 
 if TYPE_CHECKING:
-    from millstream.source.mapping import MappingSource
-    from millstream.store.reads import Reads
-    from millstream.store.traces import Traces
+    from millstream.reads.mapping import MappingSource
+    from millstream.reads.reads import Reads
+
+MODELS = "classifiers"  # what a run on reads compares
+MODEL_GROUPS = ()
+
+
+def is_at(path: Path) -> bool:
+    """Whether a path is for reads: any file, a folder with FASTA or FASTQ in it, a pattern.
+
+    Any file, because opening it as reads gives the best error message for one that is neither FASTA nor FASTQ.
+    """
+    if path.is_dir():
+        from millstream.reads.files.scanning import looks_like_reads
+
+        return any(file.is_file() and looks_like_reads(file) for file in path.iterdir())
+    return path.exists() or path.name.lower().endswith(READ_NAMES) or any(mark in str(path) for mark in "*?[")
 
 
 def open(
     path: str | Path | Sequence[str | Path],
     *,
-    verify: Literal["always", "never"] = "always",
-    open_shards: int = 256,
     header_regex: str | None = None,
     columns: Sequence[str] | None = None,
     on_mismatch: Literal["error", "skip", "null"] = "error",
@@ -28,25 +39,11 @@ def open(
     memory: int | str | None = None,
     index_dir: str | Path | None = None,
     salvage: bool = False,
-) -> Traces | Reads:
-    """Open a trace store, or reads: FASTA or FASTQ files (plain, gzip, BGZF, zstd), or packed ones.
-
-    Traces: `verify="never"` skips the checksums; `open_shards` is how many shards stay mapped at once.
-
-    Reads: a file, a folder, a pattern or a list is one collection; indexes that are missing are built. The named
-    groups of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is
-    what decoded blocks and mapped files may take, by default half of what is available. `salvage` reads a damaged
-    file up to the damage.
-
-    >>> traces = ms.open("traces/")
-    >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)", mapping="species.tsv")
-    """
-    if isinstance(path, str | Path) and is_store(Path(path)):
-        from millstream.store.traces import Traces
-
-        return Traces(path, verify=verify, open_shards=open_shards)
-    from millstream.store.index import IndexSettings
-    from millstream.store.open_reads import open_reads
+    **_others: object,
+) -> Reads:
+    """`ms.open` for reads; options of other kinds are ignored."""
+    from millstream.reads.files.index import IndexSettings
+    from millstream.reads.open import open_reads
 
     given = [path] if isinstance(path, str | Path) else path
     paths = [file for place in given for file in expand(place)]
@@ -59,8 +56,6 @@ def open(
     )
 
 
-def open_as_reads(path: str | Path) -> Reads:
-    """Reads at a path, with the indexes they have."""
-    from millstream.store.open_reads import open_reads
-
-    return open_reads(expand(path), watch=watch_index, notify=say)
+def expand_models(names: Sequence[str]) -> list[str]:
+    """Each name once; there are no groups of classifiers."""
+    return list(dict.fromkeys(names))

@@ -18,7 +18,7 @@ _SHOWN = 5
 
 
 class DataFrame(Protocol):
-    """What is used of a pandas.DataFrame."""
+    """The used interface of pandas.DataFrame."""
 
     @property
     def columns(self) -> Sequence[str]: ...
@@ -27,11 +27,11 @@ class DataFrame(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LabelMapping:
-    """One row for each class, in order of class id. The number of a row is the label a model is trained on."""
+    """One row per class, in order of class id. The row number is the label that models are trained on."""
 
     key: str
     table: pa.Table
-    source: str  # what error messages call it
+    source: str  # its name in error messages
 
     @property
     def labels(self) -> list[str]:
@@ -71,7 +71,7 @@ class LabelMapping:
         if len(unknown):
             raise BadSource(
                 f"{where}: {len(unknown)} {self.key} values are not in {self.source} ({self.num_classes} classes from "
-                f"{self.ids[0]} to {self.ids[-1]}): {_some(unknown.tolist())}. Add them to it or use another mapping"
+                f"{self.ids[0]} to {self.ids[-1]}): {_some(unknown.tolist())}. Add them, or use another mapping"
             )
 
 
@@ -127,7 +127,7 @@ def _read(path: Path) -> pa.Table:
         raise BadSource(f"{path}: expected a TSV, CSV or Parquet table of class ids and labels: {error}") from None
     values = [name for name in table.column_names if name.strip().isdigit()]
     if values:
-        raise BadSource(f"{path}: expected column names in the first line, found {_some(values)}. Add a line of names")
+        raise BadSource(f"{path}: expected column names in the first line, found {_some(values)}. Add a header line")
     return table
 
 
@@ -139,7 +139,7 @@ def _from_dict(source: Mapping[object, object], key: str) -> pa.Table:
 
 def _from_columns(columns: Mapping[str, Sequence[object]], name: str) -> pa.Table:
     try:
-        # from_pandas: NaN stands for "nothing" there.
+        # from_pandas: NaN means null there.
         return pa.Table.from_pydict({str(key): pa.array(values, from_pandas=True) for key, values in columns.items()})
     except (pa.ArrowException, TypeError, OverflowError) as error:
         raise BadSource(f"{name}: expected columns of equal length, each of one type: {error}") from None
@@ -164,7 +164,7 @@ def _with_integer_key(table: pa.Table, key: str, *, name: str) -> pa.Table:
         kinds = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
         raise BadSource(
             f"{name}: expected integers in the class id column {key!r}, found {column.type}. The columns are {kinds}; "
-            "name the one with class ids by key="
+            "choose the one with class ids with key="
         )
     if column.null_count:
         raise BadSource(f"{name}: expected a class id in each row, found {column.null_count} rows without {key!r}")
@@ -175,7 +175,7 @@ def _with_integer_key(table: pa.Table, key: str, *, name: str) -> pa.Table:
 
 
 def _sorted(table: pa.Table, key: str, *, name: str) -> pa.Table:
-    """One row a class id, ascending. The same row twice is one; different labels for one id are an error."""
+    """One row per class id, ascending. Identical rows count once; different labels for one id are an error."""
     ids = np.asarray(table.column(key).to_numpy(), np.int64)
     distinct, first, counts = np.unique(ids, return_index=True, return_counts=True)
     repeated = table.take(np.flatnonzero(np.isin(ids, distinct[counts > 1])))
@@ -183,7 +183,7 @@ def _sorted(table: pa.Table, key: str, *, name: str) -> pa.Table:
     different = {row[key] for row in repeated.to_pylist() if seen.setdefault(row[key], repr(row)) != repr(row)}
     if different:
         raise BadSource(
-            f"{name}: expected one row for each {key}, found different labels for {_some(sorted(different))}. "
+            f"{name}: expected one row per {key}, found different labels for {_some(sorted(different))}. "
             "Keep one row of each"
         )
     return table.take(first).combine_chunks()

@@ -1,34 +1,139 @@
-"""Files of reads to be classified, single ones or the two of each pair in turn, and what the reads are called."""
+"""Paths -> collections of reads: files indexed if needed, single or as read pairs."""
 
-from collections.abc import Mapping, Sequence
+import glob
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from millstream.collection import Collection, Numbers
-from millstream.console import say
-from millstream.dataset.batch import Batch, Feature
-from millstream.dataset.concat import Concat
-from millstream.dataset.features import fields
-from millstream.dataset.subset import Subset
-from millstream.errors import BadSource
-from millstream.store.open_reads import open_reads
-from millstream.store.read_paths import expand, watch_index
-from millstream.store.reads import Part, Reads
+from millstream.core.batches import Batch
+from millstream.core.collection import Collection, Numbers
+from millstream.core.combine import Concat
+from millstream.core.config import parse_bytes
+from millstream.core.console import Progress, progress, quoted, say, silent, within
+from millstream.core.features import Feature, fields
+from millstream.core.kernels import require_numba
+from millstream.core.memory import available_bytes
+from millstream.core.subset import Subset
+from millstream.errors import BadIndex, BadSource
+from millstream.reads.files.index import (
+    IndexSettings,
+    build_index,
+    find_index,
+    load_index,
+    outdated_column,
+    settings_of,
+)
+from millstream.reads.files.read_file import ReadFile
+from millstream.reads.files.sections import Sections
+from millstream.reads.mapping import MappingSource, load_mapping
+from millstream.reads.pack.pack_file import is_pack, open_pack
+from millstream.reads.reads import Part, Reads, Unknown
 
+# Files named like reads must be reads; other files in a folder are used if they look like reads.
+_SUFFIXES = (".fa", ".fasta", ".fna", ".fq", ".fastq")
+READ_NAMES = tuple(suffix + wrap for suffix in _SUFFIXES for wrap in ("", ".gz", ".bgz", ".zst"))
 NAME = "name"
-CHECKED = 1 << 16  # names at once
+CHECKED = 1 << 16  # names per step
 Paths = str | Path | Sequence[str | Path]
+
+
+def watch_index(path: Path, memory: int | str | None = None) -> AbstractContextManager[Progress]:
+    """Progress of indexing a file within this memory budget."""
+    held = None if memory is None else within(memory)
+    return progress(f"index {path.name}", path.stat().st_size, unit="bytes", memory=held)
+
+
+def expand(path: str | Path) -> list[Path]:
+    """The read files at a path: a file, those in a folder, or those that match a pattern. Recognised by content."""
+    from millstream.reads.files.scanning import looks_like_reads
+
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.is_file())
+    elif not place.exists() and any(mark in str(path) for mark in "*?["):
+        files = [Path(file) for file in sorted(glob.glob(str(path)))]
+    else:
+        return [place]
+    found = [file for file in files if file.name.lower().endswith(READ_NAMES) or looks_like_reads(file)]
+    if not found:
+        raise BadSource(f"{path}: no FASTA or FASTQ files there")
+    return found
+
+
+@contextmanager
+def no_progress(path: Path) -> Generator[Progress]:
+    """Shows no progress."""
+    yield silent
+
+
+def open_reads(
+    paths: Sequence[str | Path],
+    *,
+    settings: IndexSettings | None = None,
+    mapping: MappingSource | None = None,
+    unknown: Unknown = "error",
+    memory: int | str | None = None,
+    index_dir: str | Path | None = None,
+    rebuild: bool = False,
+    watch: Callable[[Path], AbstractContextManager[Progress]] = no_progress,
+    notify: Callable[[str], None] = say,
+) -> Reads:
+    """Open files as one collection, and build the indexes that are missing (`rebuild`: all of them)."""
+    require_numba()
+    if not paths:
+        raise BadSource("no files given")
+    wanted = settings or IndexSettings()
+    budget = (parse_bytes(memory) if memory is not None else available_bytes() // 2) // len(paths)
+    folder = Path(index_dir).absolute() if index_dir is not None else None
+    parts: list[Part] = []
+    for path in (Path(path).absolute() for path in paths):
+        _check_readable(path)
+        if is_pack(path):
+            pack = open_pack(path, memory=budget)
+            if (column := outdated_column(pack.sections)) is not None:
+                raise BadIndex(
+                    f"{path}: an older millstream packed its column {column!r}. Pack it again: millstream unpack "
+                    f"{quoted(path)} reads.fa, then millstream pack reads.fa {quoted(path)} --rebuild"
+                )
+            parts.append(pack)
+            continue
+        found = wanted if rebuild else _load(path, wanted, folder, explicit=settings is not None, notify=notify)
+        if isinstance(found, IndexSettings):
+            with watch(path) as progress:
+                place = build_index(path, found, index_dir=folder, progress=progress, notify=notify)
+            found = load_index(path, place)
+        parts.append(ReadFile(path, found, memory=budget))
+    arguments = {"settings": settings, "mapping": mapping, "unknown": unknown, "memory": memory, "index_dir": folder}
+    labels = load_mapping(mapping) if mapping is not None else None
+    return Reads(parts, reopen=Reopen([str(part.path) for part in parts], arguments), mapping=labels, unknown=unknown)
+
+
+class Reopen:
+    """Reopens a collection, also in another process. An error if a file has changed."""
+
+    def __init__(self, paths: Sequence[str], arguments: Mapping[str, object]) -> None:
+        self._paths = tuple(paths)
+        self._arguments = dict(arguments)
+
+    def __call__(self) -> Reads:
+        return open_reads(self._paths, **self._arguments)  # pyright: ignore
+
+    def within(self, memory: int) -> Reads:
+        """With another memory budget."""
+        return Reopen(self._paths, {**self._arguments, "memory": memory})()
 
 
 def open_files(
     reads: Paths, mates: Paths | None = None, *, memory: int, index_dir: str | Path | None = None
 ) -> tuple[Collection, Sequence[Part]]:
-    """All reads, with `mates` each before its mate there; and the files."""
+    """All reads, each followed by its mate if there are `mates`; and the files."""
 
     def opened(paths: Paths) -> list[Reads]:
-        """Each on its own: their indexes need not have the same columns."""
+        """One collection per file: their indexes need not have the same columns."""
         given = [paths] if isinstance(paths, str | Path) else paths
         files = [file for path in given for file in expand(path)]
         share = memory // max(len(files), 1)
@@ -40,9 +145,9 @@ def open_files(
         return files[0] if len(files) == 1 else Concat(files), parts
     first, second = (sum(map(len, some)) for some in (files, others))
     if first != second:
-        raise BadSource(f"{first_of(reads)}: has {first} reads, {first_of(mates)} has {second}: they are no mates")
+        raise BadSource(f"{first_of(reads)} has {first} reads, but {first_of(mates)} has {second}: not read pairs")
     if same := {part.path for part in parts[: len(files)]} & {part.path for part in parts[len(files) :]}:
-        raise BadSource(f"{same.pop()}: is given as its own mates. If neighbours in it are mates: --paired")
+        raise BadSource(f"{same.pop()}: given as its own mates. If its neighbouring reads are mates, use --paired")
     return Subset(Concat([*files, *others]), Alternating(first)), parts
 
 
@@ -52,13 +157,13 @@ def name_feature(parts: Sequence[Part]) -> Feature:
 
 
 def first_of(paths: Paths) -> str:
-    """What messages call them."""
+    """How messages refer to these paths."""
     return str(paths) if isinstance(paths, str | Path) else str(paths[0])
 
 
 @dataclass(frozen=True)
 class Alternating:
-    """The numbers below 2n as 0, n, 1, n + 1, ...: a read of the first half, its mate of the second."""
+    """The numbers below 2n as 0, n, 1, n + 1, ...: a read of the first half, then its mate in the second."""
 
     n: int
     keeps_neighbours = True  # in each half
@@ -75,7 +180,7 @@ class Alternating:
 
 @dataclass(frozen=True)
 class HeaderNames:
-    """`name`: the first word of each header, where the index calls something else so."""
+    """`name`: the first word of each header, for indexes with another column of this name."""
 
     parts: Sequence[Part]
     fields: tuple[str, ...] = ()
@@ -96,31 +201,58 @@ def header_names(parts: Sequence[Part], numbers: Numbers) -> list[str]:
 
 
 def shared_names(names: Sequence[str], *, first: int, where: str) -> list[str]:
-    """The name of each pair of neighbours, without /1 and /2; pairs are counted from `first` on."""
+    """The name of each read pair, without /1 and /2; pairs are numbered from `first` on."""
     bare = [_bare(name) for name in names]
     ones, others = bare[::2], bare[1::2]
     if ones != others:
         place = next(place for place, name in enumerate(ones) if name != others[place])
         raise BadSource(
-            f"{where}: pair {first + place + 1} is {names[2 * place]} and {names[2 * place + 1]}, which are no mates. "
-            "Pairs have the same name, but for /1 and /2, and come in the same order"
+            f"{where}: pair {first + place + 1} is {names[2 * place]} and {names[2 * place + 1]}, which are not mates. "
+            "Mates must have the same name, except for /1 and /2, and be in the same order"
         )
     return ones
 
 
 def as_pairs(reads: Reads, collection: Collection) -> Collection:
-    """Reads whose neighbours are mates; of two files that are each other's mates, a read of each in turn."""
+    """Reads with mates as neighbours: checked, or interleaved from two files of mates."""
     parts, where = reads.parts, str(reads.parts[0].path)
     if collection is reads and len(parts) == 2 and parts[0].records == parts[1].records:
         ends = header_names(parts, np.array([0, parts[0].records]))
         if _bare(ends[0]) == _bare(ends[1]):
             collection = Subset(reads, Alternating(parts[0].records))
     if len(collection) % 2:
-        raise BadSource(f"{where}: has {len(collection)} reads, which is no number of pairs. Leave out paired=true")
+        raise BadSource(f"{where}: {len(collection)} reads are an odd number, not read pairs. Leave out paired=true")
     for first in range(0, len(collection), CHECKED):
         numbers = collection.record_numbers(np.arange(first, min(first + CHECKED, len(collection))))
         shared_names(header_names(parts, numbers), first=first // 2, where=where)
     return collection
+
+
+def _check_readable(path: Path) -> None:
+    if not path.is_file():
+        raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError as error:
+        raise BadSource(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _load(
+    path: Path, wanted: IndexSettings, folder: Path | None, *, explicit: bool, notify: Callable[[str], None]
+) -> Sections | IndexSettings:
+    """The index of a file, if it has what is wanted; otherwise the settings to build one with."""
+    index = find_index(path, folder)
+    if index is None:
+        return wanted
+    sections = load_index(path, index)
+    made = settings_of(sections)
+    if explicit and not made.serves(wanted):
+        notify(f"{path}: its index has other settings; rebuilding it")
+        return wanted
+    if outdated_column(sections) is not None:
+        notify(f"{path}: its index was built by an older millstream; rebuilding it")
+        return made
+    return sections
 
 
 def _bare(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Reads as a collection: files of FASTA or FASTQ by record number, whatever they are wrapped in."""
+"""Reads as a collection: FASTA or FASTQ files, compressed or not, by record number."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -11,21 +11,21 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from millstream.collection import Collection, Medium
-from millstream.config import config_hash
-from millstream.console import format_bytes
+from millstream.core.batches import chunked, joined, values
+from millstream.core.collection import Collection, Medium
+from millstream.core.config import config_hash
+from millstream.core.console import format_bytes
+from millstream.core.records import Bytes
 from millstream.errors import BadSource
-from millstream.records import Bytes
-from millstream.source.mapping import LabelMapping
-from millstream.store.arrow_columns import chunked, joined, values
-from millstream.store.read_batch import ColumnValues, Read, ReadBatch, join_letters, split_text
-from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched
-from millstream.store.sections import Sections
+from millstream.reads.batch import ColumnValues, FlatReads, Read, ReadBatch, join_reads, split_text
+from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched
+from millstream.reads.files.sections import Sections
+from millstream.reads.mapping import LabelMapping
 
 CHUNK_READS = 1024
-CHUNK_BASES = 4 << 20  # letters taken at once when iterating
+CHUNK_BASES = 4 << 20  # fetched at once when iterating
 LABEL = "label"
-Unknown = Literal["error", "null"]  # what becomes of a class id that is not in the mapping: it has no label
+Unknown = Literal["error", "null"]  # for class ids that are not in the mapping; null: no label
 Numbers = NDArray[np.int64]
 
 
@@ -73,19 +73,19 @@ class Part(Protocol):
 
 
 class Reopen(Protocol):
-    """Opens the same files again."""
+    """Reopens the same files."""
 
     def __call__(self) -> "Reads": ...
     def within(self, memory: int) -> "Reads": ...
 
 
 class Reads(Collection):
-    """FASTA/FASTQ files open for reading by number. Made by `ms.open`.
+    """FASTA/FASTQ files open for random access by number. Made by `ms.open`.
 
     Safe to use from threads, after fork, and pickled into other processes (it reopens by path).
 
     >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)")
-    >>> sequence, letters, part = reads[7].sequence, reads.fetch([3, 1, 4]).flat, reads.region(7, 10, 20)
+    >>> sequence, bases, part = reads[7].sequence, reads.fetch([3, 1, 4]).flat, reads.region(7, 10, 20)
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Reads(Collection):
 
     @property
     def formats(self) -> list[str]:
-        """What the files are: `fasta`, `fastq in gzip`, `packed`, ..."""
+        """The formats of the files: `fasta`, `fastq in gzip`, `packed fasta`, ..."""
         return sorted({part.format for part in self._parts})
 
     @property
@@ -145,17 +145,17 @@ class Reads(Collection):
         return self._iterate(range(len(self)))
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> ReadBatch:
-        """Letters and columns of many reads, in the order asked for.
+        """Sequences and columns of many reads, in the given order.
 
-        `fields` may name `sequence`, `quality`, `name` and any column; by default it is the sequence, the quality of
-        FASTQ, and every column that is in the index. A column that is only in the headers (a read's own name) is read
-        from there when it is named.
+        `fields` may contain `sequence`, `quality`, `name` and any column; default: the sequence, the quality of FASTQ,
+        and every column in the index. A column that is only in the headers (such as a read's own name) is parsed from
+        there if it is requested.
         """
         wanted = self._check(np.asarray(numbers, np.int64))
         names = self._fields(fields)
-        asked = [*names, self._mapping.key] if self._mapping else names
+        needed = [*names, self._mapping.key] if self._mapping else names
         split = self._split(wanted)
-        parts = [part.fetch(rows, asked) for part, rows, _ in split]
+        parts = [part.fetch(rows, needed) for part, rows, _ in split]
         fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
         columns = {name: fetched.columns[name] for name in names if name in fetched.columns}
         if self._mapping:
@@ -164,7 +164,7 @@ class Reads(Collection):
         return ReadBatch(wanted, fetched.flat, fetched.offsets, plain, fetched.quality)
 
     def lengths(self, numbers: Sequence[int] | Numbers) -> Numbers:
-        """How many letters each read has; no letter is looked at."""
+        """The length of each read, in bases, from the index."""
         wanted = self._check(np.asarray(numbers, np.int64))
         out = np.empty(len(wanted), np.int64)
         for part, rows, places in self._split(wanted):
@@ -172,7 +172,7 @@ class Reads(Collection):
         return out
 
     def find(self, name: str) -> list[int]:
-        """The numbers of all records of this name: the first word of the header line."""
+        """The numbers of all records with this name, the first word of the header line."""
         found: list[int] = []
         for index, part in enumerate(self._parts):
             if not part.has_names:
@@ -184,21 +184,21 @@ class Reads(Collection):
         return next(iter(self.find(name)), None)
 
     def by_name(self, name: str) -> Read:
-        """The first record of this name; KeyError when there is none."""
+        """The first record with this name; KeyError if there is none."""
         return self[self._number(name)]
 
     def region(self, name: str | int, start: int, end: int) -> str:
-        """Letters [start, end) of the record of this name or number, without reading the rest of it."""
+        """Bases [start, end) of the record with this name or number, without reading the rest of it."""
         number = self._number(name)
         index = bisect_right(self._first_numbers, number) - 1
         part, row = self._parts[index], number - self._first_numbers[index]
         if not 0 <= start <= end <= part.length(row):
-            has = f"which has {part.length(row)} letters"
+            has = f"which has {part.length(row)} bases"
             raise IndexError(f"{self._where()}: region {start}:{end} of record {name!r}, {has}")
         return part.region(row, start, end).tobytes().decode("latin-1") if end > start else ""
 
     def regions(self, numbers: Sequence[int] | Numbers, starts: ArrayLike, ends: ArrayLike) -> ReadBatch:
-        """Letters [start, end) of many records at once."""
+        """Bases [start, end) of many records at once."""
         wanted = self._check(np.asarray(numbers, np.int64))
         begin, end = (np.broadcast_to(np.asarray(at, np.int64), wanted.shape) for at in (starts, ends))
         lengths = self.lengths(wanted)
@@ -206,7 +206,7 @@ class Reads(Collection):
         if len(wrong):
             at = int(wrong[0])
             raise IndexError(
-                f"{self._where()}: region {begin[at]}:{end[at]} of record {wanted[at]}, which has {lengths[at]} letters"
+                f"{self._where()}: region {begin[at]}:{end[at]} of record {wanted[at]}, which has {lengths[at]} bases"
             )
         split = self._split(wanted)
         parts = [Fetched(*part.regions(rows, begin[at], end[at]), None, {}) for part, rows, at in split]
@@ -219,9 +219,9 @@ class Reads(Collection):
 
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
         """How many bytes `fetch` takes for each read."""
-        letters = (SEQUENCE in fields) + (QUALITY in fields)
-        others = 8 * len(fields) + 16  # a number of each column, and the read's own number and offset
-        return self.lengths(numbers) * letters + others if letters else np.full(len(numbers), others, np.int64)
+        per_base = (SEQUENCE in fields) + (QUALITY in fields)
+        others = 8 * len(fields) + 16  # a number per column, and the read's own number and offset
+        return self.lengths(numbers) * per_base + others if per_base else np.full(len(numbers), others, np.int64)
 
     @property
     def medium(self) -> Medium:
@@ -238,7 +238,7 @@ class Reads(Collection):
         return config_hash({"files": [part.identity for part in self._parts], "mapping": mapping})
 
     def within(self, memory: int) -> Self:
-        """The same reads, opened again with another `memory`."""
+        """The same reads, reopened with another memory budget."""
         return cast(Self, self._reopen.within(memory))
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
@@ -257,12 +257,12 @@ class Reads(Collection):
 
     @property
     def column_names(self) -> list[str]:
-        """The columns of the headers, and those the mapping adds."""
+        """The columns of the headers, and those from the mapping."""
         return [*self._header_columns, *(self._mapping_names(self._mapping) if self._mapping else ())]
 
     @property
     def table(self) -> pa.Table:
-        """Length and columns of every read as one Arrow table; columns that are only in the headers are left out."""
+        """Length and columns of every read as one Arrow table; without columns that are only in the headers."""
         names = [name for name in self.column_names if self._is_indexed(name)]
         rows = [np.arange(part.records, dtype=np.int64) for part in self._parts]
         lengths = chunked([pa.array(part.lengths(some)) for part, some in zip(self._parts, rows, strict=True)])
@@ -289,12 +289,12 @@ class Reads(Collection):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of decoded blocks and mapped pages held at present; at most `memory`."""
+        """Bytes of decoded blocks and mapped pages held now; at most `memory`."""
         return sum(part.held_bytes for part in self._parts)
 
     @property
     def decoded_blocks(self) -> int:
-        """How many compressed blocks were decoded so far."""
+        """Number of compressed blocks decoded so far."""
         return sum(part.decoded for part in self._parts)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -339,7 +339,7 @@ class Reads(Collection):
         return name not in self._header_columns or all(part.is_indexed(name) for part in self._parts)
 
     def _split(self, numbers: Numbers) -> list[tuple[Part, Numbers, Numbers | slice]]:
-        """The parts that hold these records: part, rows within it, and their places among `numbers`."""
+        """The parts with these records: part, rows within it, and their places among `numbers`."""
         if len(self._parts) == 1:
             return [(self._parts[0], numbers, slice(None))]
         owner = np.searchsorted(self._starts, numbers, side="right") - 1
@@ -366,14 +366,14 @@ class Reads(Collection):
         return cast(list[Read], reads)
 
     def _reads_of(self, part: Part, rows: Numbers, numbers: Numbers) -> Iterator[Read]:
-        """Reads of one part, each with the quality it has."""
+        """Reads of one part, with quality if it has any."""
         batch = self.fetch(numbers, [SEQUENCE, QUALITY, *self.column_names])
         names = part.names_of(rows)
         missing: list[str | None] = [None] * len(batch)
         quality = missing if batch.quality is None else list(split_text(batch.quality, batch.offsets))
         columns = {name: _as_list(batch.columns[name]) for name in self.column_names}
-        for index, letters in enumerate(split_text(batch.flat, batch.offsets)):
-            yield Read(names[index], letters, quality[index], {key: column[index] for key, column in columns.items()})
+        for index, sequence in enumerate(split_text(batch.flat, batch.offsets)):
+            yield Read(names[index], sequence, quality[index], {key: column[index] for key, column in columns.items()})
 
     def _check_columns(self) -> list[str]:
         names = self._parts[0].column_names
@@ -381,22 +381,22 @@ class Reads(Collection):
             if part.column_names != names:
                 raise BadSource(
                     f"{part.path} has the columns {', '.join(part.column_names) or '(none)'}, {self._parts[0].path} "
-                    f"has {', '.join(names) or '(none)'}: give one header_regex for all files"
+                    f"has {', '.join(names) or '(none)'}. Use one header_regex for all files"
                 )
         return names
 
     def _check_mapping(self, mapping: LabelMapping) -> None:
         if mapping.key not in self._header_columns:
             raise BadSource(
-                f"the mapping's column {mapping.key!r} is no column of the reads, which have "
-                f"{', '.join(self._header_columns) or 'none'}: name a group {mapping.key!r} in header_regex"
+                f"the reads have no column {mapping.key!r}, which the mapping needs; they have "
+                f"{', '.join(self._header_columns) or 'none'}. Add a group named {mapping.key!r} to header_regex"
             )
         for part in self._parts:
             distinct = part.distinct(mapping.key)
             if distinct is None and not pa.types.is_integer(part.column(mapping.key, np.arange(0)).type):
                 raise BadSource(
-                    f"{part.path}: {mapping.key} is text, the mapping has numbers: let its group in header_regex match "
-                    f"digits only, as in (?P<{mapping.key}>\\d+)"
+                    f"{part.path}: {mapping.key} is text, but numbers in the mapping. Let its group in header_regex "
+                    f"match only digits, as in (?P<{mapping.key}>\\d+)"
                 )
             if self._unknown == "null":
                 continue
@@ -408,7 +408,7 @@ class Reads(Collection):
         return [LABEL, *(_label_name(name) for name in mapping.labels if name not in self._header_columns)]
 
     def _labels(self, mapping: LabelMapping, names: Sequence[str], keys: pa.Array) -> dict[str, pa.Array]:
-        """What the mapping says of these class ids; None for a read without one."""
+        """The mapping's columns for these class ids; None for a read without one."""
         wanted = [name for name in self._mapping_names(mapping) if name in names]
         if not wanted:
             return {}
@@ -425,9 +425,9 @@ class Reads(Collection):
 
 
 def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetched:
-    """What several parts gave, in the order it was asked for."""
+    """What was fetched from several parts, in the requested order."""
     order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")
-    flat, offsets, quality = join_letters([(part.flat, part.offsets, part.quality) for part in parts], order)
+    flat, offsets, quality = join_reads([FlatReads(part.flat, part.offsets, part.quality) for part in parts], order)
     columns = {name: joined([part.columns[name] for part in parts], order) for name in parts[0].columns}
     return Fetched(flat, offsets, quality, columns)
 

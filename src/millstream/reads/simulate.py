@@ -1,4 +1,4 @@
-"""Genomes -> labelled reads. Which read comes where, of which place, with which errors, is a function of the seed."""
+"""Genomes -> labelled reads. Order, positions and errors of all reads are a function of the seed."""
 
 import re
 from collections.abc import Sequence
@@ -10,63 +10,27 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.console import Progress, say, silent
-from millstream.dataset.augment import COMPLEMENT, UPPER
-from millstream.dataset.permutation import Permutation, mix
+from millstream.core.console import Progress, say, silent
+from millstream.core.files import publish, publishing_text
+from millstream.core.order import Permutation, mix
 from millstream.errors import BadSetting, BadSource
-from millstream.source.mapping import load_mapping
-from millstream.store.layout import publish
-from millstream.store.open_reads import open_reads
-from millstream.store.text_file import writing_text
+from millstream.reads.features import COMPLEMENT, UPPER
+from millstream.reads.mapping import load_mapping
+from millstream.reads.open import open_reads
+from millstream.reads.settings import SimulateSettings
+from millstream.reads.tokenizers.tokens import Bases, Numbers
 
-ABUNDANCES = ("length", "equal", "lognormal")
-Numbers = NDArray[np.int64]
-Letters = NDArray[np.uint8]
-
-CHUNK = 1 << 14  # fragments made at once, whose chance is drawn together: another number gives other reads
+CHUNK = 1 << 14  # fragments drawn at once; another number gives other reads
 SPECIES = "species"
 BINOMIAL = re.compile(r"[A-Z][a-z]+_[a-z]+")
-SPREAD = 1.5  # of the logarithm of abundances
-ROOM = 32  # letters more than a read's, for those that are left out
+SPREAD = 1.5  # standard deviation of log abundances
+ROOM = 32  # extra bases per read, to make up for deletions
 BASES = np.frombuffer(b"ACGT", np.uint8)
 
 
 @dataclass(frozen=True)
-class SimulateSettings:
-    """How reads are drawn, and what goes wrong with them."""
-
-    reads: int = 100_000  # the two of a pair count as two
-    length: int = 150
-    error: float = 0.01  # share of letters that are replaced by another
-    indel: float = 0.0  # share of letters that are left out or put in, each as often
-    insert: int | None = None  # mean length of fragments of which both ends are read; none: single reads
-    insert_sd: float = 30.0
-    abundance: str = "length"  # same coverage for all; or as many reads of each class; or some rare, some common
-    seed: int = 0
-
-    def check(self) -> None:
-        """Say what is wrong before anything is read."""
-        if min(self.reads, self.length) < 1:
-            raise BadSetting(f"reads={self.reads}, length={self.length}: at least 1")
-        if not 0 <= self.error < 1 or not 0 <= self.indel <= 0.1:
-            raise BadSetting(f"error={self.error}, indel={self.indel}: shares of letters, indel at most 0.1")
-        if self.insert is not None and (self.insert < self.length or self.insert_sd < 0):
-            raise BadSetting(f"insert={self.insert}: a fragment is at least as long as a read, {self.length}")
-        if self.insert is not None and self.reads % 2:
-            raise BadSetting(f"reads={self.reads}: there are two to a pair, so an even number")
-        if self.abundance not in ABUNDANCES:
-            raise BadSetting(f"abundance={self.abundance}: there is length, equal and lognormal")
-        if self.seed < 0:
-            raise BadSetting(f"seed={self.seed}: a number from 0 on")
-
-    @property
-    def mates(self) -> int:
-        return 1 if self.insert is None else 2
-
-
-@dataclass(frozen=True)
 class Genome:
-    """One file: its class, and where its sequences lie among the letters of all."""
+    """One file: its class, and where its sequences are among the bases of all genomes."""
 
     path: Path
     class_id: int
@@ -75,14 +39,14 @@ class Genome:
     starts: Numbers
     lengths: Numbers
 
-    def places(self, needed: int) -> Numbers:
-        """In how many places of each sequence so many letters can be taken."""
-        return np.maximum(self.lengths - needed + 1, 0)
+    def places(self, length: int) -> Numbers:
+        """The number of positions in each sequence where a fragment of this length fits."""
+        return np.maximum(self.lengths - length + 1, 0)
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What was written; coverage is of each genome, by the name of its file."""
+    """What was written; coverage per genome, by file name."""
 
     reads: int
     bases: int
@@ -98,24 +62,24 @@ def simulate(
     index_dir: Path | None = None,
     progress: Progress = silent,
 ) -> Simulated:
-    """Write labelled reads of genomes; of pairs, both into one file or, if two are named, the second reads apart.
+    """Write labelled reads of genomes; read pairs into one file, or into two, one per mate.
 
-    A file is a genome. Its taxon is the number that its name begins with, or that of `kraken:taxid|N` in its first
-    header. Class ids come from `mapping`, whose `tax_id` says which is which; if it is not there it is written, with a
-    class for each taxon. Genomes are held in memory, a byte a letter.
+    Each file is one genome. Its taxon is the number at the start of its name, or that of `kraken:taxid|N` in its first
+    header. Class ids are looked up in `mapping` by `tax_id`; if the file does not exist it is written, with one class
+    per taxon. Genomes are held in memory, one byte per base.
 
     >>> simulate([Path("562_E_coli.fna.gz")], [Path("reads.fa.gz")], settings=SimulateSettings(reads=1000))
     """
     settings.check()
     if len(out) > settings.mates:
-        raise BadSetting(f"{len(out)} files to write: two are for pairs, which insert= makes")
+        raise BadSetting(f"{len(out)} output files: two are only for read pairs, which need insert=")
     if len(set(out)) < len(out):
-        raise BadSetting(f"{out[0]}: named twice; name it once for both mates in one file, or two files")
-    letters, found = _load(genomes, mapping, index_dir)
-    made = _Reads(letters, found, settings)
+        raise BadSetting(f"{out[0]}: given twice; give it once for both mates in one file, or two different files")
+    bases, found = _load(genomes, mapping, index_dir)
+    made = _Reads(bases, found, settings)
     is_fastq = [path.name.removesuffix(".gz").endswith((".fq", ".fastq")) for path in out]
     with ExitStack() as stack:
-        writers = [stack.enter_context(writing_text(path)) for path in out]
+        writers = [stack.enter_context(publishing_text(path)) for path in out]
         progress(0)
         for first in range(0, made.num_fragments, CHUNK):
             texts = made.texts(first, fastq=is_fastq)
@@ -126,29 +90,31 @@ def simulate(
 
 
 class _Reads:
-    """The fragments by number: each is of a genome, of a place in it, and of a strand."""
+    """The fragments by number: each from a genome, a position in it, and a strand."""
 
-    def __init__(self, letters: Letters, genomes: Sequence[Genome], settings: SimulateSettings) -> None:
-        self.letters, self.genomes, self.settings = letters, genomes, settings
+    def __init__(self, bases: Bases, genomes: Sequence[Genome], settings: SimulateSettings) -> None:
+        self.bases, self.genomes, self.settings = bases, genomes, settings
         self.num_fragments = settings.reads // settings.mates
         self.longest = settings.length + (ROOM if settings.indel else 0)
         if settings.insert is not None:
             self.longest = max(self.longest, round(settings.insert + 4 * settings.insert_sd))
         short = [genome.path.name for genome in genomes if not genome.places(self.longest).any()]
         if short:
-            raise BadSource(f"{short[0]}: no sequence of {self.longest} letters, which a read or a fragment may take")
-        self.ends = np.cumsum(_shared_out(self.num_fragments, self._weights()))
+            raise BadSource(
+                f"{short[0]}: has no sequence of at least {self.longest} bases, the longest possible fragment"
+            )
+        self.ends = np.cumsum(_apportioned(self.num_fragments, self._weights()))
         self.order = Permutation(self.num_fragments, mix(settings.seed, 1))
 
     @cached_property
     def coverage(self) -> dict[str, float]:
-        """How often a letter of each genome is read, in the mean."""
+        """Mean coverage of each genome."""
         counts = np.diff(self.ends, prepend=0) * self.settings.mates * self.settings.length
         lengths = [int(genome.lengths.sum()) for genome in self.genomes]
         return {g.path.name: n / size for g, n, size in zip(self.genomes, counts.tolist(), lengths, strict=True)}
 
     def texts(self, first: int, *, fastq: Sequence[bool]) -> list[bytes]:
-        """The text of the fragments from `first` on, for each file."""
+        """The text of a chunk of fragments from `first` on, for each file."""
         settings = self.settings
         numbers = np.arange(first, min(first + CHUNK, self.num_fragments), dtype=np.int64)
         rng = np.random.default_rng([settings.seed, first // CHUNK])
@@ -168,7 +134,7 @@ class _Reads:
         return [_text(headers, mates, fastq=fastq[0])]
 
     def _weights(self) -> NDArray[np.float64]:
-        """How many of the fragments are of each genome, as shares of their sum."""
+        """The relative number of fragments of each genome."""
         sizes = np.array([genome.places(self.longest).sum() for genome in self.genomes], np.float64)
         if self.settings.abundance == "length":
             return sizes
@@ -178,42 +144,40 @@ class _Reads:
         return sizes / np.bincount(of_class, sizes)[of_class] * np.broadcast_to(common, len(classes))[of_class]
 
     def _places(self, owner: Numbers, rng: np.random.Generator) -> tuple[Numbers, Numbers]:
-        """Where each fragment starts among all letters, and the number of its sequence in its genome."""
+        """Where each fragment starts among the bases of all genomes, and the number of its sequence in its genome."""
         starts, sequences = np.empty_like(owner), np.empty_like(owner)
-        chance = rng.random(owner.size)
+        drawn = rng.random(owner.size)
         for index in map(int, np.unique(owner)):
             genome = self.genomes[index]
             mine = np.flatnonzero(owner == index)
             ends = np.cumsum(genome.places(self.longest))
-            place = (chance[mine] * ends[-1]).astype(np.int64)
+            place = (drawn[mine] * ends[-1]).astype(np.int64)
             which = np.asarray(np.searchsorted(ends, place, side="right"), np.int64)
             sequences[mine] = which
             starts[mine] = genome.starts[which] + place - (ends[which] - genome.places(self.longest)[which])
         return starts, sequences
 
-    def _read(
-        self, start: Numbers, length: Numbers, is_reverse: NDArray[np.bool_], rng: np.random.Generator
-    ) -> Letters:
-        """[fragment, letter]: from the left end, or from the right end of the other strand, errors and all."""
+    def _read(self, start: Numbers, length: Numbers, is_reverse: NDArray[np.bool_], rng: np.random.Generator) -> Bases:
+        """[fragment, base]: reads from the left end, or from the right end of the other strand, with errors."""
         settings = self.settings
         shape = (start.size, settings.length)
         places = np.broadcast_to(np.arange(settings.length), shape)
-        added = np.zeros(shape, bool)
+        inserted = np.zeros(shape, bool)
         if settings.indel:
-            chance = rng.random(shape, np.float32)
-            added = chance < settings.indel / 2
-            left_out = (chance >= settings.indel / 2) & (chance < settings.indel)
+            drawn = rng.random(shape, np.float32)
+            inserted = drawn < settings.indel / 2
+            deleted = (drawn >= settings.indel / 2) & (drawn < settings.indel)
             places = np.clip(
-                places + np.cumsum(left_out.astype(np.int64) - added, axis=1), 0, settings.length + ROOM - 1
+                places + np.cumsum(deleted.astype(np.int64) - inserted, axis=1), 0, settings.length + ROOM - 1
             )
         first, step = np.where(is_reverse, start + length - 1, start), np.where(is_reverse, -1, 1)
-        letters = self.letters[first[:, None] + places * step[:, None]]
-        letters[is_reverse] = COMPLEMENT[letters[is_reverse]]
+        bases = self.bases[first[:, None] + places * step[:, None]]
+        bases[is_reverse] = COMPLEMENT[bases[is_reverse]]
         if settings.error or settings.indel:
             wrong = rng.random(shape, np.float32) < settings.error
-            _replace(letters, np.flatnonzero((wrong & ~added).reshape(-1)), rng, other=True)
-            _replace(letters, np.flatnonzero(added.reshape(-1)), rng, other=False)
-        return letters
+            _replace(bases, np.flatnonzero((wrong & ~inserted).reshape(-1)), rng, other=True)
+            _replace(bases, np.flatnonzero(inserted.reshape(-1)), rng, other=False)
+        return bases
 
     def _headers(
         self,
@@ -224,7 +188,7 @@ class _Reads:
         is_reverse: NDArray[np.bool_],
         mate: int,
     ) -> list[str]:
-        """`lbl|class|tax|len|name/mate`; the name says where the fragment is from."""
+        """`lbl|class|tax|len|name/mate`; the name tells where the fragment is from."""
         tails = (f"+/{mate + 1}", f"-/{mate + 1}")
         heads = [f"lbl|{genome.class_id}|{genome.tax_id}|{self.settings.length}|r" for genome in self.genomes]
         rows = zip(
@@ -238,20 +202,20 @@ class _Reads:
         ]
 
 
-def _replace(letters: Letters, at: Numbers, rng: np.random.Generator, *, other: bool) -> None:
-    """Put random bases at these places; `other` ones than are there."""
-    flat = letters.reshape(-1)
+def _replace(bases: Bases, at: Numbers, rng: np.random.Generator, *, other: bool) -> None:
+    """Put random bases at these positions; with `other`, always different ones."""
+    flat = bases.reshape(-1)
     if not other:
         flat[at] = BASES[rng.integers(0, 4, at.size)]
         return
-    code = np.searchsorted(BASES, flat[at])  # N and the like come out as any
+    code = np.searchsorted(BASES, flat[at])  # N and other codes become any base
     flat[at] = BASES[(code + rng.integers(1, 4, at.size)) % 4]
 
 
-def _text(headers: Sequence[list[str]], mates: Sequence[Letters], *, fastq: bool) -> bytes:
+def _text(headers: Sequence[list[str]], mates: Sequence[Bases], *, fastq: bool) -> bytes:
     """FASTA or FASTQ, the mates of a fragment one after the other."""
     size = mates[0].shape[1]
-    flats = [letters.tobytes().decode("latin-1") for letters in mates]
+    flats = [bases.tobytes().decode("latin-1") for bases in mates]
     quality = f"\n+\n{'I' * size}" if fastq else ""
     mark = "@" if fastq else ">"
     lines = [
@@ -262,9 +226,9 @@ def _text(headers: Sequence[list[str]], mates: Sequence[Letters], *, fastq: bool
     return "".join(lines).encode("latin-1")
 
 
-def _load(genomes: Sequence[Path], mapping: Path | None, index_dir: Path | None) -> tuple[Letters, list[Genome]]:
-    """All letters of all genomes, upper case, and what each genome is."""
-    pieces: list[Letters] = []
+def _load(genomes: Sequence[Path], mapping: Path | None, index_dir: Path | None) -> tuple[Bases, list[Genome]]:
+    """The bases of all genomes, in upper case, and the genomes."""
+    pieces: list[Bases] = []
     found: list[tuple[Path, int | None, list[str], Numbers, Numbers]] = []
     at = 0
     for path in genomes:
@@ -273,7 +237,7 @@ def _load(genomes: Sequence[Path], mapping: Path | None, index_dir: Path | None)
         names = [str(name) for name in batch.columns["name"]]
         pieces.append(UPPER[batch.flat])
         if bad := np.setdiff1d(pieces[-1], np.flatnonzero(COMPLEMENT)).tolist():
-            raise BadSource(f"{path}: {chr(bad[0])!r} is no nucleotide: reads are simulated of DNA")
+            raise BadSource(f"{path}: {chr(bad[0])!r} is not a nucleotide; reads can only be simulated from DNA")
         found.append(
             (path, _taxon(path, names), [_plain(name) for name in names], batch.offsets[:-1] + at, batch.lengths)
         )
@@ -290,7 +254,7 @@ def _taxon(path: Path, names: Sequence[str]) -> int | None:
 
 
 def _name(path: Path) -> str:
-    """The species, as the name of a file has it: `562_Escherichia_coli_K12.fna`; or all of the name."""
+    """The species in the name of a file, as in `562_Escherichia_coli_K12.fna`; otherwise the whole name."""
     stem = re.sub(r"^\d+[_.]", "", path.name.split(".")[0])
     return " ".join(stem.split("_")[:2]) if BINOMIAL.match(stem) else stem or path.name
 
@@ -304,15 +268,15 @@ def _classes(genomes: Sequence[tuple[Path, int | None]], mapping: Path | None) -
     if mapping is not None and mapping.exists():
         known = load_mapping(mapping)
         if "tax_id" not in known.labels:
-            raise BadSource(f"{mapping}: has no column tax_id, which says of which genome a class is")
+            raise BadSource(f"{mapping}: has no column tax_id to look up the genomes by")
         of_taxon = dict(zip(known.column("tax_id").to_pylist(), known.ids.tolist(), strict=True))
-        named = known.column(SPECIES).to_pylist() if SPECIES in known.labels else []
-        of_name = dict(zip(named, known.ids.tolist(), strict=False))
+        species = known.column(SPECIES).to_pylist() if SPECIES in known.labels else []
+        of_name = dict(zip(species, known.ids.tolist(), strict=False))
         found = {path: of_name.get(_name(path)) if taxon is None else of_taxon.get(taxon) for path, taxon in genomes}
-        strange = [path.name for path, class_id in found.items() if class_id is None]
-        if strange:
+        unknown = [path.name for path, class_id in found.items() if class_id is None]
+        if unknown:
             raise BadSource(
-                f"{strange[0]}: its taxon is not in {mapping}. Add it, or begin the file's name with its taxon: 562_..."
+                f"{unknown[0]}: its taxon is not in {mapping}. Add it, or start the file name with its taxon: 562_..."
             )
         return {path: (found[path] or 0, taxon or 0) for path, taxon in genomes}
     keys = [taxon if taxon is not None else -1 - place for place, (_, taxon) in enumerate(genomes)]
@@ -323,7 +287,7 @@ def _classes(genomes: Sequence[tuple[Path, int | None]], mapping: Path | None) -
 
 
 def _write_mapping(out: Path, rows: dict[int, tuple[int | None, Path]]) -> None:
-    """`class_id tax_id species genus`, as far as names of files say."""
+    """`class_id tax_id species genus`, as far as file names tell."""
     lines = [f"class_id\ttax_id\t{SPECIES}\tgenus"]
     for class_id, (taxon, path) in rows.items():
         name = _name(path)
@@ -333,8 +297,8 @@ def _write_mapping(out: Path, rows: dict[int, tuple[int | None, Path]]) -> None:
     say(f"{out}: {len(rows)} classes")
 
 
-def _shared_out(count: int, weights: NDArray[np.float64]) -> Numbers:
-    """So many, in these shares; what is left after rounding down goes to those that lost most."""
+def _apportioned(count: int, weights: NDArray[np.float64]) -> Numbers:
+    """Divide `count` in proportion to the weights, by largest remainder."""
     exact = weights / weights.sum() * count
     counts = np.floor(exact).astype(np.int64)
     lost = np.argsort(counts - exact, kind="stable")[: count - int(counts.sum())]

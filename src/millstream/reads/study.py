@@ -1,42 +1,133 @@
-"""Classifiers of reads, compared on the same files."""
+"""The study of read classifiers: all are trained on the same labelled reads, and compared on the same splits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from torch import Tensor
+from numpy.typing import NDArray
 
-from millstream.collection import Collection
-from millstream.config import config_hash, parse_bytes
-from millstream.errors import BadSetting
-from millstream.model.detector import Means
-from millstream.model.net import Net
-from millstream.model.read_zoo import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
-from millstream.source.classes import Classes
-from millstream.train.checkpoint import load_shapes
-from millstream.train.folder import READS
-from millstream.train.loop import LATEST, weights_of
-from millstream.train.read_data import TRAIN, UNKNOWN, VAL, chosen_by, evenly_drawn, open_parts
-from millstream.train.read_settings import ReadSettings
-from millstream.train.study import Asked, Built
-from millstream.train.task import Labels, Outcome, Task, labels_of
-from millstream.train.trained import Kit, NetModel, Workplace
+from millstream.core.collection import Collection
+from millstream.core.combine import Concat, Drawn, Mixture
+from millstream.core.config import config_hash, parse_bytes, read_settings
+from millstream.core.console import say
+from millstream.core.order import Permutation, mix_words
+from millstream.core.subset import Marked, Subset, subset
+from millstream.errors import BadSetting, BadSource
+from millstream.reads.classifiers.net import CLASS, ReadAnswers
+from millstream.reads.classifiers.zoo import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
+from millstream.reads.files.index import IndexSettings
+from millstream.reads.mapping import load_mapping
+from millstream.reads.open import as_pairs, expand, open_reads, watch_index
+from millstream.reads.reads import Reads
+from millstream.reads.settings import ReadSettings
+from millstream.reads.taxonomy import Classes, load_classes
+from millstream.report import measures
+from millstream.training.folder import load_shapes
+from millstream.training.loop import LATEST, weights_of
+from millstream.training.study import Built, ModelSpec
+from millstream.training.task import FitResources, Labels, Outcome, Task, count_labels, label_slices, labels_of
+from millstream.training.trained import Kit, NetModel, Workplace
 
+VAL, TRAIN = "val", "train"
+HELD_OUT = 50  # one in this many pairs of neighbours is for validation, if there is no file for it
+HELD_OUT_BELOW = np.uint64((1 << 24) // HELD_OUT)
+BLOCK = 1 << 18
+SORTING = 40  # bytes per read while reads are sorted by class
+UNKNOWN = -1  # the label of a read whose class is not in the mapping
+Counts = NDArray[np.int64]
 SHOWN = 5
 COUNTING = "kmer-linear"
 
 
 @dataclass(frozen=True)
-class AskedClassifier:
-    """A classifier that was named."""
+class ReadSplits:
+    """The reads to train on, and the splits to score, by name."""
+
+    classes: Classes
+    train: Collection
+    scored: Mapping[str, Collection]
+    files: Mapping[str, Reads]
+    counts: Mapping[str, Counts]  # reads per class in each split, and last those of no known class
+
+
+def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
+    """Open all files. Classes in `train` must be in the mapping; in other splits unknown ones are counted."""
+    classes = load_classes(load_mapping(settings.mapping), Path(settings.taxonomy) if settings.taxonomy else None)
+    files = {TRAIN: _open(settings, settings.data.train, memory, strict=True)}
+    if settings.data.val:
+        files[VAL] = _open(settings, settings.data.val, memory)
+    for place in (settings.data.test or "").split(","):
+        if place.strip():
+            name = _split_name(place.strip())
+            if name in (*files, VAL):
+                raise BadSetting(f"data.test={settings.data.test}: two splits named {name}; rename a file")
+            files[name] = _open(settings, place.strip(), memory)
+    counts = {name: count_labels(reads, len(classes)) for name, reads in files.items()}
+    train: Collection = files[TRAIN]
+    if counts[TRAIN][UNKNOWN]:
+        train = Subset(train, Marked(_blocks(labels != UNKNOWN for labels in label_slices(train))))
+    if not len(train):
+        raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class id")
+    scored: dict[str, Collection] = {VAL: train, **{name: files[name] for name in files if name != TRAIN}}
+    if not settings.data.val:
+        whole = train
+        scored[VAL] = Subset(whole, Marked(_held_out(len(whole))))
+        train = Subset(whole, Marked(~held_out for held_out in _held_out(len(whole))))
+        if not len(train) or not len(scored[VAL]):
+            raise BadSource(f"{settings.data.train}: too few reads to hold some out for validation. Set data.val=FILE")
+        counts[VAL] = count_labels(scored[VAL], len(classes))
+        counts[TRAIN] = count_labels(train, len(classes))
+        say(
+            "data.val is not set: 2 % of the reads in data.train are held out for validation. They are from the "
+            "training genomes; hold out genomes to validate on unseen strains"
+        )
+    if not counts[VAL][:-1].any():
+        raise BadSource(f"{settings.data.val}: none of its reads has a class in {settings.mapping}")
+    if settings.paired:
+        scored = {name: as_pairs(files.get(name, files[TRAIN]), part) for name, part in scored.items()}
+    return ReadSplits(classes, train, scored, files, counts)
+
+
+def chosen_by(val: Collection, most: int, mates: int) -> Collection:
+    """The validation split, or a random sample of at most this many of its reads, the same every time."""
+    pairs = len(val) // mates
+    if pairs * mates <= most:
+        return val
+    places = np.sort(Permutation(pairs, 0)(np.arange(max(most // mates, 1))))
+    return subset(val, (places[:, None] * mates + np.arange(mates)).reshape(-1))
+
+
+def evenly_drawn(train: Collection, num_classes: int, *, seed: int, memory: int) -> Collection:
+    """Epochs of the same size, with equally many reads of each class that has any."""
+    if SORTING * len(train) > memory:
+        raise BadSetting(
+            f"balance=sampling takes {SORTING} bytes per read for {len(train)} reads, more than the memory budget "
+            "allows. Use balance=weights, which takes none"
+        )
+    labels = labels_of(train)
+    order = np.argsort(labels, kind="stable")
+    counts = np.bincount(labels, minlength=num_classes)
+    parts = [subset(train, some) for some in np.split(order, np.cumsum(counts)[:-1]) if len(some)]
+    each, more = divmod(len(train), len(parts))
+    drawn = tuple(each + (number < more) for number in range(len(parts)))
+    return Mixture(Concat(parts), Drawn(tuple(map(len, parts)), drawn, seed))
+
+
+def make_study(settings: Mapping[str, object]) -> "Classification":
+    return Classification(read_settings(ReadSettings, settings))
+
+
+@dataclass(frozen=True)
+class ClassifierSpec:
+    """A classifier of the settings."""
 
     name: str
     settings: ReadSettings
     classes: Classes
     bases: int | None = None  # in all training reads
-    reads: Collection | None = None  # to learn from, if not from those that the others learn from
+    reads: Collection | None = None  # to train on, if not on the same as the others
     by_gradients = True
 
     def kit(self) -> ReadKit:
@@ -47,33 +138,26 @@ class AskedClassifier:
         except ValueError as error:  # of tokenizers and features
             raise BadSetting(f"model={self.name}: {error}") from None
 
-    def build(self, *, means: Means, place: Workplace, folder: Path | None = None) -> Built:
-        task = task_of(self.settings, len(self.classes))
+    def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:
+        task = task_of(self.settings, self.classes)
         task = replace(task, is_balanced=task.is_balanced or self.reads is not None)
-        kit = self._begun(folder).kit()
-        ranks = {rank.name: rank.of_class for rank in self.classes.ranks}
-
-        def build(example: Mapping[str, Tensor]) -> Net:
-            net = kit.build(example)
-            net.ask_for(ranks, task.mates)
-            return net
-
-        model = NetModel(
-            self.name, Kit(kit.features, build, kit.scoring), task=task, means=means, place=place, folder=folder
-        )
+        found = self._resumed(folder).kit()
+        kit = Kit(found.features, found.build, found.scoring)
+        model = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
         return Built(model, CLASSIFIERS[self.name], "trained", train=self.reads)
 
-    def _begun(self, folder: Path | None) -> "AskedClassifier":
-        """With the sizes of the checkpoint it goes on from: the memory may be another one now."""
+    def _resumed(self, folder: Path | None) -> "ClassifierSpec":
+        """With the sizes in the checkpoint to resume from: the memory budget may have changed."""
         if folder is None or not (folder / LATEST).exists():
             return self
         return replace(self, settings=as_built(self.name, self.settings, weights_of(load_shapes(folder / LATEST))))
 
 
 class Classification:
-    """All classifiers learn from the same reads and are judged by the same ones."""
+    """All classifiers are trained on the same reads and scored on the same splits."""
 
-    keys: Sequence[str] = ("fingerprint",)  # with other reads or another mapping it is another run
+    keys: Sequence[str] = ("fingerprint",)  # other reads or another mapping need another run
+    libraries: Sequence[str] = ()
 
     def __init__(self, settings: ReadSettings) -> None:
         settings.check()
@@ -81,61 +165,61 @@ class Classification:
         names = [name.strip() for name in settings.model.split(",") if name.strip()]
         for name in names:
             if name not in CLASSIFIERS:
-                raise BadSetting(f"model={name}: no such classifier of reads; there is {', '.join(CLASSIFIERS)}")
+                raise BadSetting(f"model={name}: unknown read classifier; must be one of {', '.join(CLASSIFIERS)}")
         if not names:
-            raise BadSetting(f"model={settings.model}: name at least one of {', '.join(CLASSIFIERS)}")
+            raise BadSetting(f"model={settings.model}: must be one or more of {', '.join(CLASSIFIERS)}")
         memory = parse_bytes(settings.memory)
-        self.parts = open_parts(settings, memory // 4)
-        bases = self.parts.files[TRAIN].num_bases
-        asked = [AskedClassifier(name, settings, self.parts.classes, bases) for name in dict.fromkeys(names)]
-        if settings.balance == "sampling":  # what counts has to see every read once
-            once = {COUNTING: self.parts.train}
-            asked = [replace(one, reads=once.get(one.name)) for one in asked]
-        for one in asked:
-            one.kit()  # what is wrong with its settings is said before anything is made
-        self.asked: Sequence[Asked] = asked
+        self.splits = open_splits(settings, memory // 4)
+        bases = self.splits.files[TRAIN].num_bases
+        specs = [ClassifierSpec(name, settings, self.splits.classes, bases) for name in dict.fromkeys(names)]
+        if settings.balance == "sampling":  # k-mer counting must see every read once
+            once = {COUNTING: self.splits.train}
+            specs = [replace(spec, reads=once.get(spec.name)) for spec in specs]
+        for spec in specs:
+            spec.kit()  # raises BadSetting before anything is written
+        self.specs: Sequence[ModelSpec] = specs
         mates = 2 if settings.paired else 1
         self.scored: Mapping[str, Collection] = {
-            **self.parts.scored,
-            VAL: chosen_by(self.parts.scored[VAL], settings.val_reads, mates),
+            **self.splits.scored,
+            VAL: chosen_by(self.splits.scored[VAL], settings.val_reads, mates),
         }
         self.train, self.card = self._train(), self._card()
 
     def _train(self) -> Collection:
         if self.settings.balance != "sampling":
-            return self.parts.train
+            return self.splits.train
         memory = parse_bytes(self.settings.memory)
-        return evenly_drawn(self.parts.train, len(self.parts.classes), seed=self.settings.seed, memory=memory // 4)
+        return evenly_drawn(self.splits.train, len(self.splits.classes), seed=self.settings.seed, memory=memory // 4)
 
     def _card(self) -> Mapping[str, object]:
-        classes, parts = self.parts.classes, self.parts
+        classes, splits = self.splits.classes, self.splits
         rows = [
             {
                 "class_id": class_id,
                 "name": taxon.name,
                 "tax_id": taxon.tax_id,
                 **{rank.name: int(rank.of_class[label]) for rank in classes.ranks},
-                "reads": {name: int(counts[label]) for name, counts in parts.counts.items()},
+                "reads": {name: int(counts[label]) for name, counts in splits.counts.items()},
             }
             for label, (class_id, taxon) in enumerate(zip(classes.mapping.ids.tolist(), classes.taxa, strict=True))
         ]
         return {
-            "kind": READS,
+            "kind": "reads",
             "fingerprint": config_hash(
                 {"header_regex": self.settings.data.header_regex, "paired": self.settings.paired}
                 | {"class_ids": classes.mapping.ids.tolist()}
-                | {name: reads.fingerprint for name, reads in parts.files.items()}
+                | {name: reads.fingerprint for name, reads in splits.files.items()}
             ),
             "mapping": str(Path(self.settings.mapping).resolve()),
-            "files": {name: [str(path) for path in reads.paths] for name, reads in parts.files.items()},
-            "formats": {name: reads.formats for name, reads in parts.files.items()},
-            "bases": {name: reads.num_bases for name, reads in parts.files.items()},
-            "bytes": {name: reads.num_bytes for name, reads in parts.files.items()},
-            "reads": {name: int(counts.sum()) for name, counts in parts.counts.items()},
-            "no_class": {name: int(counts[UNKNOWN]) for name, counts in parts.counts.items()},
+            "files": {name: [str(path) for path in reads.paths] for name, reads in splits.files.items()},
+            "formats": {name: reads.formats for name, reads in splits.files.items()},
+            "bases": {name: reads.num_bases for name, reads in splits.files.items()},
+            "bytes": {name: reads.num_bytes for name, reads in splits.files.items()},
+            "reads": {name: int(counts.sum()) for name, counts in splits.counts.items()},
+            "no_class": {name: int(counts[UNKNOWN]) for name, counts in splits.counts.items()},
             "mates": 2 if self.settings.paired else 1,
             "chosen_by": len(self.scored[VAL]),
-            "held_out": "reads" if VAL not in parts.files else "files",
+            "held_out": "reads" if VAL not in splits.files else "files",
             "classes": rows,
             "ranks": {
                 rank.name: [{"name": taxon.name, "tax_id": taxon.tax_id} for taxon in rank.taxa]
@@ -144,32 +228,32 @@ class Classification:
         }
 
     def keep(self, run: Path) -> None:
-        """All there is to keep is on the card."""
+        """Nothing to write: everything is on the data card."""
 
-    def told(self) -> str:
-        parts, num_classes = self.parts, len(self.parts.classes)
-        lines = [f"{self.source}: {len(parts.train):,} reads of {num_classes} classes to learn from"]
-        counts = parts.counts[TRAIN][:-1]
-        empty = [parts.classes.taxa[label].name for label in map(int, np.flatnonzero(counts == 0))]
+    def summary(self) -> str:
+        splits, num_classes = self.splits, len(self.splits.classes)
+        lines = [f"{self.source}: {len(splits.train):,} training reads of {num_classes} classes"]
+        counts = splits.counts[TRAIN][:-1]
+        empty = [splits.classes.taxa[label].name for label in map(int, np.flatnonzero(counts == 0))]
         if empty:
             more = f" and {len(empty) - SHOWN} more" if len(empty) > SHOWN else ""
             lines.append(f"no training reads of {len(empty)} classes: {', '.join(empty[:SHOWN])}{more}")
         if counts.any() and counts.max() > 2 * counts[counts > 0].min():
             how = {
-                "weights": "each class counts the same, by weights",
-                "sampling": "each class is drawn as often as the others",
-                "none": "each read counts the same",
+                "weights": "classes are balanced by weights",
+                "sampling": "classes are balanced by sampling",
+                "none": "classes are not balanced",
             }[self.settings.balance]
             lines.append(f"classes have {counts[counts > 0].min():,} to {counts.max():,} reads: {how}")
         for name in self.scored:
-            none = int(parts.counts[name][UNKNOWN])
-            beside = f", {none} of them of no class that is known" if none else ""
-            lines.append(f"{name}: {parts.counts[name].sum():,} reads{beside}")
+            none = int(splits.counts[name][UNKNOWN])
+            unknown = f" ({none:,} of no known class)" if none else ""
+            lines.append(f"{name}: {splits.counts[name].sum():,} reads{unknown}")
         return "\n".join(lines)
 
     def table(self, built: Built, part: str) -> pa.Table:
         assert isinstance(built.model, NetModel)
-        collection, mates = self.scored[part], built.model.task.mates
+        collection, mates = self.scored[part], built.model.task.group_size
         outcome = built.model.outcome(collection)
         records = collection.record_numbers(np.arange(0, len(collection), mates))
         labels = labels_of(collection, mates)
@@ -183,15 +267,17 @@ class Classification:
         )
 
 
-def task_of(settings: ReadSettings, num_classes: int) -> Task:
-    return Task(num_classes, "macro F1", macro_f1, settings.balance == "weights", 2 if settings.paired else 1)
+def task_of(settings: ReadSettings, classes: Classes) -> Task:
+    mates = 2 if settings.paired else 1
+    answer = ReadAnswers({rank.name: rank.of_class for rank in classes.ranks}, mates)
+    judge = macro_f1
 
 
 def as_built(name: str, settings: ReadSettings, shapes: Mapping[str, Sequence[int]]) -> ReadSettings:
-    """Sizes that were left open, and followed from the memory or from the training reads, as they came out."""
+    """With the sizes of these weights, for settings that depend on the memory budget or the training reads."""
     if name == COUNTING:
         return replace(settings, bits=max(s[0] for s in shapes.values() if len(s) == 2).bit_length() - 1)
-    if name == "transformer" and "place" in shapes:  # longer reads are cut
+    if name == "transformer" and "place" in shapes:  # longer reads are truncated
         return replace(settings, max_length=shapes["place"][0])
     return settings
 
@@ -203,11 +289,42 @@ def recipe_of(settings: ReadSettings, num_classes: int, bases: int | None = None
 
 
 def macro_f1(labels: Labels, outcome: Outcome) -> float:
-    """The mean F1 over the classes that there are, each against all others; reads of no known class are left out."""
-    known = labels >= 0
-    labels, found = labels[known], outcome["class"].astype(np.int64)[known]
-    size = int(max(labels.max(initial=0), found.max(initial=0))) + 1
-    right = np.bincount(labels[labels == found], minlength=size)
-    there, said = np.bincount(labels, minlength=size), np.bincount(found, minlength=size)
-    seen = there > 0
-    return float(np.mean(2 * right[seen] / (there[seen] + said[seen]))) if seen.any() else 0.0
+    """The mean F1 over the classes that occur; reads of unknown classes are excluded."""
+    return float(np.nan_to_num(measures.macro_f1(labels, outcome[CLASS])))
+
+
+def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = False) -> Reads:
+    files = [file for path in place.split(",") if path.strip() for file in expand(path.strip())]
+    wanted = IndexSettings(header_regex=settings.data.header_regex, on_mismatch="error" if strict else "null")
+    return open_reads(
+        files,
+        settings=wanted,
+        mapping=settings.mapping,
+        unknown="error" if strict else "null",
+        memory=memory,
+        index_dir=settings.data.index_dir,
+        watch=watch_index,
+        notify=say,
+    )
+
+
+def _held_out(size: int) -> Iterator[NDArray[np.bool_]]:
+    """Whether each read is held out: random pairs of neighbours, the same every time."""
+    for first in range(0, size, BLOCK):
+        pairs = np.arange(first, min(first + BLOCK, size)) // 2
+        yield mix_words(pairs) >> np.uint64(40) < HELD_OUT_BELOW
+
+
+def _blocks(masks: Iterable[NDArray[np.bool_]]) -> Iterator[NDArray[np.bool_]]:
+    """The same masks, in the block size of `Marked`."""
+    rest = np.empty(0, bool)
+    for mask in masks:
+        rest = np.concatenate([rest, mask])
+        while len(rest) > BLOCK:
+            yield rest[:BLOCK]
+            rest = rest[BLOCK:]
+    yield rest
+
+
+def _split_name(place: str) -> str:
+    return Path(place).name.split(".")[0]

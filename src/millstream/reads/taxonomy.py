@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.errors import BadSource
-from millstream.source.mapping import LabelMapping, load_mapping
+from millstream.reads.mapping import LabelMapping, load_mapping
 
 RANKS = ("species", "genus", "family", "order", "class", "phylum", "kingdom", "domain")  # from the lowest
 ROOT = 1
@@ -21,7 +21,7 @@ _TAX_ID = ("tax_id", "taxid", "taxon_id")
 
 @dataclass(frozen=True)
 class Taxon:
-    """A group of classes. `tax_id` is 0 where nobody says what it is."""
+    """A taxon; `tax_id` is 0 if it is not known."""
 
     name: str
     tax_id: int
@@ -52,7 +52,7 @@ class Classes:
 
 
 def load_classes(mapping: LabelMapping, taxonomy: Path | None = None) -> Classes:
-    """Classes with the ranks that the mapping has columns for (`genus`, ...) or, given the dump's folder, all of them.
+    """Classes with the ranks that the mapping has columns for (`genus`, ...), or all ranks of a taxonomy dump.
 
     >>> load_classes(load_mapping("species.tsv")).ranks[1].taxa[0].name
     """
@@ -62,14 +62,14 @@ def load_classes(mapping: LabelMapping, taxonomy: Path | None = None) -> Classes
         lineages = [_row_lineage(row) for row in mapping.table.to_pylist()]
     else:
         if not any(tax_ids):
-            raise BadSource(f"{mapping.source}: has no column tax_id, which the taxonomy would be looked up by")
+            raise BadSource(f"{mapping.source}: has no column tax_id to look up in the taxonomy")
         lineages = read_lineages(taxonomy, tax_ids, where=mapping.source)
     taxa = [Taxon(name, tax_id) for name, tax_id in zip(names, tax_ids, strict=True)]
     return Classes(mapping, taxa, [rank for name in RANKS if (rank := _rank(name, lineages))])
 
 
 def classes_from_card(card: Mapping[str, object]) -> Classes:
-    """The classes that the data card of a run lists, so that its mapping and taxonomy need not be at hand."""
+    """The classes on the data card of a run, without its mapping and taxonomy files."""
     rows = cast("list[dict[str, Any]]", card["classes"])
     ranks = cast("dict[str, list[dict[str, Any]]]", card["ranks"])
     columns = {name: [row[name] for row in rows] for name in ("class_id", "name", "tax_id")}
@@ -84,20 +84,22 @@ def classes_from_card(card: Mapping[str, object]) -> Classes:
 
 
 def answer_column(rank: str) -> str:
-    """What answers at a rank are called: `class` is the answer itself, and a rank of taxonomists too."""
+    """The column of predictions at a rank: `class` is the predicted class, so the rank of that name is `rank_class`."""
     return "rank_class" if rank == "class" else rank
 
 
 def read_lineages(folder: Path, tax_ids: Sequence[int], *, where: str) -> list[dict[str, Taxon]]:
-    """For each tax id, the taxon at every rank above it (and its own), by nodes.dmp and names.dmp of a folder."""
+    """For each tax id, the taxon at its own and every higher rank, from nodes.dmp and names.dmp in a folder."""
     parents, ranks = _read_nodes(folder / "nodes.dmp")
     lineages: list[dict[str, int]] = []
     for tax_id in tax_ids:
-        if tax_id == 0:  # nobody says what it is
+        if tax_id == 0:  # not known
             lineages.append({})
             continue
         if tax_id not in parents:
-            raise BadSource(f"{where}: tax id {tax_id} is not in {folder / 'nodes.dmp'}. Take a newer dump, or mend it")
+            raise BadSource(
+                f"{where}: tax id {tax_id} is not in {folder / 'nodes.dmp'}. Use a newer dump, or correct the tax id"
+            )
         lineage: dict[str, int] = {}
         at = tax_id
         while at != ROOT and at in parents:
@@ -117,7 +119,7 @@ def _rank(name: str, lineages: Sequence[dict[str, Taxon]]) -> Rank | None:
 
 
 def _row_lineage(row: dict[str, object]) -> dict[str, Taxon]:
-    """A column of a rank's name; its tax id, if there is one, is in `genus_tax_id`."""
+    """From columns named like ranks; their tax ids, if any, are in columns such as `genus_tax_id`."""
     own = next((row[name] for name in _TAX_ID if isinstance(row.get(name), int)), 0)
     lineage: dict[str, Taxon] = {}
     for rank in RANKS:
@@ -169,7 +171,9 @@ def _rows(path: Path) -> Iterator[list[str]]:
             for number, line in enumerate(file, 1):
                 cells = [cell.strip() for cell in line.rstrip("\n").removesuffix("|").split("|")]
                 if len(cells) < 4 or not cells[0].isdigit():
-                    raise BadSource(f"{path}: line {number} is not of NCBI's taxonomy dump: {line.strip()[:60]!r}")
+                    raise BadSource(
+                        f"{path}: line {number} is not in the format of the NCBI taxonomy dump: {line.strip()[:60]!r}"
+                    )
                 yield cells
     except (FileNotFoundError, NotADirectoryError):
-        raise BadSource(f"{path}: no such file; taxonomy= names the folder of NCBI's taxdump") from None
+        raise BadSource(f"{path}: no such file; taxonomy= must be the folder of an NCBI taxonomy dump") from None

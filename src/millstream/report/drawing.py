@@ -1,16 +1,16 @@
-"""How figures look and are kept, whatever is compared: colours, axes, legends, and those of any training."""
+"""How figures look and are saved, for any kind of model: palette, axes, legends, curves, training and memory."""
 
 import io
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
-from millstream.console import format_bytes
+from millstream.core.console import format_bytes
 from millstream.errors import MissingExtra
-from millstream.report.results import Curve
-from millstream.store.layout import publish
+from millstream.report import STYLE_SHEET
+from millstream.report.measures import Curve
 
 try:
     import matplotlib
@@ -18,24 +18,19 @@ try:
 except ImportError:
     raise MissingExtra("Figures need the package 'matplotlib': pip install 'millstream[report]'") from None
 
-# Colours on light ground, and what the page puts in their place on dark ground. The lines are told apart by people with
-# any kind of colour blindness (after Okabe and Ito, evened in lightness), and by their dashes.
-PALETTE = {
-    "ink": ("#1b1d21", "#e3e5e8"),
-    "grid": ("#dfe1e5", "#33373d"),
-    "grey": ("#b3b7bd", "#5b6068"),
-    "line0": ("#0072b2", "#5ab4e6"),
-    "line1": ("#d55e00", "#ff9452"),
-    "line2": ("#00896a", "#35cba3"),
-    "line3": ("#b0509b", "#e39bd2"),
-    "line4": ("#8a6d00", "#e3c443"),
-    "line5": ("#3b3fb5", "#a3a7ff"),
-    "line6": ("#7a4a2b", "#cfa284"),
+# Each colour for light and dark backgrounds, from the style sheet shared by report and explorer. Lines are
+# distinguishable with any kind of colour blindness (after Okabe and Ito, with even lightness), and by their dashes.
+PALETTE: dict[str, tuple[str, str]] = {
+    name: (light, dark)
+    for name, light, dark in re.findall(
+        r"--(\w+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\);", STYLE_SHEET.read_text()
+    )
 }
-INK, GRID, GREY, *LINES = (light for light, _ in PALETTE.values())
+INK, GRID, GREY = (PALETTE[name][0] for name in ("ink", "grid", "grey"))
+LINES = [light for name, (light, _) in PALETTE.items() if name.startswith("line")]
 DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 DOTTED: Any = (0, (1, 2))
-_MAX_POINTS = 160  # of a line: no eye sees more in a figure of this size, and the page stays small
+_MAX_POINTS = 160  # per line: more would not be visible, and the page stays small
 _STYLE = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -61,7 +56,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure and its words; `missing` says why there is none."""
+    """A figure with its title and caption; `missing` says why there is none."""
 
     name: str
     title: str
@@ -70,12 +65,12 @@ class Drawing:
     missing: str = ""
 
     def svg(self, *, transparent: bool = False) -> str:
-        """The figure as SVG whose bytes depend on nothing but what is drawn."""
+        """The figure as SVG; the same drawing gives the same bytes."""
         figure: Any = self.figure
         text = io.StringIO()
         with style({"svg.hashsalt": self.name}):
             figure.savefig(text, format="svg", transparent=transparent, metadata=_NO_METADATA)
-        figure.set_layout_engine("none")  # what is laid out stays so, and laying out is most of the work
+        figure.set_layout_engine("none")  # the layout is done, and it is most of the work
         return text.getvalue()
 
     def png(self) -> bytes:
@@ -88,17 +83,14 @@ class Drawing:
 _NO_METADATA: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
-def write_drawings(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
-    """Every figure that there is data for, as .svg and .png on white ground."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files: dict[Path, bytes] = {}
+def drawing_files(drawings: Iterable[Drawing]) -> dict[str, bytes]:
+    """Every figure that has data, as .svg and .png on a white background."""
+    files: dict[str, bytes] = {}
     for drawing in drawings:
         if drawing.figure:
-            files[folder / f"{drawing.name}.svg"] = drawing.svg().encode()
-            files[folder / f"{drawing.name}.png"] = drawing.png()
-    for file, data in files.items():
-        publish(file, data)
-    return list(files)
+            files[f"{drawing.name}.svg"] = drawing.svg().encode()
+            files[f"{drawing.name}.png"] = drawing.png()
+    return files
 
 
 def style(more: Mapping[str, object] | None = None) -> AbstractContextManager[None]:
@@ -107,7 +99,7 @@ def style(more: Mapping[str, object] | None = None) -> AbstractContextManager[No
 
 @dataclass(frozen=True)
 class Look:
-    """How the lines of a model are drawn in every figure; without a name in the legend it is one of the grey."""
+    """How the lines of a model are drawn in every figure; unnamed ones are grey, and "others" in the legend."""
 
     colour: str = GREY
     dashes: Any = "-"
@@ -119,22 +111,68 @@ class Look:
         return {**own, "zorder": 3 if self.named else 2, "label": label if self.named else "_"}
 
 
+def looks_of(names: Sequence[str], *, solid: Sequence[str], dashed: Sequence[str]) -> dict[str, Look]:
+    """Colours for the solid and dashed lines, as far as colours go; grey for all others."""
+    looks = {name: Look() for name in names}
+    styles = [*((name, "-") for name in solid)]
+    styles += [(name, DASHES[place % len(DASHES)]) for place, name in enumerate(dashed)]
+    for colour, (name, dashes) in zip(LINES, styles, strict=False):
+        looks[name] = Look(colour, dashes, 1.7, True)
+    return looks
+
+
 def new_axes(x: str, y: str, size: tuple[float, float] = (4.6, 3.8)) -> tuple[Figure, Any]:
-    """Empty axes, of a size in inches."""
+    """Empty axes; the size is in inches."""
     figure = Figure(figsize=size, layout="constrained")
-    axes: Any = figure.add_subplot()  # its methods are only half typed
+    axes: Any = figure.add_subplot()  # its methods are only partly typed
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_axisbelow(True)
     return figure, axes
 
 
+def axes_of(drawing: Drawing) -> Any:
+    """The axes of an existing figure, to add to."""
+    figure: Any = drawing.figure
+    return figure.axes[0]
+
+
 def legend(figure: Any, axes: Any, *, grey: bool = False) -> None:
-    """Below the axes, where no line can run through it; one entry for all that is grey."""
+    """A legend below the axes, where no line crosses it; one entry for all grey lines."""
     if grey:
         axes.plot([], [], color=GREY, linewidth=0.8, label="others")
     if axes.get_legend_handles_labels()[1]:
         figure.legend(loc="outside lower center", ncols=2)
+
+
+def curve_drawing(
+    about: tuple[str, str, str],
+    axes_titles: tuple[str, str],
+    curves: Mapping[str, Curve],
+    looks: Mapping[str, Look],
+    *,
+    missing: str = "",
+    labels: Mapping[str, str] | None = None,
+    reference: tuple[tuple[float, float], tuple[float, float]] | None = None,
+    marker: float = 0,
+    x_range: tuple[float | None, float | None] | None = None,
+    y_range: tuple[float | None, float | None] | None = None,
+) -> Drawing:
+    """One line per model; `about` is the figure's name, title and caption; `reference` is a dotted line."""
+    if not curves:
+        return Drawing(*about, None, missing)
+    figure, axes = new_axes(*axes_titles)
+    if reference is not None:
+        axes.plot(*reference, color=INK, linewidth=0.9, linestyle=DOTTED)
+    markers = {"marker": "o", "markersize": marker} if marker else {}
+    for name, curve in curves.items():
+        axes.plot(*thinned(curve), **looks[name].options((labels or {}).get(name, name)), **markers)
+    if x_range is not None:
+        axes.set_xlim(*x_range)
+    if y_range is not None:
+        axes.set_ylim(*y_range)
+    legend(figure, axes, grey=any(not looks[name].named for name in curves))
+    return Drawing(*about, figure)
 
 
 def history_drawings(
@@ -142,9 +180,9 @@ def history_drawings(
     kinds: Mapping[str, tuple[str, str, str]],
     looks: Mapping[str, Look],
     *,
-    what: str = "detector",
+    what: str,
 ) -> list[Drawing]:
-    """A figure for each number that was logged every epoch; its title, its unit and its caption are in `kinds`."""
+    """A figure per number logged each epoch; `kinds` has its title, unit and caption. `what` is the kind of model."""
     drawings: list[Drawing] = []
     order = {name: place for place, name in enumerate(looks)}
     for key, (title, unit, caption) in kinds.items():
@@ -153,7 +191,7 @@ def history_drawings(
             x, y = epoch.get("epoch"), epoch.get(key)
             if isinstance(x, int | float) and isinstance(y, int | float):
                 lines.setdefault((str(epoch.get("model")), epoch.get("seed")), []).append((x, y))
-        missing = f"no {what} of this run logged it" if history else f"no {what} was trained over epochs"
+        missing = f"no {what} of this run logged it" if history else f"no {what} was trained in epochs"
         if not lines:
             drawings.append(Drawing(key, title, caption, None, missing))
             continue
@@ -167,7 +205,7 @@ def history_drawings(
         axes.xaxis.get_major_locator().set_params(integer=True)
         epochs = {x for points in lines.values() for x, _ in points}
         if len(epochs) == 1:
-            axes.set_xlim(min(epochs) - 1, min(epochs) + 1)  # else the one tick would be among fractions
+            axes.set_xlim(min(epochs) - 1, min(epochs) + 1)  # else its tick would be among fractions
         axes.yaxis.get_major_locator().set_params(integer=key == "active_units")
         legend(figure, axes, grey=any(not looks.get(name, Look()).named for name in named))
         drawings.append(Drawing(key, title, caption, figure))
@@ -175,24 +213,24 @@ def history_drawings(
 
 
 def memory_drawing(memory: Sequence[tuple[float, int]], budget: int | None) -> Drawing:
-    title, caption = "Memory", "Resident memory of the run over time."
+    title, caption = "Memory", "Resident memory during the run."
     if not memory:
         return Drawing("memory", title, caption, None, "the run logged no memory")
     longest = max(seconds for seconds, _ in memory)
     unit, scale = ("minutes", 60) if longest > 300 else ("seconds", 1)
-    figure, axes = new_axes(f"{unit} since the start", "GB")
+    figure, axes = new_axes(f"{unit} since start", "GB")
     x, y = thinned(Curve([s / scale for s, _ in memory], [b / 1e9 for _, b in memory]))
     axes.plot(x, y, color=LINES[0], linewidth=1.5, label="in use")
     if budget is not None:
         axes.axhline(budget / 1e9, color=LINES[1], linewidth=1.2, linestyle="--", label="budget")
-        caption = f"Resident memory of the run over time, and its budget of {format_bytes(budget)}."
+        caption = f"Resident memory during the run, and its budget of {format_bytes(budget)}."
     axes.set_ylim(0, None)
     legend(figure, axes)
     return Drawing("memory", title, caption, figure)
 
 
 def thinned(curve: Curve) -> tuple[list[float], list[float]]:
-    """Every n-th point, and always the last."""
+    """Every n-th point, always including the last."""
     step = max(1, len(curve.x) // _MAX_POINTS)
     keep = sorted({*range(0, len(curve.x), step), len(curve.x) - 1})
     return [float(curve.x[place]) for place in keep], [float(curve.y[place]) for place in keep]

@@ -1,24 +1,58 @@
-"""Numbers and curves of one detector's scores. Label 1, the answer is wrong, is what is to be found.
+"""Measures and curves of scores against labels, in plain numpy: ranking, thresholds, rejection, calibration, macro F1.
 
-Those of many sets of weights at once (`..s`) take how often each record was drawn: R sets of N counts.
+Of two classes, label 1 is the one to find. Functions ending in `s` compute one number for each of R sets of counts (how
+often each of N records was drawn) and sort the scores only once.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.report.results import Curve
-
-# R sets of weights, N records, G groups of records with equal scores
+# R sets of counts, N records, G groups of records with equal scores, C classes
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int8]
 Counts = NDArray[np.generic]
 
-MAX_POINTS = 500  # of a curve: more would not be seen
+MAX_POINTS = 500  # per curve: more would not be visible
+NUM_BINS = 15
+_MAX_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a line."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+# -- ranking
+
+
+def auroc(labels: Counts, scores: Counts, weights: Counts | None = None) -> float:
+    """The probability that a record of label 1 scores above one of label 0; ties count half. NaN with one class."""
+    drawn = np.ones((1, len(labels))) if weights is None else np.asarray(weights, np.float64)[None]
+    return float(aurocs(labels, scores, drawn)[0])
+
+
+def aurocs(labels: Counts, scores: Counts, weights_RN: Counts) -> Floats:
+    order = np.argsort(scores, kind="stable")
+    ranked = np.asarray(scores, np.float64)[order]
+    positive = np.asarray(labels)[order] == 1
+    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], len(ranked) > 0))  # the end of each group of ties
+    weights = np.asarray(weights_RN)[:, order].astype(np.float64)
+    ones = np.diff(np.cumsum(weights * positive, axis=1)[:, last], axis=1, prepend=0)
+    below = np.cumsum(weights * ~positive, axis=1)[:, last]
+    zeros = np.diff(below, axis=1, prepend=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (ones * (below - zeros / 2)).sum(axis=1) / (ones.sum(axis=1) * zeros.sum(axis=1))
 
 
 def average_precision(labels: Labels, scores: Floats) -> float:
-    """The area under precision over recall, in steps (AUPR)."""
+    """The area under the precision-recall curve, as a step function (AUPR)."""
     return float(average_precisions(labels, scores, _once(labels))[0])
 
 
@@ -28,63 +62,12 @@ def average_precisions(labels: Labels, scores: Floats, counts_RN: Counts) -> Flo
     return (np.diff(found_RG, axis=1, prepend=0) * precision_RG).sum(axis=1) / found_RG[:, -1]
 
 
-def best_threshold(labels: Labels, scores: Floats) -> float:
-    """The score from which on to say "wrong" for the highest F1; the highest such score."""
-    found_G, total_G, last = _sweep(labels, scores)
-    f1_G = 2 * found_G / (total_G + found_G[-1])
-    return float(-np.sort(-scores)[last[np.argmax(f1_G)]])
-
-
-def precision_recall(labels: Labels, scores: Floats, threshold: float) -> tuple[float, float]:
-    """Of all called wrong, how many are; of all that are wrong, how many were called so. 0 where there are none."""
-    called = scores >= threshold
-    hits = int(labels[called].sum())
-    return hits / max(int(called.sum()), 1), hits / max(int(labels.sum()), 1)
-
-
-def f1_score(labels: Labels, scores: Floats, threshold: float) -> float:
-    return float(f1_scores(labels, scores, threshold, _once(labels))[0])
-
-
-def f1_scores(labels: Labels, scores: Floats, threshold: float, counts_RN: Counts) -> Floats:
-    called = (scores >= threshold).astype(np.float64)
-    wrong = labels.astype(np.float64)
-    counts = np.asarray(counts_RN, np.float64)
-    return 2 * (counts @ (called * wrong)) / np.maximum(counts @ (called + wrong), 1)
-
-
 def fpr_at_tpr(labels: Labels, scores: Floats, tpr: float = 0.95) -> float:
-    """The share of right answers called wrong, when so many of the wrong ones are to be found."""
+    """The false positive rate at this true positive rate."""
     found_G, total_G, _ = _sweep(labels, scores)
     enough = int(np.argmax(found_G >= tpr * found_G[-1] - 1e-9))
     false_G = total_G - found_G
     return float(false_G[enough] / false_G[-1])
-
-
-def aurc(labels: Labels, scores: Floats) -> float:
-    """The mean share of wrong answers among the k with the lowest scores, over all k. Lower is better.
-
-    Of equal scores it is the mean over all orders.
-    """
-    return float(aurcs(labels, scores, _once(labels))[0])
-
-
-def aurcs(labels: Labels, scores: Floats, counts_RN: Counts) -> Floats:
-    wrong_RG, total_RG = _tally(labels, scores, counts_RN)
-    size_RG, wrong_in_RG = np.diff(total_RG, axis=1, prepend=0), np.diff(wrong_RG, axis=1, prepend=0)
-    rate_RG = wrong_in_RG / np.maximum(size_RG, 1)
-    # In a group, k runs from s + 1 to e, and the share is (w + (k - s) rate) / k = rate + (w - s rate) / k:
-    # its sum needs no loop over k, but the harmonic numbers. With w and s at the end of the group it is the same.
-    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(total_RG.max()) + 1))])
-    of_k_RG = np.diff(harmonic[total_RG.astype(np.int64)], axis=1, prepend=0)
-    sums = wrong_RG[:, -1] + ((wrong_RG - total_RG * rate_RG) * of_k_RG).sum(axis=1)
-    return sums / total_RG[:, -1]
-
-
-def prr(labels: Labels, scores: Floats) -> float:
-    """The prediction rejection ratio: 1 for an order that keeps all right answers longest, 0 for a random one."""
-    base = float(labels.mean())
-    return (base - aurc(labels, scores)) / (base - aurc(labels, labels.astype(np.float64)))
 
 
 def roc_curve(labels: Labels, scores: Floats) -> Curve:
@@ -101,10 +84,163 @@ def precision_curve(labels: Labels, scores: Floats) -> Curve:
     return _curve(np.append(0.0, found_G / found_G[-1]), np.append(precision_G[0], precision_G))
 
 
+# -- at a threshold
+
+
+def best_threshold(labels: Labels, scores: Floats) -> float:
+    """The threshold with the highest F1; of equal ones, the highest."""
+    found_G, total_G, last = _sweep(labels, scores)
+    f1_G = 2 * found_G / (total_G + found_G[-1])
+    return float(-np.sort(-scores)[last[np.argmax(f1_G)]])
+
+
+def precision_recall(labels: Labels, scores: Floats, threshold: float) -> tuple[float, float]:
+    """Precision and recall of the records at or above the threshold; 0 if there are none."""
+    flagged = scores >= threshold
+    hits = int(labels[flagged].sum())
+    return hits / max(int(flagged.sum()), 1), hits / max(int(labels.sum()), 1)
+
+
+def f1_score(labels: Labels, scores: Floats, threshold: float) -> float:
+    return float(f1_scores(labels, scores, threshold, _once(labels))[0])
+
+
+def f1_scores(labels: Labels, scores: Floats, threshold: float, counts_RN: Counts) -> Floats:
+    flagged = (scores >= threshold).astype(np.float64)
+    positive = labels.astype(np.float64)
+    counts = np.asarray(counts_RN, np.float64)
+    return 2 * (counts @ (flagged * positive)) / np.maximum(counts @ (flagged + positive), 1)
+
+
+# -- rejection: keep the records with the lowest scores
+
+
+def aurc(labels: Labels, scores: Floats) -> float:
+    """The mean share of label 1 among the k lowest scores, over all k. Ties: the mean over all their orders."""
+    return float(aurcs(labels, scores, _once(labels))[0])
+
+
+def aurcs(labels: Labels, scores: Floats, counts_RN: Counts) -> Floats:
+    found_RG, total_RG = _tally(labels, scores, counts_RN)
+    size_RG, found_in_RG = np.diff(total_RG, axis=1, prepend=0), np.diff(found_RG, axis=1, prepend=0)
+    rate_RG = found_in_RG / np.maximum(size_RG, 1)
+    # In a group, k runs from s + 1 to e, and the share is (w + (k - s) rate) / k = rate + (w - s rate) / k:
+    # its sum needs harmonic numbers instead of a loop over k. With w and s at the end of the group it is the same.
+    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(total_RG.max()) + 1))])
+    of_k_RG = np.diff(harmonic[total_RG.astype(np.int64)], axis=1, prepend=0)
+    sums = found_RG[:, -1] + ((found_RG - total_RG * rate_RG) * of_k_RG).sum(axis=1)
+    return sums / total_RG[:, -1]
+
+
+def prr(labels: Labels, scores: Floats) -> float:
+    """The prediction rejection ratio: 1 if all of label 1 are rejected first, 0 for a random order."""
+    base = float(labels.mean())
+    return (base - aurc(labels, scores)) / (base - aurc(labels, labels.astype(np.float64)))
+
+
 def risk_coverage(labels: Labels, scores: Floats) -> Curve:
-    """The share of answers kept, those of the lowest scores first, and the share of wrong ones among them."""
-    wrong_RG, total_RG = _tally(labels, scores, _once(labels))
-    return _curve(total_RG[0] / len(labels), wrong_RG[0] / total_RG[0])
+    """The share of records kept, lowest scores first, and the share of label 1 among them."""
+    found_RG, total_RG = _tally(labels, scores, _once(labels))
+    return _curve(total_RG[0] / len(labels), found_RG[0] / total_RG[0])
+
+
+# -- calibration
+
+
+@dataclass(frozen=True)
+class Platt:
+    """A logistic curve through scores: `platt(scores)` are probabilities of label 1."""
+
+    mean: float
+    scale: float
+    slope: float
+    offset: float
+
+    def __call__(self, scores: Floats) -> Floats:
+        return _logistic(self.slope * (scores - self.mean) / self.scale + self.offset)
+
+
+def fit_platt(labels: Labels, scores: Floats) -> Platt:
+    """Logistic regression of labels on standardised scores.
+
+    Uses Platt's targets, slightly inside 0 and 1, so that the slope is finite even if the classes do not overlap.
+    """
+    mean, scale = float(scores.mean()), float(scores.std()) or 1.0
+    design = np.stack([(scores - mean) / scale, np.ones(len(scores))], axis=1)
+    num_positive = int(labels.sum())
+    targets = np.where(labels == 1, (num_positive + 1) / (num_positive + 2), 1 / (len(labels) - num_positive + 2))
+    weights = np.zeros(2)
+    loss = _loss(design @ weights, targets)
+    for _ in range(_MAX_STEPS):
+        probabilities = _logistic(design @ weights)
+        gradient = design.T @ (probabilities - targets)
+        curvature = probabilities * (1 - probabilities)
+        step = np.linalg.solve(design.T @ (design * curvature[:, None]) + 1e-9 * np.eye(2), gradient)
+        # Newton overshoots where the curve is flat: halve the step until it helps.
+        while (tried := _loss(design @ (weights - step), targets)) > loss and np.abs(step).max() > 1e-12:
+            step = step / 2
+        weights, loss = weights - step, tried
+        if np.abs(step).max() < 1e-9:
+            break
+    return Platt(mean, scale, float(weights[0]), float(weights[1]))
+
+
+def brier(labels: Labels, probabilities: Floats) -> float:
+    """The mean squared difference between probability and label."""
+    return float(np.mean((probabilities - labels) ** 2))
+
+
+def ece(labels: Labels, probabilities: Floats, num_bins: int = NUM_BINS) -> float:
+    """The expected calibration error over bins of equal counts; equal values share a bin. NaN without records."""
+    return calibration(labels, probabilities, num_bins)[0]
+
+
+def calibration_curve(labels: Labels, probabilities: Floats, num_bins: int = NUM_BINS) -> Curve:
+    """The mean probability of each bin, and the share of label 1 in it."""
+    return calibration(labels, probabilities, num_bins)[1]
+
+
+def calibration(labels: Labels, probabilities: Floats, num_bins: int = NUM_BINS) -> tuple[float, Curve]:
+    """The ECE and the calibration curve, from the same bins."""
+    if not len(labels):
+        return float("nan"), Curve([], [])
+    bins = equal_bins(probabilities, num_bins)
+    sizes = np.bincount(bins).astype(np.float64)
+    predicted, observed = np.bincount(bins, probabilities) / sizes, np.bincount(bins, labels) / sizes
+    return float(np.abs(predicted - observed) @ sizes / len(labels)), Curve(predicted.tolist(), observed.tolist())
+
+
+def equal_bins(values: Counts, num_bins: int) -> NDArray[np.int64]:
+    """The bin of every value, from 0: about equal counts, equal values in the same bin, no empty bin."""
+    ranked = np.sort(values)
+    starts = np.unique(ranked[[len(ranked) * number // num_bins for number in range(num_bins)]])
+    return np.searchsorted(starts, values, side="right") - 1
+
+
+# -- many classes
+
+
+def macro_f1(labels: Counts, predicted: Counts) -> float:
+    """The mean F1 over the classes that occur in the labels; records of label -1 are left out. NaN without any."""
+    true, found = np.asarray(labels, np.int64), np.asarray(predicted, np.int64)
+    true, found = true[true >= 0], found[true >= 0]
+    size = int(max(true.max(initial=0), found.max(initial=0))) + 1
+    counts = (np.bincount(some, minlength=size) for some in (true, found, true[true == found]))
+    return float(macro_f1s(*counts))
+
+
+def macro_f1s(true: Counts, predicted: Counts, hits: Counts) -> Floats:
+    """The same from counts per class [..., C]: its records, records assigned to it, and correctly assigned ones."""
+    true, predicted, hits = (np.asarray(some, np.float64) for some in (true, predicted, hits))
+    occurs = true > 0
+    f1 = np.nan_to_num(ratio(2 * hits, true + predicted))
+    return ratio(np.where(occurs, f1, 0).sum(axis=-1), occurs.sum(axis=-1))
+
+
+def ratio(part: Counts, whole: Counts) -> Floats:
+    """part / whole; NaN where the whole is 0."""
+    part, whole = np.asarray(part, np.float64), np.asarray(whole, np.float64)
+    return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole > 0)
 
 
 def _once(labels: Labels) -> Counts:
@@ -112,19 +248,19 @@ def _once(labels: Labels) -> Counts:
 
 
 def _tally(labels: Labels, scores: Floats, counts_RN: Counts) -> tuple[Floats, Floats]:
-    """Wrong answers, and all, up to and with each group of equal scores, from the lowest score on."""
+    """Records of label 1, and all records, up to and including each group of equal scores, lowest score first."""
     order, last = _groups(scores)
     counts = np.asarray(counts_RN)[:, order].astype(np.float64)
-    ends = slice(None) if len(last) == len(scores) else last  # without ties there is nothing to pick
+    ends = slice(None) if len(last) == len(scores) else last  # without ties, all positions
     total_RG = np.cumsum(counts, axis=1)[:, ends]
     counts *= labels[order]
     return np.cumsum(counts, axis=1)[:, ends], total_RG
 
 
 def _sweep(labels: Labels, scores: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """The same from the highest score on, of every record once; and the place of each group's last."""
-    wrong_RG, total_RG = _tally(labels, -scores, _once(labels))
-    return wrong_RG[0], total_RG[0], _groups(-scores)[1]
+    """The same from the highest score down, each record once; and the position of the last record of each group."""
+    found_RG, total_RG = _tally(labels, -scores, _once(labels))
+    return found_RG[0], total_RG[0], _groups(-scores)[1]
 
 
 def _groups(scores: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -136,3 +272,11 @@ def _groups(scores: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _curve(x: Floats, y: Floats) -> Curve:
     kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), MAX_POINTS)).round().astype(np.int64))
     return Curve(x[kept].tolist(), y[kept].tolist())
+
+
+def _logistic(values: Floats) -> Floats:
+    return np.exp(-np.logaddexp(0, -values))
+
+
+def _loss(values: Floats, targets: Floats) -> float:
+    return float(np.sum(np.logaddexp(0, values) - targets * values))

@@ -1,18 +1,19 @@
-"""What a run found, as one HTML page that needs no network and runs nothing that the data say."""
+"""A report as one HTML page: it needs no network, and nothing in the data can run as code."""
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any, ClassVar
 
 from millstream.errors import MissingExtra
-from millstream.report.cells import DASH, Cell, branch, flat, p_text, shown
 from millstream.report.drawing import PALETTE, Drawing
-from millstream.report.figures import draw
-from millstream.report.results import Difference, Interval, ModelResult, Results
-from millstream.report.tables import COLUMNS, GROUPS, Column
-from millstream.store.layout import publish
+from millstream.report.intervals import Difference, Interval
+from millstream.report.run import write_files
+from millstream.report.tables import DASH, Cell, Column, Table, card_table, clipped, difference_table, shown
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -20,38 +21,181 @@ try:
 except ImportError:
     raise MissingExtra("The report needs the package 'jinja2': pip install 'millstream[report]'") from None
 
-_MAX_TEXT = 400  # characters shown of a question or an answer
+_MAX_TEXT = 400  # characters shown of a text or a setting
 _VARIABLES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
 
 
-def write_report(results: Results, out: Path, *, drawings: Sequence[Drawing] | None = None) -> Path:
-    """The report as the file `out`, whole or not at all; with these figures, if they are drawn already.
+@dataclass(frozen=True)
+class Scale:
+    """Numbers -> percent of the width of a plot, on one scale for all rows."""
 
-    >>> write_report(read_results("run"), Path("run/report.html"))  # doctest: +SKIP
-    """
-    drawings = draw(results) if drawings is None else drawings
-    return render(
-        "template.html.j2",
-        out,
-        results=results,
-        title=_title(results),
-        facts=_facts(results),
-        columns=[(column, _chance(column, results)) for column in COLUMNS],
-        groups=GROUPS,
-        rows=_comparison(results.models),
-        differences=_differences(results.differences),
-        figures=inlined(drawings),
-        not_drawn=[drawing for drawing in drawings if not drawing.figure],
-        verdicts=_verdicts(results.data),
-        parts=_parts(results.data),
-        card=flat({name: value for name, value in results.data.items() if name not in ("verdicts", "parts")}),
-        settings=flat(results.config),
-        environment=flat(results.environment),
-    )
+    reference: float
+    low: float
+    width: float
+
+    @staticmethod
+    def of(intervals: Sequence[Interval], *, reference: float) -> "Scale":
+        numbers = [number for one in intervals for number in (one.low, one.value, one.high)]
+        numbers = [number for number in (*numbers, reference) if math.isfinite(number)]
+        return Scale(reference, min(numbers), (max(numbers) - min(numbers)) or 1.0)
+
+    def place(self, number: float) -> float:
+        return round(4 + 92 * (number - self.low) / self.width, 2)
 
 
-def render(template: str, out: Path, **values: object) -> Path:
-    """A template of this folder as the file `out`, in the colours of the figures."""
+@dataclass(frozen=True, kw_only=True)
+class TableBlock:
+    """A table that can be sorted. The first column names the row."""
+
+    kind: ClassVar = "table"
+    table: Table[Any]
+    label: str
+    css: str = ""
+    is_tall: bool = False  # scrolls within itself
+    sort: tuple[str, str] = ("", "")  # a column's key, and ascending or descending: how the rows are sorted
+    plot: tuple[str, Scale] | None = None  # a column's key: its intervals are drawn next to its numbers
+    notes: Mapping[str, str] = field(default_factory=dict[str, str])  # below headings, by key
+    row_css: Callable[[Any], str] = lambda _: ""
+    row_note: Callable[[Any], str] = lambda _: ""  # below the name of a row
+
+    def groups(self) -> list[tuple[str, int]]:
+        """Headings above columns, and how many columns each is above."""
+        spans = [(name, len(list(some))) for name, some in groupby(self.table.columns, key=lambda one: one.group)]
+        return spans if any(name for name, _ in spans) else []
+
+    def cells(self, row: Any) -> list["ShownCell"]:
+        return [self._cell(column, row) for column in self.table.columns]
+
+    def _cell(self, column: Column[Any], row: Any) -> "ShownCell":
+        value = column.value(row)
+        is_plotted = self.plot is not None and self.plot[0] == column.key
+        plot = _plot(value, self.plot[1]) if self.plot is not None and is_plotted else None
+        return ShownCell.of(value, column.spec, is_plotted=is_plotted, plot=plot)
+
+
+@dataclass(frozen=True)
+class FiguresBlock:
+    """Figures side by side, and a line for each that is missing."""
+
+    kind: ClassVar = "figures"
+    drawings: Sequence[Drawing]
+    is_large: bool = False
+
+    def inlined(self) -> list[tuple[Drawing, Markup]]:
+        return [(drawing, _inline_svg(drawing)) for drawing in self.drawings if drawing.figure]
+
+    def missing(self) -> list[Drawing]:
+        return [drawing for drawing in self.drawings if not drawing.figure]
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    kind: ClassVar = "text"
+    text: str
+    css: str = ""
+
+
+@dataclass(frozen=True)
+class HeadingBlock:
+    kind: ClassVar = "heading"
+    text: str
+
+
+@dataclass(frozen=True)
+class KeyBlock:
+    """A legend for the marks of rows: CSS class -> meaning."""
+
+    kind: ClassVar = "key"
+    marks: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class WordsBlock:
+    """Terms and their meanings, in a collapsible block."""
+
+    kind: ClassVar = "words"
+    summary: str
+    lists: Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class PairsBlock:
+    """Names and values of a card or of settings."""
+
+    kind: ClassVar = "pairs"
+    tree: Mapping[str, object]
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        return card_table(self.tree).rows
+
+
+@dataclass(frozen=True)
+class CardsBlock:
+    """Single records: a note, a title, and texts by name, one or several per name."""
+
+    kind: ClassVar = "cards"
+    cards: Sequence[tuple[str, str, Mapping[str, Sequence[str]]]]
+
+
+@dataclass(frozen=True)
+class FoldBlock:
+    """Blocks in a collapsible block."""
+
+    kind: ClassVar = "fold"
+    summary: str
+    blocks: "Sequence[Block]"
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class SideBlock:
+    """Groups of blocks side by side."""
+
+    kind: ClassVar = "side"
+    columns: "Sequence[Sequence[Block]]"
+
+
+Block = (
+    TableBlock
+    | FiguresBlock
+    | TextBlock
+    | HeadingBlock
+    | KeyBlock
+    | WordsBlock
+    | PairsBlock
+    | CardsBlock
+    | FoldBlock
+    | SideBlock
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page with an entry in the contents. Without blocks, `missing` says why it is left out."""
+
+    id: str
+    title: str
+    blocks: Sequence[Block]
+    missing: str = ""
+    short: str = ""  # its name in the contents, if not the title
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """The contents of a report. `what` is the kind of model that is compared, such as "classifier"."""
+
+    what: str
+    title: str  # the data they were compared on
+    facts: Mapping[str, object]  # below the title; None is left out
+    findings: Sequence[str]
+    sections: Sequence[Section]
+    settings: Mapping[str, object]
+    environment: Mapping[str, object]
+    not_run: Mapping[str, str]  # models, and why they have no results
+
+
+def write_page(page: Page, out: Path) -> Path:
+    """Write the page to `out`, complete or not at all."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -59,26 +203,83 @@ def render(template: str, out: Path, **values: object) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(shown=shown, chance=p_text, clipped=_clipped)
-    page = environment.get_template(template).render(palette=PALETTE, **values)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    publish(out, page.encode("utf-8", "replace"))
+    environment.filters["clipped"] = partial(clipped, length=_MAX_TEXT)
+    sections = [
+        *page.sections,
+        _pairs_section("settings", "Settings", page.settings, "Left out: the run did not record its settings."),
+        _pairs_section("environment", "Environment", page.environment, "Left out: the run did not record it."),
+        _pairs_section("not-run", "Not run", page.not_run, f"None: every requested {page.what} has run."),
+    ]
+    facts = {name: str(value) for name, value in page.facts.items() if value is not None}
+    text = environment.get_template("page.html.j2").render(page=page, sections=sections, facts=facts)
+    write_files({out.name: text.encode("utf-8", "replace")}, out.parent)
     return out
 
 
-def inlined(drawings: Iterable[Drawing]) -> list[tuple[Drawing, Markup]]:
-    """Those that were drawn, as parts of a page."""
-    return [(drawing, inline_svg(drawing)) for drawing in drawings if drawing.figure]
+def difference_section(
+    differences: Sequence[Difference], *, what: str, key: str, title: str, text: str, with_split: bool = False
+) -> Section:
+    """Paired differences between models, with their intervals as plots."""
+    table = difference_table(differences, what=what, key=key, title=title, with_split=with_split)
+    block = TableBlock(
+        table=table.only("a", "b", "part", key, "p", "p_holm", "differs"),
+        label="Paired differences",
+        css="differences",
+        plot=(key, Scale.of([one.value for one in differences], reference=0.0)),
+        row_css=lambda one: "differs" if one.differs else "same",
+    )
+    missing = f"Left out: there are no two {what}s to compare."
+    blocks = [TextBlock(text), block] if differences else []
+    return Section("differences", "Paired differences", blocks, missing, "Differences")
 
 
-def inline_svg(drawing: Drawing) -> Markup:
-    """The figure as a part of a page: in the page's colours and letters, with ids that no other figure has."""
+@dataclass(frozen=True)
+class ShownCell:
+    """A cell of an HTML table."""
+
+    text: str
+    interval: str  # below the text
+    order: float | str  # sort key of its column; empty: last
+    css: str
+    plot: "Plot | None"
+
+    @staticmethod
+    def of(value: Cell, spec: str, *, is_plotted: bool = False, plot: "Plot | None" = None) -> "ShownCell":
+        text = shown(value, spec)
+        number = value.value if isinstance(value, Interval) else value
+        interval = f"{shown(value.low, spec)}, {shown(value.high, spec)}" if isinstance(value, Interval) else ""
+        order = "" if text == DASH or number is None else number if spec else text
+        css = " ".join(["number" if spec else "text", *(["plotted"] if is_plotted else [])])
+        return ShownCell(text, interval if text != DASH else "", order, css, plot)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A dot with its interval and a reference line, in percent of the width."""
+
+    low: float
+    value: float
+    high: float
+    reference: float
+
+
+def _plot(value: Cell, scale: Scale) -> Plot | None:
+    numbers = (value.low, value.value, value.high) if isinstance(value, Interval) else (math.nan,)
+    return Plot(*map(scale.place, (*numbers, scale.reference))) if all(map(math.isfinite, numbers)) else None
+
+
+def _pairs_section(id: str, title: str, tree: Mapping[str, object], missing: str) -> Section:
+    return Section(id, title, [PairsBlock(tree)] if tree else [], missing)
+
+
+def _inline_svg(drawing: Drawing) -> Markup:
+    """The figure for inlining in a page: in the page's colours and font, with unique ids."""
     text = drawing.svg(transparent=True)
     text = text[text.index("<svg") :]
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # would hold for the whole page
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # would apply to the whole page
     text = re.sub(r"<[^>]*>", lambda found: _inline_tag(found[0], drawing.name), text)
     text = re.sub(r"\s*\n\s*", " ", text)
-    return Markup(text)  # matplotlib has escaped what was data
+    return Markup(text)  # matplotlib has escaped the data
 
 
 def _inline_tag(tag: str, name: str) -> str:
@@ -91,103 +292,3 @@ def _inline_tag(tag: str, name: str) -> str:
     tag = re.sub(r'(?:xlink:)?href="#', f'href="#{name}-', tag).replace("url(#", f"url(#{name}-")
     tag = re.sub(r"font-family: [^;\"]*", "font-family: inherit", tag)
     return re.sub(r"#[0-9a-f]{6}\b", lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)
-
-
-@dataclass(frozen=True)
-class ShownCell:
-    """A number of a table that can be sorted."""
-
-    text: str
-    interval: str  # below the text
-    order: float | str  # what its column is sorted by; empty: last
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A dot with its interval and a line of reference, in percent of the width."""
-
-    low: float
-    value: float
-    high: float
-    reference: float
-
-
-def _comparison(models: Sequence[ModelResult]) -> list[tuple[ModelResult, Plot | None, list[ShownCell]]]:
-    plots = plots_of([model.auroc for model in models], reference=0.5)
-    cells = [[cell_of(column.value(model), column.spec) for column in COLUMNS] for model in models]
-    return list(zip(models, plots, cells, strict=True))
-
-
-def _differences(differences: Sequence[Difference]) -> list[tuple[Difference, Plot | None, ShownCell]]:
-    plots = plots_of([difference.auroc for difference in differences], reference=0.0)
-    cells = [cell_of(difference.auroc, "+.3f") for difference in differences]
-    return list(zip(differences, plots, cells, strict=True))
-
-
-def cell_of(value: Cell, spec: str) -> ShownCell:
-    number = value.value if isinstance(value, Interval) else value
-    text = shown(value, spec)
-    interval = f"{shown(value.low, spec)}, {shown(value.high, spec)}" if isinstance(value, Interval) else ""
-    order = "" if text == DASH or number is None else number
-    return ShownCell(text, interval if text != DASH else "", order)
-
-
-def plots_of(intervals: Sequence[Interval], *, reference: float) -> list[Plot | None]:
-    """All on one scale; None where there is no number."""
-    numbers = [number for interval in intervals for number in (interval.low, interval.value, interval.high)]
-    numbers = [number for number in (*numbers, reference) if math.isfinite(number)]
-    low, width = min(numbers), (max(numbers) - min(numbers)) or 1.0
-
-    def place(number: float) -> float:
-        return round(4 + 92 * (number - low) / width, 2)
-
-    return [
-        Plot(*(place(number) for number in (i.low, i.value, i.high, reference)))
-        if all(map(math.isfinite, (i.low, i.value, i.high)))
-        else None
-        for i in intervals
-    ]
-
-
-def _chance(column: Column, results: Results) -> str:
-    """What a detector that knows nothing would have, for the measures where that needs saying."""
-    level = {"auroc": 0.5, "aupr": results.prevalence}.get(column.name)
-    return "" if level is None else f"chance {shown(level)}"
-
-
-def _title(results: Results) -> str:
-    store = results.data.get("store")
-    return Path(str(store)).name if store else results.run.name
-
-
-def _facts(results: Results) -> dict[str, str]:
-    """What was run, for the line below the title."""
-    records = results.data.get("records")
-    facts = {
-        "store": results.data.get("store"),
-        "language model": results.data.get("language_model"),
-        "questions": f"{records:,} in all, {results.num_test:,} to test"
-        if isinstance(records, int)
-        else results.num_test,
-        "run": results.run,
-        "date": results.environment.get("time"),
-    }
-    return {name: str(value) for name, value in facts.items() if value is not None}
-
-
-def _verdicts(data: Mapping[str, object]) -> list[tuple[str, int, str]]:
-    """Each verdict, how many records have it, and their share."""
-    counts = {name: count for name, count in branch(data.get("verdicts")).items() if isinstance(count, int)}
-    total = sum(counts.values()) or 1
-    return [(name, count, f"{count / total:.1%}") for name, count in counts.items()]
-
-
-def _parts(data: Mapping[str, object]) -> tuple[list[str], list[tuple[str, list[object]]]]:
-    """The columns of the parts' table, and its rows."""
-    parts = {name: branch(part) for name, part in branch(data.get("parts")).items()}
-    columns = list(dict.fromkeys(column for part in parts.values() for column in part))
-    return columns, [(name, [part.get(column) for column in columns]) for name, part in parts.items()]
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"

@@ -1,6 +1,6 @@
 "use strict";
 
-// Dark or light as the system has it, until the button is pressed; remembered where the browser allows it.
+// Dark or light as the system prefers, until the button is pressed; remembered if the browser allows it.
 const root = document.documentElement;
 const button = document.getElementById("theme");
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -25,7 +25,7 @@ button.addEventListener("click", () => {
 });
 dark.addEventListener("change", () => setTheme(""));
 
-// Numbers start with the highest, texts with the first letter; what has no number stays at the end.
+// The first click sorts numbers in descending order and texts in ascending order; empty cells stay at the end.
 function sortBy(table, heading) {
   const isNumber = heading.classList.contains("number");
   const before = heading.getAttribute("aria-sort");

@@ -1,125 +1,198 @@
-"""What a run found, as tables: text for a terminal, CSV to compute with, LaTeX for a paper."""
+"""Tables as text, CSV and LaTeX: a column defines its values and how they are formatted."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar, cast
 
-from millstream.report.cells import (
-    Cell,
-    chosen_text,
-    csv_text,
-    flat,
-    latex_table,
-    p_text,
-    shown,
-    spread,
-    text_table,
-    write_texts,
-)
-from millstream.report.results import Difference, ModelResult, Results
+from millstream.report.intervals import Difference, Interval
+
+DASH = "\N{EN DASH}"
+Cell = Interval | float | int | str | None
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Column:
-    """One measure of a detector: its name in files, its title for people, and how its numbers are written."""
+class Column(Generic[Row]):
+    """One value per row: its key in files, its title and explanation for people, and its format."""
 
-    name: str
+    key: str
     title: str
     hint: str
-    value: Callable[[ModelResult], Cell]
-    spec: str = ".3f"
+    value: Callable[[Row], Cell]
+    spec: str = ".3f"  # empty: a text; "p": a p value
+    group: str = ""  # a heading above several columns
+
+    def shown(self, row: Row, *, full: bool = False) -> str:
+        return shown(self.value(row), self.spec, full=full)
 
 
-COLUMNS = (
-    Column("auroc", "AUROC", "chance that a wrong answer scores above a right one", lambda m: m.auroc),
-    Column("auroc_sd", "± sd", "standard deviation of AUROC over seeds", lambda m: m.auroc_sd),
-    Column("seeds", "seeds", "trainings that the numbers are means of", lambda m: m.seeds, "d"),
-    Column("auroc_val", "val. AUROC", "AUROC on the validation part", lambda m: m.auroc_val),
-    Column("aupr", "AUPR", "area under precision against recall of wrong answers", lambda m: m.aupr),
-    Column("fpr_at_95_tpr", "FPR@95", "right answers flagged when 95 % of the wrong are", lambda m: m.fpr_at_95_tpr),
-    Column("f1", "F1", "of wrong answers, at the threshold chosen on validation", lambda m: m.f1),
-    Column("precision", "precision", "at the threshold chosen on validation", lambda m: m.precision),
-    Column("recall", "recall", "at the threshold chosen on validation", lambda m: m.recall),
-    Column("threshold", "threshold", "chosen on validation, of the first seed", lambda m: m.threshold, ".3g"),
-    Column("brier", "Brier", "squared error of the probability; lower is better", lambda m: m.brier),
-    Column("brier_platt", "Brier, Platt", "the same after Platt scaling on validation", lambda m: m.brier_platt),
-    Column("ece", "ECE", "mean gap between probability and share of wrong answers", lambda m: m.ece),
-    Column("ece_platt", "ECE, Platt", "the same after Platt scaling on validation", lambda m: m.ece_platt),
-    Column("aurc", "AURC", "area under risk against coverage; lower is better", lambda m: m.aurc),
-    Column("prr", "PRR", "share of a perfect rejection's gain; 0 is chance, 1 perfect", lambda m: m.prr),
-    Column("fit_s", "fit, s", "seconds to fit", lambda m: m.fit_s, ",.1f"),
-    Column("score_ms", "ms a trace", "to score one trace", lambda m: m.score_ms, ",.2f"),
-    Column("trace_kb", "kB a trace", "read from the store", lambda m: m.trace_kb, ",.1f"),
-    Column(
-        "extra_forwards", "forwards", "further passes of the language model a question", lambda m: m.extra_forwards, "d"
-    ),
-    Column("parameters", "parameters", "numbers that were fitted", lambda m: m.parameters, ",d"),
-    Column("chosen", "chosen", "on validation", lambda m: chosen_text(m.chosen)),
-)
-GROUPS = {"ranking": 6, "at the validation threshold": 4, "calibration": 4, "rejection": 2, "cost": 5, "": 1}
-"""How many of the columns, in their order, go under one heading."""
-
-_PAPER = ("auroc", "auroc_sd", "aupr", "f1", "fpr_at_95_tpr", "brier_platt", "ece_platt", "aurc", "fit_s")
-_TEXT = ("auroc", "auroc_sd", "aupr", "f1", "ece_platt", "fit_s")
+def grouped(groups: Mapping[str, Sequence[Column[Row]]]) -> tuple[Column[Row], ...]:
+    """All columns, each with the heading above it."""
+    return tuple(replace(column, group=group) for group, columns in groups.items() for column in columns)
 
 
-def comparison_text(results: Results, *, width: int = 100) -> str:
-    """The comparison for a terminal: a line a detector, the best first, and what it was measured on.
+@dataclass(frozen=True)
+class Table(Generic[Row]):
+    """Rows, and the columns to show."""
 
-    >>> print(comparison_text(read_results("run")))  # doctest: +SKIP
-    """
-    columns = [column for column in COLUMNS if column.name in _TEXT]
-    titles = {"auroc": "AUROC [95 %]", "ece_platt": "ECE", "fit_s": "seconds"}
-    rows = [["model", *(titles.get(column.name, column.title) for column in columns)]]
-    for model in results.models:
-        cells = [shown(column.value(model), column.spec, full=column.name == "auroc") for column in columns]
-        rows.append([model.name, *cells])
-    lines = text_table(rows, width=width)
-    lines.append(
-        f"{results.num_test} test questions, {results.num_wrong} wrong: prevalence {shown(results.prevalence)}. "
-        "ECE after Platt scaling."
-    )
-    return "\n".join(lines) + "\n"
+    columns: Sequence[Column[Row]]
+    rows: Sequence[Row]
+
+    def only(self, *keys: str) -> "Table[Row]":
+        """These columns, in this order; unknown keys are ignored."""
+        by_key = {column.key: column for column in self.columns}
+        return replace(self, columns=[by_key[key] for key in keys if key in by_key])
+
+    def without(self, *keys: str) -> "Table[Row]":
+        return replace(self, columns=[column for column in self.columns if column.key not in keys])
+
+    def known(self) -> "Table[Row]":
+        """The columns that have a value in some row."""
+        some = [column for column in self.columns if any(column.value(row) is not None for row in self.rows)]
+        return replace(self, columns=some)
+
+    def csv(self) -> str:
+        """Numbers in full precision, an interval as three columns; NaN and missing values are empty."""
+        values = [[column.value(row) for row in self.rows] for column in self.columns]
+        wide = [any(isinstance(cell, Interval) for cell in cells) for cells in values]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(
+            name
+            for column, is_wide in zip(self.columns, wide, strict=True)
+            for name in [column.key, *([f"{column.key}_low", f"{column.key}_high"] if is_wide else [])]
+        )
+        for place in range(len(self.rows)):
+            line: list[object] = []
+            for cells, is_wide in zip(values, wide, strict=True):
+                cell = cells[place]
+                parts = [cell.value, cell.low, cell.high] if isinstance(cell, Interval) else [cell, None, None]
+                line += parts if is_wide else parts[:1]
+            writer.writerow(["" if cell != cell or cell == DASH else cell for cell in line])  # NaN differs from itself
+        return text.getvalue()
+
+    def latex(self) -> str:
+        """A tabular; needs only the package booktabs."""
+        titles = [column.title for column in self.columns]
+        rows = [[column.shown(row, full=True) for column in self.columns] for row in self.rows]
+        lines = [" & ".join(map(_latex_text, row)) + r" \\" for row in (titles, *rows)]
+        head = [lines[0], r"\midrule"] if any(titles) else []
+        align = "".join("r" if column.spec else "l" for column in self.columns)
+        begin, end = rf"\begin{{tabular}}{{{align}}}", r"\end{tabular}"
+        return "\n".join([begin, r"\toprule", *head, *lines[1:], r"\bottomrule", end, ""])
+
+    def text(self, *, width: int, full: Sequence[str] = ()) -> list[str]:
+        """Lines for a terminal. The first column is shortened to fit the width; columns in `full` show intervals."""
+        rows = [[column.title for column in self.columns]]
+        rows += [[column.shown(row, full=column.key in full) for column in self.columns] for row in self.rows]
+        widths = [max(len(row[place]) for row in rows) for place in range(len(self.columns))]
+        widths[0] = max(5, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
+        return [
+            "  ".join([clipped(name, widths[0]).ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+            for name, *cells in rows
+        ]
 
 
-def write_tables(results: Results, folder: Path) -> list[Path]:
-    """`comparison`, `differences` and `data`, each as .csv and as a LaTeX tabular that needs only booktabs."""
-    paper = [column for column in COLUMNS if column.name in _PAPER]
-    card = flat(results.data)
-    texts = {
-        "comparison.csv": csv_text(_comparison_rows(results.models)),
-        "comparison.tex": latex_table(
-            ["detector", "kind", *(column.title for column in paper)],
-            [
-                [model.name, model.kind, *(shown(column.value(model), column.spec, full=True) for column in paper)]
-                for model in results.models
-            ],
-        ),
-        "differences.csv": csv_text(_difference_rows(results.differences)),
-        "differences.tex": latex_table(
-            ["a", "b", "AUROC of a - b", "p", "p, Holm"],
-            [[d.a, d.b, shown(d.auroc, "+.3f", full=True), p_text(d.p), p_text(d.p_holm)] for d in results.differences],
-        ),
-        "data.csv": csv_text([["name", "value"], *card]),
-        "data.tex": latex_table(["", ""], card),
-    }
-    return write_texts(texts, folder)
+def titled(columns: Sequence[Column[Row]], titles: Mapping[str, str]) -> list[Column[Row]]:
+    """The same columns, some under shorter titles."""
+    return [replace(column, title=titles.get(column.key, column.title)) for column in columns]
 
 
-def summary(results: Results) -> dict[str, object]:
-    """What `--json` prints."""
-    found = asdict(results)
-    return {name: found[name] for name in ("run", "num_test", "num_wrong", "models", "differences", "findings")}
-
-
-def _comparison_rows(models: Sequence[ModelResult]) -> list[list[object]]:
-    header = ["name", "kind", "title", *(column.name for column in COLUMNS)]
-    return spread(header, [[m.name, m.kind, m.title, *(column.value(m) for column in COLUMNS)] for m in models])
-
-
-def _difference_rows(differences: Sequence[Difference]) -> list[list[object]]:
-    header: list[object] = ["a", "b", "auroc", "auroc_low", "auroc_high", "p", "p_holm", "differs"]
-    return [
-        header,
-        *([d.a, d.b, d.auroc.value, d.auroc.low, d.auroc.high, d.p, d.p_holm, d.differs] for d in differences),
+def difference_table(
+    differences: Sequence[Difference], *, what: str, key: str, title: str, with_split: bool
+) -> Table[Difference]:
+    """Paired differences of a measure between two models."""
+    columns: list[Column[Difference]] = [
+        Column("part", "split", "", lambda d: d.split, ""),
+        Column("a", what, "", lambda d: d.a, ""),
+        Column("b", "minus", "", lambda d: d.b, ""),
+        Column(key, f"{title} difference", "with its 95 % interval", lambda d: d.value, "+.3f"),
+        Column("p", "p", "two-sided, paired bootstrap", lambda d: d.p, "p"),
+        Column("p_holm", "p, Holm", "corrected for all comparisons made", lambda d: d.p_holm, "p"),
+        Column("differs", "significant", "p after Holm below 0.05", lambda d: d.differs, ""),
     ]
+    return Table(columns[0 if with_split else 1 :], differences)
+
+
+def card_table(card: Mapping[str, object]) -> Table[tuple[str, str]]:
+    """Nested settings as names and values."""
+    columns: list[Column[tuple[str, str]]] = [
+        Column("name", "", "", lambda row: row[0], ""),
+        Column("value", "", "", lambda row: row[1], ""),
+    ]
+    return Table(columns, flat(card))
+
+
+def shown(cell: Cell, spec: str = ".3f", *, full: bool = False) -> str:
+    """A formatted cell: `0.812`, with `full` also its interval; a dash if there is no number."""
+    if isinstance(cell, Interval):
+        text = shown(cell.value, spec)
+        return f"{text} [{shown(cell.low, spec)}, {shown(cell.high, spec)}]" if full and text != DASH else text
+    if cell is None or cell == "" or (isinstance(cell, float) and not math.isfinite(cell)):
+        return DASH
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if spec == "p":  # a bootstrap never shows that p is 0
+        return "<0.001" if cast(float, cell) < 0.001 else format(cell, ".3f")
+    return cell if isinstance(cell, str) else format(cell, spec)
+
+
+def flat(tree: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
+    """Every leaf of nested settings with its dotted name, as text."""
+    leaves: list[tuple[str, str]] = []
+    for name, value in tree.items():
+        below = flat(branch(value), f"{prefix}{name}.")
+        leaves += below or [(f"{prefix}{name}", _value_text(value))]
+    return leaves
+
+
+def branch(value: object) -> Mapping[str, object]:
+    """The value if it is a mapping, else an empty mapping."""
+    return cast(Mapping[str, object], value) if isinstance(value, Mapping) else {}
+
+
+def chosen_text(chosen: Mapping[str, object]) -> str:
+    """`layer 12, C 0.01`: what was chosen on the validation split, without curves."""
+    plain = {name: value for name, value in chosen.items() if isinstance(value, str | int | float)}
+    return ", ".join(f"{name} {_value_text(value)}" for name, value in plain.items())
+
+
+def clipped(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 model`, `5 models`."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _value_text(value: object) -> str:
+    if value is None or value == {} or value == []:
+        return DASH
+    if isinstance(value, float):
+        return shown(value, ".6g")
+    if isinstance(value, list | tuple):
+        return ", ".join(_value_text(item) for item in cast(Sequence[object], value))
+    return str(value)
+
+
+_LATEX = {
+    **{sign: f"\\{sign}" for sign in "_%&#${}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    DASH: "--",
+    "<": "$<$",
+    ">": "$>$",
+    "[": "{[}",  # after \\ a bare one would be a length
+    "\n": " ",
+}
+
+
+def _latex_text(text: str) -> str:
+    return re.sub("|".join(map(re.escape, _LATEX)), lambda found: _LATEX[found[0]], text)

@@ -1,167 +1,50 @@
-"""The `millstream` command. Every command is a thin layer over a function; data goes to stdout, talk to stderr."""
+"""The commands for traces, and how traces are inspected and verified."""
 
-import errno
-import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from millstream import __version__, cli_llm, cli_reads, cli_train, cli_view
-from millstream.cli_common import Json, finish, print_json
-from millstream.cli_help import Commands, Group, Interrupted, OutputClosed
-from millstream.process import close_quietly, tell
+from millstream.cli.app import Json, RunFolder, Settings, finish, print_json, show_report
+from millstream.cli.help import MAINTAIN, TRAIN, with_settings
+from millstream.core.config import list_settings, read_settings
+from millstream.traces.settings import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
 
-app = Commands(
-    name="millstream",
-    cls=Group,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+PANEL = "Language models: from questions to labelled traces"
 
 Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", metavar="STORE")]
 Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", metavar="OUT")]
-
-_REMEDIES = {
-    errno.ENOSPC: "Free some space and run the same command again",
-    errno.EDQUOT: "Free some space and run the same command again",
-    errno.EACCES: "Choose a place that you may read and write",
-    errno.EPERM: "Choose a place that you may read and write",
-    errno.EROFS: "Choose a place that can be written to",
-}
-
-
-def main() -> None:
-    """Run the command line: our own errors are one line and exit code 1, wrong use is exit code 2."""
-    from millstream.cli_complete import ASKED, answer
-    from millstream.errors import BadSetting, MillstreamError
-
-    if ASKED in os.environ:
-        answer(typer.main.get_command(app))
-        return
-    try:
-        code = app(args=sys.argv[1:] or ["--help"], prog_name="millstream", standalone_mode=False)
-        sys.stdout.flush()
-    except MillstreamError as error:
-        _fail(str(error), code=2 if isinstance(error, BadSetting) else 1)
-    except (BrokenPipeError, OutputClosed):
-        close_quietly()
-    except OSError as error:
-        said = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
-        remedy = _REMEDIES.get(error.errno or 0)
-        _fail(f"{said}. {remedy}" if remedy else said)
-    except Interrupted as interrupted:
-        tell(str(interrupted))
-        sys.exit(130)
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # of typer, about the words that were typed
-            raise
-        _misused(error)
-    else:
-        sys.exit(code or 0)
+EngineName = Annotated[
+    Literal["local", "ray"], typer.Option("--engine", help="local, or ray for many machines.", metavar="NAME")
+]
+Address = Annotated[
+    str | None, typer.Option(help="Address of the Ray cluster.", show_default="start one here", metavar="HOST:PORT")
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Workers on the cluster.", show_default="one per GPU or machine", metavar="N")
+]
 
 
-def _fail(text: str, code: int = 1) -> None:
-    from millstream.console import painted
-
-    print(f"{painted('millstream:', '1;31', sys.stderr)} {' '.join(text.split())}", file=sys.stderr)
-    sys.exit(code)
-
-
-def _misused(error: Any) -> None:
-    """Wrong use, in one line with a hint."""
-    said = str(error.message if getattr(error, "param", 1) is None else error.format_message()).rstrip(".")
-    context = getattr(error, "ctx", None)
-    command = "millstream" if context is None else context.command_path
-    where = command.removeprefix("millstream").strip()
-    said = f"{said[:1].lower()}{said[1:]}{'' if said.endswith('?') else '.'}"
-    _fail(f"{f'{where}: ' if where else ''}{said} See: {command} --help", code=2)
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands for traces to the command line."""
+    for command, settings in ((extract, ExtractSettings), (label, LabelSettings), (featurize, FeaturizeSettings)):
+        app.command(rich_help_panel=PANEL, cls=_listing(settings))(command)
+    app.command(rich_help_panel=PANEL)(convert)
+    app.command(rich_help_panel=TRAIN, cls=_listing(EvaluateSettings))(evaluate)
+    for command in (repair, merge, subset):
+        app.command(rich_help_panel=MAINTAIN)(command)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"millstream {__version__}")
-        raise typer.Exit
-
-
-def _install(wanted: bool) -> None:
-    if wanted:
-        from millstream.cli_complete import detected_shell, install
-
-        shell = detected_shell()
-        written = " and ".join(map(str, install(shell)))
-        print(f"Completion for {shell} is in {written}. It works in the next shell you open.")
-        raise typer.Exit
-
-
-def _show_script(wanted: bool) -> None:
-    if wanted:
-        from millstream.cli_complete import SCRIPTS, detected_shell
-
-        print(SCRIPTS[detected_shell()], end="")
-        raise typer.Exit
-
-
-@app.callback()
-def about(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
-    ] = False,
-    install_completion: Annotated[
-        bool,
-        typer.Option(
-            "--install-completion", help="Let the Tab key complete: bash, zsh, fish.", is_eager=True, callback=_install
-        ),
-    ] = False,
-    show_completion: Annotated[
-        bool,
-        typer.Option("--show-completion", help="Print the script for that.", is_eager=True, callback=_show_script),
-    ] = False,
-) -> None:
-    """Train on data far larger than memory."""
-
-
-@app.command()
-def demo(
-    path: Annotated[Path, typer.Argument(help="Folder for the demo's files.", metavar="FOLDER")] = Path("demo"),
-    model: Annotated[
-        str, typer.Option(help="Who is asked: facts, or smollm2 for a real model.", metavar="NAME")
-    ] = "facts",
-    only: Annotated[str | None, typer.Option(help="One part of it: traces or reads.", metavar="PART")] = None,
-) -> None:
-    """Ask a small language model, kill it half way, go on, train detectors; then train classifiers of reads."""
-    from millstream import demo_reads
-    from millstream.demo import check_part, run, story_of
-
-    check_part(only)
-    if only != "reads":
-        run(path, story_of(model))
-    if only != "traces":
-        demo_reads.run(path / "reads", demo_reads.ReadStory())
-
-
-@app.command()
-def inspect(
-    path: Annotated[
-        Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, or reads.", metavar="PATH")
-    ],
-    other: Annotated[Path | None, typer.Argument(help="Another one, to compare with.", metavar="OTHER")] = None,
-    examples: Annotated[int, typer.Option(help="How many example records to show.", metavar="N")] = 3,
-    as_json: Json = False,
-) -> None:
-    """Show what is in a store or in reads: counts, fields, lengths, a few records; or how two stores differ."""
+def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> None:
+    """Print a summary of a store; with another one, of both and of their differences."""
     from dataclasses import asdict
 
-    from millstream.console import progress
-    from millstream.store.kinds import are_reads
-    from millstream.store.summary import compare, summarise
-    from millstream.store.traces import Traces
+    from millstream.core.console import progress
+    from millstream.traces.store.inspect import compare, show_comparison, show_summary, summarise
+    from millstream.traces.store.traces import Traces
 
-    if other is None and are_reads(path):
-        cli_reads.inspect_reads(path, examples=examples, as_json=as_json)
-        return
     paths = [path] if other is None else [path, other]
     with progress("inspect", sum(len(Traces(p)) for p in paths if p.is_dir())) as update:
         summaries = [summarise(p, examples=examples, progress=update) for p in paths]
@@ -170,37 +53,26 @@ def inspect(
         with progress("compare", summaries[0].records) as update:
             comparison = compare(path, other, progress=update)
     if as_json:
-        answer: dict[str, Any] = {"stores": [asdict(summary) for summary in summaries]}
+        output: dict[str, Any] = {"stores": [asdict(summary) for summary in summaries]}
         if comparison:
-            answer["comparison"] = asdict(comparison)
-        print_json(answer if comparison else answer["stores"][0])
+            output["comparison"] = asdict(comparison)
+        print_json(output if comparison else output["stores"][0])
         return
-    from millstream.store.show import show_comparison, show_summary
-
     for summary in summaries:
         print(show_summary(summary))
     if comparison:
         print(show_comparison(comparison, str(path), str(other)))
 
 
-@app.command()
-def verify(
-    path: Annotated[Path, typer.Argument(help="A trace store, or reads that have an index.", metavar="PATH")],
-    fast: Annotated[bool, typer.Option("--fast", help="Check structure only, not the records' bytes.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Check every CRC of a store and name the shard, record and field of each damage; or reads and their index."""
+def verify(path: Path, *, fast: bool, as_json: bool) -> None:
+    """Print the shard, record and field of all damage in a store; exit with code 1 if there is any."""
     from dataclasses import asdict
 
-    from millstream.console import format_bytes, progress, say
-    from millstream.store.kinds import are_reads
-    from millstream.store.layout import list_shards
-    from millstream.store.repair import verify as find_damage
-    from millstream.store.traces import Traces
+    from millstream.core.console import format_bytes, progress, say
+    from millstream.traces.store.manifest import list_shards
+    from millstream.traces.store.repair import verify as find_damage
+    from millstream.traces.store.traces import Traces
 
-    if are_reads(path):
-        cli_reads.verify_reads(path, as_json=as_json)
-        return
     traces = Traces(path)
     with progress("verify", traces.num_bytes, unit="bytes") as update:
         damages = list(find_damage(path, fast=fast, progress=update))
@@ -217,26 +89,184 @@ def verify(
     for damage in damages if not as_json else ():
         print(damage)
     if unsealed:
-        say(f"{unsealed} shard(s) not sealed: a writer is at work or was interrupted, which repair recovers")
+        say(f"{unsealed} unsealed shard(s): a writer is running, or was interrupted (repair recovers its records)")
     if damages:
-        finish(f"{path}: {len(damages)} damage(s) in {len(traces):,} records", "repair", path)
+        finish(f"{path}: {len(damages)} problem(s) in {len(traces):,} records", "repair", path)
         raise typer.Exit(1)
-    how = "structure holds" if fast else "every checksum holds"
+    result = "structure intact" if fast else "all checksums match"
     size = f"{len(traces):,} records, {format_bytes(traces.num_bytes)}"
-    finish(f"{path}: {size}: {how}", *(("repair", path) if unsealed else ("inspect", path)))
+    finish(f"{path}: {size}: {result}", *(("repair", path) if unsealed else ("inspect", path)))
 
 
-@app.command()
-def repair(path: Store, as_json: Json = False) -> None:
-    """Recover interrupted shards, rebuild damaged ones, set damaged records aside with their ids."""
+def extract(
+    questions: Annotated[
+        str,
+        typer.Argument(
+            help="JSONL, JSON, CSV or Parquet file, facts, world, or NAME:CONFIG:SPLIT on the hub.",
+            metavar="QUESTIONS",
+        ),
+    ],
+    store: Store,
+    settings: Settings = None,
+    shuffle_seed: Annotated[int | None, typer.Option(help="Shuffle the questions with this seed.", metavar="N")] = None,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Retry the questions that failed.")] = False,
+    engine: EngineName = "local",
+    address: Address = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Run a causal language model on questions and store its traces.
+
+    Run the same command again to resume.
+
+    Example: millstream extract questions.jsonl traces model=Qwen/Qwen3-4B tier=probe
+    """
     from dataclasses import asdict
 
-    from millstream.console import progress, say
-    from millstream.store.repair import repair as mend
-    from millstream.store.traces import Traces
+    from millstream.core.console import format_bytes
+    from millstream.core.engine import Engine
+
+    given = read_settings(ExtractSettings, settings or [])
+    where = Engine(engine, address, workers)
+    from millstream.traces.extract import extract as trace
+
+    options = {"shuffle_seed": shuffle_seed, "retry_errors": retry_errors, "engine": where}
+    with redirect_stdout(sys.stderr):  # Ray reports dead workers on stdout, which is for data
+        done = trace(questions, store, **options, **asdict(given))
+    if as_json:
+        print_json(asdict(done))
+    failed = f", {done.errors} of them failed (run again with --retry-errors)" if done.errors else ""
+    size = f"{done.path}: {done.records:,} traces{failed}, {format_bytes(done.bytes)}"
+    if done.interrupted:
+        finish(f"{size}\ninterrupted; progress saved; run the same command to resume")
+        raise typer.Exit(130)
+    finish(size, "label", done.path)
+
+
+def label(
+    store: Store,
+    settings: Settings = None,
+    engine: EngineName = "local",
+    address: Address = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Compare answers with the correct ones and write labels.
+
+    Writes labels.parquet: right, wrong, ambiguous or refused.
+    An answer that cannot be judged has no label.
+    """
+    from dataclasses import asdict
+
+    from millstream.core.console import progress, say
+    from millstream.core.engine import Engine
+    from millstream.traces.label import label as write_labels
+    from millstream.traces.label import rule_of
+    from millstream.traces.store.traces import Traces
+
+    given = read_settings(LabelSettings, settings or [])
+    where = Engine(engine, address, workers)
+    rule_of(given)
+    with redirect_stdout(sys.stderr), progress("label", len(Traces(store))) as update:
+        done = write_labels(store, **asdict(given), progress=update, map=where.map)
+    if as_json:
+        print_json(asdict(done))
+    for verdict, count in done.counts.items() if not as_json else ():
+        print(f"{verdict:<12}{count:>10,}")
+    if done.conflicting:
+        say(
+            f"{done.conflicting} records are unlabelled because another record with the same question_id has a "
+            "different verdict. Labels are joined by question_id: give each record a unique one"
+        )
+    finish(f"{done.path}: {done.records:,} records, rule {done.rule} ({done.label_version})", "train", f"data={store}")
+
+
+def featurize(
+    store: Store,
+    out: Annotated[Path, typer.Argument(help="The feature store to write or to resume.", metavar="OUT")],
+    settings: Settings = None,
+    engine: EngineName = "local",
+    address: Address = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Compute a feature of every trace and store it.
+
+    Run the same command again to resume.
+    """
+    from dataclasses import asdict
+
+    from millstream.core.console import format_bytes, progress, within
+    from millstream.core.engine import Engine
+    from millstream.traces.featurize import featurize as compute
+    from millstream.traces.store.traces import Traces
+
+    given = read_settings(FeaturizeSettings, settings or [])
+    where = Engine(engine, address, workers)
+    num_records = len(Traces(store))
+    with redirect_stdout(sys.stderr), progress("featurize", num_records, memory=within(given.memory)) as update:
+        done = compute(store, out, engine=where, progress=update, **asdict(given))
+    if as_json:
+        print_json(asdict(done))
+    without = f"; {done.left_out} traces lack the required tensors" if done.left_out else ""
+    finish(f"{done.path}: {done.records:,} records, {format_bytes(done.bytes)}{without}", "inspect", done.path)
+
+
+def convert(
+    paths: Annotated[
+        list[str], typer.Argument(help="Old files, folders or patterns, then the store to write.", metavar="OLD... OUT")
+    ],
+    compression: Annotated[
+        Literal["none", "lz4", "zstd"] | None,
+        typer.Option(help="none, lz4 or zstd.", show_default="none", metavar="NAME"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Import old .pkl, .pkl.gz and .pt files into a store.
+
+    Reads traces and preprocessed files without running any code in them.
+    Run the same command again to resume.
+    """
+    from millstream.core.console import progress, say
+    from millstream.traces.convert import convert as import_files
+    from millstream.traces.convert import expand
+
+    if len(paths) < 2:
+        raise typer.BadParameter("give the old files, then the store to write: millstream convert 'old/*.pkl' traces/")
+    *patterns, out = paths
+    files = expand(patterns)
+    with progress("convert", sum(file.stat().st_size for file in files), unit="bytes") as update:
+        written = import_files(files, Path(out), compression=compression, notify=say, progress=update)
+    _finish_store(written, as_json)
+
+
+def evaluate(run: RunFolder, settings: Settings = None, as_json: Json = False) -> None:
+    """Score traces with the detectors of a run.
+
+    Scores the test split of the run again, or another store (data=STORE).
+    Nothing is fitted.
+    """
+    from dataclasses import asdict
+
+    from millstream.traces.evaluate import evaluate as score
+
+    show_report(score(run, **asdict(read_settings(EvaluateSettings, settings or []))), as_json)
+
+
+def repair(path: Store, as_json: Json = False) -> None:
+    """Recover interrupted shards and set damaged records aside.
+
+    Damaged shards are rebuilt without the lost records.
+    The ids of lost records are in damaged/lost.jsonl.
+    """
+    from dataclasses import asdict
+
+    from millstream.core.console import progress, say
+    from millstream.traces.store.repair import repair as repair_store
+    from millstream.traces.store.traces import Traces
 
     with progress("repair", Traces(path).num_bytes, unit="bytes") as update:
-        result = mend(path, progress=update)
+        result = repair_store(path, progress=update)
     if as_json:
         print_json(asdict(result))
     else:
@@ -244,120 +274,84 @@ def repair(path: Store, as_json: Json = False) -> None:
             kept = recovery.shard.records if recovery.shard else 0
             print(
                 f"shard {recovery.number}: recovered {kept} records, "
-                f"cut {recovery.cut_bytes} bytes of an unfinished one"
+                f"removed {recovery.cut_bytes} bytes of an incomplete one"
             )
         for name in result.resealed:
-            print(f"{name}: footer and sidecar written anew; no record lost")
+            print(f"{name}: footer and sidecar rewritten; no record lost")
         for name in result.rebuilt:
-            print(f"{name}: written anew without its damage; the old file is {path}/damaged/{name}")
+            print(f"{name}: rewritten without the damaged records; the old file is {path}/damaged/{name}")
         for record in result.lost:
             where = f" row {record.row} ({record.question_id!r})" if record.row is not None else ""
             print(f"lost: {record.shard}{where}: {record.reason}")
     if result.lost:
-        say(f"{len(result.lost)} lost; listed with their ids in {path}/damaged/lost.jsonl, to be extracted again")
+        say(f"{len(result.lost)} records lost; to extract them again, see the ids in {path}/damaged/lost.jsonl")
     finish(f"{path}: {len(Traces(path)):,} records", "verify", path)
 
 
-@app.command()
 def merge(
     paths: Annotated[
         list[Path], typer.Argument(help="Stores to merge, then the store to write.", metavar="A B ... OUT")
     ],
     as_json: Json = False,
 ) -> None:
-    """Put the records of several stores into one, by copying their shard files."""
-    from millstream.console import progress
-    from millstream.store.rewrite import merge as join
-    from millstream.store.traces import Traces
+    """Merge several stores into one by copying their shards."""
+    from millstream.core.console import progress
+    from millstream.traces.store.rewrite import merge as merge_stores
+    from millstream.traces.store.traces import Traces
 
     if len(paths) < 2:
-        raise typer.BadParameter("give the stores to merge and then the store to write: millstream merge A B OUT")
+        raise typer.BadParameter("give the stores to merge, then the store to write: millstream merge A B OUT")
     *sources, out = paths
     with progress("merge", sum(Traces(source).num_bytes for source in sources), unit="bytes") as update:
-        _wrote(join(sources, out, progress=update), as_json)
+        _finish_store(merge_stores(sources, out, progress=update), as_json)
 
 
-@app.command()
 def subset(
     path: Store,
     out: Out,
-    shards: Annotated[str | None, typer.Option(help="Shard numbers, as in 0,3-5.", metavar="NUMBERS")] = None,
+    shards: Annotated[str | None, typer.Option(help="Shard numbers, such as 0,3-5.", metavar="NUMBERS")] = None,
     ids: Annotated[
-        Path | None, typer.Option(help="A file of question ids, one a line (or JSON lines).", metavar="FILE")
+        Path | None, typer.Option(help="File of question ids, one per line (or JSON lines).", metavar="FILE")
     ] = None,
-    where: Annotated[str | None, typer.Option(help="An SQL condition over the scalar fields.", metavar="SQL")] = None,
+    where: Annotated[str | None, typer.Option(help="SQL condition on the scalar fields.", metavar="SQL")] = None,
     as_json: Json = False,
 ) -> None:
-    """Copy some shards, or some records, of a store into a new store."""
-    from millstream.console import progress
-    from millstream.store.rewrite import find_ids, select_where, subset_records, subset_shards
-    from millstream.store.traces import Traces
+    """Copy some shards or records of a store into a new one."""
+    from millstream.core.console import progress
+    from millstream.traces.store.rewrite import find_ids, select_where, subset_records, subset_shards
+    from millstream.traces.store.traces import Traces
 
     if sum(option is not None for option in (shards, ids, where)) != 1:
         raise typer.BadParameter("give exactly one of --shards, --ids and --where")
     if shards is not None:
-        numbers = _numbers(shards)
+        numbers = _parse_numbers(shards)
         with progress("subset", len(numbers), unit="shards") as update:
-            _wrote(subset_shards(path, out, numbers, progress=update), as_json)
+            _finish_store(subset_shards(path, out, numbers, progress=update), as_json)
         return
     traces = Traces(path)
     records = select_where(traces, where) if where is not None else find_ids(traces, ids or Path())
     with progress("subset", len(records)) as update:
-        _wrote(subset_records(traces, out, records, progress=update), as_json)
+        _finish_store(subset_records(traces, out, records, progress=update), as_json)
 
 
-@app.command()
-def convert(
-    paths: Annotated[list[str], typer.Argument(help="Old files, folders or patterns, then OUT.", metavar="OLD... OUT")],
-    compression: Annotated[
-        str | None, typer.Option(help="none, lz4 or zstd.", show_default="none", metavar="NAME")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Import old .pkl, .pkl.gz and .pt files, traces or preprocessed. Runs no code from them; run again to resume."""
-    from millstream.console import progress, say
-    from millstream.store.convert import convert as bring
-    from millstream.store.convert import expand
-
-    if len(paths) < 2:
-        raise typer.BadParameter("give old files and then the store to write: millstream convert 'old/*.pkl' traces/")
-    if compression not in (None, "none", "lz4", "zstd"):
-        raise typer.BadParameter(f"--compression {compression}: it is none, lz4 or zstd")
-    *patterns, out = paths
-    files = expand(patterns)
-    with progress("convert", sum(file.stat().st_size for file in files), unit="bytes") as update:
-        written = bring(files, Path(out), compression=compression, notify=say, progress=update)
-    _wrote(written, as_json)
+def _listing(settings: type[Any]) -> Any:
+    return with_settings(lambda: {"Settings": list_settings(settings)})
 
 
-def _numbers(text: str) -> list[int]:
-    """`0,3-5` as [0, 3, 4, 5]."""
+def _parse_numbers(text: str) -> list[int]:
+    """`0,3-5` -> [0, 3, 4, 5]."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
-            raise typer.BadParameter(f"--shards {text}: write numbers and ranges, as in 0,3-5")
+            raise typer.BadParameter(f"--shards {text}: must be numbers and ranges, such as 0,3-5")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
 
 
-def _wrote(written: Any, as_json: bool) -> None:
-    from millstream.console import format_bytes
+def _finish_store(written: Any, as_json: bool) -> None:
+    from millstream.core.console import format_bytes
 
     if as_json:
         print_json({"path": str(written.path), "records": written.records, "bytes": written.bytes})
     finish(f"{written.path}: {written.records:,} records, {format_bytes(written.bytes)}", "inspect", written.path)
-
-
-app.command()(cli_llm.extract)
-app.command()(cli_llm.label)
-app.command()(cli_llm.featurize)
-app.command()(cli_train.train)
-app.command()(cli_train.evaluate)
-app.command()(cli_train.report)
-app.command()(cli_train.classify)
-app.command()(cli_view.view)
-app.command()(cli_reads.index)
-app.command()(cli_reads.pack)
-app.command()(cli_reads.unpack)
-app.command()(cli_reads.simulate)

@@ -1,47 +1,97 @@
-"""Old files -> a store, one trace at a time. Run again after an interruption, it goes on where it stopped."""
+"""Trace files of other programs -> a store, one trace at a time, by importers. Run again to resume."""
 
 import glob
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from millstream.console import Progress, silent, unsaid
+from millstream.core.console import Progress, ignore_message, silent
+from millstream.core.files import publish_json
+from millstream.core.records import RawTensor, as_tensor
+from millstream.core.registry import extensions
 from millstream.errors import BadSource, SchemaMismatch, SourceError
-from millstream.records import RawTensor, as_tensor
-from millstream.source.pickles import normalise, read_traces
-from millstream.source.preprocessed import AXES, is_preprocessed, read_preprocessed
-from millstream.store.layout import MANIFEST, publish
-from millstream.store.recover import ID_FIELD
-from millstream.store.rewrite import Written
-from millstream.store.traces import Traces
-from millstream.store.writer import TraceWriter
+from millstream.traces.store.manifest import MANIFEST
+from millstream.traces.store.rewrite import Written
+from millstream.traces.store.shard import ID_FIELD
+from millstream.traces.store.traces import Traces
+from millstream.traces.store.writer import TraceWriter
 
-PROGRESS = "converted.json"  # how many records each finished file gave
-_AXES = {
-    ("hidden_states", 3): "layer, token, dim",
-    ("attentions", 4): "layer, head, query, key",
-    ("hidden_states", 2): "layer, value",  # the steps of each layer one after the other
-    ("attentions", 2): "layer, value",
-    **AXES,
-}
-_KINDS = {None: "traces", "lstm": "preprocessed sequences (lstm)", "gnn": "preprocessed graphs (gnn)"}
+if TYPE_CHECKING:
+    from millstream.core.features import Feature
+    from millstream.traces.graphs import Wiring
+
+PROGRESS = "converted.json"  # number of records from each finished file
+
+
+class Importer(Protocol):
+    """A module that converts the files of another program into trace records, and knows the fields of such records.
+
+    Importing it must be quick: `ms.open` tries every importer on a file.
+    """
+
+    SUFFIXES: tuple[str, ...]
+    AXES: Mapping[tuple[str, int], str]  # (field, number of axes) -> names of the axes
+    NAMES: Mapping[str, str]  # our name of a field -> its name in such a store
+
+    def recognises(self, path: Path) -> bool: ...
+
+    def describe(self, path: Path) -> str:
+        """The content of a file, in a few words; files with different contents cannot share a store."""
+        ...
+
+    def records(self, path: Path, *, notify: Callable[[str], None]) -> Iterator[dict[str, object]]:
+        """The records of a file, one in memory at a time."""
+        ...
+
+    def layer_feature(self, field_names: Sequence[str]) -> "Feature | None":
+        """The input of a net over layers from a store with these fields; None for stores of other importers."""
+        ...
+
+    def graph_feature(
+        self, field_names: Sequence[str], *, k: int | None, threshold: float, wiring: "Wiring"
+    ) -> "Feature | None":
+        """The input of a net over token graphs; None for stores of other importers."""
+        ...
+
+    def shapes_field(self, field: str) -> str:
+        """The field with the shapes of the pieces of `field`, if it is stored in pieces."""
+        ...
+
+    def join(self, field: str, number: int, values: Any, shapes: Sequence[Sequence[int]]) -> Any:
+        """The pieces [layer, value] of a record's field as one tensor [layer, ...]."""
+        ...
+
+
+def importers() -> list[Importer]:
+    """All installed importers."""
+    return [cast(Importer, module) for module in extensions("importers")]
+
+
+def importer_of(path: Path) -> Importer:
+    """The importer that recognises a file."""
+    for importer in importers():
+        if importer.recognises(path):
+            return importer
+    known = ", ".join(suffix for importer in importers() for suffix in importer.SUFFIXES)
+    raise BadSource(f"{path}: cannot be imported; must be one of {known}")
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
     """The files behind paths, folders and glob patterns, sorted, each once."""
+    suffixes = tuple(suffix for importer in importers() for suffix in importer.SUFFIXES)
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            found = [p for p in sorted(path.iterdir()) if p.name.endswith((".pkl", ".pkl.gz", ".pt"))]
+            found = [p for p in sorted(path.iterdir()) if p.name.endswith(suffixes)]
         else:
             found = [path] if path.exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))
         if not found:
-            raise BadSource(f"{pattern}: no such file. Give the old .pkl, .pkl.gz or .pt files, or a pattern in quotes")
+            raise BadSource(f"{pattern}: no such file. Give {', '.join(suffixes)} files, or a quoted pattern")
         files += [p for p in found if p not in files]
     return files
 
@@ -51,11 +101,11 @@ def convert(
     out: Path,
     *,
     compression: Literal["none", "lz4", "zstd"] | None = None,
-    notify: Callable[[str], None] = unsaid,
+    notify: Callable[[str], None] = ignore_message,
     progress: Progress = silent,
 ) -> Written:
-    """Import old files, of traces or preprocessed, into a store; each file's last record ends a shard."""
-    _check_kinds(files)
+    """Import files into a store; a shard ends with the last record of its file."""
+    _check_contents(files)
     config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}
     writer: TraceWriter | None = TraceWriter(out, config=config) if (out / MANIFEST).exists() else None
     finished: dict[str, int] = json.loads((out / PROGRESS).read_text()) if (out / PROGRESS).exists() else {}
@@ -66,9 +116,9 @@ def convert(
     try:
         for file, key in [pair for pair in keyed if pair[1] not in finished]:
             count = 0
-            for record in islice(old_records(file, notify), partial, None):
+            for record in islice(imported_records(file, notify), partial, None):
                 if writer is None:
-                    schema = _axes(record)
+                    schema = _axes(record, importer_of(file).AXES)
                     writer = TraceWriter(out, config=config, compression=compression, schema=schema)
                 writer.append(_complete(record, writer))
                 del record  # before the next one is read
@@ -77,7 +127,7 @@ def convert(
             if writer is not None:
                 writer.seal()
                 finished[key] = partial + count
-                publish(out / PROGRESS, (json.dumps(finished, indent=1) + "\n").encode())
+                publish_json(out / PROGRESS, finished)
             partial = 0
             done += file.stat().st_size
             progress(done, file.name)
@@ -85,20 +135,16 @@ def convert(
         if writer is not None:
             writer.close()
     if writer is None:
-        raise BadSource(f"{', '.join(map(str, files))}: no traces in it")
+        raise BadSource(f"{', '.join(map(str, files))}: contain no traces")
     traces = Traces(out)
     return Written(out, len(traces), traces.num_bytes)
 
 
-def old_records(file: Path, notify: Callable[[str], None] = unsaid) -> Iterator[dict[str, object]]:
-    """The records of one old file, one in memory at a time."""
+def imported_records(file: Path, notify: Callable[[str], None] = ignore_message) -> Iterator[dict[str, object]]:
+    """The records of one file, each with an id, one in memory at a time."""
     stem = file.name.split(".")[0]
-    if is_preprocessed(file):
-        records = read_preprocessed(file, notify=notify)
-    else:
-        records = map(normalise, read_traces(file, notify=notify))
-    position = 0  # enumerate() would hold a record while the next one is read
-    for record in records:
+    position = 0  # enumerate() would keep a record in memory while the next one is read
+    for record in importer_of(file).records(file, notify=notify):
         if record.get(ID_FIELD) is None:
             record[ID_FIELD] = f"{stem}:{position}"
         yield record
@@ -106,18 +152,18 @@ def old_records(file: Path, notify: Callable[[str], None] = unsaid) -> Iterator[
         position += 1  # noqa: SIM113
 
 
-def _check_kinds(files: Sequence[Path]) -> None:
-    first: dict[str | None, Path] = {}
+def _check_contents(files: Sequence[Path]) -> None:
+    first: dict[str, Path] = {}
     for file in files:
-        with suppress(SourceError):  # which comes again when it is this file's turn
-            first.setdefault(is_preprocessed(file), file)
+        with suppress(SourceError):  # raised again when the file is imported
+            first.setdefault(importer_of(file).describe(file), file)
     if len(first) > 1:
-        found = ", ".join(f"{file} holds {_KINDS[kind]}" for kind, file in first.items())
-        raise SchemaMismatch(f"files of different kinds: {found}. Convert each kind into a store of its own")
+        found = ", ".join(f"{file} contains {content}" for content, file in first.items())
+        raise SchemaMismatch(f"files of different kinds: {found}. Convert each kind into its own store")
 
 
 def _keys(files: Sequence[Path]) -> list[str]:
-    """What a file is called among the finished ones: its name, and a number where folders have files of one name."""
+    """Keys of files in `converted.json`: their names, with a number if a name repeats."""
     seen: Counter[str] = Counter()
     keys: list[str] = []
     for file in files:
@@ -126,15 +172,15 @@ def _keys(files: Sequence[Path]) -> list[str]:
     return keys
 
 
-def _axes(record: dict[str, object]) -> dict[str, str]:
+def _axes(record: dict[str, object], names: Mapping[tuple[str, int], str]) -> dict[str, str]:
     tensors = {name: as_tensor(name, value) for name, value in record.items()}
     known = {name: raw for name, raw in tensors.items() if isinstance(raw, RawTensor)}
-    named = {name: _AXES.get((name, len(raw.shape))) for name, raw in known.items()}
+    named = {name: names.get((name, len(raw.shape))) for name, raw in known.items()}
     return {name: f"{known[name].kind.dtype}[{axes}]" for name, axes in named.items() if axes}
 
 
 def _complete(record: dict[str, object], writer: TraceWriter) -> dict[str, object]:
-    """Fields that some traces lack are None."""
+    """The record with None for fields it lacks."""
     fields = writer.fields or list(record)
     extra = next((name for name in record if name not in fields), None)
     if extra is not None:

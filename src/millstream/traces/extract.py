@@ -1,4 +1,4 @@
-"""`extract`: questions and a language model -> a trace store. Run again, it goes on where it stopped."""
+"""`extract`: questions and a language model -> a trace store. Run again to resume."""
 
 import os
 import shutil
@@ -11,29 +11,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millstream.config import parse_bytes, read_settings, resident_bytes
-from millstream.console import format_bytes, format_seconds, interruptible, progress, say, unsaid
-from millstream.engine import Engine
+from millstream.core.config import parse_bytes, read_settings
+from millstream.core.console import format_bytes, format_seconds, ignore_message, interruptible, progress, say
+from millstream.core.engine import Engine
+from millstream.core.files import publish
+from millstream.core.memory import resident_bytes
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
-from millstream.source.llm.batches import plan_batches
-from millstream.source.llm.model import ModelCard, describe_model
-from millstream.source.llm.prompts import Prompt, make_prompt
-from millstream.source.llm.question import Question
-from millstream.source.llm.questions import read_questions
-from millstream.source.llm.settings import ExtractSettings
-from millstream.store.layout import TOKENIZER, publish, read_manifest
-from millstream.store.recover import recover_all, wait_for_writers
-from millstream.store.rewrite import drop_records
-from millstream.store.table import read_table
-from millstream.store.traces import Traces
-from millstream.store.writer import TraceWriter
+from millstream.traces.llm.decode import Decoding
+from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
+from millstream.traces.llm.model import ModelCard, ModelSettings, built_in_prompts, describe_model
+from millstream.traces.llm.questions import Prompt, Question, make_prompt, read_questions
+from millstream.traces.settings import ExtractSettings
+from millstream.traces.store.manifest import TOKENIZER
+from millstream.traces.store.rewrite import drop_records
+from millstream.traces.store.traces import Traces
+from millstream.traces.store.writer import TraceWriter, done_records, prepare_store
 
-FREE_SHARE = 0.98  # of the free disk that may be filled
+FREE_SHARE = 0.98  # fraction of the free disk space that may be filled
 
 
 @dataclass(frozen=True)
 class Extracted:
-    """What is in the store now; `interrupted` when not all questions are."""
+    """What the store contains now; `interrupted` if questions are left."""
 
     path: Path
     records: int
@@ -42,18 +41,40 @@ class Extracted:
     interrupted: bool = False
 
 
+def extract(
+    questions: str | Path | Sequence[Question],
+    path: str | Path,
+    *,
+    shuffle_seed: int | None = None,
+    retry_errors: bool = False,
+    engine: Engine | str = "local",
+    **settings: object,
+) -> Extracted:
+    """Run a causal language model on every question and write the traces to the store at `path`.
+
+    For the settings see `ExtractSettings`. Questions already in the store are skipped; Ctrl-C stops after the current
+    batch; a question that fails becomes a record with `status="error"`, which `retry_errors` runs again.
+
+    >>> done = ms.extract("triviaqa.jsonl", "traces/", model="Qwen/Qwen3-4B", tier="probe", max_new_tokens=64)
+    """
+    chosen = read_settings(ExtractSettings, settings)
+    run = _Run(questions, Path(path), chosen, shuffle_seed)
+    run.prepare(retry_errors=retry_errors)
+    return run.work(engine if isinstance(engine, Engine) else Engine(engine))
+
+
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are traced together, and the ids among them that the store already has."""
+    """Questions that are traced together; `skip` are the ids of those already in the store."""
 
-    asked: "list[Any]"  # of tracer.Asked, which would bring torch with it
+    questions: "list[Any]"  # of tracer.EncodedQuestion, whose import would load torch
     skip: frozenset[str] = frozenset()
-    too_long: bool = False  # all of them, for the model
+    too_long: bool = False  # every prompt exceeds the context of the model
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What became of a batch."""
+    """Counts, sizes and times of a traced batch."""
 
     records: int
     errors: int
@@ -67,57 +88,35 @@ class Traced:
     shard: int | None
 
 
-def extract(
-    questions: str | Path | Sequence[Question],
-    path: str | Path,
-    *,
-    shuffle_seed: int | None = None,
-    retry_errors: bool = False,
-    engine: Engine | str = "local",
-    **settings: object,
-) -> Extracted:
-    """Ask a causal language model every question and keep its traces in the store at `path`.
-
-    Settings are those of `ExtractSettings`. Questions that the store has are skipped; Ctrl-C ends after the batch in
-    progress; a question that fails is a record with `status="error"`, tried again with `retry_errors`.
-
-    >>> done = ms.extract("triviaqa.jsonl", "traces/", model="Qwen/Qwen3-4B", tier="probe", max_new_tokens=64)
-    """
-    chosen = read_settings(ExtractSettings, settings)
-    run = _Run(questions, Path(path), chosen, shuffle_seed)
-    run.prepare(retry_errors=retry_errors)
-    return run.work(engine if isinstance(engine, Engine) else Engine(engine))
-
-
 class ExtractWorker:
     """A model and a writer: traces batches and appends their records."""
 
     def __init__(self, path: Path, settings: ExtractSettings) -> None:
-        from millstream.source.llm.model import load_model
-        from millstream.source.llm.tracer import Tracer
+        from millstream.traces.llm.model import load_model
+        from millstream.traces.llm.tracer import Tracer
 
-        card = describe_model(settings.of_model(), notify=unsaid)
+        card = describe_model(model_settings(settings), notify=ignore_message)
         prompt = make_prompt(settings.prompt, card.tokenizer, stop=settings.stop)
         self._tracer = Tracer(
-            load_model(settings.of_model(), card),
-            fields=settings.kept(),
-            decoding=settings.decoding(prompt),
+            load_model(model_settings(settings), card),
+            fields=kept_fields(settings),
+            decoding=decoding(settings, prompt),
             prompt=prompt,
             p_true=settings.p_true,
         )
         self._writer = TraceWriter(
             path,
-            config=settings.remembered(card, prompt),
+            config=store_config(settings, card, prompt),
             schema=self._tracer.schema(),
             shard_bytes=settings.shard_bytes,
             shard_records=settings.shard_records,
         )
 
-        self._budget = resident_bytes() + parse_bytes(settings.memory)  # the model is there already
+        self._budget = resident_bytes() + parse_bytes(settings.memory)  # the model is already loaded
 
     def do(self, batch: Batch) -> Traced:
         begun = time.perf_counter()
-        records = self._tracer.trace(batch.asked)
+        records = self._tracer.trace(batch.questions)
         failed = all(record["status"] == "error" for record in records)
         if failed and not len(self._writer) and not batch.too_long:
             raise BadSource(f"none of the first {len(records)} questions could be traced: {records[0]['error']}")
@@ -141,8 +140,57 @@ class ExtractWorker:
         self._writer.close()
 
 
+def model_settings(settings: ExtractSettings) -> ModelSettings:
+    if not settings.model:
+        raise BadSetting("model= is missing: a name on the Hugging Face hub, a folder, facts or smollm2")
+    return ModelSettings(
+        settings.model, settings.revision, settings.dtype, settings.device, settings.device_map, settings.quantize
+    )
+
+
+def kept_fields(settings: ExtractSettings) -> Fields:
+    return parse_fields(settings.tier, settings.fields, stored=settings.stored)
+
+
+def decoding(settings: ExtractSettings, prompt: Prompt) -> Decoding:
+    return Decoding(
+        max_new_tokens=settings.max_new_tokens,
+        num_beams=settings.num_beams,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        seed=settings.seed,
+        stop=prompt.stop,
+    )
+
+
+def store_config(settings: ExtractSettings, card: ModelCard, prompt: Prompt) -> dict[str, object]:
+    """What determines the content of a trace; it must not change on resume."""
+    kept = kept_fields(settings)
+    fields = [
+        f"{name}[{','.join(map(str, layers))}]" if (layers := kept.layers.get(name)) else name for name in kept.names
+    ]
+    return {
+        "model": settings.model,
+        "revision": card.revision,
+        "dtype": card.dtype,
+        "quantize": settings.quantize,
+        "fields": ",".join(fields),
+        "stored": settings.stored,
+        "max_new_tokens": settings.max_new_tokens,
+        "num_beams": settings.num_beams,
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "seed": settings.seed if settings.temperature else None,
+        "prompt": prompt.text,
+        "stop": list(prompt.stop),
+        "p_true": settings.p_true,
+    }
+
+
 class _Run:
-    """One run of `extract`: what is asked, what is there already, what is left."""
+    """One run of `extract`: its questions, which of them are done, and which are left."""
 
     def __init__(
         self,
@@ -152,72 +200,63 @@ class _Run:
         shuffle_seed: int | None,
     ) -> None:
         self.path = path
-        self.fields = settings.kept()  # a wrong setting is said before a model is made or loaded
+        self.fields = kept_fields(settings)  # reports a bad setting before a model is made or loaded
         _check_sizes(settings)
-        self.card: ModelCard = describe_model(settings.of_model(), notify=say)
-        if settings.prompt == "auto" and settings.model == "facts":
-            settings = replace(settings, prompt="facts")
+        self.card: ModelCard = describe_model(model_settings(settings), notify=say)
+        if settings.prompt == "auto" and settings.model in built_in_prompts():
+            settings = replace(settings, prompt=settings.model)
         self.settings = settings
         self.prompt: Prompt = make_prompt(settings.prompt, self.card.tokenizer, stop=settings.stop)
-        self.config = settings.remembered(self.card, self.prompt)
-        settings.decoding(self.prompt)
+        self.config = store_config(settings, self.card, self.prompt)
+        decoding(settings, self.prompt)
         for name in ("hidden", "attention"):
             self.fields.layers_of(name, self.card.size)
         found = read_questions(
             questions, columns=settings.columns, num_samples=settings.num_samples, shuffle_seed=shuffle_seed
         )
         self.questions = found.questions
-        left_out = [(found.same_id, "of an id"), (found.same_text, "of a text")]
-        repeats = "".join(f", {count} {what} that came before left out" for count, what in left_out if count)
+        left_out = [(found.same_id, "id"), (found.same_text, "text")]
+        repeats = "".join(f", {count} with a repeated {what} left out" for count, what in left_out if count)
         say(f"questions: {len(self.questions):,}{repeats}")
         ends = " or ".join([*map(repr, self.prompt.stop), "end of text"])
         say(f"prompt ({self.prompt.name}): {self.prompt.text!r}; an answer ends at {ends}")
         self.ids = self.prompt.ids(self.card.tokenizer, [question.question for question in self.questions])
 
     def prepare(self, *, retry_errors: bool) -> None:
-        """Recover what was interrupted, and refuse a store of another configuration or of other questions."""
-        with TraceWriter(self.path, config=self.config):
-            pass
-        wait_for_writers(self.path)
+        """Recover interrupted shards; refuse a store with another configuration or other questions."""
+        prepare_store(self.path, self.config)
         self._keep_tokenizer()
         self.done = self._read_done()
         texts = {question.id: question.question for question in self.questions}
         for name, text in self.done.items():
             if texts.get(name, text) != text:
                 raise ConfigMismatch(
-                    f"{self.path}: {name!r} is {text!r} there and {texts[name]!r} here: other questions with the same "
-                    "ids. Write to a new folder"
+                    f"{self.path}: question {name!r} is {text!r} in the store but {texts[name]!r} in the file: "
+                    "other questions with the same ids. Write to a new folder"
                 )
         if retry_errors:
-            self._forget_failed(texts)
+            self._drop_failed(texts)
 
     def _keep_tokenizer(self) -> None:
-        """Beside the shards, so that ids of tokens can be read as text wherever the store is."""
-        backend = getattr(self.card.tokenizer, "backend_tokenizer", None)  # those written in Python have none
+        """Saved with the shards, so that token ids can be decoded wherever the store is."""
+        backend = getattr(self.card.tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
         if backend is not None and not (self.path / TOKENIZER).exists():
             publish(self.path / TOKENIZER, backend.to_str().encode())
 
-    def _forget_failed(self, asked: Mapping[str, str]) -> None:
-        """Take the failed ones among the questions asked out of the store."""
-        failed: list[int] = []
-        if self.done:
-            table = read_table(self.path, read_manifest(self.path), ["question_id", "status"])
-            pairs = zip(*(table.column(name).to_pylist() for name in ("question_id", "status")), strict=True)
-            failed = [n for n, (name, status) in enumerate(pairs) if status == "error" and name in asked]
+    def _drop_failed(self, texts: Mapping[str, str]) -> None:
+        """Remove the failed records of these questions from the store."""
+        records = done_records(self.path, ["question_id", "status"])
+        failed = [n for n, (name, status) in enumerate(records) if status == "error" and name in texts]
         drop_records(self.path, failed)
         self.done = self._read_done()
-        say(f"{len(failed)} failed before and are asked again")
+        say(f"retrying {len(failed)} questions that failed")
 
     def _read_done(self) -> dict[str, str]:
-        manifest = read_manifest(self.path)
-        if not manifest.shards:
-            return {}
-        table = read_table(self.path, manifest, ["question_id", "question"])
-        return dict(zip(*(table.column(name).to_pylist() for name in table.column_names), strict=True))
+        return dict(done_records(self.path, ["question_id", "question"]))
 
     def batches(self) -> list[Batch]:
-        """What is left, in batches that are the same in every run."""
-        from millstream.source.llm.tracer import Asked
+        """The questions left, in batches that are the same in every run."""
+        from millstream.traces.llm.tracer import EncodedQuestion
 
         plan = plan_batches(
             list(map(len, self.ids)),
@@ -234,46 +273,44 @@ class _Run:
             questions = [self.questions[place] for place in places]
             skip = frozenset(question.id for question in questions if question.id in self.done)
             if len(skip) < len(questions):
-                asked = [Asked(self.questions[place], self.ids[place]) for place in places]
+                encoded = [EncodedQuestion(self.questions[place], self.ids[place]) for place in places]
                 shortest = min(len(self.ids[place]) for place in places)
-                left.append(Batch(asked, skip, too_long=shortest + self.settings.max_new_tokens > context))
-        left.sort(key=lambda batch: batch.too_long)  # a first batch that fails means that all will
+                left.append(Batch(encoded, skip, too_long=shortest + self.settings.max_new_tokens > context))
+        left.sort(key=lambda batch: batch.too_long)  # if the first batch fails, all will
         if left and left[0].too_long and not self.done:
             left[0] = replace(left[0], too_long=False)
         return left
 
     def left_of(self, batch: Batch) -> Batch | None:
-        """What is left of a batch whose worker died: the records it had appended are recovered first."""
-        recover_all(self.path)
+        """The rest of a batch whose worker died; the records it appended are recovered first."""
         self.done = self._read_done()
-        skip = frozenset(asked.question.id for asked in batch.asked if asked.question.id in self.done)
-        return replace(batch, skip=skip) if len(skip) < len(batch.asked) else None
+        skip = frozenset(one.question.id for one in batch.questions if one.question.id in self.done)
+        return replace(batch, skip=skip) if len(skip) < len(batch.questions) else None
 
     def work(self, engine: Engine) -> Extracted:
         batches = self.batches()
-        missing = sum(len(batch.asked) - len(batch.skip) for batch in batches)
+        missing = sum(len(batch.questions) - len(batch.skip) for batch in batches)
         total = len(self.questions)
-        said = f"{total - missing:,} of {total:,} done already, {missing:,} left in {len(batches):,} batches"
-        say(f"{self.path}: {said}")
+        say(f"{self.path}: {total - missing:,} of {total:,} done already, {missing:,} left in {len(batches):,} batches")
         interrupted = False
         if batches:
             make = partial(ExtractWorker, self.path, self.settings)
             begun = time.monotonic()
             done = errors = tokens = 0
-            memory: dict[tuple[str, int], tuple[int, int]] = {}  # held and allowed, of each worker
+            memory: dict[tuple[str, int], tuple[int, int]] = {}  # used and allowed, by worker
 
-            def held() -> tuple[int, int]:
+            def used_memory() -> tuple[int, int]:
                 both = list(memory.values())
                 return sum(worker[0] for worker in both), sum(worker[1] for worker in both)
 
             with (
                 interruptible() as stop,
-                progress("extract", missing, unit="traces", memory=held) as update,
+                progress("extract", missing, unit="traces", memory=used_memory) as update,
                 closing(engine.run(make, batches, redo=self.left_of)) as results,
             ):
                 for traced in results:
                     if not done:
-                        self._foresee(traced, missing, engine)
+                        self._estimate(traced, missing, engine)
                     done, errors = done + traced.records, errors + traced.errors
                     tokens += traced.new_tokens
                     memory[traced.worker] = (traced.worker_bytes, traced.worker_budget)
@@ -286,30 +323,30 @@ class _Run:
                         break
         return self._summary(interrupted=interrupted)
 
-    def _foresee(self, first: Traced, missing: int, engine: Engine) -> None:
-        """Size and time of the whole from the first batch; refuse what the disk cannot hold."""
+    def _estimate(self, first: Traced, missing: int, engine: Engine) -> None:
+        """Estimate the total size and time from the first batch; raise StoreFull if the disk is too small."""
         good = first.records - first.errors
         if not good:
             return
         answer = first.new_tokens / good
         size = self.card.size
         trace_bytes = partial(self.fields.trace_bytes, size, answer=round(answer))
-        asked = zip(self.questions, self.ids, strict=True)
-        ours = [len(ids) for question, ids in asked if question.id not in self.done]
+        encoded = zip(self.questions, self.ids, strict=True)
+        lengths = [len(ids) for question, ids in encoded if question.id not in self.done]
         measured = first.bytes / (good * trace_bytes(prompt=round(first.prompt_tokens / good)))
-        total = int(measured * sum(trace_bytes(prompt=length) for length in ours))
+        total = int(measured * sum(trace_bytes(prompt=length) for length in lengths))
         free = shutil.disk_usage(self.path).free + first.bytes
-        seconds = first.seconds * (sum(ours) + answer * len(ours)) / (first.prompt_tokens + first.new_tokens)
+        seconds = first.seconds * (sum(lengths) + answer * len(lengths)) / (first.prompt_tokens + first.new_tokens)
         workers = engine.workers or 1
         say(
-            f"{format_bytes(first.bytes / good)} a trace in the first batch, about {format_bytes(total)} in all, "
+            f"{format_bytes(first.bytes / good)} per trace in the first batch; about {format_bytes(total)} in total, "
             f"{format_bytes(free)} free, about {format_seconds(seconds / workers)}"
         )
         if total > free * FREE_SHARE:
             raise StoreFull(
-                f"{self.path}: {missing} traces of {self.config['fields']} take about {format_bytes(total)}, "
-                f"{format_bytes(free)} are free. Keep less (tier=stats, fields=...), take fewer (num_samples=...), or "
-                "write to another disk"
+                f"{self.path}: {missing} traces of {self.config['fields']} need about {format_bytes(total)}, "
+                f"but only {format_bytes(free)} are free. Keep less (tier=stats, fields=...), run fewer questions "
+                "(num_samples=...), or write to another disk"
             )
 
     def _summary(self, *, interrupted: bool) -> Extracted:
@@ -320,7 +357,7 @@ class _Run:
 
 def _check_sizes(settings: ExtractSettings) -> None:
     if settings.shard_records is not None and settings.shard_records < 1:
-        raise BadSetting(f"shard_records={settings.shard_records}: at least 1")
+        raise BadSetting(f"shard_records={settings.shard_records}: must be at least 1")
     for size in (settings.memory, settings.shard_bytes):
         parse_bytes(1 if size is None else size)
 

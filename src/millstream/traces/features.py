@@ -1,21 +1,26 @@
-"""A few numbers that say how sure a model was of its answer: of log-probs, entropies, ranks and margins of its tokens.
-
-A statistic is named after how it is taken over the tokens of the answer and what of: `min_logprob`.
-"""
-
-# B batch, S statistics, A answer tokens of all records one after the other, K most likely tokens
+"""Features of a trace for detectors: one vector per layer, and token statistics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.dataset.batch import Batch, TraceBatch
-from millstream.dataset.layer_feature import as_floats
-from millstream.records import Array
+from millstream.core.batches import Batch, ColumnBatch, stack
+from millstream.core.memory import empty
+from millstream.core.records import Array
 
+if TYPE_CHECKING:
+    import torch
+
+# B batch, L layers, T tokens, D hidden, S statistics, A answer tokens of all records, concatenated, K top tokens
+
+Floats = NDArray[np.floating]
+Token = Literal["first", "last", "mean", "last_prompt", "first_answer", "last_answer", "mean_answer"] | int
+PROMPT, ANSWER = "prompt_len", "answer_len"
+_OF_ANSWER = ("last_prompt", "first_answer", "last_answer", "mean_answer")
+TOKENS = ("first", "last", "mean", *_OF_ANSWER)
 STATS = (
     "num_tokens",
     "num_words",
@@ -38,11 +43,87 @@ STATS = (
     "mean_part3",
     "mean_partrest",
 )
-"""The margin is the probability of the likeliest token less that of the next; `logrank` is log(1 + rank); `topmass` is
-the probability of all that are kept; `part1` is the share of the likeliest token in the entropy, -p log p."""
+"""`margin`: probability of the most likely token minus that of the second; `logrank`: log(1 + rank); `topmass`: total
+probability of the stored top tokens; `part1`: contribution of the most likely token to the entropy, -p log p."""
 
-Floats = NDArray[np.float32]
-_LEAST = np.float32(-100)  # of a log-prob: a token that was ruled out has -inf
+_MIN_LOGPROB = np.float32(-100)  # a token that was ruled out has -inf
+
+
+@dataclass(frozen=True)
+class LayerFeature:
+    """`layers` [B, L, D]. Made by `ms.features.layers`."""
+
+    token: Token
+    field: str
+    layers: tuple[int, ...] | None
+    dtype: str
+
+    @property
+    def fields(self) -> list[str]:
+        picked = self.field if self.layers is None else f"{self.field}[{','.join(map(str, self.layers))}]"
+        return [picked, *([PROMPT] if self.token in _OF_ANSWER else []), *([ANSWER] if self._to_end else [])]
+
+    @property
+    def _to_end(self) -> bool:
+        """Whether the feature depends on where the answer ends."""
+        return self.token == "last_answer"
+
+    def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
+        if not isinstance(batch, ColumnBatch):
+            raise ValueError("features.layers needs the hidden states of traces; these records are reads")
+        prompts = cast("Sequence[int]", batch.columns[PROMPT]) if self.token in _OF_ANSWER else [0] * len(batch)
+        answers = cast("Sequence[int | None]", batch.columns[ANSWER]) if self._to_end else [0] * len(batch)
+        hidden = cast("Sequence[Array | None]", batch.columns[self.field])
+        rows: list[Array] = []
+        for number, states, prompt, answer in zip(batch.numbers.tolist(), hidden, prompts, answers, strict=True):
+            if states is None or states.ndim != 3:
+                found = "None" if states is None else f"{states.ndim} axes"
+                raise ValueError(f"record {number}: {self.field!r} has {found}, expected [layer, token, dim]")
+            rows.append(self._row(as_floats(states), int(prompt), int(answer or 0), number))
+        if len({row.shape for row in rows}) == 1:
+            out = empty((len(rows), *rows[0].shape), self.dtype)
+            for row, target in zip(rows, out, strict=True):
+                target[...] = row
+            return {"layers": out}
+        whole, mask = stack([row.astype(self.dtype) for row in rows])
+        return {"layers": whole} if mask is None else {"layers": whole, "layers_mask": mask}
+
+    def _row(self, states_LTD: Floats, prompt: int, answer: int, number: int) -> Floats:
+        count = states_LTD.shape[1]
+        start, end = {"mean": (0, count), "mean_answer": (prompt, count)}.get(str(self.token), (0, 0))
+        if self.token in ("mean", "mean_answer") and start < end:
+            return states_LTD[:, start:end].mean(axis=1, dtype=np.float32)
+        named = {
+            "first": 0,
+            "last": count - 1,
+            "last_prompt": prompt - 1 if prompt else count,
+            "first_answer": prompt,
+            # For an empty answer: its stop token.
+            "last_answer": prompt + answer - 1 if answer else max(count - 1, prompt),
+        }
+        position = named.get(str(self.token), self.token)
+        if isinstance(position, str) or not -count <= position < count:
+            raise ValueError(
+                f"record {number}: no token {self.token!r} in its {count} tokens ({prompt} of them in the prompt)"
+            )
+        return states_LTD[:, position]
+
+
+def layers(
+    token: Token = "last", *, field: str = "hidden", layers: Sequence[int] | None = None, dtype: str = "float32"
+) -> LayerFeature:
+    """`layers` [batch, layer, dim]: the hidden states of a trace at one token, or their mean over tokens.
+
+    `token` is an index (0, -1, ...), "first", "last" or "mean"; with the field `prompt_len` also "last_prompt",
+    "first_answer" or "mean_answer" (over all tokens after the prompt); with `answer_len` also "last_answer".
+
+    >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.layers(token="last_prompt"))
+    >>> [batch["layers"].shape[1:] for batch in loader][0]
+    torch.Size([3, 16])
+    """
+    if isinstance(token, str) and token not in TOKENS:
+        raise ValueError(f"token={token!r}: must be one of {', '.join(TOKENS)}, or an integer")
+    return LayerFeature(token, field, None if layers is None else tuple(layers), dtype)
 
 
 @dataclass(frozen=True)
@@ -56,25 +137,45 @@ class TokenStats:
         return list(dict.fromkeys(name for stat in self.names for name in _fields_of(stat)))
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
-        if not isinstance(batch, TraceBatch):
-            raise ValueError("features.token_stats takes log-probs of traces; these records are reads")
+        if not isinstance(batch, ColumnBatch):
+            raise ValueError("features.token_stats needs the log-probs of traces; these records are reads")
         out_BS = np.zeros((len(batch), len(self.names)), np.float32)
         answers: dict[str, tuple[Floats, NDArray[np.int64]]] = {}
-        for place, stat in enumerate(self.names):
+        for column, stat in enumerate(self.names):
             if stat == "num_words":
                 texts = cast("Sequence[str | None]", batch.columns["generated_answer"])
-                out_BS[:, place] = [len((text or "").split()) for text in texts]
+                out_BS[:, column] = [len((text or "").split()) for text in texts]
                 continue
             field = _fields_of(stat)[0]
             if field not in answers:
                 answers[field] = _answers(batch, field)
             values, lengths = answers[field]
-            out_BS[:, place] = lengths if stat == "num_tokens" else _reduce(stat, values, lengths)
+            out_BS[:, column] = lengths if stat == "num_tokens" else _reduce(stat, values, lengths)
         (bad,) = np.nonzero(~np.isfinite(out_BS).all(axis=1))
         if len(bad):
             stats = [name for name, value in zip(self.names, out_BS[bad[0]], strict=True) if not np.isfinite(value)]
-            raise ValueError(f"record {batch.numbers[bad[0]]}: {', '.join(stats)} is NaN or infinite; trace it again")
+            raise ValueError(f"record {batch.numbers[bad[0]]}: {', '.join(stats)} is NaN or infinite; extract it again")
         return {"stats": out_BS}
+
+
+def token_stats(*names: str) -> TokenStats:
+    """`stats` [batch, statistic]: how confident the model was in its answer, by the named statistics or all `STATS`.
+
+    Computed over the first `answer_len` generated tokens, without a stop token.
+
+    >>> feature = ms.features.token_stats("mean_logprob", "min_logprob")
+    """
+    for name in names:
+        if name not in STATS:
+            raise ValueError(f"{name!r}: unknown token statistic; must be one of {', '.join(STATS)}")
+    return TokenStats(names or STATS)
+
+
+def as_floats(states: "Array | torch.Tensor") -> Floats:
+    """As a numpy array; float32 for a dtype that numpy lacks."""
+    if hasattr(states, "__torch_function__"):
+        return cast("torch.Tensor", states).float().numpy()
+    return cast(Floats, states)
 
 
 def _fields_of(stat: str) -> list[str]:
@@ -84,18 +185,17 @@ def _fields_of(stat: str) -> list[str]:
     return [plain.get(stat.split("_")[1], "topk_logprobs"), "answer_len"]
 
 
-def _answers(batch: TraceBatch, field: str) -> tuple[Floats, NDArray[np.int64]]:
-    """The rows of a field that belong to answers, one record after the other, and how many each has.
+def _answers(batch: ColumnBatch, field: str) -> tuple[Floats, NDArray[np.int64]]:
+    """The rows of a field that belong to answers, concatenated, and the number of rows per record.
 
-    The rows of a record are of the tokens generated: the answer, then perhaps a stop token. An answer of no tokens is
-    looked at in all of them.
+    A record has a row for each generated token: the answer, then possibly a stop token. For an empty answer, all rows.
     """
     rows = cast("Sequence[Array | None]", batch.columns[field])
-    asked = cast("Sequence[int | None]", batch.columns["answer_len"])
+    answer_lens = cast("Sequence[int | None]", batch.columns["answer_len"])
     kept: list[Array] = []
-    for number, values, length in zip(batch.numbers.tolist(), rows, asked, strict=True):
+    for number, values, length in zip(batch.numbers.tolist(), rows, answer_lens, strict=True):
         if values is None:
-            raise ValueError(f"record {number} has no {field!r}; take a subset of the records that have one")
+            raise ValueError(f"record {number} has no {field!r}; use a subset of records that have it")
         kept.append(values[: int(length or 0) or None])
     lengths = np.array([len(values) for values in kept], np.int64)
     flat = np.concatenate([as_floats(values) for values in kept]) if kept else np.zeros(0)
@@ -103,11 +203,11 @@ def _answers(batch: TraceBatch, field: str) -> tuple[Floats, NDArray[np.int64]]:
 
 
 def _reduce(stat: str, values: Floats, lengths: NDArray[np.int64]) -> Floats:
-    """One number a record, 0 where it has no tokens."""
+    """One number per record; 0 if it has no tokens."""
     how, what = stat.split("_")
     values_A = _QUANTITIES[what](values)
     out = np.zeros(len(lengths), np.float32)
-    some = lengths > 0  # those without tokens have no start of their own, which `reduceat` needs
+    some = lengths > 0  # `reduceat` cannot reduce empty records
     if some.any():
         ends = np.cumsum(lengths[some])
         starts = ends - lengths[some]
@@ -126,8 +226,8 @@ def _reduce(stat: str, values: Floats, lengths: NDArray[np.int64]) -> Floats:
     return out
 
 
-def _log(logprobs: Floats) -> Floats:
-    return np.maximum(logprobs, _LEAST)
+def _clip(logprobs: Floats) -> Floats:
+    return np.maximum(logprobs, _MIN_LOGPROB)
 
 
 def _margin(top_AK: Floats) -> Floats:
@@ -138,14 +238,14 @@ def _margin(top_AK: Floats) -> Floats:
 
 def _part(start: int, end: int | None) -> Callable[[Floats], Floats]:
     def part(top_AK: Floats) -> Floats:
-        logs = _log(top_AK[:, start:end])
+        logs = _clip(top_AK[:, start:end])
         return -(np.exp(logs) * logs).sum(axis=1)
 
     return part
 
 
 _QUANTITIES: dict[str, Callable[[Floats], Floats]] = {
-    "logprob": _log,
+    "logprob": _clip,
     "entropy": lambda entropy: entropy,
     "logrank": np.log1p,
     "margin": _margin,

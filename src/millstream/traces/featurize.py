@@ -1,4 +1,4 @@
-"""`featurize`: features of a store, computed once and kept in another store. Run again, it goes on."""
+"""`featurize`: compute features of a store once and keep them in another store. Run again to resume."""
 
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -10,66 +10,27 @@ from typing import cast
 
 import numpy as np
 
-from millstream.config import parse_bytes, read_settings
-from millstream.console import Progress, silent
-from millstream.dataset import features
-from millstream.dataset.batch import Feature, TraceBatch, fetch_batch
-from millstream.dataset.graph_feature import GraphFeature
-from millstream.engine import Engine
+from millstream.core.batches import ColumnBatch, fetch_batch
+from millstream.core.config import parse_bytes, read_settings
+from millstream.core.console import Progress, silent
+from millstream.core.engine import Engine
+from millstream.core.features import Feature, fields
+from millstream.core.records import Array, Tensor
 from millstream.errors import BadSetting, SchemaMismatch
-from millstream.records import Array, Tensor
-from millstream.store.layout import read_manifest
-from millstream.store.recover import ID_FIELD, recover_all
-from millstream.store.rewrite import Written
-from millstream.store.table import read_column
-from millstream.store.traces import Traces
-from millstream.store.writer import TraceWriter
+from millstream.traces.features import Token, layers
+from millstream.traces.graphs import GraphFeature, graphs
+from millstream.traces.settings import FeaturizeSettings
+from millstream.traces.store.rewrite import Written
+from millstream.traces.store.shard import ID_FIELD
+from millstream.traces.store.traces import Traces
+from millstream.traces.store.writer import TraceWriter, done_records, prepare_store
 
-_CHUNK_RECORDS = 256  # of one job
-
-
-@dataclass(frozen=True)
-class FeaturizeSettings:
-    """What `millstream featurize` takes as `key=value`."""
-
-    feature: str = "layers"  # layers, graphs, fields
-    token: str = "last"  # of layers: first, last, mean, last_prompt, first_answer, mean_answer, or a number
-    field: str = "hidden"  # of layers: the field with the states
-    fields: str | None = None  # of fields: names with commas between them
-    k: int | None = 8  # of graphs: edges a token
-    threshold: float = 0.0  # of graphs: attention an edge has at least
-    dtype: str = "float16"  # of what is kept
-    shard_bytes: int | str | None = None  # of a shard, about; 512MB if not given
-    memory: int | str = "1GB"  # of traces that are worked on at once
-
-    def make(self) -> Feature:
-        if self.feature == "layers":
-            place = int(self.token) if self.token.lstrip("-").isdigit() else self.token
-            return features.layers(cast("features.Token", place), field=self.field, dtype=self.dtype)
-        if self.feature == "graphs":
-            return features.graphs(self.k, threshold=self.threshold, dtype=self.dtype)
-        if self.feature == "fields" and self.fields:
-            names = re.split(r",(?![^\[]*\])", self.fields)  # not at the comma of hidden[8,16]
-            return features.fields(*(name.strip() for name in names), pad=False)
-        raise BadSetting(f"feature={self.feature}: there is layers, graphs, and fields with fields=NAME,NAME")
-
-    def check(self, source: Traces) -> None:
-        """A wrong setting is said before a store is made."""
-        with _bad_setting():
-            for size in (self.memory, self.shard_bytes or 1):
-                parse_bytes(size)
-            np.dtype(self.dtype)
-            source.sizes(np.empty(0, np.int64), list(self.make().fields or ()))
-
-    def remembered(self, source: Traces) -> dict[str, object]:
-        ignored = ("shard_bytes", "memory")
-        own: dict[str, object] = {key: value for key, value in asdict(self).items() if key not in ignored}
-        return {"source": source.fingerprint, **own}
+_CHUNK_RECORDS = 256  # records per job
 
 
 @dataclass(frozen=True)
 class Featurized(Written):
-    """A store of features; `left_out` records had no such tensors (they failed when they were extracted)."""
+    """A store of features; `left_out` records lack the tensors (their extraction failed)."""
 
     left_out: int
 
@@ -82,25 +43,22 @@ def featurize(
     progress: Progress = silent,
     **settings: object,
 ) -> Featurized:
-    """Keep a feature of every record of a store, with the record's scalars, in the store `out`.
+    """Compute a feature of every record of a store; write it with the record's scalars to the store `out`.
 
     >>> done = ms.featurize("full/", "layers/", feature="layers", token="last")
     """
     chosen = read_settings(FeaturizeSettings, settings)
     traces = Traces(source)
-    chosen.check(traces)
+    _check(chosen, traces)
     if ID_FIELD not in traces.fields:
-        raise SchemaMismatch(f"{source}: its records have no {ID_FIELD!r}, by which a second run knows what is done")
+        raise SchemaMismatch(f"{source}: its records have no {ID_FIELD!r}, which is needed to resume")
     path = Path(out)
-    with TraceWriter(path, config=chosen.remembered(traces)):
-        pass
+    prepare_store(path, _store_config(chosen, traces))
     ids: list[object] = traces.column(ID_FIELD).to_pylist()
     chunks = [list(range(start, min(start + _CHUNK_RECORDS, len(ids)))) for start in range(0, len(ids), _CHUNK_RECORDS)]
 
     def left(chunk: Sequence[int]) -> list[int] | None:
-        recover_all(path)
-        manifest = read_manifest(path)
-        known = set(read_column(path, manifest, ID_FIELD).to_pylist()) if manifest.shards else set[object]()
+        known = {name for (name,) in done_records(path, [ID_FIELD])}
         return [number for number in chunk if ids[number] not in known] or None
 
     missing = set(left(range(len(ids))) or ())
@@ -116,17 +74,17 @@ def featurize(
 
 
 class FeaturizeWorker:
-    """Computes the feature of some records and appends it to the other store."""
+    """Computes the feature of some records and appends it to the output store."""
 
     def __init__(self, source: Path, out: Path, settings: FeaturizeSettings) -> None:
         self._traces = Traces(source)
-        self._feature = settings.make()
+        self._feature = make_feature(settings)
         self._memory = parse_bytes(settings.memory)
         self._scalars = [name for name, kind in self._traces.fields.items() if not isinstance(kind, Tensor)]
-        self._writer = TraceWriter(out, config=settings.remembered(self._traces), shard_bytes=settings.shard_bytes)
+        self._writer = TraceWriter(out, config=_store_config(settings, self._traces), shard_bytes=settings.shard_bytes)
 
     def do(self, numbers: list[int]) -> tuple[int, int]:
-        """How many were written, and how many have no such tensors."""
+        """How many records were written, and how many lack the tensors."""
         wanted = self._feature.fields or self._traces.field_names
         tensors = [name for name in wanted if isinstance(self._traces.fields.get(name.split("[")[0]), Tensor)]
         whole = [number for number in numbers if self._has(number, tensors)]
@@ -145,12 +103,12 @@ class FeaturizeWorker:
 
     def _write(self, numbers: list[int]) -> None:
         scalars = self._traces.fetch(numbers, self._scalars)
-        single = isinstance(self._feature, GraphFeature)  # whose output is one graph of the whole batch
+        single = isinstance(self._feature, GraphFeature)  # its output is one graph for the whole batch
         for places in [[place] for place in range(len(numbers))] if single else [list(range(len(numbers)))]:
             some = np.array([numbers[place] for place in places], np.int64)
             with _bad_setting():
                 batch = fetch_batch(self._traces, some, self._feature.fields)
-                assert isinstance(batch, TraceBatch)
+                assert isinstance(batch, ColumnBatch)
                 made = cast("Mapping[str, Array]", self._feature(batch))
             for row, place in enumerate(places):
                 tensors = made if single else {name: values[row] for name, values in made.items()}
@@ -158,9 +116,38 @@ class FeaturizeWorker:
                 self._writer.append({**about, **tensors})
 
 
+def make_feature(settings: FeaturizeSettings) -> Feature:
+    """The feature that the settings describe."""
+    if settings.feature == "layers":
+        place = int(settings.token) if settings.token.lstrip("-").isdigit() else settings.token
+        return layers(cast("Token", place), field=settings.field, dtype=settings.dtype)
+    if settings.feature == "graphs":
+        return graphs(settings.k, threshold=settings.threshold, dtype=settings.dtype)
+    if settings.feature == "fields" and settings.fields:
+        names = re.split(r",(?![^\[]*\])", settings.fields)  # not at the comma in hidden[8,16]
+        return fields(*(name.strip() for name in names), pad=False)
+    raise BadSetting(f"feature={settings.feature}: must be one of layers, graphs, or fields with fields=NAME,NAME")
+
+
+def _check(settings: FeaturizeSettings, source: Traces) -> None:
+    """Raise BadSetting before a store is created."""
+    with _bad_setting():
+        for size in (settings.memory, settings.shard_bytes or 1):
+            parse_bytes(size)
+        np.dtype(settings.dtype)
+        source.sizes(np.empty(0, np.int64), list(make_feature(settings).fields or ()))
+
+
+def _store_config(settings: FeaturizeSettings, source: Traces) -> dict[str, object]:
+    """What determines the content of the store; it must not change on resume."""
+    ignored = ("shard_bytes", "memory")
+    own: dict[str, object] = {key: value for key, value in asdict(settings).items() if key not in ignored}
+    return {"source": source.fingerprint, **own}
+
+
 @contextmanager
 def _bad_setting() -> Generator[None]:
-    """What a feature cannot be computed for was asked for by a setting."""
+    """Report what a feature cannot be computed from as a bad setting."""
     try:
         yield
     except (ValueError, TypeError, IndexError) as error:

@@ -1,30 +1,31 @@
-"""Token graphs of all layers of a batch as one disjoint union, for torch_geometric's layers in one call."""
-
-# B batch, L layers, H heads, T tokens, R with edges, K edges of one, D hidden, N nodes, E edges, G = B * L graphs
+"""Attention graphs over tokens: a disjoint union of all layers, or one graph per record with all heads on its edges."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.buffers import empty
-from millstream.dataset.batch import Batch, TraceBatch
-from millstream.dataset.layer_feature import as_floats
-from millstream.dataset.permutation import mix
-from millstream.records import Array
+from millstream.core.batches import Batch, ColumnBatch
+from millstream.core.memory import empty
+from millstream.core.order import mix
+from millstream.core.records import Array
+from millstream.traces.features import Floats, as_floats
 
-Floats = NDArray[np.floating]
+# B batch, L layers, H heads, T tokens, R rows (tokens with edges), K edges per row, D hidden, N nodes, E edges
+# G = B * L graphs, A = L or L * H attention values of an edge
+
 Ints = NDArray[np.int64]
 Tokens = Literal["all", "answer"]
 Wiring = Literal["attention", "shuffled", "none"]
-STORED = "edges"  # as `attention`: the strongest edges that were kept of every token
+STORED = "edges"  # value of `attention`: use the strongest edges stored for each token
 SPAN = ("prompt_len", "answer_len")
+THRESHOLD = 0.05  # minimum attention of an edge in some layer or head
 
 
 class _Edges(NamedTuple):
-    """Edges of the layers of one record: from the token `source` to the token `target`."""
+    """Edges in all layers of one record, from the token `source` to the token `target`."""
 
     layer: Ints
     target: Ints
@@ -34,12 +35,12 @@ class _Edges(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphFeature:
-    """Nodes are tokens, edges follow attention from the token attended to (j) to the one that attends (i).
+    """Nodes are tokens; an edge goes from the token attended to (j) to the token that attends (i).
 
-    Gives, for the graphs of record 0 layer 0, record 0 layer 1, ... one after the other:
-    `x` [N, D], `edge_index` [2, E], `edge_attr` [E, 1], `batch` [N] (the graph of a node), `ptr` [G + 1] (where the
-    nodes of a graph begin), `last` [G] (the node of its last token) and `num_layers` [B]. With tokens="answer" also
-    `answer` [N], whether a node is a token of the answer, the last of which is `last`. Made by `ms.features.graphs`.
+    The graphs are in the order record 0 layer 0, record 0 layer 1, ...:
+    `x` [N, D], `edge_index` [2, E], `edge_attr` [E, 1], `batch` [N] (the graph of a node), `ptr` [G + 1] (the first
+    node of each graph), `last` [G] (the node of its last token) and `num_layers` [B]. With tokens="answer" also
+    `answer` [N], whether a node is an answer token; `last` is the last of them. Made by `ms.features.graphs`.
     """
 
     k: int | None
@@ -57,8 +58,8 @@ class GraphFeature:
         return [self.hidden, *weights, *(SPAN if self.tokens == "answer" else ())]
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
-        if not isinstance(batch, TraceBatch):
-            raise ValueError("features.graphs takes hidden states and attention of traces; these records are reads")
+        if not isinstance(batch, ColumnBatch):
+            raise ValueError("features.graphs needs the hidden states and attention of traces; these records are reads")
         columns = {name: cast("Sequence[Array | None]", batch.columns[name]) for name in self.fields}
         parts = [
             self._record(number, {name: values[row] for name, values in columns.items()})
@@ -98,7 +99,7 @@ class GraphFeature:
         mean = weights.mean(axis=1, dtype=np.float32) if weights.ndim == 4 else weights
         states = self._checked(number, states, mean, weights.shape)
         start, end = 0, states.shape[1]
-        if self.tokens == "answer":  # an empty one has the tokens that end it
+        if self.tokens == "answer":  # of an empty answer: the tokens after the prompt
             prompt, answer = (int(cast("int", values[name])) for name in SPAN)
             start = min(prompt, states.shape[1] - 1)
             end = min(start + (answer or states.shape[1]), states.shape[1])
@@ -111,7 +112,7 @@ class GraphFeature:
         return _Part.of(states, self._rewired(edges, number), start, end)
 
     def _rewired(self, edges: _Edges, number: int) -> _Edges:
-        """The null graphs: the same number of edges and the same weights, from any token before; or no edges."""
+        """The null graphs: the same number and weights of edges, but from random earlier tokens; or no edges."""
         if self.wiring == "attention":
             return edges
         if self.wiring == "none":
@@ -119,15 +120,15 @@ class GraphFeature:
         return edges._replace(source=shuffled_sources(edges.layer, edges.target, edges.source, seed=number))
 
     def _checked(self, number: int, states: Floats, weights: Floats, found: tuple[int, ...]) -> Floats:
-        """The states of the layers that attend: the embedding comes before the first, and attends to nothing."""
+        """The states of the layers with attention: without the embedding, which comes first and has none."""
         whole = states.shape
         if states.ndim == 3 and weights.ndim == 3 and len(states) == len(weights) + 1:
             states = states[1:]
         square = self.attention == STORED or weights.shape[-1] == weights.shape[1]
         if states.ndim != 3 or weights.ndim != 3 or weights.shape[:2] != states.shape[:2] or not square:
             raise ValueError(
-                f"record {number}: {self.hidden!r} {whole} and {self.attention!r} {found} do not go "
-                "together, expected [layer, token, dim] and [layer, head, token, token], or stored edges of each token"
+                f"record {number}: {self.hidden!r} {whole} and {self.attention!r} {found} do not "
+                "match; expected [layer, token, dim] and [layer, head, token, token], or stored edges of each token"
             )
         return states
 
@@ -144,7 +145,7 @@ class GraphFeature:
         return _Edges(layer, row + rows.start, source_LRK[layer, row, slot], weight_LRK[layer, row, slot])
 
     def _kept(self, mean_LRT: Floats, rows: slice) -> NDArray[np.bool_]:
-        """Which entries are edges: above the threshold, before the token itself, the k strongest of each token."""
+        """Which entries are edges: from earlier tokens, above the threshold, the k strongest per token."""
         size = mean_LRT.shape[2]
         causal = np.tri(mean_LRT.shape[1], size, rows.start - (not self.self_loops), np.bool_)
         kept = causal & (mean_LRT > self.threshold)
@@ -157,10 +158,112 @@ class GraphFeature:
         return kept & among
 
 
-def shuffled_sources(layer_E: Ints, target_E: Ints, source_E: Ints, *, seed: int) -> Ints:
-    """For each edge another token before its target; no two edges of a target from the same. Self loops stay.
+def graphs(
+    k: int | None = 8,
+    *,
+    threshold: float = 0.0,
+    hidden: str = "hidden",
+    attention: str = "attention",
+    self_loops: bool = False,
+    tokens: Tokens = "all",
+    wiring: Wiring = "attention",
+    dtype: str = "float32",
+) -> GraphFeature:
+    """The token graph of every layer of every record, as one disjoint union (see GraphFeature for its content).
 
-    Depends on the edges and the seed alone.
+    A token has edges from the `k` earlier tokens it attends to most (mean over heads), or from all with `k=None`, if
+    the attention is above `threshold`. `hidden="nodes", attention="edges"` uses what the tier `graph` stores. With
+    `tokens="answer"` only the answer tokens and the last prompt token have edges, and unconnected tokens are left out.
+    `wiring` makes null graphs: "shuffled" draws the source of each edge from all earlier tokens, "none" has no edges.
+
+    >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.graphs(k=4))
+    >>> batch = next(iter(loader))  # x, edge_index, edge_attr, batch, ...
+    """
+    if k is not None and k < 1:
+        raise ValueError(f"k={k}: must be at least 1 edge per token, or None for all above the threshold")
+    for name, value, known in (("tokens", tokens, get_args(Tokens)), ("wiring", wiring, get_args(Wiring))):
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
+    return GraphFeature(k, threshold, hidden, attention, self_loops, dtype, tokens, wiring)
+
+
+@dataclass(frozen=True)
+class HeadGraphFeature:
+    """`x` [N, L * H + 1] (self-attention per head, and whether the token is in the answer), `edge_index`,
+    `edge_attr` [E, A], `batch` [N], `ptr` [B + 1], `answer` [N].
+
+    From `attention`, with one value per head; or from the stored edges, with one value per layer.
+    """
+
+    from_attention: bool
+
+    @property
+    def fields(self) -> list[str]:
+        return ["attention", *SPAN] if self.from_attention else ["edge_source", "edge_weight", "self_attention", *SPAN]
+
+    def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
+        if not isinstance(batch, ColumnBatch):
+            raise ValueError("a graph over heads needs the attention of traces; these records are reads")
+        columns = {name: cast("Sequence[Array | None]", batch.columns[name]) for name in self.fields}
+        x: list[NDArray[np.float32]] = []
+        edges: list[Ints] = [np.empty((2, 0), np.int64)]
+        values: list[NDArray[np.float32]] = []
+        counts: list[int] = []
+        for row, number in enumerate(batch.numbers.tolist()):
+            record = {name: column[row] for name, column in columns.items()}
+            for name, value in record.items():
+                if value is None:
+                    raise ValueError(f"record {number} has no {name!r}")
+            own_RA, attended_RTA, first = self._record(cast("Mapping[str, Array]", record))
+            target, source = np.nonzero((attended_RTA > THRESHOLD).any(axis=2))
+            kept = source != target + first
+            target, source = target[kept], source[kept]
+            used = np.zeros(attended_RTA.shape[1], np.bool_)
+            used[first : first + len(own_RA)] = True
+            used[source] = True
+            place = np.cumsum(used) - 1
+            nodes = np.zeros((int(used.sum()), own_RA.shape[1] + 1), np.float32)
+            nodes[place[first : first + len(own_RA)], :-1] = own_RA
+            nodes[place[first + 1 : first + len(own_RA)], -1] = 1
+            edges.append(np.stack([place[source], place[target + first]]) + sum(counts))
+            values.append(attended_RTA[target, source].astype(np.float32))
+            x.append(nodes)
+            counts.append(len(nodes))
+        whole = np.concatenate(x)
+        return {
+            "x": whole,
+            "edge_index": np.concatenate(edges, axis=1),
+            "edge_attr": np.concatenate(values),
+            "batch": np.repeat(np.arange(len(counts)), counts),
+            "ptr": np.cumsum([0, *counts]),
+            "answer": whole[:, -1] == 1,
+        }
+
+    def _record(self, record: Mapping[str, Array]) -> tuple[Floats, Floats, int]:
+        """Self-attention [R, L * H], attention [R, T, A], and the token of the first row."""
+        prompt, answer = (int(cast("int", record[name])) for name in SPAN)
+        name = "attention" if self.from_attention else "edge_source"
+        num_tokens = record[name].shape[-1 if self.from_attention else 1]
+        start = min(max(prompt, 1), num_tokens - 1)
+        end = min(start + (answer or num_tokens), num_tokens)
+        if self.from_attention:
+            weights = as_floats(record["attention"])[:, :, start - 1 : end]
+            attended = weights.reshape(-1, end - start + 1, num_tokens).transpose(1, 2, 0)
+            rows = np.arange(end - start + 1)
+            return attended[rows, rows + start - 1], attended, start - 1
+        source = np.asarray(record["edge_source"][:, start - 1 : end], np.int64)
+        layer, row, slot = np.nonzero(source >= 0)
+        attended = np.zeros((end - start + 1, num_tokens, len(source)), np.float32)
+        weights = as_floats(record["edge_weight"])[:, start - 1 : end]
+        attended[row, source[layer, row, slot], layer] = weights[layer, row, slot]
+        own = as_floats(record["self_attention"])[:, :, : end - start + 1]
+        return own.reshape(-1, own.shape[2]).T, attended, start - 1
+
+
+def shuffled_sources(layer_E: Ints, target_E: Ints, source_E: Ints, *, seed: int) -> Ints:
+    """A random earlier token as the source of each edge, distinct per target. Self loops stay.
+
+    Depends only on the edges and the seed.
     """
     moved = source_E != target_E
     target = target_E[moved]
@@ -170,12 +273,14 @@ def shuffled_sources(layer_E: Ints, target_E: Ints, source_E: Ints, *, seed: int
         return_inverse=True,
         return_counts=True,
     )
-    rank = np.empty(len(target), np.int64)  # which of its target's edges each is
+    rank = np.empty(len(target), np.int64)  # of an edge among those of its target
     rank[np.argsort(node, kind="stable")] = np.arange(len(target)) - np.repeat(np.cumsum(count) - count, count)
-    chance = np.random.Generator(np.random.Philox(mix(0, 0, seed))).random((len(count), int(target.max(initial=0))))
-    chance[np.arange(chance.shape[1]) >= target[first][:, None]] = 2.0  # not from itself or later
+    random_key = np.random.Generator(np.random.Philox(mix(0, 0, seed))).random((len(count), int(target.max(initial=0))))
+    random_key[np.arange(random_key.shape[1]) >= target[first][:, None]] = (
+        2.0  # never the target itself or a later token
+    )
     drawn = source_E.copy()
-    drawn[moved] = np.argsort(chance, axis=1)[node, rank]
+    drawn[moved] = np.argsort(random_key, axis=1)[node, rank]
     return drawn
 
 
@@ -190,7 +295,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(cls, states_LTD: Floats, edges: _Edges, start: int, end: int) -> "_Part":
-        """With the tokens from `start` to `end`, the one before them, and those that they have edges from."""
+        """The tokens from `start` to `end`, the one before them, and the sources of their edges."""
         num_layers, num_tokens, _ = states_LTD.shape
         used = np.zeros((num_layers, num_tokens), np.bool_)
         used[:, max(start - 1, 0) : end] = True

@@ -1,6 +1,7 @@
-"""A trace store -> its `labels.parquet`: scores of every answer, and a verdict where one can be given."""
+"""A trace store -> its `labels.parquet`: the scores of every answer, and its verdict under a named rule."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,25 +9,46 @@ from typing import cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from millstream.console import Progress, silent
-from millstream.dataset.labels import ALIASES, ANSWERS, LABEL, LABELS_FILE
-from millstream.dataset.score_files import ScoreFile, read_scores
-from millstream.dataset.scores import score, values_of, whole_numbers
-from millstream.dataset.verdicts import NONE, RIGHT, VERDICTS, WRONG, Evidence, Rule, Verdicts, decide, parse_rule
+from millstream.core.config import config_hash
+from millstream.core.console import Progress, silent
+from millstream.core.files import publish_table, sync_folder
+from millstream.core.labelled import LABEL
 from millstream.errors import BadSetting, BadSource
-from millstream.source.llm.answers import first_line, is_refusal, normalise_all
-from millstream.store.layout import publishing, sync_folder
-from millstream.store.traces import Traces
+from millstream.traces.scores import (
+    REFUSALS,
+    Bools,
+    ScoreFile,
+    first_line,
+    is_refusal,
+    normalise_all,
+    read_scores,
+    score,
+    values_of,
+    whole_numbers,
+)
+from millstream.traces.settings import LabelSettings
+from millstream.traces.store.traces import LABELS_FILE, Traces
 
+RIGHT, WRONG, AMBIGUOUS, REFUSED = "right", "wrong", "ambiguous", "refused"
+VERDICTS = (RIGHT, WRONG, AMBIGUOUS, REFUSED)
+NONE = -1
+
+MAX_WORDS = 12  # a longer answer may contain an alias only to deny it
+MIN_F1 = 0.5
+MIN_SCORE = 0.5  # of the `scores` rule, when no threshold is given
+_VERSION = 1  # of the rules: increase it when one of them decides differently
+
+Verdicts = NDArray[np.int8]
+"""Places in VERDICTS, -1 for none."""
 ID, STATUS = "question_id", "status"
 UNLABELLED = "unlabelled"
 CHUNK_RECORDS = 20_000
+ANSWERS = ("generated_answer", "generated_answer_clean", "generated_text")  # the first one that a store has
+ALIASES = ("aliases", "ground_truth_answers", "answer")
 
 Map = Callable[[Callable[[pa.Table], pa.Table], Iterable[pa.Table]], Iterable[pa.Table]]
-Bools = NDArray[np.bool_]
 
 _TEXTS = pa.list_(pa.string())
 _SCORED = pa.schema(
@@ -42,27 +64,8 @@ _SCORED = pa.schema(
 
 
 @dataclass(frozen=True)
-class LabelSettings:
-    """`scores` is a file of scores by question_id, `column` the one that counts, right from `threshold` on."""
-
-    rule: str = "default"  # default, em, f1@0.5, rougeL@0.3, or scores with a file of them
-    scores: str | None = None  # CSV or Parquet with question_id and scores
-    column: str | None = None  # of that file, if it has several
-    threshold: float | None = None  # from which on a score means right
-
-    def check(self) -> Rule:
-        """The rule; an error where the settings do not go together."""
-        rule = parse_rule(self.rule, threshold=self.threshold)
-        if rule.name == "scores" and self.scores is None:
-            raise BadSetting("rule=scores needs a file, as in scores=ground_truth_scores.csv")
-        if self.column is not None and self.scores is None:
-            raise BadSetting(f"column={self.column} is a column of a file of scores; name it, scores=FILE")
-        return rule
-
-
-@dataclass(frozen=True)
 class Labelling:
-    """What `label` did. `counts` is of every verdict and `unlabelled`, of which `conflicting` are a part."""
+    """The result of `label`. `counts` has every verdict and `unlabelled`, which includes `conflicting`."""
 
     path: Path
     rule: str
@@ -82,21 +85,22 @@ def label(
     map: Map = map,
     progress: Progress = silent,
 ) -> Labelling:
-    """Write the store's `labels.parquet`, one row a record in the records' order, and count the verdicts.
+    """Write the `labels.parquet` of a store, one row per record in record order, and count the verdicts.
 
-    Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3` and `scores`: right from `threshold` on in a CSV or Parquet file
-    with a `question_id`. With other rules such a file is only joined. There is no verdict where the answer, all aliases
-    or the score is missing, where `status` is not "ok", and where records of one question_id would get different ones,
-    because labels are joined by id. `map` runs `score_chunk` over chunks, in their order, and may do so elsewhere.
+    Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3` and `scores`, which labels an answer right if its score in a CSV
+    or Parquet file with a `question_id` is at least `threshold`. With other rules the file is only joined. A record has
+    no verdict if its answer, all aliases or the score is missing, if `status` is not "ok", or if records with the same
+    question_id would get different verdicts, because labels are joined by id. `map` runs `score_chunk` over chunks, in
+    order, possibly in other processes.
 
     >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
     settings = LabelSettings(rule, None if scores is None else str(scores), column, threshold)
-    chosen = settings.check()
+    chosen = rule_of(settings)
     traces = Traces(store)
     if ID not in traces.fields:
         raise BadSource(
-            f"{store}: labels go by {ID!r}, and its records have only {', '.join(traces.fields) or 'nothing'}"
+            f"{store}: labels need the field {ID!r}; its records have only {', '.join(traces.fields) or 'nothing'}"
         )
     ids = [str(name) for name in traces.ids]  # as `ms.labelled` compares them
     file = read_scores(Path(scores), key=ID, column=column) if scores is not None else None
@@ -119,11 +123,96 @@ def label(
     return Labelling(out, str(chosen), chosen.version, len(traces), counts, conflicting)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """`default`, `em`, `f1`, `rougeL` or `scores`; the last three are right at or above a threshold."""
+
+    name: str
+    threshold: float | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.threshold is None else f"{self.name}@{self.threshold}"
+
+    @property
+    def version(self) -> str:
+        """`default-1-5c0f3a12`: changes whenever the same answer may get a different verdict."""
+        definition = {"version": _VERSION, "rule": str(self), "words": MAX_WORDS, "f1": MIN_F1, "refusals": REFUSALS}
+        return f"{self}-{_VERSION}-{config_hash(definition)[:8]}"
+
+
+def rule_of(settings: LabelSettings) -> Rule:
+    """The rule that the settings describe; BadSetting if they contradict each other."""
+    rule = parse_rule(settings.rule, threshold=settings.threshold)
+    if rule.name == "scores" and settings.scores is None:
+        raise BadSetting("rule=scores needs a scores file, as in scores=ground_truth_scores.csv")
+    if settings.column is not None and settings.scores is None:
+        raise BadSetting(f"column={settings.column} is a column of a scores file: also give scores=FILE")
+    return rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of each answer. Without an answer or an alias the rest is undefined; NaN is no score."""
+
+    has_answer: Bools
+    has_truth: Bools
+    em: Bools
+    f1: NDArray[np.float32]
+    rouge_l: NDArray[np.float32]
+    contains: Bools
+    refused: Bools
+    num_tokens: NDArray[np.float64]
+    score: NDArray[np.float64]
+
+
+def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
+    """The rule that `default`, `em`, `f1@0.5`, `rougeL@0.3` or `scores` names; `threshold` belongs to `scores`."""
+    name, at, number = text.partition("@")
+    if threshold is not None and text != "scores":
+        raise BadSetting(f"threshold={threshold:g}: only rule=scores takes a threshold, not rule={text}")
+    if text in ("default", "em"):
+        return Rule(name=text)
+    if text == "scores":
+        limit = MIN_SCORE if threshold is None else threshold
+        if not math.isfinite(limit):
+            raise BadSetting(f"threshold={limit}: must be a finite number")
+        return Rule(name=text, threshold=limit)
+    if name in ("f1", "rougeL") and at:
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = math.nan
+        if not 0 < limit <= 1:
+            raise BadSetting(f"rule={text}: the threshold must be above 0 and at most 1, as in {name}@0.5")
+        return Rule(name=name, threshold=limit)
+    raise BadSetting(f"rule={text}: must be one of default, em, f1@0.5, rougeL@0.3 (or other thresholds), scores")
+
+
+def decide(rule: Rule, known: Evidence) -> Verdicts:
+    """The verdict on every answer; none where the answer, the truth or the score it needs is missing."""
+    right, wrong, ambiguous, refused = range(len(VERDICTS))
+    if rule.name == "scores":
+        verdicts = np.where(known.score < np.float64(rule.threshold or 0), wrong, right)
+        return np.where(known.has_answer & ~np.isnan(known.score), verdicts, NONE).astype(np.int8)
+    if rule.name == "default":
+        is_short = known.num_tokens <= MAX_WORDS
+        # "Unknown" may be the correct answer, so an exact match comes before a refusal; all else comes after it.
+        cases = [known.em, known.refused, known.contains & is_short, known.contains | (known.f1 >= MIN_F1)]
+        verdicts = np.select(cases, [right, refused, right, ambiguous], wrong)
+    elif rule.name == "em":
+        verdicts = np.where(known.em, right, wrong)
+    else:
+        # In single precision on both sides: 7/10 is not below a threshold of 0.7.
+        reached = (known.f1 if rule.name == "f1" else known.rouge_l) >= np.float32(rule.threshold or 0)
+        verdicts = np.where(reached, right, wrong)
+    return np.where(known.has_answer & known.has_truth, verdicts, NONE).astype(np.int8)
+
+
 def score_chunk(chunk: pa.Table) -> pa.Table:
-    """Scores of records from the columns `answer` and `aliases`, null where one of them is missing."""
-    said = [first_line(answer) for answer in chunk.column("answer").to_pylist()]
-    found = score(said, cast(pa.Array, chunk.column("aliases").combine_chunks()))
-    no_answer = np.array([not text for text in said], np.bool_)
+    """Scores of records from the columns `answer` and `aliases`; null where one is missing."""
+    answers = [first_line(answer) for answer in chunk.column("answer").to_pylist()]
+    found = score(answers, cast(pa.Array, chunk.column("aliases").combine_chunks()))
+    no_answer = np.array([not text for text in answers], np.bool_)
     unknown = no_answer | (found.num_aliases == 0)
     columns = [
         pa.array(found.em, mask=unknown),
@@ -131,19 +220,27 @@ def score_chunk(chunk: pa.Table) -> pa.Table:
         pa.array(found.rouge_l, mask=unknown),
         pa.array(found.contains, mask=unknown),
         pa.array(found.num_tokens.astype(np.int32), mask=no_answer),
-        pa.array([is_refusal(text) for text in normalise_all(said)], pa.bool_(), mask=no_answer),
+        pa.array([is_refusal(text) for text in normalise_all(answers)], pa.bool_(), mask=no_answer),
     ]
     return pa.Table.from_arrays(columns, schema=_SCORED)
 
 
+def references_of(values: Sequence[object]) -> list[str]:
+    """All accepted answers among single texts and lists of aliases, each once."""
+    flat: list[object] = []
+    for value in values:
+        flat += cast("list[object]", value) if isinstance(value, list) else [value]
+    return list(dict.fromkeys(str(text) for text in flat if text not in (None, "")))
+
+
 def _score(traces: Traces, is_usable: Bools, *, needed: bool, map: Map, progress: Progress) -> pa.Table:
-    """The scores of all records, chunk by chunk."""
+    """The scores of all records, computed chunk by chunk."""
     fields = [_first(traces, ANSWERS), _first(traces, ALIASES)]
     for field, choices in zip(fields, (ANSWERS, ALIASES), strict=True):
         if needed and field is None:
             raise BadSource(
-                f"{traces.path}: answers are judged by a field {' or '.join(choices)}, and its records have only "
-                f"{', '.join(traces.fields)}. Verdicts can come from a file too: rule=scores scores=FILE"
+                f"{traces.path}: labels need a field {' or '.join(choices)}; its records have only "
+                f"{', '.join(traces.fields)}. Or take verdicts from a file: rule=scores scores=FILE"
             )
     parts = [_SCORED.empty_table()]
     done = 0
@@ -151,27 +248,27 @@ def _score(traces: Traces, is_usable: Bools, *, needed: bool, map: Map, progress
     for part in map(score_chunk, _chunks(traces, is_usable, answer=fields[0], aliases=fields[1])):
         parts.append(part)
         progress(done := done + part.num_rows)
-    assert done == len(traces), f"map gave back {done} of {len(traces)} records"
+    assert done == len(traces), f"map returned {done} of {len(traces)} records"
     return pa.concat_tables(parts)
 
 
 def _chunks(traces: Traces, is_usable: Bools, *, answer: str | None, aliases: str | None) -> Iterator[pa.Table]:
-    """Texts of so many records at a time; those of one chunk, or of one shard, are in memory."""
+    """Answers and aliases, CHUNK_RECORDS at a time; only one chunk or one shard is in memory."""
     start = 0
     for numbers in _groups(traces):
         part = Traces(traces.path, shards=numbers)
         rows = pa.array(np.arange(len(part)), mask=~is_usable[start : start + len(part)])
-        said = pa.nulls(len(part), pa.string()) if answer is None else _column(part, answer).cast(pa.string())
-        true = pa.nulls(len(part), _TEXTS) if aliases is None else _as_lists(_column(part, aliases))
-        table = pa.table({"answer": said.take(rows), "aliases": true})
+        answers = pa.nulls(len(part), pa.string()) if answer is None else _column(part, answer).cast(pa.string())
+        accepted = pa.nulls(len(part), _TEXTS) if aliases is None else _as_lists(_column(part, aliases))
+        table = pa.table({"answer": answers.take(rows), "aliases": accepted})
         for first in range(0, len(part), CHUNK_RECORDS):
-            # Taken, not sliced: a slice is pickled with all that it was sliced from.
+            # Taken, not sliced: pickling a slice pickles the whole table.
             yield table.take(np.arange(first, min(first + CHUNK_RECORDS, len(part))))
         start += len(part)
 
 
 def _groups(traces: Traces) -> Iterator[list[int]]:
-    """Numbers of neighbouring shards that make up about a chunk."""
+    """Numbers of consecutive shards that together have about CHUNK_RECORDS records."""
     group: list[int] = []
     records = 0
     for shard in traces.shards:
@@ -185,7 +282,7 @@ def _groups(traces: Traces) -> Iterator[list[int]]:
 
 
 def _evidence(traces: Traces, scored: pa.Table, is_usable: Bools, by_id: NDArray[np.float64]) -> Evidence:
-    has_texts = _first(traces, ANSWERS) is not None  # if not, a score is all there can be
+    has_texts = _first(traces, ANSWERS) is not None  # without texts a score is the only evidence
     values = {name: _numbers(scored.column(name)) for name in scored.column_names}
     return Evidence(
         has_answer=~np.isnan(values["num_tokens"]) if has_texts else is_usable,
@@ -201,7 +298,7 @@ def _evidence(traces: Traces, scored: pa.Table, is_usable: Bools, by_id: NDArray
 
 
 def _without_conflicts(ids: Sequence[str], verdicts: Verdicts) -> tuple[Verdicts, int]:
-    """No verdict for the records of an id that has several different ones, and the number of these records."""
+    """Remove the verdicts of ids whose records disagree; also the number of these records."""
     question = whole_numbers(pa.array(ids, pa.string()).dictionary_encode().indices)
     low, high = np.full(len(ids), len(VERDICTS)), np.full(len(ids), NONE)
     np.minimum.at(low, question, verdicts)
@@ -222,22 +319,21 @@ def _join(traces: Traces, verdicts: Verdicts, scored: pa.Table, file: ScoreFile 
     for name, values in (file.columns(ids) if file else {}).items():
         if name in columns:
             raise BadSource(
-                f"{file and file.path}: {LABELS_FILE} has a column {name!r} of its own. Rename it, or name another"
+                f"{file and file.path}: column {name!r} clashes with one of {LABELS_FILE}. Rename it, or choose another"
             )
         columns[name] = values
     return pa.table(columns)
 
 
 def _publish(out: Path, table: pa.Table, about: Mapping[str, str]) -> None:
-    """All of the new labels or the old ones, also after a crash."""
+    """Write the labels atomically: after a crash either the new or the old ones are there."""
     described = table.cast(table.schema.with_metadata({f"millstream.{key}": value for key, value in about.items()}))
-    with publishing(out, "The labels that were there are kept; free some space and run it again") as file:
-        pq.write_table(described, file, compression="zstd")
+    publish_table(out, described, "The old labels are kept; free some space and run the same command again")
     sync_folder(out.parent)
 
 
 def _is_usable(traces: Traces) -> Bools:
-    """Whether a record came to a good end, as far as it says."""
+    """Which records have status "ok", or no status."""
     if STATUS not in traces.fields:
         return np.ones(len(traces), np.bool_)
     return np.array([status == "ok" for status in traces.column(STATUS).to_pylist()], np.bool_)
@@ -252,13 +348,13 @@ def _column(traces: Traces, name: str) -> pa.Array:
 
 
 def _as_lists(aliases: pa.Array) -> pa.Array:
-    """Lists of texts, also where each is one text."""
+    """Lists of texts; a single text becomes a list of one."""
     if pa.types.is_string(aliases.type):
         return pa.array([None if text is None else [text] for text in aliases.to_pylist()], _TEXTS)
     return aliases.cast(_TEXTS)
 
 
 def _numbers(column: pa.ChunkedArray) -> NDArray[np.float64]:
-    """Numbers or truth values, NaN for null."""
+    """Numbers or booleans as floats, NaN for null."""
     values = cast(pa.Array, column.combine_chunks()).cast(pa.float64())
     return values_of(values.fill_null(np.nan), np.float64)

@@ -1,30 +1,36 @@
-"""The labelled records of a store, split once for all detectors, and the card that says what they are."""
+"""Detectors of wrong answers, compared on one split of a labelled trace store."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millstream.collection import Collection
-from millstream.console import quoted
-from millstream.dataset.labels import LABEL, LABELS_FILE, labelled
-from millstream.dataset.split import Split, split
+from millstream.core.collection import Collection
+from millstream.core.config import read_settings
+from millstream.core.console import quoted
+from millstream.core.labelled import LABEL, labelled
+from millstream.core.split import Split, split
 from millstream.errors import BadSplit, MissingLabel
-from millstream.store.traces import Traces
-from millstream.train.settings import TrainSettings
+from millstream.traces.detectors.detector import Scores
+from millstream.traces.detectors.zoo import detector_specs, scores_of
+from millstream.traces.settings import TrainSettings
+from millstream.traces.store.traces import LABELS_FILE, Traces
+from millstream.training.folder import SPLIT
+from millstream.training.study import Built, ModelSpec
 
 VERDICTS = {"right": 0, "wrong": 1}
 
 
 def open_labelled(path: str, label: str) -> Collection:
-    """The records that are known to be right or wrong; the others are counted on the card."""
+    """The records labelled right or wrong; the data card counts the others."""
     traces = Traces(path)
-    known = traces.path / LABELS_FILE
-    has_verdicts = known.exists() and label in pq.ParquetFile(known).schema_arrow.names
+    labels_file = traces.path / LABELS_FILE
+    has_verdicts = labels_file.exists() and label in pq.ParquetFile(labels_file).schema_arrow.names
     if label == "verdict" and not has_verdicts and LABEL not in traces.field_names:
         raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {quoted(path)}")
     if label == "verdict" and has_verdicts:
@@ -33,7 +39,7 @@ def open_labelled(path: str, label: str) -> Collection:
 
 
 def split_of(collection: Collection, settings: TrainSettings) -> Split:
-    """By question, or as the settings say. Each part must have right and wrong answers."""
+    """Train, val and test splits, by question unless set otherwise. Each must have right and wrong answers."""
     shares = {"train": settings.train, "val": settings.val, "test": 1 - settings.train - settings.val}
     parts = split(collection, shares, by=settings.by, salt=settings.salt)
     for name in shares:
@@ -41,14 +47,14 @@ def split_of(collection: Collection, settings: TrainSettings) -> Split:
         if len(np.unique(labels)) < 2 or not np.isin(labels, (0, 1)).all():
             found = dict(Counter[object](labels.tolist()))
             raise BadSplit(
-                f"{settings.data}: the {name} part has {len(labels)} records with the labels {found}; a detector needs "
-                "0 (right) and 1 (wrong) in each part: label or extract more, or choose another salt="
+                f"{settings.data}: the {name} split has {len(labels)} records with the labels {found}; "
+                "a detector needs 0 (right) and 1 (wrong) in each split: label or extract more, or choose another salt="
             )
     return parts
 
 
 def data_card(path: str, collection: Collection, parts: Mapping[str, Collection], how: str) -> dict[str, object]:
-    """What the data is, with every record counted."""
+    """A summary of the data that accounts for every record."""
     traces = Traces(path)
     names = traces.field_names
     verdicts: Counter[str] = Counter()
@@ -62,7 +68,7 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
             verdicts.update(str(v or "unlabelled") for v in table.column("verdict").to_pylist())
     if "status" in names:
         failed = sum(status == "error" for status in traces.column("status").to_pylist())
-        verdicts["unlabelled"] = max(0, verdicts["unlabelled"] - failed)  # what failed has no verdict
+        verdicts["unlabelled"] = max(0, verdicts["unlabelled"] - failed)  # a failed record has no verdict
         verdicts["error"] = failed
     config = dict(traces.config)
     return {
@@ -72,7 +78,7 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
         "label_digest": _digest(collection),
         "used": len(collection),
         "verdicts": dict(verdicts),
-        "parts": {name: _part(part) for name, part in parts.items()},
+        "parts": {name: _counts(part) for name, part in parts.items()},
         "split": how,
         "language_model": str(config.get("model", "")),
         "label_rule": about.get("rule"),
@@ -83,14 +89,72 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
     }
 
 
+def make_study(settings: Mapping[str, object]) -> "Detection":
+    return Detection(read_settings(TrainSettings, settings))
+
+
+class Detection:
+    """A comparison of detectors: all of them see the same splits, by question."""
+
+    keys: Sequence[str] = ("fingerprint", "label_digest")  # other records or labels make another run
+    libraries: Sequence[str] = ("torch_geometric.nn", "sklearn.decomposition")
+
+    def __init__(self, settings: TrainSettings) -> None:
+        settings.check()
+        self.settings, self.source = settings, settings.data
+        self.collection = open_labelled(settings.data, settings.label)
+        self.parts: Split = split_of(self.collection, settings)
+        self.specs: Sequence[ModelSpec] = detector_specs(settings, self.collection.field_names)
+        self.card = self._card()
+
+    @property
+    def train(self) -> Collection:
+        return self.parts["train"]
+
+    @property
+    def scored(self) -> Mapping[str, Collection]:
+        return {name: self.parts[name] for name in ("val", "test")}
+
+    def _card(self) -> Mapping[str, object]:
+        rule = self.parts.rule
+        parts = {name: self.parts[name] for name in rule.shares}
+        return data_card(self.source, self.collection, parts, f"by a hash of {rule.by}, salt {rule.salt!r}")
+
+    def keep(self, run: Path) -> None:
+        self.parts.save(run / SPLIT)
+
+    def summary(self) -> str:
+        used = f"{self.source}: {len(self.collection)} of {self.card['records']} records are right or wrong"
+        return f"{used}\n{self.parts.report(LABEL)}"
+
+    def table(self, built: Built, part: str) -> pa.Table:
+        return scores_table(part, self.parts[part], scores_of(built.model, self.parts[part]))
+
+
+def scores_table(name: str, part: Collection, scores: Scores) -> pa.Table:
+    """Rows of predictions.parquet, without the model and its seed."""
+    records = part.record_numbers(np.arange(len(part)))
+    ids = part.column("question_id").to_pylist() if "question_id" in part.field_names else records.tolist()
+    return pa.table(
+        {
+            "part": pa.array([name] * len(part), pa.string()),
+            "record": pa.array(records),
+            "question_id": pa.array([None if name is None else str(name) for name in ids], pa.string()),
+            "label": pa.array(np.asarray(part.column(LABEL).to_numpy(), np.int8)),
+            "score": pa.array(np.asarray(scores, np.float64)),
+        }
+    )
+
+
 def _digest(collection: Collection) -> str:
-    """Changes when a label does, or which records have one."""
+    """Changes when a label changes, or the set of labelled records."""
     numbers = collection.record_numbers(np.arange(len(collection)))
     labels = np.asarray(collection.column(LABEL).to_numpy(), np.float64)
     return blake2b(numbers.tobytes() + labels.tobytes(), digest_size=8).hexdigest()
 
 
-def _part(part: Collection) -> dict[str, int]:
+def _counts(part: Collection) -> dict[str, int]:
+    """Records, questions and wrong answers of a split."""
     questions = part.column("question_id") if "question_id" in part.field_names else None
     wrong = int(np.asarray(part.column(LABEL).to_numpy(), np.int64).sum())
     num_questions = len(part) if questions is None else len(set(questions.to_pylist()))

@@ -1,4 +1,4 @@
-"""The training loop: batches of a Loader, AdamW, and a checkpoint from which it goes on to the same weights."""
+"""The training loop: batches of a Loader, an optimizer, and checkpoints; a resumed run ends with the same weights."""
 
 import math
 import time
@@ -13,36 +13,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.collection import Collection
-from millstream.config import tree_bytes
-from millstream.console import Progress, say, silent, unsaid
-from millstream.dataset.batch import Feature
-from millstream.dataset.features import fields
-from millstream.dataset.labels import LABEL
-from millstream.dataset.permutation import mix
+from millstream.core.collection import Collection
+from millstream.core.console import Progress, ignore_message, say, silent
+from millstream.core.features import Feature, fields
+from millstream.core.labelled import LABEL
+from millstream.core.loader import Loader
+from millstream.core.memory import Heap, tree_bytes
+from millstream.core.order import mix
 from millstream.errors import NotFinite
-from millstream.loader.loader import Loader
-from millstream.model.net import Net
-from millstream.model.reading import fitting_batch
-from millstream.train.checkpoint import load, pack_optimizer, save, unpack_optimizer
-from millstream.train.log import Clock, Heap, Log
-from millstream.train.settings import LoopSettings
-from millstream.train.task import Outcome, Task, labels_of
+from millstream.training.folder import load, pack_optimizer, save, unpack_optimizer
+from millstream.training.log import Clock, Log
+from millstream.training.net import Net
+from millstream.training.settings import LoopSettings
+from millstream.training.task import Outcome, Task, fitting_batch, labels_of
 
 SCORED_AT_ONCE = 64
 RECORDS = "records"
-WEIGHTS = "model."
+WEIGHTS_PREFIX = "model."
 LATEST, BEST = "latest.safetensors", "best.safetensors"
 T = TypeVar("T")
-Parts = Iterable[tuple[bool, dict[str, Any]]]  # of a batch; whether each is the last
+Parts = Iterable[tuple[bool, dict[str, Any]]]  # micro-batches, and whether each is the last of its step
 
 
 @dataclass
-class Progressed:
-    """Where training is: with the weights, all that the next step depends on. As JSON in a checkpoint."""
+class Position:
+    """The position of training: with the weights, all that the next step depends on. JSON in a checkpoint."""
 
     epoch: int = 0
-    step: int = 0  # over all epochs; chance and the learning rate follow from it
+    step: int = 0  # over all epochs; determines the random seed and the learning rate
     best: float = -1.0
     best_epoch: int = -1
     done: bool = False
@@ -60,14 +58,14 @@ class Job:
     settings: LoopSettings
     task: Task
     features: Sequence[Feature]
-    scoring: Sequence[Feature]  # what it sees of records that are scored
+    scoring: Sequence[Feature]  # for records it scores
     memory: int  # for the loader
     source: str  # where the records are, for messages
-    at_once: int = SCORED_AT_ONCE  # records in one pass through the net; a larger batch goes in parts
+    at_once: int = SCORED_AT_ONCE  # records per pass through the net; larger batches are split
 
 
 class Training:
-    """Trains a net on `train`, judges it on `val`, and leaves it with the weights of its best epoch."""
+    """Trains a net on `train`, scores it on `val`, and restores the weights of its best epoch."""
 
     def __init__(
         self, job: Job, fabric: Any, net: Net, *, log: Log, progress: Progress, stop: Callable[[], bool]
@@ -77,12 +75,12 @@ class Training:
         given = job.settings
         self.lr, self.epochs = given.lr or net.lr, given.epochs
         self.net, self.optimizer = fabric.setup(net, net.optimizer(self.lr, given.weight_decay))
-        self.at = Progressed()
+        self.at = Position()
         self._saved = time.monotonic()
         self._heap = Heap(job.memory // 4)
 
     def run(self, train: Collection, val: Collection) -> bool:
-        """Whether it came to its end; if not, the checkpoint is where it goes on."""
+        """Train. Returns whether it finished; if not, the next run resumes from the checkpoint."""
         job, given = self.job, self.job.settings
         own = given.batch_size // self.fabric.world_size
         part = max(size for size in range(1, own + 1) if own % size == 0 and size <= job.at_once)
@@ -95,11 +93,11 @@ class Training:
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
             pin_memory=self.fabric.device.type == "cuda",
-            notify=say if job.seed == given.seed else unsaid,
+            notify=say if job.seed == given.seed else ignore_message,
         )
         if (job.folder / LATEST).exists():
             self._resume(loader)
-        elif self.bare.has_scales:  # what was looked up in all records is not to be looked up again
+        elif self.bare.needs_preparation:  # a pass over all records, not repeated after a stop
             self._save()
         weight_C = job.task.weights(train).to(self.fabric.device)
         most_steps = max(1, self.bare.most_records // given.batch_size)
@@ -116,7 +114,7 @@ class Training:
             for parts in steps_of(batches, min(loader.remaining, left), own // part):
                 self._step(parts, weight_C, self.epochs * num_steps)
                 self.at.loader = loader.state_dict()
-                self._tell(clock, min(len(train), num_steps * given.batch_size), num_steps)
+                self._show(clock, min(len(train), num_steps * given.batch_size), num_steps)
                 stopped = self.stop()
                 if stopped or self._is_due():
                     self._save()
@@ -130,12 +128,12 @@ class Training:
         return True
 
     def _step(self, parts: Parts, weight_C: Tensor, total: int) -> None:
-        """One step of the optimiser, the parts of whose batch go through the net as they come.
+        """One step of the optimizer, accumulating the gradient over the parts of the batch.
 
-        Every record counts the same: the gradient of an epoch's last batch, if it is short, is that much smaller.
+        Every record has the same weight: a short last batch has a proportionally smaller gradient.
         """
         job, step = self.job, self.at.step
-        seed_all(mix(job.seed, step, self.fabric.global_rank))  # so chance needs no state
+        seed_all(mix(job.seed, step, self.fabric.global_rank))  # so that checkpoints need no random state
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * learning_share(step, total, job.settings.warmup)
         own = job.settings.batch_size // self.fabric.world_size
@@ -158,7 +156,7 @@ class Training:
             self.fabric.clip_gradients(self.net, self.optimizer, max_norm=job.settings.clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._heap.settle()
+        self._heap.trim_malloc()
         for name, value in {**sums, RECORDS: float(sum(map(len, numbers)))}.items():
             self.at.sums[name] = self.at.sums.get(name, 0.0) + value
         self.at.step += 1
@@ -166,15 +164,9 @@ class Training:
     def _end_epoch(self, val: Collection, clock: Clock, num_records: int) -> None:
         at, job = self.at, self.job
         outcome, measures = predict(
-            self.bare,
-            val,
-            job.scoring,
-            memory=job.memory,
-            fabric=self.fabric,
-            at_once=job.at_once,
-            mates=job.task.mates,
+            self.bare, val, job.scoring, task=job.task, memory=job.memory, fabric=self.fabric, at_once=job.at_once
         )
-        found = job.task.judge(labels_of(val, job.task.mates), outcome)
+        found = job.task.judge(labels_of(val, job.task.group_size), outcome)
         means = {name: self._over_ranks(sums / at.sums[RECORDS]) for name, sums in at.sums.items() if name != RECORDS}
         if found > at.best:
             at.best, at.best_epoch = found, at.epoch
@@ -205,7 +197,7 @@ class Training:
         numbers = ", ".join(map(str, records.cpu().numpy()))
         return (
             f"{job.name} seed {job.seed}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of "
-            f"the records {numbers} of {job.source}. Their inputs are finite: try a smaller lr={self.lr / 10:g}"
+            f"the records {numbers} of {job.source}. Their inputs are finite; try a smaller lr={self.lr / 10:g}"
         )
 
     def _over_ranks(self, value: float) -> float:
@@ -213,11 +205,11 @@ class Training:
             return value
         return float(self.fabric.all_reduce(torch.tensor(value, device=self.fabric.device), reduce_op="mean"))
 
-    def _tell(self, clock: Clock, num_records: int, num_steps: int) -> None:
+    def _show(self, clock: Clock, num_records: int, num_steps: int) -> None:
         at = self.at
         done = at.step * num_records // num_steps
         place = f"epoch {at.epoch + 1}/{self.epochs}, loss {at.sums['loss'] / at.sums[RECORDS]:.3f}"
-        best = f", {self.job.task.measure} {at.best:.3f} so far" if at.best_epoch >= 0 else ""
+        best = f", best {self.job.task.measure} {at.best:.3f}" if at.best_epoch >= 0 else ""
         self.progress(done, f"{place}{best}, {clock.share:.0%} waiting for data")
 
     def _is_due(self) -> bool:
@@ -228,14 +220,14 @@ class Training:
     def _save(self) -> None:
         self._saved = time.monotonic()
         if self.fabric.global_rank == 0:
-            tensors = {**self.bare.state_dict(prefix=WEIGHTS), **pack_optimizer(self.optimizer)}
+            tensors = {**self.bare.state_dict(prefix=WEIGHTS_PREFIX), **pack_optimizer(self.optimizer)}
             save(self.job.folder / LATEST, tensors, asdict(self.at))
 
     def _resume(self, loader: Loader) -> None:
         tensors, about = load(self.job.folder / LATEST)
         self.bare.load_state_dict(weights_of(tensors))
         unpack_optimizer(self.optimizer, tensors)
-        self.at = Progressed(**about)  # pyright: ignore[reportArgumentType]
+        self.at = Position(**about)  # pyright: ignore[reportArgumentType]
         if self.at.loader is not None:
             loader.load_state_dict(self.at.loader)
 
@@ -245,29 +237,30 @@ def predict(
     collection: Collection,
     features: Sequence[Feature],
     *,
+    task: Task,
     memory: int,
     fabric: Any,
     at_once: int = SCORED_AT_ONCE,
-    mates: int = 1,
     progress: Progress = silent,
 ) -> tuple[Outcome, dict[str, float]]:
-    """What the net says of every record, in the collection's order, and the means of what it measures.
+    """The predictions for every record, in the collection's order, and the means of what the net measures.
 
-    Ranks share the work, and all of them have the answer. Each `mates` neighbouring records get one answer; then every
-    rank does all the work.
+    Ranks share the work, and each gets all predictions. If records belong together in groups, every rank does all the
+    work.
     """
-    shares = mates == 1 and fabric.world_size > 1
-    at_most = max(at_once // mates, 1) * mates
+    group = task.group_size
+    shares = group == 1 and fabric.world_size > 1
+    at_most = max(at_once // group, 1) * group
     loader = Loader(
         collection,
-        batch_size=-(-fitting_batch(collection, features, memory=memory, at_most=at_most) // mates) * mates,
+        batch_size=-(-fitting_batch(collection, features, memory=memory, at_most=at_most) // group) * group,
         features=list(features),
         order="none",
         memory=memory,
         rank=fabric.global_rank if shares else 0,
         world=fabric.world_size if shares else 1,
         tail="pad",
-        notify=unsaid,
+        notify=ignore_message,
     )
     found: defaultdict[str, list[Tensor]] = defaultdict(list)
     numbers: list[Tensor] = []
@@ -279,10 +272,10 @@ def predict(
     with torch.inference_mode():
         for batch in loader:
             on_device = fabric.to_device(batch)
-            for name, values in net.answer(on_device).items():
+            for name, values in task.answer(net, on_device).items():
                 found[name].append(values)
             numbers.append(on_device["numbers"] if shares else on_device["numbers"][:0])
-            heap.settle()
+            heap.trim_malloc()
             progress(seen := seen + len(on_device["numbers"]) * (fabric.world_size if shares else 1))
             for name, value in net.measures(on_device).items():
                 sums[name] += float(value)
@@ -291,15 +284,17 @@ def predict(
     if not shares:
         return {name: values.cpu().numpy() for name, values in whole.items()}, means
     gathered = fabric.all_gather(torch.cat(numbers)).reshape(-1).cpu().numpy()
-    first = np.unique(gathered, return_index=True)  # records at the end may have come twice
+    first = np.unique(gathered, return_index=True)  # padding may repeat records
     places = first[1][np.searchsorted(first[0], collection.record_numbers(np.arange(len(collection))))]
     all_values = {name: fabric.all_gather(values).reshape(-1).cpu().numpy() for name, values in whole.items()}
     return {name: values[places] for name, values in all_values.items()}, means
 
 
-def weights_of(kept: Mapping[str, T]) -> dict[str, T]:
-    """What is of the net, among the tensors of a checkpoint, or among their shapes."""
-    return {name.removeprefix(WEIGHTS): value for name, value in kept.items() if name.startswith(WEIGHTS)}
+def weights_of(found: Mapping[str, T]) -> dict[str, T]:
+    """The weights of the net, from the tensors of a checkpoint or their shapes."""
+    return {
+        name.removeprefix(WEIGHTS_PREFIX): value for name, value in found.items() if name.startswith(WEIGHTS_PREFIX)
+    }
 
 
 def seed_all(seed: int) -> None:
@@ -307,7 +302,7 @@ def seed_all(seed: int) -> None:
 
 
 def learning_share(step: int, total: int, warmup: float) -> float:
-    """The learning rate at a step as a share of the highest: it rises in a line, then falls as a cosine to a tenth."""
+    """The learning rate as a share of its peak: linear warm-up, then cosine decay to a tenth."""
     rising = max(1, round(total * warmup))
     if step < rising:
         return (step + 1) / rising
@@ -315,7 +310,7 @@ def learning_share(step: int, total: int, warmup: float) -> float:
 
 
 def steps_of(parts: Iterator[T], num_parts: int, per_step: int) -> Iterator[Iterator[tuple[bool, T]]]:
-    """The parts of each step, to be taken as they come."""
+    """The parts of each step; take them in order."""
     for first in range(0, num_parts, per_step):
         count = min(per_step, num_parts - first)
         yield ((place == count - 1, part) for place, part in enumerate(islice(parts, count)))

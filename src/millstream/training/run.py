@@ -1,7 +1,9 @@
-"""`ms.train`: every model asked for, on one set of data, into a run folder. Run again, it goes on."""
+"""`ms.train`: trains every model of a study on the same data, into a run folder. Run again to resume."""
 
 import gc
 import json
+import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,51 +17,52 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 import yaml
+from torch import Tensor
 
-from millstream.collection import Collection
-from millstream.config import config_diff, parse_bytes, read_settings, tree_bytes
-from millstream.console import format_seconds, interruptible, say
-from millstream.errors import BadSource, ConfigMismatch, NoDetector
-from millstream.model.detector import Means
-from millstream.store.layout import publish
-from millstream.train.checkpoint import save
-from millstream.train.devices import make_fabric
-from millstream.train.environment import environment
-from millstream.train.folder import (
-    CHECKPOINTS,
+from millstream.core.collection import Collection
+from millstream.core.config import config_diff, parse_bytes
+from millstream.core.console import format_seconds, interruptible, say
+from millstream.core.files import publish, publish_json, publish_table
+from millstream.core.memory import tree_bytes
+from millstream.core.registry import KINDS, plug
+from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingExtra, MissingFields
+from millstream.training.folder import (
     CONFIG,
     DATA,
-    DETECTOR,
     ENVIRONMENT,
     PREDICTIONS,
     SCORES,
-    write_json,
-    write_table,
+    WEIGHTS,
+    environment,
+    finished_jobs,
+    job_folder,
+    save,
 )
-from millstream.train.log import Log
-from millstream.train.read_settings import ReadSettings, are_of_reads
-from millstream.train.settings import TrainSettings
-from millstream.train.study import Asked, Study
-from millstream.train.trained import Interrupted, Workplace
+from millstream.training.log import Log
+from millstream.training.settings import LoopSettings
+from millstream.training.study import ModelSpec, Study, StudyPlug
+from millstream.training.task import FitResources
+from millstream.training.trained import Interrupted, Workplace
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder; `interrupted` when not all that was asked for is in it."""
+    """A run folder; `interrupted` if some models are not finished."""
 
     path: Path
     models: list[str]
     interrupted: bool = False
-    is_first: bool = True  # of the processes that train together
+    is_first: bool = True  # whether this is the first of the processes that train together
 
 
 def train(data: str | Path | Mapping[str, object] | None = None, **settings: object) -> Run:
-    """Train and compare detectors on the labelled traces of a store, or classifiers on files of reads.
+    """Train and compare models on labelled records, into a run folder.
 
-    Settings are those of `TrainSettings`, or of `ReadSettings` when `data` is a mapping with files to train on. All
-    models see the same data; each is trained once for every seed; what is chosen is chosen on validation. Finished
-    models are not trained again, and an interrupted one goes on from its checkpoint.
+    The settings are those of `millstream train --help` for the kind of record that `data` holds. All models see the
+    same data; each is trained once per seed; all choices are made on the validation split. Finished models are not
+    trained again, and an interrupted one resumes from its checkpoint.
 
     >>> run = ms.train("traces/", model="lstm,mean_logprob", out="runs/second", seeds=1, epochs=3, memory="500MB")
     >>> run = ms.train({"train": "train.fa.gz", "val": "val.fa"}, mapping="species.tsv", model="kmer-linear", bits=12)
@@ -71,14 +74,67 @@ def train(data: str | Path | Mapping[str, object] | None = None, **settings: obj
 
 
 def study_of(settings: Mapping[str, object]) -> Study:
-    """Of reads, if the data are files to train on; of traces otherwise."""
-    if are_of_reads(settings):
-        from millstream.train.classification import Classification
+    """The study of the kind of record that these settings are for."""
+    for kind in KINDS:
+        if plug(kind, "settings").is_training_on(settings):
+            return cast(StudyPlug, plug(kind, "study")).make_study(settings)
+    raise BadSetting(f"data={settings.get('data')}: not data of a known kind. See: millstream train --help")
 
-        return Classification(read_settings(ReadSettings, settings))
-    from millstream.train.detection import Detection
 
-    return Detection(read_settings(TrainSettings, settings))
+def make_fabric(settings: LoopSettings) -> Any:
+    """The Fabric of a run. `launch` starts processes (or joins them, under torchrun): with devices=2, two run this."""
+    try:
+        from lightning_fabric import Fabric
+    except ImportError:
+        raise MissingExtra("training needs lightning-fabric: pip install 'millstream[train]'") from None
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it logs every process
+    cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
+    precision = ("bf16-mixed" if cuda else "32-true") if settings.precision == "auto" else settings.precision
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about devices that are not used
+        try:
+            fabric = Fabric(
+                accelerator=settings.accelerator if cuda or settings.accelerator != "auto" else "cpu",
+                devices=settings.devices,
+                strategy="ddp" if settings.devices > 1 else "auto",
+                precision=precision,  # pyright: ignore[reportArgumentType]
+            )
+        except (ValueError, RuntimeError) as error:
+            given = f"accelerator={settings.accelerator} devices={settings.devices} precision={settings.precision}"
+            raise BadSetting(f"{given}: {error}") from None
+        fabric.launch()  # pyright: ignore[reportUnknownMemberType]
+    if not cuda:
+        _leave_a_core(settings.devices)
+    return fabric
+
+
+@dataclass(frozen=True)
+class ScoringDevice:
+    """The part of a Fabric that scoring needs: importing Lightning takes seconds."""
+
+    device: torch.device
+
+    @staticmethod
+    def default() -> "ScoringDevice":
+        is_cuda = torch.cuda.is_available()
+        if not is_cuda:
+            _leave_a_core()
+        return ScoringDevice(torch.device("cuda" if is_cuda else "cpu"))
+
+    def to_device(self, batch: Mapping[str, object]) -> dict[str, Tensor]:
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        return {name: value.to(self.device) for name, value in tensors.items()}
+
+
+def write_predictions(run: Path) -> None:
+    """predictions.parquet: every score of every finished model, enough to recompute every measure."""
+    tables: list[pa.Table] = []
+    for model, seed in finished_jobs(run):
+        table = pq.read_table(job_folder(run, model, seed) / SCORES)
+        size = table.num_rows
+        table = table.append_column("model", pa.array([model] * size))
+        tables.append(table.append_column("seed", pa.array(np.full(size, seed, np.int32))))
+    publish_table(run / PREDICTIONS, pa.concat_tables(tables))
 
 
 class _Training:
@@ -86,7 +142,7 @@ class _Training:
         self.study, self.settings = study, study.settings
         self.path = Path(self.settings.out or Path("runs") / Path(study.source).resolve().name)
         self.fabric = make_fabric(self.settings)
-        self._is_stale = False  # whether there may be scores that predictions.parquet lacks
+        self._is_stale = False  # whether predictions.parquet may lack scores
 
     @property
     def is_first(self) -> bool:
@@ -97,7 +153,7 @@ class _Training:
             self._prepare()
         self.fabric.barrier()
         log = Log(self.path, tensorboard=self.settings.tensorboard and self.is_first)
-        for library in ("torch_geometric.nn", "sklearn.decomposition"):  # their memory is not that of the data
+        for library in self.study.libraries:  # their memory is not counted
             with suppress(ImportError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 import_module(library)
@@ -105,27 +161,26 @@ class _Training:
         self.budget = base + self.memory
         done: list[str] = []
         with ExitStack() as stack:
-            gc.freeze()  # to look through all that was imported would take a quarter of a second after each model
+            gc.freeze()  # else collecting over all imports takes 0.25 s after each model
             stack.callback(gc.unfreeze)
-            asks = stack.enter_context(interruptible())
+            stop = stack.enter_context(interruptible())
             if self.is_first:
                 stack.enter_context(log.memory(self.budget))
-            for asked in sorted(
-                self.study.asked, key=lambda one: not one.by_gradients
-            ):  # other processes end after those
-                if not self.is_first and not asked.by_gradients:
+            # nets first: the other processes end after them
+            for spec in sorted(self.study.specs, key=lambda spec: not spec.by_gradients):
+                if not self.is_first and not spec.by_gradients:
                     break
                 try:
-                    finished = self._each_seed(asked, log, asks)
+                    finished = self._train_seeds(spec, log, stop)
                 except Interrupted:
                     return Run(self.path, done, interrupted=True, is_first=self.is_first)
-                done += [asked.name] if finished else []
-        if self.is_first and self._is_stale:  # killed between the two, a run would lack what a model said
+                done += [spec.name] if finished else []
+        if self.is_first and self._is_stale:  # it may have been killed before writing them
             write_predictions(self.path)
         return Run(self.path, done, is_first=self.is_first)
 
     def _prepare(self) -> None:
-        """Refuse a folder of another run; write down what this one is."""
+        """Refuse the folder of another run; write the settings and the data card."""
         card = self.study.card
         science = {**self.settings.science(), **{name: card[name] for name in self.study.keys}}
         config = self.path / CONFIG
@@ -139,97 +194,81 @@ class _Training:
                     "folder with out=, or remove this one"
                 )
         elif self.path.exists() and any(self.path.iterdir()):
-            raise BadSource(f"{self.path}: is there and is no run; choose another folder with out=")
+            raise BadSource(f"{self.path}: exists but is not a run. Choose another folder with out=")
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / DATA, card)
+        publish_json(self.path / DATA, card)
         self.study.keep(self.path)
-        write_json(self.path / ENVIRONMENT, environment())
+        publish_json(self.path / ENVIRONMENT, environment())
         publish(config, yaml.safe_dump(asdict(self.settings), sort_keys=False).encode())
-        say(self.study.told())
+        say(self.study.summary())
 
-    def _each_seed(self, asked: Asked, log: Log, stop: Callable[[], bool]) -> bool:
-        """Whether the detector could be run."""
-        if asked.by_gradients and self.fabric.world_size > 1:
+    def _train_seeds(self, spec: ModelSpec, log: Log, stop: Callable[[], bool]) -> bool:
+        """Train a model with every seed. Returns whether the data has what it needs."""
+        if spec.by_gradients and self.fabric.world_size > 1:
             stop = partial(self._any, stop)
-        for seed in range(self.settings.seed, self.settings.seed + (self.settings.seeds if asked.by_gradients else 1)):
-            folder = self.path / CHECKPOINTS / f"{asked.name}-{seed}"
+        for seed in range(self.settings.seed, self.settings.seed + (self.settings.seeds if spec.by_gradients else 1)):
+            folder = job_folder(self.path, spec.name, seed)
             if (folder / SCORES).exists():
                 self._is_stale = True
                 continue
             if stop():
                 raise Interrupted
             try:
-                self._one(asked, seed, folder, log, stop)
-            except NoDetector as error:
+                self._train_one(spec, seed, folder, log, stop)
+            except MissingFields as error:
                 if self.is_first:
-                    log.write("missing", model=asked.name, why=str(error))
-                    say(f"{asked.name}: left out, {str(error).partition(', only ')[0]}")  # not all the fields it has
+                    log.write("missing", model=spec.name, why=str(error))
+                    say(f"{spec.name}: left out, {str(error).partition(', only ')[0]}")  # without the list of fields
                 return False
             finally:
                 gc.collect()
         return True
 
     def _any(self, stop: Callable[[], bool]) -> bool:
-        """Whether one of the processes is to stop: then all do, at the same step, or some would wait for ever."""
-        import torch
+        """Whether any process should stop: then all stop at the same step, or the others would wait forever."""
+        wanted = torch.tensor(float(stop()), device=self.fabric.device)
+        return bool(self.fabric.all_reduce(wanted, reduce_op="sum") > 0)
 
-        asked = torch.tensor(float(stop()), device=self.fabric.device)
-        return bool(self.fabric.all_reduce(asked, reduce_op="sum") > 0)
-
-    def _one(self, asked: Asked, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
-        """One model, with one seed: fit, ask about the parts, keep what it learned and what it said."""
+    def _train_one(self, spec: ModelSpec, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
+        """One model with one seed: fit it, score the splits, save its weights and scores."""
         study = self.study
-        means = Means(seed, self.memory * 3 // 8)  # the rest is for the model at work, and for what malloc keeps
+        resources = FitResources(seed, self.memory * 3 // 8)  # the rest is for the model itself and the malloc heap
         place = Workplace(self.settings, self.fabric, study.source, log, self.budget, stop)
-        built = asked.build(means=means, place=place, folder=folder)
+        built = spec.build(resources=resources, place=place, folder=folder)
         model = built.model
-        begun = time.perf_counter()
+        started = time.perf_counter()
         model.fit(built.train or study.train, study.scored["val"])
         fitted = time.perf_counter()
-        tables = [study.table(built, part) for part in study.scored]
+        tables = [study.table(built, split) for split in study.scored]
         scored = time.perf_counter()
         if not self.is_first:
             return
-        _keep(folder / DETECTOR, getattr(model, "arrays", {}), {"model": asked.name, "seed": seed})
+        _save_arrays(folder / WEIGHTS, getattr(model, "arrays", {}), {"model": spec.name, "seed": seed})
         log.write(
             "fit",
-            model=asked.name,
+            model=spec.name,
             seed=seed,
             family=built.kind,
             title=built.title,
             parameters=getattr(model, "parameters", None),
-            fit_s=fitted - begun,
+            fit_s=fitted - started,
             score_s=scored - fitted,
             num_scored=sum(map(len, study.scored.values())),
-            trace_bytes=_bytes_read(study.scored["val"], model.fields),
+            trace_bytes=_mean_bytes(study.scored["val"], model.fields),
             extra_forwards=built.extra_forwards,
             probabilities=bool(getattr(model, "probabilities", False)),
             chosen=getattr(model, "chosen", {}),
         )
-        write_table(folder / SCORES, pa.concat_tables(tables))
+        publish_table(folder / SCORES, pa.concat_tables(tables))
         write_predictions(self.path)
-        say(f"{asked.name} seed {seed}: done in {format_seconds(scored - begun)}")
+        say(f"{spec.name} seed {seed}: done in {format_seconds(scored - started)}")
 
 
-def write_predictions(run: Path) -> None:
-    """predictions.parquet: every score of every finished model, so that anyone can compute anything again."""
-    tables: list[pa.Table] = []
-    for file in sorted((run / CHECKPOINTS).glob(f"*/{SCORES}")):
-        model, _, seed = file.parent.name.rpartition("-")
-        table = pq.read_table(file)
-        size = table.num_rows
-        table = table.append_column("model", pa.array([model] * size))
-        tables.append(table.append_column("seed", pa.array(np.full(size, int(seed), np.int32))))
-    write_table(run / PREDICTIONS, pa.concat_tables(tables))
-
-
-def _keep(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:
-    import torch
-
+def _save_arrays(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:
     save(path, {name: torch.as_tensor(np.asarray(array, order="C")) for name, array in arrays.items()}, about)
 
 
-def _bytes_read(collection: Collection, fields: Sequence[str]) -> float:
+def _mean_bytes(collection: Collection, fields: Sequence[str]) -> float:
     some = np.arange(min(64, len(collection)))
     return float(collection.sizes(some, list(fields)).mean()) if len(some) else 0.0
 
@@ -240,3 +279,9 @@ def _keys(run: Path, names: Sequence[str]) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return {name: card.get(name) for name in names}
+
+
+def _leave_a_core(num_processes: int = 1) -> None:
+    """Leave a core to the loader: waiting torch threads spin, so two of them are slower than one (measured)."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes - 1))

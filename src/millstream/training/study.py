@@ -1,4 +1,4 @@
-"""What a run compares: models, the records they learn from, and those they are judged by."""
+"""A study is what a run compares: models, the records they train on, and those they score. Each kind has its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,34 +7,34 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from millstream.collection import Collection
-from millstream.model.detector import Detector, Means
-from millstream.train.settings import LoopSettings
-from millstream.train.trained import NetModel, Workplace
+from millstream.core.collection import Collection
+from millstream.training.settings import LoopSettings
+from millstream.training.task import FitResources, Model
+from millstream.training.trained import Workplace
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model and what the report says of it."""
+    """A model and its description for the report."""
 
-    model: Detector | NetModel
+    model: Model
     title: str
     kind: str
     extra_forwards: int = 0
-    train: Collection | None = None  # what it learns from, if not from what the others do
+    train: Collection | None = None  # its training records, if not those of the other models
 
 
-class Asked(Protocol):
-    """A model that was named."""
+class ModelSpec(Protocol):
+    """A model named in the settings."""
 
     @property
     def name(self) -> str: ...
     @property
     def by_gradients(self) -> bool:
-        """Whether it is a net: trained by all processes, once for every seed."""
+        """Whether it is a net: trained by all processes, once per seed."""
         ...
 
-    def build(self, *, means: Means, place: Workplace, folder: Path | None = None) -> Built: ...
+    def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built: ...
 
 
 class Study(Protocol):
@@ -51,29 +51,40 @@ class Study(Protocol):
     def train(self) -> Collection: ...
     @property
     def scored(self) -> Mapping[str, Collection]:
-        """The parts that finished models are asked about, `val` among them."""
+        """The splits that finished models score, `val` among them."""
         ...
 
     @property
-    def asked(self) -> Sequence[Asked]: ...
+    def specs(self) -> Sequence[ModelSpec]: ...
     @property
     def keys(self) -> Sequence[str]:
-        """What on the card makes it another run when it changes."""
+        """Entries of the card that make it a different run when they change."""
+        ...
+
+    @property
+    def libraries(self) -> Sequence[str]:
+        """Modules that its models import; their memory does not count towards the budget."""
         ...
 
     @property
     def card(self) -> Mapping[str, object]:
-        """What the data is."""
+        """The data card: a description of the data."""
         ...
 
     def keep(self, run: Path) -> None:
-        """Write into the run folder what else belongs to it."""
+        """Write further files into the run folder."""
         ...
 
-    def told(self) -> str:
-        """What a person is told of the data before training."""
+    def summary(self) -> str:
+        """The data in a few lines, printed before training."""
         ...
 
-    def table(self, built: Built, part: str) -> pa.Table:
-        """What a model says of the records of a part: rows of predictions.parquet, but for the model and its seed."""
+    def table(self, built: Built, split: str, /) -> pa.Table:
+        """The predictions of a model for a split: rows of predictions.parquet, without the model and its seed."""
         ...
+
+
+class StudyPlug(Protocol):
+    """The module `study` of a kind of record."""
+
+    def make_study(self, settings: Mapping[str, object]) -> Study: ...

@@ -1,33 +1,36 @@
-"""What is learned: classes of records, and the number by which epochs are compared on validation."""
+"""The task that models learn, what training needs from a model, and the resources a model may use."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millstream.collection import Collection
-from millstream.dataset.labels import LABEL
-from millstream.model.auroc import auroc
-from millstream.store.read_batch import ReadBatch
+from millstream.core.batches import fetch_batch
+from millstream.core.collection import Collection
+from millstream.core.features import Feature
+from millstream.core.labelled import LABEL
+from millstream.training.net import Batch, Net
 
-SLICE = 1 << 16  # records at once
+SLICE = 1 << 16  # records per step
+Arrays = dict[str, NDArray[np.generic]]
 Labels = NDArray[np.int64]
-Outcome = Mapping[str, NDArray[np.generic]]  # what a net says of every record, by name
+Outcome = Mapping[str, NDArray[np.generic]]  # the predictions for every record, by name
 
 
 @dataclass(frozen=True)
 class Task:
-    """Records have a `label` from 0 to `num_classes` - 1. `judge` says how good an outcome is: higher is better."""
+    """Records have a `label` from 0 to `num_classes` - 1. `judge` scores an outcome: higher is better."""
 
     num_classes: int
-    measure: str  # what `judge` gives, as people write it
+    measure: str  # what `judge` computes, for people
     judge: Callable[[Labels, Outcome], float]
+    answer: Callable[[Net, Batch], Mapping[str, Tensor]]  # one value per record, or per group of them, by name
     is_balanced: bool = True  # whether classes count the same, however many records they have
-    mates: int = 1  # so many neighbouring records are one thing, and get one outcome
+    group_size: int = 1  # so many neighbouring records belong together and get one prediction
 
     @property
     def key(self) -> str:
@@ -35,7 +38,7 @@ class Task:
         return f"val_{self.measure.lower().replace(' ', '_')}"
 
     def weights(self, train: Collection) -> Tensor:
-        """How much a record of each class counts; 1 in the mean."""
+        """The weight of a record of each class; 1 on average."""
         if not self.is_balanced:
             return torch.ones(self.num_classes)
         counts = count_labels(train, self.num_classes)[:-1]
@@ -43,13 +46,45 @@ class Task:
         return torch.tensor(np.where(counts > 0, even, 1.0), dtype=torch.float32)
 
 
-def labels_of(collection: Collection, mates: int = 1) -> Labels:
-    """The label of every record, or of the first of each `mates`; -1 where there is none."""
-    return np.concatenate([np.empty(0, np.int64), *label_slices(collection)])[::mates]
+class Model(Protocol):
+    """Learns from `train` and chooses hyperparameters on `val`. It reads both through `ms.Loader`."""
+
+    fields: Sequence[str]
+    """The fields of a record that it reads; it cannot train on records that lack one."""
+    arrays: Arrays
+    """Everything `fit` learned: saved with the run, and restored before it scores other records."""
+    chosen: dict[str, object]
+    """What was chosen on the validation split, as JSON, for the report."""
+    # Optional: `probabilities = True` if its scores are probabilities, and `parameters`, their number.
+
+    def fit(self, train: Collection, val: Collection) -> None: ...
+
+
+@dataclass(frozen=True)
+class FitResources:
+    """What a model may use: a random seed, and a memory budget in bytes for the data it holds."""
+
+    seed: int = 0
+    memory: int = 500_000_000
+    batch_size: int = 256  # for models whose result does not depend on it
+
+
+def fitting_batch(collection: Collection, features: Sequence[Feature], *, memory: int, at_most: int) -> int:
+    """`at_most`, or fewer if records are so large that a few batches would fill the memory."""
+    some = np.unique(np.linspace(0, len(collection) - 1, 32).astype(np.int64)) if len(collection) else np.zeros(0, int)
+    named = [collection.field_names if feature.fields is None else feature.fields for feature in features]
+    names = list(dict.fromkeys(name for names in named for name in names))
+    largest = int(collection.sizes(some, names).max(initial=1))
+    return max(1, min(at_most, memory // 8 // largest))
+
+
+def labels_of(collection: Collection, group_size: int = 1) -> Labels:
+    """The label of every record, or of the first in each group; -1 if there is none."""
+    return np.concatenate([np.empty(0, np.int64), *label_slices(collection)])[::group_size]
 
 
 def count_labels(collection: Collection, num_classes: int) -> Labels:
-    """Records of each class, and last those of none."""
+    """Records per class, and last those without a class."""
     counts = np.zeros(num_classes + 1, np.int64)
     for labels in label_slices(collection):
         counts += np.bincount(np.where(labels < 0, num_classes, labels), minlength=num_classes + 1)
@@ -57,18 +92,10 @@ def count_labels(collection: Collection, num_classes: int) -> Labels:
 
 
 def label_slices(collection: Collection) -> Iterator[Labels]:
-    """The labels of all records, some at a time; -1 where there is none."""
+    """The labels of all records, in slices; -1 if there is none."""
     for first in range(0, len(collection), SLICE):
-        found: Any = collection.fetch(np.arange(first, min(first + SLICE, len(collection))), [LABEL])
-        columns: Any = found.columns if isinstance(found, ReadBatch) else found
-        labels: Any = columns[LABEL]
+        numbers = np.arange(first, min(first + SLICE, len(collection)))
+        labels = fetch_batch(collection, numbers, [LABEL]).columns[LABEL]
         if isinstance(labels, list):
             labels = [-1 if label is None else label for label in cast("list[int | None]", labels)]
         yield np.asarray(labels, np.int64)
-
-
-def _auroc(labels: Labels, outcome: Outcome) -> float:
-    return auroc(labels, outcome["score"].astype(np.float64))
-
-
-DETECTION = Task(2, "AUROC", _auroc)

@@ -1,4 +1,4 @@
-"""Work that goes on while pages ask about it: in a thread, which ends when the process does."""
+"""Work in a background thread that pages can query; it ends with the process."""
 
 import atexit
 import threading
@@ -8,11 +8,11 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-PATIENCE_S = 0.25  # that an answer waits for the work to be whole
+PATIENCE_S = 0.25  # how long a query waits for the work to finish
 
 
 class Background:
-    """The steps of a generator, one after another. What they change and others read, they change under `lock`."""
+    """Runs the steps of a generator in a thread. The steps change shared state only under `lock`."""
 
     def __init__(self, steps: Iterator[None]) -> None:
         self.lock = threading.Lock()
@@ -20,27 +20,27 @@ class Background:
         self._steps = steps
         self._stop = threading.Event()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._go, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Begin; while the process ends, nothing is begun any more."""
+        """Start, unless the process is ending."""
         with _starting:
             if not _is_ending.is_set():
                 self._thread.start()
                 _running.add(self)
 
     def wait(self, seconds: float | None = PATIENCE_S) -> None:
-        """Until all is done or the time is over; what went wrong in the thread goes wrong here."""
+        """Wait until the work is done or the time is up; raises the error of the thread."""
         self._thread.join(seconds)
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """After the step at work."""
+        """Stop after the current step."""
         self._stop.set()
         self._thread.join(2)
 
-    def _go(self) -> None:
+    def _run(self) -> None:
         try:
             for _ in self._steps:
                 if self._stop.is_set():
@@ -51,9 +51,9 @@ class Background:
 
 
 class Later(Generic[T]):
-    """A value that takes longer than a page may wait for; it is computed once, from when it is first asked for.
+    """A value that takes too long for a page to wait for; computed once, in the background, when first requested.
 
-    >>> texts = Later(lambda: read_texts(traces))
+    >>> texts = Later(lambda: read_texts(records))
     >>> texts.soon()  # None: not yet
     """
 
@@ -65,7 +65,7 @@ class Later(Generic[T]):
         self._is_started = self._is_due = False
 
     def start(self, delay: float = 0.0) -> None:
-        """Begin, after so many seconds, unless it has begun."""
+        """Start after `delay` seconds, unless it has started."""
         with self._starting:
             if self._is_started or (delay and self._is_due):
                 return
@@ -79,7 +79,7 @@ class Later(Generic[T]):
                 self._work.start()
 
     def soon(self, seconds: float | None = PATIENCE_S) -> T | None:
-        """The value, or None if it is not there by then."""
+        """The value, or None if it is not ready by then."""
         self.start()
         self._work.wait(seconds)
         return self._found[0] if self._found else None
@@ -99,7 +99,7 @@ _starting, _is_ending = threading.Lock(), threading.Event()
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that is within a library when the interpreter goes takes the process down with an ugly word."""
+    """A thread that is inside a library when the interpreter exits would crash the process."""
     with _starting:
         _is_ending.set()
         running = list(_running)

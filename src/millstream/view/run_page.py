@@ -1,24 +1,24 @@
-"""A run folder as a page: how training goes while it goes, and the report."""
+"""The page of a run folder: training progress while it runs, and the report, made in the background."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from millstream.errors import BadSource
-from millstream.report.run_files import read_mapping
-from millstream.train.folder import CONFIG, DATA, ENVIRONMENT, METRICS, READS, kind_of
-from millstream.view.run_log import RunLog
-from millstream.view.run_report import RunReport
-from millstream.view.run_state import RunState
+from millstream.core.registry import plug
+from millstream.errors import BadSource, MillstreamError
+from millstream.report.run import read_mapping
+from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS, kind_of
+from millstream.view.run_log import RunLog, RunState
 from millstream.view.view import Query, View
 
-_LISTED = 40  # entries of a list that are shown
+PAGE = "report.html"
+_LISTED = 40  # entries shown of a list
 _FIT = ("family", "title", "parameters", "fit_s", "score_s", "num_scored")
 
 
 def run_view(run: Path) -> View:
-    """The page of a run that trains, has stopped or is finished.
+    """The page of a run that is training, has stopped or is finished.
 
     >>> run_view(Path("runs/first")).answers["state"](Query({}))
     """
@@ -31,26 +31,75 @@ def run_view(run: Path) -> View:
     )
 
 
+class RunReport:
+    """The report of a run folder. Drawing it takes seconds, so a thread does it."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._making: threading.Thread | None = None
+        self._error: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return self._run / PAGE
+
+    def summary(self) -> dict[str, object]:
+        written, scored = _modified(self.path), _modified(self._run / PREDICTIONS)
+        return {
+            "version": None if written is None else str(written),
+            "is_older": written is not None and scored is not None and written < scored,
+            "can_be_made": scored is not None,
+            "is_being_made": self._making is not None and self._making.is_alive(),
+            "error": self._error,
+        }
+
+    def make(self) -> dict[str, object]:
+        """Start making the report, unless a thread already does."""
+        with self._lock:
+            if self._making is None or not self._making.is_alive():
+                self._error = None
+                self._making = threading.Thread(target=self._make)  # no daemon: a report that was started is finished
+                self._making.start()
+        return self.summary()
+
+    def wait(self) -> None:
+        """Wait for the report that is being made."""
+        if self._making is not None:
+            self._making.join()
+
+    def _make(self) -> None:
+        from millstream.report.run import report_of
+
+        try:
+            report_of(self._run).write(self.path)
+        except (MillstreamError, OSError) as error:
+            self._error = " ".join(str(error).split())
+        except Exception as error:  # the waiting page must see unexpected errors, too
+            self._error = f"{type(error).__name__}: {error}"
+            raise
+
+
 class _Run:
     def __init__(self, run: Path) -> None:
         if not (run / CONFIG).is_file():
-            raise BadSource(f"{run}: has no {CONFIG}, so it is no run. Next: millstream train data=STORE out={run}")
+            raise BadSource(f"{run}: has no {CONFIG}, so it is not a run. Next: millstream train --help")
         self._run = run
         self.report = RunReport(run)
         self._state = RunState(run)
         self._log = RunLog(run / METRICS)
-        self._lock = threading.Lock()  # several pages may ask at once
+        self._lock = threading.Lock()  # several pages may query at once
 
     def state(self, query: Query) -> object:
-        """All there is, or what has changed since the page saw `since` lines of the log it calls `generation`."""
+        """Everything, or what has changed since the page saw `since` lines of log `generation`."""
         with self._lock:
             log = self._log
             log.refresh()
             begins = query.number("generation") != log.generation
             since = 0 if begins else query.number("since")
-            told = self._state.tell(log, self._config())
+            state = self._state.summary(log, self._config())
             return {
-                **told,
+                **state,
                 "generation": log.generation,
                 "begins": begins,
                 "lines": log.num_lines,
@@ -62,25 +111,32 @@ class _Run:
                 "memory": {"time_s": list(log.memory.times), "bytes": list(log.memory.values), "budget": log.budget}
                 if begins or log.num_lines > since
                 else None,
-                "report": self.report.tell(),
+                "report": self.report.summary(),
             }
 
     def settings(self, query: Query) -> object:
-        """What the run is: of reads or traces, its settings, its data and its environment, as names and texts."""
+        """What the run compares, and its settings, data and environment as names and texts."""
         tables: dict[str, list[tuple[str, str]]] = {}
         for title, name in (("Settings", CONFIG), ("Data", DATA), ("Environment", ENVIRONMENT)):
             if (self._run / name).is_file():
                 tables[title] = list(_facts(read_mapping(self._run / name)))
         config = self._config()
-        compared = "classifiers" if kind_of(self._run) == READS else "detectors"
+        compared = plug(kind_of(self._run), "kind").MODELS
         return {"path": str(self._run), "compared": compared, "epochs": config.get("epochs"), "tables": tables}
 
     def make_report(self, query: Query) -> object:
-        """Begin to make report.html; `state` says when it is there."""
+        """Start making report.html; `state` reports when it is ready."""
         return self.report.make()
 
     def _config(self) -> Mapping[str, object]:
         return read_mapping(self._run / CONFIG)
+
+
+def _modified(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _curve(job: tuple[str, int], log: RunLog) -> dict[str, object]:
@@ -102,7 +158,7 @@ def _fit(fit: Mapping[str, object]) -> dict[str, object]:
 
 
 def _facts(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
-    """Nested names with dots between them, and what they stand for in a line."""
+    """Nested names joined with dots, and each value as one line."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _facts(cast("Mapping[str, object]", value), f"{before}{name}.")

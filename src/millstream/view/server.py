@@ -1,4 +1,4 @@
-"""Views -> a web page on this machine alone: loopback, a random token in every address, nothing from outside."""
+"""Views -> web pages for this machine only: loopback, a random token in every address, no external resources."""
 
 import hmac
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millstream.errors import BadSetting, MillstreamError, MissingExtra
+from millstream.report import STYLE_SHEET
 from millstream.view.view import Query, View, plain
 
 try:
@@ -22,7 +23,7 @@ except ImportError:
 
 HOST = "127.0.0.1"
 STATIC = Path(__file__).parent / "static"
-# The report is a page with a script of its own: it is shown in a frame that has no origin, so it cannot ask the API.
+# The report has its own script: it is shown in a frame without an origin, so that it cannot query the API.
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
@@ -39,13 +40,13 @@ _HEADERS = {
 
 
 def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
-    """The application: `/TOKEN/VIEW/` is a page, `/TOKEN/VIEW/api/NAME` an answer; all else is not there."""
+    """The application: `/TOKEN/VIEW/` is a page, `/TOKEN/VIEW/api/NAME` a query; anything else is 404."""
     by_name = {view.name: view for view in views}
 
     def known(request: Request) -> bool:
         given = str(request.path_params["token"])
         name = request.headers.get("host", "").partition(":")[0].lower()
-        local = name in (HOST, "localhost")  # another name is another site's, pointed at this machine
+        local = name in (HOST, "localhost")  # any other name is a foreign site that resolves to this machine
         return local and hmac.compare_digest(given.encode(), token.encode())
 
     def guarded(handle: Callable[[Request], Response]) -> Callable[[Request], Response]:
@@ -67,18 +68,18 @@ def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
 
     def static(request: Request) -> Response:
         name = str(request.path_params["file"])
-        return FileResponse(STATIC / name) if name in _static_names() else _missing()
+        return FileResponse(_static_files()[name]) if name in _static_files() else _missing()
 
     def about(request: Request) -> Response:
         return JSONResponse({"title": title, "views": [{"name": view.name, "title": view.title} for view in views]})
 
     def answer(request: Request) -> Response:
         view = by_name.get(request.path_params["view"])
-        ask = None if view is None else view.answers.get(request.path_params["name"])
-        if ask is None:
+        query = None if view is None else view.answers.get(request.path_params["name"])
+        if query is None:
             return _missing()
         try:
-            found = plain(ask(Query(request.query_params)))
+            found = plain(query(Query(request.query_params)))
         except (MillstreamError, OSError, LookupError, ValueError) as error:
             return JSONResponse({"error": _sentence(error)}, status_code=400)
         body = json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
@@ -105,17 +106,17 @@ def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
 
 
 def serve(views: Sequence[View], *, port: int, title: str, notify: Callable[[str], None]) -> None:
-    """Serve until interrupted. Port 0 is any free one."""
+    """Serve until interrupted. Port 0 is any free port."""
     token = secrets.token_urlsafe(16)
     with _listen(port) as listener:
         address = f"http://{HOST}:{listener.getsockname()[1]}/{token}/"
         server = uvicorn.Server(uvicorn.Config(make_app(views, token=token, title=title), log_level="warning"))
-        notify(f"{title}: {address} (Ctrl-C ends)")
+        notify(f"{title}: {address} (Ctrl-C to stop)")
         try:
             server.run(sockets=[listener])
-        except KeyboardInterrupt:  # uvicorn has closed all, and raises the signal again
+        except KeyboardInterrupt:  # uvicorn has shut down and raises the signal again
             pass
-    notify("ended")
+    notify("stopped")
 
 
 def _listen(port: int) -> socket.socket:
@@ -125,19 +126,19 @@ def _listen(port: int) -> socket.socket:
         listener.bind((HOST, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise BadSetting(
-            f"--port {port}: cannot be listened on ({error}); leave it out, and any free one is taken"
-        ) from None
+        raise BadSetting(f"--port {port}: cannot listen on it ({error}); leave it out to use any free port") from None
     listener.listen(64)
     return listener
 
 
-def _static_names() -> set[str]:
-    return {file.name for file in STATIC.iterdir() if file.suffix in (".js", ".css")}
+def _static_files() -> dict[str, Path]:
+    return {file.name: file for file in (*STATIC.iterdir(), STYLE_SHEET) if file.suffix in (".js", ".css")}
 
 
 def _missing() -> Response:
-    return PlainTextResponse("Not here. The address that millstream view printed has a token in it.\n", status_code=404)
+    return PlainTextResponse(
+        "Not found. Use the address that millstream view printed, with its token.\n", status_code=404
+    )
 
 
 def _sentence(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a view is: a page of `static/`, and the questions it may ask. Knows nothing of HTTP."""
+"""What a view is: a page of `static/`, and the queries it may send. Knows nothing about HTTP."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ import numpy as np
 from millstream.errors import BadSetting
 
 _MOST_DIGITS = 18
-_EXACT = 1 << 53  # larger whole numbers are others in JavaScript
+_EXACT = 1 << 53  # JavaScript cannot represent larger integers exactly
 
 
 class Query:
-    """What a page asked for: texts by name."""
+    """The parameters of a request: texts by name."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
@@ -24,10 +24,10 @@ class Query:
         return self._values.get(name, default)
 
     def number(self, name: str, default: int = 0) -> int:
-        """A whole number, not negative."""
+        """A non-negative integer."""
         given = self._values.get(name, str(default))
         if not given.isascii() or not given.isdigit() or len(given) > _MOST_DIGITS:
-            raise BadSetting(f"{name}={given[: 2 * _MOST_DIGITS]}: a whole number is expected")
+            raise BadSetting(f"{name}={given[: 2 * _MOST_DIGITS]}: must be a non-negative integer")
         return int(given)
 
 
@@ -36,7 +36,7 @@ Answer = Callable[[Query], object]
 
 @dataclass(frozen=True)
 class View:
-    """One page: `static/{name}.html`, the answers it may ask for as `api/NAME`, and whole files it may show."""
+    """One page: `static/{name}.html`, the queries it may send to `api/NAME`, and files it may show."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class View:
 
 
 def plain(value: object) -> object:
-    """The value as JSON has it: arrays as lists, numbers that are none as null, those too large for a page as texts."""
+    """The value as JSON: arrays as lists, NaN and infinity as null, integers too large for JavaScript as texts."""
     if isinstance(value, np.ndarray):
         return plain(cast("list[object]", value.tolist()))
     if isinstance(value, np.generic):

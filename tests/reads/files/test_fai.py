@@ -6,11 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from slow_reads import wrapped
 
 import millstream as ms
-from millstream.store.fai import write_fai
-from millstream.store.read_file import ReadFile
+from millstream.reads.files.read_file import ReadFile, write_fai
+from support.slow_reads import wrapped
 
 samtools = pytest.mark.skipif(
     shutil.which("samtools") is None, reason="samtools is not installed (apt install samtools)"

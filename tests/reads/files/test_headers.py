@@ -8,10 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millstream.errors import BadSource
-from millstream.kernels import HAVE_NUMBA
-from millstream.source.header_shape import Shape
-from millstream.source.header_tree import tree_of
-from millstream.source.headers import HeaderColumn, Headers, Integers, Parsed
+from millstream.reads.files.header_shape import Shape
+from millstream.reads.files.header_tree import tree_of
+from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Parsed
+from support.effort import num_examples
 
 SEED = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
 ILLUMINA = (
@@ -119,7 +119,7 @@ def every_way(headers: Headers, texts: list[bytes]) -> dict[str, list[dict[str, 
         found["fast"] = rows_of(headers._parse_fast(shape, buffer, starts, ends))
     headers.__dict__["_shape"] = None
     found[headers.path] = rows_of(headers.parse(buffer, starts, ends))
-    headers.__dict__["_rust"] = None
+    headers.__dict__["_re2"] = None
     assert headers.path == "re"
     found["re"] = rows_of(headers.parse(buffer, starts, ends))
     return found
@@ -143,7 +143,7 @@ def mutated(draw: st.DrawFn, header: str) -> bytes:
 @pytest.mark.parametrize(("regex", "header"), DELIMITED + GENERAL)
 def test_every_engine_finds_what_re_finds(regex: str, header: str):
     @given(st.lists(mutated(header), max_size=8))
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=num_examples(25), deadline=None)
     @example([header.encode(), b"", header.encode() + b"\xff"])
     @example([])
     def check(texts: list[bytes]) -> None:
@@ -208,7 +208,7 @@ def delimited_regex(draw: st.DrawFn) -> str:
 
 
 @given(any_regex() | delimited_regex(), st.lists(st.text("ab15|/ é", max_size=9), max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_random_regexes_mean_the_same_in_every_engine(regex: str, some: list[str]):
     # A repeated group of repeated things, (.*(.?)*?)*?, takes Python's `re` minutes to see that it does not match.
     longest = 5 if re.search(r"\)(\+|\*\?)", regex) else 9
@@ -278,8 +278,7 @@ def test_delimiter_shaped_regexes_take_the_fast_path():
     for regex, _ in DELIMITED:
         is_fast = Shape.of(tree_of(regex), integers=[False] * 20) is not None
         assert is_fast != any(part in regex for part in NOT_FAST), regex
-        if HAVE_NUMBA:
-            assert (Headers(regex).path == "fast") == is_fast
+        assert (Headers(regex).path == "fast") == is_fast
 
 
 def test_what_may_need_backtracking_does_not():
@@ -289,10 +288,9 @@ def test_what_may_need_backtracking_does_not():
         assert Shape.of(tree_of(regex), integers=[False] * 20) is None, regex
 
 
-def test_look_around_and_back_references_go_to_python_and_other_regexes_to_polars():
-    pytest.importorskip("polars")
+def test_look_around_and_back_references_go_to_python_and_other_regexes_to_re2():
     paths = [Headers(regex).path for regex, _ in GENERAL]
-    assert paths == ["polars"] * 6 + ["re"] * 7
+    assert paths == ["re2"] * 6 + ["re"] * 7
 
 
 def test_a_file_that_is_not_utf_8_keeps_its_bytes():

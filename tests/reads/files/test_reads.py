@@ -2,9 +2,11 @@
 
 import gc
 import gzip
+import json
 import os
 import pickle
 import random
+import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,17 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from read_files import (
+
+from millstream.core.records import crc32c
+from millstream.errors import BadIndex
+from millstream.reads.files import containers
+from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
+from millstream.reads.open import open_reads
+from millstream.reads.pack.pack import pack
+from millstream.reads.pack.unpack import unpack
+from millstream.reads.reads import Reads
+from support.effort import num_examples
+from support.read_files import (
     COMPRESSED,
     REGEX,
     WRAPPERS,
@@ -29,18 +41,12 @@ from read_files import (
     records,
     texts,
 )
-from slow_reads import Slow
-
-from millstream.source import containers
-from millstream.source.dictionary import IntegerDictionary, TextDictionary
-from millstream.store import index, name_table
-from millstream.store import reads as collection
-from millstream.store.index import IndexSettings, build_index
-from millstream.store.open_reads import open_reads
-from millstream.store.reads import Reads
+from support.slow_reads import Slow
 
 MADE = records(300)
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=num_examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture
@@ -84,10 +90,9 @@ def test_a_slice_is_the_list_of_its_reads(file: Path, part: slice):
     assert reads[part] == [reads[number] for number in range(300)[part]]
 
 
-def test_iteration_gives_every_read_in_order(file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(collection, "CHUNK_READS", 7)
-    monkeypatch.setattr(collection, "CHUNK_BASES", 50)
-    assert holds(opened(file), MADE)
+def test_iteration_gives_every_read_in_order(tmp_path: Path):
+    made = [*records(1100), *(Slow(b"long%d" % number, b"ACGTT" * 500_000, None) for number in range(3)), *records(9)]
+    assert holds(opened(write(tmp_path / "reads.fa", fasta(made))), made)
 
 
 def test_numbers_may_come_twice_and_in_any_order(file: Path):
@@ -196,26 +201,36 @@ def test_a_column_that_equals_the_length_takes_no_space(file: Path):
     assert kept(opened(file, header_regex=REGEX))["len"] == "length"
 
 
-def test_a_column_that_follows_from_another_takes_no_space(tmp_path: Path):
-    text = "".join(f">c{number % 9}|{(number % 9) ** 2 * 10**6}\nAC\n" for number in range(500))
-    reads = opened(write(tmp_path / "reads.fa", text), header_regex=r"c(?P<class_id>\d+)\|(?P<tax_id>\d+)")
-    assert kept(reads)["tax_id"] == "follows"
-    assert reads.column("tax_id").to_pylist() == [(number % 9) ** 2 * 10**6 for number in range(500)]
+def as_an_older_millstream_kept_it(file: Path, column: str) -> None:
+    """Say of a column that it follows from another, in place of what is said of it; everything else stays."""
+    tail, data = struct.Struct("<QQQII8s"), file.read_bytes()
+    crcs_at, text_at, end, crcs_crc, _, magic = tail.unpack(data[-tail.size :])
+    about = json.loads(data[text_at:end])
+    for stored in about["columns"]:
+        stored |= {"kept": "follows", "of": "class_id"} if stored["name"] == column else {"of": None}
+    text = json.dumps(about).encode()
+    numbers = crcs_at, text_at, text_at + len(text), crcs_crc, crc32c(text), magic
+    file.write_bytes(data[:text_at] + text + tail.pack(*numbers))
 
 
-def test_a_column_may_follow_from_the_length(tmp_path: Path):
-    text = "".join(f">l{number % 9}|{number % 9 * 1000}\n{'A' * (number % 9)}\n" for number in range(200))
-    reads = opened(write(tmp_path / "reads.fa", text), header_regex=r"l(?P<len>\d+)\|(?P<thousand>\d+)")
-    assert kept(reads) == {"len": "length", "thousand": "follows"}
-    assert reads.fetch([5, 17, 9], ["thousand"]).columns["thousand"].tolist() == [5000, 8000, 0]
+def test_an_index_of_an_older_millstream_is_built_again_with_its_settings(
+    file: Path, capsys: pytest.CaptureFixture[str]
+):
+    opened(file, header_regex=REGEX)
+    as_an_older_millstream_kept_it(index_of(file), "tax_id")
+    reads = opened(file)
+    assert "by an older millstream; rebuilding it" in capsys.readouterr().err
+    assert {name: reads.column(name).to_pylist() for name in reads.column_names} == wanted_columns(300)
 
 
-def test_a_column_that_nearly_follows_from_another_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(index, "BUFFER_BYTES", 256)
-    values = [number % 9 * 10**6 + (number == 499) for number in range(500)]
-    text = "".join(f">c{number % 9}|{value}\nAC\n" for number, value in enumerate(values))
-    reads = opened(write(tmp_path / "reads.fa", text), header_regex=r"c(?P<class_id>\d+)\|(?P<tax_id>\d+)")
-    assert reads.column("tax_id").to_pylist() == values
+def test_a_packed_column_that_only_an_older_millstream_reads_is_refused_but_can_be_unpacked(file: Path):
+    packed = file.with_name("reads.pack")
+    pack([file], packed, settings=IndexSettings(header_regex=REGEX))
+    as_an_older_millstream_kept_it(packed, "tax_id")
+    with pytest.raises(BadIndex, match=r"'tax_id'.*millstream unpack"):
+        opened(packed)
+    unpack(packed, file.with_name("again.fa"))
+    assert file.with_name("again.fa").read_bytes() == file.read_bytes()
 
 
 def test_few_large_values_are_kept_as_codes(tmp_path: Path):
@@ -232,9 +247,8 @@ def test_many_values_are_kept_as_they_are(tmp_path: Path):
     assert kept(reads) == {"number": "values"} and reads.column("number").to_pylist() == values
 
 
-def test_a_text_with_too_many_values_stays_in_the_headers(file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(TextDictionary.__init__, "__defaults__", (100,))
-    reads = opened(file, header_regex=REGEX)
+def test_a_text_with_too_many_values_stays_in_the_headers(file: Path):
+    reads = opened(file, header_regex=REGEX, limits=IndexLimits(distinct=100))
     assert kept(reads)["who"] == "header"
     assert "who" not in reads.table.column_names and "who" not in reads.fetch([0]).columns
     assert reads.fetch([7, 3], ["who"]).columns["who"] == ["r7", "r3"]
@@ -242,21 +256,19 @@ def test_a_text_with_too_many_values_stays_in_the_headers(file: Path, monkeypatc
     assert reads[5].columns["who"] == "r5"
 
 
-def test_integers_with_too_many_values_are_kept_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(IntegerDictionary.__init__, "__defaults__", (100,))
+def test_integers_with_too_many_values_are_kept_as_they_are(tmp_path: Path):
     text = "".join(f">n{number * 10**9}\nAC\n" for number in range(300))
-    reads = opened(write(tmp_path / "reads.fa", text), header_regex=r"n(?P<number>\d+)")
+    file = write(tmp_path / "reads.fa", text)
+    reads = opened(file, header_regex=r"n(?P<number>\d+)", limits=IndexLimits(distinct=100))
     assert reads.column("number").to_pylist() == [number * 10**9 for number in range(300)]
 
 
 @pytest.mark.parametrize("count", [99, 100, 101])
-def test_a_null_among_as_many_values_as_a_dictionary_holds_is_still_a_null(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(IntegerDictionary.__init__, "__defaults__", (100,))
+def test_a_null_among_as_many_values_as_a_dictionary_holds_is_still_a_null(count: int, tmp_path: Path):
     values = [*(10**15 + number * 10**9 for number in range(count)), None] * 200
     text = "".join(f">n{'' if value is None else value}\nAC\n" for value in values)
-    reads = opened(write(tmp_path / "reads.fa", text), header_regex=r"n(?P<number>\d*)")
+    file = write(tmp_path / "reads.fa", text)
+    reads = opened(file, header_regex=r"n(?P<number>\d*)", limits=IndexLimits(distinct=100))
     assert reads.column("number").to_pylist() == values
 
 
@@ -300,14 +312,12 @@ def test_an_index_with_more_columns_serves_and_one_with_fewer_is_made_again(
     opened(file)
     assert index_of(file).stat().st_ino == before
     reads = opened(file, header_regex=r"lbl\|(?P<other>\d+)")
-    assert "made with other settings; building it again" in capsys.readouterr().err
+    assert "has other settings; rebuilding it" in capsys.readouterr().err
     assert reads.column_names == ["other"] and reads.column("other").to_pylist() == wanted_columns(300)["class_id"]
 
 
-def test_columns_of_a_whole_buffer_of_records_stay_with_their_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(index, "BUFFER_BYTES", 128)
-    monkeypatch.setattr(index, "_MANY_ROWS", 50)
-    reads = opened(write(tmp_path / "reads.fa", fasta(MADE)), header_regex=REGEX)
+def test_columns_of_a_whole_buffer_of_records_stay_with_their_records(file: Path):
+    reads = opened(file, header_regex=REGEX, limits=IndexLimits(buffer_bytes=128, rows_at_once=50))
     assert {name: reads.column(name).to_pylist() for name in reads.column_names} == wanted_columns(300)
     assert holds(reads, MADE)
 
@@ -346,30 +356,34 @@ def test_a_name_that_is_not_there_is_a_key_error(file: Path):
     assert opened(file).find("nobody") == []
 
 
-def test_a_large_file_gets_its_table_of_names_when_it_is_first_asked(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(name_table, "SMALL", 100)
-    monkeypatch.setattr(name_table, "_PARTS", 4)
-    reads = opened(file, header_regex=REGEX)
+def test_a_large_file_gets_its_table_of_names_when_it_is_first_asked(file: Path, capsys: pytest.CaptureFixture[str]):
+    reads = opened(file, header_regex=REGEX, limits=IndexLimits(names=100))
     assert not reads.parts[0].has_names
     name = MADE[250].header.decode()
     assert reads.find(name) == [250]
-    assert "making a table of its 300 names, once" in capsys.readouterr().err
+    assert "a table of its 300 names" in capsys.readouterr().err
     assert opened(file).find(name) == [250] and opened(file).column("mate").to_pylist() == wanted_columns(300)["mate"]
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("where", ["beside", "index_dir"])
-def test_a_table_of_names_is_made_where_the_index_lies(
-    where: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(name_table, "SMALL", 100)
-    monkeypatch.setattr(name_table, "_PARTS", 4)
+def test_a_table_of_names_is_made_where_the_index_lies(where: str, file: Path, tmp_path: Path):
     place = tmp_path / "indexes" if where == "index_dir" else None
-    assert opened(file, index_dir=place).find(MADE[3].header.decode()) == [3]
+    assert opened(file, index_dir=place, limits=IndexLimits(names=100)).find(MADE[3].header.decode()) == [3]
     assert index_of(file).exists() == (place is None)
     assert opened(file, index_dir=place).parts[0].has_names
+
+
+@pytest.mark.parametrize("count", [99, 100, 101, 2000])
+def test_names_that_are_sorted_in_parts_on_disk_are_all_found(count: int, tmp_path: Path):
+    names = [f"read{number % 1500}" for number in range(count)]
+    file = write(tmp_path / "reads.fa", "".join(f">{name} x\nAC\n" for name in names))
+    build_index(file, IndexSettings(names=True), limits=IndexLimits(names=100, name_parts=4, buffer_bytes=512))
+    assert sorted(os.listdir(tmp_path)) == ["reads.fa", "reads.fa.millstream"]
+    reads = opened(file)
+    for name in {*names[::37], names[-1]}:
+        assert reads.find(name) == [number for number in range(count) if names[number] == name]
+    assert reads.find("nobody") == []
 
 
 # -- regions
@@ -386,11 +400,11 @@ def genome(width: int, end: bytes = b"\n") -> tuple[list[Slow], bytes]:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("memory", [None, 1])
 def test_a_region_of_a_wrapped_genome_is_the_slice_of_its_letters(
-    end: bytes, wrapper: str, memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: bytes, wrapper: str, memory: int | None, tmp_path: Path
 ):
-    monkeypatch.setattr(containers, "POINT_BYTES", 300)
     made, text = genome(60, end)
-    reads = opened(write(tmp_path / "genome.fa", WRAPPERS[wrapper](text)), memory=memory)
+    file = write(tmp_path / "genome.fa", WRAPPERS[wrapper](text))
+    reads = opened(file, memory=memory, limits=IndexLimits(point_bytes=300))
     rng = random.Random(0)
     for record in made:
         size, name = len(record.sequence), record.header.decode()
@@ -426,7 +440,7 @@ def test_a_region_of_a_compressed_genome_decodes_only_its_blocks(tmp_path: Path)
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 2), (0, 1001), (1001, 1001)])
 def test_a_region_outside_its_record_is_refused(start: int, end: int, tmp_path: Path):
     reads = opened(write(tmp_path / "genome.fa", genome(60)[1]))
-    with pytest.raises(IndexError, match=f"region {start}:{end} of record 'chr0', which has 1000 letters"):
+    with pytest.raises(IndexError, match=f"region {start}:{end} of record 'chr0', which has 1000 bases"):
         reads.region("chr0", start, end)
 
 
@@ -445,7 +459,7 @@ def test_many_regions_come_at_once_from_several_files(tmp_path: Path):
         wanted = [every[number][start:end] for number, (start, end) in zip(numbers, edges.tolist(), strict=True)]
         assert reads.regions(numbers, edges[:, 0], edges[:, 1]).sequences() == wanted
         assert [reads.region(n, a, b) for n, (a, b) in zip(numbers.tolist(), edges.tolist(), strict=True)] == wanted
-    with pytest.raises(IndexError, match="region 0:1001 of record 0, which has 1000 letters"):
+    with pytest.raises(IndexError, match="region 0:1001 of record 0, which has 1000 bases"):
         reads.regions([0], 0, 1001)
 
 
@@ -503,11 +517,9 @@ def test_the_table_of_files_with_values_of_different_size_is_one_table(folder: t
     assert table["who"].to_pylist() == [f"r{number}" for count in (30, 20, 25) for number in range(count)]
 
 
-def test_a_text_that_is_in_one_index_and_not_in_another_is_one_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_text_that_is_in_one_index_and_not_in_another_is_one_column(tmp_path: Path):
     write(tmp_path / "few.fa", fasta(MADE[:5]))
-    opened(tmp_path / "few.fa", header_regex=REGEX)
-    monkeypatch.setattr(TextDictionary.__init__, "__defaults__", (100,))
-    write(tmp_path / "many.fa", fasta(MADE))
+    opened(write(tmp_path / "many.fa", fasta(MADE)), header_regex=REGEX, limits=IndexLimits(distinct=100))
     reads = opened(tmp_path, header_regex=REGEX)
     wanted = [f"r{number}" for number in [*range(5), *range(300)]]
     assert reads.column("who").to_pylist() == wanted and "who" not in reads.table.column_names
@@ -554,27 +566,24 @@ def test_a_file_may_be_empty_of_records_among_others(tmp_path: Path):
 def test_decoding_may_start_at_any_block_of_a_gzip_file(tmp_path: Path, data: st.DataObject, flush: int):
     made = MADE[: data.draw(st.integers(1, 60))]
     size, spacing = data.draw(st.integers(10, 500)), data.draw(st.sampled_from([1, 200, 5000]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(containers, "POINT_BYTES", spacing)
-        index_of(tmp_path / "reads.fa").unlink(missing_ok=True)
-        reads = opened(write(tmp_path / "reads.fa", flushed(fasta(made), size, flush=flush)), memory=1)
+    file = write(tmp_path / "reads.fa", flushed(fasta(made), size, flush=flush))
+    index_of(file).unlink(missing_ok=True)
+    reads = opened(file, memory=1, limits=IndexLimits(point_bytes=spacing))
     order = np.random.default_rng(size).permutation(len(made))
     assert reads.fetch(order).sequences() == taken(made, order)
     assert [reads[number].sequence for number in order] == taken(made, order)
 
 
 @pytest.mark.parametrize("level", [0, 1, 9])
-def test_blocks_that_are_stored_not_compressed_may_stand_anywhere(
-    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_blocks_that_are_stored_not_compressed_may_stand_anywhere(level: int, tmp_path: Path):
     """As pigz writes them between its pieces, and every deflater for what cannot be made smaller."""
-    monkeypatch.setattr(containers, "POINT_BYTES", 1)
     deflate = zlib.compressobj(level, zlib.DEFLATED, 31)
     text, data = fasta(MADE), b""
     for number, at in enumerate(range(0, len(text), 333)):
         data += deflate.compress(text[at : at + 333])
         data += deflate.flush([zlib.Z_PARTIAL_FLUSH, zlib.Z_SYNC_FLUSH, zlib.Z_BLOCK][number % 3])
-    reads = opened(write(tmp_path / "reads.fa", data + deflate.flush()), memory=1)
+    file = write(tmp_path / "reads.fa", data + deflate.flush())
+    reads = opened(file, memory=1, limits=IndexLimits(point_bytes=1))
     assert holds(reads, MADE) and reads.parts[0].sections.rows("block.plain") > 10
 
 
@@ -613,13 +622,10 @@ def test_without_points_the_same_text_is_decoded(wrapper: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("wrapper", COMPRESSED)
-def test_decoded_blocks_stay_within_the_memory_and_one_block(
-    wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(containers, "POINT_BYTES", 1)
+def test_decoded_blocks_stay_within_the_memory_and_one_block(wrapper: str, tmp_path: Path):
     made = records(2000)
     write(tmp_path / "reads.fa", WRAPPERS[wrapper](fasta(made)))
-    reads = opened(tmp_path / "reads.fa", memory="10kB")
+    reads = opened(tmp_path / "reads.fa", memory="10kB", limits=IndexLimits(point_bytes=1))
     rng = np.random.default_rng(0)
     for _ in range(50):
         numbers = rng.integers(0, 2000, 20)
@@ -652,14 +658,11 @@ def test_files_share_the_memory(tmp_path: Path):
 
 
 @pytest.mark.parametrize("wrapper", COMPRESSED)
-def test_in_window_order_every_block_is_decoded_exactly_once(
-    wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(containers, "POINT_BYTES", 1)
+def test_in_window_order_every_block_is_decoded_exactly_once(wrapper: str, tmp_path: Path):
     made = [record for record in records(3000) if record.sequence]
     write(tmp_path / "reads.fa", WRAPPERS[wrapper](fasta(made)))
     window = 300
-    reads = opened(tmp_path / "reads.fa", memory=2 * window * 90)
+    reads = opened(tmp_path / "reads.fa", memory=2 * window * 90, limits=IndexLimits(point_bytes=1))
     rng = np.random.default_rng(0)
     for start in range(0, len(made), window):
         numbers = start + rng.permutation(min(window, len(made) - start))

@@ -5,18 +5,21 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from slow_reads import Slow, fasta_texts, fastq_texts, parse
 
 import millstream as ms
-from millstream.store import index
-from millstream.store.reads import Reads
+from millstream.reads.files.index import IndexLimits
+from millstream.reads.reads import Reads
+from support.effort import num_examples
+from support.read_files import opened
+from support.slow_reads import Slow, fasta_texts, fastq_texts, parse
 
 TEXTS = st.one_of(fasta_texts(), fastq_texts())
-many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(
+    max_examples=num_examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def bgzf(text: bytes, size: int = 100) -> bytes:
@@ -46,13 +49,11 @@ def frames(text: bytes, size: int = 120) -> bytes:
 WRAPPERS = {"plain": bytes, "gzip": gzip.compress, "members": members, "bgzf": bgzf, "zstd": frames}
 
 
-def open_text(folder: Path, text: bytes, wrapper: str = "plain") -> Reads:
+def open_text(folder: Path, text: bytes, wrapper: str = "plain", *, limits: IndexLimits | None = None) -> Reads:
     file = folder / "reads"
     file.write_bytes(WRAPPERS[wrapper](text))
     file.with_name("reads.millstream").unlink(missing_ok=True)
-    reads = ms.open(file)
-    assert isinstance(reads, Reads)
-    return reads
+    return opened(file, limits=limits)
 
 
 def compare(reads: Reads, wanted: list[Slow]) -> None:
@@ -79,21 +80,19 @@ def test_every_record_equals_the_slow_parsers(tmp_path: Path, text: bytes):
     compare(open_text(tmp_path, text), parse(text))
 
 
-@settings(many, max_examples=40)
+@settings(many, max_examples=num_examples(40))
 @given(text=TEXTS, wrapper=st.sampled_from(sorted(WRAPPERS)))
 def test_compressed_or_not_the_records_are_the_same(tmp_path: Path, text: bytes, wrapper: str):
     compare(open_text(tmp_path, text, wrapper), parse(text))
 
 
-@settings(many, max_examples=60)
+@settings(many, max_examples=num_examples(60))
 @given(text=TEXTS, size=st.sampled_from([64, 72, 128]))
 def test_records_and_headers_may_lie_across_the_ends_of_buffers(tmp_path: Path, text: bytes, size: int):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "BUFFER_BYTES", size)
-        compare(open_text(tmp_path, text), parse(text))
+    compare(open_text(tmp_path, text, limits=IndexLimits(buffer_bytes=size)), parse(text))
 
 
-@settings(many, max_examples=60)
+@settings(many, max_examples=num_examples(60))
 @given(text=TEXTS)
 def test_any_name_finds_its_records(tmp_path: Path, text: bytes):
     reads = open_text(tmp_path, text)
@@ -103,7 +102,7 @@ def test_any_name_finds_its_records(tmp_path: Path, text: bytes):
     assert reads.find("no such name") == []
 
 
-@settings(many, max_examples=60)
+@settings(many, max_examples=num_examples(60))
 @given(data=st.binary(min_size=1, max_size=300), start=st.sampled_from([b">a\nAC\n", b"@a\nAC\n+\nII\n", b""]))
 def test_any_bytes_at_all_are_read_or_refused_but_never_a_crash(tmp_path: Path, data: bytes, start: bytes):
     try:

@@ -1,7 +1,6 @@
-"""Reads across threads, forks, spawned processes and kills; and without numba."""
+"""Reads across threads, forks, spawned processes and kills."""
 
 import gc
-import json
 import multiprocessing
 import os
 import pickle
@@ -14,26 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from read_files import (
-    COMPRESSED,
-    REGEX,
-    WRAPPERS,
-    fasta,
-    fastq,
-    flushed,
-    holds,
-    index_of,
-    letters,
-    opened,
-    records,
-    texts,
-)
 
 import millstream
-from millstream.source.ahead import ahead
-from millstream.store import index
-from millstream.store.index import IndexSettings, build_index, load_index
-from millstream.store.reads import Reads
+from millstream.reads.files.index import IndexLimits, IndexSettings, build_index, load_index
+from millstream.reads.files.inflate import ahead
+from millstream.reads.reads import Reads
+from support.effort import PATIENCE_S
+from support.read_files import REGEX, WRAPPERS, fasta, flushed, holds, index_of, letters, opened, records, texts
 
 MADE = records(300)
 
@@ -53,13 +39,13 @@ def test_reads_that_were_used_can_be_used_after_a_fork(wrapper: str, memory: int
     (tmp_path / "reads.fa").write_bytes(WRAPPERS[wrapper](fasta(MADE)))
     reads = opened(tmp_path / "reads.fa", memory=memory, header_regex=REGEX)
     texts(reads)
-    children = [multiprocessing.get_context("fork").Process(target=read_all, args=(reads,)) for _ in range(3)]
+    children = [multiprocessing.get_context("fork").Process(target=read_all, args=(reads,)) for _ in range(2)]
     for child in children:
         child.start()
     read_all(reads)
     for child in children:
-        child.join(60)
-    assert [child.exitcode for child in children] == [0, 0, 0]
+        child.join(PATIENCE_S)
+    assert [child.exitcode for child in children] == [0, 0]
 
 
 def test_a_fork_in_the_middle_of_decoding_hangs_nobody(tmp_path: Path):
@@ -76,17 +62,17 @@ def test_a_fork_in_the_middle_of_decoding_hangs_nobody(tmp_path: Path):
     for thread in threads:
         thread.start()
     codes: list[int | None] = []
-    for _ in range(8):
+    for _ in range(4):
         child = multiprocessing.get_context("fork").Process(target=read_all, args=(reads,))
         child.start()
-        child.join(60)
+        child.join(PATIENCE_S)
         codes.append(child.exitcode)
         if child.exitcode is None:
             child.kill()
     done.set()
     for thread in threads:
         thread.join()
-    assert codes == [0] * 8
+    assert codes == [0] * 4
 
 
 def test_reads_travel_into_a_process_that_knows_nothing(tmp_path: Path):
@@ -106,7 +92,7 @@ def end_of_fork(work: Callable[[], None]) -> int | None:
     """How a child of this process ended."""
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
-    child.join(60)
+    child.join(PATIENCE_S)
     return child.exitcode
 
 
@@ -118,8 +104,8 @@ def test_a_kill_while_indexing_leaves_nothing_behind(tmp_path: Path):
             if done > 3000:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        index.BUFFER_BYTES = 512
-        build_index(tmp_path / "reads.fa", IndexSettings(header_regex=REGEX), progress=die)
+        limits = IndexLimits(buffer_bytes=512)
+        build_index(tmp_path / "reads.fa", IndexSettings(header_regex=REGEX), limits=limits, progress=die)
 
     assert end_of_fork(work) == -signal.SIGKILL
     assert os.listdir(tmp_path) == ["reads.fa"]
@@ -145,9 +131,8 @@ def test_a_kill_while_an_index_is_replaced_leaves_the_old_one(tmp_path: Path):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupted_index_leaves_neither_files_nor_threads(
-    error: type[BaseException], wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], wrapper: str, tmp_path: Path
 ):
-    monkeypatch.setattr(index, "BUFFER_BYTES", 512)
     (tmp_path / "reads.fa").write_bytes(WRAPPERS[wrapper](fasta(MADE)))
     gc.collect()
     before, open_files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
@@ -156,7 +141,8 @@ def test_an_interrupted_index_leaves_neither_files_nor_threads(
         raise error
 
     with pytest.raises(error):
-        build_index(tmp_path / "reads.fa", IndexSettings(header_regex=REGEX), progress=interrupt)
+        limits = IndexLimits(buffer_bytes=512)
+        build_index(tmp_path / "reads.fa", IndexSettings(header_regex=REGEX), limits=limits, progress=interrupt)
     assert os.listdir(tmp_path) == ["reads.fa"] and set(threading.enumerate()) <= before
     assert len(os.listdir("/proc/self/fd")) <= open_files
 
@@ -174,7 +160,7 @@ def test_whoever_opens_while_an_index_is_replaced_gets_the_old_or_the_new_one(tm
     thread = threading.Thread(target=rebuild)
     thread.start()
     try:
-        for _ in range(60):
+        for _ in range(20):
             sections = load_index(file, index_of(file))
             assert sections.meta["records"] == 300 and sections.column("bases").rows == 300
     finally:
@@ -225,68 +211,3 @@ def test_where_compiled_kernels_cannot_be_kept_reads_are_read_all_the_same(tmp_p
     ask = f"import millstream as ms; print(ms.open({str(file)!r}).fetch([1, 0]).sequences())"
     told = subprocess.run([sys.executable, "-c", ask], env=nowhere, capture_output=True, check=False)
     assert told.stdout == b"['AC', 'ACGT']\n", told.stderr.decode()
-
-
-# -- without numba
-
-ODD = {
-    "plain.fa": fasta(records(15)),
-    "wrapped.fa": fasta(records(15), width=7),
-    "windows.fa": fasta(records(9), width=9).replace(b"\n", b"\r\n").rstrip(),
-    "odd.fa": b"\n; first\n>a b\nAC GT\n\nAC\r\n;no\n>a\n>\n>x>y\nACGTACGTAC\nACG\nACGTACGTAC\n>e\nA\tC",
-    "plain.fq": fastq(records(15, quality=True)),
-    "wrapped.fq": b"@a\nACGT\nACGT\nAC\n+\n@+II\n>@@@\nII\n\n@b\n\n+\n\n@c\r\nAC\r\n+c\r\nII\r\n@d\nA\n+\n@",
-}
-TELL = """
-import itertools, json, os, sys
-from pathlib import Path
-import millstream as ms
-from millstream.kernels import HAVE_NUMBA
-folder, regex, *index_dirs = sys.argv[1:]
-out = {"numba": HAVE_NUMBA}
-for indexes, name in itertools.product(index_dirs, sorted(os.listdir(folder))):
-    reads = ms.open(Path(folder) / name, index_dir=indexes, memory="1MB", header_regex=regex, on_mismatch="null")
-    numbers = list(range(len(reads)))[::-1]
-    out.setdefault(indexes, {})[name] = {
-        "reads": [[read.name, read.sequence, read.quality, dict(read.columns)] for read in reads],
-        "batch": reads.fetch(numbers).sequences(),
-        "found": [reads.find(read.name) for read in reads],
-        "regions": [reads.region(n, length // 3, length) for n, length in enumerate(reads.lengths(range(len(reads))))],
-        "table": reads.table.to_pydict(),
-    }
-json.dump(out, sys.stdout)
-"""
-
-
-def tell(folder: Path, *index_dirs: Path, numba: bool) -> list[dict[str, object]]:
-    """What a process says of all files of a folder, with the indexes it finds or makes in each of these folders."""
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "" if numba else "1"}
-    if numba:
-        environment.pop("NUMBA_DISABLE_JIT")
-    command = [sys.executable, "-W", "error", "-c", TELL, str(folder), REGEX, *map(str, index_dirs)]
-    said = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert said.returncode == 0, said.stderr.decode()
-    told = json.loads(said.stdout)
-    assert told.pop("numba") == numba
-    return [told[str(indexes)] for indexes in index_dirs]
-
-
-@pytest.fixture
-def odd(tmp_path: Path) -> Path:
-    folder = tmp_path / "reads"
-    folder.mkdir()
-    for name, text in ODD.items():
-        (folder / name).write_bytes(text)
-    for wrapper in COMPRESSED:
-        (folder / f"{wrapper}.{wrapper}").write_bytes(WRAPPERS[wrapper](ODD["wrapped.fa"]))
-    return folder
-
-
-def test_without_numba_the_same_index_is_made_and_the_same_reads_are_read_with_either(odd: Path, tmp_path: Path):
-    (with_numba,) = tell(odd, tmp_path / "with", numba=True)
-    made = {file.name: file.read_bytes() for file in sorted((tmp_path / "with").iterdir())}
-    own, others = tell(odd, tmp_path / "without", tmp_path / "with", numba=False)
-    assert own == with_numba
-    assert others == with_numba
-    for name, content in made.items():
-        assert content == (tmp_path / "without" / name).read_bytes(), name

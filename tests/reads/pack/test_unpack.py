@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from millstream.errors import BadIndex, StoreExists
-from millstream.store import unpack as unpack_module
-from millstream.store.pack import pack
-from millstream.store.unpack import unpack
+from millstream.reads.pack.pack import pack
+from millstream.reads.pack.unpack import unpack
 
-TEXT = b"; made by hand\n" + b"".join(b">r%d\nACGTN\r\nac\n" % number for number in range(1000))
+TEXT = b"".join(b">r%d\r\nACGTN\r\nac\r\n" % number for number in range(1000))
 
 
 @pytest.fixture
@@ -49,13 +48,14 @@ def test_damage_leaves_no_file_behind(tmp_path, file):
     assert {path.name for path in tmp_path.iterdir()} == {"reads.fa", "reads.pack"}
 
 
-@pytest.mark.parametrize("window", [1, 3, 7, 100])
-def test_windows_of_any_size_give_the_same_text(tmp_path, monkeypatch, window):
-    monkeypatch.setattr(unpack_module, "WINDOW", window)
-    fasta = b">a\nACGTA\nCGTNN\nAC\n>b\n>c x\nAC GT\n\nACGTAC\nG\n>d\n" + b"A" * 250
-    fastq = b"@a\nACG\nTA\n+a\n@II\nII\n@b\r\n\r\n+\r\n\r\n@c\nACGTACGT\n+\nIIIIHHHH\n"
-    for name, text in (("x.fa", fasta), ("x.fq", fastq)):
+@pytest.mark.parametrize("window_bases", [1, 3, 5, 7, 100])
+def test_windows_of_any_size_give_the_same_text(tmp_path, window_bases):
+    wrapped = b">a\nACGTA\nCGTNN\nAC\n>b\n>c x\nACGTA\n>d\n" + b"ACGTA\n" * 50
+    one_line = b">a\nACGTACGTNNAC\n>b\n>d\n" + b"A" * 250
+    fastq = b"@a\nACG\nTA\n+a\n@II\nII\n@b\n\n+b\n\n@c\nACG\nTAC\nGT\n+c\nIII\nIHH\nHH\n"
+    for name, text in (("x.fa", wrapped), ("y.fa", one_line), ("x.fq", fastq)):
         (tmp_path / name).write_bytes(text)
         out = io.BytesIO()
-        unpack(pack([tmp_path / name], tmp_path / f"{name}.pack").path, out)
+        assert pack([tmp_path / name], tmp_path / f"{name}.pack").is_exact
+        unpack(tmp_path / f"{name}.pack", out, window_bases=window_bases)
         assert out.getvalue() == text

@@ -1,26 +1,18 @@
 """The report on classifiers of reads in a real browser: it sorts, fits a phone, asks for nothing, logs nothing."""
 
-import shutil
-from collections.abc import Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from extras import need
+from support.extras import need
 
 need("matplotlib", "jinja2")
-pytest.importorskip("playwright.sync_api", reason="no browser tests: pip install playwright")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser tests: chromium is not installed")
-
-from playwright.sync_api import sync_playwright  # noqa: E402
-
-from millstream.report.reads.evaluate import read_results  # noqa: E402
-from millstream.report.reads.figures import draw  # noqa: E402
-from millstream.report.reads.page import write_report  # noqa: E402
-from report.making_read_run import EVIL, make_read_run  # noqa: E402
+from millstream.reads.report.evaluate import read_results  # noqa: E402
+from millstream.reads.report.figures import draw  # noqa: E402
+from millstream.reads.report.page import write_report  # noqa: E402
+from support.making_read_run import EVIL, make_read_run  # noqa: E402
 
 ORDERS = "(rows, place) => rows.map((row) => row.cells[place].dataset.order)"
 WIDE = "(box) => box.scrollWidth > box.clientWidth"
@@ -34,28 +26,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(results, folder / "report.html", drawings=few)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def page(browser: Any, file: Path, request: pytest.FixtureRequest) -> Generator[Any]:
+def page(open_page: Callable[..., Any], file: Path, request: pytest.FixtureRequest) -> Any:
     width, scheme = getattr(request, "param", (1440, "light"))
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page.set_default_timeout(5000)
-    trouble: list[str] = []
-    requests: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda asked: requests.append(asked.url))
-    page.goto(file.as_uri())
-    yield page
-    page.close()
-    assert trouble == [] and requests == [file.as_uri()]
+    return open_page(file.as_uri(), width=width, scheme=scheme).page
 
 
 def heading(page: Any, table: Any, title: str) -> Any:
@@ -82,7 +56,7 @@ def test_classes_open_with_the_hardest_and_sort_by_any_number(page: Any):
     assert EVIL in orders(page, table, "class")
 
 
-def test_tables_of_parts_sort_each_on_its_own(page: Any):
+def test_tables_of_splits_sort_each_on_its_own(page: Any):
     tables = page.locator("table.comparison")
     assert tables.count() == 3
     heading(page, tables.nth(1), "accuracy").get_by_role("button").click()
@@ -91,7 +65,7 @@ def test_tables_of_parts_sort_each_on_its_own(page: Any):
     assert names == ["kmer-linear", "cnn"] and orders(page, tables.nth(0), "classifier") == ["cnn", "kmer-linear"]
 
 
-def test_other_parts_unfold(page: Any):
+def test_other_splits_unfold(page: Any):
     second = page.locator("table.by-class").nth(1)
     assert not second.is_visible()
     page.locator("#classes summary").nth(1).click()

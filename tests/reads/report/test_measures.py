@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, precision_recall_fscore_support
 
-from millstream.report.reads import measures
-from millstream.report.reads.draws import draws_of, mean
-from millstream.report.reads.measures import Called, confusion, tally
+from millstream.reads.report import judge
+from millstream.reads.report.judge import ThresholdCurve, confusion, draws_of, tally
+from millstream.report.intervals import mean
 
 Codes = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ def test_accuracy_and_f1_are_those_of_sklearn_on_reads_of_known_classes(seed: in
     precision, recall, f1, support = precision_recall_fscore_support(
         labels[known], found[known], labels=range(7), zero_division=np.nan
     )
-    assert np.array_equal(counts.there[0], support)
+    assert np.array_equal(counts.true[0], support)
     for mine, theirs in ((counts.precision, precision), (counts.recall, recall)):
         assert mine[0] == pytest.approx(theirs, nan_ok=True)
     assert counts.f1[0][present] == pytest.approx(f1[present])
@@ -53,15 +53,14 @@ def test_without_reads_of_known_classes_there_is_no_number():
 
 
 @pytest.mark.parametrize("most", [4_000_000, 1])
-def test_the_confusion_matrix_is_that_of_sklearn_dense_or_not(monkeypatch: pytest.MonkeyPatch, most: int):
-    monkeypatch.setattr(measures, "_MAX_DENSE", most)
+def test_the_confusion_matrix_is_that_of_sklearn_dense_or_not(most: int):
     labels, found, _ = made(1)
-    cells = confusion(labels, found, 7)
+    cells = confusion(labels, found, 7, max_dense=most)
     expected = confusion_matrix(labels, found, labels=[*range(7), -1])[:, :7]
     assert np.array_equal(cells.dense(7), expected)
     assert np.array_equal(cells.unknown(7), expected[-1])
     one, other = cells.tally(7), tally(labels, found, 7)
-    assert all(np.array_equal(getattr(one, name), getattr(other, name)[0]) for name in ("there", "said", "right"))
+    assert all(np.array_equal(getattr(one, name), getattr(other, name)[0]) for name in ("true", "assigned", "hits"))
 
 
 def brute(labels: Codes, found: Codes, chances: NDArray[np.float64], threshold: float) -> tuple[float, float, float]:
@@ -72,12 +71,12 @@ def brute(labels: Codes, found: Codes, chances: NDArray[np.float64], threshold: 
 @pytest.mark.parametrize("seed", range(3))
 def test_at_every_threshold_unknown_reads_that_are_called_are_errors(seed: int):
     labels, found, chances = made(seed)
-    curve = measures.called(labels, found == labels, chances)
+    curve = judge.threshold_curve(labels, found == labels, chances)
     assert np.array_equal(curve.threshold, np.unique(chances)[::-1])
     for place, threshold in enumerate(curve.threshold.tolist()):
         expected = brute(labels, found, chances, threshold)
         assert (curve.coverage[place], curve.precision[place], curve.recall[place]) == pytest.approx(expected)
-        at = measures.at_threshold(labels, found == labels, chances, threshold)
+        at = judge.at_threshold(labels, found == labels, chances, threshold)
         assert (at.coverage, at.precision, at.recall) == pytest.approx(expected)
         assert at.unknown == pytest.approx((chances[labels < 0] >= threshold).mean())
     assert curve.coverage[-1] == 1
@@ -85,22 +84,22 @@ def test_at_every_threshold_unknown_reads_that_are_called_are_errors(seed: int):
 
 def test_the_loosest_threshold_is_the_lowest_with_enough_precision():
     numbers = np.array([0.9, 0.8, 0.7, 0.6])
-    curve = Called(numbers, numbers, precision=np.array([1.0, 0.94, 0.96, 0.5]), recall=numbers)
+    curve = ThresholdCurve(numbers, numbers, precision=np.array([1.0, 0.94, 0.96, 0.5]), recall=numbers)
     assert curve.loosest(0.95) == 0.7 and curve.loosest(0.4) == 0 and curve.loosest(1.01) is None
     assert curve.loosest(0.95, coverage=0.7) == 0.7 and curve.loosest(0.99, coverage=0.95) is None
 
 
 def test_a_threshold_above_all_calls_nothing():
-    at = measures.at_threshold(np.array([0, 1]), np.array([True, False]), np.array([0.5, 0.6]), 0.9)
+    at = judge.at_threshold(np.array([0, 1]), np.array([True, False]), np.array([0.5, 0.6]), 0.9)
     assert at.coverage == at.recall == 0 and np.isnan(at.precision) and np.isnan(at.unknown)
 
 
 def test_a_thinned_curve_keeps_its_ends():
     labels = np.zeros(5000, np.int64)
     chances = np.linspace(0, 1, 5000)
-    curve = measures.called(labels, labels == 0, chances)
+    curve = judge.threshold_curve(labels, labels == 0, chances)
     few = curve.thinned()
-    assert len(few.threshold) == measures.MAX_POINTS
+    assert len(few.threshold) == judge.MAX_POINTS
     assert (few.threshold[0], few.threshold[-1], few.coverage[-1]) == (1, 0, 1)
 
 
@@ -108,8 +107,8 @@ def test_abundance_error_is_the_l1_distance_with_unknown_as_a_class_that_is_neve
     labels, found, _ = made(2)
     true = np.array([(labels == label).mean() for label in range(-1, 7)])
     said = np.array([(found == label).mean() for label in range(-1, 7)])
-    assert measures.abundance_error(confusion(labels, found, 7), 7) == pytest.approx(np.abs(true - said).sum())
-    assert measures.abundance_error(confusion(labels, labels % 7, 7), 7) == pytest.approx(2 * (labels < 0).mean())
+    assert confusion(labels, found, 7).abundance_error(7) == pytest.approx(np.abs(true - said).sum())
+    assert confusion(labels, labels % 7, 7).abundance_error(7) == pytest.approx(2 * (labels < 0).mean())
 
 
 # -- draws
@@ -126,16 +125,16 @@ def test_the_first_number_is_that_of_all_reads_and_draws_vary_around_it():
 
 
 def test_groups_of_reads_have_the_spread_of_single_reads():
-    labels, found, _ = made(4, size=20_000)
-    wide = [draws_of(20_000, resamples=1000, max_groups=most, part=1) for most in (1000, 20_000)]
+    labels, found, _ = made(4, size=5000)
+    wide = [draws_of(5000, resamples=500, max_groups=most, number=1) for most in (500, 5000)]
     accuracy, macro_f1 = zip(*(draws.accuracy_and_f1(labels, found, 7) for draws in wide), strict=True)
     for grouped, single in (accuracy, macro_f1):
         assert grouped.value == pytest.approx(single.value)
-        assert grouped.drawn.std() == pytest.approx(single.drawn.std(), rel=0.12)
+        assert grouped.drawn.std() == pytest.approx(single.drawn.std(), rel=0.15)
 
 
 def test_draws_are_the_same_for_all_models_of_a_part_and_others_for_another_part():
-    one, again, other = (draws_of(3000, resamples=5, part=part) for part in (0, 0, 1))
+    one, again, other = (draws_of(3000, resamples=5, number=number) for number in (0, 0, 1))
     assert np.array_equal(one.groups, again.groups) and np.array_equal(one.counts_RG, again.counts_RG)
     assert not np.array_equal(one.groups, other.groups)
     assert np.bincount(one.groups).tolist() == [3] * 1000

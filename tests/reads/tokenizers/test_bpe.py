@@ -1,6 +1,5 @@
 """Tokenizer files of Hugging Face: token by token what the Rust library gives, by whichever of the two ways."""
 
-import hashlib
 import json
 import pickle
 import string
@@ -13,18 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batches import METAGENE, genome_reads, needs_data, pack, random_reads, without_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.dataset.bpe import Bpe, Rules
-from millstream.dataset.hf import HfTokenizer, hf, plain_rules
-from millstream.dataset.tokenizers import tokenizer
 from millstream.errors import BadSource, MissingExtra
-from millstream.kernels import HAVE_NUMBA
+from millstream.reads.tokenizers.hf import HfTokenizer, hf, plain_rules, tokenizer
+from support.batches import METAGENE, genome_reads, needs_data, pack, random_reads
+from support.effort import num_examples
 
 tokenizers = pytest.importorskip("tokenizers")
-needs_numba = pytest.mark.skipif(not HAVE_NUMBA, reason="numba is not installed: the Rust encoder does all the work")
 
 SPECIAL = ["[PAD]", "[UNK]", "[BOS]", "[EOS]"]
 odd_reads = st.lists(
@@ -66,7 +62,7 @@ def changed(text: str, **parts: Any) -> str:
 def check(text: str, reads: Sequence[str], *, fast: bool = True, max_length: int | None = None) -> None:
     """Ids, mask and padding are those of the Rust library."""
     ours = HfTokenizer(text, name="hf(test)")
-    assert ours.fast == (fast and HAVE_NUMBA), ours.why
+    assert ours.fast == fast, ours.why
     assert bool(ours.why) != ours.fast
     rust = tokenizers.Tokenizer.from_str(text)
     if max_length is not None:
@@ -82,7 +78,7 @@ def check(text: str, reads: Sequence[str], *, fast: bool = True, max_length: int
 
 
 @given(st.sampled_from([8, 12, 20, 40, 100, 400]), odd_reads, st.sampled_from([None, 2, 3, 7, 40]))
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_trained_tokenizers_give_the_tokens_of_the_rust_library(size: int, reads: list[str], max_length: int | None):
     check(trained(size), reads, max_length=max_length)
 
@@ -95,7 +91,7 @@ def test_unknown_letters_are_dropped_kept_or_fused_as_in_the_rust_library(
 
 
 @given(st.data(), st.lists(st.text(alphabet="AC", max_size=40), min_size=1, max_size=4))
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_any_list_of_merges_in_any_order_gives_the_tokens_of_the_rust_library(data: st.DataObject, reads: list[str]):
     """Training gives tidy lists; these form a token in two ways, too late, from parts that are never there."""
     words = [
@@ -157,7 +153,7 @@ def test_what_is_more_than_plain_merges_goes_to_the_rust_encoder(parts: dict[str
 
 
 def test_a_vocabulary_too_large_for_the_table_of_pairs_goes_to_the_rust_encoder(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("millstream.dataset.bpe.MOST_TOKENS", 20)
+    monkeypatch.setattr("millstream.reads.tokenizers.bpe.MOST_TOKENS", 20)
     check(trained(40), ["ACGTACGT"], fast=False)
 
 
@@ -234,37 +230,6 @@ def test_metagene_has_the_ids_its_model_expects():
 # -- one tokenizer, many places
 
 
-def digest() -> str:
-    """Of the walk itself, without the Rust library."""
-    vocab = {token: number for number, token in enumerate(["[UNK]", *"_ACGTN", "AC", "GT", "ACGT", "_A", "TT", "TTT"])}
-    pairs = [("T", "T"), ("A", "C"), ("G", "T"), ("AC", "GT"), ("_", "A"), ("TT", "T")]
-    bpe = Bpe(Rules(vocab=vocab, merges=pairs, unk="[UNK]", fuse_unk=True, prefix="_", head=(9,), tail=(8, 7)))
-    hashed = hashlib.sha256()
-    for max_length in (None, 10):
-        reads = ["", "A", *random_reads(10, length=60, seed=4, letters="ACGTNacX")]
-        encoded = bpe.encode(*pack(reads), max_length=max_length)
-        assert encoded is not None
-        for start, count in zip(encoded.starts, encoded.counts, strict=True):
-            hashed.update(encoded.tokens[start : start + count].tobytes())
-    assert bpe.encode(*pack(["ACGT", "AC-GT"])) is None
-    return hashed.hexdigest()[:16]
-
-
-def test_plain_python_gives_the_same_tokens_as_the_compiler():
-    assert without_compiler("import test_bpe; print(test_bpe.digest())") == digest()
-
-
-def test_without_numba_the_rust_encoder_does_the_work_and_says_why():
-    code = (
-        "from test_bpe import *\n"
-        "ours = HfTokenizer(trained(40), name='hf(test)')\n"
-        "assert not ours.fast and 'numba' in ours.why\n"
-        "print(ours.tokenize(*pack(['ACGTACGT'])).input_ids.tolist())"
-    )
-    ours = HfTokenizer(trained(40), name="hf(test)")
-    assert without_compiler(code) == str(ours.tokenize(*pack(["ACGTACGT"])).input_ids.tolist())
-
-
 def test_threads_can_share_a_tokenizer_that_has_not_met_any_pair_yet():
     batches = [pack(random_reads(40, length=80, seed=seed)) for seed in range(12)]
     expected = [HfTokenizer(trained(100), name="hf(test)").tokenize(*batch).input_ids for batch in batches]
@@ -325,7 +290,7 @@ def test_a_path_without_a_tokenizer_says_what_to_give(tmp_path: Path):
 
 
 def test_bytes_that_are_no_text_are_refused():
-    with pytest.raises(BadSource, match="reads are ASCII text, found byte 0xff"):
+    with pytest.raises(BadSource, match="found byte 0xff"):
         HfTokenizer(trained(40), name="hf(test)").tokenize(*pack(["ACG\xff"]))
 
 
@@ -335,7 +300,6 @@ def test_a_missing_package_names_its_install_command(monkeypatch: pytest.MonkeyP
         HfTokenizer(trained(8), name="hf(test)")
 
 
-@needs_numba
 def test_plain_files_are_read_as_plain():
     rules = plain_rules(json.loads(trained(40)))
     assert (rules.head, rules.tail, rules.unk, rules.prefix) == ((2,), (3,), "[UNK]", "")

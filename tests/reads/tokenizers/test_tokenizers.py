@@ -1,18 +1,17 @@
 """Bases, k-mers and the names of tokenizers, against a slow Python loop."""
 
-import hashlib
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from batches import pack, random_reads, without_compiler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.dataset.tokenizers import Tokens, base, kmer, tokenizer
 from millstream.errors import BadSource
+from millstream.reads.tokenizers.hf import Tokens, base, kmer, tokenizer
+from support.batches import pack, random_reads
 
 IUPAC = "ACGTUNRYSWKMBDHV"
 reads_of = st.lists(st.text(alphabet="ACGT" * 8 + IUPAC + IUPAC.lower(), max_size=30), max_size=6)
@@ -52,9 +51,9 @@ def test_a_base_is_a_token_and_case_and_u_do_not_matter():
 
 @pytest.mark.parametrize("maker", [base(), kmer(3), kmer(3, stride=2), kmer(2, canonical=True)])
 def test_protein_is_refused_with_its_letters_and_what_to_do(maker: Any):
-    with pytest.raises(BadSource, match=r"read 1 of the batch holds 'E' 'l':.*takes A C G T U N.*hf\(folder\)"):
+    with pytest.raises(BadSource, match=r"read 1 of the batch contains 'E' 'l':.* A C G T U N.*hf\(folder\)"):
         maker.tokenize(*pack(["ACGT", "MEKlNA"]))
-    with pytest.raises(BadSource, match=r"holds '\\xff'"):
+    with pytest.raises(BadSource, match=r"contains '\\xff'"):
         maker.tokenize(*pack(["ACG\xffACGT"]))
 
 
@@ -83,9 +82,9 @@ def test_the_largest_k_of_each_dtype_fits_it(canonical: bool):
         tokens = kmer(k, canonical=canonical).tokenize(*pack(reads), dtype=dtype)
         assert rows(tokens) == [slow_kmers(read, k, 1, canonical) for read in reads]
         assert tokens.input_ids.max() < kmer(k).vocab_size <= np.iinfo(dtype).max
-    with pytest.raises(ValueError, match=r"int32 ids hold k up to 15; ask for dtype=np\.int64"):
+    with pytest.raises(ValueError, match=r"int32 .*15; use dtype=np\.int64"):
         kmer(16).tokenize(*pack(reads))
-    with pytest.raises(ValueError, match="largest k is 31"):
+    with pytest.raises(ValueError, match="at most 31"):
         kmer(32)
 
 
@@ -104,21 +103,6 @@ def test_a_batch_cut_out_of_a_larger_one_is_read_where_it_lies():
     flat, offsets = pack(random_reads(5, length=20, seed=0))
     whole = kmer(4).tokenize(flat, offsets).input_ids
     assert (kmer(4).tokenize(flat, offsets[2:5]).input_ids == whole[2:4]).all()
-
-
-def digest() -> str:
-    reads = ["", "ACGTN", "T" * 40, *random_reads(10, length=50, seed=3, letters="ACGTNacgtRU")]
-    hashed = hashlib.sha256()
-    for maker in (base(), kmer(6), kmer(15, stride=3), kmer(4, canonical=True)):
-        for part in maker.tokenize(*pack(reads), max_length=40):
-            hashed.update(part.tobytes())
-    for part in kmer(31, canonical=True).tokenize(*pack(reads), dtype=np.int64):
-        hashed.update(part.tobytes())
-    return hashed.hexdigest()[:16]
-
-
-def test_plain_python_gives_the_same_ids_as_the_compiler():
-    assert without_compiler("import test_tokenizers; print(test_tokenizers.digest())") == digest()
 
 
 def test_threads_can_share_a_tokenizer():
@@ -148,13 +132,13 @@ def test_names_are_read_with_room_for_spaces_and_k_by_name():
     ["", "bases", "kmer", "kmer()", "kmer(0)", "kmer('6')", "kmer(True)", "kmer(6, step=2)", "kmer(6, 2)", "kmer(6"],
 )
 def test_another_name_is_refused_with_those_there_are(spec: str):
-    with pytest.raises(ValueError, match=r"there are base, kmer\(6\).* and hf\(path"):
+    with pytest.raises(ValueError, match=r"must be base, kmer\(6\).* or hf\(path"):
         tokenizer(spec)
 
 
 @pytest.mark.parametrize("spec", ["kmer(*[6])", "kmer(**{'k': 6})", "kmer(k=__import__('os').getpid())", "os.kmer(6)"])
 def test_a_name_is_never_run_as_code(spec: str):
-    with pytest.raises(ValueError, match="is not known"):
+    with pytest.raises(ValueError, match="unknown tokenizer"):
         tokenizer(spec)
 
 

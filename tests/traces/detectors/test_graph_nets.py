@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 import millstream as ms
-from millstream.dataset.batch import TraceBatch, fetch_batch
-from millstream.model.net import Net
-from millstream.model.zoo import Recipe, build_net, net_features
-from model.making_traces import labelled, make_traces
+from millstream.core.batches import ColumnBatch, fetch_batch
+from millstream.traces.detectors.net import DetectorNet
+from millstream.traces.detectors.zoo import Recipe, build_net, net_features
+from support.making_traces import labelled, make_traces
 
 pytest.importorskip("torch_geometric")
 
-from millstream.model import gvae as gvae_module
-from millstream.model.charm import HeadMessages
-from millstream.model.gnn import NUM_ROUNDS, GraphEncoder, read_layers
-from millstream.model.gvae import ACTIVE, LOGVAR_LIMIT, MASKED, GraphVAE
+from millstream.traces.detectors.charm import HeadMessages
+from millstream.traces.detectors.gnn import NUM_ROUNDS, GraphEncoder, read_layers
+from millstream.traces.detectors.gvae import ACTIVE, LOGVAR_LIMIT, GraphVAE
 
 RECIPE = Recipe(parameters=2000, dropout=0.0)
 NUM, LAYERS = 12, 3
@@ -35,13 +34,13 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> ms.Collection:
 
 
 def batch_of(
-    collection: ms.Collection, name: str, change: Callable[[TraceBatch], TraceBatch] = lambda fetched: fetched
+    collection: ms.Collection, name: str, change: Callable[[ColumnBatch], ColumnBatch] = lambda fetched: fetched
 ) -> Batch:
     """What a net sees of all records; `change` alters what was fetched for it."""
     made: dict[str, Any] = {}
     for feature in net_features(name, collection.field_names, RECIPE):
         fetched = fetch_batch(collection, np.arange(len(collection)), feature.fields)
-        assert isinstance(fetched, TraceBatch)
+        assert isinstance(fetched, ColumnBatch)
         made |= feature(change(fetched))
     return {key: torch.as_tensor(value) for key, value in made.items()}
 
@@ -51,7 +50,7 @@ def net_of(name: str, batch: Batch, recipe: Recipe = RECIPE) -> Any:
     return build_net(name, batch, recipe).eval()
 
 
-def scores(net: Net, batch: Batch) -> np.ndarray:
+def scores(net: DetectorNet, batch: Batch) -> np.ndarray:
     with torch.inference_mode():
         return net.logits(batch)[0].numpy()
 
@@ -145,7 +144,7 @@ def test_other_weights_of_edges_change_the_score_of_their_record_alone(
 
 @pytest.mark.parametrize(("name", "sees"), [("gnn", True), ("gnn_shuffled", True), ("gnn_unwired", False)])
 def test_a_net_without_edges_sees_nothing_of_attention(name: str, sees: bool, traces: ms.Collection):
-    def altered(fetched: TraceBatch) -> TraceBatch:
+    def altered(fetched: ColumnBatch) -> ColumnBatch:
         if "edge_weight" not in fetched.columns:
             return fetched
         weights: Sequence[Any] = fetched.columns["edge_weight"]
@@ -192,33 +191,33 @@ def test_scores_of_the_vae_are_without_chance_and_training_is_not(vae: GraphVAE,
     assert one == parts_of(vae, graphs, 0)
 
 
-def believing(net: GraphVAE, mean: float, logvar: float) -> GraphVAE:
+def with_posterior(net: GraphVAE, mean: float, logvar: float) -> GraphVAE:
     """It believes the same of every node."""
-    latent = net.belief.out_features // 2
-    torch.nn.init.zeros_(net.belief.weight)
+    latent = net.posterior.out_features // 2
+    torch.nn.init.zeros_(net.posterior.weight)
     with torch.no_grad():
-        net.belief.bias[:latent], net.belief.bias[latent:] = mean, logvar
+        net.posterior.bias[:latent], net.posterior.bias[latent:] = mean, logvar
     return net
 
 
 @pytest.mark.parametrize(("mean", "logvar"), [(0.0, -2.0), (1.5, 0.0), (0.5, 1.0), (0.0, 20.0)])
 def test_the_kl_is_that_of_a_normal_to_the_standard_one(vae: GraphVAE, graphs: Batch, mean: float, logvar: float):
-    found = parts_of(believing(vae, mean, logvar), graphs)["kl"]
+    found = parts_of(with_posterior(vae, mean, logvar), graphs)["kl"]
     logvar = min(logvar, LOGVAR_LIMIT)
     assert found == pytest.approx(0.1 * (mean**2 + math.exp(logvar) - 1 - logvar) / 2, rel=1e-5)
 
 
 def test_the_first_free_bits_of_a_unit_pull_at_nothing(vae: GraphVAE, graphs: Batch):
-    believing(vae, 0.1, 0.0).train()
+    with_posterior(vae, 0.1, 0.0).train()
     assert parts_of(vae, graphs)["kl"] == pytest.approx(0.1 * 0.05)
     torch.manual_seed(0)
     vae.logits(graphs)[1]["kl"].backward()
-    assert vae.belief.bias.grad is not None and not vae.belief.bias.grad.any()
+    assert vae.posterior.bias.grad is not None and not vae.posterior.bias.grad.any()
     with torch.no_grad():
-        vae.belief.bias[0] = 1.0  # a unit that has more than is free pays, and it alone
-    vae.belief.bias.grad = None
+        vae.posterior.bias[0] = 1.0  # a unit that has more than is free pays, and it alone
+    vae.posterior.bias.grad = None
     vae.logits(graphs)[1]["kl"].backward()
-    assert vae.belief.bias.grad is not None and vae.belief.bias.grad.nonzero().flatten().tolist() == [0]
+    assert vae.posterior.bias.grad is not None and vae.posterior.bias.grad.nonzero().flatten().tolist() == [0]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -241,7 +240,7 @@ def test_explaining_the_graph_counts_by_its_weight(graphs: Batch):
 
 def test_masked_nodes_are_hidden_from_the_encoder(vae: GraphVAE, graphs: Batch):
     torch.manual_seed(7)
-    masked = torch.rand(len(graphs["x"])) < MASKED  # what is drawn first
+    masked = torch.rand(len(graphs["x"])) < vae.masked  # what is drawn first
     assert 0.1 < masked.float().mean() < 0.3
 
     def seen(changed: Tensor) -> tuple[np.ndarray, float]:
@@ -257,10 +256,8 @@ def test_masked_nodes_are_hidden_from_the_encoder(vae: GraphVAE, graphs: Batch):
     assert np.abs(seen(~masked)[0] - seen(nothing)[0]).min() > 0
 
 
-def test_gradients_reach_every_parameter_where_chance_masks_no_node(
-    vae: GraphVAE, graphs: Batch, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(gvae_module, "MASKED", 0.0)
+def test_gradients_reach_every_parameter_where_no_node_is_masked(vae: GraphVAE, graphs: Batch):
+    vae.masked = 0.0
     loss, parts = vae.train()(graphs, torch.ones(NUM), torch.ones(NUM))
     assert float(parts["node_loss"]) == 0
     loss.backward()
@@ -268,8 +265,8 @@ def test_gradients_reach_every_parameter_where_chance_masks_no_node(
 
 
 def test_pairs_to_tell_from_edges_are_of_the_same_graph(vae: GraphVAE, graphs: Batch):
-    """With beliefs that are alike within a graph and unlike between graphs, edges and pairs look the same."""
-    latent = vae.belief.out_features // 2
+    """With latents that are alike within a graph and unlike between graphs, edges and pairs look the same."""
+    latent = vae.posterior.out_features // 2
     chance = torch.Generator().manual_seed(0)
     z = torch.randn(NUM * LAYERS, latent, generator=chance)[graphs["batch"]]
     likely = (z.square().sum(dim=1) / latent**0.5)[graphs["edge_index"][1]]
@@ -298,7 +295,7 @@ def test_what_is_told_of_nodes_and_edges_gets_better_with_training(vae: GraphVAE
 
 def test_units_that_differ_between_nodes_are_counted_as_active(vae: GraphVAE, graphs: Batch):
     with torch.inference_mode():
-        mu, _ = vae.believe(vae.scaled_nodes(graphs), graphs)
+        mu, _ = vae.encode(vae.scaled_nodes(graphs), graphs)
     found = float(vae.measures(graphs)["active_units"])
     assert found == np.count_nonzero(mu.numpy().var(axis=0, ddof=1) > ACTIVE) > 0
-    assert float(believing(vae, 1.0, 0.0).measures(graphs)["active_units"]) == 0
+    assert float(with_posterior(vae, 1.0, 0.0).measures(graphs)["active_units"]) == 0

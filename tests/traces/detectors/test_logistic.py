@@ -7,9 +7,9 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 import millstream as ms
-from millstream.model.auroc import auroc
-from millstream.model.detector import Means
-from millstream.model.logistic import Inputs, Logistic
+from millstream.report.measures import auroc
+from millstream.traces.detectors.logistic import Inputs, Logistic
+from millstream.training.task import FitResources
 
 # N records, G groups, F features
 
@@ -27,7 +27,7 @@ def write(path: Path, x_NGF: np.ndarray, labels: np.ndarray) -> ms.Collection:
 
 def detector(**means: int) -> Logistic:
     inputs = Inputs(ms.features.fields("x"), lambda batch: batch["x"], axis="layer")
-    return Logistic(Means(**means), inputs=inputs)
+    return Logistic(FitResources(**means), inputs=inputs)
 
 
 def draw(rng: np.random.Generator, num: int, way_F: np.ndarray, mix_FF: np.ndarray) -> Part:
@@ -149,9 +149,9 @@ def test_rare_classes_weigh_as_much_as_frequent_ones(tmp_path: Path):
 def test_a_part_of_one_class_is_refused_and_so_is_what_is_not_a_number(tmp_path: Path):
     x = np.zeros((6, 1, 2))
     part = write(tmp_path / "one", x, np.array([0, 1, 0, 0, 0, 1]))
-    with pytest.raises(ValueError, match=r"the validation part has 2 records with the labels \[0\]"):
+    with pytest.raises(ValueError, match=r"validation split has 2 records with the labels \[0\]"):
         detector().fit(part.subset([0, 1, 5]), part.subset([2, 3]))
-    with pytest.raises(ValueError, match=r"the training part has 0 records"):
+    with pytest.raises(ValueError, match=r"the training split has 0 records"):
         detector().fit(part.subset([]), part)
     x[1] = np.nan
     bad = write(tmp_path / "bad", x, np.array([0, 1, 0, 0, 0, 1]))

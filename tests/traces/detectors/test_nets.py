@@ -1,7 +1,6 @@
 """What every trained detector promises: a record's score is its own, all of a net learns, inputs come scaled."""
 
 import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache, partial
@@ -16,16 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import millstream as ms
-from millstream.dataset.batch import fetch_batch
-from millstream.model.lstm import LayerLSTM
-from millstream.model.moments import Moments
-from millstream.model.net import LIMIT, Net, Scale, count_parameters, match_width
-from millstream.model.zoo import NETS, Recipe, build_net, net_features
-from model.making_traces import labelled, make_traces
+from millstream.core.batches import fetch_batch
+from millstream.traces.detectors.lstm import LayerLSTM
+from millstream.traces.detectors.net import LIMIT, DetectorNet, Scale, match_width
+from millstream.traces.detectors.zoo import NETS, Recipe, build_net, net_features
+from millstream.training.net import Moments, count_parameters
+from support.effort import num_examples
+from support.making_traces import labelled, make_traces
 
 if find_spec("torch_geometric"):
     with warnings.catch_warnings(action="ignore"):  # of torch, about what torch_geometric does when it is imported
-        import millstream.model.geometric
+        import millstream.traces.detectors.gnn
 FAMILIES = ["lstm", *(("gnn", "gvae", "charm") if find_spec("torch_geometric") else ())]
 NAMES = [name for name in NETS if NETS[name].family in FAMILIES]
 RECIPE = Recipe(parameters=2000, dropout=0.0)
@@ -39,7 +39,7 @@ class Zoo:
         self.collection = collection
         self.batch, self._net = cache(self._batch), cache(self._built)
 
-    def net(self, name: str) -> Net:
+    def net(self, name: str) -> DetectorNet:
         return deepcopy(self._net(name))
 
     def _batch(self, name: str, numbers: Sequence[int] = range(NUM)) -> dict[str, Tensor]:
@@ -48,12 +48,10 @@ class Zoo:
             made |= feature(fetch_batch(self.collection, np.array(numbers, np.int64), feature.fields))
         return {key: torch.as_tensor(value) for key, value in made.items()}
 
-    def _built(self, name: str) -> Net:
+    def _built(self, name: str) -> DetectorNet:
         torch.manual_seed(0)
         net = build_net(name, self.batch(name), RECIPE)
-        moments: defaultdict[str, Moments] = defaultdict(Moments)
-        net.observe(self.batch(name), moments)
-        net.set_scales(moments)
+        net.prepare([self.batch(name)])
         return net.eval()
 
 
@@ -62,7 +60,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(labelled(make_traces(tmp_path_factory.mktemp("nets") / "traces", num=NUM, dim=8)))
 
 
-def scores(net: Net, batch: dict[str, Tensor]) -> np.ndarray:
+def scores(net: DetectorNet, batch: dict[str, Tensor]) -> np.ndarray:
     with torch.inference_mode():
         return net.logits(batch)[0].float().numpy()
 
@@ -176,8 +174,8 @@ def family_of(name: str) -> Any:
     if name == "lstm":
         return LayerLSTM
     pytest.importorskip("torch_geometric")
-    from millstream.model.gnn import GraphLSTM
-    from millstream.model.gvae import GraphVAE
+    from millstream.traces.detectors.gnn import GraphLSTM
+    from millstream.traces.detectors.gvae import GraphVAE
 
     return {"gnn": GraphLSTM, "gvae": GraphVAE}[name]
 
@@ -234,7 +232,7 @@ def test_scales_are_kept_with_the_weights(zoo: Zoo):
     assert np.array_equal(scores(other.eval(), batch), scores(net, batch))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     sizes=st.lists(st.integers(0, 7), min_size=1, max_size=6),

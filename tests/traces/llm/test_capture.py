@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from slow_reference import Seen, look
-from tiny_models import KINDS, QUESTIONS, TinyModels, generated, load, make_tracer
 
-from extras import need
-from millstream.source.llm.attention import NAME, TAP, trace_attention
-from millstream.source.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K
+from millstream.traces.llm.capture import NAME, TAP, trace_attention
+from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K
+from support.extras import need
+from support.slow_reference import Seen, look
+from support.tiny_models import KINDS, QUESTIONS, TinyModels, generated, load, make_tracer
 
 need("transformers")
 
@@ -148,7 +148,7 @@ def test_the_eigenvalues_are_those_of_the_laplacian_matrix(tiny: TinyModels):
 def test_each_field_comes_alone_as_it_comes_with_the_others(tiny: TinyModels, name: str):
     tracer = make_tracer(tiny.loaded("llama"), fields=name)
     together: Any = tiny.traced("llama", 1, 5)
-    for record, other in zip(tracer.trace(tracer.ask(QUESTIONS)), together, strict=True):
+    for record, other in zip(tracer.trace(tracer.encode(QUESTIONS)), together, strict=True):
         assert record["status"] == "ok"
         for field in tracer.fields.schema():
             torch.testing.assert_close(record[field], other[field], **CLOSE)
@@ -157,7 +157,7 @@ def test_each_field_comes_alone_as_it_comes_with_the_others(tiny: TinyModels, na
 def test_chosen_layers_come_in_the_order_of_layers(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="hidden[-1,0],attention[2,1]")
     together: Any = tiny.traced("llama", 1, 5)
-    for record, other in zip(tracer.trace(tracer.ask(QUESTIONS)), together, strict=True):
+    for record, other in zip(tracer.trace(tracer.encode(QUESTIONS)), together, strict=True):
         torch.testing.assert_close(record["hidden"], other["hidden"][[0, 3]], **CLOSE)
         torch.testing.assert_close(record["attention"], other["attention"][[1, 2]], **CLOSE)
 
@@ -166,7 +166,7 @@ def test_chosen_layers_come_in_the_order_of_layers(tiny: TinyModels):
 def test_halves_are_the_float32_values_rounded_once(tiny: TinyModels, stored: str):
     tracer = make_tracer(tiny.loaded("gpt2"), stored=stored)
     together: Any = tiny.traced("gpt2", 1, 5)
-    for record, other in zip(tracer.trace(tracer.ask(QUESTIONS)), together, strict=True):
+    for record, other in zip(tracer.trace(tracer.encode(QUESTIONS)), together, strict=True):
         for field, kind in tracer.fields.schema().items():
             expected = other[field].to(getattr(torch, kind.dtype))
             assert torch.equal(record[field], expected), field  # pyright: ignore
@@ -174,7 +174,7 @@ def test_halves_are_the_float32_values_rounded_once(tiny: TinyModels, stored: st
 
 def test_a_prompt_of_one_token_has_a_trace_like_any_other(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"))
-    asked = tracer.ask([replace(QUESTIONS[0], question="?")])
+    asked = tracer.encode([replace(QUESTIONS[0], question="?")])
     record: Any = tracer.trace(asked)[0]
     seen = look(tiny.eager("llama"), record["tokens"].tolist())
     assert record["prompt_len"] == 1
@@ -215,7 +215,7 @@ def test_sdpa_computes_what_nobody_looks_at(tiny: TinyModels, monkeypatch: pytes
     assert not tracer._capture.wants_attention and not tracer._capture.kept
     torch.testing.assert_close(logits, look(tiny.eager("llama"), prompt).logits, **CLOSE)
     calls.clear()
-    assert tracer.trace(tracer.ask(QUESTIONS))[0]["attention"] is not None
+    assert tracer.trace(tracer.encode(QUESTIONS))[0]["attention"] is not None
     assert len(calls) == 3 * 5  # between the prompt and the replay: all steps but the first
 
 
@@ -223,7 +223,7 @@ def test_a_tracer_of_hidden_states_never_computes_attention_weights(tiny: TinyMo
     tracer = make_tracer(tiny.loaded("llama"), fields="hidden,states,nodes,post_norm")
     taken: list[object] = []
     tracer._capture.take_attention = lambda *args: taken.append(args)  # type: ignore[method-assign]
-    tracer.trace(tracer.ask(QUESTIONS))
+    tracer.trace(tracer.encode(QUESTIONS))
     assert not taken
 
 
@@ -248,7 +248,7 @@ def test_without_its_mask_function_left_padding_would_be_attended_to(
     loaded = load(tiny.folder(kind))
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, NAME)
     tracer = make_tracer(loaded, fields="hidden", max_new_tokens=1)
-    records: Any = tracer.trace(tracer.ask(QUESTIONS))
+    records: Any = tracer.trace(tracer.encode(QUESTIONS))
     expected = tiny.expected(kind, 1)
     lengths = [record["prompt_len"] for record in records]
     wrong = [
@@ -261,7 +261,7 @@ def test_without_its_mask_function_left_padding_would_be_attended_to(
 @pytest.mark.parametrize("stored", ["float16", "float32"])
 def test_what_is_kept_of_a_layer_does_not_keep_the_layer_alive(stored: str, tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads,laplacian,edges,nodes,states", stored=stored)
-    asked = tracer.ask(QUESTIONS)
+    asked = tracer.encode(QUESTIONS)
     ids, mask = tracer._pad([one.ids for one in asked])
     with torch.inference_mode():
         tracer._generate(asked, ids, mask)
@@ -276,5 +276,5 @@ def test_what_is_kept_of_a_layer_does_not_keep_the_layer_alive(stored: str, tiny
 def test_two_tracers_of_one_model_do_not_blind_each_other(tiny: TinyModels):
     loaded = load(tiny.folder("llama"))
     first, second = make_tracer(loaded, fields="attention"), make_tracer(loaded, fields="edges")
-    asked = first.ask(QUESTIONS[:2])
+    asked = first.encode(QUESTIONS[:2])
     assert all(record["status"] == "ok" for tracer in (first, second, first) for record in tracer.trace(asked))

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import EOS, PAD, TinyModels, generated, load, make_tokenizer, make_tracer, reciting
 
-from extras import need
 from millstream.errors import BadSetting
-from millstream.source.llm.decode import Answer, Decoding, Draw, cut_answer
-from millstream.source.llm.question import Question
+from millstream.traces.llm.decode import Answer, Decoding, Draw, cut_answer
+from millstream.traces.llm.questions import Question
+from support.extras import need
+from support.tiny_models import EOS, PAD, TinyModels, generated, load, make_tokenizer, make_tracer, reciting
 
 need("transformers")
 
@@ -119,7 +119,7 @@ def test_an_answer_is_a_beginning_of_what_was_generated_without_stop_strings(ids
 def recited(tiny: TinyModels, text: str, **how: Any) -> Any:
     loaded = reciting(load(tiny.folder("llama")), [*ids_of(text), EOS])
     tracer = make_tracer(loaded, fields="post_norm", max_new_tokens=30, **how)
-    return tracer.trace(tracer.ask([Question("q", text[0])]))[0]
+    return tracer.trace(tracer.encode([Question("q", text[0])]))[0]
 
 
 def test_generation_ends_at_the_end_of_text(tiny: TinyModels):
@@ -147,14 +147,14 @@ def test_generation_ends_at_a_stop_string_of_many_bytes(tiny: TinyModels, monkey
 
     monkeypatch.setattr(loaded.model, "generate", watched)
     tracer = make_tracer(loaded, fields="post_norm", max_new_tokens=30, stop=(stop,))
-    record = tracer.trace(tracer.ask([Question("q", "?")]))[0]
+    record = tracer.trace(tracer.encode([Question("q", "?")]))[0]
     assert record["generated_answer"] == "the" and widths == [1 + len(ids_of(f"the{stop}"))]
 
 
 def test_a_stop_string_in_the_prompt_does_not_count(tiny: TinyModels):
     loaded = reciting(load(tiny.folder("llama")), [*ids_of("?the fox"), EOS])
     tracer = make_tracer(loaded, fields="post_norm", stop=("\n",))
-    record = tracer.trace(tracer.ask([Question("q", "\n\n?")]))[0]
+    record = tracer.trace(tracer.encode([Question("q", "\n\n?")]))[0]
     assert (record["generated_text"], record["finish"]) == ("the fox", "eos")
 
 

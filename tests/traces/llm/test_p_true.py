@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from slow_reference import look
-from tiny_models import QUESTIONS, TinyModels, load, make_tokenizer, make_tracer
 
-from extras import need
-from millstream.source.llm.p_true import p_true
+from millstream.traces.llm.tracer import p_true
+from support.extras import need
+from support.slow_reference import look
+from support.tiny_models import QUESTIONS, TinyModels, load, make_tokenizer, make_tracer
 
 need("transformers")
 
@@ -55,7 +55,7 @@ def test_a_model_that_likes_a_letter_and_knows_nothing_is_undecided(tiny: TinyMo
 
 def test_a_record_asks_about_its_own_answer(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads", p_true=True)
-    records: Any = tracer.trace(tracer.ask(QUESTIONS))
+    records: Any = tracer.trace(tracer.encode(QUESTIONS))
     assert [name for name in tracer.schema() if name.startswith("p_true")] == ["p_true", "p_true_a", "p_true_b"]
     for record in records:
         expected = choose_a(tiny.eager("llama"), record["question"], record["generated_answer"], "True", "False")
@@ -64,4 +64,4 @@ def test_a_record_asks_about_its_own_answer(tiny: TinyModels):
 
 def test_nobody_asks_unless_told_to(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads")
-    assert not any("p_true" in name for name in tracer.trace(tracer.ask(QUESTIONS[:1]))[0])
+    assert not any("p_true" in name for name in tracer.trace(tracer.encode(QUESTIONS[:1]))[0])

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import make_tokenizer
 
-from extras import need
 from millstream.errors import BadSetting
-from millstream.source.llm.prompts import FEW_SHOT, PLAIN, make_prompt
+from millstream.traces.llm.questions import FEW_SHOT, PLAIN, make_prompt
+from support.extras import need
+from support.tiny_models import make_tokenizer
 
 need("transformers")
 
@@ -59,7 +59,7 @@ def test_a_text_file_is_read(tmp_path: Path):
 
 @pytest.mark.parametrize("spec", ["", "few_shot", "missing.txt", "no place for it", "{question} {question}", "{q}"])
 def test_a_text_without_one_place_for_the_question_is_refused_and_named(spec: str):
-    with pytest.raises(BadSetting, match=r"a text with \{question\} in it once"):
+    with pytest.raises(BadSetting, match=r"a text that contains \{question\} once"):
         make_prompt(spec, TOKENIZER, stop=None)
 
 

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from slow_reference import generate_beams, look
-from tiny_models import (
+
+from millstream.traces.llm import tracer as tracer_module
+from millstream.traces.llm.questions import Question
+from millstream.traces.llm.tracer import EncodedQuestion, Record, Tracer, _cut_back
+from support.extras import need
+from support.slow_reference import generate_beams, look
+from support.tiny_models import (
     EOS,
     KINDS,
     NEW,
@@ -23,11 +28,6 @@ from tiny_models import (
     make_tracer,
     reciting,
 )
-
-from extras import need
-from millstream.source.llm import tracer as tracer_module
-from millstream.source.llm.question import Question
-from millstream.source.llm.tracer import Asked, Record, Tracer, _cut_back
 
 need("transformers")
 
@@ -70,7 +70,7 @@ def test_beams_that_end_early_end_as_in_transformers_whatever_goes_on_beside_the
         generate_beams(tiny.eager(kind), prompt, count=NEW, beams=3, eos=end, pad=PAD) for prompt in tiny.prompts()
     ]
     tracer = make_tracer(replace(tiny.loaded(kind), eos=frozenset({end})), num_beams=3)
-    records: Any = tracer.trace(tracer.ask(QUESTIONS))
+    records: Any = tracer.trace(tracer.encode(QUESTIONS))
     assert [generated(record) for record in records] == expected
     assert min(map(len, expected)) < NEW == max(map(len, expected))
     for record in records:
@@ -98,14 +98,14 @@ def test_a_generated_token_that_is_also_the_padding_is_kept(tiny: TinyModels):
     expected = [ids for ids, _ in tiny.expected("llama", 1)]
     loaded = replace(tiny.loaded("llama"), pad=expected[1][-1])
     tracer = make_tracer(loaded, fields="heads")
-    assert [generated(record) for record in tracer.trace(tracer.ask(QUESTIONS))] == expected
+    assert [generated(record) for record in tracer.trace(tracer.encode(QUESTIONS))] == expected
 
 
 def test_the_end_of_text_token_is_in_the_trace_but_not_in_the_answer(tiny: TinyModels):
     ids = tiny.expected("qwen", 1)[1][0]
     end = next(token for place, token in enumerate(ids) if place > 1 and token not in ids[:place])
     tracer = make_tracer(replace(tiny.loaded("qwen"), eos=frozenset({end})))
-    record: Any = tracer.trace(tracer.ask(QUESTIONS))[1]
+    record: Any = tracer.trace(tracer.encode(QUESTIONS))[1]
     length = ids.index(end)
     assert generated(record) == ids[: length + 1]
     assert (record["answer_len"], record["finish"]) == (length, "eos")
@@ -119,7 +119,7 @@ def test_the_end_of_text_token_is_in_the_trace_but_not_in_the_answer(tiny: TinyM
 def test_an_answer_of_no_tokens_is_looked_at_where_it_ended(tiny: TinyModels):
     end = tiny.expected("qwen", 1)[1][0][0]
     tracer = make_tracer(replace(tiny.loaded("qwen"), eos=frozenset({end})))
-    record: Any = tracer.trace(tracer.ask(QUESTIONS))[1]
+    record: Any = tracer.trace(tracer.encode(QUESTIONS))[1]
     assert (generated(record), record["answer_len"], record["generated_answer"]) == ([end], 0, "")
     assert torch.equal(record["states"][:, 1:], record["hidden"][:, -1:].expand(-1, 3, -1))
 
@@ -127,7 +127,7 @@ def test_an_answer_of_no_tokens_is_looked_at_where_it_ended(tiny: TinyModels):
 def test_generation_ends_at_a_stop_string_with_beams_too(tiny: TinyModels):
     loaded = reciting(load(tiny.folder("llama")), make_tokenizer()("?the fox")["input_ids"])
     tracer = make_tracer(loaded, fields="states", num_beams=3, stop=(" f",))
-    records = tracer.trace(tracer.ask([*QUESTIONS[:2], Question("recited", "who?")]))
+    records = tracer.trace(tracer.encode([*QUESTIONS[:2], Question("recited", "who?")]))
     assert [record["generated_text"] for record in records[::2]] == ["the fo"] * 2
     assert [record["generated_answer"] for record in records[::2]] == ["the"] * 2
 
@@ -139,7 +139,7 @@ def test_a_models_own_generation_config_does_not_count(tiny: TinyModels, tmp_pat
     tracer = make_tracer(load(folder), fields="heads")
     expected = [ids for ids, _ in tiny.expected("llama", 1)]
     assert any(len(set(ids)) < len(ids) for ids in expected)  # which those habits would not allow
-    assert [generated(record) for record in tracer.trace(tracer.ask(QUESTIONS))] == expected
+    assert [generated(record) for record in tracer.trace(tracer.encode(QUESTIONS))] == expected
 
 
 def test_a_tokenizer_without_padding_pads_with_the_end_of_text(tiny: TinyModels, tmp_path: Path):
@@ -148,7 +148,7 @@ def test_a_tokenizer_without_padding_pads_with_the_end_of_text(tiny: TinyModels,
     loaded = load(folder)
     assert loaded.tokenizer.pad_token_id is None and loaded.pad in loaded.eos
     tracer = make_tracer(loaded)
-    for record, other in zip(tracer.trace(tracer.ask(QUESTIONS)), tiny.traced("gpt2", 1, 5), strict=True):
+    for record, other in zip(tracer.trace(tracer.encode(QUESTIONS)), tiny.traced("gpt2", 1, 5), strict=True):
         assert_same(record, other)
 
 
@@ -161,7 +161,7 @@ def test_a_tokenizer_without_padding_pads_with_the_end_of_text(tiny: TinyModels,
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
 def test_a_record_is_the_same_in_any_order_and_any_company(tiny: TinyModels, kind: str, how: dict[str, Any]):
     tracer = make_tracer(tiny.loaded(kind), **how)
-    asked = tracer.ask(QUESTIONS)
+    asked = tracer.encode(QUESTIONS)
     together = tracer.trace(asked)
     backwards = tracer.trace(asked[::-1])[::-1]
     apart = tracer.trace(asked[2:3]) + tracer.trace([asked[4], asked[0]])
@@ -174,7 +174,7 @@ def test_a_record_is_the_same_in_any_order_and_any_company(tiny: TinyModels, kin
 def test_another_seed_or_another_question_id_draws_another_answer(tiny: TinyModels):
     def answers(seed: int, prefix: str) -> list[list[int]]:
         tracer = make_tracer(tiny.loaded("llama"), fields="post_norm", temperature=1.0, seed=seed)
-        asked = tracer.ask([Question(f"{prefix}{number}", "who?") for number in range(5)])
+        asked = tracer.encode([Question(f"{prefix}{number}", "who?") for number in range(5)])
         return [generated(record) for record in tracer.trace(asked)]
 
     first = answers(0, "a")
@@ -185,7 +185,7 @@ def test_another_seed_or_another_question_id_draws_another_answer(tiny: TinyMode
 
 def test_first_tokens_are_drawn_as_often_as_the_model_finds_them_likely(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="post_norm", temperature=1.0, max_new_tokens=1)
-    asked = tracer.ask([Question(f"id {number}", "who?") for number in range(1024)])
+    asked = tracer.encode([Question(f"id {number}", "who?") for number in range(1024)])
     drawn = [
         generated(record)[0] for start in range(0, 1024, 256) for record in tracer.trace(asked[start : start + 256])
     ]
@@ -229,7 +229,7 @@ def test_a_window_that_has_slid_takes_the_whole_forward_instead_of_the_cache(
 
     monkeypatch.setattr(tracer_module, "_cut_back", watched)
     tracer = make_tracer(tiny.loaded(kind))
-    records = tracer.trace(tracer.ask(QUESTIONS))
+    records = tracer.trace(tracer.encode(QUESTIONS))
     assert answers == [cut]
     for record, (_, seen) in zip(records, tiny.expected(kind, 1), strict=True):
         torch.testing.assert_close(record["attention"], seen.attention, rtol=0, atol=1e-5)
@@ -244,7 +244,7 @@ def test_a_window_not_yet_full_still_uses_the_cache(tiny: TinyModels, monkeypatc
 
     monkeypatch.setattr(tracer_module, "_cut_back", watched)
     tracer = make_tracer(tiny.loaded("gemma2"))
-    record: Any = tracer.trace(tracer.ask(QUESTIONS[:1]))[0]
+    record: Any = tracer.trace(tracer.encode(QUESTIONS[:1]))[0]
     assert answers == [True]
     torch.testing.assert_close(record["hidden"], tiny.expected("gemma2", 1)[0][1].hidden, rtol=0, atol=1e-5)
 
@@ -255,15 +255,15 @@ def test_a_window_not_yet_full_still_uses_the_cache(tiny: TinyModels, monkeypatc
 def test_a_prompt_longer_than_the_context_is_an_error_of_its_own(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"))
     long = Question("long", "what is the capital " * 40)
-    records = tracer.trace(tracer.ask([QUESTIONS[0], long, QUESTIONS[1]]))
+    records = tracer.trace(tracer.encode([QUESTIONS[0], long, QUESTIONS[1]]))
     assert [record["status"] for record in records] == ["ok", "error", "ok"]
-    assert "exceed the model's 128" in str(records[1]["error"]) and records[1]["hidden"] is None
+    assert "128 tokens" in str(records[1]["error"]) and records[1]["hidden"] is None
     assert_same(records[0], tiny.traced("llama", 1, 5)[0])
 
 
 def test_an_empty_prompt_is_an_error_of_its_own(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"))
-    records = tracer.trace(tracer.ask([Question("empty", ""), QUESTIONS[1]]))
+    records = tracer.trace(tracer.encode([Question("empty", ""), QUESTIONS[1]]))
     assert [record["error"] for record in records] == ["the prompt has no tokens", None]
 
 
@@ -273,7 +273,7 @@ class SmallMemory(Tracer):
     rows: int
     tried: list[int]
 
-    def _trace(self, batch: Sequence[Asked]) -> list[Record]:
+    def _trace(self, batch: Sequence[EncodedQuestion]) -> list[Record]:
         self.tried.append(len(batch))
         if len(batch) > self.rows:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -288,7 +288,7 @@ def with_memory_for(rows: int, tracer: Tracer) -> SmallMemory:
 
 def test_a_batch_too_large_for_memory_is_halved_and_its_records_are_the_same(tiny: TinyModels):
     tracer = with_memory_for(2, make_tracer(tiny.loaded("llama")))
-    records = tracer.trace(tracer.ask(QUESTIONS))
+    records = tracer.trace(tracer.encode(QUESTIONS))
     assert tracer.tried[0] == 5 and max(tracer.tried[1:]) <= 3
     for record, other in zip(records, tiny.traced("llama", 1, 5), strict=True):
         assert_same(record, other)
@@ -296,7 +296,7 @@ def test_a_batch_too_large_for_memory_is_halved_and_its_records_are_the_same(tin
 
 def test_later_batches_are_split_before_they_fail(tiny: TinyModels):
     tracer = with_memory_for(2, make_tracer(tiny.loaded("llama"), fields="heads"))
-    asked = tracer.ask(QUESTIONS)
+    asked = tracer.encode(QUESTIONS)
     tracer.trace(asked)
     tracer.tried.clear()
     assert all(record["status"] == "ok" for record in tracer.trace(asked))
@@ -305,7 +305,7 @@ def test_later_batches_are_split_before_they_fail(tiny: TinyModels):
 
 def test_a_question_too_large_alone_is_an_error_record(tiny: TinyModels):
     tracer = with_memory_for(0, make_tracer(tiny.loaded("llama"), fields="heads"))
-    records = tracer.trace(tracer.ask(QUESTIONS[:2]))
+    records = tracer.trace(tracer.encode(QUESTIONS[:2]))
     assert [record["error"] for record in records] == ["OutOfMemoryError: CUDA out of memory"] * 2
 
 
@@ -320,7 +320,7 @@ def spoiled(tiny: TinyModels, word: str, *, value: float) -> Any:
 
 def test_numbers_that_are_none_are_an_error_of_the_question_alone(tiny: TinyModels):
     tracer = make_tracer(spoiled(tiny, "fox", value=float("nan")))
-    records = tracer.trace(tracer.ask(QUESTIONS))
+    records = tracer.trace(tracer.encode(QUESTIONS))
     assert [record["error"] for record in records] == [None, None, "the model's logits are not finite", None, None]
     assert_same(records[1], tiny.traced("llama", 1, 5)[1])
 
@@ -328,21 +328,21 @@ def test_numbers_that_are_none_are_an_error_of_the_question_alone(tiny: TinyMode
 @pytest.mark.parametrize("fields", ["hidden", "nodes", "states"])
 def test_what_float16_cannot_hold_is_an_error_that_names_the_remedy(tiny: TinyModels, fields: str):
     tracer = make_tracer(spoiled(tiny, "fox", value=1e6), fields=fields, stored="float16")
-    records = tracer.trace(tracer.ask(QUESTIONS))
+    records = tracer.trace(tracer.encode(QUESTIONS))
     assert [record["status"] for record in records] == ["ok", "ok", "error", "ok", "ok"]
-    assert "more than float16 holds: use stored=bfloat16" in str(records[2]["error"])
+    assert "stored=bfloat16" in str(records[2]["error"])
 
 
 def test_bfloat16_holds_what_float16_cannot(tiny: TinyModels):
     tracer = make_tracer(spoiled(tiny, "fox", value=1e6), fields="hidden,nodes,states", stored="bfloat16")
-    records = tracer.trace(tracer.ask(QUESTIONS))
+    records = tracer.trace(tracer.encode(QUESTIONS))
     assert all(record["status"] == "ok" for record in records)
     assert all(bool(record["hidden"].isfinite().all()) for record in records)  # pyright: ignore
 
 
 def test_a_record_has_every_field_of_the_schema_whether_it_failed_or_not(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads")
-    records = tracer.trace(tracer.ask([QUESTIONS[2], Question("empty", "")]))
+    records = tracer.trace(tracer.encode([QUESTIONS[2], Question("empty", "")]))
     assert [list(record) for record in records] == [list(tracer.schema())] * 2
     assert records[0]["aliases"] == ["Paris", "Lutetia"] and records[0]["prompt_len"] == 2
     assert tracer.trace([]) == []

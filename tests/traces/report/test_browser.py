@@ -1,40 +1,29 @@
 """The report in a real browser: it sorts, fits a phone, asks for nothing, and runs nothing that the data say."""
 
-import shutil
-import sys
-from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from extras import need
+from support.extras import need
 
 need("matplotlib", "jinja2")
-pytest.importorskip("playwright.sync_api", reason="no browser tests: pip install playwright")
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser tests: chromium is not installed")
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from made_results import made_results  # noqa: E402
-from playwright.sync_api import sync_playwright  # noqa: E402
-
-from millstream.report.page import write_report  # noqa: E402
+from millstream.traces.report.figures import draw  # noqa: E402
+from millstream.traces.report.page import write_report  # noqa: E402
+from support.made_results import made_results  # noqa: E402
 
 TABLE = "table.comparison"
 ORDERS = "(rows, place) => rows.map((row) => row.cells[place].dataset.order)"
 
 
-@dataclass
-class Opened:
-    """A page in the browser, and everything that went wrong or over the network."""
+class Report:
+    """The report in the browser, and its table of detectors."""
 
-    page: Any
-    trouble: list[str] = field(default_factory=list[str])
-    requests: list[str] = field(default_factory=list[str])
+    def __init__(self, page: Any) -> None:
+        self.page = page
 
     def column(self, title: str) -> Any:
         return self.page.locator(f"{TABLE} thead th", has=self.page.get_by_role("button", name=title, exact=True))
@@ -45,38 +34,20 @@ class Opened:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    few_figures = replace(made_results(), history=[], memory=[], probe_layers={})
-    return write_report(few_figures, tmp_path_factory.mktemp("browser") / "report.html")
+    results = made_results()
+    roc = [drawing for drawing in draw(replace(results, models=results.models[:3])) if drawing.name == "roc"]
+    return write_report(results, tmp_path_factory.mktemp("browser") / "report.html", drawings=roc)
 
 
 @pytest.fixture
-def opened(browser: Any, file: Path, request: pytest.FixtureRequest) -> Generator[Opened]:
+def opened(open_page: Callable[..., Any], file: Path, request: pytest.FixtureRequest) -> Report:
     width, scheme = getattr(request, "param", (1440, "light"))
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page.set_default_timeout(5000)
-    found = Opened(page)
-    page.on("console", lambda message: found.trouble.append(message.text))
-    page.on("pageerror", lambda error: found.trouble.append(str(error)))
-    page.on("dialog", lambda dialog: found.trouble.append(dialog.message))
-    page.on("request", lambda asked: found.requests.append(asked.url))
-    page.goto(file.as_uri())
-    yield found
-    page.close()
-    assert found.trouble == []
-    assert found.requests == [file.as_uri()]
+    return Report(open_page(file.as_uri(), width=width, scheme=scheme).page)
 
 
-def test_a_click_sorts_numbers_as_numbers_and_the_next_one_turns_the_order(opened: Opened):
-    for title in ("fit, s", "kB a trace", "AURC"):
+def test_a_click_sorts_numbers_as_numbers_and_the_next_one_turns_the_order(opened: Report):
+    for title in ("fit, s", "kB per trace", "AURC"):
         for direction in ("descending", "ascending"):
             opened.column(title).get_by_role("button").click()
             assert opened.column(title).get_attribute("aria-sort") == direction
@@ -86,13 +57,13 @@ def test_a_click_sorts_numbers_as_numbers_and_the_next_one_turns_the_order(opene
     assert opened.page.locator(f"{TABLE} [aria-sort]").count() == 1
 
 
-def test_it_opens_with_the_best_first(opened: Opened):
+def test_it_opens_with_the_best_first(opened: Report):
     assert opened.column("AUROC").get_attribute("aria-sort") == "descending"
     numbers = [float(order) for order in opened.orders("AUROC")]
     assert numbers == sorted(numbers, reverse=True)
 
 
-def test_the_keyboard_sorts_too(opened: Opened):
+def test_the_keyboard_sorts_too(opened: Report):
     opened.column("detector").get_by_role("button").focus()
     opened.page.keyboard.press("Enter")
     names = opened.orders("detector")
@@ -103,7 +74,7 @@ def test_the_keyboard_sorts_too(opened: Opened):
     assert kinds == sorted(kinds) and len(set(kinds)) == 3
 
 
-def test_what_has_no_number_is_last_in_either_order(opened: Opened):
+def test_what_has_no_number_is_last_in_either_order(opened: Report):
     for _ in range(2):
         opened.column("parameters").get_by_role("button").click()
         orders = opened.orders("parameters")
@@ -112,7 +83,7 @@ def test_what_has_no_number_is_last_in_either_order(opened: Opened):
 
 
 @pytest.mark.parametrize("opened", [(390, "light"), (390, "dark"), (1440, "dark"), (320, "light")], indirect=True)
-def test_the_page_never_scrolls_sideways(opened: Opened):
+def test_the_page_never_scrolls_sideways(opened: Report):
     size = opened.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert size[0] == size[1]
     box = opened.page.locator(".box", has=opened.page.locator(TABLE))
@@ -122,14 +93,14 @@ def test_the_page_never_scrolls_sideways(opened: Opened):
     assert opened.page.locator(f"{TABLE} tbody th").first.evaluate("(c) => c.getBoundingClientRect().left") == left
 
 
-def test_texts_of_the_data_do_not_run(opened: Opened):
+def test_texts_of_the_data_do_not_run(opened: Report):
     assert opened.page.evaluate("window.hacked") is None
     assert opened.page.locator("#mistakes img, #mistakes script").count() == 0
     assert "window.hacked = 1</script>" in opened.page.locator("#mistakes article").nth(2).inner_text()
 
 
 @pytest.mark.parametrize("opened", [(800, "light"), (800, "dark")], indirect=True)
-def test_the_button_turns_light_into_dark_and_back(opened: Opened):
+def test_the_button_turns_light_into_dark_and_back(opened: Report):
     ground = "getComputedStyle(document.body).backgroundColor"
     line = "getComputedStyle(document.querySelector('#figure-roc text')).fill"
     seen = [(opened.page.evaluate(ground), opened.page.evaluate(line))]

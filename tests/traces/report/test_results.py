@@ -1,6 +1,7 @@
 """From the files of a run to its results: what is chosen where, what is compared, and what is said of it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -15,10 +16,10 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 import millstream as ms
 from millstream.errors import BadSource
-from millstream.report.bootstrap import draw
-from millstream.report.evaluate import read_results
-from millstream.report.results import Difference, ModelResult, Results
-from report.making_run import MODELS, PROBES, Made, make_run, question_of
+from millstream.report.intervals import Difference, draw
+from millstream.traces.report.evaluate import read_results
+from millstream.traces.report.results import ModelResult, Results
+from support.making_run import MODELS, PROBES, Made, make_run, question_of
 
 FEW = ("gnn", "mean_logprob", "length")
 Row = dict[str, object]
@@ -90,7 +91,7 @@ def write_lines(run: Path, lines: Sequence[Row], *, end: str = "") -> None:
 # -- numbers
 
 
-def test_numbers_are_means_over_seeds_on_the_test_part(run: Path, results: Results):
+def test_numbers_are_means_over_seeds_on_the_test_split(run: Path, results: Results):
     areas = [roc_auc_score(*scores_of(run, "gnn", seed=seed)) for seed in range(2)]
     on_val = [roc_auc_score(*scores_of(run, "gnn", "val", seed)) for seed in range(2)]
     gnn = model(results, "gnn")
@@ -188,7 +189,7 @@ def test_the_best_baseline_and_the_best_probe_are_chosen_on_validation(tmp_path:
     assert found.models[0].name == "probe_last_answer"
     pairs = {(one.a, one.b) for one in found.differences}
     assert pairs == {("gnn", "probe_first_answer"), ("gnn", "length"), ("probe_first_answer", "length")}
-    assert found.findings[1].startswith("The best probe (on validation), probe_first_answer,")
+    assert "best probe" in found.findings[1] and "probe_first_answer" in found.findings[1]
     assert {mistake.detector for mistake in found.mistakes} == {"probe_first_answer"}
 
 
@@ -196,7 +197,7 @@ def test_the_best_trained_detector_is_chosen_on_validation(tmp_path: Path):
     run = make_run(tmp_path, models=("gnn", "lstm", "length"), num_test=100, seeds=1)
     knows(run, "lstm", "val")
     knows(run, "gnn", "test")
-    assert read(run).findings[0].startswith("The best trained detector (on validation), lstm,")
+    assert "lstm, has AUROC" in read(run).findings[0]
 
 
 def test_all_comparisons_are_made_and_each_only_once(results: Results):
@@ -212,9 +213,9 @@ def test_all_comparisons_are_made_and_each_only_once(results: Results):
 def test_a_difference_is_a_minus_b_on_the_same_draws(results: Results):
     for found in results.differences:
         a, b = model(results, found.a).auroc, model(results, found.b).auroc
-        assert found.auroc.value == pytest.approx(a.value - b.value)
-        assert found.auroc.low <= found.auroc.value <= found.auroc.high
-    found = difference(results, "gnn", "gnn_unwired").auroc
+        assert found.value.value == pytest.approx(a.value - b.value)
+        assert found.value.low <= found.value.value <= found.value.high
+    found = difference(results, "gnn", "gnn_unwired").value
     a, b = model(results, "gnn").auroc, model(results, "gnn_unwired").auroc
     assert found.high - found.low < 0.9 * np.hypot(a.high - a.low, b.high - b.low)
 
@@ -237,69 +238,70 @@ def made(**signals: float) -> dict[str, Made]:
     return {name: Made(families.get(name, "baseline"), name, signal) for name, signal in signals.items()}
 
 
-def test_the_first_sentence_says_that_the_best_detector_beats_the_baselines_and_by_how_much(tmp_path: Path):
+def test_the_first_finding_is_the_best_detector_and_by_how_much_it_beats_the_baselines(tmp_path: Path):
     found = read(make_run(tmp_path, models=made(gnn=2.6, mean_logprob=1.0, length=0.4)), 400)
-    gnn, logprob = model(found, "gnn").auroc, model(found, "mean_logprob").auroc
     by = difference(found, "gnn", "mean_logprob")
-    margin = f"{by.auroc.value:.3f} [{by.auroc.low:.3f}, {by.auroc.high:.3f}]"
-    assert by.differs
-    assert found.findings[0].startswith(
-        f"The best trained detector (on validation), gnn, has AUROC {gnn.value:.3f} [{gnn.low:.3f}, {gnn.high:.3f}]; "
-        f"it beats mean_logprob ({logprob.value:.3f}) by {margin}, p <= {by.p_holm:.3f} after Holm; it beats length ("
+    first = found.findings[0]
+    assert by.differs and f"{model(found, 'gnn').auroc}" in first
+    assert (
+        f"beats mean_logprob ({model(found, 'mean_logprob').auroc.value:.3f}) by {by.value}, p <= {by.p_holm:.3f}"
+        in first
     )
+    assert "beats length" in first
 
 
-def test_it_says_so_when_the_best_detector_does_not_beat_a_baseline_or_is_worse(tmp_path: Path):
+def test_findings_say_so_when_the_best_detector_does_not_beat_a_baseline_or_is_worse(tmp_path: Path):
     found = read(make_run(tmp_path, models=made(gnn=1.5, mean_logprob=1.5, probe_last_answer=3.5)), 400)
     by = difference(found, "gnn", "mean_logprob")
     assert not by.differs
-    assert (
-        f"it does NOT beat mean_logprob ({model(found, 'mean_logprob').auroc.value:.3f}): {by.auroc.value:+.3f} ["
-        in (found.findings[0])
-    )
-    worse = difference(found, "gnn", "probe_last_answer").auroc
-    told = f"gnn is WORSE than probe_last_answer ({model(found, 'probe_last_answer').auroc.value:.3f}) by "
-    assert f"{told}{-worse.value:.3f} [{-worse.high:.3f}, {-worse.low:.3f}], p" in found.findings[1]
+    assert "does NOT beat mean_logprob" in found.findings[0] and f"{by.value:+.3f}" in found.findings[0]
+    worse = difference(found, "gnn", "probe_last_answer").value
+    assert "gnn is WORSE than probe_last_answer" in found.findings[1] and f"{-worse}" in found.findings[1]
 
 
 @pytest.mark.parametrize(
-    ("shuffled", "unwired", "verdict"),
-    [
-        (0.8, 0.8, "Attention structure matters to gnn: it beats gnn_shuffled"),
-        (2.0, 2.0, "That attention structure matters to gnn is NOT shown: it does NOT beat gnn_shuffled"),
-        (0.8, 2.4, "It is open what matters to gnn: it beats gnn_shuffled"),
-    ],
+    ("shuffled", "unwired", "num_beaten"),
+    [(0.8, 0.8, 2), (2.0, 2.0, 0), (0.8, 2.4, 1)],
 )
-def test_structure_matters_only_if_both_nulls_are_beaten(tmp_path: Path, shuffled: float, unwired: float, verdict: str):
+def test_structure_matters_only_if_both_nulls_are_beaten(
+    tmp_path: Path, shuffled: float, unwired: float, num_beaten: int
+):
     models = made(gnn=2.0, gnn_shuffled=shuffled, gnn_unwired=unwired)
     found = read(make_run(tmp_path, models=models), 400)
-    assert any(sentence.startswith(verdict) for sentence in found.findings), found.findings
+    (sentence,) = (one for one in found.findings if "ttention structure" in one)
+    assert sentence.count("it beats") == num_beaten and sentence.count("does NOT beat") == 2 - num_beaten
+    assert sentence.startswith("Attention structure matters to gnn") == (num_beaten == 2)
+    assert ("NOT shown" in sentence) == (num_beaten == 0)
 
 
-def test_small_tests_few_resamples_seeds_confounds_and_what_is_left_out_are_told(tmp_path: Path, results: Results):
-    told = " ".join(results.findings)
-    assert "Length is a confound: the number of answer tokens alone has AUROC 0.6" in told
-    assert "14 of 814 records are left out: 11 ambiguous, 3 refused." in told
+def sentence_with(found: Results, word: str) -> str:
+    return next((one for one in found.findings if word in one), "")
+
+
+def test_confounds_excluded_records_and_seeds_are_findings(results: Results):
+    assert f"{model(results, 'length').auroc}" in sentence_with(results, "confound")
+    assert {"14", "814", "11", "3"} <= set(re.findall(r"\d+", sentence_with(results, "ambiguous")))
     sd = model(results, "gnn").auroc_sd
-    assert f"means over 2 seeds; its AUROC varies between them with a standard deviation of {sd:.3f}; with 5" in told
-    assert "resamples" not in told and "small" not in told
+    assert f"{sd:.3f}" in sentence_with(results, "seeds")
+    assert not sentence_with(results, "resamples") and not sentence_with(results, "small")
+
+
+def test_small_tests_few_resamples_and_single_seeds_are_findings(tmp_path: Path):
     found = read(make_run(tmp_path, models=FEW, num_test=30, seeds=1), 20)
-    half = model(found, "gnn").auroc
-    told = " ".join(found.findings)
-    assert f"with 30 records the AUROC of gnn is known to ±{(half.high - half.low) / 2:.3f} only" in told
-    assert "20 resamples are too few for 2 comparisons: after Holm no p could be below 0.19." in told
-    assert "gnn was trained once" in told
+    interval = model(found, "gnn").auroc
+    assert f"±{(interval.high - interval.low) / 2:.3f}" in sentence_with(found, "small")
+    assert "0.19" in sentence_with(found, "resamples") and sentence_with(found, "trained once")
 
 
 def test_length_is_no_confound_where_it_tells_nothing(few: Path):
     rewrite(few, lambda row: row | {"score": 1.0 * (row["record"] % 3)} if row["model"] == "length" else row)  # type: ignore
-    assert "confound" not in " ".join(read(few).findings)
+    assert not sentence_with(read(few), "confound")
 
 
 def test_a_run_of_baselines_only_says_that_nothing_was_trained(tmp_path: Path):
     found = read(make_run(tmp_path, models=("length", "mean_logprob", "probe_last_answer"), num_test=100))
-    assert found.findings[0] == "No trained detector is finished in this run."
-    assert found.findings[1].startswith("The best probe (on validation), probe_last_answer, has AUROC")
+    assert found.findings[0].startswith("No trained detector")
+    assert "probe_last_answer" in found.findings[1]
 
 
 # -- texts
@@ -411,7 +413,7 @@ def test_a_detector_with_scores_that_are_no_numbers_is_missing_and_not_hidden(fe
         few, lambda row: row | {"score": bad} if (row["model"], row["seed"], row["record"]) == ("gnn", 1, 350) else row
     )
     found = read(few)
-    assert found.missing["gnn"] == "seed 1 gave 1 scores that are not finite"
+    assert "1 scores of seed 1" in found.missing["gnn"]
     assert "gnn" not in {one.name for one in found.models}
 
 
@@ -428,7 +430,7 @@ def fails(run: Path, *parts: str) -> None:
 def test_what_is_no_run_or_not_far_enough_says_what_to_do(few: Path, tmp_path: Path):
     fails(tmp_path / "nowhere", "no such folder")
     (tmp_path / "empty").mkdir()
-    fails(tmp_path / "empty", "has no config.yaml, so it is no run")
+    fails(tmp_path / "empty", "config.yaml")
     shutil.copy(few / "predictions.parquet", tmp_path / "kept")
     (few / "predictions.parquet").unlink()
     fails(few, "no detector is finished yet")
@@ -446,7 +448,7 @@ def test_a_damaged_file_is_named(few: Path, name: str):
 @pytest.mark.parametrize("name", ["data.json", "env.json"])
 def test_a_file_that_is_gone_or_holds_something_else_is_named(few: Path, name: str):
     (few / name).write_text("[1, 2]")
-    fails(few, name, "a list, not a mapping")
+    fails(few, name, "list")
     (few / name).unlink()
     fails(few, name, "no such file")
 
@@ -459,13 +461,13 @@ def test_a_line_without_what_it_should_say_is_named(few: Path):
 def test_predictions_without_a_column_or_of_other_records_are_damaged(few: Path):
     table = pq.read_table(few / "predictions.parquet")
     rewrite(few, lambda row: None if (row["model"], row["record"]) == ("length", 333) else row)
-    fails(few, "length, seed 0, was scored on other test records than")
+    fails(few, "length, seed 0", "test records")
     pq.write_table(table.filter(pc.field("part") == "val"), few / "predictions.parquet")
-    fails(few, "the test part has no records")
+    fails(few, "test split", "no records")
     pq.write_table(table.drop_columns(["score"]), few / "predictions.parquet")
     fails(few, "predictions.parquet", "score")
 
 
-def test_a_part_of_one_class_has_nothing_to_tell_apart(few: Path):
+def test_a_split_of_one_class_cannot_be_compared(few: Path):
     rewrite(few, lambda row: row | {"label": 0} if row["part"] == "val" else row)
-    fails(few, "the val part has only right answers")
+    fails(few, "val split", "only right answers")

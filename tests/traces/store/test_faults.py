@@ -21,7 +21,27 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from making import (
+
+from millstream import open as ms_open
+from millstream.core.memory import Map
+from millstream.errors import CorruptRecord, DamageWarning, NewerFormat, NotAStore, StoreError, StoreExists, StoreFull
+from millstream.traces.store import manifest as layout
+from millstream.traces.store import table as ids
+from millstream.traces.store.format import read_header
+from millstream.traces.store.manifest import (
+    DAMAGED,
+    MANIFEST,
+    is_manifest_intact,
+    list_shards,
+    shard_name,
+    sidecar_name,
+)
+from millstream.traces.store.repair import repair, verify
+from millstream.traces.store.rewrite import merge
+from millstream.traces.store.traces import Traces
+from millstream.traces.store.writer import TraceWriter
+from support.effort import PATIENCE_S, num_examples
+from support.making import (
     PROCESSES,
     Child,
     Key,
@@ -56,30 +76,13 @@ from making import (
     write_open,
 )
 
-from millstream.door import open as ms_open
-from millstream.errors import (
-    CorruptRecord,
-    DamageWarning,
-    NewerFormat,
-    NotAStore,
-    StoreError,
-    StoreExists,
-    StoreFull,
-)
-from millstream.store import ids, layout
-from millstream.store.layout import DAMAGED, MANIFEST, list_shards, manifest_holds, shard_name, sidecar_name
-from millstream.store.maps import Map
-from millstream.store.message import read_header
-from millstream.store.repair import repair, verify
-from millstream.store.rewrite import merge
-from millstream.store.traces import Traces
-from millstream.store.writer import TraceWriter
-
 KEYS = [(7, number) for number in range(6)]
 SHARD_RECORDS = 2
 CONFIG = {"model": "Mühle", "rate": 1e-05}
 
-examples = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow], database=None)
+examples = settings(
+    deadline=None, max_examples=num_examples(15), suppress_health_check=[HealthCheck.too_slow], database=None
+)
 bits = st.integers(0, 7)
 
 
@@ -279,7 +282,7 @@ def test_every_bit_of_the_configuration_in_the_manifest_is_checked(shelf: Shelf)
         for bit in range(8):
             file.write_bytes(written)
             flip(file, position, bit)
-            if manifest_holds(path):
+            if is_manifest_intact(path):
                 unseen.append(file.read_bytes()[position - 9 : position + 9])
     assert not unseen  # 1e-05 -> 1E-05 is the same number, but not the same bytes
 
@@ -551,7 +554,7 @@ def test_writers_that_make_the_same_new_store_at_once_all_go_on(tmp_path: Path) 
             path, start = tmp_path / f"store{turn}", threading.Barrier(4)
 
             def make(seed: int, path: Path = path, start: threading.Barrier = start) -> None:
-                start.wait(60)
+                start.wait(PATIENCE_S)
                 write(path, [(seed, 0)], plain, config=CONFIG)
 
             list(threads.map(make, range(4)))
@@ -567,7 +570,7 @@ def test_a_writer_leaves_the_open_shard_of_a_living_writer_alone(tmp_path: Path)
     with TraceWriter(path) as second:
         assert second.recovered == []
         assert files_of(path) == before
-        with pytest.raises(StoreError, match="a writer is at work"):
+        with pytest.raises(StoreError, match="writer is running"):
             repair(path)
         second.append(record(2, 0))
     assert read_keys(path) == [(2, 0)]
@@ -639,7 +642,7 @@ def test_readers_beside_a_crowd_of_writers_read_without_error(tmp_path: Path) ->
     keys = [[(seed, number) for number in range(8)] for seed in range(3)]
     children = [Child(open_write_close, path, some, start) for some in keys]
     traces = ms_open(path)
-    start.wait(60)
+    start.wait(PATIENCE_S)
     while len(traces) < 1 + 3 * 8:
         assert len({*keys_in(traces, small)}) == len(traces)
         traces.refresh()
@@ -738,7 +741,7 @@ def test_threads_read_the_same(store: Path) -> None:
     start = threading.Barrier(8)
 
     def read(_: int) -> bool:
-        start.wait(60)
+        start.wait(PATIENCE_S)
         return keys_in(traces) == KEYS and key_of(traces.by_id("7:3")) == (7, 3)
 
     with ThreadPoolExecutor(8) as threads:

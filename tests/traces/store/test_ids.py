@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making import record, same, write
 
 import millstream as ms
-from millstream.store import ids
-from millstream.store.ids import IDS, load_index
-from millstream.store.layout import shard_name, sidecar_name
-from millstream.store.repair import verify
+from millstream.traces.store import table as ids
+from millstream.traces.store.manifest import shard_name, sidecar_name
+from millstream.traces.store.repair import verify
+from millstream.traces.store.table import IDS, load_index
+from support.making import record, same, write
 
 
 def keys(first: int, end: int) -> list[tuple[int, int]]:

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from making import record, write
 
 import millstream as ms
-from millstream.store.rewrite import merge
-from millstream.store.show import show_comparison, show_summary
-from millstream.store.summary import Comparison, FieldSummary, compare, summarise
+from millstream.traces.store.inspect import Comparison, FieldSummary, compare, show_comparison, show_summary, summarise
+from millstream.traces.store.rewrite import merge
+from support.making import record, write
 
 RECORDS = [
     {

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from making import (
+
+from millstream import open as ms_open
+from millstream.errors import NotAStore, StoreError
+from millstream.traces.store.manifest import read_shard_seal
+from millstream.traces.store.repair import repair
+from millstream.traces.store.rewrite import merge, subset_records, subset_shards
+from millstream.traces.store.writer import TraceWriter
+from support.effort import num_examples
+from support.making import (
     Child,
     Key,
     append_forever,
@@ -36,14 +44,7 @@ from making import (
     write_open,
 )
 
-from millstream.door import open as ms_open
-from millstream.errors import NotAStore, StoreError
-from millstream.store.layout import read_shard_seal
-from millstream.store.repair import repair
-from millstream.store.rewrite import merge, subset_records, subset_shards
-from millstream.store.writer import TraceWriter
-
-KILLS = 10  # of each of the five ways to write: fifty
+KILLS = num_examples(10)  # of each of the five ways to write
 
 WAYS = {
     "rolling at every record": {"shard_records": 1},
@@ -95,7 +96,7 @@ def test_a_writer_killed_while_it_opens_loses_nothing(tmp_path: Path) -> None:
     rng = random.Random(5)
     keys = [(5, number) for number in range(12)]
     path, _ = write_open(tmp_path / "store", keys)
-    for _ in range(8):
+    for _ in range(num_examples(8)):
         child = Child(append_forever, path, 6, {})
         time.sleep(rng.random() * 0.06)
         child.kill()

@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from making import record, same, write
 
 import millstream as ms
-from millstream.store.layout import shard_name, sidecar_name
+from millstream.traces.store.manifest import shard_name, sidecar_name
+from support.effort import num_examples
+from support.making import record, same, write
 
 COMPRESSIONS = ["none", "lz4", "zstd"]
 RAM = "/dev/shm" if Path("/dev/shm").is_dir() else None  # hundreds of little stores: spare the disk its fsyncs
@@ -144,7 +145,7 @@ def exact_column(column: Any, expected: list[object]) -> list[object]:
 
 # To shrink a failure takes minutes: take `phases` out to wait for it.
 ONCE = settings(
-    max_examples=35,
+    max_examples=num_examples(35),
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

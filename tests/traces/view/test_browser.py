@@ -1,6 +1,5 @@
 """The explorer of traces in a real browser: search, open, slide and hover, by mouse and by keyboard."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,12 @@ import numpy as np
 import pytest
 
 import millstream as ms
-from millstream.store.rewrite import merge
-from millstream.view.traces_view import traces_view
+from millstream.traces.store.rewrite import merge
+from millstream.traces.view.page import traces_view
 from millstream.view.view import View
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "model")]
-
-from asking_traces import make_run  # noqa: E402
-from making_traces import make_traces  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from support.asking_traces import make_run
+from support.browser import wait_until
+from support.making_traces import make_traces
 
 Serve = Callable[[Sequence[View]], str]
 Open = Callable[..., Any]
@@ -33,7 +29,7 @@ def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str
 
 @pytest.fixture(scope="module")
 def many(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A store of 100,000 records, whose questions would run if they could."""
+    """A store of 20,000 records, whose questions would run if they could."""
     folder = tmp_path_factory.mktemp("many")
     bad = "<img src=x onerror=\"console.log('ran')\"><script>console.log('ran')</script>"
     for name, answer in (("first", "hay"), ("last", "needle")):
@@ -42,10 +38,10 @@ def many(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
                 {
                     "question_id": f"{name}{number}",
                     "question": f"{bad} number {number}",
-                    "generated_answer": answer if number == 9421 else "hay",
+                    "generated_answer": answer if number == 1421 else "hay",
                     "logprobs": np.zeros(1, np.float32),
                 }
-                for number in range(10_000)
+                for number in range(2_000)
             )
     path = folder / "store"
     merge([folder / "first"] * 9 + [folder / "last"], path)
@@ -96,7 +92,7 @@ def test_a_token_tells_what_else_might_have_been_said(open_page: Open, address: 
     token.hover()
     hint = page.locator("#hint")
     hint.wait_for()
-    assert "chance" in hint.inner_text() and hint.locator("tr").count() == 10
+    assert "probability" in hint.inner_text() and hint.locator("tr").count() == 10
     page.mouse.move(5, 5)
     hint.wait_for(state="hidden")
     token.focus()
@@ -141,18 +137,18 @@ def test_no_page_scrolls_sideways(open_page: Open, address: str, width: int, sch
     assert opened.never_scrolls_sideways()
 
 
-def test_a_needle_among_100_000_is_found_and_no_text_runs(open_page: Open, many: str):
+def test_a_needle_among_20_000_is_found_and_no_text_runs(open_page: Open, many: str):
     page = open_page(many).page
-    page.locator("#total", has_text="100,000 traces").wait_for()
-    assert page.locator("#pages").inner_text() == "of 2,000"
-    page.locator("#page").fill("2000")
+    page.locator("#total", has_text="20,000 traces").wait_for()
+    assert page.locator("#pages").inner_text() == "of 400"
+    page.locator("#page").fill("400")
     page.keyboard.press("Enter")
-    page.locator("#records td", has_text="99,999").first.wait_for()
+    page.locator("#records td", has_text="19,999").first.wait_for()
     page.locator("#q").fill("NEEDLE")
-    page.locator("#total", has_text="1 of 100,000").wait_for()
+    page.locator("#total", has_text="1 of 20,000").wait_for()
     page.locator("#records a").first.click()
-    page.locator("#trace .question", has_text="number 9421").wait_for()
-    assert page.url.endswith("#99421")
+    page.locator("#trace .question", has_text="number 1421").wait_for()
+    assert page.url.endswith("#19421")
     assert page.locator("main img, main script").count() == 0
 
 
@@ -180,12 +176,12 @@ def odd(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
     return serve_views([traces_view(folder / "store", run=others)])
 
 
-def test_a_chance_that_is_no_number_is_not_shown_as_one(open_page: Open, odd: str):
+def test_a_probability_that_is_no_number_is_not_shown_as_one(open_page: Open, odd: str):
     page = open_page(f"{odd}#0").page
     page.locator(".tokens .answer").first.focus()
     page.locator("#hint").wait_for()
-    assert "id 1" in page.locator("#hint").inner_text() and "chance" not in page.locator("#hint").inner_text()
-    page.locator("summary", has_text="numbers and texts").click()
+    assert "id 1" in page.locator("#hint").inner_text() and "probability" not in page.locator("#hint").inner_text()
+    page.locator("summary", has_text="scalar fields").click()
     page.locator("td", has_text="123456789").wait_for()
 
 
@@ -201,7 +197,7 @@ def test_of_a_trace_of_thousands_of_tokens_the_strongest_arcs_are_drawn(open_pag
 def test_scores_of_other_records_are_told_and_the_list_is_there(open_page: Open, odd: str):
     page = open_page(odd).page
     page.locator("#records tbody tr").nth(1).wait_for()
-    assert "scored other records" in page.locator("#facts .error").inner_text()
+    assert "predictions.parquet" in page.locator("#facts .error").inner_text()
     page.locator("#records a").first.click()
     page.locator("#trace .question").wait_for()
     page.keyboard.press("/")

@@ -9,16 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from asking_traces import asking, make_run
 
 import millstream as ms
+from millstream.classic.pickles import normalise
 from millstream.errors import MillstreamError
-from millstream.source.pickles import normalise
-from millstream.view.token_texts import TokenTexts
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-
-from making_traces import make_traces
+from millstream.traces.view.inside import TokenTexts
+from support.asking_traces import asking, make_run
+from support.making_traces import make_traces
 
 
 @pytest.fixture
@@ -41,8 +38,8 @@ def test_every_kind_of_number_is_shown_as_numbers(tmp_path: Path, dtype: str):
     ask = asking(tmp_path / "s")
     tokens = ask("trace", number=0)["tokens"]
     assert tokens["logprobs"] == pytest.approx(values["logprobs"].float().tolist()) and tokens["start"] == 3
-    chances = [[other["chance"] for other in step] for step in tokens["alternatives"]]
-    np.testing.assert_allclose(chances, values["topk_logprobs"].float().exp(), rtol=1e-5)
+    probabilities = [[other["probability"] for other in step] for step in tokens["alternatives"]]
+    np.testing.assert_allclose(probabilities, values["topk_logprobs"].float().exp(), rtol=1e-5)
     norms = torch.linalg.vector_norm(values["hidden"].float(), dim=2)
     np.testing.assert_allclose(ask("layers", number=0)["norm"], norms, rtol=1e-5)
     assert ask("attention", number=0, layer=1, head="1", k=1)["num_heads"] == 2
@@ -99,17 +96,17 @@ def test_damaged_labels_and_scores_are_told_and_all_else_is_shown(store: Path, t
         for broken in (whole[:50], b""):
             file.write_bytes(broken)
             ask = asking(store, run=run)
-            (trouble,) = ask("about")["troubles"]
-            assert trouble.startswith(f"{said}{file}: is damaged") and "Next: " in trouble
+            (problem,) = ask("about")["problems"]
+            assert problem.startswith(f"{said}{file}: is damaged") and "Next: " in problem
             assert len(ask("list")["rows"]) == 8 and ask("trace", number=1)["question"] == "Who mills 1?"
         file.write_bytes(whole)
-    assert asking(store, run=run)("about")["troubles"] == []
+    assert asking(store, run=run)("about")["problems"] == []
 
 
 def test_a_table_that_is_no_predictions_is_told(store: Path, tmp_path: Path):
     run = make_run(tmp_path / "run", store, {"lstm": {1: [0.5]}})
     pq.write_table(pa.table({"record": [1], "score": [0.5]}), run / "predictions.parquet")
-    assert '"model" does not exist' in asking(store, run=run)("about")["troubles"][0]
+    assert '"model" does not exist' in asking(store, run=run)("about")["problems"][0]
 
 
 def test_a_page_that_is_opened_anew_shows_what_came_since(store: Path, tmp_path: Path):
@@ -141,7 +138,7 @@ def test_records_of_one_id_have_verdicts_of_their_own(tmp_path: Path):
     assert ask("trace", number=1)["labels"]["verdict"] == "wrong"
 
 
-def test_of_scores_that_are_no_chances_the_most_mistaken_are_those_furthest_out(store: Path, tmp_path: Path):
+def test_of_scores_that_are_no_probabilities_the_most_mistaken_are_those_furthest_out(store: Path, tmp_path: Path):
     verdicts = pq.read_table(store / "labels.parquet").column("verdict").to_pylist()
     right = [number for number, verdict in enumerate(verdicts) if verdict == "right"][:2]
     wrong = [number for number, verdict in enumerate(verdicts) if verdict == "wrong"][:2]
@@ -169,7 +166,7 @@ def test_ids_of_tokens_are_ids_where_they_cannot_be_texts(tmp_path: Path, monkey
     assert TokenTexts(tmp_path / "tokenizer.json").of([2, -100]) == ["is", "<-100>"]
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # not installed
     texts = TokenTexts(tmp_path / "tokenizer.json")
-    assert texts.of([2]) == ["2"] and "pip install" in (texts.trouble or "")
+    assert texts.of([2]) == ["2"] and "pip install" in (texts.problem or "")
 
 
 def test_a_damaged_shard_spoils_its_own_records_alone(tmp_path: Path):

@@ -1,21 +1,17 @@
 """The view of a trace store: what it answers is what is in the store, its labels and the run's predictions."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from asking_traces import asking, make_run
 
 import millstream as ms
 from millstream.errors import BadSetting, BadSource
+from millstream.traces.view.inside import TokenTexts
 from millstream.view.open import find_run, is_run, views_of
-from millstream.view.token_texts import TokenTexts
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-
-from making_traces import make_traces
+from support.asking_traces import asking, make_run
+from support.making_traces import make_traces
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +73,7 @@ def test_scores_are_means_over_seeds_and_sort_the_list(probe: Path, tmp_path: Pa
     assert [row["number"] for row in ask("list", part="val", detector="lstm")["rows"]] == [8]
     trace = ask("trace", number=3)
     assert trace["scores"] == {"lstm": pytest.approx(0.3), "length": 7.0} and trace["part"] == "test"
-    with pytest.raises(BadSetting, match="there is lstm, length"):
+    with pytest.raises(BadSetting, match="must be one of lstm, length"):
         ask("list", sort="highest", detector="gnn")
 
 
@@ -92,16 +88,16 @@ def test_the_most_mistaken_are_furthest_from_their_verdict(probe: Path, tmp_path
 def test_scores_of_another_store_are_refused(probe: Path, tmp_path: Path):
     others = make_run(tmp_path / "run", probe, {"lstm": {500: [0.2]}})
     ask = asking(probe, run=others)
-    assert "scored other records" in ask("about")["troubles"][0] and ask("about")["detectors"] == []
+    assert "predictions.parquet: its records differ" in ask("about")["problems"][0] and ask("about")["detectors"] == []
     assert ask("list")["total"] == 120
     with ms.TraceWriter(tmp_path / "other") as writer:
         for number in range(3):
             writer.append({"question_id": f"x{number}", "x": np.zeros(2)})
     renamed = make_run(tmp_path / "renamed", tmp_path / "other", {"lstm": {1: [0.2]}})
-    assert "--run" in asking(tmp_path / "other", run=renamed)("about")["troubles"][0]
+    assert "--run" in asking(tmp_path / "other", run=renamed)("about")["problems"][0]
 
 
-def test_a_trace_shows_its_tokens_with_their_chances_and_alternatives(probe: Path):
+def test_a_trace_shows_its_tokens_with_their_probabilities_and_alternatives(probe: Path):
     record, shown = ms.open(probe)[7], asking(probe)("trace", number=7)["tokens"]
     assert shown["ids"] == record["tokens"].tolist() and shown["start"] == record["prompt_len"]
     np.testing.assert_allclose(shown["logprobs"], record["logprobs"], rtol=1e-6)
@@ -110,9 +106,9 @@ def test_a_trace_shows_its_tokens_with_their_chances_and_alternatives(probe: Pat
     first = shown["alternatives"][0]
     assert [other["id"] for other in first] == record["topk_ids"][0, : len(first)].tolist()
     np.testing.assert_allclose(
-        [other["chance"] for other in first], np.exp(record["topk_logprobs"][0, : len(first)]), rtol=1e-5
+        [other["probability"] for other in first], np.exp(record["topk_logprobs"][0, : len(first)]), rtol=1e-5
     )
-    assert "--tokenizer" in shown["trouble"] and shown["texts"] == [str(token) for token in shown["ids"]]
+    assert "--tokenizer" in shown["problem"] and shown["texts"] == [str(token) for token in shown["ids"]]
 
 
 def test_norms_and_cosines_are_those_of_the_states(probe: Path, full: Path):
@@ -140,7 +136,7 @@ def test_arcs_are_the_strongest_earlier_tokens_of_a_head_or_of_all(full: Path):
             best = np.sort(weights[token, :token])[::-1][:3]
             np.testing.assert_allclose([weight for _, weight in kept], best[best > 0], rtol=1e-3)
     for head in ("9", "\u00b2"):
-        with pytest.raises(BadSetting, match="there is mean, and 0 to"):
+        with pytest.raises(BadSetting, match="must be mean or 0 to"):
             ask("attention", number=4, layer=1, head=head)
 
 
@@ -149,7 +145,7 @@ def test_arcs_of_stored_edges_are_those_edges(probe: Path):
     shown = asking(probe)("attention", number=11, layer=2, k=2)
     assert shown["source"] == record["edge_source"][2][:, :2].tolist()
     np.testing.assert_allclose(shown["weight"], np.asarray(record["edge_weight"][2][:, :2], np.float32), rtol=1e-6)
-    with pytest.raises(BadSetting, match="mean over heads alone"):
+    with pytest.raises(BadSetting, match=r"head=1: .*mean over heads"):
         asking(probe)("attention", number=11, layer=2, head="1")
 
 
@@ -206,10 +202,10 @@ def test_tokens_are_texts_where_the_store_has_its_tokenizer(tmp_path: Path):
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     texts = TokenTexts(tmp_path / "tokenizer.json")
     assert texts.of([0, 1, 2, 9]) == ["<s>", " Paris", "is", "<9>"]
-    assert texts.trouble is None
+    assert texts.problem is None
     (tmp_path / "tokenizer.json").write_text("{}")
     damaged = TokenTexts(tmp_path / "tokenizer.json")
-    assert damaged.of([1]) == ["1"] and f"{tmp_path / 'tokenizer.json'}: is no" in (damaged.trouble or "")
+    assert damaged.of([1]) == ["1"] and f"{tmp_path / 'tokenizer.json'}: is no" in (damaged.problem or "")
 
 
 def test_the_newest_run_of_a_store_is_found_beside_it(probe: Path, tmp_path: Path):
@@ -226,5 +222,5 @@ def test_the_newest_run_of_a_store_is_found_beside_it(probe: Path, tmp_path: Pat
     assert [view.name for view in views_of(run, notify=said.append)] == ["run", "traces"]
     with pytest.raises(BadSetting, match="is a run itself"):
         views_of(run, run=run, notify=said.append)
-    with pytest.raises(BadSource, match="is no run"):
+    with pytest.raises(BadSource, match="not a run"):
         views_of(store, run=store, notify=said.append)

@@ -1,18 +1,43 @@
-"""`transformer` and `hf`: encoders of tokens, whose mean over a read is classified."""
-
-# B batch, T tokens, W width, D width of a pretrained encoder, C classes
+"""`lstm`, `transformer` and `hf`: encoders of tokens, pooled over the read and classified."""
 
 from collections.abc import Callable
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from millstream.errors import BadSetting, MissingExtra
-from millstream.model.net import Batch
-from millstream.model.read_net import ReadNet, seen_tokens
+from millstream.reads.classifiers.net import ReadNet, seen_tokens
+from millstream.training.net import Batch
 
-HEAD_WIDTH = 16  # at least, of an attention head
+# B batch, T tokens, W width, C classes
+
+HEAD_WIDTH = 16  # minimum width of an attention head
+
+
+class ReadLSTM(ReadNet):
+    """Takes `input_ids` [B, T] and `attention_mask`."""
+
+    def __init__(self, width: int, *, num_tokens: int, num_classes: int, dropout: float) -> None:
+        super().__init__(width, num_classes)
+        self.embed = nn.Embedding(num_tokens, width, padding_idx=0)
+        self.lstm = nn.LSTM(width, width, batch_first=True, bidirectional=True)
+        self.attend = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh(), nn.Linear(width, 1))
+        self.head = nn.Sequential(
+            nn.Dropout(dropout), nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, num_classes)
+        )
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        ids_BT, seen_BT = seen_tokens(batch)
+        # packed, otherwise the backward direction would start in the padding
+        packed = pack_padded_sequence(self.embed(ids_BT), seen_BT.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        hidden_BTW, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=ids_BT.shape[1])
+        weight_BT = self.attend(hidden_BTW)[:, :, 0].masked_fill(~seen_BT, -torch.inf).softmax(dim=1)
+        return self.head((hidden_BTW * weight_BT[:, :, None]).sum(1)), {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return 2 * batch["input_ids"].numel()
 
 
 class ReadTransformer(ReadNet):
@@ -35,7 +60,7 @@ class ReadTransformer(ReadNet):
         self.head = nn.Linear(width, num_classes)
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        ids_BT, seen_BT = (found[:, : len(self.place)] for found in seen_tokens(batch))  # longer reads are cut
+        ids_BT, seen_BT = (found[:, : len(self.place)] for found in seen_tokens(batch))  # longer reads are truncated
         x_BTW = self.embed(ids_BT) + self.place[: ids_BT.shape[1]]
         x_BTW = self.encoder(x_BTW, src_key_padding_mask=~seen_BT)
         return self.head(_mean(x_BTW, seen_BT)), {}
@@ -45,9 +70,9 @@ class ReadTransformer(ReadNet):
 
 
 class Pretrained(ReadNet):
-    """A Hugging Face model, frozen or with LoRA adapters, and a linear head over the mean of its last states.
+    """A Hugging Face model, frozen or with LoRA adapters, and a linear head over the mean of its last hidden states.
 
-    Only what is trained is a parameter of this net, so checkpoints hold the head and the adapters, not the model.
+    Only trained weights are parameters of this net, so checkpoints contain the head and the adapters, not the model.
     """
 
     lr = 1e-3
@@ -64,7 +89,7 @@ class Pretrained(ReadNet):
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         (model,) = self._held
         most = getattr(model.config, "max_position_embeddings", None)
-        ids_BT, seen_BT = (found[:, :most] for found in seen_tokens(batch))  # longer reads are cut
+        ids_BT, seen_BT = (found[:, :most] for found in seen_tokens(batch))  # longer reads are truncated
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             found = model(input_ids=ids_BT, attention_mask=seen_BT.long())
         return self.head(_mean(cast(Tensor, found.last_hidden_state).float(), seen_BT)), {}
@@ -77,7 +102,7 @@ class Pretrained(ReadNet):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._held[0]._apply(fn)  # where this net goes, the model goes
+        self._held[0]._apply(fn)  # moves the model along with this net
         return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -97,7 +122,10 @@ def _load(name: str, lora: int) -> Any:
     if not lora:
         return model
     try:
-        from peft import LoraConfig, get_peft_model  # pyright: ignore
+        from peft import (
+            LoraConfig,  # pyright: ignore
+            get_peft_model,  # pyright: ignore
+        )
     except ImportError:
         raise MissingExtra("lora= needs peft: pip install 'millstream[lora]'") from None
     return get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))

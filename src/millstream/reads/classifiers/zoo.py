@@ -1,4 +1,4 @@
-"""The classifiers of reads by name: what each sees of a read, and how it is built."""
+"""The read classifiers by name: the features of each, and how it is built."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,33 +7,30 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from millstream.console import format_bytes
-from millstream.dataset import features
-from millstream.dataset.batch import Feature
-from millstream.dataset.both_strands import BothStrands
-from millstream.dataset.kmer_bag import LARGEST_K, KmerBag
-from millstream.dataset.token_feature import TokenFeature
+from millstream.core.console import format_bytes
+from millstream.core.features import Feature
 from millstream.errors import BadSetting
-from millstream.model.read_net import ReadNet
+from millstream.reads.classifiers.net import ReadNet
+from millstream.reads.features import LARGEST_K, BothStrands, KmerBag, TokenFeature, tokens
 
 CLASSIFIERS = {
     "kmer-linear": "linear over hashed k-mers",
-    "cnn": "residual convolutions over letters",
+    "cnn": "residual convolutions over bases",
     "lstm": "k-mer embedding + BiLSTM + attention pooling",
     "transformer": "small transformer over tokens",
     "hf": "pretrained Hugging Face model",
 }
-WORDS = {"lstm": "kmer(8)", "transformer": "kmer(6, stride=3)"}  # the tokenizers of models that have a choice
-KS = {14: 4, 16: 8}  # lengths of k-mers, and of how many one is kept: long ones say more, and take more room
+TOKENIZERS = {"lstm": "kmer(8)", "transformer": "kmer(6, stride=3)"}  # defaults
+KS = {14: 4, 16: 8}  # k, and one in how many k-mers is kept: longer ones are more specific, but take more memory
 LEAST_BITS, MOST_BITS = 12, 24
 
 
 @dataclass(frozen=True)
 class ReadRecipe:
-    """How large classifiers are and what they see."""
+    """Sizes and features of classifiers."""
 
     num_classes: int
-    memory: int  # for a model at work
+    memory: int  # budget of the model
     bases: int | None = None  # in all training reads
     k: str = "auto"
     bits: int | None = None
@@ -49,7 +46,7 @@ class ReadRecipe:
 
 @dataclass(frozen=True)
 class ReadKit:
-    """Features while training and while scoring, and the net for a batch like an example."""
+    """Features for training and for scoring, and how to build the net from an example batch."""
 
     features: Sequence[Feature]
     scoring: Sequence[Feature]
@@ -57,7 +54,7 @@ class ReadKit:
 
 
 def read_kit(name: str, recipe: ReadRecipe) -> ReadKit:
-    """What the classifier of this name is made of."""
+    """Features and net of the classifier of this name."""
     if name == "kmer-linear":
         ks = _ks(recipe.k)
         bits = recipe.bits or fitting_bits(len(ks) * recipe.num_classes, recipe.memory, recipe.bases)
@@ -65,51 +62,51 @@ def read_kit(name: str, recipe: ReadRecipe) -> ReadKit:
         size = 4 * len(ks) * recipe.num_classes << bits
         if size > recipe.memory:
             raise BadSetting(
-                f"kmer-linear: {recipe.num_classes} classes with bits={bits} take {format_bytes(size)}. Give at least "
-                f"memory={format_bytes(2 * size).replace(' ', '')}, or leave it out of model="
+                f"kmer-linear: {recipe.num_classes} classes with bits={bits} take {format_bytes(size)}. Set at least "
+                f"memory={format_bytes(2 * size).replace(' ', '')}, or remove it from model="
             )
         return ReadKit([bag], [bag], partial(_kmer_linear, recipe=recipe, bag=bag))
-    spec = _words(name, recipe)
+    spec = _tokenizer(name, recipe)
     both = recipe.reverse_complement
-    seen = features.tokens(spec, max_length=recipe.max_length, reverse_complement=0.5 if both else 0.0, dtype=np.int32)
-    plain = features.tokens(spec, max_length=recipe.max_length, dtype=np.int32)
+    seen = tokens(spec, max_length=recipe.max_length, reverse_complement=0.5 if both else 0.0, dtype=np.int32)
+    plain = tokens(spec, max_length=recipe.max_length, dtype=np.int32)
     build = partial(_build, name=name, recipe=recipe, seen=seen)
     return ReadKit([seen], [BothStrands(plain) if both else plain], build)
 
 
 def fitting_bits(num_weights: int, memory: int, num_kmers: int | None = None) -> int:
-    """So many buckets, each of this number of weights, that they take half of the memory; no more than are used."""
+    """2^bits buckets of this many weights take at most half of the memory; no more buckets than k-mers."""
     buckets = max(memory // 2 // (4 * num_weights), 1)
     used = MOST_BITS if num_kmers is None else num_kmers.bit_length()
     return int(np.clip(buckets.bit_length() - 1, LEAST_BITS, max(min(used, MOST_BITS), LEAST_BITS)))
 
 
 def _ks(text: str) -> dict[int, int]:
-    """`12,24/8`: k-mers of 12 letters, and one in eight of those of 24."""
+    """`12,24/8`: k-mers of 12 bases, and one in eight of those of 24."""
     if text == "auto":
         return KS
     try:
         pairs = [part.partition("/") for part in text.split(",")]
         found = {int(k): int(every or 1) for k, _, every in pairs}
     except ValueError:
-        raise BadSetting(f"k={text}: lengths of k-mers separated by commas, as in 12,24/8") from None
+        raise BadSetting(f"k={text}: must be k-mer lengths separated by commas, as in 12,24/8") from None
     if not all(1 <= k <= LARGEST_K and every >= 1 for k, every in found.items()):
-        raise BadSetting(f"k={text}: k-mers have 1 to {LARGEST_K} letters")
+        raise BadSetting(f"k={text}: k must be from 1 to {LARGEST_K}, subsampling at least 1")
     return found
 
 
-def _words(name: str, recipe: ReadRecipe) -> str:
+def _tokenizer(name: str, recipe: ReadRecipe) -> str:
     if name == "cnn":
         return "base"
     if name == "hf":
         if not recipe.hf:
-            raise BadSetting("model=hf: name the model to load with hf=FOLDER")
+            raise BadSetting("model=hf needs hf=FOLDER, the model to load")
         return f"hf({recipe.hf})" if recipe.tokenizer == "auto" else recipe.tokenizer
-    return WORDS[name] if recipe.tokenizer == "auto" else recipe.tokenizer
+    return TOKENIZERS[name] if recipe.tokenizer == "auto" else recipe.tokenizer
 
 
 def _kmer_linear(example: Mapping[str, Tensor], *, recipe: ReadRecipe, bag: KmerBag) -> ReadNet:
-    from millstream.model.kmer_linear import KmerLinear
+    from millstream.reads.classifiers.kmer_linear import KmerLinear
 
     return KmerLinear(bag.ks, 1 << bag.bits, recipe.num_classes)
 
@@ -118,19 +115,19 @@ def _build(example: Mapping[str, Tensor], *, name: str, recipe: ReadRecipe, seen
     num_classes, dropout = recipe.num_classes, recipe.dropout
     num_tokens = seen.tokenizer.vocab_size
     if name == "cnn":
-        from millstream.model.read_cnn import ReadCNN
+        from millstream.reads.classifiers.cnn import ReadCNN
 
         return ReadCNN(recipe.width, num_classes=num_classes, layers=recipe.layers, dropout=dropout)
     if name == "lstm":
-        from millstream.model.read_lstm import ReadLSTM
+        from millstream.reads.classifiers.encoders import ReadLSTM
 
         return ReadLSTM(recipe.width, num_tokens=num_tokens, num_classes=num_classes, dropout=dropout)
     if name == "hf":
-        from millstream.model.read_transformer import Pretrained
+        from millstream.reads.classifiers.encoders import Pretrained
 
         assert recipe.hf is not None
         return Pretrained(recipe.hf, num_classes=num_classes, lora=recipe.lora, dropout=dropout)
-    from millstream.model.read_transformer import ReadTransformer
+    from millstream.reads.classifiers.encoders import ReadTransformer
 
     max_length = recipe.max_length or 2 * example["input_ids"].shape[1]
     return ReadTransformer(

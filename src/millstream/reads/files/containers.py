@@ -1,36 +1,31 @@
-"""A file of reads as one stream of text, whatever it is wrapped in: nothing, gzip, BGZF or zstd.
+"""A read file as one stream of text: plain, gzip, BGZF or zstd, recognised by content.
 
-While the stream is read its blocks are noted: where decoding can start again. Kinds are told by content, not by name.
+Reading the stream also records its blocks: the places where decoding can start.
 """
 
 import os
 import zlib
 from collections.abc import Generator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from millstream.core.records import Bytes, crc32c
 from millstream.errors import BadSource, MissingExtra
-from millstream.records import Bytes, crc32c
-from millstream.source.ahead import ahead
-from millstream.source.inflate import Inflate
+from millstream.reads.files.inflate import Inflate, ahead, bgzf_size, decode_bgzf, fast_zlib
 
-# isal decodes three times as fast; it speaks as zlib does, but for the class of its errors.
-_zlib = cast("_Zlib", import_module("isal.isal_zlib" if find_spec("isal") else "zlib"))
 T = TypeVar("T")
 Kind = Literal["plain", "gzip", "bgzf", "zstd"]
-POINT_BYTES = 1 << 20  # the next block that starts at a whole byte is a point: every 2 to 3 MB, 5 ms to decode
-MAX_FRAME_BYTES = 64 << 20  # a larger zstd frame is no block to decode for one read
+POINT_BYTES = 1 << 20  # then the next block that starts at a whole byte: every 2 to 3 MB, 5 ms to decode
+MAX_FRAME_BYTES = 64 << 20  # a larger zstd frame is too much to decode for one read
 _READ_BYTES = 1 << 20
 _ZSTD, _SKIPPABLE = 0xFD2FB528, 0x184D2A5
 _REFUSED = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "a zip archive", b"BAM\1": "BAM", b"CRAM": "CRAM"}
 
 
 class Block(NamedTuple):
-    """Text that is decoded together: where it starts in the file and in the text, and for gzip the text before."""
+    """Text that is decoded together: where it starts in the file and in the text, and the text before it (gzip)."""
 
     raw: int
     plain: int
@@ -38,7 +33,7 @@ class Block(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """What is wrong with a file, how many bytes of its text come before that, and whether that is all of its text."""
+    """What is wrong with a file, how many bytes of its text precede the damage, and whether that is all of its text."""
 
     reason: str
     plain: int
@@ -46,25 +41,11 @@ class Damage(NamedTuple):
 
 
 class MixedGzip(Exception):
-    """A file that began as BGZF goes on as ordinary gzip: read all of it as that."""
-
-
-class _Decompressor(Protocol):
-    eof: bool
-    unused_data: bytes
-
-    def decompress(self, data: bytes | memoryview, max_length: int = 0) -> bytes: ...
-
-
-class _Zlib(Protocol):
-    error: type[Exception]
-
-    def decompressobj(self, wbits: int, zdict: bytes = b"") -> _Decompressor: ...
-    def crc32(self, data: bytes) -> int: ...
+    """A file starts as BGZF and continues as ordinary gzip: read all of it as gzip."""
 
 
 class Stream(Protocol):
-    """Text in order. `damage` says why it ended early, if it did; `crc32c` is of the file's bytes, once all is read."""
+    """Text in order. `damage` says why it ended early, if it did; `crc32c` is of the whole file, once it is read."""
 
     plain: int
 
@@ -75,16 +56,16 @@ class Stream(Protocol):
     @property
     def damage(self) -> Damage | None: ...
     @property
-    def doubt(self) -> str | None:
-        """What is odd about the file, though all of it could be read."""
+    def warning(self) -> str | None:
+        """A warning about a file that could be read to its end."""
         ...
 
     def readinto(self, out: Bytes) -> int:
-        """Fill `out` as far as the text goes; 0 at its end."""
+        """Fill `out` as far as there is text; 0 at its end."""
         ...
 
     def take_blocks(self) -> list[Block]:
-        """The blocks that were found since the last call."""
+        """The blocks found since the last call."""
         ...
 
     def take_crcs(self) -> list[int]:
@@ -95,51 +76,40 @@ class Stream(Protocol):
 
 
 def sniff(path: Path) -> Kind:
-    """What a file is wrapped in, told by its first bytes."""
+    """The compression of a file, from its first bytes."""
     with open(path, "rb") as file:
         head = file.read(18)
     for magic, name in _REFUSED.items():
         if head.startswith(magic):
-            raise BadSource(
-                f"{path}: this is {name}; millstream reads plain, gzip, BGZF and zstd files of FASTA or FASTQ"
-            )
+            raise BadSource(f"{path}: is {name}; must be FASTA or FASTQ, plain or compressed with gzip, BGZF or zstd")
     if head[:2] == b"\x1f\x8b":
         return "bgzf" if bgzf_size(head) else "gzip"
     number = int.from_bytes(head[:4], "little")
     return "zstd" if number == _ZSTD or number >> 4 == _SKIPPABLE else "plain"
 
 
-def open_stream(path: Path, kind: Kind, fd: int, *, points: bool = True) -> Stream:
-    """The text of a file from its beginning. The caller keeps `fd` open and closes it.
+def open_stream(
+    path: Path,
+    kind: Kind,
+    fd: int,
+    *,
+    points: bool = True,
+    point_bytes: int = POINT_BYTES,
+    frame_bytes: int = MAX_FRAME_BYTES,
+) -> Stream:
+    """The text of a file from its start. The caller keeps `fd` open, and closes it.
 
-    Without `points` a gzip file is decoded twice as fast, but nothing is noted of where decoding can start again.
+    With `points`, a gzip file gets a seek point about every `point_bytes` of text; without them it is decoded twice as
+    fast. A zstd frame of more than `frame_bytes` of text is an error.
     """
     if kind == "plain":
         return _Plain(fd)
     pieces = {"gzip": _gzip if points else _gzip_once, "bgzf": _bgzf, "zstd": _zstd}[kind]
-    return _Pieces(path, fd, pieces)
-
-
-def bgzf_size(head: bytes) -> int:
-    """The size of the BGZF block that starts with these 18 bytes; 0 when it is an ordinary gzip member."""
-    if len(head) < 18 or head[:4] != b"\x1f\x8b\x08\x04" or head[10:16] != b"\x06\0BC\x02\0":
-        return 0
-    return int.from_bytes(head[16:18], "little") + 1
-
-
-def inflate(data: bytes | memoryview, *, size: int, window: bytes = b"") -> bytes:
-    """Raw deflate data decoded up to `size` bytes, starting with this window. zlib.error when it cannot be."""
-    # Not isal's IgzipDecompressor: with a dictionary it corrupts the heap (isal 1.8.0).
-    try:
-        text = _zlib.decompressobj(-15, zdict=window).decompress(data, size)
-    except _zlib.error:
-        text = b""
-    # Of data that is damaged or cut further on isal gives less than zlib, or nothing.
-    return text if len(text) == size else zlib.decompressobj(-15, zdict=window).decompress(data, size)
+    return _Pieces(_Source(path, fd, point_bytes=point_bytes, frame_bytes=frame_bytes), pieces)
 
 
 def decode_frame(data: bytes, *, size: int) -> bytes:
-    """The text of the zstd frame at the start of `data`. zlib.error when it cannot be decoded."""
+    """The text of the zstd frame at the start of `data`. zlib.error if it cannot be decoded."""
     try:
         import zstandard
     except ImportError:
@@ -156,7 +126,7 @@ class _Plain:
         self.raw = self.plain = 0
         self.crc32c = 0
         self.damage: Damage | None = None
-        self.doubt: str | None = None
+        self.warning: str | None = None
 
     def readinto(self, out: Bytes) -> int:
         count = os.readv(self._fd, [out.data])
@@ -171,22 +141,24 @@ class _Plain:
         return []
 
     def close(self) -> None:
-        """Nothing runs ahead here."""
+        """No thread to stop."""
 
 
 class _Source:
-    """The raw bytes of a file, in order, and what the decoder of them has found."""
+    """The raw bytes of a file, in order, and what its decoder has found."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, *, point_bytes: int, frame_bytes: int) -> None:
         self.path = path
         self.fd = fd
+        self.point_bytes = point_bytes
+        self.frame_bytes = frame_bytes
         self.raw = self.plain = 0
         self.crc32c = 0
         self.blocks: list[Block] = []
         self.crcs: list[int] = []
         self.reason: str | None = None
         self.whole = False
-        self.doubt: str | None = None
+        self.warning: str | None = None
         self._text_crc: int | None = None
 
     def read(self, count: int) -> bytes:
@@ -200,7 +172,7 @@ class _Source:
         return data
 
     def begin(self, raw: int, window: bytes = b"") -> None:
-        """What comes now can be decoded from here."""
+        """A block starts here."""
         self.end()
         self._text_crc = 0
         self.blocks.append(Block(raw, self.plain, window))
@@ -217,18 +189,18 @@ class _Source:
             self._text_crc = None
 
     def fail(self, reason: str, *, whole: bool = False) -> None:
-        """Give up here; the rest is read for the checksum of the file."""
+        """Stop decoding here; read the rest for the checksum of the file."""
         self.reason, self.whole = reason, whole
         while self.read(_READ_BYTES):
             pass
 
 
 class _Pieces:
-    """A stream out of a generator of decoded pieces."""
+    """A stream from a generator of decoded pieces."""
 
-    def __init__(self, path: Path, fd: int, pieces: "_Decoder") -> None:
-        self._source = _Source(path, fd)
-        self._pieces = ahead(_joined(pieces(self._source)), depth=4)
+    def __init__(self, source: _Source, pieces: "_Decoder") -> None:
+        self._source = source
+        self._pieces = ahead(_joined(pieces(source)), depth=4)
         self._left = memoryview(b"")
         self.plain = 0
 
@@ -264,8 +236,8 @@ class _Pieces:
         return self._source.crc32c
 
     @property
-    def doubt(self) -> str | None:
-        return self._source.doubt
+    def warning(self) -> str | None:
+        return self._source.warning
 
     @property
     def damage(self) -> Damage | None:
@@ -281,7 +253,7 @@ def _take(items: list[T]) -> list[T]:
 
 
 def _joined(pieces: Generator[memoryview]) -> Generator[memoryview]:
-    """Pieces of about a megabyte: handing over every BGZF block costs more than decoding it."""
+    """Pieces of about 1 MB: passing on every BGZF block between threads costs more than decoding it."""
     parts: list[memoryview] = []
     size = 0
     for piece in pieces:
@@ -299,12 +271,12 @@ class _Decoder(Protocol):
 
 
 def _gzip(source: _Source) -> Generator[memoryview]:
-    stream = Inflate(source.read, spacing=POINT_BYTES)
+    stream = Inflate(source.read, spacing=source.point_bytes)
     while (piece := stream.read()).nbytes:
         for point in stream.points:
             if point.plain == source.plain:
                 source.begin(point.raw, point.window)
-        yield source.text(bytes(piece))  # runs ahead, while `piece` is overwritten
+        yield source.text(bytes(piece))  # a copy: `piece` is overwritten
         for point in stream.points:
             if point.plain == source.plain:
                 source.begin(point.raw, point.window)
@@ -318,13 +290,13 @@ def _gzip(source: _Source) -> Generator[memoryview]:
 def _gzip_once(source: _Source) -> Generator[memoryview]:
     data = b""
     while data or (data := source.read(_READ_BYTES)):
-        decoder = _zlib.decompressobj(31)
+        decoder = fast_zlib.decompressobj(31)
         at = source.raw - len(data)
         if at and data[:1] == b"\0" and not data.strip(b"\0"):  # padding after the last member
             data = b""
             continue
         if data[:1] != b"\x1f":
-            return source.fail(f"after the gzip data comes something else, at byte {at}", whole=True)
+            return source.fail(f"the gzip data is followed by other data at byte {at}", whole=True)
         where = f"of the gzip member that starts at byte {at}"
         if source.raw == len(data):
             source.begin(0)
@@ -333,7 +305,7 @@ def _gzip_once(source: _Source) -> Generator[memoryview]:
                 return source.fail(f"the gzip data ends at byte {source.raw}, in the middle {where}")
             try:
                 text = decoder.decompress(data)
-            except _zlib.error as error:
+            except fast_zlib.error as error:
                 reason = (
                     f"the gzip data is damaged at byte {source.raw} or before ({error}), at the end or in the middle"
                 )
@@ -354,7 +326,7 @@ def _bgzf(source: _Source) -> Generator[memoryview]:
         rest = source.read(max(size - 18, 0))
         try:
             if not size or len(rest) < size - 18:
-                raise zlib.error("it is cut short" if size or len(head) < 18 else "it is something else")
+                raise zlib.error("it is truncated" if size or len(head) < 18 else "not a BGZF block")
             text = decode_bgzf(rest)
         except zlib.error as error:
             return source.fail(f"the BGZF block at byte {start} is damaged ({error})")
@@ -363,16 +335,9 @@ def _bgzf(source: _Source) -> Generator[memoryview]:
             yield source.text(text)
             source.end()
     if text:
-        source.doubt = "the empty block that ends a BGZF file is missing; the file may have been cut between two blocks"
-
-
-def decode_bgzf(rest: bytes) -> bytes:
-    """The text of a BGZF block, given without its 18-byte head. zlib.error when checksum or length are wrong."""
-    size = int.from_bytes(rest[-4:], "little")
-    text = inflate(memoryview(rest)[:-8], size=size) if size else b""
-    if len(text) != size or _zlib.crc32(text) != int.from_bytes(rest[-8:-4], "little"):
-        raise zlib.error("its checksum does not match")
-    return text
+        source.warning = (
+            "the empty block at the end of a BGZF file is missing; the file may be truncated between two blocks"
+        )
 
 
 def _zstd(source: _Source) -> Generator[memoryview]:
@@ -385,12 +350,12 @@ def _zstd(source: _Source) -> Generator[memoryview]:
                 _exactly(source, size)
                 continue
             if number != _ZSTD:
-                raise _Wrong(f"at byte {start} comes something that is no zstd frame")
-            text = decode_frame(head + _frame(source, start), size=MAX_FRAME_BYTES)
-        except (_Wrong, zlib.error) as error:
+                raise _BadFrame(f"the data at byte {start} is not a zstd frame")
+            text = decode_frame(head + _frame(source, start), size=source.frame_bytes)
+        except (_BadFrame, zlib.error) as error:
             if "did not decompress full frame" in str(error):
-                _check_frame_size(source, start, MAX_FRAME_BYTES + 1)
-            known = isinstance(error, _Wrong)
+                _check_frame_size(source, start, source.frame_bytes + 1)
+            known = isinstance(error, _BadFrame)
             return source.fail(str(error) if known else f"the zstd frame at byte {start} is damaged ({error})")
         if text:
             source.begin(start)
@@ -398,19 +363,19 @@ def _zstd(source: _Source) -> Generator[memoryview]:
             source.end()
 
 
-class _Wrong(Exception):
-    """What is wrong with a zstd frame."""
+class _BadFrame(Exception):
+    """A zstd frame cannot be read."""
 
 
 def _exactly(source: _Source, count: int) -> bytes:
     data = source.read(count)
     if len(data) < count:
-        raise _Wrong(f"the zstd data ends at byte {source.raw}, in the middle of a frame")
+        raise _BadFrame(f"the zstd data ends at byte {source.raw}, in the middle of a frame")
     return data
 
 
 def _frame(source: _Source, start: int) -> bytes:
-    """The bytes of a frame after its magic number, found by walking its blocks (RFC 8878)."""
+    """The bytes of a frame after its magic number, found by following its blocks (RFC 8878)."""
     descriptor = _exactly(source, 1)
     flags = descriptor[0]
     single = flags >> 5 & 1
@@ -426,16 +391,16 @@ def _frame(source: _Source, start: int) -> bytes:
         last = block & 1
         parts.append(_exactly(source, 1 if block >> 1 & 3 == 1 else block >> 3))
         num_blocks += 1
-        _check_frame_size(source, start, (num_blocks - 1) << 10)  # of at most 128 kB each, seldom below 1 kB
+        _check_frame_size(source, start, (num_blocks - 1) << 10)  # blocks have at most 128 kB, seldom less than 1 kB
     if flags & 4:
         parts.append(_exactly(source, 4))
     return b"".join(parts)
 
 
 def _check_frame_size(source: _Source, start: int, size: int) -> None:
-    if size > MAX_FRAME_BYTES:
+    if size > source.frame_bytes:
         raise BadSource(
-            f"{source.path}: the zstd frame at byte {start} holds more than {MAX_FRAME_BYTES >> 20} MB of text, so no "
-            "read in it can be reached alone. Compress in many frames (zstd --seekable, pzstd, t2sz), or: "
+            f"{source.path}: the zstd frame at byte {start} has more than {source.frame_bytes >> 20} MB of text, too "
+            "much to decode for a single read. Compress in many frames (zstd --seekable, pzstd, t2sz), or: "
             f"zstd -dc {source.path} | gzip > reads.gz"
         )

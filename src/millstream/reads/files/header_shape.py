@@ -2,8 +2,8 @@
 
     ^lbl\\|(?P<class_id>\\d+)\\|(?P<name>[^/\\s]+)(?:/(?P<mate>\\d+))?$
 
-is literals and runs of character classes, some in groups, some optional. Taking each run as far as it goes is what `re`
-does too as long as what may follow the run cannot be part of it; `Shape.of` checks that and says None otherwise.
+is literals and runs of character classes, some in groups, some optional. Matching each run greedily gives what `re`
+gives, as long as nothing that may follow the run can be part of it; `Shape.of` checks that, and returns None otherwise.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.kernels import kernel
-from millstream.source.header_tree import (
+from millstream.core.kernels import kernel
+from millstream.reads.files.header_tree import (
     ALL,
     ANYTHING,
     OTHERS,
@@ -31,21 +31,21 @@ from millstream.source.header_tree import (
 
 _TENTH = ((1 << 63) - 1) // 10
 
-# What an instruction does: a literal and then a run, either may be empty; mark where a group begins and ends; begin
-# something optional; end, if there is no `$` or the header is at its end too.
+# Instructions: match a literal and then a run (either may be empty); mark the start and the end of a group; start an
+# option; accept, if there is no `$` or the header is at its end.
 _PIECE, _OPEN, _CLOSE, _OPTION, _MATCH = range(5)
-# Columns of a program. ESCAPE is the _OPTION around an instruction, from where matching goes on if it fails, or -1.
+# Columns of a program. ESCAPE is the _OPTION around an instruction, after which matching continues if it fails, or -1.
 _OP, _LITERAL, _SIZE, _TABLE, _LOW, _HIGH, _GROUP, _IS_INTEGER, _EMPTY_IS_NULL, _IS_OPTIONAL, _ESCAPE = range(11)
 _SKIP, _FIRST_GROUP, _PAST_GROUP = _LITERAL, _SIZE, _TABLE  # of an _OPTION
 _AT_END = _LITERAL  # of a _MATCH
-_at = np.uint64  # numba spends a third of the time on telling apart negative indices if they are signed
+_at = np.uint64  # with signed indices, numba spends a third of the time checking for negative ones
 
 
 @dataclass(frozen=True)
 class Spans:
-    """What the kernel found: one row for each group, one column for each header.
+    """The matches: one row per group, one column per header.
 
-    `first` and `last` are where a text begins and ends in the buffer; `first` of an integer group is its value.
+    `first` and `last` are the start and end of a text in the buffer; `first` of an integer group is its value.
     """
 
     matched: NDArray[np.bool_]
@@ -57,10 +57,10 @@ class Spans:
 
 @dataclass(frozen=True)
 class Shape:
-    """A regex that needs no backtracking, as a program: one instruction a row of `program`."""
+    """A regex that needs no backtracking, as a program: one instruction per row of `program`."""
 
     program: NDArray[np.int64]
-    tables: NDArray[np.uint8]  # 256 for each set of characters: is this byte in it?
+    tables: NDArray[np.uint8]  # 256 per set of characters: is this byte in it?
     literals: NDArray[np.uint8]
     num_groups: int
 
@@ -68,7 +68,7 @@ class Shape:
     def of(nodes: Nodes, *, integers: Sequence[bool]) -> "Shape | None":
         """The program for a tree, or None if greedy matching without backtracking may differ from `re`.
 
-        `integers` says for each named group, in pattern order, whether its digits are to be read as a number.
+        `integers` tells for each named group, in pattern order, whether its digits are parsed as a number.
         """
         while nodes and nodes[0] == Anchor(at_end=False):
             nodes = nodes[1:]
@@ -118,8 +118,8 @@ class _Compiler:
     def add(self, nodes: Nodes, *, follow: int, escape: int) -> bool:
         """Append instructions for a sequence that `follow` may come after; False if it may need backtracking.
 
-        What cannot fail after a run or an option needs no way back into it, so with ANYTHING in its follow set even an
-        overlapping run is taken greedily. A run of fixed length has no way back either.
+        If what follows a run or an option cannot fail, there is no backtracking into it, so with ANYTHING in its follow
+        set even an overlapping run is matched greedily. A run of fixed length does not backtrack either.
         """
         return all(
             self._add(node, follow=first_of(nodes[i + 1 :], follow), escape=escape) for i, node in enumerate(nodes)
@@ -139,7 +139,7 @@ class _Compiler:
                 return False
 
     def _add_run(self, run: Run, *, group: int, follow: int, escape: int, empty_is_null: bool = False) -> bool:
-        # A byte is not a character outside ASCII, so such characters cannot be counted, only taken all or none.
+        # Outside ASCII a byte is not a character, so such characters cannot be counted, only matched all or none.
         if run.chars & OTHERS and (run.low > 1 or run.high < UNBOUNDED):
             return False
         if run.low != run.high and run.chars & follow and not follow & ANYTHING:
@@ -196,7 +196,7 @@ class _Compiler:
 
 @kernel
 def _number(buffer: NDArray[np.uint8], start: int, end: int) -> int:
-    """The value of digits, -1 if they say more than an int64 holds."""
+    """The value of digits; -1 if it exceeds int64."""
     value = 0
     for p in range(start, end):
         digit = int(buffer[p]) - 48
@@ -219,7 +219,7 @@ def _match(
     first: NDArray[np.int64],
     last: NDArray[np.int64],
 ) -> int:
-    entered = np.zeros(len(program), np.int64)  # where in the header each _OPTION was begun
+    entered = np.zeros(len(program), np.int64)  # where in the header each _OPTION started
     for i in range(len(starts)):
         p, end, column = starts[i], ends[i], _at(i)
         number = 0

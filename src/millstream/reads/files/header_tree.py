@@ -1,12 +1,12 @@
-"""A header regex as a tree of runs of characters, groups and options. Knows what each may begin with."""
+"""A header regex as a tree of runs of characters, groups and options, and what each node may start with."""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-# A set of characters is an int with one bit for each ASCII character and one for all others together. A set of what may
-# come next also knows the end of the header and "anything at all, the regex is satisfied".
+# A set of characters is an int with one bit per ASCII character and one for all others. A set of what may come next has
+# two more: the end of the header, and "anything, the regex has matched".
 OTHERS = 1 << 128
 DIGITS = sum(1 << c for c in b"0123456789")
 SPACES = sum(1 << c for c in b" \t\n\r\f\v")
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """A capturing group; `name` is None when the user gave it none."""
+    """A capturing group; `name` is None if it has none."""
 
     name: str | None
     body: "Nodes"
@@ -61,7 +61,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Other:
-    """What only `re` understands: look-around, back reference, other flags, a non-ASCII character, ..."""
+    """Anything only `re` understands: look-around, back reference, other flags, a non-ASCII character, ..."""
 
     bodies: tuple["Nodes", ...]
 
@@ -71,7 +71,9 @@ Nodes = tuple[Node, ...]
 
 
 def tree_of(regex: str) -> Nodes:
-    """What the regex is made of. Never fails on a regex that compiles: what is unknown here is an `Other`."""
+    """The tree of a regex. Never fails for a regex that compiles: anything unknown is an `Other`."""
+    # Private, but no public module parses regexes, and a parser of our own would have to agree with `re` on every one.
+    # tests/test_private_modules.py fails if Python changes it.
     from re import _parser  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
     parsed = cast(Any, _parser).parse(regex, re.ASCII)
@@ -91,12 +93,12 @@ def inside(nodes: Nodes) -> Iterator[Node]:
 
 
 def is_nullable(nodes: Nodes) -> bool:
-    """Whether a sequence can match without taking a character."""
+    """Whether a sequence can match the empty string."""
     return bool(first_of(nodes, ANYTHING) & ANYTHING)
 
 
 def first_of(nodes: Nodes, follow: int) -> int:
-    """What a sequence that `follow` may come after can begin with."""
+    """What a sequence can start with, if `follow` may come after it."""
     found = 0
     for node in nodes:
         match node:
@@ -147,7 +149,7 @@ def _node(op: str, value: Any, names: dict[int, str]) -> Node:
 
 
 def _bodies(value: Any) -> Iterator[Any]:
-    """The patterns somewhere inside the argument of an opcode."""
+    """The patterns anywhere in the argument of an opcode."""
     if hasattr(value, "state"):
         yield value
     elif isinstance(value, list | tuple):
@@ -156,7 +158,7 @@ def _bodies(value: Any) -> Iterator[Any]:
 
 
 def _chars(op: str, value: Any) -> int | None:
-    """The set of characters; None if it tells non-ASCII characters apart. Headers hold no newline, so `.` is all."""
+    """The set of characters; None if it distinguishes non-ASCII characters. Headers have no newline, so `.` is all."""
     if op == "ANY":
         return ALL
     if op == "LITERAL":

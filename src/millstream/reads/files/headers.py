@@ -1,29 +1,28 @@
 """Headers of a read file -> typed columns, by a regex with named groups. Knows bytes and regexes, not files.
 
 A header matches when `re.match(regex, header, re.ASCII)` does: `\\d`, `\\w` and `\\s` are ASCII, and without `$` a
-prefix is enough. Text is UTF-8; bytes that are not are kept as they are (`surrogateescape`). No header holds a newline.
+prefix is enough. Text is UTF-8; other bytes are preserved (`surrogateescape`). Headers have no newline.
 """
 
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from millstream.errors import BadSource
-from millstream.kernels import HAVE_NUMBA
-from millstream.source.header_shape import Shape
-from millstream.source.header_tree import (
+from millstream.reads.files.header_shape import Shape
+from millstream.reads.files.header_tree import (
     DIGITS,
     OTHERS,
     UNBOUNDED,
     Anchor,
     Either,
     Group,
-    Node,
     Nodes,
     Other,
     Repeat,
@@ -33,9 +32,6 @@ from millstream.source.header_tree import (
     tree_of,
 )
 
-if TYPE_CHECKING:
-    import polars as pl
-
 EXAMPLE = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
 
 Buffer = NDArray[np.uint8]
@@ -44,7 +40,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HeaderColumn:
-    """A named group; its column holds integers when the group can only match digits."""
+    """A named group; its column is of integers if the group can only match digits."""
 
     name: str
     kind: Literal["integer", "text"]
@@ -52,7 +48,7 @@ class HeaderColumn:
 
 @dataclass(frozen=True)
 class Integers:
-    """One number a header; 0 where it is not valid: no match, a group that took no part, or one that was empty."""
+    """One number per header; 0 where it is not valid: no match, or a group that did not match or is empty."""
 
     values: NDArray[np.int64]
     valid: NDArray[np.bool_]
@@ -60,7 +56,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Texts:
-    """One text a header, the bytes `flat[starts[i]:ends[i]]`; not valid: no match, or a group that took no part."""
+    """One text per header, the bytes `flat[starts[i]:ends[i]]`; not valid: no match, or a group that did not match."""
 
     flat: Buffer
     starts: Positions
@@ -89,9 +85,9 @@ class Headers:
         try:
             self._re = re.compile(regex, re.ASCII)
         except (re.error, ValueError, OverflowError, RecursionError) as error:
-            raise BadSource(f"header_regex {regex!r} does not compile: {error}. An example: {EXAMPLE}") from None
+            raise BadSource(f"header_regex {regex!r} does not compile: {error}. Example: {EXAMPLE}") from None
         if not self._re.groupindex:
-            raise BadSource(f"header_regex {regex!r} has no named groups, so no columns. An example: {EXAMPLE}")
+            raise BadSource(f"header_regex {regex!r} has no named groups, so no columns. Example: {EXAMPLE}")
         self._tree = tree_of(regex)
         bodies = {node.name: node.body for node in inside(self._tree) if isinstance(node, Group)}
         self.columns = tuple(
@@ -100,42 +96,36 @@ class Headers:
         )
 
     @property
-    def path(self) -> Literal["fast", "polars", "re"]:
-        """How headers are parsed: one compiled pass over the bytes, Rust's regex engine or Python's."""
-        return "fast" if self._shape else "polars" if self._rust else "re"
+    def path(self) -> Literal["fast", "re2", "re"]:
+        """How headers are parsed: by a compiled kernel, RE2, or Python's regex engine."""
+        return "fast" if self._shape else "re2" if self._re2 else "re"
 
     def parse(self, buffer: Buffer, starts: Positions, ends: Positions) -> Parsed:
-        """Parse the headers `buffer[starts[i]:ends[i]]`, which come one after the other in the (writable) buffer."""
+        """Parse the headers `buffer[starts[i]:ends[i]]`, which are in ascending order in the (writable) buffer."""
         if self._shape:
             return self._parse_fast(self._shape, buffer, starts, ends)
-        texts = _polars_texts(buffer, starts, ends) if self._rust else None
-        if self._rust and texts is not None:
-            return self._parse_polars(self._rust, texts)
+        texts = _arrow_texts(buffer, starts, ends) if self._re2 else None
+        parsed = self._parse_re2(self._re2, texts) if self._re2 and texts is not None else None
+        if parsed is not None:
+            return parsed
         data = buffer.tobytes()
         return self._parse_re([_decode(data[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
 
     @cached_property
     def _shape(self) -> Shape | None:
-        if not HAVE_NUMBA:  # as plain Python it would be slower than `re`
-            return None
         return Shape.of(self._tree, integers=[column.kind == "integer" for column in self.columns])
 
     @cached_property
-    def _rust(self) -> str | None:
-        """The regex for polars, if it is there and means the same."""
-        names = [column.name for column in self.columns]
-        if not all(_is_same_in_rust(node) for node in inside(self._tree)):
+    def _re2(self) -> str | None:
+        """The regex for RE2, if it has the same meaning there."""
+        if not _is_same_in_re2(self._tree, optional=False):
             return None
+        pattern = rf"\A{_re2_regex(self._tree, [column.name for column in self.columns])}"
         try:
-            import polars as pl
-        except ImportError:
+            pc.extract_regex(pa.array([""], pa.large_string()), pattern)
+        except pa.ArrowInvalid:  # a limit of RE2: 1000 repetitions, 8 MB for a compiled regex
             return None
-        try:
-            rust = rf"\A{_rust_regex(self._tree, names)}()"  # the last group takes part in every match
-            pl.Series([""]).str.extract_groups(rust)
-        except pl.exceptions.ComputeError:  # a limit of Rust's: 10 MB for a compiled regex
-            return None
-        return rust
+        return pattern
 
     def _parse_fast(self, shape: Shape, buffer: Buffer, starts: Positions, ends: Positions) -> Parsed:
         spans = shape.match(buffer, starts, ends)
@@ -147,25 +137,26 @@ class Headers:
             columns[column.name] = Integers(first, valid) if is_integer else Texts(buffer, first, last, valid)
         return Parsed(spans.matched, columns)
 
-    def _parse_polars(self, rust: str, texts: "pl.Series") -> Parsed:
-        import polars as pl
-
-        *groups, matched = texts.str.extract_groups(rust).struct.unnest().get_columns()
+    def _parse_re2(self, pattern: str, texts: pa.Array) -> Parsed | None:
+        """None if Arrow cannot convert a number: then Python finds the header."""
+        found = pc.extract_regex(texts, pattern)
+        matched = np.array(found.is_valid(), np.bool_)
+        required = _required(self._tree)
         columns: dict[str, Integers | Texts] = {}
-        for column, values in zip(self.columns, groups, strict=True):
+        for number, column in enumerate(self.columns):
+            values = found.field(number)  # "" where the header or the group does not match
+            lengths = np.array(pc.binary_length(values), np.int64)
             if column.kind == "text":
-                filled = values.fill_null("")
-                flat, lengths = cast(str, filled.str.join("").item()).encode(), filled.str.len_bytes().to_numpy()
-                columns[column.name] = _texts(flat, lengths=lengths, valid=values.is_not_null().to_numpy())
+                valid = matched if column.name in required else lengths > 0
+                flat = b"".join(cast("list[bytes]", values.cast(pa.large_binary()).to_pylist()))
+                columns[column.name] = _texts(flat, lengths=lengths, valid=valid)
                 continue
-            numbers = values.cast(pl.Int64, strict=False)
-            lost = numbers.is_null() & values.is_not_null() & (values != "")
-            if lost.any():
-                raise self._too_large(cast(str, texts[lost.arg_max() or 0]))
-            columns[column.name] = Integers(
-                numbers.fill_null(0).to_numpy(writable=True), numbers.is_not_null().to_numpy(writable=True)
-            )
-        return Parsed(matched.is_not_null().to_numpy(writable=True), columns)
+            try:
+                numbers = pc.if_else(pa.array(lengths > 0), values, "0").cast(pa.int64())
+            except pa.ArrowInvalid:
+                return None
+            columns[column.name] = Integers(np.array(numbers, np.int64), lengths > 0)
+        return Parsed(matched, columns)
 
     def _parse_re(self, texts: list[str]) -> Parsed:
         matches = [self._re.match(text) for text in texts]
@@ -188,7 +179,7 @@ class Headers:
 
     def _too_large(self, header: str) -> BadSource:
         return BadSource(
-            f"header {header!r}: a number above {2**63 - 1}, the largest a column holds. To keep it as text, let its "
+            f"header {header!r}: a number above {2**63 - 1}, the maximum of int64. To store it as text, let its "
             f"group in header_regex {self.regex!r} match more than digits: [^|]+ or \\w+ instead of \\d+"
         )
 
@@ -204,54 +195,82 @@ def _decode(header: bytes) -> str:
 
 
 def _texts(flat: bytes, *, lengths: ArrayLike, valid: ArrayLike) -> Texts:
-    """Texts that stand one after the other in `flat`."""
+    """Texts that are one after the other in `flat`."""
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.append(np.zeros(1, np.int64), ends)[: len(ends)]
     return Texts(np.frombuffer(bytearray(flat), np.uint8), starts, ends, np.array(valid, np.bool_))
 
 
-# -- the same regex for Rust
+# -- the same regex for RE2
 
 
-def _polars_texts(buffer: Buffer, starts: Positions, ends: Positions) -> "pl.Series | None":
-    """The headers as a column of strings, None if one is not UTF-8 or they are not in order."""
-    import polars as pl
-
-    # Every second value is a header, those between are what lies between headers: no byte is copied.
+def _arrow_texts(buffer: Buffer, starts: Positions, ends: Positions) -> pa.Array | None:
+    """The headers as a column of strings; None if one is not UTF-8 or they are not in order."""
+    # Every second value is a header; the others are the text between headers.
     offsets = np.append(np.stack([starts, ends], axis=1).reshape(-1), ends[-1] if len(ends) else 0)
     if np.any(np.diff(offsets) < 0):
         return None
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(buffer)]
     values = pa.Array.from_buffers(pa.large_binary(), 2 * len(starts), buffers)
     try:
-        return cast(pl.Series, pl.from_arrow(cast(Any, values))).gather_every(2).cast(pl.String)
-    except pl.exceptions.ComputeError:
+        return values.take(pa.array(np.arange(0, 2 * len(starts), 2))).cast(pa.large_string())
+    except pa.ArrowInvalid:
         return None
 
 
-def _is_same_in_rust(node: Node) -> bool:
-    """Whether Rust's regex and `re` agree on it beyond doubt: engines differ in what they remember of a loop."""
-    if isinstance(node, Repeat):
-        has_group = any(isinstance(inner, Group) and inner.name for inner in inside(node.body))
-        return not is_nullable(node.body) and not (has_group and node.high > 1)
-    return not isinstance(node, Other) and not (isinstance(node, Run) and node.chars == 0)
+def _required(nodes: Nodes) -> set[str]:
+    """The named groups that match in every header that matches."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, Group):
+            found |= _required(node.body) | ({node.name} if node.name else set())
+        elif isinstance(node, Repeat) and node.low > 0:
+            found |= _required(node.body)
+    return found
 
 
-def _rust_regex(nodes: Nodes, names: list[str]) -> str:
-    """Rust knows no re.ASCII for texts, so character sets are written out; group `names[i]` becomes `gi`."""
+def _is_same_in_re2(nodes: Nodes, *, optional: bool) -> bool:
+    """Whether RE2 and `re` certainly agree: they differ in the groups they keep from a loop.
+
+    `optional`: the nodes need not match. RE2 does not distinguish a group that did not match from an empty one.
+    """
+    for node in nodes:
+        match node:
+            case Run():
+                same = node.chars != 0
+            case Group():
+                unclear = optional and node.name is not None and is_nullable(node.body) and not _is_digits(node.body)
+                same = not unclear and _is_same_in_re2(node.body, optional=optional)
+            case Repeat():
+                has_group = any(isinstance(inner, Group) and inner.name for inner in inside(node.body))
+                loops = is_nullable(node.body) or (has_group and node.high > 1)
+                same = not loops and _is_same_in_re2(node.body, optional=optional or node.low == 0)
+            case Either():
+                same = all(_is_same_in_re2(body, optional=True) for body in node.bodies)
+            case Anchor():
+                same = True
+            case Other():
+                same = False
+        if not same:
+            return False
+    return True
+
+
+def _re2_regex(nodes: Nodes, names: list[str]) -> str:
+    """RE2 has no re.ASCII for texts, so character sets are spelled out; group `names[i]` becomes `gi`."""
     parts: list[str] = []
     for node in nodes:
         match node:
             case Run():
-                parts.append(_rust_set(node.chars) + _rust_times(node.low, node.high))
+                parts.append(_re2_set(node.chars) + _re2_times(node.low, node.high))
             case Group():
                 name = f"?P<g{names.index(node.name)}>" if node.name else "?:"
-                parts.append(f"({name}{_rust_regex(node.body, names)})")
+                parts.append(f"({name}{_re2_regex(node.body, names)})")
             case Repeat():
-                times = _rust_times(node.low, node.high) + ("?" if node.lazy else "")
-                parts.append(f"(?:{_rust_regex(node.body, names)}){times}")
+                times = _re2_times(node.low, node.high) + ("?" if node.lazy else "")
+                parts.append(f"(?:{_re2_regex(node.body, names)}){times}")
             case Either():
-                parts.append(f"(?:{'|'.join(_rust_regex(body, names) for body in node.bodies)})")
+                parts.append(f"(?:{'|'.join(_re2_regex(body, names) for body in node.bodies)})")
             case Anchor():
                 parts.append(r"\z" if node.at_end else r"\A")
             case Other():
@@ -259,11 +278,11 @@ def _rust_regex(nodes: Nodes, names: list[str]) -> str:
     return "".join(parts)
 
 
-def _rust_times(low: int, high: int) -> str:
+def _re2_times(low: int, high: int) -> str:
     return f"{{{low},}}" if high >= UNBOUNDED else f"{{{low},{high}}}"
 
 
-def _rust_set(chars: int) -> str:
+def _re2_set(chars: int) -> str:
     members = "".join(rf"\x{{{char:x}}}" for char in range(128) if chars >> char & 1)
     others = r"\x{80}-\x{10ffff}" if chars & OTHERS else ""
     return f"[{members}{others}]"

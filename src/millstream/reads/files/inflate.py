@@ -1,17 +1,23 @@
-"""A gzip file as a stream with seek points: zlib by ctypes, because only its Z_BLOCK mode says where blocks end.
+"""gzip and BGZF data -> text: from any seek point or block, or as a stream that records seek points on the way.
 
-A point is a place between two deflate blocks: the byte where the next one starts and the 32 kB of text before it are
-all a decoder needs to start there. Python's zlib hides both; rapidgzip gives them, at 380 MB of memory. One block in
-eight starts at a whole byte, and only those are taken, so that any decoder can start there.
+The stream calls zlib through ctypes, because only its Z_BLOCK mode reports where deflate blocks end.
 """
 
 import ctypes
 import ctypes.util
-from collections.abc import Callable
-from typing import NamedTuple
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from millstream.errors import MissingExtra
 
+T = TypeVar("T")
+# isal decodes three times as fast; same interface as zlib, except for its class of errors.
+fast_zlib = cast("_Zlib", import_module("isal.isal_zlib" if find_spec("isal") else "zlib"))
 WINDOW_BYTES = 32 << 10
 _IN_BYTES = 256 << 10
 _OUT_BYTES = 256 << 10
@@ -21,7 +27,7 @@ _AT_BLOCK_END, _IN_LAST_BLOCK, _UNUSED_BITS = 128, 64, 7
 
 
 class Point(NamedTuple):
-    """Where decoding can start: byte of the file, byte of the text, and the text before."""
+    """Where decoding can start: byte of the file, byte of the text, and the text before it."""
 
     raw: int
     plain: int
@@ -29,7 +35,7 @@ class Point(NamedTuple):
 
 
 class Inflate:
-    """Decodes all members of a gzip file, in order, and keeps a point about every `spacing` bytes of text."""
+    """Decodes all members of a gzip file, in order, and records a point about every `spacing` bytes of text."""
 
     def __init__(self, read: Callable[[int], bytes], *, spacing: int) -> None:
         self._zlib = _load()
@@ -37,7 +43,7 @@ class Inflate:
         self._spacing = spacing
         self._stream = _Stream()
         self._in = b""
-        # The window of a point is the text just before it: keep it in front of what is decoded next.
+        # The window of a point is the text just before it: kept in front of what is decoded next.
         self._out = (ctypes.c_ubyte * (WINDOW_BYTES + _OUT_BYTES))()
         self._filled = 0
         self._last_point = 0
@@ -45,15 +51,15 @@ class Inflate:
         self._fresh = False  # at the start of one
         self._reset = self._zlib.inflateInit2_
         self.member_start = 0
-        self.raw = 0  # bytes of the file that were read
-        self.plain = 0  # bytes of text that were decoded
+        self.raw = 0  # bytes of the file read so far
+        self.plain = 0  # bytes of text decoded so far
         self.points: list[Point] = []
         self.damage: str | None = None
-        self.whole = False  # although it is damaged, all text was decoded
+        self.whole = False  # all text was decoded despite the damage
 
     @property
     def used(self) -> int:
-        """Bytes of the file that were decoded."""
+        """Bytes of the file decoded so far."""
         return self.raw - self._stream.avail_in
 
     def read(self) -> memoryview:
@@ -94,7 +100,7 @@ class Inflate:
             if rest[:1] == b"\x1f" and rest[1:] in (b"\x8b", b""):
                 break
             if rest[:1] != b"\0":
-                self.damage = f"after the gzip data comes something else, at byte {at}"
+                self.damage = f"the gzip data is followed by other data at byte {at}"
                 self.whole = True
                 return False
             zeros = self._stream.avail_in - len(self._in[start:].lstrip(b"\0"))
@@ -113,7 +119,7 @@ class Inflate:
         return True
 
     def _inflate(self) -> memoryview:
-        if self._filled == len(self._out):  # slide: the last 32 kB become the window
+        if self._filled == len(self._out):  # slide: keep the last 32 kB as the window
             ctypes.memmove(self._out, ctypes.byref(self._out, self._filled - WINDOW_BYTES), WINDOW_BYTES)
             self._filled = WINDOW_BYTES
         before = self._filled
@@ -125,10 +131,10 @@ class Inflate:
         if status == _Z_STREAM_END:
             self._ended = True
         elif status == _Z_BUF_ERROR and self._stream.avail_in == 0:
-            pass  # wants more input
+            pass  # needs more input
         elif status < 0:
             reason = (self._stream.msg or b"cannot be decoded").decode()
-            # Only the last member's trailer: what else there may be in the file is not text that comes before.
+            # Only if it is the trailer of the last member: nothing of the text is missing then.
             self.whole = reason.startswith("incorrect") and self._stream.avail_in <= 4 and not self._read(1)
             self.damage = (
                 f"the gzip data is damaged at byte {self.used} ({reason}), in the member that starts at "
@@ -143,16 +149,93 @@ class Inflate:
             self._last_point = self.plain
         return memoryview(self._out)[before : self._filled]
 
-    def _member(self) -> str:
-        return f"of the gzip member that starts at byte {self.member_start}"
-
     def _at_block_end(self) -> bool:
         """Between two blocks of one member, at a whole byte; also right after a member's header."""
         return self._stream.data_type & (_AT_BLOCK_END | _IN_LAST_BLOCK | _UNUSED_BITS) == _AT_BLOCK_END
 
     def _check(self, status: int) -> None:
         if status != 0:
-            raise MemoryError(f"zlib: inflateInit answered {status}")
+            raise MemoryError(f"zlib: inflateInit failed with status {status}")
+
+
+def bgzf_size(head: bytes) -> int:
+    """The size of the BGZF block that starts with these 18 bytes; 0 for an ordinary gzip member."""
+    if len(head) < 18 or head[:4] != b"\x1f\x8b\x08\x04" or head[10:16] != b"\x06\0BC\x02\0":
+        return 0
+    return int.from_bytes(head[16:18], "little") + 1
+
+
+def decode_bgzf(rest: bytes) -> bytes:
+    """The text of a BGZF block, given without its 18-byte head. zlib.error if checksum or length do not match."""
+    size = int.from_bytes(rest[-4:], "little")
+    text = inflate(memoryview(rest)[:-8], size=size) if size else b""
+    if len(text) != size or fast_zlib.crc32(text) != int.from_bytes(rest[-8:-4], "little"):
+        raise zlib.error("its checksum does not match")
+    return text
+
+
+def inflate(data: bytes | memoryview, *, size: int, window: bytes = b"") -> bytes:
+    """Decode `size` bytes of raw deflate data, starting from this window. zlib.error if that fails."""
+    # Not isal's IgzipDecompressor: with a dictionary it corrupts the heap (isal 1.8.0).
+    try:
+        text = fast_zlib.decompressobj(-15, zdict=window).decompress(data, size)
+    except fast_zlib.error:
+        text = b""
+    # For data damaged or truncated further on, isal returns less than zlib, or nothing.
+    return text if len(text) == size else zlib.decompressobj(-15, zdict=window).decompress(data, size)
+
+
+def ahead(items: Iterator[T], *, depth: int) -> Generator[T]:
+    """Iterate in a thread, `depth` items ahead. Errors are raised in place of their item; closing stops the thread."""
+    waiting: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def work() -> None:
+        try:
+            for item in items:
+                _put(waiting, (True, item), stopped)
+                if stopped.is_set():
+                    return
+            _put(waiting, (False, None), stopped)
+        except BaseException as error:
+            _put(waiting, (False, error), stopped)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            more, item = waiting.get()
+            if not more:
+                if item is not None:
+                    raise item  # pyright: ignore
+                return
+            yield item  # pyright: ignore
+    finally:
+        stopped.set()
+        thread.join()
+
+
+class _Decompressor(Protocol):
+    eof: bool
+    unused_data: bytes
+
+    def decompress(self, data: bytes | memoryview, max_length: int = 0) -> bytes: ...
+
+
+class _Zlib(Protocol):
+    error: type[Exception]
+
+    def decompressobj(self, wbits: int, zdict: bytes = b"") -> _Decompressor: ...
+    def crc32(self, data: bytes) -> int: ...
+
+
+def _put(waiting: "queue.Queue[T]", item: T, stopped: threading.Event) -> None:
+    while not stopped.is_set():
+        try:
+            waiting.put(item, timeout=0.1)
+            return
+        except queue.Full:
+            continue
 
 
 class _Stream(ctypes.Structure):
@@ -180,4 +263,4 @@ def _load() -> ctypes.CDLL:
             return ctypes.CDLL(name) if name else ctypes.CDLL("libz.dylib")
         except OSError:
             continue
-    raise MissingExtra("gzip files are indexed with the system's zlib, which is not there: apt install zlib1g")
+    raise MissingExtra("indexing gzip files needs the system's zlib, which was not found: apt install zlib1g")

@@ -1,8 +1,4 @@
-"""From a name to the numbers of the records that bear it: numbers in the order of their names' hashes.
-
-About 4 bytes a record: a packed number and one byte of hash; the names themselves stay in the data file, where a
-candidate is looked up. Built in parts on disk, so that a billion names need no more memory than a million.
-"""
+"""Read names -> record numbers: hashes of the first words of headers, in a sorted table."""
 
 import tempfile
 from pathlib import Path
@@ -10,22 +6,44 @@ from typing import BinaryIO
 
 import numpy as np
 
-from millstream.source.names import hash_name
-from millstream.store.packed import Numbers
-from millstream.store.sections import Sections, SectionsWriter
+from millstream.core.kernels import kernel
+from millstream.core.records import Bytes
+from millstream.reads.files.packed import Numbers
+from millstream.reads.files.sections import Sections, SectionsWriter
 
-SMALL = 1 << 20  # a file of no more records always gets its table
-_BUCKET = 16  # names in a bucket, about
-_PARTS = 256
+SMALL = 1 << 20  # files with up to this many records always get a name table
+_BUCKET = 16  # names per bucket, about
+PARTS = 256  # files that a large table is sorted in
 _HASH_BITS = 63
 
 
-class NameTableWriter:
-    """Takes hashes in record order. Past `SMALL` names it goes on only if `large`."""
+def name_of(header: bytes) -> bytes:
+    """The first word of a header line."""
+    words = header.split(None, 1)
+    return words[0] if words and not header[:1].isspace() else b""
 
-    def __init__(self, folder: Path, *, large: bool) -> None:
+
+def hash_name(name: bytes) -> int:
+    """The hash of one name."""
+    text = np.frombuffer(bytearray(name), np.uint8)  # writable, as buffers are: one compilation
+    return int(hash_names(text, np.zeros(1, np.int64), np.array([len(text)], np.int64))[0])
+
+
+def hash_names(text: Bytes, starts: Numbers, ends: Numbers) -> Numbers:
+    """63-bit hashes of the first words of text[starts[i]:ends[i]]."""
+    out = np.empty(len(starts), np.int64)
+    _hash_names(text, starts, ends, out)
+    return out
+
+
+class NameTableWriter:
+    """Takes hashes in record order. A table of more than `small` names is written only if `large`."""
+
+    def __init__(self, folder: Path, *, large: bool, small: int = SMALL, parts: int = PARTS) -> None:
         self._folder = folder
         self._large = large
+        self._small = small
+        self._num_parts = parts
         self._pending: list[Numbers] = []
         self._num_pending = 0
         self._parts: list[BinaryIO] = []
@@ -34,7 +52,7 @@ class NameTableWriter:
     @property
     def wanted(self) -> bool:
         """Whether there will be a table."""
-        return self._large or self._rows <= SMALL
+        return self._large or self._rows <= self._small
 
     def append(self, hashes: Numbers) -> None:
         self._pending.append(hashes)
@@ -42,11 +60,11 @@ class NameTableWriter:
         self._rows += len(hashes)
         if not self.wanted:
             self._pending.clear()
-        elif self._num_pending >= SMALL:
+        elif self._num_pending >= self._small:
             self._spill()
 
     def finish(self, sections: SectionsWriter) -> None:
-        """Sort and write the table, unless there are too many names for one that nobody asked for."""
+        """Sort and write the table, unless it is not `wanted`."""
         if not self.wanted:
             return
         bits = max(int(self._rows // _BUCKET).bit_length(), 1)
@@ -86,8 +104,8 @@ class NameTableWriter:
         order = np.argsort(hashes)
         pairs = np.stack([hashes[order], order + first], axis=1)
         if not self._parts:
-            # One part is enough for what fits in memory; the number of parts must not change later.
-            count = 1 if not self._large or self._rows < SMALL else _PARTS
+            # One part is enough for what fits in memory. The number of parts cannot change later.
+            count = 1 if not self._large or self._rows < self._small else self._num_parts
             self._parts = [self._part() for _ in range(count)]
         width = _HASH_BITS - (len(self._parts) - 1).bit_length()
         edges = np.searchsorted(pairs[:, 0] >> width, np.arange(len(self._parts) + 1))
@@ -96,7 +114,7 @@ class NameTableWriter:
 
 
 class NameTable:
-    """Looks up candidates; the caller compares names."""
+    """Looks up candidates; the caller compares their names."""
 
     def __init__(self, sections: Sections) -> None:
         self._starts = sections.column("names.starts")
@@ -106,7 +124,7 @@ class NameTable:
         self._bits = (self._starts.rows - 1).bit_length() - 1
 
     def candidates(self, name: bytes) -> list[int]:
-        """Records whose name has the same hash, in order; nearly always those of that name."""
+        """Records whose names have the same hash, in order: nearly always those with this name."""
         key = hash_name(name)
         bucket = key >> (_HASH_BITS - self._bits)
         start, end = self._starts.take(np.array([bucket, bucket + 1], np.int64)).tolist()
@@ -114,3 +132,20 @@ class NameTable:
         self._sections.check(place + start, place + end)
         (hits,) = np.nonzero(self._tags[start:end] == key & 255)
         return sorted(self._numbers.take(hits + start).tolist())
+
+
+@kernel
+def _hash_names(text: Bytes, starts: Numbers, ends: Numbers, out: Numbers) -> None:
+    # Two 32-bit FNV hashes; all products stay below 2^63.
+    for index in range(len(starts)):
+        a = 2166136261
+        b = 84696351
+        for position in range(starts[index], ends[index]):
+            byte = np.int64(text[position])
+            if byte <= 32:
+                break
+            a = ((a ^ byte) * 16777619) & 0xFFFFFFFF
+            b = ((b ^ byte) * 709607) & 0xFFFFFFFF
+        a = ((a ^ (a >> 16)) * 73244475) & 0xFFFFFFFF
+        b = ((b ^ (b >> 15)) * 73244475) & 0xFFFFFFFF
+        out[index] = ((a ^ (a >> 16)) << 31) | (b >> 1)

@@ -1,6 +1,7 @@
-"""One indexed FASTA or FASTQ file: rows in, letters out."""
+"""One indexed FASTA or FASTQ file: row numbers in, sequences out; and its index as a samtools .fai."""
 
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -9,27 +10,28 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from millstream.collection import Medium
-from millstream.console import quoted
-from millstream.errors import StaleIndex
-from millstream.records import Bytes
-from millstream.source.fingerprint import Fingerprint, file_crc32c
-from millstream.source.headers import Headers, Integers, Texts
-from millstream.source.names import name_of
-from millstream.source.scan import IRREGULAR
-from millstream.store.header_columns import HeaderColumnReader
-from millstream.store.index import add_names, stored_columns
-from millstream.store.name_table import NameTable
-from millstream.store.packed import Numbers, sums_before
-from millstream.store.sections import Sections
-from millstream.store.texts import Runs, Text, open_text
+from millstream.core.collection import Medium
+from millstream.core.console import quoted
+from millstream.core.files import publish
+from millstream.core.records import Bytes
+from millstream.errors import BadSource, StaleIndex
+from millstream.reads.files.columns import HeaderColumnReader
+from millstream.reads.files.headers import Headers, Integers, Texts
+from millstream.reads.files.index import add_names, stored_columns
+from millstream.reads.files.names import NameTable, name_of
+from millstream.reads.files.packed import Numbers, sums_before
+from millstream.reads.files.scan import IRREGULAR
+from millstream.reads.files.scanning import Fingerprint, file_crc32c
+from millstream.reads.files.sections import Sections
+from millstream.reads.files.texts import Runs, Text, open_text
 
 SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"
-_NO_LETTERS = np.empty(0, np.uint8)
+_NO_BASES = np.empty(0, np.uint8)
+_ROWS = 65536
 
 
 class Places(NamedTuple):
-    """Where records lie in the text."""
+    """Where records are in the text."""
 
     start: Numbers
     head: Numbers  # bytes of the header line
@@ -37,11 +39,11 @@ class Places(NamedTuple):
     span: Numbers  # bytes up to the next record
     line: Numbers
     eol: Numbers
-    gap: Numbers  # bytes between the last base and the first quality letter, if all were one line
+    gap: Numbers  # bytes between the last base and the first quality, if all are on one line
 
 
 class Fetched(NamedTuple):
-    """What one part of a collection gives for its rows."""
+    """Sequences and columns of rows of one part of a collection."""
 
     flat: Bytes
     offsets: Numbers
@@ -64,9 +66,7 @@ class ReadFile:
         self._stat = self._state()
         self.text: Text = open_text(path, sections, memory=memory)
         self._place = lru_cache(maxsize=1024)(self._find_place)
-        self.columns: dict[str, HeaderColumnReader] = {}
-        for stored in stored_columns(sections):
-            self.columns[stored.name] = HeaderColumnReader(stored, sections, self.columns)
+        self.columns = {stored.name: HeaderColumnReader(stored, sections) for stored in stored_columns(sections)}
 
     @property
     def format(self) -> str:
@@ -97,17 +97,17 @@ class ReadFile:
         return zip(starts.tolist(), (ends.start + ends.span).tolist(), strict=True)
 
     def verify(self) -> Iterator[str]:
-        """Check every byte of the index and of the file; what is wrong."""
+        """Verify the checksums of index and file; yields every damage."""
         yield from self.sections.damages()
         known = Fingerprint.of_json(self.sections.meta["fingerprint"])
         if file_crc32c(self.path) != known.crc32c:
             yield (
-                f"{self.path}: its CRC-32C is not what it was when it was indexed. If that is meant: "
+                f"{self.path}: its CRC-32C has changed since it was indexed. If that is intended: "
                 f"millstream index {quoted(self.path)} --rebuild"
             )
 
     def check_unchanged(self) -> None:
-        """Notice a file that was replaced or written to since it was opened; 2 us."""
+        """Raise StaleIndex if the file was replaced or written to since it was opened; takes 2 us."""
         if self._state() != self._stat:
             raise StaleIndex(
                 f"{self.path}: changed while it was open. Rebuild: millstream index {quoted(self.path)} --rebuild"
@@ -129,19 +129,19 @@ class ReadFile:
         return self.columns[name].stored.kept != "header"
 
     def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
-        """Letters of these rows, and of quality, `name` and columns what is asked for."""
+        """Sequences of these rows, and the qualities, names and columns among `fields`."""
         places = self.places(rows)
         columns = {name: self.column(name, rows, places) for name in fields if name in self.columns}
         if NAME in fields and NAME not in self.columns:
             columns[NAME] = pa.array(self.names(places), pa.string())
-        wants_letters = SEQUENCE in fields or QUALITY in fields
-        flat, offsets = self.sequences(places) if wants_letters else (_NO_LETTERS, np.zeros(len(rows) + 1, np.int64))
+        needs_bases = SEQUENCE in fields or QUALITY in fields
+        flat, offsets = self.sequences(places) if needs_bases else (_NO_BASES, np.zeros(len(rows) + 1, np.int64))
         quality = self.qualities(places) if QUALITY in fields and self.has_quality else None
         return Fetched(flat, offsets, quality, columns)
 
     def places(self, rows: Numbers) -> Places:
-        """Where these records lie."""
-        self.check_unchanged()  # nothing is read of a file that is not what it was
+        """Where these records are in the text."""
+        self.check_unchanged()  # never read from a file that has changed
         geometry = self._geometry
         start = sums_before(geometry["anchor"].packed(rows >> 5), geometry["span"].packed(rows), rows)
         span, bases, tail, line, eol, gap = (
@@ -154,25 +154,25 @@ class ReadFile:
         return self._geometry["bases"].take(rows)
 
     def sequences(self, places: Places) -> tuple[Bytes, Numbers]:
-        """Letters and offsets."""
-        # An end of line of 0 tells that there are no comments to skip; FASTQ that arithmetic follows is one line.
+        """Bases and offsets."""
+        # An eol of 0 means that there are no comments to skip; regular FASTQ has one line per sequence.
         eol = np.zeros_like(places.eol) if self.has_quality else places.eol
-        return self.text.letters(
+        return self.text.gather(
             Runs(places.start + places.head, places.bases, places.span - places.head, places.line, eol)
         )
 
     def qualities(self, places: Places) -> Bytes:
-        """Quality letters, under the same offsets as the sequences."""
+        """Base qualities, with the same offsets as the sequences."""
         start = places.start + places.head + places.bases + places.gap
         line = np.where(places.line == IRREGULAR, IRREGULAR, 0)
-        nothing = np.zeros_like(line)
-        return self.text.letters(Runs(start, places.bases, places.start + places.span - start, line, nothing))[0]
+        zeros = np.zeros_like(line)
+        return self.text.gather(Runs(start, places.bases, places.start + places.span - start, line, zeros))[0]
 
     def headers(self, places: Places) -> tuple[Bytes, Numbers, Numbers]:
-        """Header lines without '>' and line end: text, starts, ends."""
+        """Header lines without '>' or '@' and line end: text, starts, ends."""
         count = places.head - 1
-        nothing = np.zeros_like(count)
-        flat, offsets = self.text.letters(Runs(places.start + 1, count, count, nothing, nothing))
+        zeros = np.zeros_like(count)
+        flat, offsets = self.text.gather(Runs(places.start + 1, count, count, zeros, zeros))
         ends = offsets[1:].copy()
         for byte in b"\n\r":
             last = flat[np.maximum(ends - 1, 0)] if len(flat) else np.zeros(len(ends), np.uint8)
@@ -190,7 +190,7 @@ class ReadFile:
         return [name_of(text[start:end]).decode(errors="replace") for start, end in spans]
 
     def column(self, name: str, rows: Numbers, places: Places | None = None) -> pa.Array:
-        """A column of these rows; read from their headers if it is kept nowhere else."""
+        """A column of these rows; parsed from their headers if it is not stored."""
         column = self.columns[name]
         if column.stored.kept != "header":
             return column.take(rows, self.lengths(rows) if column.needs_lengths else rows)
@@ -212,7 +212,7 @@ class ReadFile:
         return "names.tags" in self.sections
 
     def with_names(self) -> "ReadFile":
-        """The same file with a table of names in its index, which is made now."""
+        """The same file, with a name table in its index, built now."""
         index = add_names(self.path, self.sections)
         return ReadFile(self.path, index, memory=self._memory)
 
@@ -230,7 +230,7 @@ class ReadFile:
         return self.text.decoded
 
     def find(self, name: str) -> list[int]:
-        """Rows of this name, in order."""
+        """Rows with this name, in order."""
         candidates = self._name_table.candidates(name.encode())
         if not candidates:
             return []
@@ -238,24 +238,24 @@ class ReadFile:
         return [row for row, other in zip(candidates, found, strict=True) if other == name]
 
     def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
-        """Letters [start, end) of records; where lines follow arithmetic, only those bytes are read."""
+        """Bases [start, end) of records; where the line layout is regular, only those bytes are read."""
         places = self.places(rows)
         if (places.line == IRREGULAR).any():
             parts = [self.sequences(self.places(rows[at : at + 1]))[0] for at in range(len(rows))]
             parts = [part[start:end] for part, start, end in zip(parts, starts.tolist(), ends.tolist(), strict=True)]
-            return np.concatenate([_NO_LETTERS, *parts]), np.append(0, np.cumsum(ends - starts))
-        line = np.maximum(places.line, 1)  # of one line there is no end
+            return np.concatenate([_NO_BASES, *parts]), np.append(0, np.cumsum(ends - starts))
+        line = np.maximum(places.line, 1)  # a sequence on one line has no line length
         skipped = np.where(places.line > 0, places.eol, 0)
         first, last = (at + at // line * skipped for at in (starts, np.maximum(ends - 1, starts)))
         raw = places.start + places.head + first
         runs = Runs(raw, ends - starts, last - first + 1, places.line, places.eol, starts % line)
-        return self.text.letters(runs)
+        return self.text.gather(runs)
 
     def length(self, row: int) -> int:
         return self._place(row)[1]
 
     def region(self, row: int, start: int, end: int) -> Bytes:
-        """Letters [start, end) of one record."""
+        """Bases [start, end) of one record."""
         self.check_unchanged()
         first, _, line, eol = self._place(row)
         if line == IRREGULAR:
@@ -266,13 +266,52 @@ class ReadFile:
         return np.frombuffer(self.text.read(first + begin, span).translate(None, b"\r\n"), np.uint8)
 
     def _find_place(self, row: int) -> tuple[int, int, int, int]:
-        """First letter, number of letters, line and its end."""
+        """Position of the first base, number of bases, bases per line, bytes per line end."""
         places = self.places(np.array([row], np.int64))
         first, bases, line, eol = places.start + places.head, places.bases, places.line, places.eol
         return int(first[0]), int(bases[0]), int(line[0]), int(eol[0])
+
+
+def write_fai(file: ReadFile) -> list[Path]:
+    """Write FILE.fai (and FILE.gzi) beside the data; returns the files written."""
+    if file.sections.meta["kind"] not in ("plain", "bgzf"):
+        raise BadSource(f"{file.path}: samtools reads plain and BGZF files only; recompress it: bgzip")
+    fai = file.path.with_name(file.path.name + ".fai")
+    publish(fai, b"".join(_lines(file, start) for start in range(0, file.records, _ROWS)))
+    if file.sections.meta["kind"] == "plain":
+        return [fai]
+    gzi = file.path.with_name(file.path.name + ".gzi")
+    raw, plain = (_all(file, f"block.{name}") for name in ("raw", "plain"))
+    pairs = np.stack([raw, plain], axis=1)[1:].astype("<u8")
+    publish(gzi, struct.pack("<Q", len(pairs)) + pairs.tobytes())
+    return [fai, gzi]
 
 
 def _texts(parsed: Texts) -> Sequence[str | None]:
     text = parsed.flat.tobytes()
     rows = zip(parsed.starts.tolist(), parsed.ends.tolist(), parsed.valid.tolist(), strict=True)
     return [text[start:end].decode(errors="replace") if valid else None for start, end, valid in rows]
+
+
+def _lines(file: ReadFile, first: int) -> bytes:
+    places = file.places(np.arange(first, min(first + _ROWS, file.records), dtype=np.int64))
+    (wrong,) = np.nonzero(places.line == IRREGULAR)
+    names = file.names(places)
+    if len(wrong):
+        raise BadSource(
+            f"{file.path}: record {first + int(wrong[0])} ({names[int(wrong[0])]}) has lines of different lengths, "
+            "which a .fai cannot describe"
+        )
+    offset = places.start + places.head
+    width = np.where(places.line == 0, places.bases, places.line)
+    columns = [places.bases, offset, width, width + places.eol]
+    if file.has_quality:
+        columns.append(offset + places.bases + places.gap)
+    rows = zip(names, *(column.tolist() for column in columns), strict=True)
+    # samtools skips records without bases
+    return "".join("\t".join(map(str, row)) + "\n" for row in rows if row[1]).encode()
+
+
+def _all(file: ReadFile, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    column = file.sections.column(name)
+    return column.take(np.arange(column.rows, dtype=np.int64))

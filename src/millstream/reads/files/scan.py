@@ -1,8 +1,8 @@
-"""Text in buffers -> where its records lie: FASTA and FASTQ, one-line or wrapped, in one pass over every byte.
+"""Buffers of text -> where records are: FASTA and FASTQ, one-line or wrapped, in one pass over every byte.
 
-Bytes up to blank and from 127 on are *events*, found eight at a time; everything else is letters and need not be
-looked at one by one. A record's place is a `Rows` row. Records with a line geometry that arithmetic cannot follow
-(ragged lines, blanks, comments, wrapped FASTQ) are marked and read letter by letter later (`letters` in gather.py).
+Bytes up to 32 and from 127 on are *events*, found eight at a time; all others are bases or qualities and are not
+inspected one by one. Each record becomes a row. Records with an irregular line layout (ragged lines, blanks, comments,
+wrapped FASTQ) are marked, and fetched character by character later (`gather` in packed.py).
 """
 
 from typing import Literal, NamedTuple
@@ -10,19 +10,19 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.kernels import HAVE_NUMBA, kernel
-from millstream.records import Bytes
+from millstream.core.kernels import kernel
+from millstream.core.records import Bytes
 
 Format = Literal["fasta", "fastq"]
 Numbers = NDArray[np.int64]
-IRREGULAR = -1  # as `line`: the lines of this record follow no arithmetic
+IRREGULAR = -1  # as `line`: the record has lines of different lengths
 
-# What a row says of a record, in this order.
+# The columns of a row.
 START, HEAD, BASES, LINE, EOL, GAP = range(6)
 ROW = 6
 
 # The state between two buffers.
-_PHASE, _KIND, _LINE_START, _LETTERS, _RAGGED, _LAST_CR, _NUM_LINES, _PREVIOUS, _PREVIOUS_EOL = range(9)
+_PHASE, _KIND, _LINE_START, _LENGTH, _RAGGED, _LAST_CR, _NUM_LINES, _PREVIOUS, _PREVIOUS_EOL = range(9)
 _R_START, _R_HEAD, _R_BASES, _R_LINE, _R_EOL, _R_GAP, _R_QUALITY, _R_BLANK, _R_NUMBER, _ERROR, _ERROR_AT = range(9, 20)
 _STATE = 20
 # phases
@@ -32,27 +32,27 @@ _UNKNOWN, _HEADER, _TEXT, _COMMENT, _PLUS_LINE, _QUALITY_LINE = range(6)
 
 _NEWLINE, _RETURN, _GREATER, _SEMICOLON, _AT, _PLUS_SIGN = 10, 13, 62, 59, 64, 43
 _WHY = {
-    1: "a byte that is no text (value {byte})",
-    2: "a line that does not start a record: FASTQ records start with '@'",
+    1: "not a text character (byte {byte})",
+    2: "expected a FASTQ record, which starts with '@'",
     3: "a record without a '+' line",
-    4: "a quality line whose length differs from its sequence",
+    4: "a quality string and a sequence of different lengths",
     5: "sequence before the first '>' line",
 }
 
 
 class Scanned(NamedTuple):
-    """What a buffer held. Positions of headers and segments are within the buffer; `rows` count in the whole text."""
+    """What was found in a buffer. Positions of headers and segments are in the buffer, those of `rows` in the text."""
 
-    rows: Numbers  # [n, 6] records that ended here
-    header_starts: Numbers  # headers that began here, without '>' or '@'
+    rows: Numbers  # [n, 6] records that end here
+    header_starts: Numbers  # headers that start here, without '>' or '@'
     header_ends: Numbers
-    segments: Numbers  # [s, 2] runs of letters: start, end
-    qualities: Numbers  # [q, 2] the same for quality
-    consumed: int  # what comes after belongs in front of the next buffer
+    segments: Numbers  # [s, 2] runs of bases: start, end
+    qualities: Numbers  # [q, 2] the same for qualities
+    consumed: int  # the rest goes in front of the next buffer
 
 
 class ScanError(Exception):
-    """The text is no FASTA or FASTQ: why, at which byte of the text, in which record."""
+    """The text is not valid FASTA or FASTQ: why, at which byte of the text, in which record."""
 
     def __init__(self, why: str, at: int, record: int) -> None:
         super().__init__(why)
@@ -60,13 +60,13 @@ class ScanError(Exception):
 
 
 class Scanner:
-    """Keeps the state between buffers. `scan` every buffer in order, then `finish`."""
+    """Scans buffers in order, and keeps the state between them."""
 
     def __init__(self, format: Format, buffer_bytes: int) -> None:
         self._fastq = format == "fastq"
         self._state = np.zeros(_STATE, np.int64)
         self._state[_LAST_CR] = -1
-        # A header of the buffer's length, then every byte an event.
+        # Worst case: a header as long as the buffer, then every byte an event.
         size = buffer_bytes + 8
         self._events = np.empty(size, np.int32)
         self._rows = np.empty((size // 2 + 2, ROW), np.int64)
@@ -76,9 +76,9 @@ class Scanner:
         self._counts = np.zeros(5, np.int64)
 
     def scan(self, buffer: Bytes, count: int, *, at: int, final: bool = False) -> Scanned:
-        """Look at buffer[:count], which starts at byte `at` of the text. The buffer's length is a multiple of 8."""
+        """Scan buffer[:count], which starts at byte `at` of the text. The buffer's length must be a multiple of 8."""
         buffer[count : -(-count // 8) * 8] = 65
-        num_events = _find_events(buffer, count, self._events)
+        num_events = _find_events(buffer.view(np.uint64), count, self._events)
         _follow(
             buffer, count, at, self._events, num_events, self._fastq, final, self._state,
             self._rows, self._headers, self._segments, self._qualities, self._counts,
@@ -97,11 +97,11 @@ class Scanner:
 
     @property
     def records(self) -> int:
-        """Records that began so far."""
+        """Records started so far."""
         return int(self._state[_R_NUMBER])
 
     def unfinished(self) -> int | None:
-        """Where the record starts that the end of the text cut short (FASTQ only), or None."""
+        """The start of the record that the text ends in the middle of (FASTQ only), or None."""
         return int(self._state[_R_START]) if self._fastq and self._state[_PHASE] != _OUTSIDE else None
 
     def _fail(self, buffer: Bytes, at: int) -> None:
@@ -112,23 +112,15 @@ class Scanner:
         raise ScanError(why, place, max(int(self._state[_R_NUMBER]) - 1, 0))
 
 
-def _find_events(buffer: Bytes, count: int, out: NDArray[np.int32]) -> int:
-    if HAVE_NUMBA:
-        return _find_in_words(buffer.view(np.uint64), count, out)
-    (found,) = np.nonzero((buffer[:count] <= 32) | (buffer[:count] >= 127))
-    out[: len(found)] = found
-    return len(found)
-
-
 _HIGH = np.uint64(0x8080808080808080)
 _LOW7 = np.uint64(0x7F7F7F7F7F7F7F7F)
 _TO_21 = np.uint64(0x5F5F5F5F5F5F5F5F)  # carries into the high bit from 0x21 on
 _ONES = np.uint64(0x0101010101010101)
-_SEVEN, _EIGHT, _ONE, _ZERO = np.uint64(7), np.uint64(8), np.uint64(1), np.uint64(0)
+_EIGHT, _ZERO = np.uint64(8), np.uint64(0)
 
 
 @kernel
-def _find_in_words(words: NDArray[np.uint64], count: int, out: NDArray[np.int32]) -> int:
+def _find_events(words: NDArray[np.uint64], count: int, out: NDArray[np.int32]) -> int:
     """Positions of bytes <= 32 or >= 127, eight bytes at a time."""
     found = 0
     for index in range((count + 7) // 8):
@@ -149,7 +141,7 @@ def _find_in_words(words: NDArray[np.uint64], count: int, out: NDArray[np.int32]
 
 @kernel
 def _emit(rows: Numbers, index: int, state: Numbers) -> int:
-    """The record that has just ended becomes a row."""
+    """Write the record that has just ended as a row."""
     rows[index, START] = state[_R_START]
     rows[index, HEAD] = state[_R_HEAD]
     rows[index, BASES] = state[_R_BASES]
@@ -178,7 +170,7 @@ def _follow(
 ) -> None:
     """Walk the events of one buffer through the grammar of FASTA or FASTQ."""
     n_rows = n_headers = n_segments = n_qualities = 0
-    segment = 0  # where the present run of letters began, in this buffer
+    segment = 0  # start of the current run of bases or qualities, in this buffer
     position = 0
     index = 0
     marker = _AT if fastq else _GREATER
@@ -191,7 +183,7 @@ def _follow(
             first = buffer[position]
             line_start = at + position
             state[_LINE_START] = line_start
-            state[_LETTERS] = 0
+            state[_LENGTH] = 0
             state[_RAGGED] = 0
             phase = state[_PHASE]
             if phase == _QUALITY:
@@ -214,7 +206,7 @@ def _follow(
                         break
                 state[_KIND] = _TEXT
             segment = position
-            if state[_KIND] == _HEADER and not fastq and phase == _SEQUENCE:  # the record before ends here
+            if state[_KIND] == _HEADER and not fastq and phase == _SEQUENCE:  # the previous record ends here
                 n_rows = _emit(rows, n_rows, state)
         # --- the next event
         if index < num_events:
@@ -231,14 +223,14 @@ def _follow(
             segments[n_segments, 0] = segment
             segments[n_segments, 1] = position
             n_segments += 1
-            state[_LETTERS] += position - segment
+            state[_LENGTH] += position - segment
             if state[_RAGGED]:
                 state[_RAGGED] = 2
         elif kind == _QUALITY_LINE and position > segment:
             qualities[n_qualities, 0] = segment
             qualities[n_qualities, 1] = position
             n_qualities += 1
-            state[_LETTERS] += position - segment
+            state[_LENGTH] += position - segment
             if state[_RAGGED]:  # a carriage return in the middle of a line
                 state[_ERROR] = 1
                 state[_ERROR_AT] = state[_LAST_CR]
@@ -258,7 +250,7 @@ def _follow(
             segment = position + 1
             if byte == _RETURN:
                 state[_LAST_CR] = at + position
-                state[_RAGGED] += 1  # the one before a newline is no harm, anything after it is
+                state[_RAGGED] += 1  # fine before a newline, ragged before anything else
             elif kind != _QUALITY_LINE and (byte == 32 or byte == 9 or byte == 11 or byte == 12):
                 state[_RAGGED] = 2
             elif byte < 32 or byte == 127 or kind == _TEXT or kind == _QUALITY_LINE:
@@ -269,7 +261,7 @@ def _follow(
         # --- a line has ended
         position_after = position + 1 if eol else position
         line_end = at + position_after
-        letters = state[_LETTERS]
+        length = state[_LENGTH]
         if kind == _HEADER:
             if eol == 0:
                 eol_bytes = 1 if state[_LAST_CR] == line_end - 1 and state[_LAST_CR] >= state[_LINE_START] else 0
@@ -295,34 +287,34 @@ def _follow(
         elif kind == _COMMENT:
             state[_R_BLANK] = 1
         elif kind == _TEXT and state[_PHASE] == _SEQUENCE:
-            if letters == 0:
+            if length == 0:
                 state[_R_BLANK] = 1
             else:
                 if state[_R_BLANK] or state[_RAGGED] >= 2:
                     state[_R_LINE] = IRREGULAR
                 if state[_NUM_LINES] == 0:
                     if state[_R_LINE] >= 0:
-                        state[_R_LINE] = letters
+                        state[_R_LINE] = length
                     state[_R_EOL] = eol if eol else 1
                 elif (
                     state[_PREVIOUS] != state[_R_LINE]
-                    or letters > state[_R_LINE]
+                    or length > state[_R_LINE]
                     or state[_PREVIOUS_EOL] != state[_R_EOL]
                     or fastq
                 ):
                     state[_R_LINE] = IRREGULAR
                 state[_NUM_LINES] += 1
-                state[_PREVIOUS] = letters
+                state[_PREVIOUS] = length
                 state[_PREVIOUS_EOL] = eol
-                state[_R_BASES] += letters
+                state[_R_BASES] += length
         elif kind == _PLUS_LINE:
             state[_R_GAP] = line_end - (state[_R_START] + state[_R_HEAD] + state[_R_BASES])
             state[_PHASE] = _QUALITY
         elif kind == _QUALITY_LINE:
-            state[_R_QUALITY] += letters
+            state[_R_QUALITY] += length
             if final and eol == 0 and state[_R_QUALITY] < state[_R_BASES]:
                 break  # cut short by the end of the text
-            if state[_R_QUALITY] > state[_R_BASES] or (state[_NUM_LINES] <= 1 and letters != state[_R_BASES]):
+            if state[_R_QUALITY] > state[_R_BASES] or (state[_NUM_LINES] <= 1 and length != state[_R_BASES]):
                 state[_ERROR] = 4
                 state[_ERROR_AT] = state[_LINE_START]
                 break

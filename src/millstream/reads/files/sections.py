@@ -1,9 +1,9 @@
 """Named arrays in one checksummed file that is mapped, not loaded: the index of a read file.
 
-    magic | arrays, each at a multiple of 64 | CRC-32C of every 1 MB | JSON: what it is, where the arrays lie | tail
+    magic | arrays, each at a multiple of 64 | CRC-32C of every 1 MB | JSON: what it is, where the arrays are | tail
 
-The tail is read first; it checks the JSON, which checks the list of CRCs. A megabyte is checked when it is first
-used, so opening takes the same time for any size and no damaged byte is believed.
+The tail is read first; it verifies the JSON and the list of CRCs. A megabyte is verified when it is first used, so
+opening takes the same time for any size, and no damaged byte is ever used.
 """
 
 import json
@@ -19,32 +19,32 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.files import no_space, publishing, sync_folder
+from millstream.core.memory import Map
+from millstream.core.records import Bytes, crc32c
 from millstream.errors import BadIndex
-from millstream.records import Bytes, crc32c
-from millstream.store.layout import no_space, publishing, sync_folder
-from millstream.store.maps import Map
-from millstream.store.packed import Packed, PackedWriter
+from millstream.reads.files.packed import Packed, PackedWriter
 
 MAGIC = b"MILLSIDX"
 VERSION = 1
 CRC_BYTES = 1 << 20
-_NOTHING_LEFT = "Nothing was left behind; free some space, or choose another place for the index with --index-dir"
+_NOTHING_LEFT = "Nothing was left behind. Free some space, or put the index elsewhere with --index-dir"
 _TAIL = struct.Struct("<QQQII8s")  # CRC list, JSON, their end; CRCs of both; magic
-_EAGER_BYTES = 16 << 20  # an array below this is checked whole on first use: 1 ms
+EAGER_BYTES = 16 << 20  # smaller arrays are verified as a whole on first use: 1 ms
 
 
 class SectionsWriter:
     """Grows arrays in temporary files; `publish` makes them one file, or nothing at all.
 
-    The files are unnamed and lie beside `path`; or they have names in `folder`, so that after a crash another writer
-    can go on from a `state` that was kept.
+    The files are unnamed and beside `path`; or named and in `folder`, so that after a crash another writer can resume
+    from a saved `state`.
     """
 
     def __init__(self, path: Path, *, folder: Path | None = None, advice: str = _NOTHING_LEFT) -> None:
         self.path = path
         self._folder = folder
         self._advice = advice
-        self._synced: dict[str, int] = {}  # bytes of a part that are known to be on disk
+        self._synced: dict[str, int] = {}  # bytes of each part that are on disk for certain
         self._parts: dict[str, BinaryIO] = {}
         self._columns: dict[str, PackedWriter] = {}
 
@@ -62,31 +62,31 @@ class SectionsWriter:
         return self._columns[name]
 
     def read_back(self, name: str) -> Generator[NDArray[np.int64]]:
-        """The values of a packed column that is complete, some at a time; nothing can be appended to it any more."""
+        """The values of a packed column, in chunks; completes it, so nothing can be appended afterwards."""
         column = self._columns[name]
         column.finish()
         directory, words = (self.part(f"{name}.{part}") for part in ("directory", "words"))
         directory.flush()
         words.flush()
         if column.rows:
-            # mode "c": a read-only array would be another type to the kernels, and compiled for again
+            # mode "c": for read-only arrays the kernels would be compiled again
             pairs, numbers = np.memmap(directory, np.int64, "c"), np.memmap(words, np.uint64, "c")
             packed = Packed(column.rows, np.asarray(pairs).reshape(-1, 2), np.asarray(numbers))
             for start in range(0, column.rows, 1 << 20):
                 yield packed.take(np.arange(start, min(start + (1 << 20), column.rows), dtype=np.int64))
 
     def drop(self, name: str) -> None:
-        """Forget a packed column."""
+        """Discard a packed column."""
         del self._columns[name]
         for part in (f"{name}.directory", f"{name}.words"):
             self.drop_part(part)
 
     def drop_part(self, name: str) -> None:
-        """Forget an array; in a folder its file stays, for whoever has to go on from a state."""
+        """Discard an array; a file in `folder` stays, for resuming from an earlier state."""
         self._parts.pop(name).close()
 
     def state(self, parts: Iterable[str], *, sync: bool = False) -> dict[str, object]:
-        """Where these parts end, and what their columns have not written yet. `sync`: brought to disk, too."""
+        """Where these parts end, and what their columns have not written yet. `sync`: also flush them to disk."""
         ends = {name: self._parts[name].tell() for name in parts}
         for name, end in ends.items():
             if sync and self._synced.get(name) != end:
@@ -97,11 +97,9 @@ class SectionsWriter:
         return {"parts": ends, "columns": columns}
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Cut the parts to where they ended; BadIndex when one is shorter."""
+        """Truncate the parts to where they ended."""
         for name, end in cast(dict[str, int], state["parts"]).items():
             part = self.part(name)
-            if part.seek(0, os.SEEK_END) < end:
-                raise BadIndex(f"{part.name}: cut short, {part.tell()} bytes where {end} were written")
             part.seek(end)
             part.truncate()
             self._synced.pop(name, None)
@@ -122,7 +120,7 @@ class SectionsWriter:
 
     def close(self) -> None:
         for part in self._parts.values():
-            with suppress(OSError):  # what a full disk did not take is of no use now
+            with suppress(OSError):  # a full disk: the rest is useless anyway
                 part.close()
 
     def _open(self, name: str) -> BinaryIO:
@@ -138,7 +136,7 @@ class SectionsWriter:
         self.close()
 
     def _write(self, file: BinaryIO, meta: Mapping[str, object]) -> None:
-        out = _Checked(file)
+        out = _ChecksummedFile(file)
         out.write(MAGIC)
         places: dict[str, tuple[int, int]] = {}
         for name, part in self._parts.items():
@@ -157,20 +155,22 @@ class SectionsWriter:
 
 
 class Sections:
-    """A published file. `meta` is what was said of it; arrays are views of the mapped file.
+    """A published file. `meta` is what `publish` was given; arrays are views of the mapped file.
 
-    `remedy` is what an error tells to do about a damaged file.
+    `remedy` ends the error message for a damaged file. A column of more than `eager_bytes` is verified where it is
+    used, not when it is opened.
     """
 
-    def __init__(self, path: Path, *, remedy: str = "") -> None:
+    def __init__(self, path: Path, *, remedy: str = "", eager_bytes: int = EAGER_BYTES) -> None:
         self.path = path
+        self.eager_bytes = eager_bytes
         self._remedy = remedy
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(size - _TAIL.size, 0))
             tail = file.read()
             if len(tail) < _TAIL.size or tail[-8:] != MAGIC:
-                raise BadIndex(f"{path}: not an index of millstream, or cut short. {remedy}")
+                raise BadIndex(f"{path}: not a millstream index, or truncated. {remedy}")
             crcs_at, text_at, end, crcs_crc, text_crc, _ = _TAIL.unpack(tail)
             in_order = len(MAGIC) <= crcs_at <= text_at <= end == size - _TAIL.size
             file.seek(crcs_at if in_order else 0)
@@ -196,21 +196,21 @@ class Sections:
         return self._map.num_bytes
 
     def array(self, name: str, dtype: type[np.generic] = np.uint8) -> NDArray[np.generic]:
-        """A whole array, checked."""
+        """A whole array, verified."""
         start, size = self._places[name]
         self.check(start, start + size)
         return self._map.view[start : start + size].view(dtype)
 
     def column(self, name: str) -> "Column":
-        """A packed column; what is large is checked where it is used."""
+        """A packed column; a large one is verified where it is used."""
         return Column(self, name)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where an array lies in the file: first byte, number of bytes."""
+        """Where an array is in the file: first byte, number of bytes."""
         return self._places[name]
 
     def view(self, name: str) -> Bytes:
-        """An array that the caller checks."""
+        """An array, not verified: the caller calls `check`."""
         start, size = self._places[name]
         return self._map.view[start : start + size]
 
@@ -218,7 +218,7 @@ class Sections:
         return self._rows[name]
 
     def check(self, start: int, end: int) -> None:
-        """Make sure that these bytes of the file are as they were written."""
+        """Verify the checksums of these bytes of the file."""
         for block in range(start // CRC_BYTES, -(-end // CRC_BYTES)):
             if not self._checked[block]:
                 self.check_block(block)
@@ -230,7 +230,7 @@ class Sections:
                     self.check_block(block)
 
     def unchecked(self, blocks: NDArray[np.int64]) -> list[int]:
-        """Those of these megabytes that nobody has checked yet."""
+        """Which of these megabytes have not been verified yet."""
         return [] if self._checked[blocks].all() else np.unique(blocks[~self._checked[blocks]]).tolist()
 
     def will_need(self, start: int, num_bytes: int) -> None:
@@ -238,7 +238,7 @@ class Sections:
         self._map.will_need(start, num_bytes)
 
     def drop_pages(self) -> None:
-        """Take the file's pages out of this process; the kernel keeps them cached as long as it likes."""
+        """Unmap the pages of the file from this process; the kernel may keep them cached."""
         self._map.drop()
 
     def check_block(self, block: int) -> None:
@@ -249,7 +249,7 @@ class Sections:
         self._checked[block] = True
 
     def damages(self) -> Generator[str]:
-        """Check everything; what is wrong."""
+        """Verify everything; yields every damage."""
         for block in range(len(self._crcs)):
             try:
                 self.check_block(block)
@@ -268,13 +268,13 @@ class Column:
         self._packed = Packed(self.rows, directory, words)
         self._directory_at, directory_bytes = sections.place(f"{name}.directory")
         self._words_at, words_bytes = sections.place(f"{name}.words")
-        self._lazy = directory_bytes + words_bytes > _EAGER_BYTES
+        self._lazy = directory_bytes + words_bytes > sections.eager_bytes
         if not self._lazy:
             sections.check(self._directory_at, self._directory_at + directory_bytes)
             sections.check(self._words_at, self._words_at + words_bytes)
 
     def packed(self, rows: NDArray[np.int64]) -> Packed:
-        """The column, checked where these rows (and those since their anchor) lie."""
+        """The column, verified where these rows are."""
         if self._lazy and len(rows):
             chunks = np.unique(rows >> 12)
             self._sections.check_blocks((self._directory_at + chunks * 16) // CRC_BYTES)
@@ -297,21 +297,21 @@ class Column:
 
     @cached_property
     def _constant(self) -> int | None:
-        """The value of all rows, if it is one: lengths, line widths and gaps of most files are."""
+        """The value of all rows, if they are equal: lengths, line widths and gaps of most files are."""
         if self._packed.words.size > 1 or not self.rows:
             return None
         values = self.whole().directory[:, 0]
         return int(values[0]) if (values == values[0]).all() else None
 
     def whole(self) -> Packed:
-        """The column, all of it checked."""
+        """The column, all of it verified."""
         self._sections.check(self._directory_at, self._directory_at + self._packed.directory.nbytes)
         self._sections.check(self._words_at, self._words_end + 1)
         return self._packed
 
 
-class _Checked:
-    """Writes, and keeps the CRC-32C of every megabyte."""
+class _ChecksummedFile:
+    """Writes to a file and computes the CRC-32C of every megabyte."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""The text of a read file by position: mapped when it is plain, decoded block by block when it is compressed.
+"""The text of a read file by position: mapped if it is plain, decoded block by block if it is compressed.
 
-They hold no more than `memory` bytes: a larger file is read instead of mapped, decoded blocks are forgotten, oldest use
-first.
+Holds at most `memory` bytes: larger plain files are read instead of mapped, and the least recently used decoded blocks
+are dropped.
 """
 
 import os
@@ -16,25 +16,24 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from millstream.console import quoted
+from millstream.core.console import quoted
+from millstream.core.memory import Map
+from millstream.core.records import Bytes, crc32c
 from millstream.errors import BadSource
-from millstream.records import Bytes, crc32c
-from millstream.source.containers import Kind, bgzf_size, decode_bgzf, decode_frame, inflate
-from millstream.source.gather import copy_pieces, gather
-from millstream.store.maps import Map
-from millstream.store.packed import Numbers
-from millstream.store.read_ranges import read_ranges
-from millstream.store.sections import Sections
+from millstream.reads.files.containers import Kind, decode_frame
+from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate
+from millstream.reads.files.packed import Numbers, copy_pieces, gather, read_ranges
+from millstream.reads.files.sections import Sections
 
 PAGE_BYTES = 4096
-_MANY_BLOCKS = 1 << 18  # 2 MB of their starts
-_NEAR_BYTES = 4096  # reading so many bytes for nothing costs less than asking twice
+_MANY_BLOCKS = 1 << 18  # whose starts take 2 MB
+_NEAR_BYTES = 4096  # reading this many bytes in vain costs less than a second system call
 
 
 class Runs(NamedTuple):
-    """Letters to cut: `counts[i]` from `starts[i]` on, which lie within `spans[i]` bytes.
+    """Characters to fetch: `counts[i]` from `starts[i]` on, within `spans[i]` bytes.
 
-    `phases[i]` letters of the first line come before `starts[i]`.
+    `phases[i]` characters of the first line come before `starts[i]`.
     """
 
     starts: Numbers
@@ -45,55 +44,55 @@ class Runs(NamedTuple):
     phases: Numbers | None = None
 
     def from_text(self, text: Bytes, starts: Numbers) -> tuple[Bytes, Numbers]:
-        """The letters out of text in which the runs start here."""
+        """The characters of the runs, from text in which they start at `starts`."""
         return gather(text, starts, self.counts, self.lines, self.eols, self.phases)
 
     @property
     def num_bytes(self) -> Numbers:
-        """How much text each run takes: no more than its letters, if they are one line."""
+        """Bytes of text to read for each run."""
         return np.where(self.lines == 0, self.counts, self.spans)
 
 
 class Text(Protocol):
-    """Text that records are cut from."""
-
-    def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
-        """The letters of all runs: flat, and n+1 offsets."""
-        ...
+    """Text that records are fetched from."""
 
     decoded: int  # blocks so far
 
+    def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
+        """The characters of all runs: flat, and n+1 offsets."""
+        ...
+
     def read(self, start: int, count: int) -> bytes:
-        """The bytes as they are."""
+        """The bytes, line ends included."""
         ...
 
     def held_bytes(self) -> int:
-        """What it holds in memory at present."""
+        """Bytes held in memory now."""
         ...
 
     @property
     def run_bytes(self) -> int:
-        """How much of the text has to be read to get at one byte."""
+        """How much text must be read to get one byte."""
         ...
 
     def will_need(self, start: int, end: int) -> None:
-        """Start reading this part of the text from disk."""
+        """Start reading this range of the text from disk."""
         ...
 
     def release(self, start: int, end: int) -> None:
-        """This part of the text is not needed any more."""
+        """This range of the text is no longer needed."""
         ...
 
 
 class MappedText:
-    """A plain file that may be held in memory whole."""
+    """A plain file that fits into the memory budget."""
 
     decoded = 0
 
     def __init__(self, path: Path) -> None:
         self._map = Map(path)
 
-    def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
+    def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
         return runs.from_text(self._map.view, runs.starts)
 
     def read(self, start: int, count: int) -> bytes:
@@ -110,15 +109,15 @@ class MappedText:
         self._map.will_need(start, end - start)
 
     def release(self, start: int, end: int) -> None:
-        """The whole file may be held."""
+        """The whole file fits into the budget."""
 
 
 class PlainText:
-    """A plain file larger than the memory it may take: read where it is wanted, and nothing kept.
+    """A plain file larger than the memory budget: read on demand, nothing is kept.
 
-    A mapping would do, but the kernel maps 64 kB around each byte that is touched, and letting go of that and taking it
-    again costs more (4 us a read) than asking for the bytes (1 us). Where neighbours are wanted one after another it is
-    mapped: from the first `will_need` on, until `release`.
+    It is not mapped for random access: the kernel maps 64 kB around each byte that is touched, and dropping and mapping
+    that again costs more (4 us per read) than reading the bytes (1 us). For neighbouring reads in sequence it is
+    mapped, from the first `will_need` until `release`.
     """
 
     decoded = 0
@@ -128,7 +127,7 @@ class PlainText:
         self._map: Map | None = None
         self._held = 0
 
-    def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
+    def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
         if self._map is not None:
             return runs.from_text(self._map.view, runs.starts)
         return runs.from_text(*self._read(runs.starts, runs.starts + runs.num_bytes))
@@ -146,7 +145,7 @@ class PlainText:
     def will_need(self, start: int, end: int) -> None:
         if self._map is None:
             self._map = Map(self._path)
-        _ask_for(self._path, start, end)
+        _read_ahead(self._path, start, end)
         self._held += end - start
 
     def release(self, start: int, end: int) -> None:
@@ -155,7 +154,7 @@ class PlainText:
             self._held -= end - start
 
     def _read(self, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
-        """The bytes of all ranges, neighbours read together, and where each begins in them."""
+        """The bytes of all ranges, neighbours read together, and where each range starts in them."""
         if not len(starts):
             return np.empty(0, np.uint8), starts
         order = np.argsort(starts)
@@ -180,7 +179,7 @@ def open_text(path: Path, sections: Sections, *, memory: int) -> Text:
 
 
 class BlockText:
-    """A compressed file. Blocks are decoded once, by whichever thread wants one first, and kept within `memory`."""
+    """A compressed file. A block is decoded by the first thread that needs it, and cached within `memory`."""
 
     def __init__(self, path: Path, sections: Sections, *, memory: int) -> None:
         self._path = path
@@ -191,7 +190,7 @@ class BlockText:
         self._columns = {name: sections.column(f"block.{name}").whole() for name in (*self._edges, "crc32c")}
         self._windows_at = sections.place("block.windows")[0]
         plain = self._columns["plain"]
-        # Searched for every read: at hand, unless there are so many that it would be part of the budget.
+        # Searched for every read, so unpacked, unless that would take much of the budget.
         self._plain = plain.take(np.arange(plain.rows)) if plain.rows <= _MANY_BLOCKS else None
         self._plain_ends = np.append(self._plain if self._plain is not None else 0, self._edges["plain"])[1:]
         self._sections = sections
@@ -199,19 +198,19 @@ class BlockText:
         self._start()
 
     def __del__(self) -> None:
-        helpers: ThreadPoolExecutor | None = getattr(self, "_helpers", None)
-        if helpers is not None and self._pid == os.getpid():
-            helpers.shutdown(wait=False)
+        decoders: ThreadPoolExecutor | None = getattr(self, "_decoders", None)
+        if decoders is not None and self._pid == os.getpid():
+            decoders.shutdown(wait=False)
 
     def _start(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._cache: OrderedDict[int, tuple[int, Future[Bytes]]] = OrderedDict()
         self._held = 0
-        self._helpers: ThreadPoolExecutor | None = None
+        self._decoders: ThreadPoolExecutor | None = None
         self.decoded = 0  # blocks so far
 
-    def letters(self, runs: Runs) -> tuple[Bytes, Numbers]:
+    def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
         text, offsets = self.text(runs.starts, runs.num_bytes)
         return runs.from_text(text, offsets[:-1]) if runs.lines.any() else (text, offsets)
 
@@ -227,7 +226,7 @@ class BlockText:
         out = np.empty(int(offsets[-1]), np.uint8)
         first = self._find(starts)
         last = first.copy()
-        (far,) = np.nonzero(starts + counts > self._ends(first))  # goes on in the next block, or several
+        (far,) = np.nonzero(starts + counts > self._ends(first))  # continues in the next block, or several
         last[far] = self._find(starts[far] + counts[far] - 1)
         rows, blocks = np.arange(len(starts)), first
         if len(far):
@@ -247,12 +246,12 @@ class BlockText:
         sources, targets = low - begin, offsets[rows] + low - starts[rows]
         for place, begin_at, end_at in zip(places, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             copy_pieces(self._block(place), sources, targets, sizes, begin_at, end_at, out)
-        for late in ahead:  # nobody waits for it any more: begun later, it would decode what is already forgotten
+        for late in ahead:  # no longer needed: started now, it would decode what was already used
             late.cancel()
         return out, offsets
 
     def _find(self, positions: Numbers) -> Numbers:
-        """The block that holds each position of the text."""
+        """The block of each position of the text."""
         if self._plain is not None:
             return np.searchsorted(self._plain, positions, side="right") - 1
         return self._columns["plain"].find(positions)
@@ -285,13 +284,13 @@ class BlockText:
         first, last = self._find(np.array([start, max(end - 1, start)], np.int64))
         places = self._places(np.array([first, last], np.int64))
         raw, raw_end = places[0].raw, places[1].raw_end
-        _ask_for(self._path, raw, raw_end)
+        _read_ahead(self._path, raw, raw_end)
 
     def release(self, start: int, end: int) -> None:
-        """Blocks not used for long are forgotten by themselves."""
+        """The least recently used blocks are dropped anyway."""
 
     def _decode_ahead(self, places: "Sequence[_Place]") -> list[Future[Bytes]]:
-        """Let other threads decode blocks that are not there yet, as far as they surely fit beside each other."""
+        """Decode missing blocks in other threads, as many as fit into half of the budget."""
         missing = [place for place in places if place.block not in self._cache]
         room = self._memory // 2
         ahead: list[Future[Bytes]] = []
@@ -299,9 +298,9 @@ class BlockText:
             room -= place.plain_end - place.plain
             if room < 0:
                 break
-            if self._helpers is None:
-                self._helpers = ThreadPoolExecutor(max_workers=max((os.cpu_count() or 2) - 1, 1))
-            ahead.append(self._helpers.submit(self._block, place))
+            if self._decoders is None:
+                self._decoders = ThreadPoolExecutor(max_workers=max((os.cpu_count() or 2) - 1, 1))
+            ahead.append(self._decoders.submit(self._block, place))
         return ahead
 
     def _block(self, place: "_Place") -> Bytes:
@@ -356,13 +355,13 @@ class BlockText:
     def _wrong(self, place: "_Place", reason: str) -> BadSource:
         return BadSource(
             f"{self._path}: the block at byte {place.raw} cannot be decoded ({reason}); the file has changed or is "
-            f"damaged. Look at it: millstream verify {quoted(self._path)}"
+            f"damaged. Check it: millstream verify {quoted(self._path)}"
         )
 
 
 @contextmanager
 def _opened(path: Path) -> Generator[int]:
-    """A descriptor for as long as something is read: a folder may have more files than a process may have open."""
+    """A descriptor while something is read: a folder may have more files than a process may have open."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield fd
@@ -370,13 +369,13 @@ def _opened(path: Path) -> Generator[int]:
         os.close(fd)
 
 
-def _ask_for(path: Path, start: int, end: int) -> None:
+def _read_ahead(path: Path, start: int, end: int) -> None:
     with _opened(path) as fd:
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_WILLNEED)
 
 
 def _order(blocks: Numbers) -> Numbers:
-    """The stable order of blocks; numpy sorts 16-bit numbers by radix, ten times as fast as others."""
+    """The stable order of blocks. numpy radix-sorts 16-bit numbers, ten times as fast as others."""
     if not len(blocks):
         return blocks
     near = blocks - blocks.min()

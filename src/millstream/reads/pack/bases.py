@@ -1,47 +1,46 @@
-"""Two bits a letter, one stream over all records; letters other than ACGT, and lower case, are runs beside it."""
+"""Bases and base qualities of a pack: two bits per base in one stream, exceptions as runs; qualities as codes."""
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.kernels import HAVE_NUMBA, kernel
-from millstream.records import Bytes
-from millstream.store.joined import join
-from millstream.store.packed import Numbers, Packed
-from millstream.store.sections import Sections, SectionsWriter
+from millstream.core.kernels import kernel
+from millstream.core.records import Bytes
+from millstream.reads.files.packed import CHUNK, Numbers, Packed, Words, join
+from millstream.reads.files.sections import Column, Sections, SectionsWriter
 
-LETTERS = b"ACTG"  # a letter's code is (letter >> 1) & 3, so eight of them are coded in a few operations
-SECTION = "2bit"
+BASES = b"ACTG"  # a base's code is (ASCII byte >> 1) & 3, so eight of them are coded in a few operations
+STREAM = "2bit"
 _RUNS = {"other": ("start", "length", "letter"), "lower": ("start", "length")}
-_WORD = 8  # letters
-_TABLE = np.array([[LETTERS[byte >> 2 * i & 3] for i in range(4)] for byte in range(256)], np.uint8)
+_WORD = 8  # bases
+_TABLE = np.array([[BASES[byte >> 2 * i & 3] for i in range(4)] for byte in range(256)], np.uint8)
 
 # The state between two buffers; a start below 0: no run is open.
-_AT, _OTHER, _LETTER, _LOWER = range(4)
+_AT, _OTHER, _BASE, _LOWER = range(4)
 
 
 class TwoBitWriter:
-    """Appends runs of letters to the stream."""
+    """Appends runs of bases to the stream."""
 
     def __init__(self, sections: SectionsWriter) -> None:
-        self._stream = sections.part(SECTION)
+        self._stream = sections.part(STREAM)
         self._columns = {kind: [sections.column(f"{kind}.{name}") for name in names] for kind, names in _RUNS.items()}
-        self._left = np.empty(0, np.uint8)  # letters that do not fill a word yet
+        self._left = np.empty(0, np.uint8)  # bases that do not fill a word yet
         self._state = np.array([0, -1, 0, -1], np.int64)
 
     def add(self, buffer: Bytes, segments: Numbers) -> None:
-        """Append the letters buffer[start:end] of every segment."""
-        letters = join(buffer, segments, before=self._left)
-        count = len(letters) - len(letters) % _WORD
-        self._left = letters[count:].copy()
-        self._encode(letters[:count])
+        """Append the bases buffer[start:end] of every segment."""
+        bases = join(buffer, segments, before=self._left)
+        count = len(bases) - len(bases) % _WORD
+        self._left = bases[count:].copy()
+        self._encode(bases[:count])
 
     def finish(self) -> None:
-        """Fill up the last word, end the open runs. One more word lets readers look one word ahead."""
+        """Fill up the last word and close open runs. An extra word lets readers look one word ahead."""
         if len(self._left):
-            self._encode(np.append(self._left, np.full(_WORD - len(self._left), LETTERS[0], np.uint8)))
-        self._encode(np.full(_WORD, LETTERS[0], np.uint8))  # closes what is open
+            self._encode(np.append(self._left, np.full(_WORD - len(self._left), BASES[0], np.uint8)))
+        self._encode(np.full(_WORD, BASES[0], np.uint8))  # closes what is open
         self._stream.write(bytes(-self._stream.tell() % 8))
 
     def state(self) -> dict[str, object]:
@@ -50,48 +49,40 @@ class TwoBitWriter:
     def restore(self, state: dict[str, Any]) -> None:
         self._left, self._state = state["left"], state["state"].copy()
 
-    def _encode(self, letters: Bytes) -> None:
-        if not len(letters):
+    def _encode(self, bases: Bytes) -> None:
+        if not len(bases):
             return
-        out = np.empty(len(letters) // _WORD, np.uint16)
-        if HAVE_NUMBA:
-            # As many runs as letters can end here, and one that was open before.
-            others, lowers = np.empty((len(letters) + 1, 3), np.int64), np.empty((len(letters) + 1, 2), np.int64)
-            counts = np.zeros(2, np.int64)
-            _encode(letters.view(np.uint64), out, self._state, others, lowers, counts)
-            others, lowers = others[: counts[0]], lowers[: counts[1]]
-        else:
-            others, lowers = _encode_slowly(letters, out, self._state)
+        out = np.empty(len(bases) // _WORD, np.uint16)
+        # As many runs as bases can end here, and one that was open before.
+        others, lowers = np.empty((len(bases) + 1, 3), np.int64), np.empty((len(bases) + 1, 2), np.int64)
+        counts = np.zeros(2, np.int64)
+        _encode(bases.view(np.uint64), out, self._state, others, lowers, counts)
         self._stream.write(out.tobytes())
-        for kind, runs in (("other", others), ("lower", lowers)):
+        for kind, runs in (("other", others[: counts[0]]), ("lower", lowers[: counts[1]])):
             if len(runs):
                 for column, values in zip(self._columns[kind], runs.T, strict=True):
                     column.append(np.ascontiguousarray(values))
 
 
 class TwoBit:
-    """The letters of a published file by their place in the stream."""
+    """The bases of a published file by their place in the stream."""
 
     def __init__(self, sections: Sections) -> None:
-        self._stream = sections.view(SECTION)
+        self._stream = sections.view(STREAM)
         self._runs: dict[str, list[Packed]] = {
             kind: [sections.column(f"{kind}.{name}").whole() for name in names] for kind, names in _RUNS.items()
         }
 
-    def letters(self, starts: Numbers, offsets: Numbers) -> Bytes:
-        """`offsets[i+1] - offsets[i]` letters from place `starts[i]` on, for every i, one after the other."""
+    def sequences(self, starts: Numbers, offsets: Numbers) -> Bytes:
+        """`offsets[i+1] - offsets[i]` bases from place `starts[i]` on, for every i, one after the other."""
         out = np.empty(int(offsets[-1]), np.uint8)
-        if HAVE_NUMBA:
-            _decode(self._stream, _TABLE, starts, offsets, out)
-        else:
-            places = np.repeat(starts - offsets[:-1], np.diff(offsets)) + np.arange(len(out))
-            out[:] = _TABLE[self._stream[places >> 2], places & 3]
+        _decode(self._stream, _TABLE, starts, offsets, out)
         for kind in _RUNS:
             self._apply(kind, starts, offsets, out)
         return out
 
     def _apply(self, kind: str, starts: Numbers, offsets: Numbers, out: Bytes) -> None:
-        run_starts, run_lengths, *run_letters = self._runs[kind]
+        run_starts, run_lengths, *run_bases = self._runs[kind]
         if not run_starts.rows:
             return
         ends = starts + np.diff(offsets)
@@ -110,8 +101,8 @@ class TwoBit:
         begins = np.maximum(run_starts.take(run), starts[read])
         stops = np.minimum(run_starts.take(run) + run_lengths.take(run), ends[read])
         targets = begins - starts[read] + offsets[read]
-        if run_letters:
-            _fill(out, targets, stops - begins, run_letters[0].take(run))
+        if run_bases:
+            _fill(out, targets, stops - begins, run_bases[0].take(run))
         else:
             _lower(out, targets, stops - begins)
 
@@ -133,14 +124,14 @@ def _encode(
     lowers: Numbers,
     counts: Numbers,
 ) -> None:
-    """Eight letters a word. A word of ACGT is noticed by making its letters again from their codes."""
+    """Eight bases per word. A word of ACGT is noticed by rebuilding its bases from their codes."""
     num_others = num_lowers = 0
     at = state[_AT]
-    other, other_letter, lower = state[_OTHER], state[_LETTER], state[_LOWER]
+    other, other_base, lower = state[_OTHER], state[_BASE], state[_LOWER]
     for index in range(len(words)):
         word = words[index]
         codes = (word >> np.uint64(1)) & _CODES
-        is_t = (codes >> np.uint64(1)) & ~codes & _ONES  # 2: its letter is 15 above the row A, C, E, G
+        is_t = (codes >> np.uint64(1)) & ~codes & _ONES  # 2: its base is 15 above the row A, C, E, G
         again = _A + (codes << np.uint64(1)) + is_t * np.uint64(15)
         pairs = (codes | codes >> np.uint64(6)) & _NIBBLES
         fours = (pairs | pairs >> np.uint64(12)) & _BYTES
@@ -152,9 +143,9 @@ def _encode(
             at += 8
             continue
         for shift in range(8):
-            letter = np.int64((word >> np.uint64(8 * shift)) & np.uint64(255))
-            if 97 <= letter <= 122:
-                letter -= 32
+            base = np.int64((word >> np.uint64(8 * shift)) & np.uint64(255))
+            if 97 <= base <= 122:
+                base -= 32
                 if lower < 0:
                     lower = at
             elif lower >= 0:
@@ -162,50 +153,20 @@ def _encode(
                 lowers[num_lowers, 1] = at - lower
                 num_lowers += 1
                 lower = -1
-            if letter == 65 or letter == 67 or letter == 71 or letter == 84:
-                letter = 0
-            if other >= 0 and letter != other_letter:
+            if base == 65 or base == 67 or base == 71 or base == 84:
+                base = 0
+            if other >= 0 and base != other_base:
                 others[num_others, 0] = other
                 others[num_others, 1] = at - other
-                others[num_others, 2] = other_letter
+                others[num_others, 2] = other_base
                 num_others += 1
                 other = -1
-            if letter > 0 and other < 0:
+            if base > 0 and other < 0:
                 other = at
-                other_letter = letter
+                other_base = base
             at += 1
-    state[_AT], state[_OTHER], state[_LETTER], state[_LOWER] = at, other, other_letter, lower
+    state[_AT], state[_OTHER], state[_BASE], state[_LOWER] = at, other, other_base, lower
     counts[0], counts[1] = num_others, num_lowers
-
-
-def _encode_slowly(letters: Bytes, out: NDArray[np.uint16], state: Numbers) -> tuple[Numbers, Numbers]:
-    codes = (letters >> 1 & 3).astype(np.uint16).reshape(-1, _WORD)
-    out[:] = (codes << (2 * np.arange(_WORD)).astype(np.uint16)).sum(axis=1, dtype=np.uint16)
-    lower = (letters >= 97) & (letters <= 122)
-    upper = np.where(lower, letters & 0xDF, letters).astype(np.int64)
-    others = np.where(np.isin(upper, np.frombuffer(LETTERS, np.uint8)), 0, upper)
-    at = int(state[_AT])
-    state[_AT] += len(letters)
-    other_runs, state[_OTHER], state[_LETTER] = _runs_of(others, at, int(state[_OTHER]), int(state[_LETTER]))
-    lower_runs, state[_LOWER], _ = _runs_of(lower.astype(np.int64), at, int(state[_LOWER]), 1)
-    return other_runs, lower_runs[:, :2]
-
-
-def _runs_of(values: Numbers, at: int, start: int, value: int) -> tuple[Numbers, int, int]:
-    """Runs of the same value that is not 0 and have ended, as (start, length, value); and the one that has not."""
-    edges = np.flatnonzero(np.diff(values, prepend=-1))
-    runs = np.stack([edges + at, np.append(edges[1:], len(values)) + at, values[edges]], axis=1)
-    if start >= 0 and runs[0, 2] == value:
-        runs[0, 0] = start
-    elif start >= 0:
-        runs = np.concatenate([[[start, at, value]], runs])
-    runs = runs[runs[:, 2] > 0]
-    last = -1
-    if len(runs) and runs[-1, 1] == at + len(values) and values[-1]:
-        last, value = int(runs[-1, 0]), int(runs[-1, 2])
-        runs = runs[:-1]
-    runs[:, 1] -= runs[:, 0]
-    return cast(Numbers, runs), last, value
 
 
 @kernel
@@ -232,10 +193,10 @@ def _decode(stream: Bytes, table: NDArray[np.uint8], starts: Numbers, offsets: N
 
 
 @kernel
-def _fill(out: Bytes, starts: Numbers, counts: Numbers, letters: Numbers) -> None:
+def _fill(out: Bytes, starts: Numbers, counts: Numbers, bases: Numbers) -> None:
     for index in range(len(starts)):
         for place in range(starts[index], starts[index] + counts[index]):
-            out[place] = letters[index]
+            out[place] = bases[index]
 
 
 @kernel
@@ -243,3 +204,89 @@ def _lower(out: Bytes, starts: Numbers, counts: Numbers) -> None:
     for index in range(len(starts)):
         for place in range(starts[index], starts[index] + counts[index]):
             out[place] |= 32
+
+
+GRADES = "grades"
+_NOTHING = np.empty(0, np.uint8)
+
+
+class QualitiesWriter:
+    """Codes quality values in order of their first appearance."""
+
+    def __init__(self, sections: SectionsWriter) -> None:
+        self._column = sections.column(GRADES)
+        self._codes = np.full(256, -1, np.int64)
+        self.values: list[int] = []
+
+    def add(self, buffer: Bytes, segments: Numbers) -> None:
+        qualities = join(buffer, segments, before=_NOTHING)
+        codes = self._codes[qualities]
+        if len(codes) and codes.min() < 0:
+            new, first = np.unique(qualities[codes < 0], return_index=True)
+            for value in new[np.argsort(first)].tolist():
+                self._codes[value] = len(self.values)
+                self.values.append(value)
+            codes = self._codes[qualities]
+        self._column.append(codes)
+
+    def state(self) -> dict[str, object]:
+        return {"values": list(self.values)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+        self._codes[:] = -1
+        self._codes[self.values] = np.arange(len(self.values))
+
+
+class Qualities:
+    """Base qualities by their place in the stream of bases."""
+
+    def __init__(self, column: Column, values: list[int]) -> None:
+        self._column = column
+        self._values = np.array([*values, 0], np.uint8)
+
+    def take(self, starts: Numbers, offsets: Numbers) -> Bytes:
+        """`offsets[i+1] - offsets[i]` qualities from place `starts[i]` on, for every i, one after the other."""
+        out = np.empty(int(offsets[-1]), np.uint8)
+        counts = np.diff(offsets)
+        some = counts > 0
+        starts, counts, targets = starts[some], counts[some], offsets[:-1][some]
+        if not len(starts):
+            return out
+        edges = [starts, starts + counts - 1]
+        for read in np.flatnonzero(counts > CHUNK).tolist():
+            edges.append(np.arange(int(starts[read]), int(starts[read] + counts[read]), CHUNK, dtype=np.int64))
+        packed = self._column.packed(np.concatenate(edges))
+        _take_runs(packed.directory, packed.words, starts, counts, targets, self._values, out)
+        return out
+
+
+@kernel
+def _take_runs(
+    directory: Numbers, words: Words, starts: Numbers, counts: Numbers, targets: Numbers, values: Bytes, out: Bytes
+) -> None:
+    """Codes of neighbouring rows; a chunk's place and width are looked up once."""
+    for index in range(len(starts)):
+        row = starts[index]
+        end = row + counts[index]
+        target = targets[index]
+        while row < end:
+            chunk = row >> 12
+            stop = min(end, (chunk + 1) << 12)
+            low = directory[chunk, 0]
+            width = directory[chunk, 1] & 255
+            bit = (row & 4095) * width
+            word = (directory[chunk, 1] >> 8) + (bit >> 6)
+            shift = bit & 63
+            mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)  # at most 8 bits wide
+            for _ in range(stop - row):
+                value = words[word] >> np.uint64(shift)
+                if shift + width > 64:
+                    value |= words[word + 1] << np.uint64(64 - shift)
+                out[target] = values[low + np.int64(value & mask)]
+                target += 1
+                shift += width
+                if shift >= 64:
+                    shift -= 64
+                    word += 1
+            row = stop

@@ -1,4 +1,4 @@
-"""Header lines in compressed blocks of 64 kB; a block is decoded when one of its lines is wanted, and kept a while."""
+"""Header lines in compressed blocks of 64 kB; a block is decoded when one of its lines is needed, and cached."""
 
 import os
 import threading
@@ -11,22 +11,21 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from millstream.records import Bytes
-from millstream.source.containers import decode_frame
-from millstream.store.joined import join_lines, spread
-from millstream.store.packed import Numbers
-from millstream.store.sections import Sections, SectionsWriter
+from millstream.core.records import Bytes
+from millstream.reads.files.containers import decode_frame
+from millstream.reads.files.packed import Numbers, join_lines, spread
+from millstream.reads.files.sections import Sections, SectionsWriter
 
 Codec = Literal["zstd", "zlib"]
 SECTION, ROW, START = "headers", "headers.row", "headers.start"
-BLOCK_BYTES = 64 << 10
+_BLOCK_BYTES = 64 << 10
 _AHEAD = 16  # blocks that wait to be compressed
 _READ_BYTES = 1 << 20
 _LEVEL = {"zstd": 1, "zlib": 1}
 
 
 def best_codec() -> Codec:
-    """zstd when its package is there."""
+    """zstd if its package is installed."""
     return "zstd" if find_spec("zstandard") else "zlib"
 
 
@@ -50,7 +49,7 @@ class HeaderBlocksWriter:
         line = done = 0
         while line < len(edges):
             # The line with which the pending block is full, if it is among these.
-            last = int(np.searchsorted(edges, done + BLOCK_BYTES - len(self._pending)))
+            last = int(np.searchsorted(edges, done + _BLOCK_BYTES - len(self._pending)))
             end = min(last + 1, len(edges))
             self._pending += flat[done : int(edges[end - 1])].tobytes()
             self._row += end - line
@@ -67,7 +66,7 @@ class HeaderBlocksWriter:
         self._compressing.shutdown(cancel_futures=True)
 
     def lines(self) -> Generator[tuple[Bytes, Numbers, Numbers]]:
-        """All lines again, after `finish`, some at a time: text, starts, ends."""
+        """All lines, after `finish`, in chunks: text, starts, ends."""
         self._part.flush()
         self._part.seek(0)
         rest = b""
@@ -120,7 +119,7 @@ class HeaderBlocks:
         rows, starts = sections.column(ROW).whole(), sections.column(START).whole()
         numbers = np.arange(rows.rows, dtype=np.int64)
         self._place, num_bytes = sections.place(SECTION)
-        self._rows, self._starts = rows.take(numbers), np.append(starts.take(numbers), num_bytes)  # 16 bytes a block
+        self._rows, self._starts = rows.take(numbers), np.append(starts.take(numbers), num_bytes)  # 16 bytes per block
         self._view = sections.view(SECTION)
         self._start()
 
@@ -176,8 +175,8 @@ class HeaderBlocks:
         start, end = self._starts[block : block + 2].tolist()
         self._sections.check(self._place + start, self._place + end)
         data = self._view[start:end].tobytes()
-        text = zlib.decompress(data) if self._codec == "zlib" else decode_frame(data, size=BLOCK_BYTES)
-        return np.frombuffer(bytearray(text), np.uint8)  # writable: the kernels know no other kind of array
+        text = zlib.decompress(data) if self._codec == "zlib" else decode_frame(data, size=_BLOCK_BYTES)
+        return np.frombuffer(bytearray(text), np.uint8)  # writable: otherwise the kernels would be compiled again
 
 
 def _decoded(part: BinaryIO, codec: Codec) -> Generator[bytes]:

@@ -1,6 +1,6 @@
-"""A packed read store: rows in, letters out, at memory speed and in any order."""
+"""A packed read store: rows in, sequences out, at memory speed and in any order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -8,26 +8,24 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.collection import Medium
-from millstream.console import quoted, say
+from millstream.core.collection import Medium
+from millstream.core.console import quoted, say
+from millstream.core.records import Bytes
 from millstream.errors import BadIndex
-from millstream.records import Bytes
-from millstream.source.headers import Headers, Integers
-from millstream.source.names import hash_names, name_of
-from millstream.store.header_blocks import HeaderBlocks
-from millstream.store.header_columns import HeaderColumnReader
-from millstream.store.index import index_places, stored_columns
-from millstream.store.name_table import NameTable, NameTableWriter
-from millstream.store.packed import Numbers, sums_before
-from millstream.store.qualities import SECTION as GRADES
-from millstream.store.qualities import Qualities
-from millstream.store.read_file import NAME, QUALITY, SEQUENCE, Fetched
-from millstream.store.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
-from millstream.store.texts import PAGE_BYTES
-from millstream.store.twobit import SECTION as STREAM
-from millstream.store.twobit import TwoBit
+from millstream.reads.files.columns import HeaderColumnReader
+from millstream.reads.files.headers import Headers, Integers
+from millstream.reads.files.index import index_places, stored_columns
+from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, name_of
+from millstream.reads.files.packed import Numbers, sums_before
+from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched
+from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
+from millstream.reads.files.texts import PAGE_BYTES
+from millstream.reads.pack.bases import GRADES, STREAM, Qualities, TwoBit
+from millstream.reads.pack.header_blocks import HeaderBlocks
+from millstream.reads.pack.line_layout import LineLayout
 
 WHAT = "packed reads"
+VERSION = 2  # 1 had another description of the line layout, and is read without it
 _NAMES = "names of packed reads"
 _GRANULE = 16  # log2 of 64 kB: what the kernel maps around a page that is touched
 _ROWS_AT_ONCE = 1 << 16
@@ -47,8 +45,43 @@ def is_pack(path: Path) -> bool:
         return True
 
 
+def describe_fidelity(meta: Mapping[str, Any]) -> str:
+    """What `unpack` restores of the packed text."""
+    if meta["exact"]:
+        return "bytes exact"
+    without: list[str] = []
+    if not meta["names"]:
+        without.append("names")
+    if meta["format"] == "fastq" and not meta["quality"]:
+        without.append("base qualities")
+    if meta["settings"]["on_mismatch"] == "skip" and meta["mismatches"]["count"]:
+        without.append(f"the {meta['mismatches']['count']} that do not match header_regex")
+    if meta["damage"]:
+        without.append("what follows the damage")
+    parts = ["records exact" + (f", without {' and '.join(without)}" if without else "")]
+    if meta["irregular_record"] is not None:
+        parts.append(f"line layout is irregular, first at record {meta['irregular_record']}")
+    elif "layout" not in meta:
+        parts.append("line layout is not known (packed by an earlier version)")
+    return "; ".join(parts)
+
+
+def load_pack(path: Path) -> Sections:
+    """The sections of a packed read store; their `meta` describes it."""
+    sections = Sections(path, remedy=f"Pack it again: millstream pack SOURCE {quoted(path)} --rebuild")
+    meta = sections.meta
+    if meta.get("what") != WHAT:
+        raise BadIndex(f"{path}: is an {meta.get('what')}, not {WHAT} (millstream pack SOURCE OUT makes those)")
+    version = cast(int, meta.setdefault("pack_version", 1))
+    if version > VERSION:
+        raise BadIndex(f"{path}: packed format {version}, this millstream reads up to {VERSION}; upgrade millstream")
+    if version == 1:
+        meta.update(exact=False, irregular_record=None)
+    return sections
+
+
 def open_pack(path: Path, memory: int) -> "PackFile":
-    """A packed read store, open for reading; of its mapped pages it holds no more than `memory` bytes."""
+    """A packed read store, open for reading; it keeps at most `memory` bytes of pages mapped."""
     return PackFile(path, memory=memory)
 
 
@@ -57,7 +90,7 @@ class PackFile:
 
     def __init__(self, path: Path, *, memory: int) -> None:
         self.path = path
-        self.sections = sections = _load(path)
+        self.sections = sections = load_pack(path)
         self.meta = cast(dict[str, Any], sections.meta)
         self._memory = memory
         self.records: int = self.meta["records"]
@@ -69,15 +102,28 @@ class PackFile:
         self.lines: HeaderBlocks | None = None  # header lines, if they were kept
         if self.meta["codec"] is not None:
             self.lines = HeaderBlocks(sections, self.meta["codec"], memory=max(memory // 8, 1 << 20))
-        self.columns: dict[str, HeaderColumnReader] = {}
-        for stored in stored_columns(sections):
-            self.columns[stored.name] = HeaderColumnReader(stored, sections, self.columns)
+        self.columns = {stored.name: HeaderColumnReader(stored, sections) for stored in stored_columns(sections)}
         self._names = sections if "names.tags" in sections else self._names_beside()
 
     @property
     def format(self) -> str:
         """Of the text it was packed from."""
         return f"packed {self.meta['format']}"
+
+    @property
+    def layout(self) -> LineLayout:
+        """How `unpack` breaks the text into lines."""
+        return LineLayout(**self.meta.get("layout", {}))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `unpack` restores the exact bytes."""
+        return self.meta["exact"]
+
+    @property
+    def fidelity(self) -> str:
+        """What `unpack` restores of the packed text, in words."""
+        return describe_fidelity(self.meta)
 
     @property
     def column_names(self) -> list[str]:
@@ -106,13 +152,13 @@ class PackFile:
         return Medium(self.sections.num_bytes, PAGE_BYTES, is_random=True)
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
-        """Start reading the letters from row `first[i]` to row `last[i]`."""
+        """Start reading the bases from row `first[i]` to row `last[i]`."""
         starts, ends = self.starts(first) >> 2, self.starts(last) >> 2
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             self.sections.will_need(self._stream_at + start, end - start + PAGE_BYTES)
 
     def release(self, first: Numbers, last: Numbers) -> None:
-        """Pages are let go of when there are too many."""
+        """Pages are dropped when there are too many."""
 
     def is_indexed(self, name: str) -> bool:
         """Whether a column is stored by itself, not only in the headers."""
@@ -124,7 +170,7 @@ class PackFile:
         return None if values is None or isinstance(values, pa.Array) else values
 
     def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
-        """Letters of these rows, and of quality, `name` and columns what is asked for."""
+        """Sequences of these rows, and the qualities, names and columns among `fields`."""
         columns = {name: self.column(name, rows) for name in fields if name in self.columns}
         if NAME in fields and NAME not in self.columns:
             columns[NAME] = pa.array(self.names_of(rows), pa.string())
@@ -133,7 +179,7 @@ class PackFile:
         if SEQUENCE in fields or QUALITY in fields:
             np.cumsum(self.lengths(rows), out=offsets[1:])
             starts = self.starts(rows)
-            flat = self.letters(starts, offsets)
+            flat = self.sequences(starts, offsets)
             quality = self.qualities(starts, offsets) if QUALITY in fields and self.has_quality else None
         return Fetched(flat, offsets, quality, columns)
 
@@ -141,20 +187,20 @@ class PackFile:
         return self._lengths.take(rows)
 
     def starts(self, rows: Numbers) -> Numbers:
-        """Where the records begin in the stream of letters."""
+        """Where the records start in the stream of bases."""
         return sums_before(self._anchors.packed(rows >> 5), self._lengths.packed(rows), rows)
 
-    def letters(self, starts: Numbers, offsets: Numbers) -> Bytes:
-        """`offsets[i+1] - offsets[i]` letters of the stream from `starts[i]` on, for every i."""
+    def sequences(self, starts: Numbers, offsets: Numbers) -> Bytes:
+        """`offsets[i+1] - offsets[i]` bases of the stream from `starts[i]` on, for every i."""
         ends = starts + np.diff(offsets)
         self._pages.touch(self._stream_at + (starts >> 2), self._stream_at + (ends + 3 >> 2))
-        flat = self._twobit.letters(starts, offsets)
+        flat = self._twobit.sequences(starts, offsets)
         self._pages.release()
         return flat
 
     def qualities(self, starts: Numbers, offsets: Numbers) -> Bytes:
-        """The same for quality letters."""
-        flat = self._qualities.letters(starts, offsets)
+        """The same for base qualities."""
+        flat = self._qualities.take(starts, offsets)
         place, num_bytes = self.sections.place(f"{GRADES}.words")
         at = place + (starts * (num_bytes / max(self.bases, 1))).astype(np.int64)  # about
         self._pages.count(np.minimum(at, place + num_bytes - 1))
@@ -165,14 +211,14 @@ class PackFile:
         return int(self.lengths(np.array([row], np.int64))[0])
 
     def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
-        """Letters [start, end) of records."""
+        """Bases [start, end) of records."""
         offsets = np.append(0, np.cumsum(ends - starts))
-        return self.letters(self.starts(rows) + starts, offsets), offsets
+        return self.sequences(self.starts(rows) + starts, offsets), offsets
 
     def region(self, row: int, start: int, end: int) -> Bytes:
-        """Letters [start, end) of one record, whatever its length."""
+        """Bases [start, end) of one record, whatever its length."""
         first = int(self.starts(np.array([row], np.int64))[0])
-        return self.letters(np.array([first + start], np.int64), np.array([0, end - start], np.int64))
+        return self.sequences(np.array([first + start], np.int64), np.array([0, end - start], np.int64))
 
     def headers(self, rows: Numbers) -> tuple[Bytes, Numbers, Numbers]:
         """Header lines without '>': text, starts, ends; the record's number when they were not kept."""
@@ -191,11 +237,11 @@ class PackFile:
         return [name_of(text[start:end]).decode(errors="replace") for start, end in spans]
 
     def column(self, name: str, rows: Numbers) -> pa.Array:
-        """A column of these rows; read from their headers if it is kept nowhere else."""
+        """A column of these rows; parsed from their headers if it is not stored."""
         column = self.columns[name]
         if column.stored.kept != "header":
             return column.take(rows, self.lengths(rows) if column.needs_lengths else rows)
-        order = np.argsort(rows, kind="stable")  # the parser wants headers in the order of the text
+        order = np.argsort(rows, kind="stable")  # the parser needs headers in ascending order
         parsed = self._header_regex.parse(*self.headers(rows[order])).columns[name]
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
@@ -209,7 +255,7 @@ class PackFile:
         )
 
     def find(self, name: str) -> list[int]:
-        """Rows of this name, in order."""
+        """Rows with this name, in order."""
         if self.lines is None:
             known = name.isascii() and name.isdigit() and name == str(int(name)) and int(name) < self.records
             return [int(name)] if known else []
@@ -219,8 +265,8 @@ class PackFile:
         return [row for row, other in zip(candidates, found, strict=True) if other == name]
 
     def with_names(self) -> "PackFile":
-        """The same file with a table of its names, which is made now in a file of its own."""
-        say(f"{self.path}: making a table of its {self.records} names, once")
+        """The same file, with a name table, built now in a file of its own."""
+        say(f"{self.path}: building a table of its {self.records} names, once")
         for place in index_places(self.path):
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +278,7 @@ class PackFile:
         raise AssertionError
 
     def verify(self) -> Iterator[str]:
-        """Check every byte of the file; what is wrong."""
+        """Verify the checksums of the file; yields every damage."""
         yield from self.sections.damages()
 
     def _write_names(self, place: Path) -> None:
@@ -248,7 +294,7 @@ class PackFile:
             names.close()
 
     def _names_beside(self) -> Sections | None:
-        """The table of names that was made later, if there is one and it is of this very file."""
+        """The name table that was built later, if there is one for this file."""
         for place in index_places(self.path):
             if place.exists():
                 try:
@@ -276,7 +322,7 @@ class PackFile:
 
 
 class _Pages:
-    """The mapped pages of a file: checked when they are first used, let go when there are too many."""
+    """The mapped pages of a file: verified on first use, dropped when there are too many."""
 
     def __init__(self, sections: Sections, memory: int) -> None:
         self._sections = sections
@@ -312,16 +358,7 @@ class _Pages:
             self._touched[starts >> _GRANULE] = True
 
     def release(self) -> None:
-        """Let all pages go when they are more than the budget."""
+        """Drop all pages if they exceed the budget."""
         if not self._is_small and self.held_bytes > self._memory:
             self._sections.drop_pages()
             self._touched[:] = False
-
-
-def _load(path: Path) -> Sections:
-    sections = Sections(path, remedy=f"Pack it again: millstream pack SOURCE {quoted(path)} --rebuild")
-    if sections.meta.get("what") != WHAT:
-        raise BadIndex(
-            f"{path}: is an {sections.meta.get('what')}, not {WHAT} (millstream pack SOURCE OUT makes those)"
-        )
-    return sections

@@ -1,4 +1,4 @@
-"""A run of classifiers -> everything its report shows. Choices are made on validation; test parts only give numbers."""
+"""A run of classifiers -> everything its report shows. Choices are made on validation; test splits provide numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,34 +7,22 @@ from typing import cast
 
 import numpy as np
 
-from millstream.report.bootstrap import Resampled, holm, p_value
-from millstream.report.cells import branch
-from millstream.report.compare import ALPHA
-from millstream.report.metrics_file import Metrics, read_metrics
-from millstream.report.reads.answers import AnswersFile, Key
-from millstream.report.reads.draws import mean
-from millstream.report.reads.findings import findings
-from millstream.report.reads.judge import Judge, Judged
-from millstream.report.reads.results import (
-    PRECISION,
-    VAL,
-    Difference,
-    Gap,
-    ModelResult,
-    PartResult,
-    RankResult,
-    ReadClass,
-    ReadResults,
-)
-from millstream.report.run_files import check_run, damaged, read_mapping, unfinished
-from millstream.train.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS
+from millstream.reads.report.answers import AnswersFile, Key
+from millstream.reads.report.findings import findings
+from millstream.reads.report.judge import PRECISION, VAL, Judge, Judged
+from millstream.reads.report.results import Gap, ModelResult, RankResult, ReadClass, ReadResults, SplitResult
+from millstream.report.intervals import compare, mean
+from millstream.report.run import check_run, damaged, read_mapping, unfinished
+from millstream.report.tables import branch
+from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS
+from millstream.training.log import Metrics, read_metrics
 
 RESAMPLES = 1000
-Seeds = Sequence[Mapping[str, Judged]]  # of one model: its parts, for every seed
+Seeds = Sequence[Mapping[str, Judged]]  # of one model: its splits, for every seed
 
 
 def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
-    """What the finished classifiers of a run found, with intervals from so many draws of the reads of each part.
+    """What the finished classifiers of a run found, with intervals from `resamples` draws of reads.
 
     >>> read_results("runs/reads").findings[0]
     """
@@ -44,21 +32,29 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
     classes, ranks = _classes(folder / DATA, data)
     file = AnswersFile(folder / PREDICTIONS, num_classes=len(classes), ranks=list(ranks))
     finished = [key for key in file.keys if key in metrics.fits]
-    if not finished or VAL not in file.parts:
+    if not finished or VAL not in file.splits:
         raise unfinished(folder, what="classifier")
-    parts = [*(part for part in file.parts if part != VAL), VAL]
-    judge = Judge(file, classes, num_taxa={rank: len(ranks[rank]) for rank in file.ranks}, resamples=resamples)
+    splits = [*(split for split in file.splits if split != VAL), VAL]
+    judge = Judge(
+        file,
+        num_classes=len(classes),
+        taxa={rank: [one.taxa.get(rank, -1) for one in classes] for rank in file.ranks},
+        num_taxa={rank: len(ranks[rank]) for rank in file.ranks},
+        resamples=resamples,
+    )
     missing = {**_unfinished(config, finished), **metrics.missing}
     judged: dict[str, list[Mapping[str, Judged]]] = {}
     for name, seed in finished:
-        if bad := judge.num_bad((name, seed), parts):
+        if bad := judge.num_bad((name, seed), splits):
             missing[name] = f"seed {seed} gave {bad} probabilities that are not finite"
         else:
-            judged.setdefault(name, []).append(judge.judge((name, seed), parts))
+            judged.setdefault(name, []).append(judge.judge((name, seed), splits))
     judged = {name: seeds for name, seeds in judged.items() if name not in missing}
     models = [_model(name, seeds, metrics) for name, seeds in judged.items()]
-    models.sort(key=lambda model: -np.nan_to_num(model.parts[VAL].macro_f1.value))
-    drawn = {(name, part): mean([seed[part].macro_f1 for seed in judged[name]]) for name in judged for part in parts}
+    models.sort(key=lambda model: -np.nan_to_num(model.splits[VAL].macro_f1.value))
+    drawn = {
+        (name, split): mean([seed[split].macro_f1 for seed in judged[name]]) for name in judged for split in splits
+    }
     found = ReadResults(
         run=folder,
         config=config,
@@ -66,12 +62,12 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
         data=data,
         classes=classes,
         ranks={rank: ranks[rank] for rank in file.ranks},
-        parts=parts,
+        splits=splits,
         models=models,
-        gaps=_gaps(judge, models[0], parts, [seed for name, seed in finished if name == models[0].name])
+        gaps=_gaps(judge, models[0], splits, [seed for name, seed in finished if name == models[0].name])
         if models
         else [],
-        differences=_differences(models, parts, drawn),
+        differences=compare(_pairs(models, splits), drawn),
         history=metrics.history,
         memory=metrics.memory,
         budget=metrics.budget,
@@ -94,7 +90,7 @@ def _classes(file: Path, data: Mapping[str, object]) -> tuple[list[ReadClass], d
                 name=str(row["name"]),
                 tax_id=int(cast(int, row.get("tax_id") or 0)),
                 taxa={rank: int(cast(int, row[rank])) for rank in ranks if rank in row},
-                reads={part: int(cast(int, count)) for part, count in branch(row["reads"]).items()},
+                reads={split: int(cast(int, count)) for split, count in branch(row["reads"]).items()},
             )
             for row in cast("list[dict[str, object]]", data["classes"])
         ]
@@ -106,10 +102,10 @@ def _classes(file: Path, data: Mapping[str, object]) -> tuple[list[ReadClass], d
 
 
 def _unfinished(config: Mapping[str, object], finished: Sequence[Key]) -> dict[str, str]:
-    """Models that were asked for and have no answers yet."""
-    asked = [name.strip() for name in str(config.get("model") or "").split(",") if name.strip()]
+    """Requested models that have no answers yet."""
+    requested = [name.strip() for name in str(config.get("model") or "").split(",") if name.strip()]
     done = {name for name, _ in finished}
-    return {name: "not finished; the same command goes on with it" for name in asked if name not in done}
+    return {name: "not finished; run the same command to resume" for name in requested if name not in done}
 
 
 def _model(name: str, seeds: Seeds, metrics: Metrics) -> ModelResult:
@@ -128,15 +124,15 @@ def _model(name: str, seeds: Seeds, metrics: Metrics) -> ModelResult:
         score_reads_per_s=_mean([fit.num_scored / max(fit.score_s, 1e-9) for fit in fits]),
         memory=int(max(memory)) if memory else None,
         chosen=fits[0].chosen,
-        parts={part: _part([seed[part] for seed in seeds]) for part in seeds[0]},
+        splits={split: _split([seed[split] for seed in seeds]) for split in seeds[0]},
     )
 
 
-def _part(seeds: Sequence[Judged]) -> PartResult:
+def _split(seeds: Sequence[Judged]) -> SplitResult:
     first = seeds[0]
     values = [seed.macro_f1.value for seed in seeds]
     at = [found for seed in seeds if (found := seed.targets[PRECISION].at) is not None]
-    return PartResult(
+    return SplitResult(
         num_reads=first.num_reads,
         num_unknown=first.num_unknown,
         num_classes=first.num_classes,
@@ -160,36 +156,30 @@ def _part(seeds: Sequence[Judged]) -> PartResult:
         confidence=_mean([seed.confidence for seed in seeds]),
         abundance_l1=_mean([seed.abundance_l1 for seed in seeds]),
         targets=list(first.targets.values()),
-        called=first.called,
+        thresholds=first.thresholds,
         calibration=first.calibration,
         confusion=first.confusion,
     )
 
 
-def _gaps(judge: Judge, best: ModelResult, parts: Sequence[str], seeds: Sequence[int]) -> list[Gap]:
-    """From the first test part to each other one; from validation to it, if it is alone. Parts share no reads."""
-    tests = [part for part in parts if part != VAL]
+def _gaps(judge: Judge, best: ModelResult, splits: Sequence[str], seeds: Sequence[int]) -> list[Gap]:
+    """From the first test split to each other one, or from validation to the only one. Splits share no reads."""
+    tests = [split for split in splits if split != VAL]
     pairs = [(VAL, tests[0])] if len(tests) == 1 else [(tests[0], other) for other in tests[1:]]
     gaps: list[Gap] = []
     for pair in pairs:
-        first, second = (judge.has(part) for part in pair)
+        first, second = (judge.has(split) for split in pair)
         both = first & second
-        a, b = (mean([judge.macro_f1_over(both, (best.name, seed), part) for seed in seeds]) for part in pair)
+        a, b = (mean([judge.macro_f1_over(both, (best.name, seed), split) for seed in seeds]) for split in pair)
         if both.any():
             gaps.append(Gap(*pair, int(both.sum()), (a.value, b.value), (a - b).interval))
     return gaps
 
 
-def _differences(
-    models: Sequence[ModelResult], parts: Sequence[str], drawn: Mapping[tuple[str, str], Resampled]
-) -> list[Difference]:
-    """The best model on validation against every other, on each test part, corrected for their number (Holm)."""
+def _pairs(models: Sequence[ModelResult], splits: Sequence[str]) -> list[tuple[str, str, str]]:
+    """The best model on validation against every other, on each test split."""
     names = [model.name for model in models]
-    asked = [(names[0], other, part) for part in parts if part != VAL for other in names[1:]]
-    found = [drawn[a, part] - drawn[b, part] for a, b, part in asked]
-    p_values = [p_value(difference) for difference in found]
-    rows = zip(asked, found, p_values, holm(p_values), strict=True)
-    return [Difference(*names, one.interval, p, p_holm, p_holm < ALPHA) for names, one, p, p_holm in rows]
+    return [(names[0], other, split) for split in splits if split != VAL for other in names[1:]]
 
 
 def _numbers(lines: Sequence[Mapping[str, object]], key: str) -> list[float]:

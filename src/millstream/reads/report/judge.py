@@ -1,64 +1,74 @@
-"""Numbers and curves of one classifier's answers. A read of no known class (label -1) can only be called wrongly.
+"""Classifications of one model and seed -> its numbers on every split, with thresholds chosen on validation.
 
-Accuracy and F1 are of the reads of known classes; what is called above a threshold is counted over all reads.
+Reads of no known class have label -1: accuracy and F1 leave them out, and above a threshold they count as errors.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.reads.report.answers import Answers, AnswersFile, Key
+from millstream.report.intervals import SEED, Resampled
+from millstream.report.measures import Curve, calibration, macro_f1s, ratio
+
 # N reads, C classes, G groups of reads, R draws of groups
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.integer]
+VAL = "val"
 UNKNOWN = -1
-MAX_POINTS = 400  # of a curve: more would not be seen
-_MAX_DENSE = 4_000_000  # cells of a confusion matrix that may be counted one by one
+PRECISION = 0.95  # on validation: the threshold of a model is chosen for it
+TARGETS = (0.9, PRECISION, 0.99, 0.999)
+MIN_CLASSIFIED = 50  # reads of validation: the precision of fewer means nothing
+MAX_POINTS = 400  # per curve: more would not be visible
+MAX_GROUPS = 1000
+"""Up to this number, each read is drawn on its own. More reads are put into this many groups at random, and groups are
+drawn: the same spread, to 2 % of it (1 / sqrt(2 x 1000)), at a cost that no longer grows with the reads."""
+MAX_DENSE = 4_000_000  # cells of a confusion matrix that may be counted one by one
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Reads of known classes, in sets: of each class there are, are called so, and are called so rightly. [..., C]"""
+    """Counts of reads of known classes, per class [..., C]: of it, assigned to it, and correctly so."""
 
-    there: Floats
-    said: Floats
-    right: Floats
+    true: Floats
+    assigned: Floats
+    hits: Floats
 
     def over(self, classes: NDArray[np.bool_]) -> "Tally":
-        """The same of these classes only."""
-        return Tally(self.there[..., classes], self.said[..., classes], self.right[..., classes])
+        """Only these classes."""
+        return Tally(self.true[..., classes], self.assigned[..., classes], self.hits[..., classes])
 
     def drawn(self, counts_RG: Floats) -> "Tally":
-        """The same for draws of the groups that are its sets."""
-        return Tally(counts_RG @ self.there, counts_RG @ self.said, counts_RG @ self.right)
+        """For draws of the groups [G, C] that were counted."""
+        return Tally(counts_RG @ self.true, counts_RG @ self.assigned, counts_RG @ self.hits)
 
     @property
     def accuracy(self) -> Floats:
-        return _ratio(self.right.sum(axis=-1), self.there.sum(axis=-1))
+        return ratio(self.hits.sum(axis=-1), self.true.sum(axis=-1))
 
     @property
     def precision(self) -> Floats:
-        return _ratio(self.right, self.said)
+        return ratio(self.hits, self.assigned)
 
     @property
     def recall(self) -> Floats:
-        return _ratio(self.right, self.there)
+        return ratio(self.hits, self.true)
 
     @property
     def f1(self) -> Floats:
-        """NaN for a class that is neither there nor said."""
-        return _ratio(2 * self.right, self.there + self.said)
+        """NaN for a class without reads that is never assigned."""
+        return ratio(2 * self.hits, self.true + self.assigned)
 
     @property
     def macro_f1(self) -> Floats:
-        """The mean F1 over the classes that are there."""
-        is_there = self.there > 0
-        return _ratio(np.where(is_there, np.nan_to_num(self.f1), 0).sum(axis=-1), is_there.sum(axis=-1))
+        return macro_f1s(self.true, self.assigned, self.hits)
 
 
 def tally(labels: Codes, found: Codes, num_classes: int, *, groups: Codes | None = None, num_groups: int = 1) -> Tally:
-    """Counts of each class in each group [G, C]; without groups, in all [1, C]."""
+    """Counts of each class in each group [G, C]; without groups, of all reads [1, C]."""
     known = labels >= 0
     labels, found = labels[known].astype(np.int64), found[known].astype(np.int64)
     start = 0 if groups is None else groups[known].astype(np.int64) * num_classes
@@ -73,7 +83,7 @@ def tally(labels: Codes, found: Codes, num_classes: int, *, groups: Codes | None
 
 @dataclass(frozen=True)
 class Confusion:
-    """How many reads of a class (-1: of none) are called which: every pair that there is, by class."""
+    """The number of reads of each class (-1: of no known one) that are assigned to each: every pair that occurs."""
 
     labels: NDArray[np.int64]
     found: NDArray[np.int64]
@@ -86,22 +96,31 @@ class Confusion:
         return whole
 
     def unknown(self, num_classes: int) -> NDArray[np.int64]:
-        """Reads of no known class that are called each class."""
+        """Reads of no known class that are assigned to each class."""
         mine = self.labels == UNKNOWN
         return np.bincount(self.found[mine], self.counts[mine], minlength=num_classes).astype(np.int64)
 
     def tally(self, num_classes: int) -> Tally:
-        known, right = self.labels >= 0, self.labels == self.found
+        known, hit = self.labels >= 0, self.labels == self.found
 
         def counted(classes: NDArray[np.int64], only: NDArray[np.bool_]) -> Floats:
             return np.bincount(classes[only], self.counts[only], minlength=num_classes).astype(np.float64)
 
-        return Tally(counted(self.labels, known), counted(self.found, known), counted(self.labels, right))
+        return Tally(counted(self.labels, known), counted(self.found, known), counted(self.labels, hit))
+
+    def abundance_error(self, num_classes: int) -> float:
+        """The L1 distance of the predicted from the true profile, 0 to 2; half of it is Bray-Curtis.
+
+        Reads of no known class are a class of their own, to which none is assigned.
+        """
+        true = np.bincount(self.labels + 1, self.counts, minlength=num_classes + 1)
+        assigned = np.bincount(self.found + 1, self.counts, minlength=num_classes + 1)
+        return float(np.abs(true - assigned).sum() / max(int(self.counts.sum()), 1))
 
 
-def confusion(labels: Codes, found: Codes, num_classes: int) -> Confusion:
+def confusion(labels: Codes, found: Codes, num_classes: int, *, max_dense: int = MAX_DENSE) -> Confusion:
     codes = (labels.astype(np.int64) + 1) * num_classes + found
-    if (num_classes + 1) * num_classes <= _MAX_DENSE:
+    if (num_classes + 1) * num_classes <= max_dense:
         counts = np.bincount(codes)
         cells = np.flatnonzero(counts)
         counts = counts[cells]
@@ -111,71 +130,216 @@ def confusion(labels: Codes, found: Codes, num_classes: int) -> Confusion:
 
 
 @dataclass(frozen=True)
-class Called:
-    """What becomes of reads when only answers of at least some probability are kept. A number for each threshold."""
+class ThresholdCurve:
+    """What happens when only reads above a threshold of the probability are classified: a number per threshold."""
 
     threshold: Floats  # falling
-    coverage: Floats  # share of all reads that are called
-    precision: Floats  # share of the called that are right
-    recall: Floats  # share of the reads of known classes that are called, and rightly
+    coverage: Floats  # share of all reads that are classified
+    precision: Floats  # share of the classified that are correct
+    recall: Floats  # share of the reads of known classes that are classified correctly
 
     def loosest(self, precision: float, *, coverage: float = 0.0) -> float | None:
-        """The lowest threshold with this precision and at least this coverage: 0 for all calls, None for none."""
+        """The lowest threshold with this precision and at least this coverage; 0 keeps all reads, None: none does."""
         enough = np.flatnonzero((self.precision >= precision) & (self.coverage >= coverage))
         if not len(enough):
             return None
         return 0.0 if enough[-1] == len(self.threshold) - 1 else float(self.threshold[enough[-1]])
 
-    def thinned(self) -> "Called":
+    def thinned(self) -> "ThresholdCurve":
         """Points at about even steps of coverage."""
         size = len(self.threshold)
         kept = np.unique(np.linspace(0, size - 1, min(size, MAX_POINTS)).round().astype(np.int64))
-        return Called(self.threshold[kept], self.coverage[kept], self.precision[kept], self.recall[kept])
+        return ThresholdCurve(self.threshold[kept], self.coverage[kept], self.precision[kept], self.recall[kept])
 
 
-def called(labels: Codes, right: NDArray[np.bool_], probabilities: NDArray[np.floating]) -> Called:
-    """A point for each probability that there is, the highest first."""
+def threshold_curve(labels: Codes, right: NDArray[np.bool_], probabilities: NDArray[np.floating]) -> ThresholdCurve:
+    """A point for each probability that occurs, the highest first."""
     order = np.argsort(probabilities)[::-1]
     ranked = probabilities[order]
-    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # reads of one probability are called together
-    hits, num_called = np.cumsum(right[order])[last], last + 1.0
+    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # reads of equal probability go together
+    hits, num_kept = np.cumsum(right[order])[last], last + 1.0
     num_known = max(int(np.sum(labels >= 0)), 1)
-    return Called(ranked[last].astype(np.float64), num_called / len(labels), hits / num_called, hits / num_known)
+    return ThresholdCurve(ranked[last].astype(np.float64), num_kept / len(labels), hits / num_kept, hits / num_known)
 
 
 @dataclass(frozen=True)
 class AtThreshold:
     coverage: float
-    precision: float  # NaN where nothing is called
+    precision: float  # NaN where nothing is classified
     recall: float
-    unknown: float  # share of the reads of no known class that are called; NaN without such reads
+    unknown: float  # share of the reads of no known class that are classified; NaN without such reads
 
 
 def at_threshold(
     labels: Codes, right: NDArray[np.bool_], probabilities: NDArray[np.floating], threshold: float
 ) -> AtThreshold:
-    is_called, unknown = probabilities >= threshold, labels == UNKNOWN
-    num_called, hits = int(is_called.sum()), int((is_called & right).sum())
+    kept, unknown = probabilities >= threshold, labels == UNKNOWN
+    num_kept, hits = int(kept.sum()), int((kept & right).sum())
     num_unknown = int(unknown.sum())
     return AtThreshold(
-        coverage=num_called / max(len(labels), 1),
-        precision=hits / num_called if num_called else np.nan,
+        coverage=num_kept / max(len(labels), 1),
+        precision=hits / num_kept if num_kept else np.nan,
         recall=hits / max(len(labels) - num_unknown, 1),
-        unknown=int((is_called & unknown).sum()) / num_unknown if num_unknown else np.nan,
+        unknown=int((kept & unknown).sum()) / num_unknown if num_unknown else np.nan,
     )
 
 
-def abundance_error(found: Confusion, num_classes: int) -> float:
-    """The L1 distance of the profile of calls from the true one, from 0 to 2; half of it is Bray-Curtis.
+@dataclass(frozen=True)
+class Target:
+    """A precision on validation, the threshold with it and its effect on a split; None: no threshold has it."""
 
-    Every read is called. Reads of no known class are a class of their own, which is never called.
+    precision: float
+    threshold: float | None
+    at: AtThreshold | None
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The group of each read of a split, and how often each group is drawn: first once each, then at random."""
+
+    groups: NDArray[np.int64]
+    counts_RG: Floats
+
+    def accuracy_and_f1(self, labels: Codes, found: Codes, num_classes: int) -> tuple[Resampled, Resampled]:
+        """Accuracy and macro F1 on all reads and on every draw."""
+        drawn = self.tally(labels, found, num_classes).drawn(self.counts_RG)
+        return _resampled(drawn.accuracy), _resampled(drawn.macro_f1)
+
+    def macro_f1_over(self, classes: NDArray[np.bool_], labels: Codes, found: Codes) -> Resampled:
+        """Macro F1 over these classes."""
+        return _resampled(self.tally(labels, found, len(classes)).over(classes).drawn(self.counts_RG).macro_f1)
+
+    def tally(self, labels: Codes, found: Codes, num_classes: int) -> Tally:
+        return tally(labels, found, num_classes, groups=self.groups, num_groups=self.counts_RG.shape[1])
+
+
+def draws_of(num_reads: int, *, resamples: int, number: int = 0, max_groups: int = MAX_GROUPS) -> Draws:
+    """Draws of the reads of a split; those of splits with other numbers are independent."""
+    rng = np.random.default_rng([SEED, number])
+    num_groups = max(min(num_reads, max_groups), 1)
+    groups = np.arange(num_reads) % num_groups
+    if num_reads > num_groups:
+        groups = rng.permutation(groups)
+    drawn_RG = rng.multinomial(num_groups, np.full(num_groups, 1 / num_groups), size=resamples)
+    return Draws(groups, np.concatenate([np.ones((1, num_groups)), drawn_RG.astype(np.float64)]))
+
+
+@dataclass(frozen=True)
+class JudgedRank:
+    """A model at one rank."""
+
+    num_taxa: int
+    accuracy: Resampled
+    macro_f1: Resampled
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One model of one seed on one split."""
+
+    num_reads: int
+    num_unknown: int
+    num_classes: int
+    accuracy: Resampled
+    macro_f1: Resampled
+    ranks: Mapping[str, JudgedRank]
+    targets: Mapping[float, Target]
+    ece: float
+    confidence: float
+    abundance_l1: float
+    thresholds: ThresholdCurve
+    calibration: Curve
+    confusion: Confusion
+
+
+class Judge:
+    """Keeps the draws of each split, which are the same for all models.
+
+    `taxa` has the taxon of each class at every rank (-1: none), `num_taxa` how many taxa a rank has.
     """
-    true = np.bincount(found.labels + 1, found.counts, minlength=num_classes + 1)
-    said = np.bincount(found.found + 1, found.counts, minlength=num_classes + 1)
-    return float(np.abs(true - said).sum() / max(int(found.counts.sum()), 1))
+
+    def __init__(
+        self,
+        file: AnswersFile,
+        *,
+        num_classes: int,
+        taxa: Mapping[str, Sequence[int]],
+        num_taxa: Mapping[str, int],
+        resamples: int,
+    ) -> None:
+        self._file, self._num_classes, self._num_taxa, self._resamples = file, num_classes, num_taxa, resamples
+        # One more, the last: of reads of no known class, which have label -1.
+        self._taxa = {rank: np.array([*taxa[rank], -1]) for rank in file.ranks}
+        self._draws: dict[str, Draws] = {}
+
+    def num_bad(self, key: Key, splits: Sequence[str]) -> int:
+        """How many probabilities are not finite."""
+        return sum(int(np.sum(~np.isfinite(self._file.read(key, split).probabilities))) for split in splits)
+
+    def judge(self, key: Key, splits: Sequence[str]) -> dict[str, Judged]:
+        """Validation first: the thresholds chosen there are used on all splits."""
+        thresholds: dict[float, float | None] = {}
+        judged: dict[str, Judged] = {}
+        for split in sorted(splits, key=lambda split: split != VAL):
+            answers = self._file.read(key, split)
+            right = answers.found == answers.labels
+            curve = threshold_curve(answers.labels, right, answers.probabilities)
+            if split == VAL:
+                least = min(MIN_CLASSIFIED / len(right), 1)
+                thresholds = {precision: curve.loosest(precision, coverage=least) for precision in TARGETS}
+            judged[split] = self._split(answers, curve.thinned(), thresholds, draws=self._draws_of(split, len(right)))
+        return judged
+
+    def has(self, split: str) -> NDArray[np.bool_]:
+        """Which classes a judged split has reads of."""
+        labels = self._file.labels(split)
+        return np.bincount(labels[labels >= 0], minlength=self._num_classes) > 0
+
+    def macro_f1_over(self, classes: NDArray[np.bool_], key: Key, split: str) -> Resampled:
+        """Macro F1 over these classes on a judged split."""
+        answers = self._file.read(key, split)
+        return self._draws[split].macro_f1_over(classes, answers.labels, answers.found)
+
+    def _split(
+        self, answers: Answers, curve: ThresholdCurve, thresholds: Mapping[float, float | None], *, draws: Draws
+    ) -> Judged:
+        labels, found, probabilities = answers.labels, answers.found, answers.probabilities
+        right, known = found == labels, labels >= 0
+        cells = confusion(labels, found, self._num_classes)
+        accuracy, macro_f1 = draws.accuracy_and_f1(labels, found, self._num_classes)
+        ece, points = calibration(right[known].astype(np.int8), probabilities[known].astype(np.float64))
+        at = {
+            target: None if one is None else at_threshold(labels, right, probabilities, one)
+            for target, one in thresholds.items()
+        }
+        return Judged(
+            num_reads=len(labels),
+            num_unknown=int(np.sum(~known)),
+            num_classes=int(np.sum(cells.tally(self._num_classes).true > 0)),
+            accuracy=accuracy,
+            macro_f1=macro_f1,
+            ranks={rank: self._rank(answers, rank, draws) for rank in self._taxa},
+            targets={target: Target(target, one, at[target]) for target, one in thresholds.items()},
+            ece=ece,
+            confidence=float(np.mean(probabilities[known], dtype=np.float64)) if known.any() else np.nan,
+            abundance_l1=cells.abundance_error(self._num_classes),
+            thresholds=curve,
+            calibration=points,
+            confusion=cells,
+        )
+
+    def _rank(self, answers: Answers, rank: str, draws: Draws) -> JudgedRank:
+        """Reads of classes that have no taxon at this rank are left out, as those of no known class are."""
+        true, num_taxa = self._taxa[rank][answers.labels], self._num_taxa[rank]
+        accuracy, macro_f1 = draws.accuracy_and_f1(true, answers.ranks[rank], num_taxa)
+        occurs = np.bincount(true[true >= 0], minlength=num_taxa) > 0
+        return JudgedRank(int(np.sum(occurs)), accuracy, macro_f1)
+
+    def _draws_of(self, split: str, num_reads: int) -> Draws:
+        if split not in self._draws:
+            self._draws[split] = draws_of(num_reads, resamples=self._resamples, number=len(self._draws))
+        return self._draws[split]
 
 
-def _ratio(part: NDArray[np.generic], whole: NDArray[np.generic]) -> Floats:
-    """NaN where there is nothing to divide by."""
-    part, whole = np.asarray(part, np.float64), np.asarray(whole, np.float64)
-    return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole > 0)
+def _resampled(numbers_R: Floats) -> Resampled:
+    return Resampled(float(numbers_R[0]), numbers_R[1:])

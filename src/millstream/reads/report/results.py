@@ -1,16 +1,20 @@
-"""What a run of classifiers found, as plain data: everything its report shows, and nothing that draws it."""
+"""What a run of classifiers found, as plain data, also class by class and pair by pair. Draws nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-from millstream.report.reads.measures import AtThreshold, Called, Confusion
-from millstream.report.results import Curve, Interval
+import numpy as np
+from numpy.typing import NDArray
 
-VAL, TRAIN = "val", "train"
+from millstream.reads.report.judge import UNKNOWN, VAL, Confusion, Target, ThresholdCurve
+from millstream.report.intervals import Difference, Interval
+from millstream.report.measures import Curve
+
+TRAIN = "train"
 GENUS = "genus"
-PRECISION = 0.95  # on validation: what the threshold of a model is chosen for
-TARGETS = (0.9, PRECISION, 0.99, 0.999)  # others, to choose from
+NO_CLASS = "no known class"
 
 
 @dataclass(frozen=True)
@@ -19,57 +23,42 @@ class ReadClass:
 
     class_id: int
     name: str
-    tax_id: int  # 0: nobody says
+    tax_id: int  # 0: unknown
     taxa: Mapping[str, int]  # rank -> the number of its taxon there, -1: none
-    reads: Mapping[str, int]  # of each part
+    reads: Mapping[str, int]  # of each split
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """Answers at one rank: the taxon whose classes are likeliest together."""
+    """A model at one rank, where it assigns the taxon whose classes have the highest total probability."""
 
     rank: str
-    num_taxa: int  # that the part has reads of
+    num_taxa: int  # that the split has reads of
     accuracy: Interval
     macro_f1: Interval
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is called on a part above the threshold that has a precision on validation; None: no threshold has it."""
+class SplitResult:
+    """One model on one split. Numbers are means over its seeds; curves and counts are of the first."""
 
-    precision: float
-    threshold: float | None
-    at: AtThreshold | None
-
-    @property
-    def numbers(self) -> Sequence[float | None]:
-        """Coverage, precision, recall, share of unknown ones that are called."""
-        at = self.at
-        return [None] * 4 if at is None else [at.coverage, at.precision, at.recall, at.unknown]
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """One model on one part. Numbers are means over its seeds; curves and counts are of the first."""
-
-    num_reads: int  # or pairs
-    num_unknown: int  # of no known class: they count where something is called, and nowhere else
-    num_classes: int  # that the part has reads of, and that macro F1 is the mean over
+    num_reads: int  # or read pairs
+    num_unknown: int  # of no known class: they count only where a threshold decides what is classified
+    num_classes: int  # that the split has reads of; macro F1 is the mean over them
     accuracy: Interval
     macro_f1: Interval
-    macro_f1_sd: float | None  # over seeds; None with one
+    macro_f1_sd: float | None  # between seeds; None with one
     ranks: Sequence[RankResult]
-    coverage: float | None  # at the threshold chosen on validation, as the next three; None: there was none to choose
+    coverage: float | None  # at the threshold chosen on validation, as the next three; None: no such threshold
     precision: float | None
     recall: float | None
-    unknown_called: float | None  # share of the reads of no known class
+    unknown_called: float | None  # share of the reads of no known class that are classified
     ece: float
-    confidence: float  # mean probability of the answers, on reads of known classes
+    confidence: float  # mean probability of the assigned class, over reads of known classes
     abundance_l1: float
     targets: Sequence[Target]
-    called: Called
-    calibration: Curve  # mean probability of a bin, share of right answers in it
+    thresholds: ThresholdCurve
+    calibration: Curve  # per bin: mean probability, share of correct classifications
     confusion: Confusion
 
 
@@ -86,33 +75,20 @@ class ModelResult:
     train_reads_per_s: float | None  # the median over epochs
     waiting: float | None  # share of the time that training waited for data
     score_reads_per_s: float
-    memory: int | None  # bytes: the most at the end of an epoch
+    memory: int | None  # bytes: the maximum at the end of an epoch
     chosen: Mapping[str, object]
-    parts: Mapping[str, PartResult]
+    splits: Mapping[str, SplitResult]
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Macro F1 of the best model on two parts, over the classes that both have: like is compared with like."""
+    """Macro F1 of the best model on two splits, over the classes that occur in both."""
 
     first: str
     second: str
     num_classes: int
     macro_f1: tuple[float, float]
     difference: Interval  # the first minus the second
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Macro F1 of `a` minus macro F1 of `b`, on the same reads of a part."""
-
-    a: str
-    b: str
-    part: str
-    macro_f1: Interval
-    p: float  # two-sided, paired bootstrap
-    p_holm: float  # corrected for all comparisons made
-    differs: bool
 
 
 @dataclass(frozen=True)
@@ -125,21 +101,109 @@ class ReadResults:
     data: Mapping[str, object]  # the data card: data.json
     classes: Sequence[ReadClass]
     ranks: Mapping[str, Sequence[str]]  # the names of its taxa
-    parts: Sequence[str]  # the test parts, then validation
+    splits: Sequence[str]  # the test splits, then validation
     models: Sequence[ModelResult]  # best macro F1 on validation first
     gaps: Sequence[Gap]
-    differences: Sequence[Difference]
+    differences: Sequence[Difference]  # of macro F1
     history: Sequence[Mapping[str, object]]
     memory: Sequence[tuple[float, int]]  # seconds since the start, bytes
     budget: int | None
     findings: Sequence[str]
-    missing: Mapping[str, str]  # models that were asked for and have no results, and why
+    missing: Mapping[str, str]  # requested models that have no results, and why
 
     @property
     def tests(self) -> Sequence[str]:
-        return [part for part in self.parts if part != VAL]
+        return [split for split in self.splits if split != VAL]
 
     @property
     def what(self) -> str:
-        """What has an answer."""
-        return "pairs" if self.data.get("mates") == 2 else "reads"
+        """What is classified."""
+        return "read pairs" if self.data.get("mates") == 2 else "reads"
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """One class of a split. NaN where there is nothing to divide by."""
+
+    of: ReadClass
+    training: int  # reads
+    support: int  # reads of the split
+    assigned: int  # reads assigned to it, also those of no known class
+    unknown: int  # of those, of no known class
+    precision: float  # among reads of known classes, as F1
+    recall: float
+    f1: float  # NaN also for a class without reads in the split: macro F1 is not over it
+    confused_with: str  # the class most often assigned instead, and how often
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Reads of a class that are assigned to another."""
+
+    name: str
+    assigned: str
+    reads: int
+    share: float  # of the reads of the class
+    same_genus: str  # yes, no, or empty where unknown
+
+
+def class_rows(results: ReadResults, found: SplitResult) -> list[ClassRow]:
+    size = len(results.classes)
+    counts, unknown = found.confusion.tally(size), found.confusion.unknown(size)
+    confused_with = _confused_with(results, found)
+    numbers = zip(counts.precision.tolist(), counts.recall.tolist(), counts.f1.tolist(), strict=True)
+    return [
+        ClassRow(
+            of=own,
+            training=own.reads.get(TRAIN, 0),
+            support=int(counts.true[label]),
+            assigned=int(counts.assigned[label] + unknown[label]),
+            unknown=int(unknown[label]),
+            precision=precision,
+            recall=recall,
+            f1=f1 if counts.true[label] else np.nan,
+            confused_with=confused_with[label],
+        )
+        for label, (own, (precision, recall, f1)) in enumerate(zip(results.classes, numbers, strict=True))
+    ]
+
+
+def confused_pairs(results: ReadResults, found: SplitResult, *, most: int) -> list[Pair]:
+    """The pairs with the most reads, the largest first; reads of no known class are one of the classes."""
+    cells, num_true = found.confusion, _num_true(results, found)
+    wrong = np.flatnonzero(cells.labels != cells.found)
+    order = wrong[np.argsort(-cells.counts[wrong], kind="stable")][:most]
+    triples = np.stack([cells.labels[order], cells.found[order], cells.counts[order]], axis=1)
+    return [
+        Pair(
+            name=NO_CLASS if label == UNKNOWN else results.classes[label].name,
+            assigned=results.classes[other].name,
+            reads=count,
+            share=count / int(num_true[label]),
+            same_genus=_same_genus(results, label, other),
+        )
+        for label, other, count in cast("list[list[int]]", triples.tolist())
+    ]
+
+
+def _num_true(results: ReadResults, found: SplitResult) -> NDArray[np.intp]:
+    """Reads of each class, and last those of no known class."""
+    whole = np.bincount(found.confusion.labels + 1, found.confusion.counts, minlength=len(results.classes) + 1)
+    return np.append(whole[1:], whole[0])
+
+
+def _confused_with(results: ReadResults, found: SplitResult) -> list[str]:
+    cells, num_true = found.confusion, _num_true(results, found)
+    texts = [""] * len(results.classes)
+    for place in np.argsort(cells.counts, kind="stable").tolist():  # the last of each class is the largest
+        label, other = int(cells.labels[place]), int(cells.found[place])
+        if label not in (UNKNOWN, other):
+            texts[label] = f"{results.classes[other].name} ({cells.counts[place] / num_true[label]:.1%})"
+    return texts
+
+
+def _same_genus(results: ReadResults, label: int, other: int) -> str:
+    if label == UNKNOWN or GENUS not in results.ranks:
+        return ""
+    a, b = (results.classes[one].taxa.get(GENUS, -1) for one in (label, other))
+    return "" if -1 in (a, b) else "yes" if a == b else "no"

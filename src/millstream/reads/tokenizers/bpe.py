@@ -1,15 +1,15 @@
-"""Merge rules -> tokens, the same as merging pair by pair but in one walk over the letters. Knows nothing of files.
+"""Byte-pair encoding in one pass over the bases, with the tokens of pairwise merging. Knows nothing of files.
 
-Byte-pair encoding merges the pair of lowest rank, leftmost first, until no rule fits. Two facts replace that loop:
+Byte-pair encoding merges the pair of lowest rank, leftmost first, until no rule applies. Two facts replace that loop:
 
-1. A row of tokens is the encoding of its letters exactly when every two neighbours in it are the encoding of *their*
-   letters: up to the first merge across a border, what happens on either side of it does not depend on what lies beyond
-   the two neighbours, so that merge would also happen with the neighbours alone. This holds for any list of rules.
-2. So the encoding of a prefix is unique, and a walk that takes the longest token whose border with the last one holds,
-   and steps back from positions where none fits, finds it (as the `bpe` crate of github/rust-gems does).
+1. A sequence of tokens is the encoding of its text exactly if every two neighbours in it are the encoding of *their*
+   text: until the first merge across a border, what happens on either side of it does not depend on anything beyond
+   the two neighbours, so that merge would also happen with the neighbours alone. This is true for any list of rules.
+2. So the encoding of a prefix is unique, and a walk that takes the longest token whose border with the last one is
+   valid, and backtracks from positions where none is, finds it (as the `bpe` crate of github/rust-gems does).
 
-Whether a border holds is found once for each pair of tokens by merging its letters the slow way, and remembered.
-Measured on METAGENE-1 (1,024 tokens), 125 letters, one thread of a shared machine: 0.4-0.6 M reads/s, the first 100,000
+Whether a border is valid is determined once per pair of tokens, by merging their text the slow way, and cached.
+Measured on METAGENE-1 (1,024 tokens), 125 bases, one thread of a shared machine: 0.4-0.6 M reads/s, the first 100,000
 reads (which meet most pairs) 0.13-0.22 M, against 0.026-0.043 M for `tokenizers`.
 """
 
@@ -20,32 +20,30 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.dataset.tokens import Letters, Numbers
-from millstream.kernels import kernel
+from millstream.core.kernels import kernel
+from millstream.reads.tokenizers.tokens import Bases, Numbers
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-MOST_TOKENS = (
-    8192  # the borders take a byte for each pair of tokens: at most 64 MB, of which only what is met is touched
-)
-DROP, OTHER = 254, 255  # codes of letters that give no token, and of bytes that are no letters
-UNSEEN, HOLDS, FALLS = 0, 1, 2
+MOST_TOKENS = 8192  # the borders take a byte per pair of tokens: at most 64 MB, allocated as pairs are met
+DROP, OTHER = 254, 255  # codes of letters without a token, and of bytes that are not letters
+UNSEEN, VALID, INVALID = 0, 1, 2
 ZERO, ONE = np.uint64(0), np.uint64(1)
 
 
 class NotPlain(Exception):
-    """These rules need more than the walk here can do; the message is the reason."""
+    """These rules are more than this encoder supports; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Byte-pair encoding without extras: what is merged in which order, and what surrounds the tokens of a read."""
+    """Plain byte-pair encoding: the merges in order, and the special tokens around a read."""
 
     vocab: Mapping[str, int]
     merges: Sequence[tuple[str, str]]
     unk: str | None = None
     fuse_unk: bool = False
     prefix: str = ""
-    """One letter put before every read that is not empty."""
+    """One character put before every read that is not empty."""
     head: tuple[int, ...] = ()
     tail: tuple[int, ...] = ()
 
@@ -59,7 +57,7 @@ class Encoded(NamedTuple):
 
 
 class Bpe:
-    """Rules made ready to encode. Threads may share one: what they write is the same from each.
+    """Rules compiled for encoding. Threads may share one: all write the same values to its cache.
 
     encoded = Bpe(Rules(vocab={"A": 0, "C": 1, "AC": 2}, merges=[("A", "C")])).encode(flat, offsets)
     """
@@ -68,8 +66,8 @@ class Bpe:
         self.rules = rules
         self._tables = _tables(rules)
 
-    def encode(self, flat: Letters, offsets: Numbers, *, max_length: int | None = None) -> Encoded | None:
-        """The tokens of every read, special tokens included; None if there is anything but the letters A-Z and a-z."""
+    def encode(self, flat: Bases, offsets: Numbers, *, max_length: int | None = None) -> Encoded | None:
+        """The tokens of every read, special tokens included; None if there is a byte other than A-Z and a-z."""
         num_special = len(self.rules.head) + len(self.rules.tail)
         room = flat.size + 1 if max_length is None else max_length - num_special
         num_reads = offsets.size - 1
@@ -81,18 +79,18 @@ class Bpe:
 
 
 class _Tables(NamedTuple):
-    """A symbol is a token's number here; the single letters come first, so that a letter's code is its symbol."""
+    """A symbol is a token's number here; single characters come first, so a character's code is its symbol."""
 
     codes: NDArray[np.uint8]  # byte -> code, DROP or OTHER
     prefix: int  # its code, or DROP
-    fused: int  # the code that is written once for a run of it, or DROP
-    end: int  # the code after the last letter, which no token goes on with; rows of the trie have end + 1 entries
+    fused: int  # the code written once per run of it, or DROP
+    end: int  # the code after the last character, in no token; rows of the trie have end + 1 entries
     trie: NDArray[np.uint32]  # row + code -> row of the longer string, or 0
-    matches: NDArray[np.uint32]  # row -> the longest symbol that begins the row's string
-    shorter: NDArray[np.uint32]  # symbol -> the next longest symbol it begins with, or num_symbols
-    lengths: NDArray[np.uint32]  # symbol -> letters
-    borders: NDArray[np.uint8]  # [symbol or num_symbols, symbol] -> UNSEEN, HOLDS or FALLS
-    spelling: Numbers  # codes of all symbols, one symbol after another
+    matches: NDArray[np.uint32]  # row -> the longest symbol that the row's string starts with
+    shorter: NDArray[np.uint32]  # symbol -> the next longest symbol it starts with, or num_symbols
+    lengths: NDArray[np.uint32]  # symbol -> number of characters
+    borders: NDArray[np.uint8]  # [symbol or num_symbols, symbol] -> UNSEEN, VALID or INVALID
+    spelling: Numbers  # codes of the characters of all symbols, one symbol after another
     spelling_starts: Numbers
     pairs: Numbers  # hash table: left * num_symbols + right, or -1
     ranks: Numbers
@@ -106,9 +104,9 @@ def _tables(rules: Rules) -> _Tables:
     alphabet = [letter for letter in dict.fromkeys(LETTERS + rules.prefix) if letter in rules.vocab]
     parts = {token for pair in rules.merges for token in (*pair, "".join(pair))}
     if rules.unk is not None and (rules.unk in parts or rules.unk in alphabet):
-        raise NotPlain(f"its unknown token {rules.unk!r} takes part in merges")
+        raise NotPlain(f"its unknown token {rules.unk!r} occurs in merges")
     if len(set(rules.vocab.values())) < len(rules.vocab):
-        raise NotPlain("its vocabulary gives two tokens one id")
+        raise NotPlain("two tokens of its vocabulary have the same id")
     unknown = [] if rules.unk is None else [rules.unk]
     longer = sorted(token for token in parts if len(token) > 1 and set(token) <= set(alphabet))
     symbols = {token: symbol for symbol, token in enumerate(alphabet + unknown + longer)}
@@ -120,16 +118,16 @@ def _tables(rules: Rules) -> _Tables:
     codes[list(LETTERS.encode())] = [symbols[letter] if letter in alphabet else unknown_code for letter in LETTERS]
     prefix = (symbols[rules.prefix] if rules.prefix in alphabet else unknown_code) if rules.prefix else DROP
     spelled = [[symbols[token]] if token in unknown else [symbols[letter] for letter in token] for token in symbols]
-    lengths = np.array([len(letters) for letters in spelled] + [0], np.uint32)
+    lengths = np.array([len(spelling) for spelling in spelled] + [0], np.uint32)
     pairs, ranks, merged = _pair_table(rules.merges, symbols)
     end = len(alphabet) + len(unknown)
     stable = [
-        len(letters) == 1 or _merge(np.array(letters), len(letters), -1, len(symbols), pairs, ranks, merged) == 1
-        for letters in spelled
+        len(spelling) == 1 or _merge(np.array(spelling), len(spelling), -1, len(symbols), pairs, ranks, merged) == 1
+        for spelling in spelled
     ]
     trie, matches, shorter = _trie(spelled, stable, end)
     borders = np.zeros((len(symbols) + 1, len(symbols)), np.uint8)
-    borders[-1] = HOLDS  # the border before the first token
+    borders[-1] = VALID  # the border before the first token
     return _Tables(
         codes=codes,
         prefix=prefix,
@@ -140,7 +138,7 @@ def _tables(rules: Rules) -> _Tables:
         shorter=shorter,
         lengths=lengths,
         borders=borders,
-        spelling=np.array([code for letters in spelled for code in letters], np.int64),
+        spelling=np.array([code for spelling in spelled for code in spelling], np.int64),
         spelling_starts=np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64),
         pairs=pairs,
         ranks=ranks,
@@ -166,7 +164,7 @@ def _pair_table(merges: Sequence[tuple[str, str]], symbols: Mapping[str, int]) -
 def _trie(
     spelled: Sequence[Sequence[int]], stable: Sequence[bool], end: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """The strings of the symbols that encode to themselves, as rows of a table; only such symbols are ever output."""
+    """A trie of the symbols that encode to themselves; only these are ever output."""
     nowhere, row_size = len(spelled), end + 1
     trie, matches, shorter = [0] * row_size, [nowhere] * row_size, [nowhere] * (nowhere + 1)
     for symbol in sorted(range(len(spelled)), key=lambda symbol: len(spelled[symbol])):
@@ -185,7 +183,7 @@ def _trie(
 
 @kernel
 def _slot(pairs: Numbers, pair: int) -> int:
-    """Where the pair is in the hash table, or the free place where it would be."""
+    """The slot of a pair in the hash table, or the free slot where it would go."""
     last = pairs.size - 1
     slot = ((pair * 0x1E3779B1) >> 9) & last
     while pairs[slot] != pair and pairs[slot] >= 0:
@@ -197,7 +195,7 @@ def _slot(pairs: Numbers, pair: int) -> int:
 def _merge(
     row: Numbers, count: int, border: int, num_symbols: int, pairs: Numbers, ranks: Numbers, merged: Numbers
 ) -> int:
-    """Merge pair by pair, in place; how many symbols are left, or -1 once a merge crosses the border."""
+    """Merge pair by pair, in place; returns how many symbols are left, or -1 if a merge crosses the border."""
     while True:
         best, at, found = -1, -1, -1
         for i in range(count - 1):
@@ -218,7 +216,7 @@ def _merge(
 
 @kernel
 def _border(left: int, right: int, tables: _Tables, row: Numbers) -> int:
-    """Whether the letters of two tokens encode to these two tokens."""
+    """Whether the text of two tokens encodes to these two tokens."""
     count = 0
     for i in range(tables.spelling_starts[left], tables.spelling_starts[left + 1]):
         row[count] = tables.spelling[i]
@@ -227,13 +225,13 @@ def _border(left: int, right: int, tables: _Tables, row: Numbers) -> int:
     for i in range(tables.spelling_starts[right], tables.spelling_starts[right + 1]):
         row[count] = tables.spelling[i]
         count += 1
-    left_over = _merge(row, count, border, tables.ids.size, tables.pairs, tables.ranks, tables.merged)
-    return FALLS if left_over < 0 else HOLDS
+    num_left = _merge(row, count, border, tables.ids.size, tables.pairs, tables.ranks, tables.merged)
+    return INVALID if num_left < 0 else VALID
 
 
 @kernel
 def _encode(
-    flat: Letters,
+    flat: Bases,
     offsets: Numbers,
     tables: _Tables,
     room: int,
@@ -241,10 +239,9 @@ def _encode(
     starts: Numbers,
     counts: Numbers,
 ) -> bool:
-    """Write head, at most `room` tokens and tail of every read; False as soon as a byte is no letter.
+    """Write head, at most `room` tokens and tail of every read; False if a byte is not a letter.
 
-    Indices of the walk are unsigned: numba then leaves out the test for negative ones (in a trial 500 k -> 700 k
-    reads/s).
+    Indices are unsigned, so numba does not check for negative ones (measured: 500 k -> 700 k reads/s).
     """
     trie, matches, shorter, lengths, borders = (
         tables.trie,
@@ -257,7 +254,7 @@ def _encode(
     for read in range(counts.size):
         longest = max(longest, offsets[read + 1] - offsets[read])
     text = np.empty(longest + 2, np.uint8)
-    dead = np.empty(longest + 2, np.uint8)  # positions from which the read cannot be finished
+    dead = np.empty(longest + 2, np.uint8)  # positions from which no encoding exists
     path = np.empty(longest + 2, np.uint32)
     row = np.empty(2 * lengths.max(), np.int64)
     none = np.uint64(tables.ids.size)
@@ -294,13 +291,13 @@ def _encode(
                     if state == UNSEEN:
                         state = _border(int(last), int(symbol), tables, row)
                         borders[last, symbol] = state
-                    if state == HOLDS:
+                    if state == VALID:
                         path[depth] = symbol
                         depth += ONE
                         position, last, symbol = after, symbol, none
                         break
                 symbol = np.uint64(shorter[symbol])
-                if symbol == none:  # nothing fits here: step back, and take something shorter before
+                if symbol == none:  # no token is valid here: backtrack to a shorter one before
                     dead[position] = 1
                     symbol = last
                     position -= lengths[symbol]

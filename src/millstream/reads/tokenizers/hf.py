@@ -1,5 +1,6 @@
-"""A Hugging Face tokenizer.json -> tokens: our own walk for plain byte-pair encoding, the Rust encoder for the rest."""
+"""Tokenizers by name: `base`, `kmer(6)`, or a Hugging Face tokenizer.json, with our own BPE or the Rust encoder."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping
@@ -9,20 +10,31 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from millstream.dataset.bpe import LETTERS, Bpe, Encoded, NotPlain, Rules
-from millstream.dataset.tokens import IdType, Letters, Numbers, Pad, Tokens, frozen, pad_rows, width_of
 from millstream.errors import BadSource, MissingExtra
-from millstream.kernels import HAVE_NUMBA
+from millstream.reads.tokenizers.bpe import LETTERS, Bpe, Encoded, NotPlain, Rules
+from millstream.reads.tokenizers.kmers import base, kmer
+from millstream.reads.tokenizers.tokens import (
+    Bases,
+    IdType,
+    Numbers,
+    Pad,
+    Tokenizer,
+    Tokens,
+    frozen,
+    pad_rows,
+    width_of,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Rust
+
 
 FILE = "tokenizer.json"
 PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
 
 
 def hf(path: str | Path) -> "HfTokenizer":
-    """The tokenizer of a tokenizer.json, of a folder holding one, or of a model in the local Hugging Face cache.
+    """The tokenizer in a tokenizer.json, in a folder that contains one, or of a model in the local Hugging Face cache.
 
     tokens = hf("METAGENE-1/tokenizer.json").tokenize(flat, offsets, max_length=512)
     """
@@ -39,12 +51,12 @@ def hf(path: str | Path) -> "HfTokenizer":
 
 
 class HfTokenizer:
-    """What `hf` makes. Padding is on the right and truncation at the end, whatever the file says of them."""
+    """The tokenizer made by `hf`. Pads on the right and truncates at the end, whatever the file says."""
 
     def __init__(self, text: str, *, name: str) -> None:
         self.name = name
         self.why = ""
-        """The reason, a sentence, when the Rust encoder does the work."""
+        """The reason, a sentence, if the Rust encoder is used."""
         self._text = text
         self._rust: dict[int | None, Rust] = {}
         self._bpe: Bpe | None = None
@@ -54,15 +66,13 @@ class HfTokenizer:
         file = cast(dict[str, Any], json.loads(text))
         self.pad_id = _pad_id(file, vocab)
         try:
-            if not HAVE_NUMBA:
-                raise NotPlain("numba is not installed: pip install 'millstream[reads]'")
             self._bpe = Bpe(plain_rules(file))
         except NotPlain as reason:
             self.why = f"{name} uses the Rust encoder: {reason}"
 
     @property
     def fast(self) -> bool:
-        """Whether our own loop does the work, some ten times as fast as the Rust encoder."""
+        """Whether our own encoder is used, about ten times as fast as the Rust encoder."""
         return self._bpe is not None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -70,7 +80,7 @@ class HfTokenizer:
 
     def tokenize(
         self,
-        flat: Letters,
+        flat: Bases,
         offsets: Numbers,
         *,
         max_length: int | None = None,
@@ -90,7 +100,7 @@ class HfTokenizer:
         return Tokens(tokens.input_ids.astype(dtype, copy=False), tokens.attention_mask.astype(dtype, copy=False))
 
     def encoder(self, max_length: int | None = None) -> "Rust":
-        """Of Rust. One for each length: setting the truncation of a shared one would not be safe among threads."""
+        """The Rust encoder. One per length: changing the truncation of a shared one is not thread-safe."""
         if max_length not in self._rust:
             try:
                 from tokenizers import Tokenizer as Rust
@@ -108,12 +118,12 @@ class HfTokenizer:
             self._rust[max_length] = encoder
         return self._rust[max_length]
 
-    def _encode(self, flat: Letters, offsets: Numbers, max_length: int | None) -> Encoded:
-        """The Rust encoder takes strings and gives lists, so this is a loop over reads in Python."""
+    def _encode(self, flat: Bases, offsets: Numbers, max_length: int | None) -> Encoded:
+        """The Rust encoder takes strings and returns lists, so this loops over reads in Python."""
         try:
             text = flat.tobytes().decode("ascii")
         except UnicodeDecodeError as error:
-            raise BadSource(f"{self.name}: reads are ASCII text, found byte {flat[error.start]:#x}") from None
+            raise BadSource(f"{self.name}: reads must be ASCII text, found byte {flat[error.start]:#x}") from None
         bounds = cast(list[int], offsets.tolist())
         reads = [text[start:stop] for start, stop in pairwise(bounds)]
         rows = [encoding.ids for encoding in self.encoder(max_length).encode_batch_fast(reads)]
@@ -122,8 +132,33 @@ class HfTokenizer:
         return Encoded(tokens, np.cumsum(counts) - counts, counts)
 
 
+def tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer of this name; `tokenizer(spec).name` is its normal form.
+
+    tokenizer("kmer(12, stride=2, canonical=True)").tokenize(flat, offsets)
+    """
+    if spec.strip() == "base":
+        return base()
+    if match := re.fullmatch(r"\s*hf\((.+)\)\s*", spec):
+        return hf(match[1].strip().strip("'\""))
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "kmer":
+            positional = [ast.literal_eval(value) for value in call.args]
+            named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+            return kmer(*positional, **named)
+    except (SyntaxError, TypeError, ValueError) as error:
+        reason = f" ({error})"
+    else:
+        reason = ""
+    raise ValueError(
+        f"unknown tokenizer {spec!r}{reason}; must be base, kmer(6), kmer(12, stride=2, canonical=True), "
+        "or hf(path of a tokenizer.json or its folder)"
+    )
+
+
 def plain_rules(file: Mapping[str, Any]) -> Rules:
-    """The rules of a tokenizer.json of which nothing but merges and special tokens touches letters; else NotPlain."""
+    """The rules of a tokenizer.json that only merges and adds special tokens; otherwise NotPlain."""
     model = cast(dict[str, Any], file["model"])
     if model.get("type") != "BPE":
         raise NotPlain(f"its model is {model.get('type')}, not BPE")
@@ -160,14 +195,14 @@ def _prefix(normalizer: Mapping[str, Any] | None) -> str:
         case {"type": "Replace", "pattern": {"Regex": "^"}, "content": str(prefix)} if len(prefix) == 1:
             return prefix
         case _:
-            raise NotPlain(f"its normalizer {normalizer.get('type')} may change letters")
+            raise NotPlain(f"its normalizer {normalizer.get('type')} may change bases")
 
 
 def _check_splits(pre_tokenizer: Mapping[str, Any] | None, prefix: str) -> None:
-    """`Whitespace` splits at spaces and between \\w and the rest, `WhitespaceSplit` at spaces: not between letters."""
+    """`Whitespace` splits at spaces and between \\w and the rest, `WhitespaceSplit` at spaces: never between bases."""
     kind = None if pre_tokenizer is None else pre_tokenizer.get("type")
     if kind not in (None, "Whitespace", "WhitespaceSplit"):
-        raise NotPlain(f"its pre-tokenizer {kind} may split or change letters")
+        raise NotPlain(f"its pre-tokenizer {kind} may split or change bases")
     if (kind == "Whitespace" and not re.fullmatch(r"[A-Za-z0-9_]?", prefix)) or (kind and prefix.isspace()):
         raise NotPlain(f"its pre-tokenizer {kind} splits after the prefix {prefix!r}")
 
@@ -185,12 +220,12 @@ def _special_tokens(processor: Mapping[str, Any] | None) -> tuple[tuple[int, ...
         else:
             sides[-1] += tuple(processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
     if len(sides) != 2:
-        raise NotPlain(f"its template holds a read {len(sides) - 1} times")
+        raise NotPlain(f"its template contains a read {len(sides) - 1} times")
     return sides[0], sides[1]
 
 
 def _pad_id(file: Mapping[str, Any], vocab: Mapping[str, int]) -> int:
-    """The file's padding, or a token that is called so, or 0: under the mask any id does."""
+    """The file's padding id, or that of a token named like padding, or 0: it is masked anyway."""
     if file.get("padding"):
         return int(file["padding"]["pad_id"])
     return next((vocab[name] for name in PAD_NAMES if name in vocab), 0)
@@ -217,6 +252,6 @@ def _find(path: str | Path) -> Path:
     if not isinstance(cached, str):
         raise BadSource(
             f"{path}: no such file, folder or model in the local Hugging Face cache; nothing is downloaded. "
-            f"Give the folder that holds the model's {FILE}"
+            f"Give the folder with the model's {FILE}"
         )
     return Path(cached)

@@ -1,22 +1,22 @@
-"""Letters -> k-mer numbers in one pass. Knows nucleotide letters; a base is a k-mer of one letter."""
+"""Bases -> k-mer ids in one pass. Knows the IUPAC nucleotide codes; single bases are k-mers with k = 1."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from millstream.dataset.tokens import Ids, IdType, Letters, Numbers, Pad, Tokens, frozen, rectangle, width_of
+from millstream.core.kernels import kernel
 from millstream.errors import BadSource
-from millstream.kernels import kernel
+from millstream.reads.tokenizers.tokens import Bases, Ids, IdType, Numbers, Pad, Tokens, frozen, rectangle, width_of
 
 UNKNOWN, FOREIGN = 4, 8  # bits above the two of a base
 LARGEST_K = {np.int32: 15, np.int64: 31}
 
 
 def _codes() -> Numbers:
-    """Of each byte, in both cases: 0-3 for A C G T (U is T), UNKNOWN for N and other IUPAC codes, FOREIGN otherwise."""
+    """Code of each byte, either case: 0-3 for A C G T (U is T), UNKNOWN for other IUPAC codes, FOREIGN otherwise."""
     codes = np.full(256, FOREIGN, np.int64)
-    for letters, code in (("A", 0), ("C", 1), ("G", 2), ("TU", 3), ("NRYSWKMBDHV", UNKNOWN)):
-        codes[list((letters + letters.lower()).encode())] = code
+    for bases, code in (("A", 0), ("C", 1), ("G", 2), ("TU", 3), ("NRYSWKMBDHV", UNKNOWN)):
+        codes[list((bases + bases.lower()).encode())] = code
     return codes
 
 
@@ -24,7 +24,7 @@ CODES = _codes()
 
 
 def base() -> "Kmers":
-    """One token a letter: A 1, C 2, G 3, T and U 4, N and every other IUPAC code 5; 0 is padding.
+    """One token per base: A 1, C 2, G 3, T and U 4, N and every other IUPAC code 5; 0 is padding.
 
     tokens = base().tokenize(flat, offsets, max_length=512)
     """
@@ -32,26 +32,26 @@ def base() -> "Kmers":
 
 
 def kmer(k: int, *, stride: int = 1, canonical: bool = False) -> "Kmers":
-    """One token for every k letters, `stride` letters apart; canonical: a k-mer and its reverse complement are one.
+    """One token per k-mer, `stride` bases apart; canonical: a k-mer and its reverse complement are the same token.
 
-    0 is padding, 1 + the k-mer as a number in base 4 (A C G T = 0 1 2 3) its id, and 4^k + 1 stands for every k-mer
-    with an N or another IUPAC code. A read shorter than k has no tokens.
+    Ids: 0 is padding; a k-mer is 1 + its number in base 4 (A C G T = 0 1 2 3); every k-mer with an N or another IUPAC
+    code is 4^k + 1. A read shorter than k has no tokens.
 
     tokens = kmer(6).tokenize(flat, offsets)
     """
     for name, value in (("k", k), ("stride", stride)):
         if type(value) is not int or value < 1:
-            raise ValueError(f"kmer: {name}={value!r}; write a whole number from 1 on")
+            raise ValueError(f"kmer: {name}={value!r}: must be an integer of at least 1")
     if k > LARGEST_K[np.int64]:
-        raise ValueError(f"kmer: k={k} does not fit an int64 id; the largest k is {LARGEST_K[np.int64]}")
+        raise ValueError(f"kmer: k={k}: ids would not fit into int64; must be at most {LARGEST_K[np.int64]}")
     if type(canonical) is not bool:
-        raise ValueError(f"kmer: canonical={canonical!r}; write True or False")
+        raise ValueError(f"kmer: canonical={canonical!r}: must be True or False")
     return Kmers(k=k, stride=stride, canonical=canonical)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kmers:
-    """The tokenizer that `base` and `kmer` make."""
+    """The tokenizer made by `base` and `kmer`."""
 
     k: int
     stride: int = 1
@@ -71,12 +71,12 @@ class Kmers:
 
     @property
     def unknown_id(self) -> int:
-        """The id of every k-mer with a letter that is not A C G T U."""
+        """The id of every k-mer with a base other than A C G T U."""
         return 4**self.k + 1
 
     def tokenize(
         self,
-        flat: Letters,
+        flat: Bases,
         offsets: Numbers,
         *,
         max_length: int | None = None,
@@ -85,38 +85,38 @@ class Kmers:
     ) -> Tokens:
         if self.k > LARGEST_K[dtype]:
             limit = LARGEST_K[dtype]
-            raise ValueError(f"{self.name}: {dtype.__name__} ids hold k up to {limit}; ask for dtype=np.int64")
+            raise ValueError(f"{self.name}: {dtype.__name__} ids allow k up to {limit}; use dtype=np.int64")
         flat, offsets = frozen(flat, offsets)
         counts = np.maximum((np.diff(offsets) - self.k) // self.stride + 1, 0)
         width = width_of(counts, max_length=max_length, pad=pad)
         ids, mask = rectangle(counts.size, width, dtype=dtype)
         read = _fill(flat, offsets, CODES, self.k, self.stride, self.canonical, ids, mask)
         if read >= 0:
-            letters = np.unique(flat[offsets[read] : offsets[read + 1]])
-            found = " ".join(ascii(chr(letter)) for letter in letters[CODES[letters] == FOREIGN])
+            present = np.unique(flat[offsets[read] : offsets[read + 1]])
+            found = " ".join(ascii(chr(byte)) for byte in present[CODES[present] == FOREIGN])
             raise BadSource(
-                f"read {read} of the batch holds {found}: the {self.name} tokenizer takes A C G T U N and the IUPAC "
-                "codes R Y S W K M B D H V; protein and other text need another tokenizer, such as hf(folder)"
+                f"read {read} of the batch contains {found}: the {self.name} tokenizer accepts A C G T U N and the "
+                "IUPAC codes R Y S W K M B D H V; for protein or other text use another tokenizer, such as hf(folder)"
             )
         return Tokens(ids, mask)
 
 
 @kernel
 def _fill(
-    flat: Letters, offsets: Numbers, codes: Numbers, k: int, stride: int, canonical: bool, ids: Ids, mask: Ids
+    flat: Bases, offsets: Numbers, codes: Numbers, k: int, stride: int, canonical: bool, ids: Ids, mask: Ids
 ) -> int:
-    """Fill the rows; the number of the first read with a foreign letter, or -1. Letters in no token are not read."""
+    """Fill the rows; returns the first read with a foreign byte, or -1. Bases in no token are not checked."""
     width = ids.shape[1]
     every = np.empty(width * stride, ids.dtype)
     for read in range(offsets.size - 1):
         start = offsets[read]
         count = max(0, min((offsets[read + 1] - start - k) // stride + 1, width))
-        letters = flat[start : start + (k + (count - 1) * stride if count > 0 else 0)]
+        bases = flat[start : start + (k + (count - 1) * stride if count > 0 else 0)]
         row = ids[read]
         if stride == 1:
-            seen = _roll(letters, codes, k, canonical, row)
+            seen = _roll(bases, codes, k, canonical, row)
         else:
-            seen = _roll(letters, codes, k, canonical, every)
+            seen = _roll(bases, codes, k, canonical, every)
             for column in range(count):
                 row[column] = every[column * stride]
         if seen & FOREIGN:
@@ -128,25 +128,25 @@ def _fill(
 
 
 @kernel
-def _roll(letters: Letters, codes: Numbers, k: int, canonical: bool, out: Ids) -> int:
+def _roll(bases: Bases, codes: Numbers, k: int, canonical: bool, out: Ids) -> int:
     """The id of every k-mer of one read; returns the bits of all codes seen.
 
-    No branch depends on the letters, and the loops index slices from 0: this alone does 5.4 M reads/s of 125 letters
-    where the plain way (count the known letters, write at i - k + 1) did 2.7.
+    No branch depends on the bases, and the loops index slices from 0: 5.4 M reads/s of 125 bases, against 2.7 for the
+    obvious loop (count the known bases, write at i - k + 1).
     """
     top = 2 * (k - 1)
-    stay = (1 << top) - 1  # of the number, the k - 1 letters that stay when the window moves on
-    recent = (1 << (k - 1)) - 1  # the same for the flags of unknown letters
+    stay = (1 << top) - 1  # the k - 1 bases that stay when the window moves
+    recent = (1 << (k - 1)) - 1  # the same for the flags of unknown bases
     unknown = (1 << (2 * k)) + 1
     forward = backward = flags = seen = 0
-    first = letters[: k - 1]
+    first = bases[: k - 1]
     for i in range(first.size):
         code = codes[first[i]]
         seen |= code
         forward = ((forward & stay) << 2) | (code & 3)
         backward = (backward >> 2) | ((3 - (code & 3)) << top)
         flags = ((flags & recent) << 1) | (code >> 2)
-    ahead = letters[k - 1 :]
+    ahead = bases[k - 1 :]
     if canonical:
         for i in range(ahead.size):
             code = codes[ahead[i]]

@@ -1,7 +1,7 @@
-"""What every tokenizer gives: a rectangle of ids and its mask. Knows padding; knows nothing of letters.
+"""What every tokenizer returns: a rectangle of ids and its mask. Knows padding; knows nothing of bases.
 
-A batch of reads is `flat` (the letters of all reads, one after another) and `offsets` of one more than there are reads:
-read i is flat[offsets[i]:offsets[i + 1]].
+A batch of reads is `flat` (the bases of all reads, one after another) and `offsets`, one more than reads: read i is
+flat[offsets[i]:offsets[i + 1]].
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.kernels import kernel
+from millstream.core.kernels import kernel
 
-Letters = NDArray[np.uint8]
+Bases = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 Ids = NDArray[np.int32 | np.int64]
 IdType = type[np.int32 | np.int64]
@@ -19,23 +19,23 @@ Pad = Literal["longest", "max_length"]
 
 
 class Tokens(NamedTuple):
-    """One row a read, padded on the right; the mask is 1 on tokens and 0 on padding, of the ids' dtype."""
+    """One row per read, padded on the right; the mask is 1 on tokens and 0 on padding, with the dtype of the ids."""
 
     input_ids: Ids
     attention_mask: Ids
 
 
 class Tokenizer(Protocol):
-    """Reads in, token ids out. Safe to call from many threads, and small to pickle for a spawned worker."""
+    """Reads in, token ids out. Must be thread-safe, and small to pickle for a spawned worker."""
 
     @property
     def name(self) -> str:
-        """How a configuration spells this tokenizer: `tokenizer(name)` gives it back."""
+        """The name of this tokenizer in a configuration: `tokenizer(name)` makes it again."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """The largest id and one: the rows of an embedding."""
+        """The largest id plus one: the number of rows of an embedding."""
         ...
 
     @property
@@ -43,19 +43,19 @@ class Tokenizer(Protocol):
 
     def tokenize(
         self,
-        flat: Letters,
+        flat: Bases,
         offsets: Numbers,
         *,
         max_length: int | None = None,
         pad: Pad = "longest",
         dtype: IdType = np.int32,
     ) -> Tokens:
-        """The tokens of every read, cut after `max_length` (special tokens count) and padded to one width."""
+        """The tokens of every read, truncated to `max_length` (special tokens included) and padded to one width."""
         ...
 
 
-def frozen(flat: Letters, offsets: Numbers) -> tuple[Letters, Numbers]:
-    """The batch as kernels take it. Read-only, as numba compiles anew for arrays that can be written."""
+def frozen(flat: Bases, offsets: Numbers) -> tuple[Bases, Numbers]:
+    """The batch as read-only arrays: numba would compile again for writable ones."""
     views = np.ascontiguousarray(flat, np.uint8).view(), np.ascontiguousarray(offsets, np.int64).view()
     for view in views:
         view.flags.writeable = False
@@ -63,25 +63,25 @@ def frozen(flat: Letters, offsets: Numbers) -> tuple[Letters, Numbers]:
 
 
 def width_of(counts: Numbers, *, max_length: int | None, pad: Pad) -> int:
-    """The columns that reads of so many tokens need."""
+    """The number of columns for reads with these numbers of tokens."""
     if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length={max_length}: a row has at least one token; leave it out to cut nothing")
+        raise ValueError(f"max_length={max_length}: must be at least 1; leave it out to truncate nothing")
     if pad == "max_length":
         if max_length is None:
-            raise ValueError('pad="max_length" needs a max_length; pad="longest" does without')
+            raise ValueError('pad="max_length" needs a max_length; pad="longest" does not')
         return max_length
     longest = int(counts.max()) if counts.size else 0
     return longest if max_length is None else min(longest, max_length)
 
 
 def rectangle(num_reads: int, width: int, *, dtype: IdType) -> Tokens:
-    """Ids and mask, not filled in: one piece of memory, as numpy asks for huge pages from 4 MB on."""
+    """Ids and mask, uninitialised, in one allocation: numpy requests huge pages from 4 MB on."""
     ids, mask = np.empty((2, num_reads, width), dtype)
     return Tokens(ids, mask)
 
 
 def pad_rows(tokens: NDArray[np.int32], starts: Numbers, counts: Numbers, *, width: int, pad_id: int) -> Tokens:
-    """Tokens lying one after another, `counts[i]` from `starts[i]` on, as the rows of a rectangle."""
+    """Flat tokens, `counts[i]` from `starts[i]` on, as the rows of a rectangle."""
     rows = rectangle(counts.size, width, dtype=np.int32)
     _pad_rows(tokens, starts, counts, pad_id, rows.input_ids, rows.attention_mask)
     return rows

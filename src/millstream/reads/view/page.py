@@ -1,23 +1,20 @@
-"""Reads as a page: their lengths, letters and classes, and each of them with its tokens."""
+"""Reads as a page: their lengths, composition and classes, and each of them with its tokens."""
 
 import threading
 from functools import cached_property
 from pathlib import Path
 
-from millstream.console import say
+from millstream.core.console import say
 from millstream.errors import BadSetting
-from millstream.store.open_reads import open_reads
-from millstream.store.read_paths import expand, watch_index
-from millstream.store.reads import Reads
-from millstream.view.reads_counts import Lengths, ValueCounts
-from millstream.view.reads_records import Records
-from millstream.view.reads_sample import Sample
-from millstream.view.reads_tokens import Tokenizer, given_tokenizer, typed_tokenizer
+from millstream.reads.open import expand, open_reads, watch_index
+from millstream.reads.reads import Reads
+from millstream.reads.view.records import Records, Tokenizer, given_tokenizer, typed_tokenizer
+from millstream.reads.view.statistics import Lengths, Sample, ValueCounts
 from millstream.view.view import Query, View
 
-GIVEN = "given"  # how a page calls the tokenizer of the command line
+GIVEN = "given"  # what a page calls the tokenizer of the command line
 _FILES = 200  # that are listed
-_MOST = 200  # rows of one answer
+_MOST = 200  # rows per response
 
 
 def reads_view(path: Path, *, tokenizer: str | None = None) -> View:
@@ -47,7 +44,7 @@ class _Reads:
         self._reads, self._given = reads, given
         self._records = Records(reads)
         self._counts: dict[str, ValueCounts] = {}
-        self._lock = threading.Lock()  # several pages may ask at once; what is counted is counted once
+        self._lock = threading.Lock()  # concurrent requests share one count
 
     def overview(self, query: Query) -> object:
         """What there is, from the head of the index."""
@@ -78,29 +75,31 @@ class _Reads:
         }
 
     def lengths(self, query: Query) -> object:
-        """How long reads are. `counted` is less than `total` while it is still being counted: ask again."""
+        """The lengths of the reads. `counted` is less than `total` while counting: request it again."""
         with self._lock:
             counted = self._lengths
-        return counted.tell()
+        return counted.summary()
 
     def composition(self, query: Query) -> object:
-        """What a sample of the reads is made of; not `is_done` while it grows: ask again."""
+        """Composition of a sample of the reads; not `is_done` while it grows: request it again."""
         with self._lock:
             found = self._sample
-        return found.tell()
+        return found.summary()
 
     def classes(self, query: Query) -> object:
-        """The commonest values of a column, those that contain `search`, from the one at `first` on."""
+        """The most common values of a column, those that contain `search`, from the one at `first` on."""
         column = query.text("column")
         if column not in self._reads.column_names:
-            raise BadSetting(f"column {column!r}: there is {', '.join(self._reads.column_names) or 'none'}")
+            raise BadSetting(
+                f"column {column!r}: must be one of {', '.join(self._reads.column_names) or '(no columns)'}"
+            )
         if not self._is_indexed(column):
             raise BadSetting(f"column {column!r} is only in the headers, not in the index: it is not counted")
         with self._lock:
             if column not in self._counts:
                 self._counts[column] = ValueCounts(self._reads, column)
         most = min(query.number("count", 20), _MOST)
-        return self._counts[column].tell(search=query.text("search"), first=query.number("first"), most=most)
+        return self._counts[column].summary(search=query.text("search"), first=query.number("first"), most=most)
 
     def page(self, query: Query) -> object:
         """Neighbouring reads from number `first` on."""
@@ -109,7 +108,7 @@ class _Reads:
         return {"first": first, "of": len(self._reads), "rows": rows}
 
     def record(self, query: Query) -> object:
-        """Read `number`: its letters from `start` on, and their tokens."""
+        """Read `number`: its bases from `start` on, and their tokens."""
         return self._records.one(
             query.number("number"),
             start=query.number("start"),
@@ -119,7 +118,7 @@ class _Reads:
         )
 
     def find(self, query: Query) -> object:
-        """The numbers of the reads called `name`."""
+        """The numbers of the reads with this `name`."""
         return self._records.find(query.text("name"))
 
     @cached_property

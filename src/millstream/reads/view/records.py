@@ -1,41 +1,47 @@
-"""Single reads: a page of them, one by its number with a window of its letters, and the numbers that bear a name."""
+"""Single reads: a page of them, one by its number with a window of its bases and their tokens, and reads by name."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.dataset.augment import COMPLEMENT
 from millstream.errors import BadSetting, BadSource, MillstreamError
-from millstream.store.read_batch import ColumnValues
-from millstream.store.reads import Reads
+from millstream.reads.batch import ColumnValues
+from millstream.reads.features import COMPLEMENT
+from millstream.reads.reads import Reads
+from millstream.reads.tokenizers.hf import HfTokenizer, Tokenizer, tokenizer
+from millstream.reads.tokenizers.kmers import Kmers
 from millstream.view.background import PATIENCE_S, Later
-from millstream.view.reads_tokens import Tokenizer, spans_of
 
-MOST_LETTERS = 20_000  # in one answer
-_GRADED = 4_000_000  # letters of a record whose qualities are read: they come with the whole of it
+MOST_BASES = 20_000  # per response
+_WITH_QUALITY = 4_000_000  # bases of the longest read whose qualities are shown: they are only read as a whole
 _HEAD = 60
 _NAMES = 100
+WHOLE = 50_000  # bases; in longer reads, a tokenizer that depends on all bases before starts at the window
 Numbers = NDArray[np.int64]
 
 
 class Records:
-    """The reads of a collection as a page shows them. Reads only the letters that are shown."""
+    """The reads of a collection as a page shows them. Fetches only the bases that are shown."""
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
         self._columns = [name for name in reads.column_names if all(p.is_indexed(name) for p in reads.parts)]
-        self._naming = Later(lambda: reads.find(""))  # makes the table of names, where there is none
+        self._naming = Later(lambda: reads.find(""))  # builds the name table if there is none
 
     def page(self, first: int, count: int) -> list[dict[str, object]]:
-        """Number, name, length, columns and first letters of neighbouring reads."""
+        """Number, name, length, columns and first bases of neighbouring reads."""
         numbers = np.arange(min(first, len(self._reads)), min(first + count, len(self._reads)), dtype=np.int64)
         if not len(numbers):
             return []
         lengths = self._reads.lengths(numbers)
         heads = self._reads.regions(numbers, 0, np.minimum(lengths, _HEAD)).sequences()
-        columns = self._reads.fetch(numbers, self._columns).columns  # without a name of letters, none are read
+        columns = self._reads.fetch(
+            numbers, self._columns
+        ).columns  # without the field `sequence`, no bases are fetched
         names = self._names(numbers)
         return [
             {
@@ -43,7 +49,7 @@ class Records:
                 "name": names[row],
                 "length": int(lengths[row]),
                 "columns": {name: column[row] for name, column in columns.items()},
-                "letters": heads[row],
+                "bases": heads[row],
             }
             for row, number in enumerate(numbers)
         ]
@@ -51,18 +57,18 @@ class Records:
     def one(
         self, number: int, *, start: int, count: int, reverse: bool = False, tokenizer: Callable[[], Tokenizer | None]
     ) -> dict[str, object]:
-        """A read, the letters [start, start + count) of it, their qualities, and the tokens among them.
+        """A read, its bases [start, start + count), their qualities, and the tokens among them.
 
         With `reverse` all positions are those of the reverse complement.
         """
         if number >= len(self._reads):
-            raise BadSetting(f"record {number}: there are {len(self._reads)}, from 0 to {len(self._reads) - 1}")
+            raise BadSetting(f"record {number}: must be from 0 to {len(self._reads) - 1}")
         place, row = self._place(number)
         length = int(self._reads.lengths([number])[0])
         start = min(start, length)
-        end = min(length, start + min(count, MOST_LETTERS))
+        end = min(length, start + min(count, MOST_BASES))
 
-        def letters(low: int, high: int) -> str:
+        def bases(low: int, high: int) -> str:
             if not reverse:
                 return self._reads.region(number, low, high)
             return _complement(self._reads.region(number, length - high, length - low))
@@ -77,30 +83,30 @@ class Records:
             "length": length,
             "start": start,
             "end": end,
-            "letters": letters(start, end),
+            "bases": bases(start, end),
             "quality": self._quality(place, number, length, start, end, reverse=reverse),
         }
-        return {**found, **_tokens(tokenizer, letters, length, start, end)}
+        return {**found, **_tokens(tokenizer, bases, length, start, end)}
 
     def find(self, name: str, *, seconds: float = PATIENCE_S) -> dict[str, object]:
-        """Numbers of the records of this name; or that a table of names is being made, which reads the whole file."""
+        """Numbers of the records of this name; or that a name table is being built, which reads the whole file."""
         if not all(part.has_names for part in self._reads.parts) and self._naming.soon(seconds) is None:
             return {"is_making": True, "numbers": []}
         numbers = self._reads.find(name)
         return {"is_making": False, "numbers": numbers[:_NAMES], "found": len(numbers)}
 
     def _fields(self, number: int) -> Mapping[str, ColumnValues]:
-        """Those in the headers too: of one read that is cheap."""
+        """Also columns that are only in the headers: cheap for one read."""
         return self._reads.fetch([number], self._reads.column_names).columns
 
     def _quality(self, place: int, number: int, length: int, start: int, end: int, *, reverse: bool) -> str | None:
-        if not self._reads.parts[place].has_quality or length > _GRADED:
+        if not self._reads.parts[place].has_quality or length > _WITH_QUALITY:
             return None
         quality = self._reads.fetch([number], ["quality"]).quality
         if quality is None:
             return None
-        grades = quality[::-1] if reverse else quality
-        return grades[start:end].tobytes().decode("latin-1")
+        values = quality[::-1] if reverse else quality
+        return values[start:end].tobytes().decode("latin-1")
 
     def _names(self, numbers: Numbers) -> list[str]:
         names: list[str] = []
@@ -120,25 +126,108 @@ class Records:
         raise AssertionError
 
 
+@dataclass(frozen=True)
+class Spans:
+    """Tokens that start in, or reach into, a window: their ids, and their bases [start, end) in the read."""
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+    texts: list[str]
+    before: list[str]  # special tokens around all others
+    after: list[str]
+    cut: bool = False  # the read is too long: tokenized from the start of the window
+
+
+def given_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer of the command line, which may be a path."""
+    if Path(spec).exists():
+        spec = f"hf({spec})"
+    return _named(spec)
+
+
+def typed_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer typed into a page. Not a file: a page must not open any."""
+    if not spec.strip().startswith(("base", "kmer(")):
+        raise BadSetting(
+            f"tokenizer {spec!r}: must be base, kmer(6) or kmer(12, stride=2, canonical=True) here. To use one "
+            "from a file: millstream view READS --tokenizer FOLDER"
+        )
+    return _named(spec)
+
+
+def spans_of(chosen: Tokenizer, bases: Callable[[int, int], str], *, length: int, start: int, end: int) -> Spans | None:
+    """The tokens of a window of a record of this length; `bases(start, end)` fetches it. None: not a known kind."""
+    if isinstance(chosen, Kmers):
+        return _kmers(chosen, bases, length, start, end)
+    if isinstance(chosen, HfTokenizer):
+        return _encoded(chosen, bases, length, start, end)
+    return None
+
+
 def _tokens(
-    tokenizer: Callable[[], Tokenizer | None], letters: Callable[[int, int], str], length: int, start: int, end: int
+    tokenizer: Callable[[], Tokenizer | None], bases: Callable[[int, int], str], length: int, start: int, end: int
 ) -> dict[str, object]:
-    """The tokens, or why there are none: the letters are shown all the same."""
+    """The tokens, or why there are none: the bases are shown all the same."""
     try:
         chosen = tokenizer()
-        spans = None if chosen is None else spans_of(chosen, letters, length=length, start=start, end=end)
+        spans = None if chosen is None else spans_of(chosen, bases, length=length, start=start, end=end)
     except MillstreamError as error:
         return {"tokens": None, "tokens_error": " ".join(str(error).split())}
     if spans is None or chosen is None:
         return {"tokens": None, "tokens_error": None}
-    told = {**vars(spans), "name": chosen.name, "vocab_size": chosen.vocab_size}
-    return {"tokens": told, "tokens_error": None}
+    tokens = {**vars(spans), "name": chosen.name, "vocab_size": chosen.vocab_size}
+    return {"tokens": tokens, "tokens_error": None}
 
 
 def _complement(text: str) -> str:
-    letters = np.frombuffer(text.encode("latin-1"), np.uint8)
-    turned = COMPLEMENT[letters][::-1]
+    codes = np.frombuffer(text.encode("latin-1"), np.uint8)
+    turned = COMPLEMENT[codes][::-1]
     if not turned.all():
-        foreign = " ".join(sorted({chr(letter) for letter in letters[COMPLEMENT[letters] == 0].tolist()}))
-        raise BadSource(f"There is no complement of {foreign}: these are no nucleotides.")
+        foreign = " ".join(sorted({chr(code) for code in codes[COMPLEMENT[codes] == 0].tolist()}))
+        raise BadSource(f"no complement of {foreign}: not a nucleotide")
     return turned.tobytes().decode("latin-1")
+
+
+def _kmers(chosen: Kmers, bases: Callable[[int, int], str], length: int, start: int, end: int) -> Spans:
+    """The k-mers that start in the window."""
+    k, stride = chosen.k, chosen.stride
+    first = -(-start // stride) * stride
+    last = min(length, (end - 1) // stride * stride + k) if end > start else first
+    text = bases(first, last).upper() if last > first else ""
+    flat = np.frombuffer(text.encode("latin-1"), np.uint8)
+    found = chosen.tokenize(flat, np.array([0, len(flat)]), dtype=np.int64).input_ids[0].tolist()
+    starts = [first + stride * place for place in range(len(found))]
+    texts = [text[at - first : at - first + k] for at in starts]
+    return Spans(found, starts, [at + k for at in starts], texts, [], [])
+
+
+def _encoded(chosen: HfTokenizer, bases: Callable[[int, int], str], length: int, start: int, end: int) -> Spans:
+    """The tokens that reach into the window; they depend on all bases before."""
+    cut = length > WHOLE
+    low, high = (start, end) if cut else (0, length)
+    encoding: Any = chosen.encoder().encode(bases(low, high).upper())
+    rows = list(zip(encoding.ids, encoding.offsets, encoding.tokens, encoding.special_tokens_mask, strict=True))
+    plain = [place for place, row in enumerate(rows) if not row[3]]
+    first, last = (plain[0], plain[-1]) if plain else (len(rows), len(rows))
+    shown = [(one, low + a, low + b, text) for one, (a, b), text, _ in rows[first : last + 1]]
+    shown = [row for row in shown if row[2] > start and row[1] < end]
+    around = [f"{row[2]} ({row[0]})" for row in rows]
+    return Spans(
+        [row[0] for row in shown],
+        [row[1] for row in shown],
+        [row[2] for row in shown],
+        [row[3] for row in shown],
+        around[:first],
+        around[last + 1 :],
+        cut,
+    )
+
+
+def _named(spec: str) -> Tokenizer:
+    try:
+        return tokenizer(spec)
+    except BadSetting:
+        raise
+    except ValueError as error:
+        raise BadSetting(str(error)) from None

@@ -1,4 +1,8 @@
-"""Counts over all reads from their index, a million at a time in a thread: how long they are, and of which class."""
+"""Statistics of reads: lengths and classes of all of them from their index, composition from a sample.
+
+Both are computed in a thread while pages request them. The sample is of neighbouring reads at positions spread over the
+file, because compressed files are decoded block by block: a few positions cost a few blocks, however large the file.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,28 +12,35 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.store.reads import Part, Reads
+from millstream.reads.batch import ReadBatch
+from millstream.reads.reads import Part, Reads
 from millstream.view.background import PATIENCE_S, Background
 
-_AT_ONCE = 1 << 20
-_SHORT = 1 << 16  # letters; reads from here on are so few that each one's length is kept
+CHUNK_READS = 1 << 20
+_SHORT = 1 << 16  # bases; longer reads are so few that each one's length is kept
 _BARS = 60
+_READS, _BASES = 4096, 2 << 20  # of a sample, at most
+_PLACES, _DECODED = 64, 24 << 20
+_POSITIONS = 500  # for which base qualities are shown
+_GC_BARS = 40
+_PHRED = 33
 Numbers = NDArray[np.int64]
+Bases = NDArray[np.uint8]
 Ranked = tuple[int | str, int]  # a value and its count
 
 
 class Lengths:
-    """How many reads there are of each length; exact."""
+    """The number of reads of each length; exact."""
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: Reads, *, chunk_reads: int = CHUNK_READS) -> None:
         self._short = np.zeros(_SHORT, np.int64)
         self._long: list[Numbers] = []
         self._total = len(reads)
-        self._work = Background(self._count(reads))
+        self._work = Background(self._count(reads, chunk_reads))
         self._work.start()
 
-    def _count(self, reads: Reads) -> Iterator[None]:
-        for part, rows in _chunks(reads):
+    def _count(self, reads: Reads, chunk_reads: int) -> Iterator[None]:
+        for part, rows in _chunks(reads, chunk_reads):
             lengths = part.lengths(rows)
             is_short = lengths < _SHORT
             counted = np.bincount(lengths[is_short], minlength=_SHORT)
@@ -38,8 +49,8 @@ class Lengths:
                 self._long.append(lengths[~is_short])
             yield
 
-    def tell(self, seconds: float | None = PATIENCE_S) -> dict[str, object]:
-        """Of the reads counted so far: bars of a histogram, which sum to them, and what people ask of lengths."""
+    def summary(self, seconds: float | None = PATIENCE_S) -> dict[str, object]:
+        """Of the reads counted so far: a histogram whose bars sum to them, and the usual statistics of lengths."""
         self._work.wait(seconds)
         with self._work.lock:
             (values,) = np.nonzero(self._short)
@@ -59,7 +70,7 @@ class Lengths:
             "median": int(values[np.searchsorted(before, (counted + 1) // 2)]),
             "mean": bases[-1] / counted,
             "longest": int(values[-1]),
-            # half of all letters are in reads at least so long
+            # half of all bases are in reads at least this long
             "n50": int(values[np.searchsorted(bases, bases[-1] - bases[-1] // 2)]),
             "is_log": is_log,
             "bars": {"from": edges[:-1], "to": edges[1:], "count": bars.astype(np.int64)},
@@ -67,19 +78,19 @@ class Lengths:
 
 
 class ValueCounts:
-    """How many reads have each value of a column of the index."""
+    """The number of reads with each value of an indexed column."""
 
-    def __init__(self, reads: Reads, column: str) -> None:
+    def __init__(self, reads: Reads, column: str, *, chunk_reads: int = CHUNK_READS) -> None:
         self._numbers = np.empty((2, 0), np.int64)  # values and their counts
         self._texts: dict[Part, tuple[pa.Array, Numbers]] = {}  # of each file: values and their counts
         self._nulls = self._counted = 0
         self._total = len(reads)
         self._ranked: tuple[int, list[Ranked]] = -1, []
-        self._work = Background(self._count(reads, column))
+        self._work = Background(self._count(reads, column, chunk_reads))
         self._work.start()
 
-    def _count(self, reads: Reads, column: str) -> Iterator[None]:
-        for part, rows in _chunks(reads):
+    def _count(self, reads: Reads, column: str, chunk_reads: int) -> Iterator[None]:
+        for part, rows in _chunks(reads, chunk_reads):
             array = part.column(column, rows)
             self._add_texts(part, array) if isinstance(array, pa.DictionaryArray) else self._add_numbers(array)
             with self._work.lock:
@@ -103,10 +114,10 @@ class ValueCounts:
         with self._work.lock:
             self._numbers = np.stack([values, counts])
 
-    def tell(
+    def summary(
         self, *, search: str = "", first: int = 0, most: int = 50, seconds: float | None = PATIENCE_S
     ) -> dict[str, object]:
-        """The commonest values that contain the text searched for, `most` of them from the one at `first` on."""
+        """The most common values that contain the text searched for, `most` of them from the one at `first` on."""
         self._work.wait(seconds)
         ranked = self._rank()
         wanted = search.casefold()
@@ -124,7 +135,7 @@ class ValueCounts:
         }
 
     def _rank(self) -> list[Ranked]:
-        """Values with their counts, the commonest first."""
+        """Values with their counts, the most common first."""
         with self._work.lock:
             done, (values, numbers), texts = self._counted, self._numbers, list(self._texts.values())
         if self._ranked[0] != done:
@@ -137,14 +148,47 @@ class ValueCounts:
         return self._ranked[1]
 
 
-def _chunks(reads: Reads) -> Iterator[tuple[Part, Numbers]]:
+class Sample:
+    """Composition, GC content and base qualities by position, and how many reads they were computed from."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._total = len(reads)
+        self._window = max(200, _BASES // max(min(self._total, _READS), 1))
+        self._tally = _Tally()
+        self._work = Background(self._sample(reads))
+        self._work.start()
+
+    def summary(self, seconds: float | None = PATIENCE_S) -> dict[str, object]:
+        """What was found so far; `is_done` says whether the sample is complete."""
+        self._work.wait(seconds)
+        with self._work.lock:
+            found = self._tally.summary()
+        return {**found, "of": self._total, "window": self._window, "is_done": self._work.is_done}
+
+    def _sample(self, reads: Reads) -> Iterator[None]:
+        has_quality = all(part.has_quality for part in reads.parts)
+        for numbers in _places(reads):
+            lengths = reads.lengths(numbers)
+            seen = np.minimum(lengths, self._window)
+            if has_quality and not (lengths > seen).any():
+                batch = reads.fetch(numbers, ["sequence", "quality"])
+            else:
+                drawn = np.random.default_rng(int(numbers[0])).random(len(numbers))
+                starts = (drawn * (lengths - seen + 1)).astype(np.int64)
+                batch = reads.regions(numbers, starts, starts + seen)
+            with self._work.lock:
+                self._tally.add(batch, lengths)
+            yield
+
+
+def _chunks(reads: Reads, size: int) -> Iterator[tuple[Part, Numbers]]:
     for part in reads.parts:
-        for first in range(0, part.records, _AT_ONCE):
-            yield part, np.arange(first, min(first + _AT_ONCE, part.records), dtype=np.int64)
+        for first in range(0, part.records, size):
+            yield part, np.arange(first, min(first + size, part.records), dtype=np.int64)
 
 
 def _edges(values: Numbers, counts: Numbers) -> tuple[Numbers, bool]:
-    """Of bars that hold all the lengths, whole numbers; and whether they grow, as lengths of many sizes need."""
+    """Integer edges of histogram bars over all lengths; and whether they are logarithmic, for a wide range."""
     low, high = int(values[0]), int(values[-1])
     median = int(values[np.searchsorted(np.cumsum(counts), (counts.sum() + 1) // 2)])
     if high > 20 * max(median, 1) or (median > 0 and high > 100 * max(low, 1)):
@@ -155,3 +199,83 @@ def _edges(values: Numbers, counts: Numbers) -> tuple[Numbers, bool]:
     step = -(-(high + 1 - low) // _BARS)
     num = -(-(high + 1 - low) // step)
     return low + step * np.arange(num + 1, dtype=np.int64), False
+
+
+def _places(reads: Reads) -> Iterator[Numbers]:
+    """Runs of neighbouring reads, in an order that spreads over the file from the start."""
+    medium, total = reads.medium, len(reads)
+    if total <= _READS and medium.num_bytes <= _DECODED:
+        yield from [np.arange(total, dtype=np.int64)] if total else []
+        return
+    most = _PLACES if medium.is_random else min(max(_DECODED // max(medium.run_bytes, 1), 4), _PLACES)
+    num_places = min(most, total)
+    each = max(1, min(_READS // num_places, total // num_places))
+    for place in np.random.default_rng(0).permutation(num_places).tolist():
+        first = place * (total - each) // max(num_places - 1, 1)
+        numbers = np.arange(first, first + each, dtype=np.int64)
+        before = np.cumsum(reads.lengths(numbers))
+        yield numbers[: max(1, int(np.searchsorted(before, max(medium.run_bytes, 1 << 20))))]
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.weights = np.zeros(256)  # bases of all sampled reads; those outside a window count like those in it
+        self.gc: list[NDArray[np.float64]] = []
+        self.qualities = np.zeros((_POSITIONS, 94), np.int64)
+        self.num_reads = self.num_bases = self.num_places = 0
+        self.is_cut = False  # whether some reads were sampled by a window only
+
+    def add(self, batch: ReadBatch, lengths: Numbers) -> None:
+        """Reads, or windows of reads of these lengths."""
+        seen = batch.lengths
+        if batch.quality is not None:
+            self._add_quality(batch.quality, batch.offsets)
+        rows = np.repeat(np.arange(len(batch)), seen)
+        counts = np.bincount(rows * 256 + batch.flat, minlength=256 * len(batch)).reshape(-1, 256)
+        counts[:, ord("A") : ord("Z") + 1] += counts[:, ord("a") : ord("z") + 1]
+        counts[:, ord("a") : ord("z") + 1] = 0
+        self.weights += (counts * (lengths / np.maximum(seen, 1))[:, None]).sum(axis=0)
+        strong, weak = counts[:, list(b"GC")].sum(axis=1), counts[:, list(b"ATU")].sum(axis=1)
+        known = strong + weak > 0
+        self.gc.append(strong[known] / (strong + weak)[known])
+        self.num_reads += len(batch)
+        self.num_bases += int(seen.sum())
+        self.num_places += 1
+        self.is_cut = self.is_cut or bool((lengths > seen).any())
+
+    def _add_quality(self, quality: Bases, offsets: Numbers) -> None:
+        positions = np.arange(len(quality)) - np.repeat(offsets[:-1], np.diff(offsets))
+        near = positions < _POSITIONS
+        values = np.clip(quality[near].astype(np.int64) - _PHRED, 0, 93)
+        self.qualities += np.bincount(positions[near] * 94 + values, minlength=self.qualities.size).reshape(-1, 94)
+
+    def summary(self) -> dict[str, object]:
+        total = max(self.weights.sum(), 1e-300)
+        shares = [(chr(code), self.weights[code] / total) for code in np.flatnonzero(self.weights).tolist()]
+        nucleotides = sum(share for base, share in shares if base in "ACGTUN")
+        gc, edges = np.histogram(np.concatenate([np.empty(0), *self.gc]), _GC_BARS, (0, 1))
+        return {
+            "reads": self.num_reads,
+            "bases": self.num_bases,
+            "places": self.num_places,
+            "is_cut": self.is_cut,
+            "shares": sorted(shares, key=lambda pair: -pair[1]),
+            # proteins have none
+            "gc": {"from": edges[:-1], "to": edges[1:], "count": gc} if nucleotides > 0.9 else None,
+            "gc_mean": _share(dict(shares), "GC", "GCATU"),
+            "quality": self._qualities(),
+        }
+
+    def _qualities(self) -> dict[str, object] | None:
+        reads = self.qualities.sum(axis=1)
+        (positions,) = np.nonzero(reads)
+        if not len(positions):
+            return None
+        before = np.cumsum(self.qualities[positions], axis=1) / reads[positions, None]
+        low, middle = ((before >= share).argmax(axis=1) for share in (0.1, 0.5))
+        return {"position": positions, "median": middle, "low": low}
+
+
+def _share(shares: dict[str, float], some: str, of: str) -> float | None:
+    whole = sum(shares.get(base, 0.0) for base in of)
+    return sum(shares.get(base, 0.0) for base in some) / whole if whole else None

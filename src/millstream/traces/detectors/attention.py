@@ -1,4 +1,4 @@
-"""Logistic regressions on what heads attend to: log-determinants, looks back at the prompt, Laplacian eigenvalues."""
+"""Logistic regressions on attention: log-determinants, lookback ratios, Laplacian eigenvalues."""
 
 # B batch, L layers, H heads, R rows (the last prompt token, then those generated), E eigenvalues, F features
 
@@ -12,48 +12,48 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from millstream.collection import Collection
-from millstream.dataset.features import fields
+from millstream.core.collection import Collection
+from millstream.core.features import fields
 from millstream.errors import MissingExtra
-from millstream.model.detector import Arrays, Means, Scores
-from millstream.model.logistic import Inputs, Logistic, as_tensor, fit_logistic, score_logistic
-from millstream.model.reading import labels_of, reader
+from millstream.traces.detectors.detector import Scores, binary_labels, reader
+from millstream.traces.detectors.logistic import Inputs, Logistic, as_tensor, fit_logistic, score_logistic
+from millstream.training.task import Arrays, FitResources
 
-TOP = (5, 10)  # largest eigenvalues of each head, of which one is chosen
+TOP = (5, 10)  # numbers of largest eigenvalues per head to choose from
 _COMPONENTS = 512
 
 
-def logdet(means: Means) -> Logistic:
-    """LLM-Check's mean log self-attention, of every layer and head."""
-    return Logistic(means, inputs=Inputs(fields("attention_logdet"), _logdets))
+def logdet(resources: FitResources) -> Logistic:
+    """LLM-Check: mean log self-attention of every layer and head."""
+    return Logistic(resources, inputs=Inputs(fields("attention_logdet"), _logdets))
 
 
-def lookback(means: Means) -> Logistic:
-    """Lookback Lens: the share of its attention that each head gives to the prompt, in the mean over the answer."""
-    return Logistic(means, inputs=Inputs(fields("prompt_attention", "answer_len"), looks_back))
+def lookback(resources: FitResources) -> Logistic:
+    """Lookback Lens: the share of attention that each head pays to the prompt, averaged over the answer."""
+    return Logistic(resources, inputs=Inputs(fields("prompt_attention", "answer_len"), lookback_ratios))
 
 
 class LapEigvals:
-    """Largest Laplacian eigenvalues of all layers and heads, principal components of them, and a regression."""
+    """LapEigvals: a regression on principal components of the largest Laplacian eigenvalues of all heads."""
 
     probabilities = True
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, resources: FitResources) -> None:
         self.fields: Sequence[str] = ["laplacian"]
         self.arrays: Arrays = {}
         self.chosen: dict[str, object] = {}
-        self._means = means
+        self._resources = resources
 
     def fit(self, train: Collection, val: Collection) -> None:
-        labels_of(train, "training")
-        found = [_principal(train, top, self._means) for top in TOP]
+        binary_labels(train, "training")
+        found = [_principal(train, top, self._resources) for top in TOP]
         inputs = Inputs(fields("laplacian"), _Projection(found), axis="top_k", names=TOP)
-        arrays, chosen = fit_logistic(train, val, inputs=inputs, means=self._means)
+        arrays, chosen = fit_logistic(train, val, inputs=inputs, resources=self._resources)
         best = found[int(arrays["group"])]
         self.arrays = {
             **{name: arrays[name][: len(best.components)] for name in ("mean", "factor", "weights")},
             "bias": arrays["bias"],
-            "group": np.array(0),  # of those kept
+            "group": np.array(0),  # only the best is kept
             "top_k": np.array(best.top),
             "pca_mean": best.mean,
             "pca_components": best.components,
@@ -64,20 +64,20 @@ class LapEigvals:
         mean, components = (cast("NDArray[np.float32]", self.arrays[name]) for name in ("pca_mean", "pca_components"))
         best = _Principal(int(self.arrays["top_k"]), mean, components)
         inputs = Inputs(fields("laplacian"), _Projection([best]))
-        return score_logistic(collection, self.arrays, inputs=inputs, means=self._means)
+        return score_logistic(collection, self.arrays, inputs=inputs, resources=self._resources)
 
 
-def looks_back(batch: Mapping[str, object]) -> Tensor:
-    """[B, 1, L * H]: the mean over the rows of the answer, of which row 0, the last prompt token, is none.
+def lookback_ratios(batch: Mapping[str, object]) -> Tensor:
+    """[B, 1, L * H]: the mean over the answer rows. Row 0 is the last prompt token and does not count.
 
-    An answer of no tokens is looked at in all rows that were generated.
+    For an empty answer, the mean over all generated rows.
     """
     share_BLHR = cast(Tensor, batch["prompt_attention"]).float()
     num_rows = share_BLHR.shape[-1]
     real_BR = cast("Tensor | None", batch.get("prompt_attention_mask"))
     generated_B = torch.full((len(share_BLHR),), num_rows - 1) if real_BR is None else real_BR.sum(1) - 1
-    asked_B = torch.as_tensor([length or 0 for length in cast("Sequence[int | None]", batch["answer_len"])])
-    length_B = torch.where(asked_B > 0, torch.minimum(asked_B, generated_B), generated_B)
+    answer_len_B = torch.as_tensor([length or 0 for length in cast("Sequence[int | None]", batch["answer_len"])])
+    length_B = torch.where(answer_len_B > 0, torch.minimum(answer_len_B, generated_B), generated_B)
     row_R = torch.arange(num_rows)
     inside_BR = (row_R >= 1) & (row_R <= length_B[:, None])
     total_BLH = (share_BLHR * inside_BR[:, None, None]).sum(-1)
@@ -86,7 +86,7 @@ def looks_back(batch: Mapping[str, object]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Principal:
-    """The principal components of the largest `top` eigenvalues."""
+    """Principal components of the `top` largest eigenvalues."""
 
     top: int
     mean: NDArray[np.float32]  # [F]
@@ -95,7 +95,7 @@ class _Principal:
 
 @dataclass(frozen=True)
 class _Projection:
-    """Eigenvalues as their components: a group for each choice of `top`, with zeros after those of the smaller."""
+    """Projects eigenvalues on their components: one group per choice of `top`, the smaller padded with zeros."""
 
     choices: Sequence[_Principal]
 
@@ -110,7 +110,7 @@ class _Projection:
 
 
 class _PCA(Protocol):
-    """What is used of scikit-learn's IncrementalPCA, which has no types."""
+    """The interface used of scikit-learn's IncrementalPCA, which has no types."""
 
     mean_: NDArray[np.float64]
     components_: NDArray[np.float64]
@@ -118,18 +118,18 @@ class _PCA(Protocol):
     def partial_fit(self, X: NDArray[np.float32]) -> object: ...
 
 
-def _principal(train: Collection, top: int, means: Means) -> _Principal:
-    """Fitted in one pass, on parts of at least as many rows as components, which the first has to have."""
+def _principal(train: Collection, top: int, resources: FitResources) -> _Principal:
+    """Fit in one pass, in chunks; the first chunk needs at least as many rows as components."""
     pca: _PCA | None = None
     waiting: list[Tensor] = []
-    for batch in reader(train, fields("laplacian"), means):
+    for batch in reader(train, fields("laplacian"), resources):
         waiting.append(_eigenvalues(batch, top))
         num_components = max(min(_COMPONENTS, waiting[0].shape[1], len(train) // 2), 1)
         if sum(map(len, waiting)) >= num_components:
             pca = pca or _new_pca(num_components)
             pca.partial_fit(torch.cat(waiting).numpy())
             waiting = []
-    assert pca is not None, "half of the records are enough for the first part"
+    assert pca is not None, "half of the records are enough for the first chunk"
     if waiting:
         pca.partial_fit(torch.cat(waiting).numpy())
     return _Principal(top, pca.mean_.astype(np.float32), pca.components_.astype(np.float32))
@@ -144,7 +144,7 @@ def _new_pca(num_components: int) -> _PCA:
 
 
 def _eigenvalues(batch: Mapping[str, object], top: int) -> Tensor:
-    """[B, F] of the largest of every layer and head; they are stored in descending order."""
+    """[B, F]: the `top` largest of every layer and head; they are stored in descending order."""
     laplacian_BLHE = cast(Tensor, batch["laplacian"])
     return laplacian_BLHE[..., :top].float().flatten(1)
 

@@ -1,21 +1,21 @@
-"""`charm`: one graph a record whose edges carry the attention of all layers or heads (after CHARM, Frasca et al.)."""
+"""`charm`: one graph per record whose edges carry the attention of all layers or heads (after CHARM, Frasca et al.)."""
 
-# B batch, N nodes, E edges, D width of a node, A attention values of an edge, W width
+# B batch, N nodes, E edges, D node features, A attention values of an edge, W width
 
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from millstream.model.geometric import MessagePassing, scatter
-from millstream.model.moments import Moments
-from millstream.model.net import Batch, Net, Scale
+from millstream.traces.detectors.gnn import MessagePassing, scatter
+from millstream.traces.detectors.net import DetectorNet, Scale
+from millstream.training.net import Batch, Moments
 
 NUM_ROUNDS = 2
 
 
 class HeadMessages(MessagePassing):
-    """Each node takes the mean of what its edges say: a function of the other node and of the edge."""
+    """Each node receives the mean message over its edges; a message depends on the source node and the edge."""
 
     def __init__(self, width: int, edge_dim: int) -> None:
         super().__init__(aggr="mean")
@@ -23,15 +23,15 @@ class HeadMessages(MessagePassing):
         self.hear = nn.Linear(2 * width, width)
 
     def forward(self, nodes_NW: Tensor, edge_index_2E: Tensor, edge_attr_EA: Tensor) -> Tensor:
-        heard_NW = self.propagate(edge_index_2E, x=nodes_NW, edge_attr=edge_attr_EA)
-        return nodes_NW + self.hear(torch.cat([nodes_NW, heard_NW], dim=1)).relu()
+        messages_NW = self.propagate(edge_index_2E, x=nodes_NW, edge_attr=edge_attr_EA)
+        return nodes_NW + self.hear(torch.cat([nodes_NW, messages_NW], dim=1)).relu()
 
     def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.say(torch.cat([x_j, edge_attr], dim=1))
 
 
-class HeadGraph(Net):
-    """Takes what `HeadGraphFeature` makes: attention and nothing else, as the original does."""
+class HeadGraph(DetectorNet):
+    """Takes the output of `HeadGraphFeature`: attention only, as in the original."""
 
     def __init__(self, width: int, *, dim: int, edge_dim: int, dropout: float) -> None:
         super().__init__(width, 0)

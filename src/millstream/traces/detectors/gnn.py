@@ -1,19 +1,46 @@
-"""`gnn`: one graph network over the token graphs of all layers at once, then an LSTM over the layers."""
+"""`gnn`: one graph network over the token graphs of all layers at once, then an LSTM over the layers.
 
-# B batch, L layers, D width of a node, N nodes, E edges, G graphs = B * L, W width
+torch_geometric has no types: its names are imported and typed here, with the install command if it is missing.
+"""
+
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from millstream.model.geometric import GINEConv, scatter
-from millstream.model.moments import Moments
-from millstream.model.net import Batch, Net, Reader, Scale
+from millstream.errors import MissingExtra
+from millstream.traces.detectors.net import DetectorNet, Reader, Scale
+from millstream.training.net import Batch, Moments
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it still uses torch.jit
+        from torch_geometric.nn import GINEConv as _GINEConv  # pyright: ignore
+        from torch_geometric.nn import MessagePassing as _MessagePassing  # pyright: ignore
+        from torch_geometric.utils import scatter as _scatter  # pyright: ignore
+except ImportError as error:
+    raise MissingExtra(f"graphs need torch_geometric ({error}): pip install 'millstream[graph]'") from None
+
+
+if TYPE_CHECKING:
+
+    class MessagePassing(nn.Module):
+        def __init__(self, *, aggr: str) -> None: ...
+        def propagate(self, edge_index: Tensor, **inputs: Tensor) -> Tensor: ...
+else:
+    MessagePassing = _MessagePassing
+
+GINEConv: Any = _GINEConv
+scatter: Any = _scatter
+
+# B batch, L layers, D node features, N nodes, E edges, G graphs = B * L, W width
 
 NUM_ROUNDS = 2
 
 
 class GraphEncoder(nn.Module):
-    """Nodes [N, D] -> nodes [N, W]: GINE with attention as edge feature. Graphs do not mix, so all go in one call."""
+    """Nodes [N, D] -> nodes [N, W]: GINE with attention as edge feature. Graphs are disjoint, so one call takes all."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -34,8 +61,8 @@ class GraphEncoder(nn.Module):
         return self.last_norm(nodes_NW)
 
 
-class GraphLSTM(Net):
-    """Takes a union of graphs as `ms.features.graphs` makes it and, if `num_stats`, `stats` [B, S]."""
+class GraphLSTM(DetectorNet):
+    """Takes the output of `ms.features.graphs` and, if `num_stats`, `stats` [B, S]."""
 
     def __init__(self, width: int, *, num_layers: int, dim: int, num_stats: int, dropout: float) -> None:
         super().__init__(width, num_stats)
@@ -63,7 +90,7 @@ class GraphLSTM(Net):
 
 
 def read_layers(nodes_NW: Tensor, batch: Batch, num_layers: int) -> Tensor:
-    """[B, L, 2 W]: of each graph the last token of the answer, beside the mean over the answer."""
+    """[B, L, 2 W]: for each graph, the last answer token and the mean over the answer, concatenated."""
     num_graphs = len(batch["last"])
     answer = batch.get("answer")
     rows, graph = (nodes_NW, batch["batch"]) if answer is None else (nodes_NW[answer], batch["batch"][answer])

@@ -1,10 +1,4 @@
-"""Logistic regressions on inputs that stream by, many at once: groups of inputs (as layers) x strengths of a penalty.
-
-They solve what scikit-learn's LogisticRegression(C=C, class_weight="balanced") solves on standardised inputs, to about
-0.01 of AUROC, but hold no more than a few batches of the data.
-"""
-
-# B batch, G groups, F features of a group, K strengths of the penalty, N records
+"""Many logistic regressions in one streaming pass: groups of inputs (such as layers) x penalties."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,30 +9,36 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
-from millstream.collection import Collection
-from millstream.dataset.batch import Feature
-from millstream.dataset.labels import LABEL
-from millstream.loader.loader import Loader
-from millstream.model.auroc import auroc
-from millstream.model.detector import Arrays, Means, Scores
-from millstream.model.moments import Moments
-from millstream.model.reading import labels_of, reader
-from millstream.model.regressions import STEP_ROWS, Regressions
+from millstream.core.collection import Collection
+from millstream.core.features import Feature
+from millstream.core.labelled import LABEL
+from millstream.core.loader import Loader
+from millstream.report.measures import auroc
+from millstream.traces.detectors.detector import Scores, binary_labels, reader
+from millstream.training.net import Moments
+from millstream.training.task import Arrays, FitResources
 
-STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)  # C: the smaller, the more large weights cost
+# B batch, G groups, F features of a group, W weights = F + 1 (the last is the bias), K strengths of the penalty
+# M rows of a step, N records
+
+STEP_ROWS = 32
+_RATE = 0.02
+_RECENT = 8  # weight of recent steps in the mean over all steps
+STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)  # C: smaller values penalise large weights more
 _NUM_STEPS, _FEW_EPOCHS, _MIN_EPOCHS = 1500, 10, 5
-_PATIENCE = 0.3  # of the epochs
+_PATIENCE = 0.3  # fraction of the epochs
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is read of records, and how inputs [B, G, F] are made of it."""
+    """The feature to load, and how to turn it into inputs [B, G, F]."""
 
     feature: Feature
     groups: Callable[[Mapping[str, object]], Tensor]
-    axis: str = ""  # what a group is called in `chosen`; empty where there is but one
-    names: Sequence[object] | None = None  # of the groups, if they are not their places
+    axis: str = ""  # name of the groups in `chosen`; empty if there is only one
+    names: Sequence[object] | None = None  # of the groups; default: their indices
 
 
 class Logistic:
@@ -46,33 +46,33 @@ class Logistic:
 
     probabilities = True
 
-    def __init__(self, means: Means, *, inputs: Inputs) -> None:
+    def __init__(self, resources: FitResources, *, inputs: Inputs) -> None:
         self.fields: Sequence[str] = list(inputs.feature.fields or ())
         self.arrays: Arrays = {}
         self.chosen: dict[str, object] = {}
-        self._means = means
+        self._resources = resources
         self._inputs = inputs
 
     def fit(self, train: Collection, val: Collection) -> None:
-        self.arrays, self.chosen = fit_logistic(train, val, inputs=self._inputs, means=self._means)
+        self.arrays, self.chosen = fit_logistic(train, val, inputs=self._inputs, resources=self._resources)
 
     def score(self, collection: Collection) -> Scores:
-        return score_logistic(collection, self.arrays, inputs=self._inputs, means=self._means)
+        return score_logistic(collection, self.arrays, inputs=self._inputs, resources=self._resources)
 
 
 def fit_logistic(
-    train: Collection, val: Collection, *, inputs: Inputs, means: Means
+    train: Collection, val: Collection, *, inputs: Inputs, resources: FitResources
 ) -> tuple[Arrays, dict[str, object]]:
-    """The best regression, as `score_logistic` takes it, and what was chosen."""
-    labels, val_labels = labels_of(train, "training"), labels_of(val, "validation")
-    regressions = _prepared(train, labels, inputs, means)
-    shuffled, in_order = reader(train, inputs.feature, means, shuffle=True), reader(val, inputs.feature, means)
+    """The best regression, as input of `score_logistic`, and the hyperparameters chosen."""
+    labels, val_labels = binary_labels(train, "training"), binary_labels(val, "validation")
+    regressions = _prepared(train, labels, inputs, resources)
+    shuffled, in_order = reader(train, inputs.feature, resources, shuffle=True), reader(val, inputs.feature, resources)
     arrays: Arrays = {}
     chosen: dict[str, object] = {}
     num_epochs, sweeps = _duration(len(labels))
-    # Later epochs are nearer to the solution: an earlier one has to be better by more than this, which is little
-    # beside the chance in the validation part (about 0.5 / sqrt).
-    as_good = 0.1 / len(val_labels) ** 0.5
+    # Later epochs are closer to the solution: an earlier one must be better by more than this, which is small
+    # compared with the noise of the validation split (about 0.5 / sqrt).
+    tolerance = 0.1 / len(val_labels) ** 0.5
     best, last_good = 0.0, 0
     for epoch in range(num_epochs):
         for batch in shuffled:
@@ -80,7 +80,7 @@ def fit_logistic(
         logits_NGK = torch.cat([regressions.logits(rows_BGF) for rows_BGF in _rows(in_order, inputs)]).numpy()
         auroc_GK = _aurocs(val_labels, logits_NGK)
         best = max(best, float(auroc_GK.max()))
-        if auroc_GK.max() >= best - as_good:
+        if auroc_GK.max() >= best - tolerance:
             last_good = epoch
             group, strength = divmod(int(auroc_GK.argmax()), len(STRENGTHS))
             arrays = _kept(regressions, group, strength)
@@ -90,36 +90,96 @@ def fit_logistic(
     return arrays, chosen
 
 
-def score_logistic(collection: Collection, arrays: Arrays, *, inputs: Inputs, means: Means) -> Scores:
+def score_logistic(collection: Collection, arrays: Arrays, *, inputs: Inputs, resources: FitResources) -> Scores:
     """The probability that each record is wrong, in the order of the collection."""
     group = int(arrays["group"])
     mean_F, factor_F, weights_F = (as_tensor(arrays[name]) for name in ("mean", "factor", "weights"))
     logits = [
         ((rows_BGF[:, group] - mean_F) * factor_F) @ weights_F
-        for rows_BGF in _rows(reader(collection, inputs.feature, means), inputs)
+        for rows_BGF in _rows(reader(collection, inputs.feature, resources), inputs)
     ]
     return torch.sigmoid(torch.cat([torch.zeros(0), *logits]).double() + float(arrays["bias"])).numpy()
 
 
+class Regressions:
+    """G x K regressions, each on the standardised features of its group and under its own penalty.
+
+    Adam at a constant rate, without a schedule, so that training may stop after any epoch. `weights_GWK` is the mean
+    over the steps, which converges even if the steps do not.
+    """
+
+    def __init__(
+        self, moments: Moments, *, num_groups: int, penalties: Tensor, class_weights: Tensor, seed: int
+    ) -> None:
+        self.mean_GF, self.factor_GF = _scaling(moments, num_groups)
+        width = self.mean_GF.shape[1] + 1
+        self._penalty_WK = penalties.repeat(width, 1)
+        self._penalty_WK[-1] = 0  # the bias is not penalised
+        self._class_weights = class_weights  # of label 0 and label 1
+        self._random = torch.Generator().manual_seed(seed)
+        self.weights_GWK = torch.zeros(num_groups, width, len(penalties))
+        self._last_GWK = self.weights_GWK.clone()
+        self._adam = torch.optim.Adam([self._last_GWK], lr=_RATE, fused=True)  # a small step takes half the time
+        self._num_steps = 0
+
+    def learn(self, rows_BGF: Tensor, label_B: Tensor, *, sweeps: int = 1) -> None:
+        """Take steps on chunks of one batch; every sweep covers all its rows."""
+        x_GBW = self._standardised(rows_BGF)
+        target_B, weight_B = label_B.float(), self._class_weights[label_B]
+        count = ceil(len(label_B) / STEP_ROWS)  # in equal chunks: a step on two rows would be mostly noise
+        for _ in range(sweeps):
+            for row_M in torch.randperm(len(label_B), generator=self._random).tensor_split(count):
+                self._step(x_GBW[:, row_M], target_B[row_M, None], weight_B[row_M, None] / len(row_M))
+
+    def logits(self, rows_BGF: Tensor) -> Tensor:
+        """[B, G, K]"""
+        return (self._standardised(rows_BGF) @ self.weights_GWK).transpose(0, 1)
+
+    def _step(self, x_GMW: Tensor, target_M1: Tensor, weight_M1: Tensor) -> None:
+        error_GMK = (torch.sigmoid(x_GMW @ self._last_GWK) - target_M1) * weight_M1
+        self._last_GWK.grad = x_GMW.transpose(1, 2) @ error_GMK + self._last_GWK * self._penalty_WK
+        self._adam.step()  # pyright: ignore[reportUnknownMemberType]
+        self._num_steps += 1
+        self.weights_GWK.lerp_(self._last_GWK, (1 + _RECENT) / (self._num_steps + _RECENT))
+
+    def _standardised(self, rows_BGF: Tensor) -> Tensor:
+        x_GBF = ((rows_BGF - self.mean_GF) * self.factor_GF).transpose(0, 1)
+        return functional.pad(x_GBF, (0, 1), value=1.0)
+
+
 def as_tensor(array: NDArray[np.generic]) -> Tensor:
-    """Over the same memory, unless that is read-only, as of a mapped file."""
+    """A tensor that shares the memory, unless it is read-only, as in a mapped file."""
     writeable = array if array.flags.writeable else array.copy()
     return torch.from_numpy(writeable)  # pyright: ignore[reportUnknownMemberType, reportArgumentType]
 
 
-def _prepared(train: Collection, labels: NDArray[np.int64], inputs: Inputs, means: Means) -> Regressions:
-    """Regressions that know the scale of the training part, and how its classes are to be balanced."""
+def _scaling(moments: Moments, num_groups: int) -> tuple[Tensor, Tensor]:
+    """The mean to subtract and the factor to multiply by, [G, F].
+
+    Inputs have any scale, so a feature is constant if its deviation is tiny relative to its mean.
+    """
+    assert moments.count is not None and moments.mean is not None and moments.spread is not None, "no rows were added"
+    if not bool(torch.isfinite(moments.mean).all()):
+        raise ValueError("the inputs of the training split contain NaN or infinity; extract those records again")
+    deviation = (moments.spread / moments.count).sqrt()
+    constant = deviation <= 1e-6 * moments.mean.abs()
+    factor = 1 / deviation.masked_fill(constant, 1.0)
+    return moments.mean.float().view(num_groups, -1), factor.float().view(num_groups, -1)
+
+
+def _prepared(train: Collection, labels: NDArray[np.int64], inputs: Inputs, resources: FitResources) -> Regressions:
+    """Regressions with the scaling and the class weights of the training split."""
     moments, num_groups = Moments(), 1
-    for rows_BGF in _rows(reader(train, inputs.feature, means), inputs):
+    for rows_BGF in _rows(reader(train, inputs.feature, resources), inputs):
         num_groups = rows_BGF.shape[1]
         moments.add(rows_BGF.flatten(1))
     shares = np.bincount(labels, minlength=2) / len(labels)
     return Regressions(
         moments,
         num_groups=num_groups,
-        penalties=1 / (torch.tensor(STRENGTHS) * len(labels)),  # of the mean loss, where sklearn's C is of the sum
+        penalties=1 / (torch.tensor(STRENGTHS) * len(labels)),  # of the mean loss; sklearn's C is of the sum
         class_weights=torch.tensor(0.5 / shares, dtype=torch.float32),
-        seed=means.seed,
+        seed=resources.seed,
     )
 
 
@@ -129,9 +189,9 @@ def _rows(batches: Loader, inputs: Inputs) -> Iterator[Tensor]:
 
 
 def _duration(num_records: int) -> tuple[int, int]:
-    """How many epochs, and sweeps over each batch, make enough steps, whatever the size of the training part.
+    """The number of epochs, and of sweeps over each batch, for enough steps at any size of the training split.
 
-    Of a small one there are several sweeps: reading a batch takes longer than learning from it.
+    A small split gets several sweeps: reading a batch takes longer than learning from it.
     """
     per_epoch = ceil(num_records / STEP_ROWS)
     sweeps = ceil(_NUM_STEPS / _FEW_EPOCHS / per_epoch)

@@ -7,11 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from millstream.model.moments import Moments
-from millstream.model.net import Batch, Net, Reader, Scale
+from millstream.traces.detectors.net import DetectorNet, Reader, Scale
+from millstream.training.net import Batch, Moments
 
 
-class LayerLSTM(Net):
+class LayerLSTM(DetectorNet):
     """Takes `layers` [B, L, D] and, if `num_stats`, `stats` [B, S]."""
 
     def __init__(self, width: int, *, num_layers: int, dim: int, num_stats: int, dropout: float) -> None:

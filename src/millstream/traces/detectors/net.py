@@ -1,8 +1,9 @@
-"""What the trained detectors share: scaled inputs, a reader of layers, a loss, a width for a number of parameters."""
+"""Shared by the trained detectors: input scaling, an LSTM over layers, the loss, a width for a parameter budget."""
 
-# B batch, L layers, D width of an input, S token statistics, W width
+# B batch, L layers, D input features, S token statistics, W width
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import cast
 
@@ -10,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from millstream.model.moments import Moments
+from millstream.training.net import Batch, Moments, Net, count_parameters
 
-Batch = Mapping[str, Tensor]
-LIMIT = 8.0  # standard deviations; a few units of large models are hundreds of them away
+LIMIT = 8.0  # standard deviations; a few units of large models reach hundreds
 
 
 class Scale(nn.Module):
-    """Standardises rows by what was seen on the training part, for each layer on its own."""
+    """Standardises rows with the statistics of the training split, separately per group (layer)."""
 
     mean: Tensor
     factor: Tensor
@@ -33,13 +33,13 @@ class Scale(nn.Module):
         self.factor.copy_(factor)
 
     def forward(self, rows: Tensor, group: Tensor | None = None) -> Tensor:
-        """`group` is each row's; without it the groups are the last axis but one."""
+        """`group` is the group of each row; by default the second-to-last axis."""
         mean, factor = (self.mean, self.factor) if group is None else (self.mean[group], self.factor[group])
         return ((rows - mean) * factor).clamp(-LIMIT, LIMIT)
 
 
 class Reader(nn.Module):
-    """A bidirectional LSTM over the layers, and a head that sees the token statistics beside what it says."""
+    """A bidirectional LSTM over the layers, and a head on its last states and the token statistics."""
 
     def __init__(self, dim: int, width: int, *, num_stats: int, dropout: float) -> None:
         super().__init__()
@@ -56,30 +56,38 @@ class Reader(nn.Module):
         return self.head(seen)[:, 0]
 
 
-class Net(nn.Module):
-    """What is trained by gradients. As it is here, a detector: `logits` [B] of being wrong."""
+class DetectorNet(Net):
+    """A net with `logits` [B] of an answer being wrong. `prepare` fits the scaling of its inputs."""
 
-    lr = 2e-3  # the learning rate, where none is given
-    at_most = 64  # records at once; fewer where they would not fit the cache
-    most_records = 1 << 62  # in all epochs, after which there is nothing left to learn
-    clips = True  # whether its gradient has a norm to clip
     loss_name = "bce"
 
     def __init__(self, width: int, num_stats: int) -> None:
-        super().__init__()
-        self.width = width
+        super().__init__(width)
         self.stats = Scale(1, num_stats) if num_stats else None
 
-    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits, and by name further terms of the loss (while training; already weighted)."""
-        raise NotImplementedError
+    @property
+    def needs_preparation(self) -> bool:
+        return any(isinstance(module, Scale) for module in self.modules())
+
+    def prepare(self, batches: Iterable[Batch]) -> None:
+        """Fit the scaler of each input."""
+        moments: defaultdict[str, Moments] = defaultdict(Moments)
+        for batch in batches:
+            self.observe(batch, moments)
+        for name, found in moments.items():
+            cast(Scale, getattr(self, name)).set(found)
+
+    def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
+        """Add a batch to the moments of each input, by the name of its `Scale`."""
+        if self.stats is not None:
+            moments["stats"].add(batch["stats"])
 
     def sequence(self, batch: Batch) -> Tensor | None:
-        """[B, L, W]: what its `reader` reads layer by layer; None for a net that has none."""
+        """[B, L, W]: the input of `reader`, layer by layer; None for a net without one."""
         return None
 
     def by_layer(self, batch: Batch) -> Tensor | None:
-        """[B, L]: what it would say if a layer were the last; the last column is the score."""
+        """[B, L]: the score if each layer were the last; the last column is the final score."""
         layers_BLW = self.sequence(batch)
         if layers_BLW is None:
             return None
@@ -87,58 +95,23 @@ class Net(nn.Module):
         logits = [read(layers_BLW[:, : last + 1], stats_BS) for last in range(layers_BLW.shape[1])]
         return torch.stack(logits, dim=1).float().sigmoid()
 
-    def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
-        """Add a batch of the training part to the moments of each input."""
-        if self.stats is not None:
-            moments["stats"].add(batch["stats"])
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether it has to see the training part before it is trained."""
-        return any(isinstance(module, Scale) for module in self.modules())
-
-    def set_scales(self, moments: Mapping[str, Moments]) -> None:
-        for name, found in moments.items():
-            cast(Scale, getattr(self, name)).set(found)
-
-    def warm(self, share: float) -> None:
-        """Told before a step how much of the warm-up, the first fifth of training, is over: from 0 to 1."""
-
-    def measures(self, batch: Batch) -> dict[str, Tensor]:
-        """What is worth knowing of a batch of the validation part, beside its scores."""
-        return {}
-
-    def forward(self, batch: Batch, target_B: Tensor, weight_B: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its parts."""
-        logits, terms = self.logits(batch)
-        loss = self.loss(logits, target_B, weight_B)
-        parts = {self.loss_name: loss.detach(), **{name: term.detach() for name, term in terms.items()}}
-        return loss + sum(terms.values()), parts
-
     def loss(self, logits: Tensor, target_B: Tensor, weight_B: Tensor) -> Tensor:
         return functional.binary_cross_entropy_with_logits(logits, target_B.float(), weight_B)
 
-    def answer(self, batch: Batch) -> dict[str, Tensor]:
-        """What it says of each record, by name."""
-        return {"score": self.logits(batch)[0].float().sigmoid()}
-
     def num_rows(self, batch: Batch) -> int:
-        """Of its largest activation, each `width` wide."""
         return max(len(batch[name]) for name in ("layers", "x", "edge_attr") if name in batch)
-
-    def optimizer(self, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay)
 
     def scaled_stats(self, batch: Batch) -> Tensor | None:
         return None if self.stats is None else self.stats(batch["stats"])
 
 
-def count_parameters(net: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in net.parameters())
+def score_of(net: Net, batch: Batch) -> dict[str, Tensor]:
+    """The probability that each answer is wrong."""
+    return {"score": net.logits(batch)[0].float().sigmoid()}
 
 
 def match_width(build: Callable[[int], nn.Module], parameters: int) -> int:
-    """The width, a multiple of four, that gives a net about so many parameters; at least 8."""
+    """The width that gives a net about this many parameters; even, and at least 8."""
 
     @cache
     def size(width: int) -> int:
@@ -146,7 +119,7 @@ def match_width(build: Callable[[int], nn.Module], parameters: int) -> int:
             return count_parameters(build(width))
 
     low, high = 8, 16
-    while high < 4096 and size(high) <= parameters:  # most nets are small, and to build one takes time
+    while high < 4096 and size(high) <= parameters:  # start small: building a net takes time
         low, high = high, 2 * high
     while high - low > 2:
         middle = (low + high) // 4 * 2

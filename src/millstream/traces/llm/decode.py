@@ -1,4 +1,4 @@
-"""Prompts -> generated ids: greedy, sampling or beams, and where each answer ends. Knows nothing of traces."""
+"""Prompts -> generated ids: greedy, sampling or beam search, and where each answer ends. Knows nothing of traces."""
 
 # B batch, P prompt with padding, N generated, V vocabulary
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from millstream.errors import BadSetting
-from millstream.source.llm.library import transformers
-from millstream.source.llm.tokenizer import Tokenizer
+from millstream.traces.llm.model import Tokenizer, transformers
 
 
 @dataclass(frozen=True)
@@ -28,30 +27,35 @@ class Decoding:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.num_beams < 1 or self.temperature < 0:
-            raise BadSetting("max_new_tokens and num_beams are at least 1, temperature at least 0")
+            raise BadSetting(
+                f"max_new_tokens={self.max_new_tokens} num_beams={self.num_beams} temperature={self.temperature}: "
+                "must be at least 1, 1 and 0"
+            )
         if self.num_beams > 1 and self.temperature > 0:
-            raise BadSetting("num_beams and temperature exclude each other: beam search draws nothing")
+            raise BadSetting("num_beams and temperature exclude each other: beam search does not sample")
         if (self.top_k is not None and self.top_k < 1) or not 0 < (self.top_p or 1.0) <= 1:
-            raise BadSetting("top_k is at least 1, top_p above 0 and at most 1")
+            raise BadSetting(
+                f"top_k={self.top_k} top_p={self.top_p}: top_k must be at least 1, top_p above 0 and at most 1"
+            )
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise BadSetting("top_k and top_p need temperature=, for example temperature=1")
 
     def config(self, *, eos: Sequence[int] | None, pad: int) -> Any:
-        """Everything said in full: what a model's own generation_config.json asks for does not count."""
+        """A complete configuration: the generation_config.json of the model is ignored."""
         return transformers().GenerationConfig(
             max_new_tokens=self.max_new_tokens,
             num_beams=self.num_beams,
             early_stopping=self.num_beams > 1,
-            do_sample=False,  # sampling is ours: see Draw
+            do_sample=False,  # we sample ourselves: see Draw
             eos_token_id=eos,
             pad_token_id=pad,
             return_dict_in_generate=True,
-            output_logits=self.num_beams == 1,  # of beams they are of all, in an order that changes
+            output_logits=self.num_beams == 1,  # beams change their order between steps
             use_cache=True,
         )
 
     def processors(self, ids: Sequence[str], device: torch.device) -> Any:
-        """What is done to the logits of each step; none when nothing is drawn."""
+        """Logits processors of each step; none without sampling."""
         hf, steps = transformers(), list[Any]()
         if self.temperature > 0:
             steps.append(hf.TemperatureLogitsWarper(self.temperature))
@@ -61,15 +65,15 @@ class Decoding:
         return hf.LogitsProcessorList(steps)
 
     def stopping(self, tokenizer: Tokenizer, prompt: int) -> Any:
-        """What ends a row beside its end-of-text token; `prompt` tokens come before what it generates."""
+        """Stopping criteria in addition to the end-of-text token; `prompt` is the number of prompt tokens."""
         stops = [StopAt(tokenizer, self.stop, prompt)] if self.stop else []
         return transformers().StoppingCriteriaList(stops)
 
 
 class Draw:
-    """Sampling as greedy choice after adding Gumbel noise, which comes from (seed, question id, step) alone.
+    """Sampling by the Gumbel-max trick: the noise depends only on (seed, question id, step).
 
-    So a question gets the same answer whatever batch it is in, and again after an interruption.
+    So a question gets the same answer in any batch, and after an interruption.
     """
 
     def __init__(self, seed: int, ids: Sequence[str], device: torch.device) -> None:
@@ -88,13 +92,15 @@ class Draw:
 
 
 class StopAt:
-    """Stops a row as soon as one of the strings is in the text of what it generated."""
+    """Stops a row as soon as its generated text contains one of the strings."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], prompt: int) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._prompt = prompt
-        self._tail = max(len(mark.encode()) for mark in stop) + 4  # a token has a byte or more; a few for what is cut
+        self._tail = (
+            max(len(mark.encode()) for mark in stop) + 4
+        )  # a token has at least a byte; a few more for cut characters
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
         tails = input_ids[:, max(self._prompt, input_ids.shape[1] - self._tail) :]
@@ -105,18 +111,18 @@ class StopAt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated for one prompt: `ids` up to the token that ended it, `length` of them the answer itself."""
+    """The generated answer to one prompt: `ids` up to the token that ended it, the first `length` are the answer."""
 
     ids: list[int]
     length: int
     text: str  # of the answer
-    whole_text: str  # of everything generated
+    whole_text: str  # all generated text
     finish: str  # eos, stop or length
 
 
 def cut_answer(tokenizer: Tokenizer, generated: Sequence[int], *, eos: set[int], stop: Sequence[str]) -> Answer:
-    """Where an answer ends: before the end-of-text token, before a stop string, or where generation was cut off."""
-    ids = list(generated)  # padding follows an end-of-text token or a stop string only, and goes with what follows them
+    """Cut at the end of the answer: the end-of-text token, a stop string, or the maximum length."""
+    ids = list(generated)  # padding only follows an end-of-text token or a stop string, and is cut with it
     end = next((place for place, token in enumerate(ids) if token in eos), None)
     length, finish = (len(ids), "length") if end is None else (end, "eos")
     ids = ids[: length + (end is not None)]

@@ -1,4 +1,4 @@
-"""Question sets -> questions: JSONL, CSV, Parquet, JSON in the known layouts, a Hugging Face name, `facts`, `world`."""
+"""Question sets -> questions -> prompts: files in the known layouts, a Hugging Face name, or a built-in set."""
 
 import ast
 import csv
@@ -11,11 +11,11 @@ from typing import Any, cast
 import numpy as np
 
 from millstream.errors import BadSetting, BadSource, MissingExtra
-from millstream.source.llm.answers import normalise
-from millstream.source.llm.question import Question
+from millstream.traces.llm.model import Tokenizer, built_in_prompts, built_in_questions
+from millstream.traces.scores import normalise
 
 Row = Mapping[str, Any]
-# How TriviaQA, NQ-open, WebQuestions, PopQA, TruthfulQA, SimpleQA and others call things; the first found counts.
+# Column names of TriviaQA, NQ-open, WebQuestions, PopQA, TruthfulQA, SimpleQA and others; the first match counts.
 _COLUMNS = {
     "id": ("id", "question_id", "QuestionId", "qid", "example_id"),
     "question": ("question", "Question", "problem", "qText", "query", "prompt"),
@@ -24,13 +24,42 @@ _COLUMNS = {
     "kind": ("kind", "prop", "category", "Category"),
     "exposure": ("exposure",),
 }
-_SEMICOLONS = "Correct Answers"  # of TruthfulQA's own file: answers with semicolons between them
+_SEMICOLONS = "Correct Answers"  # of the TruthfulQA file: answers separated by semicolons
 _SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+PLAIN = "Answer the question concisely. Q: {question} A:"
+FEW_SHOT = """Answer the question concisely.
+
+Q: Which planet is known as the Red Planet?
+A: Mars
+
+Q: Who painted the Mona Lisa?
+A: Leonardo da Vinci
+
+Q: How many legs does a spider have?
+A: Eight
+
+Q: {question}
+A:"""
+CHAT = "Answer the question concisely, with the answer only.\n\n{question}"
+QUESTION = "{question}"
+_MARK = "\u2063question\u2063"  # placeholder for the question in a chat template
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`aliases` are all accepted answers, the main one (`answer`) first; both may be missing."""
+
+    id: str
+    question: str
+    answer: str | None = None
+    aliases: tuple[str, ...] = ()
+    kind: str | None = None  # a relation or category
+    exposure: str | None = None  # how well known the fact is: often .. never, popular, obscure
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions, each once, and how many were left out because they came before."""
+    """Distinct questions, and how many were left out because their id or text is a repeat."""
 
     questions: list[Question]
     same_id: int
@@ -44,13 +73,13 @@ def read_questions(
     num_samples: int | None = None,
     shuffle_seed: int | None = None,
 ) -> QuestionSet:
-    """The questions of a file, a data set or a list: each id and each normalised text once.
+    """The questions of a file, a dataset or a list: each id and each normalised text once.
 
-    `columns` says what a file calls things: `id=qid,question=text,answer=gold`. `shuffle_seed` draws another order,
-    `num_samples` takes the first so many.
+    `columns` maps our names to those of the file: `id=qid,question=text,answer=gold`. `shuffle_seed` shuffles the
+    questions; `num_samples` keeps the first N.
     """
     if num_samples is not None and num_samples < 1:
-        raise BadSetting(f"num_samples={num_samples}: at least 1")
+        raise BadSetting(f"num_samples={num_samples}: must be at least 1")
     found = find_questions(source, _parse_columns(columns))
     questions: list[Question] = []
     ids: set[str] = set()
@@ -67,7 +96,7 @@ def read_questions(
             texts.add(text)
             questions.append(question)
     if not questions:
-        raise BadSource(f"{source}: no questions in it")
+        raise BadSource(f"{source}: contains no questions")
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(questions))
         questions = [questions[place] for place in order]
@@ -78,20 +107,61 @@ def find_questions(source: str | Path | Sequence[Question], columns: Mapping[str
     if not isinstance(source, str | Path):
         return source
     name = str(source)
-    if name == "facts":
-        from millstream.source.llm.facts import facts_questions
-
-        return facts_questions()
-    if name == "world":
-        from millstream.source.llm.world import world_questions
-
-        return world_questions()
-    path = Path(source)
+    built_in = built_in_questions()
+    found = built_in.get(name, Path(source))
+    if not isinstance(found, Path):
+        return found()
+    path = found
     if path.suffix in _SUFFIXES or path.exists():
         if not path.is_file():
-            raise BadSource(f"{path}: no such file. Questions are {', '.join(_SUFFIXES)}, facts, world or a hub name")
+            known = ", ".join((*_SUFFIXES, *built_in))
+            raise BadSource(
+                f"{path}: no such file. Questions must be one of {known}, or a dataset on the Hugging Face hub"
+            )
         return _from_rows(_read_file(path), path.name.split(".")[0], columns, path)
     return _from_rows(_from_hub(name), name, columns, name)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The text around the question, and the strings that end an answer."""
+
+    name: str
+    text: str  # contains {question} once
+    stop: tuple[str, ...]
+    special: bool  # whether the tokenizer adds special tokens; a chat template already has them
+
+    def fill(self, question: str) -> str:
+        before, after = self.text.split(QUESTION)
+        return before + question + after
+
+    def ids(self, tokenizer: Tokenizer, questions: list[str]) -> list[list[int]]:
+        texts = [self.fill(question) for question in questions]
+        return tokenizer(texts, add_special_tokens=self.special)["input_ids"] if texts else []
+
+
+def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
+    """`auto` is the chat template of the model if it has one, else plain. `stop`: strings separated by `|`."""
+    has_chat = bool(tokenizer.chat_template)
+    name = ("chat" if has_chat else "plain") if spec == "auto" else spec
+    if name == "chat":
+        if not has_chat:
+            raise BadSetting("prompt=chat: this model has no chat template; use prompt=plain or prompt=few-shot")
+        messages = [{"role": "user", "content": CHAT.replace(QUESTION, _MARK)}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return Prompt("chat", text.replace(_MARK, QUESTION), _stops(stop, ()), special=False)
+    texts = {"plain": PLAIN, "few-shot": FEW_SHOT, **built_in_prompts()}
+    text = texts.get(name) or (
+        Path(name).read_text(encoding="utf-8").removesuffix("\n")
+        if name.endswith(".txt") and Path(name).exists()
+        else name
+    )
+    if text.count(QUESTION) != 1:
+        raise BadSetting(
+            f"prompt={name}: must be one of auto, plain, few-shot, chat, a text that contains {{question}} once, "
+            "or a .txt file of such a text"
+        )
+    return Prompt(name if name in texts else "own", text, _stops(stop, ("\n",)), special=True)
 
 
 def _parse_columns(text: str | None) -> dict[str, str]:
@@ -99,7 +169,9 @@ def _parse_columns(text: str | None) -> dict[str, str]:
     for part in text.split(",") if text else ():
         ours, equals, theirs = (word.strip() for word in part.partition("="))
         if not equals or ours not in _COLUMNS or not theirs:
-            raise BadSetting(f"columns={text}: write id=..,question=..,answer=..,aliases=.. with the file's own names")
+            raise BadSetting(
+                f"columns={text}: must be like id=..,question=..,answer=..,aliases=.. with the column names of the file"
+            )
         named[ours] = theirs
     return named
 
@@ -115,7 +187,7 @@ def _read_file(path: Path) -> Iterator[Row]:
     try:
         yield from reader(path)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise BadSource(f"{path}: is no text that can be read ({error})") from None
+        raise BadSource(f"{path}: is not valid text ({error})") from None
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
@@ -125,9 +197,9 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise BadSource(f"{path}: line {number} is no JSON ({error})") from None
+                    raise BadSource(f"{path}: line {number} is not valid JSON ({error})") from None
                 if not isinstance(row, dict):
-                    raise BadSource(f"{path}: line {number} is no JSON object")
+                    raise BadSource(f"{path}: line {number} is not a JSON object")
                 yield cast("Row", row)
 
 
@@ -136,10 +208,10 @@ def _json(path: Path) -> Iterator[Row]:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise BadSource(f"{path}: is no JSON ({error})") from None
+        raise BadSource(f"{path}: is not valid JSON ({error})") from None
     rows: Any = cast("Row", found).get("Data") if isinstance(found, dict) else found
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in cast("list[object]", rows)):
-        raise BadSource(f"{path}: expected a list of questions, or TriviaQA's file with `Data`")
+        raise BadSource(f"{path}: must be a list of questions, or the TriviaQA file with `Data`")
     yield from cast("list[Row]", rows)
 
 
@@ -155,26 +227,26 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         yield from pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise BadSource(f"{path}: is no Parquet file that can be read ({error})") from None
+        raise BadSource(f"{path}: is not a valid Parquet file ({error})") from None
 
 
 def _from_hub(name: str) -> Iterator[Row]:
     """`trivia_qa:rc.nocontext:validation`, through the `datasets` library."""
-    place, _, rest = name.partition(":")
+    path, _, rest = name.partition(":")
     subset, _, split = rest.partition(":")
     try:
         import datasets  # pyright: ignore
     except ImportError:
         raise MissingExtra(
-            f"{name}: no such file; a data set of the Hugging Face hub needs: pip install datasets"
+            f"{name}: no such file; datasets on the Hugging Face hub need: pip install datasets"
         ) from None
     try:
-        rows: Any = datasets.load_dataset(place, subset or None, split=split or "train")  # pyright: ignore
-    except Exception as error:  # whatever the library and the network come up with
+        rows: Any = datasets.load_dataset(path, subset or None, split=split or "train")  # pyright: ignore
+    except Exception as error:  # any error of the library or the network
         reason = " ".join(str(error).split())[:300]
         raise BadSource(
-            f"{name}: neither a file nor a data set that could be loaded ({reason}). Write NAME:CONFIG:SPLIT, as in "
-            "trivia_qa:rc.nocontext:validation, or give a file"
+            f"{name}: not a file, and cannot be loaded as a dataset ({reason}). Give NAME:CONFIG:SPLIT, as in "
+            "trivia_qa:rc.nocontext:validation, or a file"
         ) from None
     yield from cast("Iterable[Row]", rows)
 
@@ -185,7 +257,7 @@ def _from_rows(rows: Iterable[Row], stem: str, columns: Mapping[str, str], sourc
     for number, row in enumerate(rows):
         if not keys:
             _check_columns(row, columns, source)
-        if list(row) != keys:  # lines of JSON may differ in what they have
+        if list(row) != keys:  # JSON lines may have different keys
             keys = list(row)
             names = {ours: _column(ours, row, columns) for ours in _COLUMNS}
         question = row.get(names["question"] or "")
@@ -209,9 +281,9 @@ def _check_columns(first: Row, columns: Mapping[str, str], source: object) -> No
     have = ", ".join(map(str, first))
     for theirs in columns.values():
         if theirs not in first:
-            raise BadSource(f"{source}: has no column {theirs!r}, it has {have}")
+            raise BadSource(f"{source}: has no column {theirs!r}, only {have}")
     if _column("question", first, columns) is None:
-        raise BadSource(f"{source}: no column for the question among {have}. Say which: columns=question=NAME")
+        raise BadSource(f"{source}: no question column among {have}. Choose one: columns=question=NAME")
 
 
 def _column(ours: str, row: Row, columns: Mapping[str, str]) -> str | None:
@@ -220,7 +292,7 @@ def _column(ours: str, row: Row, columns: Mapping[str, str]) -> str | None:
 
 
 def _answers(value: object) -> list[str]:
-    """The accepted answers in a cell: a text, a list (also one written as text), or TriviaQA's dict of them."""
+    """The accepted answers in a cell: a text, a list (possibly written as text), or the dict of TriviaQA."""
     if value is None or value == "":
         return []
     if isinstance(value, dict):
@@ -237,3 +309,11 @@ def _answers(value: object) -> list[str]:
             except (ValueError, SyntaxError):
                 continue
     return [text] if text else []
+
+
+def _stops(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    if given is None:
+        return default
+    escaped = given.encode("latin-1", "backslashreplace")  # so that unicode_escape keeps non-Latin characters
+    parts = escaped.decode("unicode_escape") if "\\" in given else given
+    return tuple(part for part in parts.split("|") if part)

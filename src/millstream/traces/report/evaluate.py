@@ -1,4 +1,4 @@
-"""A run -> everything its report shows. Choices are made on validation; the test part only gives numbers."""
+"""A run -> the results its report shows. All choices are made on validation; the test split is only measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.model.auroc import auroc, aurocs
-from millstream.report import calibration, measures
-from millstream.report.bootstrap import Measure, Resampled, bootstrap
-from millstream.report.calibration import Platt, fit_platt
-from millstream.report.compare import PROBE, Contender, best_of, compare
-from millstream.report.findings import findings
-from millstream.report.measures import Counts, Floats, Labels
-from millstream.report.read_run import Part, Run, Trial, read_run
-from millstream.report.results import Curve, ModelResult, Results
-from millstream.report.traced_texts import TracedTexts
+from millstream.errors import MillstreamError
+from millstream.report import measures
+from millstream.report.intervals import Measure, Resampled, bootstrap, compare
+from millstream.report.measures import Counts, Curve, Floats, Labels, Platt, auroc, aurocs, equal_bins, fit_platt
+from millstream.traces.label import references_of
+from millstream.traces.report.findings import PROBE, TEST, Contender, best_of, findings, pairs_of
+from millstream.traces.report.results import Mistake, ModelResult, Results, Run, Split, Trial, read_run
+from millstream.traces.store.traces import Traces
 
 RESAMPLES = 2000
-MEASURES: Sequence[str] = ("auroc", "aupr", "f1", "aurc")  # that get an interval
+MEASURES: Sequence[str] = ("auroc", "aupr", "f1", "aurc")  # with an interval
+MAX_BINS = 4
+MAX_MISTAKES = 12
 
 
 def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
-    """What the finished detectors of a run found, with intervals from so many draws of the test questions.
+    """The results of the finished detectors of a run, with intervals from `resamples` resamples of the test questions.
 
     >>> read_results("runs/first").findings[0]
     """
@@ -33,14 +33,12 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
     detectors = {name: _Detector(name, trials, read) for name, trials in read.trials.items()}
     questions = np.unique(test.question_ids.astype(str), return_inverse=True)[1]
     wanted = {name: detector.measure(test.labels) for name, detector in detectors.items()}
-    drawn = bootstrap(wanted, test.labels, questions=questions, resamples=resamples)
+    drawn = bootstrap(wanted, test.labels, groups=questions, resamples=resamples)
     found = {name: dict(zip(MEASURES, numbers, strict=True)) for name, numbers in drawn.items()}
-    contenders = {
-        name: Contender(name, detector.family, detector.auroc_val, found[name]["auroc"])
-        for name, detector in detectors.items()
-    }
-    best, differences = best_of(contenders.values()), compare(contenders)
-    texts = TracedTexts(read.data.get("store"), test)
+    contenders = {name: Contender(name, detector.family, detector.auroc_val) for name, detector in detectors.items()}
+    best = best_of(contenders.values())
+    differences = compare(pairs_of(contenders), {(name, TEST): numbers["auroc"] for name, numbers in found.items()})
+    texts = _TracedTexts(read.data.get("store"), test)
     bins = texts.length_bins()
     models = [detector.result(found[name], test, bins) for name, detector in detectors.items()]
     models.sort(key=lambda model: -model.auroc.value)
@@ -70,7 +68,7 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """One seed of a detector, with what was chosen on validation."""
+    """One seed of a detector, with its threshold and calibration from validation."""
 
     trial: Trial
     threshold: float
@@ -78,7 +76,7 @@ class _Chosen:
 
 
 class _Detector:
-    """A detector with all its seeds. A number of it is the mean over them."""
+    """A detector with all its seeds; its measures are means over them."""
 
     def __init__(self, name: str, trials: Sequence[Trial], run: Run) -> None:
         labels = run.val.labels
@@ -89,8 +87,8 @@ class _Detector:
         ]
 
     def measure(self, labels: Labels) -> Measure:
-        """MEASURES, on drawn records."""
-        # Sorted here, once: on sorted scores the measures have nothing left to sort, for any number of draws.
+        """A function that computes MEASURES on resampled records."""
+        # Sort once here: on sorted scores the measures need no sort per resample.
         ranked = [(one, np.argsort(one.trial.test, kind="stable")) for one in self._seeds]
 
         def numbers(counts_RN: Counts) -> Floats:
@@ -100,10 +98,10 @@ class _Detector:
         return numbers
 
     def probabilities(self) -> Floats:
-        """Of being wrong, after Platt."""
+        """The probability that each answer is wrong, after Platt."""
         return np.mean([one.platt(one.trial.test) for one in self._seeds], axis=0)
 
-    def result(self, found: Mapping[str, Resampled], test: Part, bins: Mapping[str, NDArray[np.int64]]) -> ModelResult:
+    def result(self, found: Mapping[str, Resampled], test: Split, bins: Mapping[str, NDArray[np.int64]]) -> ModelResult:
         labels, seeds, first = test.labels, self._seeds, self._seeds[0]
         fits, scores = [one.trial.fit for one in seeds], [one.trial.test for one in seeds]
         platt = [one.platt(one.trial.test) for one in seeds]
@@ -125,10 +123,10 @@ class _Detector:
             precision=_mean([precision for precision, _ in at_threshold]),
             recall=_mean([recall for _, recall in at_threshold]),
             fpr_at_95_tpr=_mean([measures.fpr_at_tpr(labels, some) for some in scores]),
-            brier=_mean([calibration.brier(labels, some) for some in scores]) if are_probabilities else None,
-            brier_platt=_mean([calibration.brier(labels, some) for some in platt]),
-            ece=_mean([calibration.ece(labels, some) for some in scores]) if are_probabilities else None,
-            ece_platt=_mean([calibration.ece(labels, some) for some in platt]),
+            brier=_mean([measures.brier(labels, some) for some in scores]) if are_probabilities else None,
+            brier_platt=_mean([measures.brier(labels, some) for some in platt]),
+            ece=_mean([measures.ece(labels, some) for some in scores]) if are_probabilities else None,
+            ece_platt=_mean([measures.ece(labels, some) for some in platt]),
             aurc=found["aurc"].interval,
             prr=_mean([measures.prr(labels, some) for some in scores]),
             fit_s=_mean([fit.fit_s for fit in fits]),
@@ -139,7 +137,7 @@ class _Detector:
             roc=measures.roc_curve(labels, scores[0]),
             pr=measures.precision_curve(labels, scores[0]),
             risk_coverage=measures.risk_coverage(labels, scores[0]),
-            calibration=calibration.calibration_curve(labels, platt[0]),
+            calibration=measures.calibration_curve(labels, platt[0]),
             by_length=[_in_bin(name, members, test, scores) for name, members in bins.items()],
         )
 
@@ -152,7 +150,7 @@ def _numbers(labels: Labels, one: _Chosen, order: NDArray[np.int64], counts_RN: 
 
 
 def _in_bin(
-    name: str, members: NDArray[np.int64], test: Part, scores: Sequence[Floats]
+    name: str, members: NDArray[np.int64], test: Split, scores: Sequence[Floats]
 ) -> tuple[str, int, float | None]:
     area = _mean([auroc(test.labels[members], some[members]) for some in scores])
     return name, len(set(test.question_ids[members])), None if np.isnan(area) else area
@@ -170,3 +168,75 @@ def _probe_layers(run: Run) -> dict[str, Curve]:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values))
+
+
+class _TracedTexts:
+    """Questions and answers of the test records, from their store; empty if it was moved or changed."""
+
+    def __init__(self, store: object, split: Split) -> None:
+        self._split = split
+        self._traces: Traces | None = None
+        try:
+            traces = Traces(str(store))
+            if _has_records(traces, split):
+                self._traces = traces
+        except (MillstreamError, OSError):
+            return
+
+    def length_bins(self) -> Mapping[str, NDArray[np.int64]]:
+        """Up to four ranges of answer lengths in tokens ("3-4") of about equal counts, and the records in each."""
+        values = self._values("answer_len", self._split.records)
+        known = np.array([row for row, value in enumerate(values) if value is not None], np.int64)
+        if not len(known):
+            return {}
+        lengths = np.array([value for value in values if value is not None]).astype(np.int64)
+        bins = equal_bins(lengths, MAX_BINS)
+        return {_range(lengths[bins == number]): known[bins == number] for number in range(int(bins.max()) + 1)}
+
+    def mistakes(self, detector: str, probabilities: Floats) -> list[Mistake]:
+        """The answers whose probability of being wrong is furthest from their label."""
+        split = self._split
+        errors = np.abs(probabilities - split.labels)
+        worst = np.argsort(-errors, kind="stable")[:MAX_MISTAKES]
+        worst = worst[errors[worst] > 0.5]
+        names = ("question", "generated_answer", "answer", "aliases")
+        texts = {name: self._values(name, split.records[worst]) for name in names}
+        return [
+            Mistake(
+                detector,
+                question_id=str(split.question_ids[at]),
+                question=_text(texts["question"][row]),
+                answer=_text(texts["generated_answer"][row]),
+                references=references_of([texts["answer"][row], texts["aliases"][row]]),
+                verdict="wrong" if split.labels[at] else "right",
+                probability=float(probabilities[at]),
+            )
+            for row, at in enumerate(worst.tolist())
+        ]
+
+    def _values(self, name: str, records: NDArray[np.int64]) -> Sequence[object]:
+        try:
+            if self._traces is not None:
+                return self._traces.column(name).take(records).to_pylist()
+        except (MillstreamError, OSError, KeyError):  # KeyError: no such scalar field
+            pass
+        return [None] * len(records)
+
+
+def _has_records(traces: Traces, split: Split) -> bool:
+    """Whether the store still has these records under their numbers."""
+    if split.records.max() >= len(traces):
+        return False
+    if traces.default_key is None:
+        return True
+    ids = traces.column(traces.default_key).take(split.records).to_pylist()
+    return all(found is None or str(found) == wanted for found, wanted in zip(ids, split.question_ids, strict=True))
+
+
+def _range(lengths: NDArray[np.int64]) -> str:
+    low, high = int(lengths.min()), int(lengths.max())
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)

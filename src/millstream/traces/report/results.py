@@ -1,4 +1,4 @@
-"""The folder of a run -> its files in memory, checked. Knows what `millstream train` writes; computes nothing."""
+"""A run of detectors: reading and checking its files, and the results as plain data. Computes and draws nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,89 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from millstream.dataset.split import text_codes_of
+from millstream.core.batches import text_codes_of
 from millstream.errors import BadSource
-from millstream.report.measures import Floats, Labels
-from millstream.report.metrics_file import Fit, Metrics, read_metrics
-from millstream.report.run_files import again, check_run, damaged, read_mapping, unfinished
-from millstream.train.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS
+from millstream.report.intervals import Difference, Interval
+from millstream.report.measures import Curve, Floats, Labels
+from millstream.report.run import check_run, damaged, read_mapping, train_elsewhere, unfinished
+from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS
+from millstream.training.log import Fit, Metrics, read_metrics
 
 
 @dataclass(frozen=True)
-class Part:
-    """The records of validation or test, by number."""
+class ModelResult:
+    """One detector on the test split. Numbers are means over its seeds; intervals resample the questions."""
+
+    name: str
+    kind: str  # trained, baseline, null
+    title: str  # what it is, in a few words
+    seeds: int
+    parameters: int | None
+    auroc: Interval
+    auroc_sd: float | None  # over seeds; None with one
+    auroc_val: float
+    aupr: Interval
+    threshold: float  # chosen on validation, of the first seed
+    f1: Interval
+    precision: float
+    recall: float
+    fpr_at_95_tpr: float
+    brier: float | None  # None if scores are not probabilities
+    brier_platt: float
+    ece: float | None
+    ece_platt: float
+    aurc: Interval
+    prr: float
+    fit_s: float
+    score_ms: float  # per trace
+    trace_kb: float  # read per trace
+    extra_forwards: int
+    chosen: Mapping[str, object]  # on validation: layer, C, ...
+    roc: Curve  # all curves: of the first seed
+    pr: Curve
+    risk_coverage: Curve
+    calibration: Curve  # per bin: mean probability after Platt, share of wrong answers
+    by_length: Sequence[tuple[str, int, float | None]]  # answer tokens "3-4", questions, AUROC (None: one class only)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A test question on which the best detector is most confident and wrong."""
+
+    detector: str
+    question_id: str
+    question: str
+    answer: str  # of the model
+    references: Sequence[str]
+    verdict: str  # right, wrong
+    probability: float  # of being wrong, after Platt
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that a report shows."""
+
+    run: Path
+    config: Mapping[str, object]
+    environment: Mapping[str, object]
+    data: Mapping[str, object]  # the data card: data.json
+    num_test: int
+    num_wrong: int
+    prevalence: float
+    models: Sequence[ModelResult]  # best AUROC first
+    differences: Sequence[Difference]
+    history: Sequence[Mapping[str, object]]  # the lines of metrics.jsonl with kind "epoch"
+    memory: Sequence[tuple[float, int]]  # seconds since the start, bytes
+    budget: int | None  # bytes: memory used before training plus the memory budget
+    probe_layers: Mapping[str, Curve]  # position -> layer, AUROC on validation
+    mistakes: Sequence[Mistake]
+    findings: Sequence[str]  # plain sentences, the most important first
+    missing: Mapping[str, str]  # requested detectors that have no results, and why
+
+
+@dataclass(frozen=True)
+class Split:
+    """The records of the validation or the test split, by number."""
 
     records: NDArray[np.int64]
     question_ids: NDArray[np.object_]
@@ -28,7 +100,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Trial:
-    """One detector of one seed, and its scores in the order of the parts."""
+    """One detector of one seed, and its scores in the order of the splits."""
 
     seed: int
     fit: Fit
@@ -38,21 +110,21 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has so far: every detector with its finished seeds."""
+    """A run so far: every detector with its finished seeds."""
 
     path: Path
     config: Mapping[str, object]
     environment: Mapping[str, object]
     data: Mapping[str, object]
-    val: Part
-    test: Part
+    val: Split
+    test: Split
     trials: Mapping[str, Sequence[Trial]]
     metrics: Metrics
     missing: Mapping[str, str]
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a folder. What is not finished is left out; what is damaged is an error.
+    """Read the run in a folder. Unfinished detectors are left out; damaged files raise BadSource.
 
     >>> run = read_run("runs/first"); run.trials["gnn"][0].test.shape == run.test.labels.shape
     """
@@ -64,13 +136,13 @@ def read_run(path: str | Path) -> Run:
     finished = [key for key in table.keys if key in metrics.fits]
     if not finished:
         raise unfinished(folder, what="detector")
-    val, test = (table.part(part, finished[0]) for part in ("val", "test"))
+    val, test = (table.split(name, finished[0]) for name in ("val", "test"))
     missing = dict(metrics.missing)
     trials: dict[str, list[Trial]] = {}
     for model, seed in finished:
-        scores = [table.scores(part, (model, seed), like) for part, like in (("val", val), ("test", test))]
+        scores = [table.scores(name, (model, seed), like) for name, like in (("val", val), ("test", test))]
         if bad := sum(int(np.sum(~np.isfinite(some))) for some in scores):
-            missing[model] = f"seed {seed} gave {bad} scores that are not finite"
+            missing[model] = f"{bad} scores of seed {seed} are not finite"
         trials.setdefault(model, []).append(Trial(seed, metrics.fits[model, seed], *scores))
     return Run(
         folder,
@@ -86,14 +158,14 @@ def read_run(path: str | Path) -> Run:
 
 
 class _Predictions:
-    """predictions.parquet by detector and part; of a row that is there twice, the later."""
+    """predictions.parquet by detector and split; the later of duplicate rows counts."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         try:
             table = parquet.read_table(file)
             self._models, self._model_names = text_codes_of(table.column("model"))
-            self._parts, self._part_names = text_codes_of(table.column("part"))
+            self._splits, self._split_names = text_codes_of(table.column("part"))
             self._questions, self._question_names = text_codes_of(table.column("question_id"))
             self._seeds = table.column("seed").to_numpy().astype(np.int64)
             self._records = table.column("record").to_numpy().astype(np.int64)
@@ -104,8 +176,8 @@ class _Predictions:
         pairs = np.unique(np.stack([self._models, self._seeds], axis=1), axis=0)
         self.keys: list[tuple[str, int]] = [(self._model_names[model], seed) for model, seed in pairs.tolist()]
 
-    def part(self, name: str, key: tuple[str, int]) -> Part:
-        """The records of a part, as a detector has them."""
+    def split(self, name: str, key: tuple[str, int]) -> Split:
+        """The records of a split that a detector was scored on."""
         rows = self._rows(name, key)
         labels = self._labels[rows]
         if not np.isin(labels, (0, 1)).all():
@@ -113,29 +185,31 @@ class _Predictions:
         if len(np.unique(labels)) < 2:
             what = "no records" if not len(labels) else f"only {'wrong' if labels[0] else 'right'} answers"
             raise BadSource(
-                f"{self._file}: the {name} part has {what}: there is nothing to tell apart. "
-                f"Train on more records, or set a larger share. {again(self._file.parent)}"
+                f"{self._file}: the {name} split has {what}, so detectors cannot be compared. "
+                f"Train on more records, or make the split larger. {train_elsewhere(self._file.parent)}"
             )
         codes, numbers = self._questions[rows], self._records[rows]
         pairs = zip(codes.tolist(), numbers.tolist(), strict=True)
         ids: list[str] = [self._question_names[code] if code >= 0 else f"record {number}" for code, number in pairs]
-        return Part(numbers, np.array(ids, object), labels)
+        return Split(numbers, np.array(ids, object), labels)
 
-    def scores(self, name: str, key: tuple[str, int], like: Part) -> Floats:
+    def scores(self, name: str, key: tuple[str, int], like: Split) -> Floats:
         rows = self._rows(name, key)
         same = np.array_equal(self._records[rows], like.records) and np.array_equal(self._labels[rows], like.labels)
         if not same:
-            raise self._damaged(f"{key[0]}, seed {key[1]}, was scored on other {name} records than {self.keys[0][0]}")
+            raise self._damaged(
+                f"{key[0]}, seed {key[1]}, was scored on different {name} records than {self.keys[0][0]}"
+            )
         return self._scores[rows]
 
     def _rows(self, name: str, key: tuple[str, int]) -> NDArray[np.int64]:
-        model, part = self._model_names.index(key[0]), _place(self._part_names, name)
-        rows = np.flatnonzero((self._models == model) & (self._seeds == key[1]) & (self._parts == part))[::-1]
+        model, split = self._model_names.index(key[0]), _index_of(self._split_names, name)
+        rows = np.flatnonzero((self._models == model) & (self._seeds == key[1]) & (self._splits == split))[::-1]
         return rows[np.unique(self._records[rows], return_index=True)[1]]
 
     def _damaged(self, what: str) -> BadSource:
         return damaged(self._file, what)
 
 
-def _place(names: Sequence[str], name: str) -> int:
+def _index_of(names: Sequence[str], name: str) -> int:
     return names.index(name) if name in names else -2

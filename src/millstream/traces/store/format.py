@@ -2,9 +2,9 @@
 
     "ARROW1\\0\\0" schema | record ... record | end of stream | seal | footer, its length, "ARROW1"
 
-A record is a record batch of one row: the fields, then `_crc32c`, whose eight bytes end the message and hold the
-CRC-32C of all its other bytes but the tensors' data. Those have a CRC a slice, inside the part so covered. The seal
-(which Arrow readers skip) covers header, footer and sidecar: no byte of a sealed shard is unchecked.
+A record is a record batch of one row: the fields, then `_crc32c`, eight bytes at the end of the message with the
+CRC-32C of all its other bytes except tensor data. Tensors have one CRC per slice, stored in the bytes so covered. The
+seal (which Arrow readers skip) covers header, footer and sidecar: every byte of a sealed shard is covered by a CRC.
 """
 
 import io
@@ -18,11 +18,11 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.records import Bytes, Kind, Schema, Tensor, crc32c
+from millstream.core.records import Bytes, Kind, Schema, Tensor, crc32c
 
 MAGIC = b"ARROW1\0\0"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-SEAL = struct.Struct("<8sQIIII")  # magic, records, CRC of header, of sidecar, of footer, of this seal so far
+SEAL = struct.Struct("<8sQIIII")  # magic, records, CRCs of header, sidecar, footer and the seal up to here
 SEAL_MAGIC = b"MILLSEAL"
 CRC_FIELD = "_crc32c"
 _HEADER_CRC = b"millstream-header-crc32c="
@@ -32,7 +32,7 @@ _BLOCK = np.dtype([("offset", "<i8"), ("meta_bytes", "<i4"), ("pad", "<i4"), ("b
 
 @dataclass(frozen=True)
 class TensorRow:
-    """Where one tensor lies in the shard file, and how to check it."""
+    """Where one tensor is in the shard file, and its checksums."""
 
     offset: int
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Row:
-    """What the sidecar keeps of one record: its place, its scalars and where its tensors are."""
+    """What the sidecar stores of one record: its offset, its scalars and where its tensors are."""
 
     offset: int
     num_bytes: int
@@ -60,7 +60,7 @@ class Row:
     tensors: Mapping[str, TensorRow | None]
 
     def moved(self, offset: int) -> "Row":
-        """The same record at another place of another shard."""
+        """The same record at another offset, as in another shard."""
         delta = offset - self.offset
         tensors = {name: t and replace(t, offset=t.offset + delta) for name, t in self.tensors.items()}
         return replace(self, offset=offset, tensors=tensors)
@@ -87,30 +87,26 @@ def compression_of(schema: pa.Schema) -> str:
 
 
 def header(schema: pa.Schema) -> bytes:
-    """The first bytes of a shard. Their CRC-32C stands in the schema's metadata, computed with zeros in its place."""
+    """The first bytes of a shard. Their CRC-32C is in the schema metadata, computed with zeros in its place."""
     return _with_crc(MAGIC + schema.serialize().to_pybytes())
 
 
-def _with_crc(head: bytes) -> bytes:
-    before, mark, after = head.partition(_HEADER_CRC)
-    crc = crc32c(before + mark + b"00000000" + after[8:])
-    return before + mark + b"%08x" % crc + after[8:]
-
-
 def read_header(view: Bytes) -> tuple[pa.Schema, int]:
-    """The shard's schema and where its records begin. Raises pa.ArrowInvalid on a broken header."""
+    """The schema of a shard and the offset of its first record. Raises pa.ArrowInvalid if the header is damaged."""
     if view[: len(MAGIC)].tobytes() != MAGIC:
         raise pa.ArrowInvalid("no Arrow magic at the start")
     source = pa.BufferReader(pa.py_buffer(view[len(MAGIC) :]))
     try:
         schema = pa.ipc.read_schema(pa.ipc.read_message(source))
-        _ = [kind.itemsize for kind in record_schema(schema).values() if isinstance(kind, Tensor)]  # dtypes we know
+        _ = [
+            kind.itemsize for kind in record_schema(schema).values() if isinstance(kind, Tensor)
+        ]  # raises KeyError for unknown dtypes
     except (EOFError, OSError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise pa.ArrowInvalid(f"no schema of ours: {error}") from None
+        raise pa.ArrowInvalid(f"not a millstream schema: {error}") from None
     end = len(MAGIC) + source.tell()
     head = view[:end].tobytes()
     if _with_crc(head) != head:
-        raise pa.ArrowInvalid("the header fails its CRC-32C")
+        raise pa.ArrowInvalid("CRC-32C of the header does not match")
     return schema, end
 
 
@@ -120,11 +116,11 @@ def header_is_torn(view: Bytes) -> bool:
         return True
     longer = len(view) < 16 + int(view[12:16].view("<u4")[0])
     words = view[16 : len(view) - len(view) % 8].view("<u4")
-    return longer and not (words[::2] == 0xFFFFFFFF).any()  # the mark that begins a record
+    return longer and not (words[::2] == 0xFFFFFFFF).any()  # the marker that starts a record
 
 
 def tail(schema: pa.Schema, rows: Iterable[Row], *, header_bytes: bytes, sidecar: bytes) -> bytes:
-    """What ends a shard: end of stream, seal and the footer by which Arrow readers find the records."""
+    """The end of a shard: end of stream, seal, and the footer with which Arrow readers find the records."""
     blocks = np.array([(r.offset, r.meta_bytes, 0, r.num_bytes - r.meta_bytes) for r in rows], _BLOCK)
     footer = _footer(schema, blocks)
     seal = SEAL.pack(SEAL_MAGIC, len(blocks), crc32c(header_bytes), crc32c(sidecar), crc32c(footer), 0)[:-4]
@@ -133,7 +129,7 @@ def tail(schema: pa.Schema, rows: Iterable[Row], *, header_bytes: bytes, sidecar
 
 @dataclass(frozen=True)
 class Seal:
-    """A shard's own word about itself, read from its end."""
+    """The seal at the end of a shard: record count and checksums."""
 
     records: int
     header_crc32c: int
@@ -143,7 +139,7 @@ class Seal:
 
 
 def read_seal(end: bytes, file_bytes: int) -> Seal | None:
-    """The seal, from the last bytes of a shard file; None when it is not there or damaged."""
+    """The seal, from the last bytes of a shard file; None if missing or damaged."""
     footer_bytes = int.from_bytes(end[-10:-6], "little") + 10
     start = len(end) - footer_bytes - SEAL.size
     if end[-6:] != MAGIC[:6] or start < 0:
@@ -157,9 +153,9 @@ def read_seal(end: bytes, file_bytes: int) -> Seal | None:
 
 
 def walk(view: Bytes, schema: pa.Schema, start: int) -> Iterator[Row | tuple[int, int]]:
-    """Every whole message from `start` on as a Row, and every stretch (offset, end) that is none, in file order.
+    """Every intact message from `start` on as a Row, and every unreadable gap as (offset, end), in file order.
 
-    Stops at the end of the stream. After an unreadable stretch it finds the next message whose checksum holds.
+    Stops at the end of the stream. After a gap it continues at the next message with a valid checksum.
     """
     position, end = start, len(view)
     while position < end and view[position : position + 8].tobytes() != END_OF_STREAM:
@@ -174,7 +170,7 @@ def walk(view: Bytes, schema: pa.Schema, start: int) -> Iterator[Row | tuple[int
 
 
 def is_whole(view: Bytes, offset: int) -> bool:
-    """Whether a message begins at `offset` and has all its bytes, right or wrong."""
+    """Whether a complete message starts at `offset`, damaged or not."""
     try:
         return pa.ipc.read_message(pa.py_buffer(view[offset:])).body is not None
     except (EOFError, OSError, pa.ArrowException):
@@ -182,7 +178,7 @@ def is_whole(view: Bytes, offset: int) -> bool:
 
 
 def read_row(view: Bytes, schema: pa.Schema, offset: int) -> Row | None:
-    """The record whose message begins at `offset`, or None when it is torn or its own bytes fail their CRC."""
+    """The record whose message starts at `offset`; None if it is incomplete or its CRC does not match."""
     base = view.ctypes.data
     try:
         marker, meta_bytes = (int(x) for x in view[offset : offset + 8].view("<u4"))
@@ -201,22 +197,22 @@ def read_row(view: Bytes, schema: pa.Schema, offset: int) -> Row | None:
                 values[name] = column[0].as_py()
                 continue
             tensors[name] = _tensor_row(cast(pa.StructArray, column), base, default=offset)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):  # bytes that are no record of ours
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):  # not a millstream record
         return None
     body = message.body
     num_bytes = 8 + meta_bytes + (body.size if body else 0)
     row = Row(offset, num_bytes, 8 + meta_bytes, values, tensors)
-    return row if row_holds(view, row, record_schema(schema)) else None
+    return row if is_row_intact(view, row, record_schema(schema)) else None
 
 
-def row_holds(view: Bytes, row: Row, schema: Schema) -> bool:
-    """Whether all bytes of a record's message but its tensors' data fit the CRC that ends it."""
+def is_row_intact(view: Bytes, row: Row, schema: Schema) -> bool:
+    """Whether the message of a record, except its tensor data, matches its CRC."""
     extents = [(t.offset, t.num_bytes(cast(Tensor, schema[name]).itemsize)) for name, t in row.tensors.items() if t]
-    return head_holds(view, row.offset, row.num_bytes, extents)
+    return is_frame_intact(view, row.offset, row.num_bytes, extents)
 
 
-def head_holds(view: Bytes, offset: int, num_bytes: int, extents: Sequence[tuple[int, int]]) -> bool:
-    """The same for a message at `offset` whose tensors' data lie at `extents` (offset, bytes)."""
+def is_frame_intact(view: Bytes, offset: int, num_bytes: int, extents: Sequence[tuple[int, int]]) -> bool:
+    """The same for a message at `offset` whose tensor data is at `extents` (offset, bytes)."""
     position, end, crc = offset, offset + num_bytes - 8, 0
     if end + 8 > len(view):
         return False
@@ -231,11 +227,27 @@ def head_holds(view: Bytes, offset: int, num_bytes: int, extents: Sequence[tuple
 
 
 def bad_slice(view: Bytes, tensor: TensorRow, itemsize: int) -> int | None:
-    """The first slice of a tensor that fails its CRC, or None."""
+    """The first slice of a tensor whose CRC does not match, or None."""
     for index, ((offset, size), crc) in enumerate(zip(tensor.spans(itemsize), tensor.crc32c, strict=True)):
         if offset + size > len(view) or crc32c(view[offset : offset + size]) != crc:
             return index
     return None
+
+
+def tensor_field(name: str, kind: Tensor, members: list[tuple[str, pa.DataType]]) -> pa.Field:
+    """A struct field with the dtype and axes of a tensor as metadata."""
+    metadata = {"millstream.dtype": kind.dtype, "millstream.axes": ",".join(kind.axes)}
+    return pa.field(name, pa.struct(members), metadata=metadata)
+
+
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+
+
+def _with_crc(head: bytes) -> bytes:
+    before, mark, after = head.partition(_HEADER_CRC)
+    crc = crc32c(before + mark + b"00000000" + after[8:])
+    return before + mark + b"%08x" % crc + after[8:]
 
 
 def _arrow_field(name: str, kind: Kind, compression: str) -> pa.Field:
@@ -245,12 +257,6 @@ def _arrow_field(name: str, kind: Kind, compression: str) -> pa.Field:
     if compression != "none":
         members.append(("sizes", SIZES))
     return tensor_field(name, kind, members)
-
-
-def tensor_field(name: str, kind: Tensor, members: list[tuple[str, pa.DataType]]) -> pa.Field:
-    """A struct field that says which tensor it stands for."""
-    metadata = {"millstream.dtype": kind.dtype, "millstream.axes": ",".join(kind.axes)}
-    return pa.field(name, pa.struct(members), metadata=metadata)
 
 
 def _kind(field: pa.Field) -> Kind:
@@ -269,36 +275,32 @@ def _tensor_row(column: pa.StructArray, base: int, default: int) -> TensorRow | 
     sizes = tuple(column.field("sizes")[0].as_py()) if column.type.get_field_index("sizes") >= 0 else None
     offset = data.address - base if data is not None and data.size else default
     if any(n < 0 for n in shape) or len(crcs) not in (1, shape[0] if shape else 1):
-        raise ValueError("shape and checksums do not go together")
+        raise ValueError("shape and checksums do not match")
     return TensorRow(offset, shape, crcs, sizes)
 
 
 def _resync(view: Bytes, schema: pa.Schema, start: int) -> int:
-    """Where the next message whose checksum holds (or the end of the stream) begins, at or after `start`."""
+    """The offset of the next message with a valid checksum, or of the end of the stream, from `start` on."""
     whole = view[start : len(view) - len(view) % 8].view("<u4")[::2]
     for index in np.flatnonzero(whole == 0xFFFFFFFF):
         position = start + int(index) * 8
-        if view[position : position + 8].tobytes() == END_OF_STREAM and read_tail_at(view, position):
+        if view[position : position + 8].tobytes() == END_OF_STREAM and _is_sealed_at(view, position):
             return position
         if read_row(view, schema, position) is not None:
             return position
     return len(view)
 
 
-def read_tail_at(view: Bytes, position: int) -> bool:
-    """Whether a seal follows the end-of-stream mark at `position`."""
+def _is_sealed_at(view: Bytes, position: int) -> bool:
+    """Whether a seal follows the end-of-stream marker at `position`."""
     start = position + len(END_OF_STREAM)
     return view[start : start + 8].tobytes() == SEAL_MAGIC
 
 
-def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
-
-
 def _footer(schema: pa.Schema, blocks: "np.ndarray[tuple[int], np.dtype[np.void]]") -> bytes:
-    """An Arrow file footer for record batches at these places.
+    """An Arrow file footer for record batches at these offsets.
 
-    pyarrow writes the footer of as many empty batches; its fixed-size Block structs are then overwritten.
+    pyarrow writes a footer for as many empty batches; its fixed-size Block structs are then overwritten.
     """
     sink = io.BytesIO()
     empty = empty_batch(schema)

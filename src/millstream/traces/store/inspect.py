@@ -1,4 +1,4 @@
-"""What is in a store, or in an old trace file: counts, fields, lengths, examples; and what differs between two."""
+"""Summary of a store or of a file to import (counts, fields, lengths, examples), and comparison of two."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,19 +9,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.console import Progress, quoted, silent
+from millstream.core.console import Progress, format_bytes, quoted, silent
+from millstream.core.records import Tensor, as_tensor, crc32c, plain
 from millstream.errors import StoreError
-from millstream.records import Tensor, as_tensor, crc32c, plain
-from millstream.store.layout import list_shards, shard_name
-from millstream.store.message import Row, TensorRow
-from millstream.store.recover import ID_FIELD
-from millstream.store.table import load_sidecar
-from millstream.store.traces import Traces
+from millstream.traces.convert import imported_records
+from millstream.traces.store.format import Row, TensorRow
+from millstream.traces.store.manifest import list_shards, shard_name
+from millstream.traces.store.shard import ID_FIELD
+from millstream.traces.store.table import load_sidecar
+from millstream.traces.store.traces import Traces
 
 
 @dataclass
 class FieldSummary:
-    """One field over all records: the mean shape of tensors; of others mean, least and most of `measure`."""
+    """One field over all records: mean shape of tensors; mean, minimum and maximum of `measure` of others."""
 
     kind: str
     nulls: int = 0
@@ -35,7 +36,7 @@ class FieldSummary:
 
 @dataclass
 class Summary:
-    """A store or an old file at a glance."""
+    """Summary of a store or of a file to import."""
 
     path: str
     records: int
@@ -61,9 +62,9 @@ class Comparison:
 
 
 def summarise(path: Path, *, examples: int = 3, progress: Progress = silent) -> Summary:
-    """Statistics from the sidecars alone; an old file is read once, one trace at a time."""
+    """Statistics from the sidecars alone; a file to import is read once, one trace at a time."""
     if path.is_file():
-        return _summarise_old(path, examples)
+        return _summarise_file(path, examples)
     traces = Traces(path)
     summary = Summary(
         str(path),
@@ -103,21 +104,27 @@ def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
     if b.is_file():
         a, b = b, a
     if b.is_file():
-        raise StoreError(f"{a} and {b}: both are old files. Convert one first: millstream convert {quoted(b)} traces/")
+        raise StoreError(f"{a} and {b}: neither is a store. Convert one first: millstream convert {quoted(b)} traces/")
     other = Traces(b)
     result = Comparison()
     seen = 0
     alike = (
         not a.is_file() and len({load_sidecar(t.path, s).compression for t in (Traces(a), other) for s in t.shards}) < 2
     )
-    for seen, (key, prints) in enumerate(_old_prints(a) if a.is_file() else _store_prints(Traces(a), alike), start=1):
+    for seen, (key, fingerprints) in enumerate(
+        _file_fingerprints(a) if a.is_file() else _store_fingerprints(Traces(a), alike), start=1
+    ):
         try:
             number = other.find(key)
         except KeyError:
             result.only_a += 1
             continue
-        theirs = dict(_one_print(other, number, alike))
-        differing = [name for name in prints.keys() | theirs.keys() if repr(prints.get(name)) != repr(theirs.get(name))]
+        theirs = dict(_fingerprints(other, number, alike))
+        differing = [
+            name
+            for name in fingerprints.keys() | theirs.keys()
+            if repr(fingerprints.get(name)) != repr(theirs.get(name))
+        ]
         for name in differing:
             result.differing_fields[name] = result.differing_fields.get(name, 0) + 1
         if differing:
@@ -128,6 +135,45 @@ def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
         progress(seen, "")
     result.only_b = max(0, len(other) - result.same - result.different)
     return result
+
+
+def show_summary(summary: Summary) -> str:
+    """The summary as text for a terminal."""
+    mean = summary.bytes / summary.records if summary.records else 0
+    lines = [
+        summary.path,
+        f"  {summary.records} records, {summary.shards} shards, {format_bytes(summary.bytes)}"
+        f" ({format_bytes(mean)} per record), compression {summary.compression}",
+    ]
+    if summary.seconds:
+        lines.append(f"  written in {summary.seconds:.1f} s")
+    if summary.open_shards:
+        lines.append(
+            f"  {summary.open_shards} shard(s) not sealed: a writer is running, or was interrupted; then run: "
+            f"millstream repair {quoted(summary.path)}"
+        )
+    width = max(map(len, summary.fields), default=0)
+    lines += ["  fields", *(f"    {name:<{width}}  {_field(field)}" for name, field in summary.fields.items())]
+    for example in summary.examples:
+        lines.append(f"  record {example['number']} ({example['shard']})")
+        shown = {name: value for name, value in example.items() if name not in ("number", "shard")}
+        lines += [f"    {name:<{width}}  {_value(value)}" for name, value in shown.items()]
+    return "\n".join(lines)
+
+
+def show_comparison(comparison: Comparison, a: str, b: str) -> str:
+    """The comparison as text for a terminal."""
+    lines = [
+        f"{a} against {b}, by question_id",
+        f"  identical  {comparison.same}",
+        f"  different  {comparison.different}",
+        f"  only in {a}  {comparison.only_a}",
+        f"  only in {b}  {comparison.only_b}",
+    ]
+    if comparison.different:
+        fields = ", ".join(f"{name} ({count})" for name, count in comparison.differing_fields.items())
+        lines.append(f"  differing fields: {fields}; first: {', '.join(map(str, comparison.first_different))}")
+    return "\n".join(lines)
 
 
 class _Tally:
@@ -141,14 +187,14 @@ class _Tally:
         self.measure = ""
 
     def add_shapes(self, shapes: NDArray[np.int64], nulls: int = 0) -> None:
-        """Shapes of many tensors, one a row."""
+        """Add the shapes of many tensors, one per row."""
         self.nulls += nulls
         self.count += len(shapes)
         if len(shapes):
             self.shape_sum = shapes.sum(axis=0) + (0 if self.shape_sum is None else self.shape_sum)
 
     def add_column(self, column: pa.Array) -> None:
-        """Many scalars: characters of texts, items of lists, the value of numbers."""
+        """Add many scalars: characters of texts, items of lists, values of numbers."""
         self.nulls += column.null_count
         values = column.drop_null()
         kind = column.type
@@ -179,13 +225,11 @@ class _Tally:
         return result
 
 
-def _summarise_old(path: Path, examples: int) -> Summary:
-    from millstream.store.convert import old_records  # brings torch with it
-
+def _summarise_file(path: Path, examples: int) -> Summary:
     tallies: dict[str, _Tally] = {}
     count = 0
     shown: list[dict[str, object]] = []
-    for record in old_records(path):
+    for record in imported_records(path):
         for name, value in record.items():
             raw = as_tensor(name, value)
             tally = tallies.setdefault(name, _Tally(str(raw.kind) if raw else type(value).__name__))
@@ -198,7 +242,7 @@ def _summarise_old(path: Path, examples: int) -> Summary:
             values = {name: value for name, value in record.items() if name not in tensors}
             shown.append(_example(count, path.name, values, tensors))
         count += 1
-    summary = Summary(str(path), count, 1, path.stat().st_size, "old file", 0.0, 0)
+    summary = Summary(str(path), count, 1, path.stat().st_size, "unknown", 0.0, 0)
     summary.fields = {name: tally.summary() for name, tally in tallies.items()}
     summary.examples = shown
     return summary
@@ -211,14 +255,14 @@ def _example(
     return {**values, **shapes, "number": number, "shard": file}
 
 
-def _store_prints(traces: Traces, stored: bool) -> Iterable[tuple[object, dict[str, object]]]:
+def _store_fingerprints(traces: Traces, stored: bool) -> Iterable[tuple[object, dict[str, object]]]:
     for number in range(len(traces)):
-        prints = dict(_one_print(traces, number, stored))
-        yield prints.get(ID_FIELD), prints
+        fingerprints = dict(_fingerprints(traces, number, stored))
+        yield fingerprints.get(ID_FIELD), fingerprints
 
 
-def _one_print(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str, object]]:
-    """Each field of a record as something small to compare. Stores of one compression need no tensor byte for it."""
+def _fingerprints(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str, object]]:
+    """Each field of a record as a small value to compare. Stores of equal compression compare checksums alone."""
     if stored:
         row: Row = traces.row(number)
         for name, place in row.tensors.items():
@@ -226,16 +270,30 @@ def _one_print(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str,
         yield from row.values.items()
         return
     for name, value in traces[number].items():
-        yield name, _print(name, value)
+        yield name, _fingerprint(name, value)
 
 
-def _old_prints(path: Path) -> Iterable[tuple[object, dict[str, object]]]:
-    from millstream.store.convert import old_records
-
-    for record in old_records(path):
-        yield record[ID_FIELD], {name: _print(name, value) for name, value in record.items()}
+def _file_fingerprints(path: Path) -> Iterable[tuple[object, dict[str, object]]]:
+    for record in imported_records(path):
+        yield record[ID_FIELD], {name: _fingerprint(name, value) for name, value in record.items()}
 
 
-def _print(name: str, value: object) -> object:
+def _fingerprint(name: str, value: object) -> object:
     raw = as_tensor(name, value)
     return (raw.kind.dtype, raw.shape, crc32c(raw.data)) if raw else value
+
+
+def _field(field: FieldSummary) -> str:
+    parts = [field.kind]
+    if field.mean_shape is not None:
+        parts.append(f"mean shape [{', '.join(f'{n:g}' for n in field.mean_shape)}]")
+    if field.mean is not None:
+        parts.append(f"{field.measure} {field.mean:.4g} ({field.min:g} to {field.max:g})")
+    if field.nulls:
+        parts.append(f"{field.nulls} None")
+    return ", ".join(parts)
+
+
+def _value(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 90 else text[:87] + "..."

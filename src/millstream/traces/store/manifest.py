@@ -1,62 +1,57 @@
-"""Names in a store's folder, the manifest, and the rules of publishing a file.
+"""File names in the folder of a store, and the manifest.
 
-The manifest can always be rebuilt from the sealed shards; readers take from it what it knows and look at the shards
-for the rest, so a writer that dies before its manifest loses nothing.
+The manifest can always be rebuilt from the sealed shards. Readers also look for shards that it does not list, so a
+writer that dies before it updates the manifest loses nothing.
 """
 
 import base64
-import errno
-import fcntl
 import json
 import os
 import re
 import time
-import uuid
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millstream.config import config_hash
-from millstream.console import quoted
-from millstream.errors import NewerFormat, NotAStore, StoreFull
-from millstream.records import Schema, crc32c, refine
-from millstream.store.maps import Map
-from millstream.store.message import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema
+from millstream.core.config import config_hash
+from millstream.core.console import quoted
+from millstream.core.files import publish
+from millstream.core.memory import Map
+from millstream.core.records import Schema, crc32c, refine
+from millstream.core.registry import extensions
+from millstream.errors import NewerFormat, NotAStore
+from millstream.traces.store.format import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema
 
 FORMAT = "millstream.traces"
 VERSION = 1
 MANIFEST = "manifest.json"
-DAMAGED = "damaged"  # folder where repair sets things aside
-IDS = "ids.arrow"  # kept by millstream.store.ids
+DAMAGED = "damaged"  # folder for files that repair sets aside
+IDS = "ids.arrow"  # the id index, see millstream.traces.store.table
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
+APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
 _SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_APPEND_AGAIN = (
-    "Every record appended before is kept; free some space and append again, or open the store again to go on"
-)
 _CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
 _TAIL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One sealed shard. `seconds` is the time from its creation to its seal."""
+    """One sealed shard. `seconds` is the time from creation to sealing."""
 
     number: int
     records: int
     bytes: int
     seconds: float
-    sidecar_crc32c: int | None  # None: not known, because shard and manifest were both damaged
+    sidecar_crc32c: int | None  # None: unknown, because shard and manifest are both damaged
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store says about itself as a whole."""
+    """Configuration, schema and shards of a store."""
 
     config: Mapping[str, object] = field(default_factory=dict[str, object])
     compression: str = "none"
@@ -65,7 +60,7 @@ class Manifest:
 
     @property
     def fields(self) -> Schema:
-        """The fields of the records; empty before the first one."""
+        """The fields of the records; empty before the first record."""
         return record_schema(self.arrow_schema) if self.arrow_schema else {}
 
 
@@ -78,7 +73,7 @@ def sidecar_name(number: int) -> str:
 
 
 def shard_metadata(config: Mapping[str, object]) -> dict[str, str]:
-    """What every shard says of the store it was written for, so that the manifest can be rebuilt."""
+    """Metadata of the store kept in every shard, so that the manifest can be rebuilt."""
     return {
         "millstream.version": str(VERSION),
         "millstream.created": repr(time.time()),
@@ -92,7 +87,7 @@ def open_file(path: Path, number: int) -> Path:
 
 
 def list_shards(path: Path) -> tuple[list[int], list[int]]:
-    """Numbers of the sealed and of the open shards in the folder, ascending."""
+    """Numbers of the sealed and the open shards in the folder, ascending."""
     sealed: list[int] = []
     opened: list[int] = []
     for name in os.listdir(path):
@@ -102,35 +97,34 @@ def list_shards(path: Path) -> tuple[list[int], list[int]]:
 
 
 def foreign_file(path: Path) -> str | None:
-    """A name in the folder that is not a store's, hidden files aside."""
+    """The first file in the folder that does not belong to a store, ignoring hidden files."""
     own = {MANIFEST, IDS, DAMAGED}
     names = sorted(os.listdir(path))
     return next((n for n in names if not (n.startswith((".", "shard-")) or n in own)), None)
 
 
 def check_store(path: Path) -> None:
-    """Raise NotAStore, with the command that may be wanted, unless the folder is a trace store."""
+    """Raise NotAStore, with a command that may help, unless the folder is a trace store."""
     if not path.exists():
-        raise NotAStore(
-            f"{path}: no such folder. Old trace files become a store with: millstream convert OLD... {quoted(path)}"
-        )
+        raise NotAStore(f"{path}: no such folder. To import old trace files: millstream convert OLD... {quoted(path)}")
     if not path.is_dir():
         raise NotAStore(
-            f"{path}: a file, not a trace store. An old trace file? Run: millstream convert {quoted(path)} traces/"
+            f"{path}: a file, not a trace store. To import an old trace file: millstream convert {quoted(path)} traces/"
         )
     if (path / MANIFEST).exists() or any(list_shards(path)):
         return
-    old = next((end for end in (".pkl", ".pkl.gz", ".pt") if any(n.endswith(end) for n in os.listdir(path))), None)
+    suffixes = [suffix for importer in extensions("importers") for suffix in importer.SUFFIXES]
+    old = next((end for end in suffixes if any(name.endswith(end) for name in os.listdir(path))), None)
     remedy = f"Old trace files are here; run: millstream convert {quoted(f'{path}/*{old}')} OUT" if old else ""
     raise NotAStore(f"{path}: not a trace store (no {MANIFEST}, no shard-*.arrow). {remedy}".rstrip())
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest brought up to date with the sealed shards in the folder."""
+    """The manifest, updated with the sealed shards in the folder."""
     check_store(path)
     parsed = _parse_manifest(path)
     stored, damaged = parsed or Manifest(), parsed is None
-    known = {shard.number: shard for shard in stored.shards}  # a missing one keeps its place: reading it says so
+    known = {shard.number: shard for shard in stored.shards}  # a missing shard stays listed: reading it raises
     sizes = _sealed_sizes(path)
     unknown = [n for n, size in sizes.items() if n not in known or _is_replaced(path, known[n], size)]
     shards = known | {number: shard_info(path, number) for number in unknown}
@@ -142,7 +136,7 @@ def read_manifest(path: Path) -> Manifest:
         if damaged:
             compression = compression_of(found)
             config = json.loads((found.metadata or {}).get(b"millstream.config", b"null")) or config
-        schema = _united(schema, found, compression)
+        schema = _merged(schema, found, compression)
     return Manifest(config, compression, schema, tuple(shards[number] for number in sorted(shards)))
 
 
@@ -158,23 +152,23 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "shards": [{"name": shard_name(shard.number), **asdict(shard)} for shard in manifest.shards],
     }
     body = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}").encode()
-    publish(path / MANIFEST, body + _CRC_LINE.format(crc32c(body)).encode())
+    publish(path / MANIFEST, body + _CRC_LINE.format(crc32c(body)).encode(), APPEND_AGAIN)
 
 
-def manifest_holds(path: Path) -> bool:
-    """Whether the manifest is there and unchanged since it was written."""
+def is_manifest_intact(path: Path) -> bool:
+    """Whether the manifest exists and its checksum matches."""
     return _parse_manifest(path) is not None
 
 
 def shard_info(path: Path, number: int) -> ShardInfo:
-    """A sealed shard as it describes itself, or as its sidecar does when its end is damaged."""
+    """A sealed shard as described by its seal, or by its sidecar if the seal is damaged."""
     file = path / shard_name(number)
     seal = read_shard_seal(file)
     try:
         sidecar = pq.ParquetFile(path / sidecar_name(number))
         records = sidecar.metadata.num_rows
         seconds = float((sidecar.schema_arrow.metadata or {}).get(b"millstream.seconds", b"0"))
-    except (OSError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):
         records, seconds = 0, 0.0
     if seal is None:
         return ShardInfo(number, records, file.stat().st_size, seconds, None)
@@ -182,7 +176,7 @@ def shard_info(path: Path, number: int) -> ShardInfo:
 
 
 def read_shard_seal(file: Path) -> Seal | None:
-    """The seal at the end of a shard file, if it is whole."""
+    """The seal at the end of a shard file; None if damaged."""
     with open(file, "rb") as f:
         size = os.fstat(f.fileno()).st_size
         end = b""
@@ -198,7 +192,7 @@ def read_shard_seal(file: Path) -> Seal | None:
 
 
 def shard_schema(path: Path, number: int) -> pa.Schema | None:
-    """The Arrow schema at the head of a sealed shard, or as its sidecar has it when the head is damaged."""
+    """The Arrow schema in the header of a sealed shard, or from its sidecar if the header is damaged."""
     file = path / shard_name(number)
     view = Map(file).view
     seal = read_shard_seal(file)
@@ -217,104 +211,12 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
         return None
 
 
-@contextmanager
-def no_space(file: Path, advice: str = _APPEND_AGAIN) -> Generator[None]:
-    """Say plainly that the disk is full, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise StoreFull(f"{file}: {os.strerror(error.errno or 0).lower()}. {advice}") from None
-
-
-def publish(file: Path, data: bytes) -> None:
-    """Write a file so that its name always holds either the old bytes or all of the new ones, also after a crash."""
-    with publishing(file) as f:
-        f.write(data)
-
-
-@contextmanager
-def publishing(file: Path, advice: str = _APPEND_AGAIN) -> Generator[BinaryIO]:
-    """The same for what is written piece by piece: `file` holds it once the block has ended."""
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        with no_space(file, advice), open(temporary, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.rename(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def remove_unpublished(file: Path) -> None:
-    """Remove what was left by a process that was killed while it published this file; nobody else may be at it."""
-    pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{12}}\.tmp")
-    for name in os.listdir(file.parent):
-        if pattern.fullmatch(name):
-            (file.parent / name).unlink()
-
-
-def sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def claim_shard(path: Path, first: int) -> tuple[int, int]:
-    """A shard number no other writer has, from `first` on, and the descriptor of its new, locked `.open` file."""
-    number = first
-    while True:
-        file = open_file(path, number)
-        try:
-            with no_space(file):
-                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileExistsError:
-            number += 1
-            continue
-        _lock(fd, wait=True)
-        # Between create and lock another writer may have taken the file for an interrupted one and removed it; and the
-        # number may have been sealed by a writer that was quicker.
-        if _same_file(fd, file) and not (path / shard_name(number)).exists():
-            return number, fd
-        if _same_file(fd, file):
-            file.unlink()
-        os.close(fd)
-        number += 1
-
-
-@contextmanager
-def abandoned(file: Path) -> Generator[int | None]:
-    """The descriptor of an `.open` shard that no living writer holds, locked; None when one does."""
-    try:
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield None
-        return
-    try:
-        yield fd if _lock(fd, wait=False) and _same_file(fd, file) else None
-    finally:
-        os.close(fd)
-
-
-def _lock(fd: int, *, wait: bool) -> bool:
-    """flock: the kernel drops it when the process dies, however it dies."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # held by another, or a file system without locks: then nothing counts as abandoned
-        return False
-    return True
-
-
-def _same_file(fd: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(file))
-    except FileNotFoundError:
-        return False
+def check_version(path: Path, version: int) -> None:
+    if version > VERSION:
+        raise NewerFormat(
+            f"{path}: written in format {version}, this millstream reads up to {VERSION}. "
+            "Upgrade: pip install --upgrade millstream"
+        )
 
 
 def _sealed_sizes(path: Path) -> dict[int, int]:
@@ -328,12 +230,12 @@ def _sealed_sizes(path: Path) -> dict[int, int]:
 
 
 def _is_replaced(path: Path, shard: ShardInfo, size: int) -> bool:
-    """Whether a whole shard lies there that is not the one the manifest knows: a repair died before its manifest."""
+    """Whether an intact shard differs from the one in the manifest: a repair died before updating the manifest."""
     return size != shard.bytes and read_shard_seal(path / shard_name(shard.number)) is not None
 
 
-def _united(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:
-    """The schema of a store with shards of both: fields that are only None in one take their type from the other."""
+def _merged(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:
+    """The schema of a store with both shards: fields that are only None in one take their type from the other."""
     if a is None:
         return b
     one, two = record_schema(a), record_schema(b)
@@ -343,30 +245,22 @@ def _united(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:
 
 
 def _parse_manifest(path: Path) -> Manifest | None:
-    """The manifest as stored, None when absent or damaged."""
+    """The manifest as stored; None if missing or damaged."""
     try:
         data = (path / MANIFEST).read_bytes()
         content = json.loads(data)
         version = int(content["version"])
         body, mark, _ = data.rpartition(_CRC_LINE[:12].encode())
-        sound = bool(mark) and data[len(body) :] == _CRC_LINE.format(crc32c(body)).encode()
+        is_intact = bool(mark) and data[len(body) :] == _CRC_LINE.format(crc32c(body)).encode()
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if content.get("format") != FORMAT and not any(list_shards(path)):
         raise NotAStore(f"{path / MANIFEST}: format {content.get('format')!r}, expected {FORMAT!r}")
-    check_version(path, version)  # whatever the checksum says: it may be one that only newer versions know
-    if not sound:
+    check_version(path, version)  # before the checksum: a newer version may compute it differently
+    if not is_intact:
         return None
     shards = tuple(ShardInfo(**{k: v for k, v in shard.items() if k != "name"}) for shard in content["shards"])
     return Manifest(content["config"], content["compression"], _decode_schema(content["arrow_schema"]), shards)
-
-
-def check_version(path: Path, version: int) -> None:
-    if version > VERSION:
-        raise NewerFormat(
-            f"{path}: written in format {version}, this millstream reads up to {VERSION}. "
-            "Upgrade: pip install --upgrade millstream"
-        )
 
 
 def _encode_schema(schema: pa.Schema | None) -> str | None:

@@ -1,4 +1,4 @@
-"""One sealed shard, open for reading: views of its mapped bytes at the sidecar's offsets, checked as they are read."""
+"""One sealed shard, open for reading: views of the mapped file at the sidecar's offsets, verified as they are read."""
 
 import errno
 import os
@@ -14,43 +14,43 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.console import quoted
+from millstream.core.console import quoted
+from millstream.core.memory import Map
+from millstream.core.records import Array, Bytes, Tensor, crc32c, from_bytes
 from millstream.errors import CorruptRecord, CorruptShard
-from millstream.records import Array, Bytes, Tensor, crc32c, from_bytes
-from millstream.store.layout import ShardInfo, shard_name
-from millstream.store.maps import Map
-from millstream.store.message import head_holds
-from millstream.store.recover import ID_FIELD
-from millstream.store.sidecar import Span
-from millstream.store.slices import unpack
-from millstream.store.table import load_sidecar
+from millstream.traces.store.encode import unpack
+from millstream.traces.store.format import is_frame_intact
+from millstream.traces.store.manifest import ShardInfo, shard_name
+from millstream.traces.store.shard import ID_FIELD
+from millstream.traces.store.sidecar import Span
+from millstream.traces.store.table import load_sidecar
 
 if TYPE_CHECKING:
     import torch
 
 Layers = int | np.integer | Sequence[int] | NDArray[np.integer] | None
-MAX_FILES = 16  # open at once to read a batch, whatever the number of shards it comes from
+MAX_FILES = 16  # open at once to read a batch, from any number of shards
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What has to be read to give one tensor, or some of its layers."""
+    """What to read for one tensor, or some of its layers."""
 
     row: int
     name: str
     kind: Tensor
     shape: tuple[int, ...]  # of the result
     spans: list[Span]
-    rows: tuple[int, list[int]] | None  # (how many, which) rows to take out of one span that holds them all
+    rows: tuple[int, list[int]] | None  # (number of rows, rows to take) of one span that contains all rows
 
 
 class OpenShard:
-    """Reads records of one shard by row. Holds no file descriptor."""
+    """Reads records of one shard by row. Keeps no file descriptor open."""
 
     def __init__(self, path: Path, info: ShardInfo, *, first: int, verify: bool) -> None:
         self._path = path
         self.file = path / shard_name(info.number)
-        self._first = first  # the record number of row 0, for messages
+        self._first = first  # record number of row 0, for error messages
         self._verify = verify
         self.sidecar = load_sidecar(path, info)
         self._packed = self.sidecar.compression != "none"
@@ -68,7 +68,7 @@ class OpenShard:
             raise self._missing() from None
 
     def open(self) -> int:
-        """A descriptor of the file, the caller's to close."""
+        """A descriptor of the file, to be closed by the caller."""
         try:
             return os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -82,14 +82,14 @@ class OpenShard:
         return self.sidecar.column(name)[row].as_py()
 
     def record(self, row: int) -> dict[str, object]:
-        """The whole record, its frame and every tensor checked; tensors are views of the mapped file."""
+        """The whole record, with all checksums verified; tensors are views of the mapped file."""
         schema = self.sidecar.schema
         plans = {name: self.plan(row, name) for name, kind in schema.items() if isinstance(kind, Tensor)}
         if self._verify:
             ends = [(p.spans[0][0], p.spans[-1][0] + p.spans[-1][1]) for p in plans.values() if p is not None]
             extents = [(start, end - start) for start, end in ends]
-            if not head_holds(self._map.view, *self.sidecar.extent(row), extents):
-                self._corrupt(row, "the record's frame", "CRC-32C, or the file ends before it")
+            if not is_frame_intact(self._map.view, *self.sidecar.extent(row), extents):
+                self._corrupt(row, "the record's frame", "CRC-32C, or the file is truncated")
         values: dict[str, object] = {}
         for name in schema:
             plan = plans.get(name)
@@ -100,14 +100,14 @@ class OpenShard:
         return values
 
     def will_need_record(self, row: int) -> None:
-        """Start reading a whole record."""
+        """Prefetch a whole record."""
         self._map.will_need(*self.sidecar.extent(row))
 
     def will_need(self, plan: Plan | None) -> None:
-        """Start reading what a plan wants."""
+        """Prefetch what a plan reads."""
         if plan is None:
             return
-        if _are_neighbours(plan.spans):
+        if _are_contiguous(plan.spans):
             first, last = plan.spans[0], plan.spans[-1]
             self._map.will_need(first[0], last[0] + last[1] - first[0])
             return
@@ -115,7 +115,7 @@ class OpenShard:
             self._map.will_need(offset, size)
 
     def plan(self, row: int, name: str, layers: Layers = None) -> Plan | None:
-        """How to read a tensor, or some of its layers; None for None."""
+        """How to read a tensor, or some of its layers; None if the tensor is None."""
         places, kind = self.sidecar.tensor(name), self.sidecar.schema[name]
         shape = places.shape(row) if places else None
         if places is None or shape is None or not isinstance(kind, Tensor):
@@ -127,17 +127,17 @@ class OpenShard:
         picks = [int(layers)] if isinstance(layers, int | np.integer) else [int(pick) for pick in layers]
         if any(not -count <= pick < count for pick in picks):
             raise IndexError(
-                f"{self._path}: record {self._first + row} has {count} layers in {name!r}, asked for {picks}"
+                f"{self._path}: record {self._first + row} has {count} layers in {name!r}, requested {picks}"
             )
         picks = [pick % count for pick in picks]
         result = shape[1:] if one else (len(picks), *shape[1:])
-        if places.num_slices(row) == 1 and count > 1:  # too small to be cut: taken out of the whole
+        if places.num_slices(row) == 1 and count > 1:  # too small to be sliced: taken from the whole tensor
             return Plan(row, name, kind, result, places.whole(row), (count, picks))
         return Plan(row, name, kind, result, places.spans(row, picks), None)
 
     def tensor(self, plan: Plan) -> "Array | torch.Tensor":
-        """What a plan gives: a view of the mapped file wherever the bytes lie side by side."""
-        if not self._packed and _are_neighbours(plan.spans):
+        """The tensor of a plan: a view of the mapped file if the bytes are contiguous."""
+        if not self._packed and _are_contiguous(plan.spans):
             data = self._stored(plan, plan.spans)
             if plan.rows is not None:
                 count, picks = plan.rows
@@ -148,7 +148,7 @@ class OpenShard:
         return from_bytes(plan.kind, plan.shape, data)
 
     def copy(self, plan: Plan, out: Bytes, reader: "ShardReader | None" = None) -> None:
-        """The raw bytes of what a plan gives into `out`, checked; out of the map, or read by `reader`."""
+        """Copy the raw bytes of a plan into `out`, verified; from the mapped file, or read by `reader`."""
         if not out.size:
             return
         if plan.rows is not None:
@@ -171,14 +171,14 @@ class OpenShard:
                 self._check_end(plan, offset + size)
                 part[:] = self._map.view[offset : offset + size]
         else:
-            runs = [(plan.spans[0][0], out)] if _are_neighbours(plan.spans) else []
+            runs = [(plan.spans[0][0], out)] if _are_contiguous(plan.spans) else []
             for offset, part in runs or [(span[0], part) for span, part in zip(plan.spans, parts, strict=True)]:
                 if not reader.read(self, offset, part):
                     self._check_end(plan, offset + part.size)
         if self._verify:
             for part, span in zip(parts, plan.spans, strict=True):
                 if crc32c(part) != span[2]:
-                    part[:] = self._stored(plan, [span])  # says what is wrong, if it is the file
+                    part[:] = self._stored(plan, [span])  # raises if the file is damaged
 
     def _read(self, plan: Plan, span: Span, reader: "ShardReader") -> Bytes:
         offset, size, crc = span
@@ -188,7 +188,7 @@ class OpenShard:
         return stored if not self._verify or crc32c(stored) == crc else self._stored(plan, [span])
 
     def sizes(self, rows: NDArray[np.int64], fields: Mapping[str, Sequence[int] | None]) -> NDArray[np.int64]:
-        """Bytes of the tensors among these fields (or of some layers of them), for every row."""
+        """Bytes per row of the tensors among these fields, or of some of their layers."""
         total = np.zeros(len(rows), np.int64)
         for name, picks in fields.items():
             places = self.sidecar.tensor(name) if name in self.sidecar.schema else None
@@ -198,13 +198,13 @@ class OpenShard:
         return total
 
     def _stored(self, plan: Plan, spans: Sequence[Span]) -> Bytes:
-        """The stored bytes of neighbouring slices, as a view of the map."""
+        """The stored bytes of contiguous slices, as a view of the mapped file."""
         start, end = spans[0][0], spans[-1][0] + spans[-1][1]
         self._check_end(plan, end)
         view = self._map.view[start:end]
         if not self._verify or _first_bad(view, spans) is None:
             return view
-        # A view handed out earlier may have been written to, which changes this process's copy of the page only.
+        # The caller may have written to an earlier view, which changes the page in this process only.
         fresh = np.empty(end - start, np.uint8)
         with open(self.file, "rb") as f:
             f.seek(start)
@@ -214,7 +214,7 @@ class OpenShard:
         return fresh
 
     def _bad_slice(self, plan: Plan, data: Bytes, start: int) -> str:
-        """Which slice of a tensor is damaged, given the bytes from `start` on."""
+        """Which slice of a tensor is damaged, from the bytes at `start`."""
         places = self.sidecar.tensor(plan.name)
         slices = places.spans(plan.row) if places else []
         inside = [span for span in slices if start <= span[0] and span[0] + span[1] <= start + data.size]
@@ -230,20 +230,20 @@ class OpenShard:
         key = f", {ID_FIELD} {self.value(row, ID_FIELD)!r}" if ID_FIELD in self.sidecar.schema else ""
         raise CorruptRecord(
             f"{self.file}: record {self._first + row} (row {row}{key}), {where}: damaged ({what}). "
-            f"The other records still read; set it aside with: millstream repair {quoted(self._path)}"
+            f"The other records are readable; set this one aside with: millstream repair {quoted(self._path)}"
         )
 
 
 class ShardReader:
-    """Reads ranges of shards with read(2), for a batch: nothing is mapped, nothing is held.
+    """Reads the ranges of a batch with read(2), without mapping the files or keeping anything in memory.
 
-    The first range that is not cached makes it ask for all that the batch wants at once, so that the disk has more than
-    one request at a time.
+    At the first range that is not cached it requests all ranges of the batch, so that the disk works on several
+    requests at a time.
     """
 
     def __init__(self, wanted: "Sequence[tuple[OpenShard, Plan | None]]") -> None:
         self._wanted = wanted
-        self._asked = False
+        self._requested = False
         self._files: dict[Path, int] = {}  # in the order of opening
 
     def __enter__(self) -> Self:
@@ -256,9 +256,9 @@ class ShardReader:
             os.close(fd)
 
     def read(self, shard: "OpenShard", offset: int, out: Bytes) -> bool:
-        """Fill `out`; whether the file had so many bytes."""
+        """Fill `out`; False if the file is too short."""
         fd, left = self._open(shard), out.data
-        if not self._asked:
+        if not self._requested:
             try:
                 count = os.preadv(fd, [left], offset, os.RWF_NOWAIT)
             except OSError as error:
@@ -267,8 +267,8 @@ class ShardReader:
                 count = 0
             left, offset = left[count:], offset + count
             if left.nbytes:
-                self._ask()
-                fd = self._open(shard)  # asking may have closed it
+                self._request_all()
+                fd = self._open(shard)  # the requests may have closed it
         while left.nbytes:
             count = os.preadv(fd, [left], offset)
             if not count:
@@ -276,8 +276,8 @@ class ShardReader:
             left, offset = left[count:], offset + count
         return True
 
-    def _ask(self) -> None:
-        self._asked = True
+    def _request_all(self) -> None:
+        self._requested = True
         for shard, plan in self._wanted:
             if plan is not None and plan.spans:
                 first, last = min(plan.spans), max(plan.spans)
@@ -292,8 +292,8 @@ class ShardReader:
         return self._files[shard.file]
 
 
-def _are_neighbours(spans: Sequence[Span]) -> bool:
-    """Whether each span begins where the one before it ends. (No spans, of no layers, are not.)"""
+def _are_contiguous(spans: Sequence[Span]) -> bool:
+    """Whether each span starts where the previous one ends; False without spans."""
     return bool(spans) and all(a[0] + a[1] == b[0] for a, b in pairwise(spans))
 
 

@@ -1,4 +1,4 @@
-"""Find damage (`verify`) and leave a store that reads (`repair`). Nothing is deleted that cannot be rebuilt."""
+"""Find damage (`verify`) and make a store readable again (`repair`). Deletes nothing that cannot be rebuilt."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,18 +7,26 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from millstream.console import Progress, silent
+from millstream.core.console import Progress, silent
+from millstream.core.memory import Map
+from millstream.core.records import Bytes, Schema, crc32c
 from millstream.errors import StoreError
-from millstream.records import Bytes, Schema, crc32c
-from millstream.store.ids import load_index, update_ids
-from millstream.store.layout import (
+from millstream.traces.store.format import (
+    END_OF_STREAM,
+    Row,
+    Seal,
+    arrow_schema,
+    is_row_intact,
+    read_header,
+    record_schema,
+)
+from millstream.traces.store.manifest import (
     IDS,
     MANIFEST,
     Manifest,
     ShardInfo,
-    abandoned,
+    is_manifest_intact,
     list_shards,
-    manifest_holds,
     open_file,
     read_manifest,
     read_shard_seal,
@@ -28,25 +36,25 @@ from millstream.store.layout import (
     sidecar_name,
     write_manifest,
 )
-from millstream.store.maps import Map
-from millstream.store.message import END_OF_STREAM, Row, Seal, arrow_schema, read_header, record_schema, row_holds
-from millstream.store.recover import (
+from millstream.traces.store.shard import (
     ID_FIELD,
     LostRecord,
     Recovery,
+    ShardWriter,
+    abandoned,
     damaged_fields,
     read_shard,
     rebuild,
     recover_all,
     set_aside,
 )
-from millstream.store.shard import ShardWriter
-from millstream.store.sidecar import Sidecar
+from millstream.traces.store.sidecar import Sidecar
+from millstream.traces.store.table import load_index, update_ids
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing found wrong. `row` is the record within the shard, `number` within the store."""
+    """One damaged file, record or field. `row` is the record in the shard, `number` in the store."""
 
     file: str
     what: str
@@ -64,7 +72,7 @@ class Damage:
 
 @dataclass
 class Repair:
-    """What a repair did."""
+    """The result of a repair."""
 
     recovered: list[Recovery] = field(default_factory=list[Recovery])
     resealed: list[str] = field(default_factory=list[str])
@@ -73,9 +81,9 @@ class Repair:
 
 
 def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> Iterator[Damage]:
-    """Every damage in the store. `fast` checks structure (headers, footers, sidecars, manifest), not the records."""
+    """All damage in the store. `fast` checks the structure (headers, footers, sidecars, manifest), not the records."""
     manifest = read_manifest(path)
-    if not manifest_holds(path):
+    if not is_manifest_intact(path):
         yield Damage(MANIFEST, "missing or damaged; it can be rebuilt")
     if (path / IDS).exists() and load_index(path) is None:
         yield Damage(IDS, "damaged; it can be rebuilt")
@@ -89,11 +97,11 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> It
 
 def repair(path: Path, *, progress: Progress = silent) -> Repair:
     """Recover interrupted shards, re-seal or rebuild damaged ones, set damaged records aside with their ids."""
-    read_manifest(path)  # refuses what is no store, or a newer one
+    read_manifest(path)  # raises for anything but a store, and for a newer format
     for number in list_shards(path)[1]:
         with abandoned(open_file(path, number)) as fd:
             if fd is None:
-                raise StoreError(f"{open_file(path, number)}: a writer is at work on it. Stop the writer, then repair")
+                raise StoreError(f"{open_file(path, number)}: a writer is running. Stop it, then repair")
     result = Repair(recovered=recover_all(path))
     result.lost = [record for recovery in result.recovered for record in recovery.lost]
     manifest = read_manifest(path)
@@ -116,7 +124,7 @@ def repair(path: Path, *, progress: Progress = silent) -> Repair:
 
 
 class _Examination:
-    """One shard looked at whole: what of it holds, what does not."""
+    """A complete check of one shard: its structure and its records."""
 
     def __init__(self, path: Path, shard: ShardInfo) -> None:
         self.file = path / shard_name(shard.number)
@@ -125,7 +133,7 @@ class _Examination:
         self.seal: Seal | None = read_shard_seal(self.file) if self.view is not None else None
         self.arrow, self.start = _header(self.view)
         self.sidecar = _sidecar(path, shard, self.seal)
-        self.header_holds = (
+        self.is_header_intact = (
             self.view is not None
             and self.arrow is not None
             and (self.seal is None or crc32c(self.view[: self.start]) == self.seal.header_crc32c)
@@ -141,37 +149,39 @@ class _Examination:
             self.schema = record_schema(self.arrow)
 
     def structure(self) -> Iterator[str]:
-        """What is wrong with the shard apart from its records."""
+        """Damage to the shard apart from its records."""
         if self.view is None:
             yield "the file is missing"
             return
-        if not self.header_holds:
+        if not self.is_header_intact:
             yield "the header is damaged"
         if self.seal is None:
             yield "the end of the file (seal, footer) is damaged"
-        elif not self._frames_meet(self.view, self.seal):
+        elif not self._is_contiguous(self.view, self.seal):
             yield "the records do not fill the file from header to seal"
         if self.seal is not None and (self.seal.records, self.seal.sidecar_crc32c) != (
             self.shard.records,
             self.shard.sidecar_crc32c,
         ):
-            yield f"the manifest describes another file than {self.file.name}"
+            yield f"the manifest describes a different file than {self.file.name}"
         if self.sidecar is None:
             yield f"its sidecar {sidecar_name(self.shard.number)} is missing or damaged; it can be rebuilt"
         for start, end in self.gaps:
             yield f"unreadable from byte {start} to {end}"
 
-    def _frames_meet(self, view: Bytes, seal: Seal) -> bool:
+    def _is_contiguous(self, view: Bytes, seal: Seal) -> bool:
         edges = [self.start, *(row.offset + row.num_bytes for row in self.rows)]
-        meets = [row.offset for row in self.rows] == edges[:-1] and edges[-1] == seal.offset - len(END_OF_STREAM)
-        return meets and view[edges[-1] : seal.offset].tobytes() == END_OF_STREAM
+        is_contiguous = [row.offset for row in self.rows] == edges[:-1] and edges[-1] == seal.offset - len(
+            END_OF_STREAM
+        )
+        return is_contiguous and view[edges[-1] : seal.offset].tobytes() == END_OF_STREAM
 
     def bad_record(self, row: Row) -> list[tuple[str | None, str]]:
-        """(field, what) of everything wrong with one record."""
+        """(field, problem) for all damage in one record."""
         if self.view is None or row.offset + row.num_bytes > len(self.view):
             return [(None, "its bytes are missing")]
         found: list[tuple[str | None, str]] = []
-        if not row_holds(self.view, row, self.schema):
+        if not is_row_intact(self.view, row, self.schema):
             found.append((None, "its frame or scalars fail their CRC-32C"))
         fields = damaged_fields(self.view, row, self.schema)
         return found + [(name, f"slice {index} fails its CRC-32C") for name, index in fields]
@@ -189,7 +199,7 @@ class _Examination:
 
 
 def _repair_shard(path: Path, shard: ShardInfo, config: Mapping[str, object], result: Repair) -> ShardInfo | None:
-    """The shard as it is after the repair; None when nothing of it could be kept."""
+    """The shard after the repair; None if nothing could be recovered."""
     seen = _Examination(path, shard)
     structure = list(seen.structure())
     bad = {index: found for index, row in enumerate(seen.rows) if (found := seen.bad_record(row))}
@@ -211,15 +221,15 @@ def _repair_shard(path: Path, shard: ShardInfo, config: Mapping[str, object], re
                 set_aside(path, file, lost if file == seen.file or seen.view is None else [])
                 file.unlink()
         return None
-    if not lost and seen.header_holds and seen.arrow is not None and not seen.gaps:
-        # All records hold: only what can be derived from them is written anew, behind them.
+    if not lost and seen.is_header_intact and seen.arrow is not None and not seen.gaps:
+        # All records are intact: rewrite only what follows them and can be derived from them.
         end = good[-1].offset + good[-1].num_bytes
         fd = os.open(seen.file, os.O_RDWR | os.O_CLOEXEC)
         writer = ShardWriter(path, shard.number, fd, seen.arrow, rows=good, position=end, file=seen.file)
         result.resealed.append(seen.file.name)
         return writer.seal(seconds=shard.seconds)
     arrow = seen.arrow
-    if not seen.header_holds or arrow is None:  # then the rows are known from the sidecar
+    if not seen.is_header_intact or arrow is None:  # then the rows come from the sidecar
         assert seen.sidecar is not None
         metadata = shard_metadata(config)
         arrow = arrow_schema(seen.schema, compression=seen.sidecar.compression, metadata=metadata)
@@ -230,7 +240,7 @@ def _repair_shard(path: Path, shard: ShardInfo, config: Mapping[str, object], re
 def _header(view: Bytes | None) -> tuple[pa.Schema | None, int]:
     try:
         return read_header(view) if view is not None else (None, 0)
-    except (OSError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):
         return None, 0
 
 
@@ -239,5 +249,5 @@ def _sidecar(path: Path, shard: ShardInfo, seal: Seal | None) -> Sidecar | None:
     try:
         data = (path / sidecar_name(shard.number)).read_bytes()
         return Sidecar(data) if expected in (None, crc32c(data)) else None
-    except (OSError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):
         return None

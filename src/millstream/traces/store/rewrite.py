@@ -11,37 +11,34 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from millstream.config import parse_bytes
-from millstream.console import Progress, quoted, silent
+from millstream.core.config import parse_bytes
+from millstream.core.console import Progress, quoted, silent
+from millstream.core.files import NOTHING_LEFT, no_space, publishing_folder
+from millstream.core.memory import Map
+from millstream.core.records import Schema, Tensor, crc32c, refine
 from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreExists
-from millstream.records import Schema, Tensor, crc32c, refine
-from millstream.store.ids import update_ids
-from millstream.store.layout import (
+from millstream.traces.store.format import arrow_schema, is_row_intact, read_header
+from millstream.traces.store.manifest import (
     TOKENIZER,
     Manifest,
     ShardInfo,
-    no_space,
     read_manifest,
     read_shard_seal,
     shard_metadata,
     shard_name,
     sidecar_name,
-    sync_folder,
     write_manifest,
 )
-from millstream.store.maps import Map
-from millstream.store.message import arrow_schema, read_header, row_holds
-from millstream.store.recover import ID_FIELD, damaged_fields
-from millstream.store.shard import ShardWriter
-from millstream.store.table import load_sidecar
-from millstream.store.traces import Traces
+from millstream.traces.store.shard import ID_FIELD, ShardWriter, damaged_fields
+from millstream.traces.store.table import load_sidecar, update_ids
+from millstream.traces.store.traces import Traces
 
 _COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Written:
-    """A store that was written: its path and what it holds."""
+    """A store that was written: its path and its size."""
 
     path: Path
     records: int
@@ -49,7 +46,7 @@ class Written:
 
 
 def merge(sources: Sequence[Path], out: Path, *, progress: Progress = silent) -> Written:
-    """All records of several stores, in their order, as one store. Whole shard files are copied."""
+    """Write all records of several stores, in order, to one store. Whole shard files are copied."""
     manifests = [read_manifest(source) for source in sources]
     schema = _common_schema(sources, manifests)
     configs = [manifest.config for manifest in manifests]
@@ -68,7 +65,7 @@ def merge(sources: Sequence[Path], out: Path, *, progress: Progress = silent) ->
 
 
 def subset_shards(source: Path, out: Path, numbers: Sequence[int], *, progress: Progress = silent) -> Written:
-    """Some shards of a store as a store."""
+    """Copy some shards of a store to a new store."""
     manifest = read_manifest(source)
     known = {shard.number: shard for shard in manifest.shards}
     missing = [number for number in numbers if number not in known]
@@ -90,7 +87,7 @@ def subset_records(
     shard_bytes: int | str = "512MB",
     progress: Progress = silent,
 ) -> Written:
-    """Some records of a store, in the order given, as a store. Each message is checked and copied as it stands."""
+    """Copy some records of a store, in the given order, to a new store. Messages are verified and copied unchanged."""
     limit = parse_bytes(shard_bytes)
     source = traces.path
     done = 0
@@ -105,7 +102,7 @@ def subset_records(
             for _, number in group:
                 row = sidecar.row(number)
                 mapped.will_need(row.offset, row.num_bytes)
-                if not row_holds(view, row, sidecar.schema) or damaged_fields(view, row, sidecar.schema):
+                if not is_row_intact(view, row, sidecar.schema) or damaged_fields(view, row, sidecar.schema):
                     raise CorruptRecord(
                         f"{source / shard_name(info.number)}: row {number} is damaged. "
                         f"Run: millstream repair {quoted(source)}"
@@ -130,7 +127,7 @@ def subset_records(
 
 
 def drop_records(path: Path, numbers: Sequence[int]) -> None:
-    """Take records out of a store: their shards are written anew without them, a shard of nothing else goes."""
+    """Remove records from a store: their shards are rewritten without them, or removed if they become empty."""
     traces = Traces(path)
     manifest = read_manifest(path)
     for index, group in groupby(map(traces.locate, sorted(numbers)), key=lambda place: place[0]):
@@ -159,13 +156,13 @@ def drop_records(path: Path, numbers: Sequence[int]) -> None:
 
 
 def find_ids(traces: Traces, file: Path) -> list[int]:
-    """Numbers of the records whose ids a file lists: one a line, or JSON lines with a `question_id`."""
+    """Numbers of the records whose ids a file lists: one per line, or JSON lines with a `question_id`."""
     numbers: list[int] = []
     unknown: list[str] = []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
-        raise StoreError(f"{file}: is no text. List ids there, one a line, or JSON lines with a {ID_FIELD!r}") from None
+        raise StoreError(f"{file}: is not a text file. List one id per line, or JSON lines with {ID_FIELD!r}") from None
     for line in lines:
         if not (text := line.strip()):
             continue
@@ -178,20 +175,20 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
         except KeyError:
             unknown.append(key)
     if not numbers and not unknown:
-        raise StoreError(f"{file}: lists no ids. Write them there, one a line")
+        raise StoreError(f"{file}: lists no ids. Write one per line")
     if unknown:
         raise StoreError(
             f"{file}: {len(unknown)} of its ids are not in {traces.path} ({', '.join(unknown[:5])}). "
-            "Take them out of the file, or look for them in another store"
+            "Remove them from the file, or use another store"
         )
     return numbers
 
 
 def select_where(traces: Traces, where: str) -> list[int]:
-    """Numbers of the records for which an SQL condition over the scalar fields holds.
+    """Numbers of the records that match an SQL condition on the scalar fields.
 
-    The table `traces` has the scalar fields and `number`; lists are JSON text. SQLite evaluates it on disk, so memory
-    stays small and every function and subquery of SQLite is there.
+    The table `traces` has the scalar fields and `number`; lists are JSON text. SQLite evaluates the condition on disk,
+    so memory stays small; all functions and subqueries of SQLite work.
     """
     names = [name for name, kind in traces.fields.items() if not isinstance(kind, Tensor)]
     quoted = ['"' + name.replace('"', '""') + '"' for name in names]
@@ -232,37 +229,24 @@ def _sqlite_row(row: Sequence[object]) -> tuple[object, ...]:
 
 @contextmanager
 def _new_store(out: Path, sources: Sequence[Path]) -> Generator[Path]:
-    """A hidden folder to write into; it takes the name `out` when the store is complete. Has the sources' tokenizer."""
+    """A hidden folder with the tokenizer of the sources; renamed to `out` once the store is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StoreExists(f"{out}: already there. Choose a new path, or remove it first")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = out.with_name(f".{out.name}.partial")
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
-    try:
+    with publishing_folder(out) as folder:
         tokenizers = [source / TOKENIZER for source in sources]
         if all(file.exists() for file in tokenizers) and len({file.read_bytes() for file in tokenizers}) == 1:
             _copy(tokenizers[0], folder / TOKENIZER)
         yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _finish(folder: Path, out: Path, manifest: Manifest) -> Written:
     write_manifest(folder, manifest)
     update_ids(folder, manifest)
-    sync_folder(folder)
-    if out.exists():
-        out.rmdir()
-    os.rename(folder, out)
-    sync_folder(out.parent)
     return Written(out, sum(s.records for s in manifest.shards), sum(s.bytes for s in manifest.shards))
 
 
 def _copy_shard(source: Path, shard: ShardInfo, folder: Path, number: int) -> ShardInfo:
-    """One shard under another number. A shard whose ends do not hold is refused rather than copied."""
+    """Copy one shard under another number. Raises if its seal or sidecar is damaged."""
     file, sidecar = source / shard_name(shard.number), source / sidecar_name(shard.number)
     seal = read_shard_seal(file) if file.exists() else None
     if seal is None or not sidecar.exists() or crc32c(sidecar.read_bytes()) != seal.sidecar_crc32c:
@@ -273,8 +257,8 @@ def _copy_shard(source: Path, shard: ShardInfo, folder: Path, number: int) -> Sh
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy inside the kernel; file systems that can (XFS, btrfs) share the blocks instead."""
-    with no_space(target), open(source, "rb") as a, open(target, "wb") as b:
+    """Copy in the kernel; XFS and btrfs share the blocks instead."""
+    with no_space(target, NOTHING_LEFT), open(source, "rb") as a, open(target, "wb") as b:
         try:
             while os.copy_file_range(a.fileno(), b.fileno(), _COPY_BYTES):
                 pass

@@ -1,42 +1,172 @@
-"""Interrupted shards -> sealed shards, and damaged shards -> shards without the damage.
-
-A torn tail is cut in place; no tensor byte is copied. Only where whole records in the middle are damaged is the shard
-written anew from its good messages, and then the old file is set aside under `damaged/`, never deleted.
-"""
+"""One shard: written as `shard-N.arrow.open`, sealed as `shard-N.arrow`, recovered after an interruption or damage."""
 
 import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
+from millstream.core.files import is_same_file, lock, no_space, publish, sync_folder
+from millstream.core.memory import Map
+from millstream.core.records import Bytes, Schema, Tensor, crc32c
 from millstream.errors import StoreError
-from millstream.records import Bytes, Schema, Tensor
-from millstream.store.layout import (
+from millstream.traces.store.encode import Encoder
+from millstream.traces.store.format import (
+    Row,
+    bad_slice,
+    compression_of,
+    header,
+    header_is_torn,
+    is_whole,
+    read_header,
+    record_schema,
+    tail,
+    walk,
+)
+from millstream.traces.store.manifest import (
+    APPEND_AGAIN,
     DAMAGED,
     ShardInfo,
-    abandoned,
     check_version,
     list_shards,
     open_file,
     shard_name,
-    sync_folder,
+    sidecar_name,
 )
-from millstream.store.maps import Map
-from millstream.store.message import Row, bad_slice, header_is_torn, is_whole, read_header, record_schema, walk
-from millstream.store.shard import ShardWriter
+from millstream.traces.store.sidecar import to_parquet
 
+_IOV_MAX = 1024
 ID_FIELD = "question_id"
 _WAIT_S = 15.0
 
 
+class ShardWriter:
+    """Appends records to one `.open` shard. Every append is one write(2); a failed append leaves nothing behind."""
+
+    def __init__(
+        self, path: Path, number: int, fd: int, schema: pa.Schema, *, rows: list[Row], position: int, file: Path
+    ) -> None:
+        self.number = number
+        self.rows = rows
+        self.num_bytes = position
+        self._path = path
+        self._fd = fd
+        self._schema = schema
+        self._file = file
+        self._encoder: Encoder | None = None
+
+    @classmethod
+    def create(cls, path: Path, *, first: int, schema: pa.Schema) -> "ShardWriter":
+        """A new shard with a number that no other writer uses."""
+        number, fd = _claim(path, first)
+        return cls._start(path, number, fd, schema, open_file(path, number))
+
+    @classmethod
+    def rebuild(cls, path: Path, number: int, schema: pa.Schema) -> "ShardWriter":
+        """A replacement for shard `number`, under a temporary name until it is sealed."""
+        file = path / f".{shard_name(number)}.rebuild"
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        return cls._start(path, number, fd, schema, file)
+
+    @classmethod
+    def _start(cls, path: Path, number: int, fd: int, schema: pa.Schema, file: Path) -> "ShardWriter":
+        shard = cls(path, number, fd, schema, rows=[], position=0, file=file)
+        head = header(schema)
+        try:
+            shard._write([head])
+        except BaseException:
+            shard.discard()
+            raise
+        shard.num_bytes = len(head)
+        return shard
+
+    @property
+    def fields(self) -> Schema:
+        return record_schema(self._schema)
+
+    @property
+    def compression(self) -> str:
+        return compression_of(self._schema)
+
+    def append(self, record: Mapping[str, object]) -> Row:
+        """Write one record."""
+        self._encoder = self._encoder or Encoder(self._schema)
+        parts, row = self._encoder.encode(record, self.num_bytes)
+        self._add(parts, row)
+        return row
+
+    def append_message(self, message: Bytes, row: Row) -> None:
+        """Copy the message of a record from another shard."""
+        self._add([pa.py_buffer(message)], row.moved(self.num_bytes))
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+
+    def seal(self, *, seconds: float | None = None) -> ShardInfo:
+        """Write footer and sidecar, then rename: the shard is complete under its final name. Can be retried."""
+        created = float((self._schema.metadata or {}).get(b"millstream.created", b"0"))
+        seconds = round(time.time() - created if seconds is None else seconds, 3)
+        fields, compression = record_schema(self._schema), compression_of(self._schema)
+        sidecar = to_parquet(self.rows, fields, compression=compression, seconds=seconds)
+        end = tail(self._schema, self.rows, header_bytes=header(self._schema), sidecar=sidecar)
+        self._write([end])
+        os.ftruncate(self._fd, self.num_bytes + len(end))
+        self.sync()
+        final, sidecar_file = self._path / shard_name(self.number), self._path / sidecar_name(self.number)
+        replaces = final.exists()  # then the existing sidecar belongs to the old file until the rename
+        if not replaces:
+            publish(sidecar_file, sidecar, APPEND_AGAIN)
+        os.rename(self._file, final)  # the commit point
+        if replaces:
+            publish(sidecar_file, sidecar, APPEND_AGAIN)
+        self.release()
+        sync_folder(self._path)
+        size = self.num_bytes + len(end)
+        return ShardInfo(self.number, len(self.rows), size, seconds, crc32c(sidecar))
+
+    def discard(self) -> None:
+        """Remove the open shard."""
+        self._file.unlink(missing_ok=True)
+        self.release()
+
+    def release(self) -> None:
+        """Close the file as it is; the next writer of the store recovers it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _add(self, parts: Sequence[bytes | pa.Buffer], row: Row) -> None:
+        self._write(parts)
+        self.num_bytes += row.num_bytes
+        self.rows.append(row)
+
+    def _write(self, parts: Sequence[bytes | pa.Buffer]) -> None:
+        """All parts at the current end, or nothing."""
+        start = self.num_bytes
+        try:
+            with no_space(self._file, APPEND_AGAIN):
+                position = start
+                queue = [memoryview(part) for part in parts]
+                while queue:
+                    written = os.pwritev(self._fd, queue[:_IOV_MAX], position)
+                    position += written
+                    queue = _rest(queue, written)
+        except BaseException:
+            os.ftruncate(self._fd, start)
+            raise
+
+
 @dataclass(frozen=True)
 class LostRecord:
-    """A record that could not be kept; `question_id` (where it could be read) says what to extract again."""
+    """A record that could not be recovered; extract its `question_id` (None if unreadable) again."""
 
     shard: str
     row: int | None
@@ -46,16 +176,16 @@ class LostRecord:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What became of one interrupted shard."""
+    """The result of recovering one interrupted shard."""
 
     number: int
-    shard: ShardInfo | None  # None: it held no whole record
-    cut_bytes: int  # the record that was in progress
+    shard: ShardInfo | None  # None: it had no complete record
+    cut_bytes: int  # of the incomplete record at the end
     lost: tuple[LostRecord, ...] = ()
 
 
 def recover_all(path: Path) -> list[Recovery]:
-    """Recover every open shard that no living writer holds."""
+    """Recover every open shard that no running writer has locked."""
     recovered: list[Recovery] = []
     for number in list_shards(path)[1]:
         with abandoned(open_file(path, number)) as fd:
@@ -64,21 +194,36 @@ def recover_all(path: Path) -> list[Recovery]:
     return recovered
 
 
+@contextmanager
+def abandoned(file: Path) -> Generator[int | None]:
+    """The locked descriptor of an `.open` shard; None if a running writer has locked it."""
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        # On a file system without locks no shard counts as abandoned: its writer may be running.
+        yield fd if lock(fd, without_locks=False) and is_same_file(fd, file) else None
+    finally:
+        os.close(fd)
+
+
 def wait_for_writers(path: Path) -> None:
-    """Until no other writer is at work on the store, for a while: the workers of a killed run take a moment to end."""
+    """Wait until no other writer uses the store: the workers of a killed run take a moment to exit."""
     until = time.monotonic() + _WAIT_S
     while held := list_shards(path)[1]:
         recover_all(path)
         if time.monotonic() > until:
             raise StoreError(
-                f"{open_file(path, held[0])}: a writer is at work on it, and two at once would do the same work twice. "
-                "Wait for it to end, or stop it, and run this again"
+                f"{open_file(path, held[0])}: another writer is running, and both would do the same work. "
+                "Wait for it to finish, or stop it, and run this again"
             )
         time.sleep(0.1)
 
 
 def damaged_fields(view: Bytes, row: Row, schema: Schema) -> list[tuple[str, int]]:
-    """(field, slice) of each tensor of the record that fails its CRC."""
+    """(field, slice) of each tensor of the record whose CRC does not match."""
     damage: list[tuple[str, int]] = []
     for name, tensor in row.tensors.items():
         kind = schema[name]
@@ -89,10 +234,10 @@ def damaged_fields(view: Bytes, row: Row, schema: Schema) -> list[tuple[str, int
 
 
 def read_shard(view: Bytes) -> tuple[pa.Schema | None, list[Row], list[tuple[int, int]]]:
-    """A shard's schema, its readable records and the stretches (offset, end) that are none, from its bytes alone."""
+    """The schema of a shard, its readable records and its unreadable gaps (offset, end), from its bytes alone."""
     try:
         schema, start = read_header(view)
-    except (OSError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):
         return None, [], [(0, len(view))] if len(view) else []
     found = list(walk(view, schema, start))
     return schema, [x for x in found if isinstance(x, Row)], [x for x in found if not isinstance(x, Row)]
@@ -101,7 +246,7 @@ def read_shard(view: Bytes) -> tuple[pa.Schema | None, list[Row], list[tuple[int
 def rebuild(
     path: Path, number: int, *, source: Path, schema: pa.Schema, rows: Sequence[Row], lost: Sequence[LostRecord]
 ) -> ShardInfo:
-    """Shard `number` written anew with these rows of `source`, which is set aside with the list of what was lost."""
+    """Rewrite shard `number` with these rows of `source`, which is set aside with the list of lost records."""
     view = Map(source, sequential=True).view
     shard = ShardWriter.rebuild(path, number, schema)
     try:
@@ -115,7 +260,7 @@ def rebuild(
 
 
 def set_aside(path: Path, file: Path, lost: Sequence[LostRecord]) -> None:
-    """Keep the damaged file (a second name for it, no copy) and note what it lost in `damaged/lost.jsonl`."""
+    """Keep the damaged file (as a hard link, if possible) and list its lost records in `damaged/lost.jsonl`."""
     folder = path / DAMAGED
     folder.mkdir(exist_ok=True)
     count = sum(1 for _ in folder.glob(f"{file.name}*"))
@@ -131,16 +276,46 @@ def set_aside(path: Path, file: Path, lost: Sequence[LostRecord]) -> None:
     sync_folder(folder)
 
 
+def _claim(path: Path, first: int) -> tuple[int, int]:
+    """The first free shard number from `first` on, and the descriptor of its new, locked `.open` file."""
+    number = first
+    while True:
+        file = open_file(path, number)
+        try:
+            with no_space(file, APPEND_AGAIN):
+                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            number += 1
+            continue
+        lock(fd, wait=True, without_locks=True)
+        # Between create and lock another writer may have taken the file for an interrupted shard and removed it, or a
+        # faster writer may have sealed this number.
+        if is_same_file(fd, file) and not (path / shard_name(number)).exists():
+            return number, fd
+        if is_same_file(fd, file):
+            file.unlink()
+        os.close(fd)
+        number += 1
+
+
+def _rest(queue: list[memoryview], written: int) -> list[memoryview]:
+    """What is left after `written` bytes."""
+    while queue and written >= len(queue[0]):
+        written -= len(queue[0])
+        queue = queue[1:]
+    return [queue[0][written:], *queue[1:]] if queue and written else queue
+
+
 def _recover(path: Path, number: int, fd: int) -> Recovery:
     file = open_file(path, number)
     view = Map(file, sequential=True).view
     schema, rows, gaps = read_shard(view)
     check_version(path, int(((schema.metadata if schema else None) or {}).get(b"millstream.version", 0)))
     cut_bytes = 0
-    if gaps and gaps[-1][1] == len(view) and not is_whole(view, gaps[-1][0]):  # else its append had returned
+    if gaps and gaps[-1][1] == len(view) and not is_whole(view, gaps[-1][0]):  # else its append had completed
         start, end = gaps.pop()
         cut_bytes = end - start
-    if (path / shard_name(number)).exists():  # a rebuild was interrupted after it had published its shard
+    if (path / shard_name(number)).exists():  # a rebuild was interrupted after publishing its shard
         set_aside(path, file, [])
         file.unlink()
         return Recovery(number, None, 0)

@@ -1,7 +1,7 @@
-"""The Parquet file beside a shard: scalars and texts of every record, and where its tensors lie.
+"""The Parquet file next to a shard: scalars and texts of every record, and the offsets of its tensors.
 
-It can always be rebuilt from the shard. Other tools (polars, duckdb) answer questions about texts and lengths from it
-without touching a tensor.
+It can always be rebuilt from the shard. Other tools (polars, duckdb) can query texts and lengths in it without reading
+a tensor.
 """
 
 import io
@@ -16,15 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from millstream.core.records import Schema, Tensor
 from millstream.errors import SchemaMismatch
-from millstream.records import Schema, Tensor
-from millstream.store.checksums import joined_crc32c
-from millstream.store.message import Row, TensorRow, compression_of, record_schema, tensor_field
+from millstream.traces.store.encode import joined_crc32c
+from millstream.traces.store.format import Row, TensorRow, compression_of, record_schema, tensor_field
 
 Ints = NDArray[np.int64]
 Span = tuple[int, int, int]  # offset, stored bytes, CRC-32C
 OFFSET, NUM_BYTES, META_BYTES = "_offset", "_bytes", "_meta_bytes"
 _SMALL_BYTES = 64 << 10
+_NUMPY = {"float": "float32", "halffloat": "float16"}  # other types have the same name in numpy
 
 
 def sidecar_schema(schema: Schema, compression: str) -> pa.Schema:
@@ -39,12 +40,14 @@ def sidecar_schema(schema: Schema, compression: str) -> pa.Schema:
 
 
 def check_storable(schema: Schema, compression: str) -> None:
-    """Refuse now what Parquet could not hold when the shard is sealed (an empty dict, for one)."""
+    """Raise now for a type that Parquet cannot store when the shard is sealed, such as an empty dict."""
     for name, kind in schema.items():
         try:
             to_parquet([], {name: kind}, compression=compression, seconds=0)
         except pa.ArrowException as error:
-            raise SchemaMismatch(f"field {name!r}: expected a type Parquet can hold, found {kind} ({error})") from None
+            raise SchemaMismatch(
+                f"field {name!r}: expected a type that Parquet supports, found {kind} ({error})"
+            ) from None
 
 
 def to_parquet(rows: Sequence[Row], schema: Schema, *, compression: str, seconds: float) -> bytes:
@@ -70,7 +73,7 @@ def to_parquet(rows: Sequence[Row], schema: Schema, *, compression: str, seconds
 
 
 class Sidecar:
-    """A sidecar in memory; columns are decoded when asked for."""
+    """A sidecar in memory; columns are decoded on first use."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -91,7 +94,7 @@ class Sidecar:
         return self._columns[name]
 
     def numbers(self, name: str) -> "NDArray[np.generic] | None":
-        """The same as an array, for numbers without a None."""
+        """The same as an array; None unless all values are numbers."""
         if name not in self._numbers:
             column = self.column(name)
             plain = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
@@ -99,7 +102,7 @@ class Sidecar:
         return self._numbers[name]
 
     def tensor(self, name: str) -> "Places | None":
-        """Where one tensor field lies, for all records; None when the shard has only None in it."""
+        """Offsets of one tensor field in all records; None if it has no tensors in this shard."""
         if name not in self._tensors:
             kind = self.schema[name]
             if not isinstance(kind, Tensor):
@@ -108,8 +111,8 @@ class Sidecar:
         return self._tensors[name]
 
     def table(self, names: Sequence[str]) -> pa.Table:
-        """Scalar fields of all records, not kept in memory."""
-        # A reader of its own for every call: threads may ask at the same time. One thread: the files are small.
+        """Scalar fields of all records, not cached."""
+        # A new reader for every call: threads may call at the same time. One thread: the files are small.
         file = pq.ParquetFile(pa.BufferReader(self._data), metadata=self._metadata)
         return file.read(columns=list(names), use_threads=False)
 
@@ -123,7 +126,7 @@ class Sidecar:
         return int(self._own[0][number]), int(self._own[1][number])
 
     def row(self, number: int) -> Row:
-        """All that is known of one record."""
+        """Everything stored of one record."""
         offset, num_bytes, meta_bytes = (int(column[number]) for column in self._own)
         values: dict[str, object] = {}
         tensors: dict[str, TensorRow | None] = {}
@@ -137,13 +140,13 @@ class Sidecar:
 
     @cached_property
     def _whole(self) -> pa.Table:
-        """All columns of a small sidecar: read at once they cost little more than one."""
+        """All columns of a small sidecar: reading all costs little more than reading one."""
         return self.table([*self.schema, OFFSET, NUM_BYTES, META_BYTES])
 
     def _read(self, name: str) -> pa.Array:
         table = self._whole if len(self._data) < _SMALL_BYTES else self.table([name])
         column = table.column(name).combine_chunks()
-        if isinstance(column, pa.ChunkedArray):  # what pyarrow gives for no rows
+        if isinstance(column, pa.ChunkedArray):  # returned by pyarrow for no rows
             return column.chunk(0) if column.num_chunks else pa.array([], column.type)
         return column
 
@@ -163,7 +166,7 @@ class Places:
         assert isinstance(column, pa.StructArray)
         members = {field.name: column.field(field.name) for field in column.type}
         offsets = members["offset"]
-        if offsets.null_count or column.null_count:  # else without pyarrow.compute, which takes 70 ms to import
+        if offsets.null_count or column.null_count:  # avoid importing pyarrow.compute (70 ms) otherwise
             given = column.is_valid().to_numpy(zero_copy_only=False)
             at = np.where(given, offsets.fill_null(-1).to_numpy(), -1)
         else:
@@ -172,7 +175,7 @@ class Places:
         return Places(at, _lists(members["shape"]), _lists(members["crc32c"]), sizes, itemsize)
 
     def all_shapes(self) -> Ints:
-        """The shapes of all tensors that are not None, one a row."""
+        """The shapes of all tensors that are not None, one per row."""
         bounds, values = self.shapes
         axes = int((bounds[1:] - bounds[:-1]).max(initial=0))
         return values.reshape(int((self.offsets >= 0).sum()), axes)
@@ -194,7 +197,7 @@ class Places:
         return sizes
 
     def shape(self, number: int) -> tuple[int, ...] | None:
-        """The shape of one tensor; None for None."""
+        """The shape of one tensor; None if the tensor is None."""
         return tuple(_item(self.shapes, number)) if self.offsets[number] >= 0 else None
 
     def num_slices(self, number: int) -> int:
@@ -214,7 +217,7 @@ class Places:
         return out
 
     def whole(self, number: int) -> list[Span]:
-        """One tensor as a single span, where its slices lie side by side; as its slices where they are compressed."""
+        """One tensor as a single span; as its slices if they are compressed."""
         if self.sizes is not None:
             return self.spans(number)
         return [(int(self.offsets[number]), int(self.num_bytes[number]), int(self._whole_crc32c[number]))]
@@ -256,11 +259,8 @@ def _item(lists: tuple[Ints, Ints], number: int) -> list[int]:
     return values[bounds[number] : bounds[number + 1]].tolist()
 
 
-_NUMPY = {"float": "float32", "halffloat": "float16"}  # the rest have the names numpy knows
-
-
 def _numbers_of(array: pa.Array) -> NDArray[np.generic]:
-    """Numbers without a null, as numpy over the same memory. (pyarrow's own way imports pandas where there is one.)"""
+    """Numbers without nulls, as a numpy view. (`to_numpy` of pyarrow imports pandas if installed.)"""
     dtype = np.dtype(_NUMPY.get(str(array.type), str(array.type)))
     data = array.buffers()[1]
     if data is None or not len(array):

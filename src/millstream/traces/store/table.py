@@ -1,11 +1,7 @@
-"""question_id -> record, in O(1) whatever the number of shards.
-
-A large store keeps `ids.arrow`, one record in the shards' own format (so mapped and checksummed like any other):
-hashes of all ids sorted into buckets, and the place of each. It is only a cache: shards it does not cover are read
-from their sidecars, and a hit is always compared with the id itself.
-"""
+"""Sidecars -> one Arrow table, and the id index: question id -> record in O(1) for any number of shards."""
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +10,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.records import Array, Tensor, crc32c, from_bytes, infer_schema
-from millstream.store.encode import Encoder
-from millstream.store.layout import IDS, Manifest, ShardInfo, publish
-from millstream.store.maps import Map
-from millstream.store.message import (
+from millstream.core.console import quoted
+from millstream.core.files import publish
+from millstream.core.memory import Map
+from millstream.core.records import Array, Tensor, crc32c, from_bytes, infer_schema
+from millstream.errors import CorruptShard, DamageWarning
+from millstream.traces.store.encode import Encoder
+from millstream.traces.store.format import (
     END_OF_STREAM,
     arrow_schema,
     bad_slice,
+    compression_of,
     header,
     read_header,
     read_row,
@@ -29,19 +28,65 @@ from millstream.store.message import (
     record_schema,
     tail,
 )
-from millstream.store.recover import ID_FIELD
-from millstream.store.table import load_sidecar
+from millstream.traces.store.manifest import APPEND_AGAIN, IDS, Manifest, ShardInfo, shard_name, sidecar_name
+from millstream.traces.store.shard import ID_FIELD, read_shard
+from millstream.traces.store.sidecar import Sidecar, to_parquet
 
-COVER_SHARDS = 64  # fewer uncovered shards than this are read from their sidecars faster than an index is kept
+COVER_SHARDS = 64  # for fewer uncovered shards, reading sidecars is faster than updating the index
 _PER_BUCKET = 4
 _TAIL_BYTES = 64 * 1024
 
 Hashes = NDArray[np.uint64]
 
 
+def load_sidecar(path: Path, shard: ShardInfo) -> Sidecar:
+    """The sidecar of a shard, verified; rebuilt in memory from the shard if it is missing or damaged."""
+    try:
+        data = (path / sidecar_name(shard.number)).read_bytes()
+    except FileNotFoundError:
+        data = b""
+    if data and shard.sidecar_crc32c in (None, crc32c(data)):
+        try:
+            return Sidecar(data)
+        except (OSError, ValueError, pa.ArrowException):  # only if the CRC is unknown
+            pass
+    file = path / shard_name(shard.number)
+    if not file.exists():
+        raise CorruptShard(f"{file}: missing, with its {shard.records} records. See: millstream verify {quoted(path)}")
+    schema, rows, _ = read_shard(Map(file).view)
+    if schema is None or len(rows) != shard.records:
+        raise CorruptShard(
+            f"{file}: its sidecar is damaged and only {len(rows)} of its {shard.records} records are readable. "
+            f"Run: millstream repair {quoted(path)}"
+        )
+    warnings.warn(
+        f"{path / sidecar_name(shard.number)}: missing or damaged; read from the shard instead. "
+        f"Run: millstream repair {quoted(path)}",
+        DamageWarning,
+        stacklevel=2,
+    )
+    return Sidecar(to_parquet(rows, record_schema(schema), compression=compression_of(schema), seconds=shard.seconds))
+
+
+def read_table(path: Path, manifest: Manifest, names: Sequence[str] | None = None) -> pa.Table:
+    """Scalars and texts of every record, in record order."""
+    schema = manifest.fields
+    fields = [(n, k) for n, k in schema.items() if not isinstance(k, Tensor) and (names is None or n in names)]
+    target = pa.schema(fields)
+    tables = [
+        load_sidecar(path, shard).table(target.names).select(target.names).cast(target) for shard in manifest.shards
+    ]
+    return pa.concat_tables([target.empty_table(), *tables])
+
+
+def read_column(path: Path, manifest: Manifest, name: str) -> pa.ChunkedArray:
+    """One scalar field of every record."""
+    return read_table(path, manifest, [name]).column(name)
+
+
 @dataclass(frozen=True)
 class IdIndex:
-    """Sorted hashes, the place (shard number << 32 | row) of each, and where each bucket of hashes begins."""
+    """Sorted hashes, the place (shard number << 32 | row) of each, and the start of each bucket of hashes."""
 
     shards: frozenset[tuple[int, int | None]]  # (number, sidecar CRC) of the shards covered
     hashes: Hashes
@@ -58,7 +103,7 @@ class IdIndex:
 
 
 def build_index(path: Path, shards: Sequence[ShardInfo], *, old: IdIndex | None = None) -> IdIndex:
-    """An index of all shards; those that `old` covers are taken from it."""
+    """An index of all shards; entries that `old` covers are reused."""
     covered = old.shards if old else frozenset[tuple[int, int | None]]()
     new = [shard for shard in shards if _key(shard) not in covered]
     hashes, places = _hash_shards(path, new)
@@ -70,19 +115,19 @@ def build_index(path: Path, shards: Sequence[ShardInfo], *, old: IdIndex | None 
     order = np.argsort(hashes, kind="stable")
     hashes, places = hashes[order], places[order]
     num_buckets = max(1, len(hashes) // _PER_BUCKET)
-    # Bucket b holds the hashes h with h * num_buckets >> 64 == b; its first possible hash is ceil(b * 2**64 / buckets).
+    # Bucket b has the hashes h with h * num_buckets >> 64 == b; its first possible hash is ceil(b * 2**64 / buckets).
     bounds = np.array([-(-(b << 64) // num_buckets) for b in range(num_buckets)], np.uint64)
     starts = np.append(np.searchsorted(hashes, bounds), len(hashes))
     return IdIndex(frozenset(current), hashes, places, starts)
 
 
 def load_index(path: Path) -> IdIndex | None:
-    """The stored index; None when there is none or it does not hold."""
+    """The stored index; None if missing or damaged."""
     try:
         view = Map(path / IDS).view
         seal = read_seal(view[-_TAIL_BYTES:].tobytes(), len(view))
         schema, start = read_header(view)
-    except (OSError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):
         return None
     if seal is None or crc32c(view[:start]) != seal.header_crc32c:
         return None
@@ -103,7 +148,7 @@ def load_index(path: Path) -> IdIndex | None:
 
 
 def update_ids(path: Path, manifest: Manifest) -> None:
-    """Bring the stored index up to date when too many shards are not in it."""
+    """Update the stored index if it lacks too many shards."""
     schema = manifest.fields
     old = load_index(path)
     covered = old.shards if old else frozenset[tuple[int, int | None]]()
@@ -115,7 +160,7 @@ def update_ids(path: Path, manifest: Manifest) -> None:
     arrow = arrow_schema(infer_schema(record, {}), compression="none", metadata={})
     head = header(arrow)
     parts, row = Encoder(arrow).encode(record, len(head))
-    publish(path / IDS, b"".join([head, *parts, tail(arrow, [row], header_bytes=head, sidecar=b"")]))
+    publish(path / IDS, b"".join([head, *parts, tail(arrow, [row], header_bytes=head, sidecar=b"")]), APPEND_AGAIN)
 
 
 def _key(shard: ShardInfo) -> tuple[int, int | None]:

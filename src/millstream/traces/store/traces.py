@@ -1,4 +1,4 @@
-"""A trace store as a collection: `len`, by number, by id, and `fetch` of many records' fields at once."""
+"""A trace store as a collection: access by number and id, and `fetch` for fields of many records at once."""
 
 import re
 from bisect import bisect_right
@@ -14,31 +14,33 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.buffers import empty
-from millstream.collection import Collection, Medium
-from millstream.config import config_hash
-from millstream.console import format_bytes
-from millstream.records import Array, Bytes, Schema, Tensor, from_bytes
-from millstream.store.ids import IdIndex, build_index, load_index
-from millstream.store.layout import Manifest, ShardInfo, list_shards, read_manifest
-from millstream.store.message import Row
-from millstream.store.open_shard import Layers, OpenShard, Plan, ShardReader
-from millstream.store.recover import ID_FIELD
-from millstream.store.table import read_column, read_table
+from millstream.core.collection import Collection, Medium
+from millstream.core.config import config_hash
+from millstream.core.console import format_bytes
+from millstream.core.memory import empty
+from millstream.core.records import Array, Bytes, Schema, Tensor, from_bytes
+from millstream.traces.store.format import Row
+from millstream.traces.store.manifest import Manifest, ShardInfo, list_shards, read_manifest
+from millstream.traces.store.open_shard import Layers, OpenShard, Plan, ShardReader
+from millstream.traces.store.shard import ID_FIELD
+from millstream.traces.store.table import IdIndex, build_index, load_index, read_column, read_table
 
 if TYPE_CHECKING:
     import torch
 
 Record = dict[str, object]
-SCALAR_BYTES = 64  # what a number or text is taken to need, when memory is counted
-AHEAD = 4  # records whose reading is started before they are wanted, when iterating
+SCALAR_BYTES = 64  # estimated memory of a number or text
+LABELS_FILE = "labels.parquet"
+AHEAD = 4  # records to prefetch when iterating
+Place = tuple[OpenShard, Plan | None]
+Plans = Mapping[str, Sequence[Place]]
 
 
 class Traces(Collection):
-    """A trace store open for reading. Opening reads the manifest only; sidecars and shards are read when wanted.
+    """A trace store open for reading. Opening reads only the manifest; sidecars and shards are read on demand.
 
     Safe to use from threads, after fork, and pickled into other processes (it reopens by path). Tensors are views of
-    the mapped files; writing to one changes this process's copy only.
+    the mapped files; writing to one changes only the copy of this process.
 
     >>> traces = ms.open("traces/")
     >>> hidden = traces[7]["states"]
@@ -65,7 +67,7 @@ class Traces(Collection):
         self._load(None if shards is None else set(shards))
 
     def refresh(self) -> Self:
-        """Take in shards sealed since this was opened."""
+        """Include shards sealed since the store was opened."""
         self._load(None)
         return self
 
@@ -77,7 +79,7 @@ class Traces(Collection):
         self._manifest = manifest
         self.fields: Schema = manifest.fields
         self._starts = list(accumulate((shard.records for shard in manifest.shards), initial=0))
-        # lru_cache in C needs no lock of ours: two threads may at worst open the same shard twice.
+        # lru_cache is thread-safe: at worst two threads open the same shard twice.
         self._open = lru_cache(maxsize=self._open_shards)(self._open_shard)
         self._table: pa.Table | None = None
         self._index: tuple[IdIndex, ...] | None = None
@@ -103,10 +105,10 @@ class Traces(Collection):
         fields: Sequence[str] | None = None,
         layers: Layers = None,
     ) -> "dict[str, Array | torch.Tensor | list[object]]":
-        """Columns of many records. Tensors of equal shapes are stacked, others are a list of views.
+        """Columns of many records. Tensors of equal shape are stacked, others are a list of views.
 
-        `layers` picks slices of the first axis of the fields that have a layer axis: an int drops the axis, a list
-        keeps it. `fields=["hidden[8,-1]"]` does so for one field. Only what is asked for is read.
+        `layers` selects layers of the fields whose first axis is `layer`: an int drops the axis, a list keeps it.
+        `fields=["hidden[8,-1]"]` does so for one field. Only the selected data is read.
         """
         picks = self._fields(fields)
         names = list(picks)
@@ -135,8 +137,13 @@ class Traces(Collection):
     def default_key(self) -> str | None:
         return ID_FIELD if ID_FIELD in self.fields else None
 
+    @property
+    def labels_file(self) -> Path | None:
+        """The `labels.parquet` of the store, if it exists."""
+        return path if (path := self.path / LABELS_FILE).exists() else None
+
     def sizes(self, numbers: NDArray[np.int64], fields: Sequence[str]) -> NDArray[np.int64]:
-        """How many bytes `fetch` takes for each record."""
+        """Bytes that `fetch` needs per record."""
         shards, rows = self._locate(numbers)
         sizes = np.full(len(numbers), SCALAR_BYTES * len(fields), np.int64)
         picks = self._fields(fields)
@@ -155,13 +162,13 @@ class Traces(Collection):
         return config_hash({"shards": shards})
 
     def within(self, memory: int) -> Self:
-        """The same records, read instead of mapped: tensors are copies, and nothing of the files is held."""
+        """The same records, read instead of mapped: tensors are copies, and no file stays in memory."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), _mapped=False)
         return copy
 
     def find(self, question_id: object) -> int:
-        """The number of the first record with this id; KeyError when there is none."""
+        """The number of the first record with this id; KeyError if there is none."""
         if ID_FIELD not in self.fields:
             raise KeyError(f"{self.path}: its records have no {ID_FIELD!r}, only {', '.join(self.fields)}")
         if self._index is None:
@@ -171,7 +178,7 @@ class Traces(Collection):
         for number, row in places:
             shard = position.get(number)
             if shard is None or row >= self._manifest.shards[shard].records:
-                continue  # the index covers a shard that has been replaced since
+                continue  # the index covers a shard that was replaced since
             found = self._open(shard).value(row, ID_FIELD)
             if None not in (found, question_id) and str(found) == str(question_id):
                 return self._starts[shard] + row
@@ -183,12 +190,12 @@ class Traces(Collection):
 
     @property
     def shards(self) -> tuple[ShardInfo, ...]:
-        """Every sealed shard: number, records, bytes and seconds of writing."""
+        """Every sealed shard: number, records, bytes and seconds of writing time."""
         return self._manifest.shards
 
     @property
     def config(self) -> Mapping[str, object]:
-        """The configuration the store was written under."""
+        """The configuration the store was written with."""
         return self._manifest.config
 
     @property
@@ -202,7 +209,7 @@ class Traces(Collection):
 
     @property
     def table(self) -> pa.Table:
-        """All scalars and texts as one Arrow table, read from the sidecars when first asked for."""
+        """All scalars and texts as one Arrow table, read from the sidecars on first use."""
         if self._table is None:
             self._table = read_table(self.path, self._manifest)
         return self._table
@@ -219,18 +226,18 @@ class Traces(Collection):
         return read_column(self.path, self._manifest, name)
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Which of `shards` holds a record, and the record's row in it."""
+        """The index in `shards` of the shard of a record, and its row there."""
         number = self._check(number)
         shard = bisect_right(self._starts, number) - 1
         return shard, number - self._starts[shard]
 
     def row(self, number: int) -> Row:
-        """What the sidecar knows of a record: scalars, and place, shape and checksums of its tensors."""
+        """What the sidecar stores of a record: scalars, and offset, shape and checksums of its tensors."""
         shard, row = self.locate(number)
         return self._open(shard).sidecar.row(row)
 
     def close(self) -> None:
-        """Let go of the mapped files; views already handed out stay valid."""
+        """Close the mapped files; existing views stay valid."""
         self._open.cache_clear()
 
     def __enter__(self) -> Self:
@@ -242,7 +249,7 @@ class Traces(Collection):
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The shards as seen now, so that another process numbers the records the same while a writer goes on.
+        # With the current shards, so that another process numbers the records the same while a writer is running.
         shards = np.array([shard.number for shard in self._manifest.shards], np.int32)
         return _reopen, (str(self.path), self._verify, self._open_shards, shards.tobytes(), self._mapped)
 
@@ -259,7 +266,7 @@ class Traces(Collection):
         return number % len(self)
 
     def _fields(self, fields: Sequence[str] | None) -> dict[str, list[int] | None]:
-        """Field names, and which of their layers are wanted: `hidden[8,-1]` is {"hidden": [8, -1]}."""
+        """Field names and their selected layers: `hidden[8,-1]` is {"hidden": [8, -1]}."""
         if isinstance(fields, str):
             raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
         wanted: dict[str, list[int] | None] = {}
@@ -278,8 +285,8 @@ class Traces(Collection):
         return isinstance(kind, Tensor) and kind.axes[:1] == ("layer",)
 
     def _locate(self, numbers: Sequence[int] | NDArray[np.integer]) -> tuple[list[int], list[int]]:
-        """Which shard holds each record, and its row there."""
-        if len(numbers) <= 16:  # below, numpy costs more than it saves
+        """The shard and the row of each record."""
+        if len(numbers) <= 16:  # for a few, numpy is slower
             places = [self.locate(int(number)) for number in numbers]
             return [shard for shard, _ in places], [row for _, row in places]
         wanted = np.asarray(numbers, np.int64)
@@ -307,9 +314,9 @@ class Traces(Collection):
                 self._open(index).will_need_record(row)
             yield self._record(number)
 
-    def _views(self, plans: "Plans") -> "dict[str, Array | torch.Tensor | list[object]]":
-        """Tensors of equal shapes stacked, others as views of the mapped files."""
-        for column in plans.values():  # ask for everything before the first byte is wanted
+    def _views(self, plans: Plans) -> "dict[str, Array | torch.Tensor | list[object]]":
+        """Tensors of equal shape stacked, others as views of the mapped files."""
+        for column in plans.values():  # prefetch everything before the first read
             for shard, plan in column:
                 shard.will_need(plan)
         columns: dict[str, Array | torch.Tensor | list[object]] = {}
@@ -324,8 +331,8 @@ class Traces(Collection):
             columns[name] = self._stacked(name, column, out.reshape(-1))
         return columns
 
-    def _copies(self, plans: "Plans") -> "dict[str, Array | torch.Tensor | list[object]]":
-        """The same, read into one piece of memory; what cannot be stacked begins at multiples of 64 bytes."""
+    def _copies(self, plans: Plans) -> "dict[str, Array | torch.Tensor | list[object]]":
+        """The same, read into one block of memory; tensors that cannot be stacked are aligned to 64 bytes."""
         starts: dict[str, list[int]] = {}
         total = 0
         for name, column in plans.items():
@@ -348,13 +355,13 @@ class Traces(Collection):
                 columns[name] = self._stacked(name, column, whole) if _are_alike(column) else tensors
         return columns
 
-    def _stacked(self, name: str, column: "Sequence[Place]", data: Bytes) -> "Array | torch.Tensor":
+    def _stacked(self, name: str, column: Sequence[Place], data: Bytes) -> "Array | torch.Tensor":
         plan = column[0][1]
         assert plan is not None
         return from_bytes(cast(Tensor, self.fields[name]), (len(column), *plan.shape), data)
 
     def _scalar_column(self, name: str, shards: Sequence[int], rows: Sequence[int]) -> "Array | list[object]":
-        """Numbers as an array; texts, lists and anything with a None as a list."""
+        """Numbers as an array; texts, lists and columns with None as a list."""
         arrays = [self._open(shard).sidecar.numbers(name) for shard in shards]
         numbers = [array[row] for array, row in zip(arrays, rows, strict=True) if array is not None]
         if numbers and len(numbers) == len(rows):
@@ -365,7 +372,7 @@ class Traces(Collection):
         return values
 
     def _load_index(self) -> tuple[IdIndex, ...]:
-        """The stored index, if there is one, and one built here of the shards it does not cover."""
+        """The stored index, if there is one, and a new one for the shards it does not cover."""
         stored = load_index(self.path)
         covered = stored.shards if stored else frozenset[tuple[int, int | None]]()
         shards = tuple(s for s in self._manifest.shards if (s.number, s.sidecar_crc32c) not in covered)
@@ -373,12 +380,8 @@ class Traces(Collection):
         return (stored, rest) if stored else (rest,)
 
 
-Place = tuple[OpenShard, Plan | None]
-Plans = Mapping[str, Sequence[Place]]
-
-
 def _are_alike(column: Sequence[Place]) -> bool:
-    """Whether all tensors have one shape, so that they can be stacked."""
+    """Whether all tensors have the same shape, so that they can be stacked."""
     shapes = {plan and plan.shape for _, plan in column}
     return len(shapes) == 1 and None not in shapes
 

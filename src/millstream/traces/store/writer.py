@@ -1,43 +1,41 @@
-"""Records -> shards, one at a time. After `append` returns, kill -9 loses nothing."""
+"""Records -> shards, one record at a time. Once `append` returns, kill -9 loses nothing."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 
-from millstream.config import config_diff, config_hash, parse_bytes
+from millstream.core.config import config_diff, config_hash, parse_bytes
+from millstream.core.files import sync_folder
+from millstream.core.records import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreExists, StoreFull
-from millstream.records import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
-from millstream.store.ids import update_ids
-from millstream.store.layout import (
+from millstream.traces.store.format import arrow_schema
+from millstream.traces.store.manifest import (
     MANIFEST,
     Manifest,
     foreign_file,
     list_shards,
     read_manifest,
     shard_metadata,
-    sync_folder,
     write_manifest,
 )
-from millstream.store.message import arrow_schema
-from millstream.store.recover import ID_FIELD, Recovery, recover_all
-from millstream.store.shard import ShardWriter
-from millstream.store.sidecar import check_storable
-from millstream.store.table import read_column
+from millstream.traces.store.shard import ID_FIELD, Recovery, ShardWriter, recover_all, wait_for_writers
+from millstream.traces.store.sidecar import check_storable
+from millstream.traces.store.table import read_column, read_table, update_ids
 
-SHARD_BYTES = "512MB"  # where nothing is said
+SHARD_BYTES = "512MB"  # default
 NO_LIMIT = 2**62
-MAX_SHARD_RECORDS = 65_536  # the sidecar rows of one shard are the only thing a writer holds in memory
+MAX_SHARD_RECORDS = 65_536  # bounds memory: a writer keeps the sidecar rows of one shard
 
 
 class TraceWriter:
-    """Appends records to a trace store, creating it or continuing it.
+    """Appends records to a new or existing trace store.
 
-    Interrupted shards are recovered first; nothing sealed is rewritten. Several writers may write into one store.
+    Interrupted shards are recovered first; sealed shards are never rewritten. Several writers may share a store.
 
     >>> with ms.TraceWriter("mine/", shard_bytes="512MB") as writer:
     ...     writer.append({"question_id": "q1", "question": "Why?", "hidden": np.zeros((17, 20, 64), np.float16)})
@@ -79,16 +77,16 @@ class TraceWriter:
                 self._refuse_foreign_folder()
                 write_manifest(self.path, Manifest(config or {}, compression or "none"))
             elif config is not None and not (found := read_manifest(self.path)).shards:
-                # Made by a run that failed before its first record: that binds nobody to its settings.
+                # Left by a run that failed before its first record: its settings do not matter.
                 write_manifest(self.path, Manifest(config, compression or found.compression))
-        manifest = read_manifest(self.path)  # refuses a newer format before anything is touched
+        manifest = read_manifest(self.path)  # raises for a newer format before anything is changed
         self.recovered: list[Recovery] = recover_all(self.path)
         if self.recovered:
             manifest = read_manifest(self.path)
         self.config: dict[str, object] = dict(manifest.config)
         if config is not None and config_hash(config) != config_hash(self.config):
             raise ConfigMismatch(
-                f"{self.path}: written under another configuration ({config_diff(manifest.config, config)}). "
+                f"{self.path}: written with another configuration ({config_diff(manifest.config, config)}). "
                 "Use the old settings, or write to a new folder"
             )
         if compression is not None and compression != manifest.compression:
@@ -101,32 +99,32 @@ class TraceWriter:
         for name, kind in self._given.items() if self._schema is not None else ():
             if (self._schema or {}).get(name) != kind:
                 found = (self._schema or {}).get(name, "no such field")
-                raise SchemaMismatch(f"field {name!r}: the schema given says {kind}, {self.path} has {found}")
+                raise SchemaMismatch(f"field {name!r}: {kind} in the given schema, {found} in {self.path}")
         self._num_sealed = sum(shard.records for shard in manifest.shards)
         if self.recovered:
             write_manifest(self.path, manifest)
         if lost := [record for recovery in self.recovered for record in recovery.lost]:
             warnings.warn(
-                f"{self.path}: {len(lost)} damaged records were set aside; see {self.path}/damaged/lost.jsonl",
+                f"{self.path}: {len(lost)} damaged records set aside; see {self.path}/damaged/lost.jsonl",
                 DamageWarning,
                 stacklevel=2,
             )
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Write one record. When this returns, the record survives the death of this process."""
+        """Write one record. Once this returns, the record survives a crash of this process."""
         if self._closed:
             raise ValueError(f"{self.path}: this writer is closed")
         if self._is_full():
             self.seal()
         schema = self._fit(record)
         if schema != self._schema:
-            self.seal()  # a field that was None so far got its type: the next shard knows it
+            self.seal()  # a field that was None so far has a type now: start a shard with it
         if self._shard is None:
             self._shard = self._new_shard(schema)
         try:
             self._shard.append(record)
         except SchemaMismatch:
-            if not self._shard.rows:  # what a refused first record said of the fields does not count
+            if not self._shard.rows:  # ignore the schema of a rejected first record
                 self._shard.discard()
                 self._shard = None
             raise
@@ -136,7 +134,7 @@ class TraceWriter:
         if self._ids is not None and (key := plain(record.get(ID_FIELD))) is not None:
             self._ids.add(key)
         if self._is_full():
-            with suppress(StoreFull):  # this record is written; the next append or close tries again and then says so
+            with suppress(StoreFull):  # the record is written; the next append or close tries again and raises
                 self.seal()
 
     def extend(self, records: Iterable[Mapping[str, object]]) -> None:
@@ -145,15 +143,15 @@ class TraceWriter:
             self.append(record)
 
     def seal(self) -> None:
-        """Complete the current shard, so that readers see its records. The next append begins a new one."""
-        # Manifest last. It can be rebuilt, so a full disk matters only when the writer closes; and whatever another
-        # writer leaves out of it at this moment is found in the folder.
+        """Complete the current shard, so that readers see its records. The next append starts a new one."""
+        # Manifest last. It can be rebuilt, so a full disk matters only on close; shards that a concurrent writer leaves
+        # out of it are found in the folder.
         if self._complete_shard():
             with suppress(StoreFull):
                 write_manifest(self.path, read_manifest(self.path))
 
     def close(self) -> None:
-        """Seal what is open and bring manifest and id index up to date."""
+        """Seal the current shard; update the manifest and the id index."""
         if self._closed:
             return
         self._complete_shard()
@@ -164,7 +162,7 @@ class TraceWriter:
 
     @property
     def done_ids(self) -> set[object]:
-        """Every `question_id` in the store, including what this writer appended: what a resumed job can skip."""
+        """Every `question_id` in the store, including unsealed records of this writer: what a resumed job can skip."""
         if self._ids is None:
             manifest = read_manifest(self.path)
             known = ID_FIELD in manifest.fields
@@ -175,7 +173,7 @@ class TraceWriter:
 
     @property
     def shard_number(self) -> int | None:
-        """The shard being written; None between two of them."""
+        """The number of the shard being written; None between shards."""
         return self._shard.number if self._shard else None
 
     @property
@@ -198,7 +196,7 @@ class TraceWriter:
             if error is None:
                 raise
         finally:
-            if self._shard is not None:  # could not be sealed; the next writer will
+            if self._shard is not None:  # could not be sealed; the next writer recovers it
                 self._shard.release()
                 self._shard = None
             self._closed = True
@@ -207,7 +205,7 @@ class TraceWriter:
         return f"TraceWriter({str(self.path)!r}: {len(self)} records)"
 
     def _complete_shard(self) -> bool:
-        """Seal the current shard, if it has records; says whether there is a new one for the manifest."""
+        """Seal the current shard, if it has records; True if the manifest has to be updated."""
         if self._shard is None:
             return False
         sealed = bool(self._shard.rows)
@@ -223,7 +221,7 @@ class TraceWriter:
         return shard is not None and (shard.num_bytes >= self._shard_bytes or len(shard.rows) >= self._shard_records)
 
     def _fit(self, record: Mapping[str, object]) -> Schema:
-        """The schema this record is written under: the store's, with fields that were None so far filled in."""
+        """The schema for this record: that of the store, with types for fields that were None so far."""
         if self._schema is None:
             schema = infer_schema(record, self._given)
             check_storable(schema, self._compression)
@@ -231,7 +229,7 @@ class TraceWriter:
         if record.keys() != self._schema.keys():
             for name in self._schema.keys() - record.keys():
                 raise SchemaMismatch(
-                    f"field {name!r}: expected {self._schema[name]}, found no such field; None is allowed"
+                    f"field {name!r}: expected {self._schema[name]}, but the record lacks it; None is allowed"
                 )
             for name in record.keys() - self._schema.keys():
                 raise SchemaMismatch(f"field {name!r}: not among the store's fields {', '.join(self._schema)}")
@@ -253,12 +251,29 @@ class TraceWriter:
         foreign = foreign_file(self.path)
         if foreign is not None:
             raise StoreExists(
-                f"{self.path}: not a trace store and not empty (it holds {foreign!r}). Write to a new folder"
+                f"{self.path}: not a trace store and not empty (contains {foreign!r}). Write to a new folder"
             )
 
 
+def prepare_store(path: Path, config: Mapping[str, object]) -> None:
+    """Create or resume the store that workers will append to; raises if its settings differ, recovers dead writers."""
+    with TraceWriter(path, config=config):
+        pass
+    wait_for_writers(path)
+
+
+def done_records(path: Path, fields: Sequence[str]) -> list[tuple[Any, ...]]:
+    """These fields of every record in the store, after recovering dead writers: what a resumed job can skip."""
+    recover_all(path)
+    manifest = read_manifest(path)
+    if not manifest.shards:
+        return []
+    table = read_table(path, manifest, fields)
+    return list(zip(*(table.column(name).to_pylist() for name in fields), strict=True))
+
+
 def _refined(name: str, kind: Kind, value: object) -> Kind:
-    """The kind with unknown parts decided by this value; a value that does not fit is refused when written."""
+    """The type with unknown parts taken from this value; a value that does not fit raises when written."""
     if value is None or isinstance(kind, Tensor) or not _has_null(kind):
         return kind
     return refine(kind, infer_kind(name, value)) or kind

@@ -1,7 +1,8 @@
-"""All texts of a store, searched, filtered, sorted and turned over page by page."""
+"""The list of all records with labels and scores: search, filter, sort and page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,23 +10,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from millstream.dataset.labels import ALIASES, ANSWERS, LABELS_FILE, references_of
+from millstream.core.batches import text_codes_of
+from millstream.core.records import Tensor
 from millstream.errors import BadSetting, BadSource
-from millstream.records import Tensor
-from millstream.store.traces import Traces
-from millstream.view.trace_scores import Floats, TraceScores
+from millstream.traces.label import ALIASES, ANSWERS, STATUS, UNLABELLED, references_of
+from millstream.traces.store.traces import LABELS_FILE, Traces
+from millstream.training.folder import PREDICTIONS
 from millstream.view.view import Query
 
-QUESTION, REFERENCE, STATUS = "question", "answer", "status"
-UNLABELLED = "unlabelled"
+Floats = NDArray[np.float64]
+
+QUESTION, REFERENCE = "question", "answer"
 PAGE_ROWS = 50
-MOST_PAGE_ROWS = 500
-_LETTERS, _REFERENCES = 400, 6  # of a row
+MAX_PAGE_ROWS = 500
+_MAX_CHARACTERS, _MAX_REFERENCES = 400, 6  # per row
 
 
 @dataclass(frozen=True)
 class TextFields:
-    """Which fields of a store hold what the list shows."""
+    """The fields of a store that the list shows."""
 
     key: str | None
     question: str | None
@@ -48,7 +51,7 @@ class TextFields:
 
 
 class TraceTexts:
-    """One text of each record to search in: question, answer, references and id, in small letters."""
+    """The searchable text of each record: question, answer, references and id, in lower case."""
 
     def __init__(self, traces: Traces) -> None:
         fields = TextFields.of(traces)
@@ -57,8 +60,8 @@ class TraceTexts:
         self._texts = ["\n".join(references_of(values)).lower() for values in zip(*columns, strict=True)]
         self._texts = self._texts if columns else [""] * len(traces)
 
-    def having(self, words: str) -> NDArray[np.bool_]:
-        """Which records have every one of the words."""
+    def matching(self, words: str) -> NDArray[np.bool_]:
+        """Which records contain all the words."""
         found = np.ones(len(self._texts), np.bool_)
         for word in words.lower().split():
             found &= np.fromiter((word in text for text in self._texts), np.bool_, len(self._texts))
@@ -66,19 +69,19 @@ class TraceTexts:
 
 
 class Labels:
-    """A table of labels, by the ids of records: the verdict of each, and the scores it came from."""
+    """Labels joined to records by id: the verdict of each, and the scores it is based on."""
 
     def __init__(self, traces: Traces, table: pa.Table | None) -> None:
         key = traces.default_key
         self.verdicts = np.full(len(traces), UNLABELLED, object)
         self._table = table
-        self._rows: list[int | None] = [None] * len(traces)  # of the table, by record
+        self._rows: list[int | None] = [None] * len(traces)  # row in the table, by record
         if table is None or key is None or key not in table.column_names:
             return
         ids, labelled = (
             [str(name) for name in column.to_pylist()] for column in (traces.column(key), table.column(key))
         )
-        if ids == labelled:  # as `label` writes it: ids that are there twice have rows of their own
+        if ids == labelled:  # as written by `label`: repeated ids have their own rows
             self._rows = list(range(len(ids)))
         else:
             rows = {name: row for row, name in enumerate(labelled)}
@@ -88,13 +91,13 @@ class Labels:
             self.verdicts[:] = [UNLABELLED if row is None else known[row] or UNLABELLED for row in self._rows]
 
     def of(self, number: int) -> dict[str, Any]:
-        """The whole row of a record."""
+        """The row of a record in the table of labels."""
         row = self._rows[number]
         return {} if row is None or self._table is None else self._table.take(np.array([row])).to_pylist()[0]
 
 
 def read_labels(traces: Traces) -> pa.Table | None:
-    """labels.parquet of a store that has been labelled."""
+    """The labels.parquet of a store; None if it is not labelled."""
     file = traces.path / LABELS_FILE
     try:
         return pq.ParquetFile(file).read() if file.exists() else None
@@ -103,20 +106,53 @@ def read_labels(traces: Traces) -> pa.Table | None:
 
 
 @dataclass(frozen=True)
+class TraceScores:
+    """Mean scores over seeds by detector, NaN for records without a score; and the split of each record."""
+
+    by_model: Mapping[str, Floats]
+    parts: NDArray[np.int8]  # indices in `part_names`, -1: none
+    part_names: Sequence[str]
+
+
+def read_scores(run: Path, traces: Traces) -> TraceScores:
+    """The scores of a run trained or evaluated on this store; BadSource if it scored other records."""
+    file = run / PREDICTIONS
+    if not file.exists():
+        return TraceScores({}, np.full(len(traces), -1, np.int8), ())
+    try:
+        table = pq.ParquetFile(file).read().select(["model", "part", "record", "question_id", "score"])
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise BadSource(f"{file}: is damaged ({error}). Next: the millstream train command of the run") from None
+    records = table.column("record").to_numpy().astype(np.int64)
+    _check_same(file, traces, records, table.column("question_id"))
+    models, model_names = text_codes_of(table.column("model"))
+    parts, part_names = text_codes_of(table.column("part"))
+    places = models * len(traces) + records
+    size = len(model_names) * len(traces)
+    counts = np.bincount(places, minlength=size)
+    sums = np.bincount(places, weights=table.column("score").to_numpy().astype(np.float64), minlength=size)
+    with np.errstate(invalid="ignore"):
+        means = (sums / counts).reshape(len(model_names), len(traces))  # 0 / 0 without a score
+    part_of = np.full(len(traces), -1, np.int8)
+    part_of[records] = parts
+    return TraceScores(dict(zip(model_names, means, strict=True)), part_of, part_names)
+
+
+@dataclass(frozen=True)
 class Known:
-    """What is known of all records, beside their texts."""
+    """Labels and scores of all records."""
 
     labels: Labels
     scores: TraceScores
-    troubles: Sequence[str] = ()  # why labels or scores are missing
+    problems: Sequence[str] = ()  # why labels or scores are missing
 
     @property
     def verdicts(self) -> NDArray[np.object_]:
         return self.labels.verdicts
 
     def chosen(self, query: Query, texts: TraceTexts | None) -> NDArray[np.int64]:
-        """The numbers of the records that a page asks for, in its order."""
-        found = np.ones(len(self.verdicts), np.bool_) if texts is None else texts.having(query.text("q"))
+        """The numbers of the records that match a query, in its order."""
+        found = np.ones(len(self.verdicts), np.bool_) if texts is None else texts.matching(query.text("q"))
         if verdict := query.text("verdict"):
             found &= self.verdicts == verdict
         if part := query.text("part"):
@@ -125,33 +161,25 @@ class Known:
         numbers = np.flatnonzero(found)
         sort = query.text("sort", "number")
         if sort not in ("number", "highest", "lowest", "mistaken"):
-            raise BadSetting(f"sort={sort}: there is number, highest, lowest and mistaken")
+            raise BadSetting(f"sort={sort}: must be one of number, highest, lowest, mistaken")
         if sort == "number":
             return numbers
         scores = self._scores(query.text("detector"))
-        if sort == "mistaken":  # furthest from what the answer is
-            shares, is_right, is_wrong = _shares(scores), self.verdicts == "right", self.verdicts == "wrong"
-            scores = np.where(is_wrong, 1 - shares, np.where(is_right, shares, np.nan))
+        if sort == "mistaken":  # score furthest from the label
+            ranks, is_right, is_wrong = _ranks(scores), self.verdicts == "right", self.verdicts == "wrong"
+            scores = np.where(is_wrong, 1 - ranks, np.where(is_right, ranks, np.nan))
         scores = scores[numbers]
         order = np.argsort(scores if sort == "lowest" else -scores, kind="stable")  # NaN comes last
         return numbers[order]
 
     def _scores(self, detector: str) -> Floats:
         if detector not in self.scores.by_model:
-            raise BadSetting(f"detector={detector}: there is {', '.join(self.scores.by_model) or 'none'}")
+            raise BadSetting(f"detector={detector}: must be one of {', '.join(self.scores.by_model) or 'none'}")
         return self.scores.by_model[detector]
 
 
-def _shares(scores: Floats) -> Floats:
-    """Scores from 0 to 1 as they are; others, such as lengths, as the share of records that have a lower one."""
-    known = scores[~np.isnan(scores)]
-    if not len(known) or (known.min() >= 0 and known.max() <= 1):
-        return scores
-    return np.where(np.isnan(scores), np.nan, np.searchsorted(np.sort(known), scores) / max(len(known) - 1, 1))
-
-
 def rows_of(traces: Traces, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """What the list shows of these records; reads nothing of any other shard."""
+    """The rows of the list for these records; reads only their shards."""
     fields = TextFields.of(traces)
     found = traces.fetch(list(numbers), fields.names) if fields.names and len(numbers) else {}
     rows: list[dict[str, Any]] = []
@@ -164,7 +192,7 @@ def rows_of(traces: Traces, numbers: Sequence[int]) -> list[dict[str, Any]]:
                 "question": _head(value.get(fields.question or "")),
                 "answer": _head(value.get(fields.answer or "")),
                 "references": [
-                    _head(text) for text in references_of([value[name] for name in fields.references])[:_REFERENCES]
+                    _head(text) for text in references_of([value[name] for name in fields.references])[:_MAX_REFERENCES]
                 ],
                 "status": value.get(fields.status or ""),
             }
@@ -172,10 +200,31 @@ def rows_of(traces: Traces, numbers: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def _ranks(scores: Floats) -> Floats:
+    """Scores between 0 and 1 unchanged; others, such as lengths, as the share of records with a lower score."""
+    known = scores[~np.isnan(scores)]
+    if not len(known) or (known.min() >= 0 and known.max() <= 1):
+        return scores
+    return np.where(np.isnan(scores), np.nan, np.searchsorted(np.sort(known), scores) / max(len(known) - 1, 1))
+
+
 def _head(text: Any) -> Any:
-    """As much of a text as a row can show: answers may have thousands of words."""
-    return f"{text[:_LETTERS]}…" if isinstance(text, str) and len(text) > _LETTERS else text
+    """The start of a text: answers may have thousands of words."""
+    return f"{text[:_MAX_CHARACTERS]}…" if isinstance(text, str) and len(text) > _MAX_CHARACTERS else text
 
 
 def _if(name: str, names: Sequence[str]) -> str | None:
     return name if name in names else None
+
+
+def _check_same(file: Path, traces: Traces, records: NDArray[np.int64], ids: pa.ChunkedArray) -> None:
+    """Raise BadSource unless the scored records still have the same numbers in the store."""
+    other = BadSource(f"{file}: its records differ from those of {traces.path}; give the run of this store with --run")
+    if len(records) and (records.min() < 0 or records.max() >= len(traces)):
+        raise other
+    if traces.default_key is None:
+        return
+    _, first = np.unique(records, return_index=True)
+    found = traces.column(traces.default_key).take(records[first]).cast(pa.string())
+    if found.to_pylist() != ids.take(first).cast(pa.string()).to_pylist():
+        raise other

@@ -1,18 +1,18 @@
-// Attention of a layer as arcs over the tokens: from each token to the earlier ones it looks at most.
+// Attention of a layer as arcs over the tokens: from each token to the earlier ones it attends to most.
 import { count, short, svg } from "./common.js";
 
-const LETTER = 7.25, GAP = 8, MOST_LETTERS = 14, HEIGHT = 190, MOST_ARCS = 4000;
+const CHARACTER = 7.25, GAP = 8, MOST_CHARACTERS = 14, HEIGHT = 190, MOST_ARCS = 4000;
 
 export function drawArcs(box, tokens, found, { prompts, first, chosen, choose }) {
-  const known = tokens.texts.length >= found.source.length - 1; // the last may have said nothing yet; others are numbered
+  const known = tokens.texts.length >= found.source.length - 1; // the last token may have no text; unknown tokens are numbered
   const labels = (known ? tokens.texts : found.source.map((_, place) => String(place))).map((text) => {
     const shown = text.replaceAll("\n", "⏎").replaceAll("\t", "→").trim() || "·";
-    return shown.length > MOST_LETTERS ? `${shown.slice(0, MOST_LETTERS - 1)}…` : shown;
+    return shown.length > MOST_CHARACTERS ? `${shown.slice(0, MOST_CHARACTERS - 1)}…` : shown;
   });
   const middles = [];
   let right = GAP;
   for (const label of labels) {
-    const width = Math.max(12, label.length * LETTER);
+    const width = Math.max(12, label.length * CHARACTER);
     middles.push(right + width / 2);
     right += width + GAP;
   }
@@ -22,12 +22,12 @@ export function drawArcs(box, tokens, found, { prompts, first, chosen, choose })
   found.source.forEach((sources, token) => sources.forEach((source, edge) => {
     if (isShown(token, source)) edges.push({ token, source, weight: found.weight[token][edge] });
   }));
-  const drawn = edges.sort((one, other) => one.weight - other.weight).slice(-MOST_ARCS); // the strongest above the others
+  const drawn = edges.sort((one, other) => one.weight - other.weight).slice(-MOST_ARCS); // the strongest on top
   const most = Math.max(1e-9, drawn.at(-1)?.weight ?? 0);
   for (const { token, source, weight } of drawn) {
     const from = middles[source], to = middles[token], rise = Math.min(HEIGHT - 12, 14 + (to - from) * 0.42);
     const path = svg("path", { d: `M${from} ${HEIGHT}C${from} ${HEIGHT - rise * 1.3} ${to} ${HEIGHT - rise * 1.3} ${to} ${HEIGHT}`, "data-token": token, "data-source": source },
-      svg("title", {}, `${labels[token]} looks at ${labels[source]}: ${short(weight)}`));
+      svg("title", {}, `${labels[token]} attends to ${labels[source]}: ${short(weight)}`));
     path.style.setProperty("--weight", weight / most);
     picture.append(path);
   }
@@ -50,5 +50,5 @@ export function drawArcs(box, tokens, found, { prompts, first, chosen, choose })
   box.replaceChildren(picture);
   box.scrollLeft = isNew ? right : before; // the answer is at the end
   const number = edges.length > drawn.length ? `the ${count(drawn.length)} strongest of ${count(edges.length)} arcs` : `${count(drawn.length)} arcs`;
-  return `${number}, strongest ${short(most)}; hover over a token: orange is what it looks at, green what looks at it`;
+  return `${number}, strongest ${short(most)}; hover over a token: orange is what it attends to, green what attends to it`;
 }

@@ -1,11 +1,11 @@
-// What all pages share: the way to the API, elements, numbers, charts, light and dark. Texts of the data go into the
-// page as text nodes only.
+// Shared by all pages: API queries, elements, numbers, charts, light and dark. Texts from the data enter the page only
+// as text nodes.
 
-export async function ask(name, values = {}) {
-  const query = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null && value !== undefined));
-  const response = await fetch(`api/${name}?${query}`);
-  const found = await response.json().catch(() => ({ error: `the server said ${response.status}` }));
-  if (!response.ok) throw new Error(found.error ?? `the server said ${response.status}`);
+export async function query(name, values = {}) {
+  const parameters = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  const response = await fetch(`api/${name}?${parameters}`);
+  const found = await response.json().catch(() => ({ error: `the server returned ${response.status}` }));
+  if (!response.ok) throw new Error(found.error ?? `the server returned ${response.status}`);
   return found;
 }
 
@@ -28,7 +28,7 @@ function filled(node, attributes, children) {
   return node;
 }
 
-// A text is a whole number too large for JavaScript's own.
+// A string is an integer too large for a JavaScript number.
 export const count = (number) => number === null || number === undefined ? "–" : (typeof number === "string" ? BigInt(number) : number).toLocaleString("en");
 
 export function short(number, digits = 3) {
@@ -37,7 +37,7 @@ export function short(number, digits = 3) {
   return size !== 0 && (size < 0.001 || size >= 100000) ? number.toExponential(2) : Number(number.toPrecision(digits)).toString();
 }
 
-// 13M, 2.5k: for the sides of charts.
+// 13M, 2.5k: for the axes of charts.
 export function compact(number) {
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) if (Math.abs(number) >= size) return `${Number((number / (unit === "k" ? 1e3 : size)).toPrecision(3))}${unit}`;
   return Number(number.toPrecision(3)).toString();
@@ -53,21 +53,20 @@ export function bytes(number) {
 
 export const colour = (place) => `var(--line${place % 7})`;
 
-// How wide a chart in this place has to be drawn, so that its letters are as large as those around.
+// The width at which the text of a chart in this place is as large as the text around it.
 export const widthOf = (place) => Math.max(260, Math.round(place.getBoundingClientRect().width));
 
-// Numbers and what they are, in boxes.
+// Key figures in boxes: a value and its name.
 export function showTiles(place, tiles) {
   place.replaceChildren(...tiles.map(([value, what]) => make("li", {}, make("b", {}, value), make("span", {}, what))));
 }
 
-// Says what went wrong in the element given; what was there stays away until the next success.
-export function complain(element, error) {
+// Replaces the content of an element with an error message.
+export function showError(element, error) {
   element.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
 }
 
-// Lines over numbers (whole: of layers or epochs). lines: [{ name, x: [...], y: [... or null], colour? , dash? }]
-// whole: ticks below are whole numbers.
+// lines: [{ name, x: [...], y: [... or null], colour?, dash? }]. whole: ticks on the x axis are integers (layers, epochs).
 export function lineChart({ lines, label, xLabel = "", yLabel = "", width = 560, height = 180, yMin = null, yMax = null, mark = null, points = false, whole = false }) {
   const left = 48, right = 10, top = 10, bottom = 32;
   const xs = lines.flatMap((line) => line.x), ys = lines.flatMap((line) => line.y).filter((y) => y !== null);
@@ -110,7 +109,7 @@ export function legend(lines) {
   return key;
 }
 
-// Bars: bars: [{ from, to, count }] for a histogram. grows: the bars do, so the axis below is that of logarithms.
+// bars: [{ from, to, count }]. grows: bar widths grow, so the x axis is logarithmic.
 export function histogram({ bars, label, xLabel = "", width = 560, height = 160, grows = false }) {
   const left = 56, right = 10, top = 10, bottom = 32;
   const x0 = bars[0].from, x1 = bars[bars.length - 1].to, most = Math.max(1, ...bars.map((bar) => bar.count));
@@ -132,7 +131,7 @@ export function histogram({ bars, label, xLabel = "", width = 560, height = 160,
   return chart;
 }
 
-// Bars of whole numbers end before `to`.
+// Bars of integers end before `to`.
 function barName(bar) {
   if (!Number.isInteger(bar.from) || !Number.isInteger(bar.to)) return `${short(bar.from)} to ${short(bar.to)}`;
   return bar.to - bar.from === 1 ? count(bar.from) : `${count(bar.from)} to ${count(bar.to - 1)}`;
@@ -145,7 +144,7 @@ function range(values, low = null, high = null) {
     if (high === null && value > most) most = value;
   }
   if (!Number.isFinite(least) || !Number.isFinite(most)) return [0, 1];
-  // What differs in the last digits only is one value; between such, ticks would never come to an end.
+  // Values that differ only in the last digits count as one; ticks between them would never end.
   const size = Math.max(Math.abs(least), Math.abs(most)), room = Math.max(0.5, size / 1000);
   return most - least <= size * 1e-9 ? [least - room, most + room] : [least, most];
 }
@@ -158,7 +157,7 @@ function ticks(low, high, wanted) {
   return found;
 }
 
-// The line at the top: title, the other views, light or dark.
+// The header: title, links to the other views, light or dark.
 export async function startPage(name) {
   const about = await (await fetch("../about")).json();
   document.title = `${about.title} – millstream`;

@@ -1,14 +1,14 @@
-// Reads: numbers about all of them, and any one of them with its tokens. Nothing is asked for that is not shown.
-import { ask, bytes, compact, complain, count, histogram, legend, lineChart, make, short, showTiles, startPage, widthOf } from "./common.js";
-import { Letters } from "./letters.js";
+// Reads: statistics of all of them, and any single one with its tokens. Queries only what is shown.
+import { query, bytes, compact, showError, count, histogram, legend, lineChart, make, short, showTiles, startPage, widthOf } from "./common.js";
+import { Sequence } from "./sequence.js";
 
 const WINDOW = 1200, PAGE = 15, CLASSES = 12;
 const OTHER = "other";
 const at = (id) => document.getElementById(id);
 
 let overview = null, record = null, listFirst = 0, classFirst = 0, columns = [];
-const drawings = []; // what to draw again when the page gets wider
-const letters = new Letters(at("letters"), at("readout"));
+const drawings = []; // redrawn when the page gets wider or narrower
+const sequence = new Sequence(at("sequence"), at("readout"));
 
 addEventListener("hashchange", openHash);
 let drawn = innerWidth;
@@ -16,7 +16,7 @@ addEventListener("resize", () => {
   if (innerWidth === drawn) return;
   drawn = innerWidth;
   for (const draw of drawings) draw();
-  letters.draw();
+  sequence.draw();
 });
 addEventListener("keydown", (event) => {
   if (event.key !== "/" || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName)) return;
@@ -32,7 +32,7 @@ function showOverview() {
   const each = overview.index_bytes / Math.max(overview.reads, 1);
   const tiles = [
     [count(overview.reads), "reads"], [compact(overview.bases), "bases"], [bytes(overview.bytes), num_files === 1 ? "in the file" : `in ${count(num_files)} files`],
-    [bytes(overview.index_bytes), `index, ${short(each, 3)} bytes a read`], [count(overview.columns.length), overview.columns.length ? `columns: ${overview.columns.map((column) => column.name).join(", ")}` : "columns from headers"],
+    [bytes(overview.index_bytes), `index, ${short(each, 3)} bytes per read`], [count(overview.columns.length), overview.columns.length ? `columns: ${overview.columns.map((column) => column.name).join(", ")}` : "columns from headers"],
   ];
   showTiles(at("tiles"), tiles);
   const options = [["", "none"], ["base", "base"], ["kmer(6)", "kmer(6)"], ["kmer(6, stride=6)", "kmer(6, stride=6)"], ["kmer(12, stride=12)", "kmer(12, stride=12)"]];
@@ -42,45 +42,45 @@ function showOverview() {
   at("tokenizer").value = overview.tokenizer ? "given" : "";
 }
 
-// Lengths and classes are counted while the page waits: shown as they come, until all are counted.
+// Lengths and classes are counted in the background: shown as they arrive, until all are counted.
 async function showLengths() {
   try {
-    const found = await ask("lengths");
+    const found = await query("lengths");
     const whole = found.counted === found.total;
     at("lengths-text").textContent = !found.bars ? "" : `${count(found.shortest)} to ${count(found.longest)}, median ${count(found.median)}, mean ${found.mean < 1000 ? short(found.mean, 4) : count(Math.round(found.mean))}, N50 ${count(found.n50)}`
       + (whole ? "" : `; ${compact(found.counted)} of ${compact(found.total)} reads counted so far`);
-    if (found.bars) drawAs(0, () => at("lengths").replaceChildren(histogram({ bars: barsOf(found.bars), grows: found.is_log, label: `Lengths of ${count(found.counted)} reads: ${at("lengths-text").textContent}`, xLabel: "letters", width: widthOf(at("lengths")), height: 190 })));
+    if (found.bars) drawAs(0, () => at("lengths").replaceChildren(histogram({ bars: barsOf(found.bars), grows: found.is_log, label: `Lengths of ${count(found.counted)} reads: ${at("lengths-text").textContent}`, xLabel: "bases", width: widthOf(at("lengths")), height: 190 })));
     if (!whole) setTimeout(showLengths, 400);
-  } catch (error) { complain(at("lengths"), error); }
+  } catch (error) { showError(at("lengths"), error); }
 }
 
 async function showComposition() {
   try {
-    const found = await ask("composition");
+    const found = await query("composition");
     if (!found.is_done) setTimeout(showComposition, 400);
     if (!found.reads) { at("composition-text").textContent = found.is_done ? "" : "…"; return; }
     const all = found.reads === found.of;
-    const parts = found.is_cut ? `, at most ${count(found.window)} letters of each` : "";
-    const from = all ? `From all ${count(found.of)} reads${parts}.` : `From a sample: ${count(found.reads)} of ${count(found.of)} reads, at ${count(found.places)} places${parts}${found.is_done ? "." : ", so far."}`;
+    const parts = found.is_cut ? `, at most ${count(found.window)} bases of each` : "";
+    const from = all ? `From all ${count(found.of)} reads${parts}.` : `From a sample: ${count(found.reads)} of ${count(found.of)} reads, from ${count(found.places)} positions${parts}${found.is_done ? "." : ", so far."}`;
     at("composition-text").textContent = from;
     const marks = { A: "var(--line2)", C: "var(--line0)", G: "var(--line4)", T: "var(--line1)", U: "var(--line1)" };
-    const shown = found.letters.slice(0, 8), most = shown[0]?.[1] ?? 1;
+    const shown = found.shares.slice(0, 8), most = shown[0]?.[1] ?? 1;
     if (found.gc) shown.sort(([a], [b]) => "ACGTUN".indexOf(a) - "ACGTUN".indexOf(b));
-    at("composition").replaceChildren(make("ul", { class: "shares", "aria-label": "Share of each letter" }, ...shown.map(([letter, share]) =>
-      make("li", {}, make("b", { class: "mono" }, letter), meter(share / most, marks[letter] ?? "var(--grey)"), make("span", { class: "value" }, percent(share))))));
+    at("composition").replaceChildren(make("ul", { class: "shares", "aria-label": "Share of each base" }, ...shown.map(([base, share]) =>
+      make("li", {}, make("b", { class: "mono" }, base), meter(share / most, marks[base] ?? "var(--grey)"), make("span", { class: "value" }, percent(share))))));
     at("gc-panel").hidden = !found.gc;
     at("quality-panel").hidden = !found.quality;
-    drawings[0]?.(); // its neighbours have made it narrower
+    drawings[0]?.(); // its neighbours made it narrower
     if (found.gc) {
-      at("gc-text").textContent = `${percent(found.gc_mean)} of all letters; ${all ? "all reads" : "the same sample"}.`;
-      drawAs(1, () => at("gc").replaceChildren(histogram({ bars: barsOf(found.gc).map((bar) => ({ ...bar, from: 100 * bar.from, to: 100 * bar.to })), label: `GC of ${count(found.reads)} reads, ${percent(found.gc_mean)} in all`, xLabel: "G and C, %", width: widthOf(at("gc")), height: 190 })));
+      at("gc-text").textContent = `${percent(found.gc_mean)} of all bases; ${all ? "all reads" : "the same sample"}.`;
+      drawAs(1, () => at("gc").replaceChildren(histogram({ bars: barsOf(found.gc).map((bar) => ({ ...bar, from: 100 * bar.from, to: 100 * bar.to })), label: `GC content of ${count(found.reads)} reads, ${percent(found.gc_mean)} overall`, xLabel: "GC content, %", width: widthOf(at("gc")), height: 190 })));
     }
     if (found.quality) {
       at("quality-text").textContent = `Phred; ${all ? "all reads" : "the same sample"}.`;
-      const lines = [{ name: "median", x: found.quality.position, y: found.quality.median }, { name: "a tenth of the reads are no better", x: found.quality.position, y: found.quality.low, colour: "var(--line1)" }];
-      drawAs(2, () => at("quality").replaceChildren(lineChart({ lines, label: "Quality by position in the read", xLabel: "position", yMin: 0, width: widthOf(at("quality")), height: 170 }), legend(lines)));
+      const lines = [{ name: "median", x: found.quality.position, y: found.quality.median }, { name: "10th percentile", x: found.quality.position, y: found.quality.low, colour: "var(--line1)" }];
+      drawAs(2, () => at("quality").replaceChildren(lineChart({ lines, label: "Base quality by position in the read", xLabel: "position", yMin: 0, width: widthOf(at("quality")), height: 170 }), legend(lines)));
     }
-  } catch (error) { complain(at("composition"), error); }
+  } catch (error) { showError(at("composition"), error); }
 }
 
 // --- one record ---
@@ -102,17 +102,17 @@ function chooseTokenizer(name) {
 
 const tokenizer = () => at("tokenizer").value === OTHER ? at("typed").value.trim() : at("tokenizer").value;
 
-let asked = 0;
+let latest = 0;
 async function openRecord(number, start = 0) {
-  const turn = ++asked;
+  const turn = ++latest;
   try {
-    const found = await ask("record", { number, start, count: WINDOW, tokenizer: tokenizer(), reverse: at("reverse").checked ? 1 : 0 });
-    if (turn !== asked) return; // a later question has been asked since
+    const found = await query("record", { number, start, count: WINDOW, tokenizer: tokenizer(), reverse: at("reverse").checked ? 1 : 0 });
+    if (turn !== latest) return; // superseded by a newer query
     record = found;
     at("look-text").textContent = "";
     showRecord();
   } catch (error) {
-    if (turn === asked) at("look-text").textContent = error.message;
+    if (turn === latest) at("look-text").textContent = error.message;
   }
 }
 
@@ -120,7 +120,7 @@ function showRecord() {
   at("shown").hidden = false;
   at("record-title").textContent = `Record ${count(record.number)}`;
   at("name").textContent = record.name;
-  const facts = [["number", `${count(record.number)} of ${count(record.of)}`], ["length", `${count(record.length)} letters`], ...(overview.num_files > 1 ? [["file", record.file], ["in the file", count(record.row)]] : []), ...Object.entries(record.columns)];
+  const facts = [["number", `${count(record.number)} of ${count(record.of)}`], ["length", `${count(record.length)} bases`], ...(overview.num_files > 1 ? [["file", record.file], ["in the file", count(record.row)]] : []), ...Object.entries(record.columns)];
   at("facts").replaceChildren(...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value ?? "–"))));
   at("earlier").disabled = record.number === 0;
   at("later").disabled = record.number + 1 >= record.of;
@@ -130,10 +130,10 @@ function showRecord() {
   at("from").max = at("slide").max = Math.max(0, record.length - 1);
   at("slide").step = Math.max(1, Math.floor(record.length / 1000));
   at("from").value = at("slide").value = record.start;
-  letters.show(record);
-  at("letters-text").textContent = [
-    record.length ? `Letters ${count(record.start)} to ${count(record.end)} of ${count(record.length)}, counted from 0${at("reverse").checked ? " on the reverse complement" : ""}.` : "No letters.",
-    record.quality ? "Below each line: the quality of its letters." : "",
+  sequence.show(record);
+  at("sequence-text").textContent = [
+    record.length ? `Bases ${count(record.start)} to ${count(record.end)} of ${count(record.length)}, counted from 0${at("reverse").checked ? " on the reverse complement" : ""}.` : "No bases.",
+    record.quality ? "Below each line: base qualities." : "",
   ].join(" ");
   for (const row of at("rows").children) row.toggleAttribute("aria-current", Number(row.dataset.number) === record.number);
   const place = new URLSearchParams({ number: record.number, ...(record.start ? { start: record.start } : {}), ...(tokenizer() ? { tokenizer: tokenizer() } : {}), ...(at("reverse").checked ? { reverse: 1 } : {}) });
@@ -161,21 +161,21 @@ at("look").addEventListener("submit", (event) => {
 });
 
 async function lookUp(name) {
-  const turn = ++asked;
-  at("look-text").textContent = "Looking …";
+  const turn = ++latest;
+  at("look-text").textContent = "Searching …";
   try {
-    const found = await ask("find", { name });
-    if (turn !== asked) return;
+    const found = await query("find", { name });
+    if (turn !== latest) return;
     if (found.is_making) {
-      at("look-text").textContent = `A table of names is being made, once: this reads all ${bytes(overview.bytes)}. Then the record is shown.`;
-      setTimeout(() => { if (turn === asked) lookUp(name); }, 1000);
+      at("look-text").textContent = `Building an index of names (once; reads all ${bytes(overview.bytes)}). The record will be shown then.`;
+      setTimeout(() => { if (turn === latest) lookUp(name); }, 1000);
     } else if (!found.numbers.length) {
-      at("look-text").textContent = /^\d+$/.test(name) ? `There are ${count(overview.reads)} records, from 0 on, and none is called ${name}.` : `No record is called ${name}. A name is the first word of a header, whole.`;
+      at("look-text").textContent = /^\d+$/.test(name) ? `No record has the number or name ${name}; numbers go from 0 to ${count(overview.reads - 1)}.` : `No record is named ${name}. The name is the complete first word of the header.`;
     } else {
       await openRecord(found.numbers[0]);
-      if (found.found > 1) at("look-text").textContent = `${count(found.found)} records are called so; this is the first.`;
+      if (found.found > 1) at("look-text").textContent = `${count(found.found)} records have this name; this is the first.`;
     }
-  } catch (error) { if (turn === asked) at("look-text").textContent = error.message; }
+  } catch (error) { if (turn === latest) at("look-text").textContent = error.message; }
 }
 
 // --- classes ---
@@ -184,7 +184,7 @@ function chooseColumn() {
   columns = overview.columns.filter((column) => column.is_indexed).map((column) => column.name);
   at("column").hidden = at("search").hidden = !columns.length;
   if (!columns.length) {
-    at("classes-text").textContent = "The index has no columns. They are named groups of a pattern for headers: millstream index READS --header-regex '^(?P<class_id>\\d+)'";
+    at("classes-text").textContent = "The index has no columns. Columns come from named groups of a header pattern: millstream index READS --header-regex '^(?P<class_id>\\d+)'";
     return;
   }
   at("column").replaceChildren(...columns.map((name) => make("option", { value: name }, name)));
@@ -196,7 +196,7 @@ let classTurn = 0;
 async function showClasses() {
   const turn = ++classTurn, column = at("column").value;
   try {
-    const found = await ask("classes", { column, search: at("search").value.trim(), first: classFirst, count: CLASSES });
+    const found = await query("classes", { column, search: at("search").value.trim(), first: classFirst, count: CLASSES });
     if (turn !== classTurn) return;
     const whole = found.counted === found.total;
     const without = found.without ? `, ${count(found.without)} reads without one` : "";
@@ -211,7 +211,7 @@ async function showClasses() {
     at("class-right").disabled = classFirst + CLASSES >= found.found;
     at("class-place").textContent = found.rows.length ? `${count(classFirst + 1)} to ${count(classFirst + found.rows.length)} of ${count(found.found)}` : "";
     if (!whole) setTimeout(() => { if (turn === classTurn) showClasses(); }, 500);
-  } catch (error) { if (turn === classTurn) complain(at("class-rows"), error); }
+  } catch (error) { if (turn === classTurn) showError(at("class-rows"), error); }
 }
 
 const fromTop = () => { classFirst = 0; showClasses(); };
@@ -227,11 +227,11 @@ async function showList(first) {
   const turn = ++listTurn;
   listFirst = Math.max(0, Math.min(first, overview.reads - 1));
   try {
-    const found = await ask("list", { first: listFirst, count: PAGE });
+    const found = await query("list", { first: listFirst, count: PAGE });
     if (turn !== listTurn) return;
     at("rows").replaceChildren(...found.rows.map((row) => make("tr", { "data-number": row.number, "aria-current": record?.number === row.number },
       make("td", { class: "number" }, make("button", { type: "button", "aria-label": `Show record ${row.number}`, onclick: () => { openRecord(row.number); at("record").scrollIntoView({ block: "nearest" }); } }, count(row.number))),
-      make("td", { class: "name-cell", title: row.name }, row.name), make("td", { class: "number" }, count(row.length)), make("td", { class: "mono" }, row.letters + (row.length > row.letters.length ? "…" : "")))));
+      make("td", { class: "name-cell", title: row.name }, row.name), make("td", { class: "number" }, count(row.length)), make("td", { class: "mono" }, row.bases + (row.length > row.bases.length ? "…" : "")))));
     at("first").value = listFirst;
     at("list-left").disabled = listFirst === 0;
     at("list-right").disabled = listFirst + PAGE >= overview.reads;
@@ -266,13 +266,13 @@ function percent(share) {
   return share === null || share === undefined ? "–" : `${(100 * share).toPrecision(100 * share < 1 ? 2 : 3)} %`;
 }
 
-// Last, when all above is there.
+// Last, when everything above is defined.
 await startPage("reads");
 try {
-  overview = await ask("overview");
+  overview = await query("overview");
   showOverview();
 } catch (error) {
-  complain(at("files"), error);
+  showError(at("files"), error);
   throw error;
 }
 showLengths();

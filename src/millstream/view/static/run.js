@@ -1,26 +1,26 @@
-// A run while it trains: asks once a second for what is new, as long as the page is looked at.
-import { ask, bytes, colour, complain, count, lineChart, make, short, showTiles, startPage, widthOf } from "./common.js";
+// A run while it trains: polls once per second for changes while the page is visible.
+import { query, bytes, colour, showError, count, lineChart, make, short, showTiles, startPage, widthOf } from "./common.js";
 
-const EVERY_MS = 1000, QUIET_MS = 3000; // while it trains, and else
-const TITLES = { val_auroc: "AUROC on validation", val_macro_f1: "macro F1 on validation", val_accuracy: "accuracy on validation", loss: "loss", lr: "learning rate", records_per_s: "records/s", waiting: "share of time waiting for data", memory: "memory, bytes", step: "steps" };
+const EVERY_MS = 1000, QUIET_MS = 3000; // while training, and otherwise
+const TITLES = { val_auroc: "AUROC on validation", val_macro_f1: "macro F1 on validation", val_accuracy: "accuracy on validation", loss: "loss", lr: "learning rate", records_per_s: "records/s", waiting: "fraction of time waiting for data", memory: "memory, bytes", step: "steps" };
 const STROKES = ["solid", "dashed", "dotted", "dash and dot"];
 const at = (id) => document.getElementById(id);
 const jobName = (entry) => `${entry.model}\n${entry.seed}`;
 
 let generation = 0, since = 0, epochs = null, reportVersion = null, timer = null, sentence = "", shownRows = "", shownTiles = "";
-let curves = new Map(), fits = new Map(), memory = null, told = null;
+let curves = new Map(), fits = new Map(), memory = null, run = null;
 const hidden = new Set();
 
 await startPage("run");
-ask("settings").then(showSettings, (error) => complain(at("settings"), error));
+query("settings").then(showSettings, (error) => showError(at("settings"), error));
 at("second").addEventListener("change", drawCurves);
 at("make").addEventListener("click", async () => {
-  try { showReport(await ask("make-report")); } catch (error) { at("report-text").textContent = error.message; }
+  try { showReport(await query("make-report")); } catch (error) { at("report-text").textContent = error.message; }
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) follow(); });
 let drawn = innerWidth;
 addEventListener("resize", () => {
-  if (innerWidth === drawn || !told) return;
+  if (innerWidth === drawn || !run) return;
   drawn = innerWidth;
   drawCurves();
   drawMemory();
@@ -30,14 +30,14 @@ follow();
 async function follow() {
   clearTimeout(timer);
   try {
-    const news = await ask("state", { generation, since });
-    at("trouble").replaceChildren();
+    const news = await query("state", { generation, since });
+    at("problem").replaceChildren();
     take(news);
   } catch (error) {
-    complain(at("trouble"), new Error(`${error.message}. Is millstream view still running?`));
+    showError(at("problem"), new Error(`${error.message}. Is millstream view still running?`));
   }
   clearTimeout(timer);
-  if (!document.hidden) timer = setTimeout(follow, told?.state === "training" ? EVERY_MS : QUIET_MS);
+  if (!document.hidden) timer = setTimeout(follow, run?.state === "training" ? EVERY_MS : QUIET_MS);
 }
 
 function take(news) {
@@ -47,34 +47,34 @@ function take(news) {
   fits = new Map(news.fits.map((fit) => [jobName(fit), fit]));
   generation = news.generation;
   since = news.lines;
-  // What a finished run has to say is in its report; moving a frame later would load it again.
-  if (told === null && news.state !== "training" && news.report.version !== null) at("status").after(at("report"));
-  told = news;
+  // The report of a finished run comes first; moving the frame later would reload it.
+  if (run === null && news.state !== "training" && news.report.version !== null) at("status").after(at("report"));
+  run = news;
   if (news.memory) memory = news.memory;
   showState();
   if (drew) { chooseModels(); drawCurves(); }
   const rows = JSON.stringify([news.fits, news.missing, news.at_work]);
-  if (drew || rows !== shownRows) showModels(); // what stays can be selected and copied
+  if (drew || rows !== shownRows) showModels(); // unchanged rows stay, so that text in them can be selected
   shownRows = rows;
   if (news.memory) drawMemory();
   showReport(news.report);
 }
 
 function showState() {
-  at("status").dataset.state = told.state;
-  at("state").textContent = { waiting: "Not begun", training: "Training", finished: "Finished", stopped: "Stopped", quiet: "Not training" }[told.state];
-  const job = told.at_work;
+  at("status").dataset.state = run.state;
+  at("state").textContent = { waiting: "Not started", training: "Training", finished: "Finished", stopped: "Stopped", quiet: "Not training" }[run.state];
+  const job = run.at_work;
   const place = job && job.epoch !== null ? `, epoch ${job.epoch + 1}${epochs ? ` of at most ${epochs}` : ""}` : "";
-  at("at-work").textContent = job ? `${job.model}, seed ${job.seed}${place}` : told.state === "training" ? "a model that has said nothing yet" : "";
-  const damaged = told.damaged ? ` ${count(told.damaged)} lines of the log cannot be read.` : "";
-  if (sentence !== told.text + damaged) at("text").textContent = sentence = told.text + damaged;
+  at("at-work").textContent = job ? `${job.model}, seed ${job.seed}${place}` : run.state === "training" ? "a model that has logged nothing yet" : "";
+  const damaged = run.damaged ? ` ${count(run.damaged)} log lines are damaged.` : "";
+  if (sentence !== run.text + damaged) at("text").textContent = sentence = run.text + damaged;
   const best = [...curves.values()].filter((curve) => curve.best !== null).sort((a, b) => b.best - a.best)[0];
   const last = memory?.bytes.at(-1);
   const tiles = [
     [count(fits.size), fits.size === 1 ? "fit finished" : "fits finished"],
     best && [short(best.best, 4), `best ${title(best.measure)}: ${best.model}`],
-    told.elapsed_s !== null && [duration(told.elapsed_s), "of training"],
-    last && [bytes(last), told.state === "training" ? `memory${memory.budget ? ` of ${bytes(memory.budget)}` : ""}` : "memory at the end"],
+    run.elapsed_s !== null && [duration(run.elapsed_s), "training time"],
+    last && [bytes(last), run.state === "training" ? `memory${memory.budget ? ` of ${bytes(memory.budget)}` : ""}` : "memory at the end"],
   ].filter(Boolean);
   if (JSON.stringify(tiles) === shownTiles) return;
   shownTiles = JSON.stringify(tiles);
@@ -120,15 +120,15 @@ function draw(place, name) {
     colour: colour(order.indexOf(curve.model)), dash: [null, "6 3", "2 3", "8 3 2 3"][curve.seed % 4],
   }));
   const seeds = [...new Set([...curves.values()].map((curve) => curve.seed))].sort((a, b) => a - b);
-  at("seeds").textContent = seeds.length > 1 ? `Lines of a model: ${seeds.map((seed) => `seed ${seed} ${STROKES[seed % 4]}`).join(", ")}.` : "";
+  at("seeds").textContent = seeds.length > 1 ? `Line styles: ${seeds.map((seed) => `seed ${seed} ${STROKES[seed % 4]}`).join(", ")}.` : "";
   const few = lines.every((line) => line.x.length <= 60);
   place.replaceChildren(lineChart({ lines, label: `${title(name)} by epoch: ${lines.map((line) => line.name).join("; ")}`, xLabel: "epoch", width: widthOf(place), height: 220, points: few, whole: true }));
 }
 
 function showModels() {
   const jobs = new Map([...fits, ...curves].map(([key, entry]) => [key, { model: entry.model, seed: entry.seed }]));
-  if (told.at_work) jobs.set(jobName(told.at_work), told.at_work);
-  at("models").hidden = jobs.size === 0 && told.missing.length === 0;
+  if (run.at_work) jobs.set(jobName(run.at_work), run.at_work);
+  at("models").hidden = jobs.size === 0 && run.missing.length === 0;
   const measures = [...curves.values()].map((curve) => curve.measure).filter(Boolean);
   if (measures.length) at("measure").textContent = `best ${title(measures[0])}`;
   const order = models();
@@ -137,18 +137,18 @@ function showModels() {
   rows.sort((a, b) => (b.curve ? 1 : 0) - (a.curve ? 1 : 0) || (order.indexOf(a.model) - order.indexOf(b.model)) || a.model.localeCompare(b.model) || a.seed - b.seed);
   rows.forEach((row, place) => { row.same = place > 0 && rows[place - 1].model === row.model && rows[place - 1].fit; });
   at("rows").replaceChildren(...rows.map((row) => {
-    const working = told.at_work && jobName(told.at_work) === row.key;
+    const working = run.at_work && jobName(run.at_work) === row.key;
     const name = make("th", { scope: "row" }, order.includes(row.model) ? make("i", { "aria-hidden": "true" }) : null, row.model, row.fit?.title && !row.same ? make("span", { class: "about" }, row.fit.title) : null);
     name.style.setProperty("--mark", colour(Math.max(0, order.indexOf(row.model))));
     const columns = row.curve?.columns;
     return make("tr", { class: working ? "at-work" : null }, name, make("td", {}, row.seed),
-      make("td", {}, row.fit ? (row.fit.family === "baseline" ? "baseline, done" : "done") : working ? "at work" : "not finished"),
+      make("td", {}, row.fit ? (row.fit.family === "baseline" ? "baseline, done" : "done") : working ? "training" : "not finished"),
       number(row.curve ? short(row.curve.best, 4) : "–", row.curve && row.curve.best === best), number(row.curve?.best_epoch == null ? "–" : row.curve.best_epoch + 1),
       number(row.curve ? count(row.curve.num_epochs) : "–"), number(columns?.records_per_s ? count(Math.round(mean(columns.records_per_s))) : "–"),
       number(columns?.waiting ? `${(100 * mean(columns.waiting)).toFixed(0)} %` : "–"), number(count(row.fit?.parameters)),
       number(row.fit ? duration(row.fit.fit_s) : "–"), number(row.fit ? duration(row.fit.score_s) : "–"));
   }));
-  at("missing").replaceChildren(...told.missing.map(({ model, why }) => make("li", {}, make("strong", {}, model), ` is left out: ${why}`)));
+  at("missing").replaceChildren(...run.missing.map(({ model, why }) => make("li", {}, make("strong", {}, model), `: left out, ${why}`)));
 }
 
 function drawMemory() {
@@ -160,20 +160,20 @@ function drawMemory() {
   if (memory.budget) lines.push({ name: "budget", x: [x[0], x.at(-1)], y: [memory.budget / unit[0], memory.budget / unit[0]], colour: "var(--line1)", dash: "5 4" });
   const share = memory.budget ? `, ${(100 * peak / memory.budget).toFixed(0)} % of the budget of ${bytes(memory.budget)} (dashed)` : "";
   at("memory-title").textContent = `Memory, ${unit[1]}`;
-  at("memory-text").textContent = `The process and its children at most ${bytes(peak)}${share}.`;
-  at("memory-chart").replaceChildren(lineChart({ lines, label: `Memory over time, at most ${bytes(peak)}${share}`, xLabel: `${long[1]} of training`, width: widthOf(at("memory-chart")), height: 190, yMin: 0 }));
+  at("memory-text").textContent = `Peak of the process and its children: ${bytes(peak)}${share}.`;
+  at("memory-chart").replaceChildren(lineChart({ lines, label: `Memory over time, peak ${bytes(peak)}${share}`, xLabel: `${long[1]} since start`, width: widthOf(at("memory-chart")), height: 190, yMin: 0 }));
 }
 
 function showReport(report) {
   const there = report.version !== null;
   at("alone").hidden = at("frame").hidden = !there;
   at("make").hidden = !report.can_be_made || (there && !report.is_older);
-  at("make").textContent = there ? "Make it again" : "Make the report";
+  at("make").textContent = there ? "Update the report" : "Make the report";
   at("make").disabled = report.is_being_made;
-  const text = report.is_being_made ? "It is being made; this takes some seconds."
+  const text = report.is_being_made ? "Making the report; this takes a few seconds."
     : report.error ? report.error
-    : there && report.is_older ? "Scores have come since it was made."
-    : there ? "" : report.can_be_made ? "There are scores, and no report yet." : "There is none before the first model is finished.";
+    : there && report.is_older ? "There are newer scores than this report."
+    : there ? "" : report.can_be_made ? "Scores are available; no report yet." : "Available when the first model is finished.";
   if (at("report-text").textContent !== text) at("report-text").textContent = text;
   if (there && report.version !== reportVersion) at("frame").src = `files/report?version=${report.version}`;
   reportVersion = report.version;
@@ -183,7 +183,7 @@ function showSettings(found) {
   epochs = found.epochs;
   at("settings").replaceChildren(...Object.entries(found.tables).map(([name, rows]) => make("details", { open: name !== "Environment" }, make("summary", {}, name),
     make("dl", { class: "facts" }, ...rows.flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)])))));
-  if (told) showState();
+  if (run) showState();
 }
 
 function number(text, best = false) {

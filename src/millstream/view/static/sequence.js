@@ -1,10 +1,10 @@
-// The letters of a read in lines, with its tokens as coloured pieces and its qualities below. Arrow keys walk the tokens.
+// The sequence of a read in lines, with its tokens coloured and its base qualities below. Arrow keys move between tokens.
 import { count, make, svg } from "./common.js";
 
 const BASES = { A: "A", C: "C", G: "G", T: "T", U: "T" };
-const BEST = 42; // Phred; what is better is drawn as that
+const BEST = 42; // Phred; higher values are drawn as this
 
-export class Letters {
+export class Sequence {
   constructor(box, readout) {
     this.box = box;
     this.readout = readout;
@@ -24,7 +24,7 @@ export class Letters {
 
   draw() {
     if (!this.record) return;
-    const { letters, start, end, tokens } = this.record;
+    const { bases, start, end, tokens } = this.record;
     const each = this.perLine();
     const cuts = tokens ? piecesOf(tokens, start, end) : null;
     this.pieces = [];
@@ -34,29 +34,29 @@ export class Letters {
     for (let from = start; from < end; from += each) {
       const to = Math.min(end, from + each);
       const text = make("span", { class: "text" });
-      if (cuts) this.addTokens(text, cuts, from, to); else addBases(text, letters.slice(from - start, to - start));
+      if (cuts) this.addTokens(text, cuts, from, to); else addBases(text, bases.slice(from - start, to - start));
       const row = make("div", { class: "row" }, make("span", { class: "at" }, count(from)), text);
       if (this.record.quality) row.append(grades(this.record.quality.slice(from - start, to - start)));
       rows.push(row);
     }
     this.box.replaceChildren(...rows);
-    this.say();
+    this.showReadout();
   }
 
-  // As many tens of letters as there is room for.
+  // As many tens of bases as fit.
   perLine() {
     const probe = make("span", { class: "text" }, "A".repeat(10));
     this.box.replaceChildren(probe);
-    const letter = probe.getBoundingClientRect().width / 10 || 8;
-    const room = this.box.clientWidth - letter * (String(count(this.record.end)).length + 4);
-    return Math.max(10, Math.min(150, 10 * Math.floor(room / letter / 10)));
+    const sign = probe.getBoundingClientRect().width / 10 || 8;
+    const room = this.box.clientWidth - sign * (String(count(this.record.end)).length + 4);
+    return Math.max(10, Math.min(150, 10 * Math.floor(room / sign / 10)));
   }
 
   addTokens(text, cuts, from, to) {
-    const { letters, start } = this.record;
+    const { bases, start } = this.record;
     for (const { low, high, token } of cuts) {
       if (high <= from || low >= to) continue;
-      const a = Math.max(low, from), b = Math.min(high, to), piece = letters.slice(a - start, b - start);
+      const a = Math.max(low, from), b = Math.min(high, to), piece = bases.slice(a - start, b - start);
       if (token === null) { text.append(piece); continue; }
       const node = make("span", { class: `t${token % 2}`, "data-token": token }, piece);
       this.pieces.push({ node, from: a, to: b });
@@ -79,18 +79,18 @@ export class Letters {
     this.now = next;
     const low = next < 0 ? 0 : tokens.starts[next], high = next < 0 ? 0 : tokens.ends[next];
     for (const { node, from, to } of this.pieces) node.classList.toggle("now", from < high && to > low);
-    this.say();
+    this.showReadout();
   }
 
-  say() {
-    const { tokens, tokens_error: trouble } = this.record;
-    this.readout.classList.toggle("error", Boolean(trouble));
-    this.readout.textContent = trouble ?? (!tokens ? "" : this.now < 0 ? summary(tokens, this.record) : named(tokens, this.now));
+  showReadout() {
+    const { tokens, tokens_error: problem } = this.record;
+    this.readout.classList.toggle("error", Boolean(problem));
+    this.readout.textContent = problem ?? (!tokens ? "" : this.now < 0 ? summary(tokens, this.record) : tokenText(tokens, this.now));
   }
 }
 
-function named(tokens, place) {
-  return `${tokens.texts[place]}: id ${count(tokens.ids[place])}, letters ${count(tokens.starts[place])} to ${count(tokens.ends[place])}`;
+function tokenText(tokens, place) {
+  return `${tokens.texts[place]}: id ${count(tokens.ids[place])}, bases ${count(tokens.starts[place])} to ${count(tokens.ends[place])}`;
 }
 
 function summary(tokens, record) {
@@ -98,13 +98,13 @@ function summary(tokens, record) {
   const around = [...tokens.before, ...tokens.after];
   return [
     `${tokens.name}: ${count(tokens.ids.length)} tokens ${whole ? "in the record" : "here"}, of a vocabulary of ${count(tokens.vocab_size)}${around.length ? `, and ${around.join(", ")} around them` : ""}.`,
-    tokens.cut ? "The record is long: these are the tokens of a read that begins here." : "",
-    tokens.ids.length && tokens.starts.length > 1 && tokens.ends[0] > tokens.starts[1] ? "They overlap: each begins where its colour does." : "",
-    "Point at one, or walk with the arrow keys.",
+    tokens.cut ? "The record is long: these are the tokens of a read starting here." : "",
+    tokens.ids.length && tokens.starts.length > 1 && tokens.ends[0] > tokens.starts[1] ? "They overlap: each starts where its colour starts." : "",
+    "Hover over one, or use the arrow keys.",
   ].filter(Boolean).join(" ");
 }
 
-// The window cut up: each token from its start to the next one's, and what lies between tokens.
+// The window in pieces: each token from its start to the next one's, and what is between tokens.
 function piecesOf(tokens, start, end) {
   const found = [];
   let at = start;
@@ -118,14 +118,14 @@ function piecesOf(tokens, start, end) {
   return found;
 }
 
-function addBases(text, letters) {
-  for (const run of letters.match(/(.)\1*/gs) ?? []) text.append(make("span", { class: BASES[run[0].toUpperCase()] ?? "other" }, run));
+function addBases(text, bases) {
+  for (const run of bases.match(/(.)\1*/gs) ?? []) text.append(make("span", { class: BASES[run[0].toUpperCase()] ?? "other" }, run));
 }
 
 function grades(quality) {
-  const height = (letter) => BEST - Math.min(BEST, Math.max(0, letter.charCodeAt(0) - 33));
+  const height = (sign) => BEST - Math.min(BEST, Math.max(0, sign.charCodeAt(0) - 33));
   let path = `M0 ${BEST}`;
-  [...quality].forEach((letter, place) => { path += `L${place} ${height(letter)}L${place + 1} ${height(letter)}`; });
+  [...quality].forEach((sign, place) => { path += `L${place} ${height(sign)}L${place + 1} ${height(sign)}`; });
   const chart = svg("svg", { viewBox: `0 0 ${quality.length} ${BEST}`, preserveAspectRatio: "none", "aria-hidden": "true" }, svg("path", { d: `${path}L${quality.length} ${BEST}Z` }));
   chart.style.setProperty("width", `${quality.length}ch`);
   return chart;

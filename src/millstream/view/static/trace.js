@@ -1,5 +1,5 @@
-// One trace from inside: what was said and what else might have been, attention, layers, detectors.
-import { ask, complain, count, legend, lineChart, make, short } from "./common.js";
+// One trace: the answer and its alternatives per token, attention, hidden states, detector scores.
+import { query, showError, count, legend, lineChart, make, short } from "./common.js";
 import { drawArcs } from "./arcs.js";
 
 const HEATS = {
@@ -7,7 +7,7 @@ const HEATS = {
   entropy: { title: "entropy", share: (value) => value / 4, ends: ["0", "4 nats or more"] },
   rank: { title: "rank", share: (value) => Math.log1p(value) / Math.log(1000), ends: ["first choice", "1000th"] },
 };
-const kept = { heat: "logprobs", layer: null, head: "mean", k: 4, prompts: false, first: true, nulls: false }; // from trace to trace
+const kept = { heat: "logprobs", layer: null, head: "mean", k: 4, prompts: false, first: true, nulls: false }; // kept between traces
 let current = 0;
 
 export function closeTrace() {
@@ -18,22 +18,22 @@ export function closeTrace() {
 export async function showTrace(place, number, { step }) {
   const mine = ++current, isCurrent = () => mine === current;
   hideHint();
-  layerListeners.length = 0; // those of the trace before
+  layerListeners.length = 0; // of the previous trace
   try {
-    const trace = await ask("trace", { number });
+    const trace = await query("trace", { number });
     if (!isCurrent()) return;
     const chosen = { token: lastToken(trace.tokens), listeners: [] };
     const panels = [tokensPanel(trace, chosen), attentionPanel(trace, chosen, isCurrent)];
     const columns = make("div", { class: "columns" }, evolutionPanel(trace, isCurrent), layersPanel(trace, chosen, isCurrent), scoresPanel(trace), recordPanel(trace));
-    place.replaceChildren(head(trace, step), ...said(trace), ...panels.filter(Boolean), columns);
+    place.replaceChildren(head(trace, step), ...answerBlock(trace), ...panels.filter(Boolean), columns);
   } catch (error) {
-    if (isCurrent()) place.replaceChildren(make("p", {}, make("a", { href: "#" }, "All traces")), complained(error));
+    if (isCurrent()) place.replaceChildren(make("p", {}, make("a", { href: "#" }, "All traces")), errorBox(error));
   }
 }
 
-function complained(error) {
+function errorBox(error) {
   const box = make("div");
-  complain(box, error);
+  showError(box, error);
   return box;
 }
 
@@ -42,11 +42,11 @@ function head(trace, step) {
     make("a", { href: "#" }, "All traces"),
     make("button", { type: "button", onclick: () => step(trace.number, -1) }, "← Previous"),
     make("button", { type: "button", onclick: () => step(trace.number, 1) }, "Next →"),
-    make("span", { class: "soft" }, `record ${count(trace.number)} of ${count(trace.records)}`, trace.id === null ? "" : `, ${trace.id}`, trace.part ? `, ${trace.part} part` : ""),
-    make("span", { class: "soft keys" }, "← → step, Esc goes back"));
+    make("span", { class: "soft" }, `record ${count(trace.number)} of ${count(trace.records)}`, trace.id === null ? "" : `, ${trace.id}`, trace.part ? `, ${trace.part} split` : ""),
+    make("span", { class: "soft keys" }, "← → previous and next, Esc back"));
 }
 
-function said(trace) {
+function answerBlock(trace) {
   const parts = [make("h2", { class: "question" }, make("bdi", {}, trace.question ?? `record ${trace.number}`))];
   const line = make("p", { class: "said" });
   if (trace.scalars.status === "error") line.append(make("span", { class: "error" }, trace.scalars.error ?? "failed"));
@@ -72,7 +72,7 @@ function tokensPanel(trace, chosen) {
   const end = tokens.start + (tokens.answer_len ?? tokens.ids.length);
   tokens.texts.forEach((text, place) => {
     const kind = place < tokens.start ? "prompt" : place < end ? "answer" : "answer after";
-    const button = make("button", { type: "button", class: kind, "data-place": place, "aria-pressed": "false" }, tokens.trouble ? `${text} ` : visible(text));
+    const button = make("button", { type: "button", class: kind, "data-place": place, "aria-pressed": "false" }, tokens.problem ? `${text} ` : visible(text));
     for (const [event, act] of [["mouseenter", hint], ["focus", hint], ["mouseleave", hideHint], ["blur", hideHint]]) button.addEventListener(event, () => act(button, tokens, place));
     button.addEventListener("click", () => choose(place));
     buttons.push(button);
@@ -97,7 +97,7 @@ function tokensPanel(trace, chosen) {
   if (known.length) paint();
   buttons[chosen.token]?.setAttribute("aria-pressed", "true");
   const bar = make("div", { class: "bar" }, make("h2", {}, "Tokens"), known.length ? make("label", {}, "coloured by ", select) : null, scale,
-    tokens.trouble ? make("span", { class: "soft" }, `ids: ${tokens.trouble}`) : null);
+    tokens.problem ? make("span", { class: "soft" }, `ids: ${tokens.problem}`) : null);
   return make("section", { class: "panel" }, bar, box);
 }
 
@@ -105,15 +105,15 @@ function hint(button, tokens, place) {
   const box = document.getElementById("hint"), step = place - tokens.start;
   const facts = [`token ${place}, id ${tokens.ids[place]}`];
   const logprob = tokens.logprobs?.[step] ?? null, entropy = tokens.entropy?.[step] ?? null, rank = tokens.rank?.[step] ?? null;
-  if (logprob !== null) facts.push(`chance ${percent(Math.exp(logprob))}`);
+  if (logprob !== null) facts.push(`probability ${percent(Math.exp(logprob))}`);
   if (entropy !== null) facts.push(`entropy ${short(entropy)}`);
   if (rank !== null) facts.push(rank === 0 ? "first choice" : `choice ${count(rank + 1)}`);
   box.replaceChildren(make("strong", { class: "mono" }, printed(tokens.texts[place])), make("div", { class: "soft" }, facts.join(", ")));
   const others = step >= 0 ? tokens.alternatives[step] : null;
   if (others) box.append(make("table", {}, make("tbody", {}, ...others.map((other) => {
     const meter = make("span", { class: "meter" }, make("i"));
-    meter.style.setProperty("--share", other.chance ?? 0);
-    return make("tr", { class: other.id === tokens.ids[place] ? "chosen" : null }, make("td", { class: "mono" }, printed(other.text)), make("td", {}, percent(other.chance)), make("td", {}, meter));
+    meter.style.setProperty("--share", other.probability ?? 0);
+    return make("tr", { class: other.id === tokens.ids[place] ? "chosen" : null }, make("td", { class: "mono" }, printed(other.text)), make("td", {}, percent(other.probability)), make("td", {}, meter));
   }))));
   box.hidden = false;
   button.setAttribute("aria-describedby", "hint");
@@ -139,15 +139,15 @@ function attentionPanel(trace, chosen, isCurrent) {
   const edges = make("input", { type: "number", id: "k", min: 1, max: 8, value: kept.k });
   const prompts = make("input", { type: "checkbox", id: "prompts", checked: kept.prompts });
   const first = make("input", { type: "checkbox", id: "first", checked: kept.first });
-  let found = null, asked = 0;
+  let found = null, latest = 0;
   const draw = () => { if (found) note.textContent = drawArcs(box, trace.tokens, found, { prompts: kept.prompts, first: kept.first, chosen: chosen.token, choose: (place) => document.querySelector(`.tokens [data-place="${place}"]`)?.click() }); };
   async function load() {
-    const mine = ++asked;
+    const mine = ++latest;
     output.textContent = `layer ${kept.layer + 1} of ${trace.num_layers}`;
     for (const listen of layerListeners) listen(kept.layer + 1);
     try {
-      const answer = await ask("attention", { number: trace.number, layer: kept.layer, head: kept.head, k: kept.k });
-      if (mine !== asked || !isCurrent()) return;
+      const answer = await query("attention", { number: trace.number, layer: kept.layer, head: kept.head, k: kept.k });
+      if (mine !== latest || !isCurrent()) return;
       found = answer;
       if (!found) { box.textContent = "This record has no attention."; return; }
       edges.max = found.most;
@@ -155,9 +155,9 @@ function attentionPanel(trace, chosen, isCurrent) {
       heads.closest("label").hidden = found.num_heads === 0;
       draw();
     } catch (error) {
-      if (mine === asked && isCurrent()) {
-        if (kept.head !== "mean") { kept.head = "mean"; load(); return; } // the record before had other heads
-        complain(box, error);
+      if (mine === latest && isCurrent()) {
+        if (kept.head !== "mean") { kept.head = "mean"; load(); return; } // the previous record had other heads
+        showError(box, error);
       }
     }
   }
@@ -170,7 +170,7 @@ function attentionPanel(trace, chosen, isCurrent) {
   setTimeout(load);
   return make("section", { class: "panel" },
     make("div", { class: "bar" }, make("h2", {}, "Attention"), slider, output, make("label", {}, "head ", heads), make("label", {}, "strongest ", edges),
-      make("label", {}, prompts, "of the prompt too"), make("label", {}, first, "to the first token too")), box, note);
+      make("label", {}, prompts, "show prompt tokens"), make("label", {}, first, "show attention to the first token")), box, note);
 }
 
 const layerListeners = [];
@@ -178,9 +178,9 @@ const layerListeners = [];
 function layersPanel(trace, chosen, isCurrent) {
   const box = make("div"), select = make("select", { id: "position" }), label = make("label", {}, "at ", select);
   const panel = make("section", { class: "panel" }, make("div", { class: "bar" }, make("h2", {}, "Hidden states"), label), box);
-  ask("layers", { number: trace.number }).then((found) => {
+  query("layers", { number: trace.number }).then((found) => {
     if (!isCurrent()) return;
-    if (!found) { label.hidden = true; box.append(make("p", { class: "soft" }, "This record keeps no hidden states (tier=probe or full does).")); return; }
+    if (!found) { label.hidden = true; box.append(make("p", { class: "soft" }, "This record has no hidden states (extract with tier=probe or full).")); return; }
     const names = found.positions?.map((name) => name.replaceAll("_", " ")) ?? trace.tokens.texts.map((text, place) => `${place} ${printed(text)}`);
     const width = found.norm[0].length;
     select.append(...Array.from({ length: width }, (_, place) => make("option", { value: place }, names[place] ?? place)));
@@ -188,9 +188,9 @@ function layersPanel(trace, chosen, isCurrent) {
     let mark = kept.layer === null ? null : kept.layer + 1;
     const draw = () => {
       const place = Number(select.value), x = found.norm.map((_, layer) => layer);
-      const what = found.field === "nodes" ? " (of a projection to 64 numbers)" : "";
+      const what = found.field === "nodes" ? " (of a 64-dimensional projection)" : "";
       const norm = { name: `norm${what}`, x, y: found.norm.map((row) => row[place]) };
-      const cosine = { name: "cosine to the layer before", x, y: found.cosine.map((row) => row[place]), colour: "var(--line2)" };
+      const cosine = { name: "cosine similarity to the previous layer", x, y: found.cosine.map((row) => row[place]), colour: "var(--line2)" };
       box.replaceChildren(legend([norm]), lineChart({ lines: [norm], label: norm.name, height: 140, yMin: 0, mark, points: true, whole: true }),
         legend([cosine]), lineChart({ lines: [cosine], label: cosine.name, xLabel: "layer (0: embedding)", height: 150, mark, points: true, whole: true }));
     };
@@ -198,33 +198,33 @@ function layersPanel(trace, chosen, isCurrent) {
     if (!found.positions) chosen.listeners.push((place) => { select.value = Math.min(place, width - 1); draw(); });
     layerListeners.push((layer) => { mark = layer; draw(); });
     draw();
-  }).catch((error) => complain(box, error));
+  }).catch((error) => showError(box, error));
   return panel;
 }
 
 function evolutionPanel(trace, isCurrent) {
   const box = make("div", {}, make("p", { class: "soft" }, "…"));
-  const nulls = make("input", { type: "checkbox", id: "nulls", checked: kept.nulls }), label = make("label", { hidden: true }, nulls, "nets that see less too");
-  const panel = make("section", { class: "panel", id: "evolution" }, make("div", { class: "bar" }, make("h2", {}, "What detectors say after each layer"), label), box);
-  const load = () => ask("evolution", { number: trace.number }).then((found) => {
+  const nulls = make("input", { type: "checkbox", id: "nulls", checked: kept.nulls }), label = make("label", { hidden: true }, nulls, "show ablated nets");
+  const panel = make("section", { class: "panel", id: "evolution" }, make("div", { class: "bar" }, make("h2", {}, "Detector scores after each layer"), label), box);
+  const load = () => query("evolution", { number: trace.number }).then((found) => {
     if (!isCurrent()) return;
-    if (!found.ready) { box.replaceChildren(make("p", { class: "soft" }, "restoring the detectors …")); setTimeout(load, 500); return; }
+    if (!found.ready) { box.replaceChildren(make("p", { class: "soft" }, "loading the detectors …")); setTimeout(load, 500); return; }
     const names = Object.keys(found.scores);
-    if (!names.length) { box.replaceChildren(make("p", { class: "soft" }, "No detector of a run reads these traces layer by layer. Next: millstream train data=STORE model=lstm,gnn,gvae")); return; }
+    if (!names.length) { box.replaceChildren(make("p", { class: "soft" }, "No detector of the run scores these traces layer by layer. Next: millstream train data=STORE model=lstm,gnn,gvae")); return; }
     const plain = (name) => !name.includes("_");
     label.hidden = names.every(plain);
     let mark = kept.layer === null ? null : kept.layer + 1;
-    const last = Math.max(...names.map((name) => found.scores[name].length)) - 1; // graphs have no embedding before the first layer
+    const last = Math.max(...names.map((name) => found.scores[name].length)) - 1; // graphs have no embedding layer
     const draw = () => {
       const lines = names.filter((name) => kept.nulls || plain(name) || names.every((one) => !plain(one)))
         .map((name) => ({ name: `${name} ${found.scores[name].at(-1).toFixed(3)}`, x: found.scores[name].map((_, at) => last + 1 - found.scores[name].length + at), y: found.scores[name], dash: plain(name) ? null : "4 3" }));
-      box.replaceChildren(legend(lines), lineChart({ lines, label: "Chance of being wrong after each layer", xLabel: "layer (0: embedding)", yMin: 0, yMax: 1, height: 210, mark, points: true, whole: true }));
+      box.replaceChildren(legend(lines), lineChart({ lines, label: "Probability of a wrong answer after each layer", xLabel: "layer (0: embedding)", yMin: 0, yMax: 1, height: 210, mark, points: true, whole: true }));
     };
     nulls.addEventListener("change", () => { kept.nulls = nulls.checked; draw(); });
     layerListeners.push((layer) => { mark = layer; draw(); });
     draw();
-  }).catch((error) => { if (isCurrent()) complain(box, error); });
-  setTimeout(() => { if (isCurrent()) load(); }, 150); // the nets are slow: not for traces that are passed by
+  }).catch((error) => { if (isCurrent()) showError(box, error); });
+  setTimeout(() => { if (isCurrent()) load(); }, 150); // the nets are slow: skip traces that are only passed through
   return panel;
 }
 
@@ -238,8 +238,8 @@ function scoresPanel(trace) {
   const shown = (value) => typeof value === "number" ? short(value) : String(value);
   return make("section", { class: "panel" }, make("h2", {}, "Scores"),
     labels.length ? table(labels.map(([name, value]) => [name, shown(value)])) : make("p", { class: "soft" }, "Not labelled. Next: millstream label STORE"),
-    scores.length ? make("details", { open: true }, make("summary", {}, `${scores.length} detectors, the higher the more likely wrong`), table(scores.map(([name, score]) => [name, shown(score)])))
-      : make("p", { class: "soft" }, "No detector has scored it (only the validation and test parts of a run are)."));
+    scores.length ? make("details", { open: true }, make("summary", {}, `${scores.length} detectors; higher: more likely wrong`), table(scores.map(([name, score]) => [name, shown(score)])))
+      : make("p", { class: "soft" }, "Not scored: detectors score only the validation and test splits of a run."));
 }
 
 function recordPanel(trace) {
@@ -247,6 +247,6 @@ function recordPanel(trace) {
   const scalars = Object.entries(trace.scalars).map(([name, value]) => [name, shown(value)]);
   const shapes = Object.entries(trace.shapes).map(([name, shape]) => [name, shape ? `[${shape.join(", ")}]` : "–"]);
   return make("section", { class: "panel" }, make("h2", {}, "Record"),
-    make("details", {}, make("summary", {}, `${scalars.length} numbers and texts`), table(scalars)),
+    make("details", {}, make("summary", {}, `${scalars.length} scalar fields`), table(scalars)),
     make("details", {}, make("summary", {}, `${shapes.length} tensors`), table(shapes)));
 }

@@ -1,23 +1,23 @@
-// The list of a store's records; the address after # is the number of the one that is open.
-import { ask, bytes, complain, count, make, startPage } from "./common.js";
+// The records of a store; the hash of the address is the number of the open record.
+import { query, bytes, showError, count, make, startPage } from "./common.js";
 import { closeTrace, showTrace } from "./trace.js";
 
 const byId = (id) => document.getElementById(id);
-const wish = { q: "", verdict: "", part: "", detector: "", sort: "number", page: 0 };
-let shown = { rows: [], pages: 1 }, asked = 0, about = null;
+const filter = { q: "", verdict: "", part: "", detector: "", sort: "number", page: 0 };
+let shown = { rows: [], pages: 1 }, latest = 0, about = null;
 
 await startPage("traces");
 try {
   await fill();
 } catch (error) {
-  complain(byId("trouble"), error);
+  showError(byId("problem"), error);
   throw error;
 }
 for (const id of ["verdict", "part", "detector", "sort"]) byId(id).addEventListener("change", () => change(id, byId(id).value));
 byId("q").addEventListener("input", () => change("q", byId("q").value.trim()));
-byId("wishes").addEventListener("submit", (event) => { event.preventDefault(); firstLink()?.focus(); });
-byId("previous").addEventListener("click", () => turn(wish.page - 1));
-byId("next").addEventListener("click", () => turn(wish.page + 1));
+byId("filters").addEventListener("submit", (event) => { event.preventDefault(); firstLink()?.focus(); });
+byId("previous").addEventListener("click", () => turn(filter.page - 1));
+byId("next").addEventListener("click", () => turn(filter.page + 1));
 byId("page").addEventListener("change", () => turn((Number.parseInt(byId("page").value, 10) || 1) - 1));
 byId("records").addEventListener("click", (event) => {
   const row = event.target.closest("tbody tr");
@@ -28,18 +28,18 @@ addEventListener("keydown", press);
 await list();
 route();
 
-// What the store is, and what can be chosen. Labels and scores of large stores come a moment later.
+// Facts about the store, and filter options. Labels and scores of large stores arrive a moment later.
 async function fill() {
-  about = await ask("about");
+  about = await query("about");
   const model = about.config.model ? `, ${about.config.model}` : "";
   const facts = `${about.path}: ${count(about.records)} traces in ${count(about.shards)} shard${about.shards === 1 ? "" : "s"}, ${bytes(about.bytes)}${model}`
     + (about.run ? `; scores of ${about.run}` : "");
-  byId("facts").replaceChildren(facts, ...about.troubles.map((trouble) => make("span", { class: "error" }, trouble)));
-  if (!about.ready) { setTimeout(() => fill().then(list).catch((error) => complain(byId("trouble"), error)), 300); return; }
+  byId("facts").replaceChildren(facts, ...about.problems.map((problem) => make("span", { class: "error" }, problem)));
+  if (!about.ready) { setTimeout(() => fill().then(list).catch((error) => showError(byId("problem"), error)), 300); return; }
   options("verdict", Object.entries(about.verdicts).map(([name, number]) => [name, `${name} (${count(number)})`]));
   options("part", about.parts.map((name) => [name, name]));
   byId("detector").replaceChildren(...about.detectors.map((name) => make("option", { value: name }, name)));
-  wish.detector = about.detectors[0] ?? "";
+  filter.detector = about.detectors[0] ?? "";
   const without = !about.detectors.length;
   for (const id of ["part", "detector"]) byId(id).closest("label").hidden = without;
   for (const option of byId("sort").options) option.disabled = without && option.value !== "number";
@@ -52,43 +52,43 @@ function options(id, pairs) {
 }
 
 function change(name, value) {
-  wish[name] = value;
-  wish.page = 0;
+  filter[name] = value;
+  filter.page = 0;
   list();
 }
 
 function turn(page) {
-  wish.page = Math.max(0, Math.min(page, shown.pages - 1));
+  filter.page = Math.max(0, Math.min(page, shown.pages - 1));
   return list();
 }
 
 async function list() {
-  const mine = ++asked;
+  const mine = ++latest;
   try {
-    const found = await ask("list", wish);
-    if (mine !== asked) return; // an older wish
+    const found = await query("list", filter);
+    if (mine !== latest) return; // superseded by a newer query
     if (!found.ready && !found.rows.length && about.records) {
-      byId("total").textContent = "reading all texts once …";
-      setTimeout(() => { if (mine === asked) list(); }, 300);
+      byId("total").textContent = "reading all texts (first search only) …";
+      setTimeout(() => { if (mine === latest) list(); }, 300);
       return;
     }
-    byId("trouble").replaceChildren();
+    byId("problem").replaceChildren();
     shown = found;
-    wish.page = found.page;
+    filter.page = found.page;
     draw();
   } catch (error) {
-    if (mine === asked) complain(byId("trouble"), error);
+    if (mine === latest) showError(byId("problem"), error);
   }
 }
 
 function draw() {
   byId("records").tBodies[0].replaceChildren(...shown.rows.map(row));
   byId("total").textContent = shown.total === about.records ? `${count(shown.total)} traces` : `${count(shown.total)} of ${count(about.records)} traces`;
-  byId("page").value = wish.page + 1;
+  byId("page").value = filter.page + 1;
   byId("page").max = shown.pages;
   byId("pages").textContent = `of ${count(shown.pages)}`;
-  byId("previous").disabled = wish.page === 0;
-  byId("next").disabled = wish.page >= shown.pages - 1;
+  byId("previous").disabled = filter.page === 0;
+  byId("next").disabled = filter.page >= shown.pages - 1;
 }
 
 function row(record) {
@@ -121,16 +121,16 @@ function route() {
   document.querySelector(`#records a[href="#${shown.open ?? ""}"]`)?.focus();
 }
 
-// The next or the previous one of the list, also over the edge of a page.
+// The next or previous record of the list, across page boundaries.
 async function step(number, by) {
   let at = shown.rows.findIndex((row) => row.number === number);
-  if (at < 0) { // opened by its address
+  if (at < 0) { // opened by address
     if (number + by >= 0 && number + by < about.records) location.hash = number + by;
     return;
   }
   at += by;
   if (at < 0 || at >= shown.rows.length) {
-    const page = wish.page + by;
+    const page = filter.page + by;
     if (page < 0 || page >= shown.pages) return;
     await turn(page);
     at = by > 0 ? 0 : shown.rows.length - 1;
@@ -145,7 +145,7 @@ function press(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "/" && !typing) {
     event.preventDefault();
-    shown.open = null; // the search is where it goes, not the trace that was open
+    shown.open = null; // focus goes to the search, not to the trace that was open
     if (!byId("trace").hidden) location.hash = "";
     setTimeout(() => byId("q").select());
   } else if (event.key === "Escape" && !byId("trace").hidden) {

@@ -1,0 +1,243 @@
+"""The `millstream` command: a thin layer over functions; data goes to stdout, messages to stderr.
+
+The commands here know no kind of record. Each kind has a `commands` module with its own commands, which also inspects
+and verifies what is at a path of that kind.
+"""
+
+import errno
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from millstream.cli.help import MAINTAIN, REPORT, TRAIN, Group, Interrupted, OutputClosed, with_settings
+from millstream.cli.process import PART, close_quietly, report_interrupt
+from millstream.core.config import Setting, list_settings
+from millstream.core.registry import extensions, kind_at, plug, plugs
+from millstream.errors import BadSetting, MillstreamError
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Settings = Annotated[
+    list[str] | None, typer.Argument(help="Settings, or YAML files with settings.", metavar="KEY=VALUE")
+]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+
+_REMEDIES = {
+    errno.ENOSPC: "Free some space and run the same command again",
+    errno.EDQUOT: "Free some space and run the same command again",
+    errno.EACCES: "Choose a path that you can read and write",
+    errno.EPERM: "Choose a path that you can read and write",
+    errno.EROFS: "Choose a writable path",
+}
+
+
+def main() -> None:
+    """Run the command line. Our own errors are one line and exit code 1; wrong usage is exit code 2."""
+    try:
+        code = make_app()(args=sys.argv[1:] or ["--help"], prog_name="millstream", standalone_mode=False)
+        sys.stdout.flush()
+    except MillstreamError as error:
+        _fail(str(error), code=2 if isinstance(error, BadSetting) else 1)
+    except (BrokenPipeError, OutputClosed):
+        close_quietly()
+    except OSError as error:
+        message = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
+        remedy = _REMEDIES.get(error.errno or 0)
+        _fail(f"{message}. {remedy}" if remedy else message)
+    except Interrupted as interrupted:
+        report_interrupt(str(interrupted))
+        sys.exit(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a usage error of typer
+            raise
+        _fail_usage(error)
+    else:
+        sys.exit(code or 0)
+
+
+def make_app() -> typer.Typer:
+    """The app with the commands of every kind of record."""
+    app = typer.Typer(name="millstream", cls=Group, epilog=_EPILOG, pretty_exceptions_enable=False)
+    app.callback()(_about)
+    app.command(rich_help_panel=TRAIN, cls=with_settings(_train_settings))(train)
+    app.command(rich_help_panel=REPORT)(report)
+    app.command(rich_help_panel=REPORT)(view)
+    app.command(rich_help_panel=MAINTAIN)(inspect)
+    app.command(rich_help_panel=MAINTAIN)(verify)
+    for module in (*extensions("commands"), *plugs("commands")):
+        module.add_commands(app)
+    return app
+
+
+def print_json(answer: object) -> None:
+    print(json.dumps(answer, indent=1, default=str, ensure_ascii=False))
+
+
+def finish(done: str, *following: object) -> None:
+    """Print what a command wrote, and the command to run next, ready to paste."""
+    from millstream.core.console import say
+
+    say(done)
+    if following and PART not in os.environ:
+        say(f"Next: {shlex.join(['millstream', *map(str, following)])}")
+
+
+def show_report(run: Path, as_json: bool, out: Path | None = None) -> None:
+    """Print the comparison of a run and write its page."""
+    from millstream.report.run import report_of
+
+    found = report_of(run)
+    if as_json:
+        print_json(found.summary)
+    else:
+        print(found.lines())
+    page = found.write(out or run / "report.html")
+    finish(f"{run}: {found.compared} compared. Open {page}", "view", run)
+
+
+def train(settings: Settings = None, as_json: Json = False) -> None:
+    """Train and compare hallucination detectors or read classifiers.
+
+    Detectors learn from a labelled trace store, data=STORE.
+    Classifiers learn from read files, data.train=FILE.
+    Run the same command again to resume.
+
+    Example: millstream train data=traces model=lstm,gnn,baselines out=runs/first
+    """
+    from dataclasses import asdict
+
+    from millstream.core.config import read_settings
+
+    kinds = plugs("settings")
+    kind = next((one for one in kinds if one.is_training_on(settings or [])), kinds[0])
+    given = read_settings(kind.TRAIN_SETTINGS, settings or [])
+    given.check()
+    from millstream.training.run import train as fit
+
+    run = fit(**asdict(given))
+    if not run.is_first:
+        return
+    if run.interrupted:
+        finish(f"{run.path}: interrupted; progress saved; run the same command to resume")
+        raise typer.Exit(130)
+    show_report(run.path, as_json)
+
+
+def report(
+    run: RunFolder,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The page to write.", show_default="report.html in the run folder", metavar="FILE"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the comparison of a run as one HTML page.
+
+    Next to the page: figures/ (SVG, PNG) and tables/ (CSV, LaTeX).
+    """
+    show_report(run, as_json, out)
+
+
+def view(
+    path: Annotated[Path, typer.Argument(help="A trace store, a run folder, or reads.", metavar="STORE|RUN|READS")],
+    port: Annotated[int, typer.Option(help="Port on this machine.", metavar="NUMBER", show_default="any free")] = 0,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Run whose scores to show.", metavar="RUN", show_default="one next to the store"),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder or tokenizer.json; for reads also base or kmer(6).", metavar="NAME"),
+    ] = None,
+) -> None:
+    """Explore traces, reads or a run in the browser.
+
+    A run can be watched while it trains. The page is served on this machine only.
+    """
+    from millstream.core.console import say
+    from millstream.view.open import views_of
+    from millstream.view.server import serve
+
+    serve(views_of(path, run=run, tokenizer=tokenizer, notify=say), port=port, title=path.resolve().name, notify=say)
+
+
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, or reads.", metavar="PATH")
+    ],
+    other: Annotated[Path | None, typer.Argument(help="Another trace store, to compare with.", metavar="OTHER")] = None,
+    examples: Annotated[int, typer.Option(help="Number of example records.", metavar="N")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Show what is in a store or in reads, or compare two stores."""
+    _kind_at(path).inspect(path, other, examples=examples, as_json=as_json)
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A trace store, or indexed or packed reads.", metavar="PATH")],
+    fast: Annotated[bool, typer.Option("--fast", help="Check the structure only, not the checksums.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Verify every checksum, and list what is damaged."""
+    _kind_at(path).verify(path, fast=fast, as_json=as_json)
+
+
+_EPILOG = (
+    "Start with: millstream demo. README.md and docs/ explain how to use your own data. "
+    "For the options and settings of a command: millstream COMMAND --help."
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"millstream {version('millstream')}")
+        raise typer.Exit
+
+
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Train on data far larger than memory: language-model traces and sequencing reads."""
+
+
+def _kind_at(path: Path) -> Any:
+    """The commands module of the kind of record that lies at a path."""
+    return plug(kind_at(path), "commands")
+
+
+def _train_settings() -> Mapping[str, Sequence[Setting]]:
+    """The settings of each kind, including shared ones with another default; then the settings all kinds share."""
+    from millstream.training.settings import LoopSettings
+
+    shared = list_settings(LoopSettings)
+    kinds = {f"Settings for {kind.TRAINS}": list_settings(kind.TRAIN_SETTINGS) for kind in plugs("settings")}
+    own = {title: [one for one in found if one not in shared] for title, found in kinds.items()}
+    return own | {"Settings for every model": [one for one in shared if any(one in found for found in kinds.values())]}
+
+
+def _fail(message: str, code: int = 1) -> None:
+    from millstream.core.console import colorize
+
+    print(f"{colorize('millstream:', '1;31', sys.stderr)} {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _fail_usage(error: Any) -> None:
+    """Report wrong usage in one line that names the help to read."""
+    message = str(error.message if getattr(error, "param", 1) is None else error.format_message()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = "millstream" if context is None else context.command_path
+    where = command.removeprefix("millstream").strip()
+    message = f"{message[:1].lower()}{message[1:]}{'' if message.endswith('?') else '.'}"
+    _fail(f"{f'{where}: ' if where else ''}{message} See: {command} --help", code=2)

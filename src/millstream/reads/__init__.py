@@ -1,0 +1,1 @@
+"""Reads: sequences of FASTA and FASTQ files."""

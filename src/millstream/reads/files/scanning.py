@@ -1,0 +1,239 @@
+"""A read file from front to back, buffer by buffer, with the records found in each; and the file's fingerprint.
+
+FASTA and FASTQ are recognised by content. The fingerprint (size, modification time, checksums) shows whether a file
+has changed.
+"""
+
+import os
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from millstream.core.console import quoted
+from millstream.core.records import Bytes, crc32c
+from millstream.errors import BadSource
+from millstream.reads.files.containers import (
+    MAX_FRAME_BYTES,
+    POINT_BYTES,
+    Damage,
+    Kind,
+    MixedGzip,
+    Stream,
+    open_stream,
+    sniff,
+)
+from millstream.reads.files.inflate import ahead
+from millstream.reads.files.scan import Format, ScanError, Scanned, Scanner
+
+BUFFER_BYTES = 1 << 20  # fits the L2 cache: 16 MB buffers are half as fast
+_EDGE_BYTES = 64 << 10
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanLimits:
+    """How many bytes are read, and decoded, at once."""
+
+    buffer_bytes: int = BUFFER_BYTES
+    frame_bytes: int = MAX_FRAME_BYTES
+    point_bytes: int = POINT_BYTES
+
+
+class Scan(NamedTuple):
+    """One buffer of a file's text, and what was found in it."""
+
+    buffer: Bytes
+    found: Scanned
+
+
+class Scanning:
+    """Scans a file buffer by buffer. `format`, `end` and `damage` are final once it is exhausted."""
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        kind: Kind,
+        *,
+        salvage: bool,
+        points: bool = True,
+        limits: ScanLimits | None = None,
+    ) -> None:
+        limits = limits or ScanLimits()
+        self.path = path
+        self.kind: Kind = kind
+        self.stream: Stream = open_stream(
+            path, kind, fd, points=points, point_bytes=limits.point_bytes, frame_bytes=limits.frame_bytes
+        )
+        self.damage: Damage | None = None
+        self.format: Format = "fasta"
+        self.end = 0  # of the text with records
+        self._salvage = salvage
+        self._buffer_bytes = limits.buffer_bytes
+
+    def __iter__(self) -> Generator[Scan]:
+        """Read and scan in a thread; a buffer stays valid while the next three are filled."""
+        yield from ahead(self._scan(), depth=2)
+
+    def _scan(self) -> Generator[Scan]:
+        ring = [np.empty(self._buffer_bytes, np.uint8) for _ in range(5)]
+        carried, at, turn = 0, 0, 0
+        scanner: Scanner | None = None
+        while True:
+            buffer = ring[turn % len(ring)]
+            count = self.stream.readinto(buffer[carried:])
+            if scanner is None:
+                self.format = _sniff_format(self.path, buffer[:count], self.stream)
+                scanner = Scanner(self.format, self._buffer_bytes)
+            filled = carried + count
+            if count == 0:
+                self.damage = self.stream.damage
+                self._check_damage(scanner)
+            found = self._scanned(scanner, buffer, filled, at, final=count == 0)
+            cut = (self.damage and not self.damage.whole) or scanner.unfinished() is not None
+            if count == 0 and cut:
+                found = _without_last(found, fastq=self.format == "fastq")
+            yield Scan(buffer, _copied(found))
+            if count == 0:
+                self.end = at + filled
+                return
+            left = filled - found.consumed
+            if left == self._buffer_bytes:
+                raise BadSource(
+                    f"{self.path}: the header line at byte {at} of the text is longer than {self._buffer_bytes} bytes"
+                )
+            turn += 1
+            ring[turn % len(ring)][:left] = buffer[found.consumed : filled]
+            carried, at = left, at + found.consumed
+
+    def _scanned(self, scanner: Scanner, buffer: Bytes, filled: int, at: int, *, final: bool) -> Scanned:
+        try:
+            found = scanner.scan(buffer, filled, at=at, final=final)
+        except ScanError as error:
+            raise BadSource(
+                f"{self.path}: {error.why}, at byte {error.at}{self._of_text()}, in record {error.record}"
+            ) from None
+        start = scanner.unfinished() if final else None
+        if start is not None and not self._salvage:
+            raise BadSource(
+                f"{self.path}: ends in the middle of record {scanner.records - 1}, which starts at byte "
+                f"{start}{self._of_text()}. To use the {scanner.records - 1} records before it: "
+                f"millstream index {quoted(self.path)} --salvage"
+            )
+        return found
+
+    def _of_text(self) -> str:
+        return "" if self.kind == "plain" else " of the text"
+
+    def _check_damage(self, scanner: Scanner) -> None:
+        if self.damage is None or self._salvage:
+            return
+        whole = scanner.records - (0 if self.damage.whole else 1)
+        raise BadSource(
+            f"{self.path}: {self.damage.reason}. The {max(whole, 0)} records before it ({self.damage.plain} bytes of "
+            f"text) can be used: millstream index {quoted(self.path)} --salvage"
+        )
+
+
+def looks_like_reads(path: Path) -> bool:
+    """Whether a file starts like FASTA or FASTQ."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    head = np.empty(4096, np.uint8)
+    try:
+        stream = open_stream(path, sniff(path), fd)
+        try:
+            _sniff_format(path, head[: stream.readinto(head)], stream)
+        finally:
+            stream.close()
+    except (BadSource, MixedGzip):
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The state of a file when it was indexed."""
+
+    size: int
+    mtime_ns: int
+    samples_crc32c: int
+    crc32c: int
+
+    @staticmethod
+    def of_json(values: object) -> "Fingerprint":
+        return Fingerprint(**cast(dict[str, int], values))
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    def difference(self, path: Path) -> str | None:
+        """How the file has changed, or None. Reads all of it only if its modification time differs."""
+        stat = os.stat(path)
+        if stat.st_size != self.size:
+            return f"size {self.size} -> {stat.st_size}"
+        if samples_crc32c(path) != self.samples_crc32c:
+            return "same size, different content"
+        if stat.st_mtime_ns != self.mtime_ns and file_crc32c(path) != self.crc32c:
+            return "same size, content partly changed"
+        return None
+
+
+def samples_crc32c(path: Path) -> int:
+    """CRC-32C of both ends of a file and of 16 samples in between."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        crc = crc32c(file.read(_EDGE_BYTES))
+        for index in range(_SAMPLES):
+            file.seek(size * index // _SAMPLES)
+            crc = crc32c(file.read(_SAMPLE_BYTES), crc)
+        file.seek(max(size - _EDGE_BYTES, 0))
+        return crc32c(file.read(_EDGE_BYTES), crc)
+
+
+def file_crc32c(path: Path) -> int:
+    """CRC-32C of a whole file, at disk speed."""
+    crc = 0
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(1 << 20):
+            crc = crc32c(data, crc)
+    return crc
+
+
+def _without_last(found: Scanned, *, fastq: bool) -> Scanned:
+    """Drop the truncated record at the end of damaged text; its header is the only one there."""
+    rows = found.rows if fastq else found.rows[:-1]
+    return found._replace(rows=rows, header_starts=found.header_starts[:0], header_ends=found.header_ends[:0])
+
+
+def _copied(found: Scanned) -> Scanned:
+    """The scanner reuses its arrays."""
+    rows, starts, ends, segments, qualities, consumed = found
+    return Scanned(rows.copy(), starts.copy(), ends.copy(), segments.copy(), qualities.copy(), consumed)
+
+
+def _sniff_format(path: Path, head: Bytes, stream: Stream) -> Format:
+    """FASTA or FASTQ, by the first byte that is not blank and not in a comment."""
+    if not len(head):
+        reason = f": {stream.damage.reason}" if stream.damage else ""
+        raise BadSource(f"{path}: empty{reason}")
+    text = bytes(head[:65536])
+    for line in text.splitlines():
+        line = line.strip()
+        if line[:1] == b">":
+            return "fasta"
+        if line[:1] == b"@":
+            return "fastq"
+        if line[:1] not in (b"", b";"):
+            break
+    lower = text[:512].lstrip().lower()
+    found = f"starts with {text[:20]!r}"
+    if lower.startswith((b"<!doctype", b"<html", b"<?xml")):
+        found = "is a web page (an error page saved under this name?)"
+    elif b"\0" in text or sum(byte >= 127 for byte in text[:512]) > 100:
+        found = "is a binary file"
+    raise BadSource(f"{path}: neither FASTA nor FASTQ; it {found}. FASTA starts with '>', FASTQ with '@'")

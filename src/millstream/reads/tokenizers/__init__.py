@@ -1,0 +1,1 @@
+"""Sequences -> token ids: bases, k-mers, BPE and Hugging Face tokenizers."""

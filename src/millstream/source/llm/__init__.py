@@ -1,1 +1,0 @@
-"""Questions and a causal language model -> traces."""

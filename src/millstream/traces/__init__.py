@@ -1,0 +1,1 @@
+"""Traces: what a causal language model did on one question."""

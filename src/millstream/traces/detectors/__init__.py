@@ -1,0 +1,1 @@
+"""Detectors of hallucinated answers: nets, baselines, and the list of them by name."""

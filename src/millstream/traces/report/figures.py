@@ -1,0 +1,164 @@
+"""The figures of a report on detectors, each drawn once for both the page and files."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from millstream.report.drawing import (
+    DASHES,
+    DOTTED,
+    INK,
+    LINES,
+    Drawing,
+    Look,
+    axes_of,
+    curve_drawing,
+    history_drawings,
+    looks_of,
+    memory_drawing,
+    style,
+)
+from millstream.report.measures import Curve
+from millstream.report.tables import shown
+from millstream.traces.report.findings import BASELINE, TRAINED
+from millstream.traces.report.results import ModelResult, Results
+
+_HISTORY = {
+    "loss": ("Training loss", "loss", "Per epoch; one line per detector and seed."),
+    "val_auroc": ("Validation AUROC", "AUROC", "Per epoch; one line per detector and seed."),
+    "kl": ("KL term", "KL", "Variational models: divergence of the latent code from the prior."),
+    "active_units": ("Active units", "units", "Variational models: latent units that vary with the input."),
+}
+
+
+def draw(results: Results) -> list[Drawing]:
+    """Every figure of the report, in its order."""
+    models = results.models
+    baselines = sorted((m for m in models if m.kind == BASELINE), key=lambda m: m.auroc_val, reverse=True)
+    trained = [model.name for model in models if model.kind == TRAINED]
+    looks = looks_of([m.name for m in models], solid=trained, dashed=[m.name for m in baselines[:3]])
+    with style():
+        return [
+            *_curves(results, looks),
+            *history_drawings(results.history, _HISTORY, looks, what="detector"),
+            _layers(results.probe_layers),
+            _lengths(models, looks),
+            memory_drawing(results.memory, results.budget),
+        ]
+
+
+def _curves(results: Results, looks: Mapping[str, Look]) -> list[Drawing]:
+    def curves(of: Callable[[ModelResult], Curve]) -> dict[str, Curve]:
+        return {model.name: of(model) for model in results.models if len(of(model).x) > 1}
+
+    diagonal = ((0.0, 1.0), (0.0, 1.0))
+    level = ((0.0, 1.0), (results.prevalence, results.prevalence))
+    missing = "no detector has this curve"
+    calibration = curves(lambda m: m.calibration)
+    return [
+        curve_drawing(
+            (
+                "roc",
+                "ROC curves",
+                "Wrong answers detected against right answers flagged. Dotted: chance. Legend: AUROC.",
+            ),
+            ("false positive rate", "true positive rate"),
+            curves(lambda m: m.roc),
+            looks,
+            missing=missing,
+            labels={model.name: f"{model.name} {shown(model.auroc)}" for model in results.models},
+            reference=diagonal,
+            x_range=(0, 1),
+            y_range=(0, 1.02),  # keeps a line at the top fully visible
+        ),
+        curve_drawing(
+            (
+                "pr",
+                "Precision and recall",
+                f"Dotted: chance, the prevalence of {shown(results.prevalence)}. Legend: AUPR.",
+            ),
+            ("recall", "precision"),
+            curves(lambda m: m.pr),
+            looks,
+            missing=missing,
+            labels={model.name: f"{model.name} {shown(model.aupr)}" for model in results.models},
+            reference=level,
+            x_range=(0, 1),
+            y_range=(0, 1.02),
+        ),
+        curve_drawing(
+            (
+                "calibration",
+                "Calibration",
+                "Share of wrong answers against the probability after Platt scaling, in bins. Dotted: perfect.",
+            ),
+            ("probability that the answer is wrong", "share of wrong answers"),
+            # Few and noisy points: grey lines would hide the others.
+            {name: curve for name, curve in calibration.items() if looks[name].named},
+            looks,
+            missing=missing,
+            reference=diagonal,
+            marker=3,
+            x_range=(0, 1),
+            y_range=(0, 1.02),
+        ),
+        curve_drawing(
+            (
+                "risk_coverage",
+                "Risk and coverage",
+                "Share of wrong answers among those kept when the most suspicious are withheld. Dotted: chance.",
+            ),
+            ("coverage: share of answers kept", "risk: share of wrong answers"),
+            curves(lambda m: m.risk_coverage),
+            looks,
+            missing=missing,
+            reference=level,
+            x_range=(0, 1),
+            y_range=(0, None),
+        ),
+    ]
+
+
+def _layers(probe_layers: Mapping[str, Curve]) -> Drawing:
+    styles = [("-", *DASHES)[place % (len(DASHES) + 1)] for place in range(len(probe_layers))]
+    looks = {
+        position: Look(LINES[place % len(LINES)], styles[place], 1.5, True)
+        for place, position in enumerate(probe_layers)
+    }
+    drawing = curve_drawing(
+        ("layers", "AUROC by layer", "Probes, on validation: the layers at which wrong answers can be detected."),
+        ("layer", "AUROC on validation"),
+        probe_layers,
+        looks,
+        missing="no probe was run",
+        marker=3,
+    )
+    if drawing.figure:
+        axes_of(drawing).xaxis.get_major_locator().set_params(integer=True)
+    return drawing
+
+
+def _lengths(models: Sequence[ModelResult], looks: Mapping[str, Look]) -> Drawing:
+    measured = [model for model in models if model.by_length]
+    drawing = curve_drawing(
+        (
+            "length",
+            "AUROC by answer length",
+            "Among answers of similar length; in brackets, the number of questions. Dotted: chance.",
+        ),
+        ("answer length in tokens", "AUROC"),
+        {
+            model.name: Curve(
+                list(range(len(model.by_length))),
+                [float("nan") if auroc is None else auroc for _, _, auroc in model.by_length],
+            )
+            for model in measured
+        },
+        looks,
+        missing="no answer lengths in the store",
+        marker=2.5,
+    )
+    if drawing.figure:
+        axes = axes_of(drawing)
+        axes.axhline(0.5, color=INK, linewidth=0.9, linestyle=DOTTED)
+        ranges = measured[0].by_length
+        axes.set_xticks(range(len(ranges)), [f"{tokens}\n({count})" for tokens, count, _ in ranges])
+    return drawing

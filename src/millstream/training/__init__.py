@@ -1,0 +1,1 @@
+"""One training loop for any task: settings, loop, checkpoints, log and run folder. Knows no kind of record."""

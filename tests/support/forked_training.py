@@ -1,0 +1,69 @@
+"""Training in processes that share their imports, side by side as torchrun starts them, or dying after a given step.
+
+A kill from outside comes too late on some day; a process that kills itself at a step does so at that step.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from support.commands import lean_environment
+
+Job = dict[str, Any]  # settings, environment, dies_at: name of a model and a step
+
+# Has imported what takes seconds, and for every line starts processes that train, waits, and prints their exit codes.
+_PARENT = """
+import gc, json, os, signal, sys, traceback
+import lightning_fabric
+import millstream.reads.study, millstream.traces.study
+from millstream.training.loop import Training
+from millstream.training.run import train
+
+def die_at(model, number):
+    step = Training._step
+    def dying(self, *given):
+        step(self, *given)
+        if (self.job.name, self.at.step) == (model, number):
+            os.kill(os.getpid(), signal.SIGKILL)
+    Training._step = dying
+
+def work(settings, environment, dies_at):
+    try:
+        os.environ.update(environment)
+        die_at(*dies_at)
+        train(**settings)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+gc.freeze()
+for line in sys.stdin:
+    children = [os.fork() or work(**job) for job in json.loads(line)]
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Callable[[list[Job]], list[int]]]:
+    """Runs jobs side by side, each in a process of its own, and gives their exit codes."""
+    environment = {**os.environ, **lean_environment("torchmetrics", "sklearn", "transformers")}
+    command = [sys.executable, "-c", _PARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        jobs_in, codes_out = parent.stdin, parent.stdout
+
+        def work(jobs: list[Job]) -> list[int]:
+            jobs_in.write(json.dumps(jobs) + "\n")
+            jobs_in.flush()
+            return json.loads(codes_out.readline())
+
+        yield work
+        jobs_in.close()
+        assert parent.wait() == 0
