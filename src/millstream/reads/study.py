@@ -270,7 +270,7 @@ class Classification:
 def task_of(settings: ReadSettings, classes: Classes) -> Task:
     mates = 2 if settings.paired else 1
     answer = ReadAnswers({rank.name: rank.of_class for rank in classes.ranks}, mates)
-    judge = macro_f1
+    return Task(len(classes), "macro F1", macro_f1, answer, settings.balance == "weights", mates)
 
 
 def as_built(name: str, settings: ReadSettings, shapes: Mapping[str, Sequence[int]]) -> ReadSettings:
