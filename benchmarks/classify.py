@@ -269,14 +269,14 @@ def epochs(data: Data) -> Result:
     import torch
 
     from millstream.core.console import ignore_message
-    from millstream.core.labelled import LABEL
     from millstream.core.loader import Loader
+    from millstream.core.split import LABEL
     from millstream.features import fields
-    from millstream.reads.classifiers.zoo import ReadRecipe, read_kit
+    from millstream.reads.classifiers import ReadRecipe, read_kit
     from millstream.reads.files.index import IndexSettings
+    from millstream.reads.kind import HEADERS
     from millstream.reads.open import open_reads
-    from millstream.reads.settings import HEADERS
-    from millstream.training.log import Clock
+    from millstream.training.folder import Clock
 
     torch.set_num_threads(1)  # as `millstream train` does on two cores
     kit = read_kit("kmer-linear", ReadRecipe(num_classes=len(data.classes()), memory=LITTLE // 2))

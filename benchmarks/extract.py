@@ -23,9 +23,8 @@ import transformers
 
 from extract_peers import PEERS
 from millstream.errors import MillstreamError
-from millstream.traces.llm.decode import Decoding
 from millstream.traces.llm.fields import TIERS, parse_fields, plan_batches
-from millstream.traces.llm.model import LoadedModel, ModelSettings, describe_model, load_model
+from millstream.traces.llm.model import Decoding, LoadedModel, ModelSettings, describe_model, load_model
 from millstream.traces.llm.questions import Question, make_prompt
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
 from millstream.traces.store.writer import TraceWriter

@@ -83,7 +83,7 @@ def tokens(
 
 def bpe(*, tool: str, path: Path, tokenizer: Path, count: int = NUM_READS, threads: int = 1) -> Result:
     """Tokenising alone, on the same reads as the peer."""
-    from millstream.reads.tokenizers.hf import hf
+    from millstream.reads.tokenizers import hf
 
     reads, _ = _open(path)
     numbers = np.arange(count)

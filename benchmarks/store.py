@@ -247,7 +247,7 @@ def measure_many(folder: Path, num_shards: int) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     import millstream as ms
-    from millstream.core.records import crc32c
+    from millstream.core.collection import crc32c
     from millstream.traces.store.manifest import ShardInfo, read_manifest, shard_name, sidecar_name, write_manifest
     from millstream.traces.store.table import update_ids
 

@@ -38,19 +38,19 @@ import millstream as ms
 from millstream.core.batches import ColumnBatch
 from millstream.core.console import ignore_message, silent
 from millstream.core.features import to_torch
-from millstream.core.labelled import LABEL
+from millstream.core.split import LABEL
 from millstream.features import fields
+from millstream.traces.detectors import DETECTION, DetectorSpec
 from millstream.traces.detectors.gnn import GraphLSTM, scatter
 from millstream.traces.detectors.net import LIMIT, match_width
-from millstream.traces.detectors.zoo import DETECTION, DetectorSpec
 from millstream.traces.graphs import GraphFeature
-from millstream.traces.settings import TrainSettings
+from millstream.traces.kind import TrainSettings
 from millstream.traces.study import open_labelled
-from millstream.training.log import Clock, Log, read_lines
+from millstream.training.folder import Clock, Log, read_lines
 from millstream.training.loop import Job, Training, seed_all, steps_of
 from millstream.training.run import make_fabric
+from millstream.training.study import Workplace
 from millstream.training.task import FitResources
-from millstream.training.trained import Workplace
 from pss import peak_pss, tree_pss
 from train_data import Record, Shape, graph_records, write_store
 

@@ -12,12 +12,12 @@ from typing import Any
 from millstream.core.config import Setting, list_settings
 
 SETTINGS = {
-    "extract": "millstream.traces.settings:ExtractSettings",
-    "label": "millstream.traces.settings:LabelSettings",
-    "featurize": "millstream.traces.settings:FeaturizeSettings",
-    "detectors": "millstream.traces.settings:TrainSettings",
-    "reads": "millstream.reads.settings:ReadSettings",
-    "evaluate": "millstream.traces.settings:EvaluateSettings",
+    "extract": "millstream.traces.kind:ExtractSettings",
+    "label": "millstream.traces.kind:LabelSettings",
+    "featurize": "millstream.traces.kind:FeaturizeSettings",
+    "detectors": "millstream.traces.kind:TrainSettings",
+    "reads": "millstream.reads.kind:ReadSettings",
+    "evaluate": "millstream.traces.kind:EvaluateSettings",
 }
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 import millstream as ms
-from millstream.report.run import report_of
-from millstream.traces.detectors.detector import Scores
+from millstream.report import report_of
+from millstream.traces.detectors.logistic import Scores
 from millstream.training.task import FitResources
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 import millstream as ms
-from millstream.reads.settings import HEADERS
+from millstream.reads.kind import HEADERS
 from millstream.reads.simulate import SimulateSettings, simulate
-from millstream.report.run import report_of
+from millstream.report import report_of
 
 SPECIES = {9001: "Alba_minor", 9002: "Alba_major", 9003: "Brevia_minor", 9004: "Brevia_major"}
 FILES = {"train.fa.gz": ("first", 20_000), "val.fa": ("second", 1000), "test.fa": ("third", 1000)}

@@ -1,6 +1,6 @@
 """What we use of private modules of the standard library and torch is there and does what we rely on.
 
-A failure here, after an upgrade, says what to adapt: `reads/files/header_tree.py`, `classic/unpickle.py` or
+A failure here, after an upgrade, says what to adapt: `reads/files/header_regex.py`, `classic/unpickle.py` or
 `core/torch_data.py`.
 """
 
@@ -10,7 +10,7 @@ import pickle
 import re
 
 from millstream.classic.unpickle import Input, Unpickler
-from millstream.reads.files.header_tree import ALL, DIGITS, Anchor, Either, Group, Other, Repeat, Run, tree_of
+from millstream.reads.files.header_regex import ALL, DIGITS, Anchor, Either, Group, Other, Repeat, Run, tree_of
 
 
 def test_re_still_parses_a_regex_into_the_opcodes_that_header_trees_are_made_of() -> None:

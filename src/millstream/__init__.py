@@ -13,23 +13,21 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from millstream import errors, features
     from millstream.core.collection import Collection
-    from millstream.core.combine import concat, mix
-    from millstream.core.labelled import labelled
     from millstream.core.loader import Loader
     from millstream.core.order import Order
-    from millstream.core.split import Split, split
-    from millstream.core.subset import Subset, subset
+    from millstream.core.split import Split, labelled, split
+    from millstream.core.subset import Subset, concat, mix, subset
     from millstream.core.torch_data import RecordDataset, RecordStream
     from millstream.reads.batch import Read, ReadBatch
     from millstream.reads.classify import classify
     from millstream.reads.mapping import MappingSource
     from millstream.reads.reads import Reads
-    from millstream.traces.evaluate import evaluate
     from millstream.traces.extract import extract
-    from millstream.traces.featurize import featurize
+    from millstream.traces.features import featurize
     from millstream.traces.label import label
     from millstream.traces.store.traces import Traces
     from millstream.traces.store.writer import TraceWriter
+    from millstream.traces.study import evaluate
     from millstream.training.run import train
 
 __version__ = "0.1.0"
@@ -77,13 +75,13 @@ _HOME = {
     "TraceWriter": "millstream.traces.store.writer",
     "Traces": "millstream.traces.store.traces",
     "classify": "millstream.reads.classify",
-    "concat": "millstream.core.combine",
-    "evaluate": "millstream.traces.evaluate",
+    "concat": "millstream.core.subset",
+    "evaluate": "millstream.traces.study",
     "extract": "millstream.traces.extract",
-    "featurize": "millstream.traces.featurize",
+    "featurize": "millstream.traces.features",
     "label": "millstream.traces.label",
-    "labelled": "millstream.core.labelled",
-    "mix": "millstream.core.combine",
+    "labelled": "millstream.core.split",
+    "mix": "millstream.core.subset",
     "split": "millstream.core.split",
     "subset": "millstream.core.subset",
     "train": "millstream.training.run",

@@ -17,13 +17,12 @@ pytest.importorskip("lightning_fabric")
 pytest.importorskip("torch_geometric")
 
 import millstream as ms
-from millstream.classic.baseline import main
-from millstream.classic.baseline_data import METRICS
+from millstream.classic.baseline import METRICS, main
 from millstream.classic.features import SavedGraphFeature
 from millstream.classic.importer import SAVED_GRAPHS
 from millstream.core.batches import ColumnBatch, fetch_batch
 from millstream.traces.convert import convert, expand
-from millstream.traces.detectors.zoo import Recipe, net_features
+from millstream.traces.detectors import Recipe, net_features
 from millstream.traces.graphs import GraphFeature
 from support.old_graphs import Data, old_torch_geometric
 
@@ -128,7 +127,7 @@ def here(tmp_path: Path, old_folder: Path, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.chdir(tmp_path)
     os.symlink(old_folder, "preprocessed_data")
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    for module in ("millstream.traces.report.page", "millstream.report.page"):
+    for module in ("millstream.traces.report", "millstream.report.page"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from millstream.classic.train_streaming import KEYS, LEAST_MEMORY, main
-from millstream.reads.settings import HEADERS, ReadSettings
+from millstream.reads.kind import HEADERS, ReadSettings
 from millstream.reads.simulate import SimulateSettings, simulate
 from support.extras import need
 
@@ -73,7 +73,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what draws a report: that takes seconds."""
-    from millstream.report import run as reported
+    import millstream.report as reported
 
     def report_of(run: Path) -> SimpleNamespace:
         return SimpleNamespace(lines=lambda: f"report of {run}", compared="1 classifier", write=lambda page: page)
@@ -215,7 +215,7 @@ def test_wrong_use_is_one_line(here: Path, capsys, others: dict[str, object], co
 
 def test_a_report_that_cannot_be_drawn_is_one_line_too(here: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.delitem(sys.modules, "millstream.reads.report.page", raising=False)
+    monkeypatch.delitem(sys.modules, "millstream.reads.report", raising=False)
     monkeypatch.delitem(sys.modules, "millstream.report.page", raising=False)
     with pytest.raises(SystemExit) as ended:
         main(flags())

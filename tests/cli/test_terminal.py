@@ -18,8 +18,8 @@ import typer
 import millstream.core.console as console
 from millstream.cli.app import make_app
 from millstream.core.config import list_settings
-from millstream.reads.settings import ReadSettings
-from millstream.traces.settings import (
+from millstream.reads.kind import ReadSettings
+from millstream.traces.kind import (
     EvaluateSettings,
     ExtractSettings,
     FeaturizeSettings,
@@ -252,7 +252,7 @@ def test_ctrl_c_in_the_middle_leaves_a_sentence_and_no_file(tmp_path: Path):
 
 
 def test_a_demo_whose_command_was_interrupted_is_interrupted_too():
-    from millstream.demo.traces_story import child_decides
+    from millstream.demo.stories import child_decides
 
     before = signal.getsignal(signal.SIGINT)
     for code, expected in ((130, KeyboardInterrupt), (3, SystemExit)):
@@ -262,7 +262,7 @@ def test_a_demo_whose_command_was_interrupted_is_interrupted_too():
 
 
 def test_a_command_within_the_demo_leaves_what_comes_next_to_the_demo(tmp_path: Path):
-    from millstream.demo.traces_story import child_decides
+    from millstream.demo.stories import child_decides
 
     reads = tmp_path / "reads.fa"
     reads.write_text(">a\nACGT\n")

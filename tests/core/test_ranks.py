@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.core.ranks import Layout, Tail, find_ranks
+from millstream.core.order import Layout, Tail, find_ranks
 
 SIZES, BATCHES, WORLDS = st.integers(0, 300), st.integers(1, 40), st.integers(1, 9)
 TAILS = st.sampled_from(["drop", "pad"])

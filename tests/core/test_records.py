@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.core.records import (
+from millstream.core.collection import (
     TORCH_ONLY,
     Kind,
     Tensor,

@@ -13,15 +13,16 @@ import pytest
 from millstream.demo.facts import (
     FACTS_PROMPT,
     TIMES_SEEN,
+    Training,
     World,
     answer_text,
     cached_model,
     draw_facts,
     facts_questions,
+    learn_tokenizer,
     questions_of,
     training_facts,
 )
-from millstream.demo.facts_model import Training, learn_tokenizer
 from millstream.errors import MissingExtra
 from support.extras import need
 

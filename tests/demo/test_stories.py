@@ -28,7 +28,7 @@ def run_to_its_end(command: list[str], *, check: bool) -> None:
 def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from millstream.demo import traces_story as demo
+    from millstream.demo import stories
     from support.tiny_models import make_model
 
     questions = tmp_path / "questions.jsonl"
@@ -43,7 +43,7 @@ def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
     right = {row["question_id"]: row["generated_answer"] for row in said[::3]}  # what it says is so, of every third
     rows = [{**row, "answer": right.get(str(row["id"]), "x")} for row in rows]
     questions.write_text("\n".join(map(json.dumps, rows)))
-    story = demo.Story(
+    story = stories.Story(
         intro="A model that knows a third.",
         model=str(model),
         questions=str(questions),
@@ -53,8 +53,8 @@ def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
     )
     capfd.readouterr()
     theirs = SimpleNamespace(**{**vars(subprocess), "run": run_to_its_end})
-    monkeypatch.setattr(demo, "subprocess", theirs)
-    demo.run(tmp_path / "demo", story)
+    monkeypatch.setattr(stories, "subprocess", theirs)
+    stories.run_traces(tmp_path / "demo", story)
     shown = capfd.readouterr()
     assert "80 traces" in shown.out and "80 different questions, 0 damaged" in shown.out
     assert f"{len(right)} right, {80 - len(right)} wrong" in shown.out and "never " in shown.out
@@ -69,11 +69,11 @@ def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
 def test_the_part_of_reads_trains_classifies_and_ends_in_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from millstream.demo import reads_story as demo_reads
+    from millstream.demo import stories
 
-    monkeypatch.setattr(demo_reads, "subprocess", SimpleNamespace(run=run_to_its_end))
+    monkeypatch.setattr(stories, "subprocess", SimpleNamespace(run=run_to_its_end))
     train = ("model=kmer-linear", "memory=20MB", "epochs=1", "batch_size=64")
-    demo_reads.run(tmp_path / "reads", demo_reads.ReadStory(genome_bases=4000, reads=4000, scored=200, train=train))
+    stories.run_reads(tmp_path / "reads", stories.ReadStory(genome_bases=4000, reads=4000, scored=200, train=train))
     shown = capfd.readouterr()
     assert "12 species in 6 genera, 3 strains of each" in shown.out and "unclassified" in shown.out
     assert "200 reads" in shown.err and "its index was made with other settings" not in shown.err
@@ -87,7 +87,7 @@ def test_the_part_of_reads_trains_classifies_and_ends_in_a_report(
 def test_made_up_strains_are_as_far_from_each_other_as_is_said(tmp_path: Path):
     import numpy as np
 
-    from millstream.demo.reads_story import GENERA, SPECIES, STRAINS, make_genomes
+    from millstream.demo.stories import GENERA, SPECIES, STRAINS, make_genomes
 
     assert make_genomes(tmp_path, 20_000, seed=1) == len(GENERA) * len(SPECIES) * len(STRAINS)
     first, second = (

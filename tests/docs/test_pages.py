@@ -39,7 +39,7 @@ import yaml
 from torch.utils.data import DataLoader
 
 import millstream
-from millstream.reads.settings import HEADERS
+from millstream.reads.kind import HEADERS
 from support.docs_blocks import DOCS, LANGUAGES, ROOT, Block, anchors_of, blocks_of, links_of, pages
 from support.docs_commands import run_block
 from support.docs_world import copy_world
@@ -118,8 +118,8 @@ def _read_settings(block: Block) -> None:
     from millstream.classic.train_streaming import KEYS
     from millstream.core.config import read_settings, setting_pairs
     from millstream.errors import BadSetting
-    from millstream.reads.settings import ReadSettings
-    from millstream.traces.settings import (
+    from millstream.reads.kind import ReadSettings
+    from millstream.traces.kind import (
         EvaluateSettings,
         ExtractSettings,
         FeaturizeSettings,

@@ -17,18 +17,17 @@ import pytest
 import torch
 
 import millstream as ms
+from millstream.core.files import PartialOutput
 from millstream.core.loader import Loader
-from millstream.core.resumable import PartialOutput
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreExists
 from millstream.features import fields
 from millstream.reads import classify as classify_module
-from millstream.reads.classifiers.net import ReadAnswers, ReadNet, probabilities
+from millstream.reads.classifiers.nets import ReadAnswers, ReadNet, probabilities
 from millstream.reads.classify import classify, find_finished
+from millstream.reads.kind import HEADERS
 from millstream.reads.kraken import Assignments
-from millstream.reads.mapping import load_mapping
-from millstream.reads.settings import HEADERS
+from millstream.reads.mapping import load_classes, load_mapping
 from millstream.reads.simulate import SimulateSettings, simulate
-from millstream.reads.taxonomy import load_classes
 from support.commands import run_here
 from support.effort import PATIENCE_S
 

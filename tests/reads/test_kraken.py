@@ -9,8 +9,7 @@ import pytest
 
 from millstream.errors import BadSource
 from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report
-from millstream.reads.mapping import load_mapping
-from millstream.reads.taxonomy import load_classes
+from millstream.reads.mapping import load_classes, load_mapping
 
 COLUMNS = {
     "class_id": [0, 1, 2, 3],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millstream.errors import BadSetting, BadSource, StoreExists
-from millstream.reads.settings import ABUNDANCES, SimulateSettings
+from millstream.reads.kind import ABUNDANCES, SimulateSettings
 from millstream.reads.simulate import CHUNK, ROOM, Simulated, simulate
 from support.commands import run_here
 

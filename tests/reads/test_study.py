@@ -17,7 +17,7 @@ from sklearn.metrics import f1_score
 
 import millstream as ms
 from millstream.errors import BadSetting, BadSource, ConfigMismatch
-from millstream.reads.settings import HEADERS
+from millstream.reads.kind import HEADERS
 from millstream.reads.simulate import SimulateSettings, simulate
 from millstream.reads.study import Classification
 from millstream.training.run import study_of

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from millstream.errors import BadSource
-from millstream.reads.mapping import load_mapping
-from millstream.reads.taxonomy import Classes, Taxon, classes_from_card, load_classes
+from millstream.reads.mapping import Classes, Taxon, classes_from_card, load_classes, load_mapping
 
 NODES = [  # tax id, parent, rank, name
     (1, 1, "no rank", "root"),

@@ -10,8 +10,18 @@ from numpy.typing import NDArray
 from sklearn import linear_model, metrics
 
 from millstream.report import measures
-from millstream.report.intervals import Interval, Measure, Resampled, bootstrap, compare, draw, holm, p_value, verdict
-from millstream.report.measures import aurocs
+from millstream.report.measures import (
+    Interval,
+    Measure,
+    Resampled,
+    aurocs,
+    bootstrap,
+    compare,
+    draw,
+    holm,
+    p_value,
+    verdict,
+)
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int8]

@@ -13,8 +13,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from millstream.report.drawing import INK, LINES, PALETTE, Look, curve_drawing, drawing_files, style
-from millstream.report.intervals import Interval
-from millstream.report.measures import Curve
+from millstream.report.measures import Curve, Interval
 from millstream.report.page import (
     Block,
     CardsBlock,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from millstream.report.intervals import Difference, Interval
+from millstream.report.measures import Difference, Interval
 from millstream.report.tables import Column, Table, card_table, difference_table, grouped, shown
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millstream.traces.view.page import traces_view
-from millstream.view.view import Query, plain
+from millstream.traces.view import view_of
+from millstream.view import Query, plain
 
 Ask = Callable[..., Any]
 
 
 def asking(path: Path, **options: Any) -> Ask:
     """ask("list", q="fox"), asked again until all is known, as a page does."""
-    view = traces_view(path, **options)
+    view = view_of(path, **options)
 
     def ask(name: str, **values: object) -> Any:
         while True:

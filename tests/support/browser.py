@@ -16,7 +16,7 @@ import pytest
 from support.effort import PATIENCE_S
 
 if TYPE_CHECKING:
-    from millstream.view.view import View
+    from millstream.view import View
 
 TOKEN = "token-of-the-tests"
 QUIET = (  # a browser of its own accord asks its maker for news

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millstream.report.intervals import Difference, Interval
-from millstream.report.measures import Curve
+from millstream.report.measures import Curve, Difference, Interval
 from millstream.traces.report.results import Mistake, ModelResult, Results
 
 HOSTILE = (

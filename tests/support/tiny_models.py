@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from millstream.traces.llm.decode import Decoding
 from millstream.traces.llm.fields import parse_fields
-from millstream.traces.llm.model import LoadedModel, ModelSettings, describe_model, load_model
+from millstream.traces.llm.model import Decoding, LoadedModel, ModelSettings, describe_model, load_model
 from millstream.traces.llm.questions import Prompt, Question
 from millstream.traces.llm.tracer import Record, Tracer
 from support.slow_reference import Seen, generate_beams, generate_greedily, look

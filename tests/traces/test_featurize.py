@@ -16,7 +16,7 @@ import millstream as ms
 from millstream.core.batches import fetch_batch
 from millstream.core.features import Feature
 from millstream.errors import BadSetting, ConfigMismatch, SchemaMismatch
-from millstream.traces.featurize import featurize
+from millstream.traces.features import featurize
 from support.commands import run_here
 
 COUNT, FAILED = 40, (3, 17, 39)
@@ -151,7 +151,7 @@ def test_run_again_it_does_nothing(store: Path, tmp_path: Path):
 
 
 def test_it_tells_how_far_it_has_come(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("millstream.traces.featurize._CHUNK_RECORDS", 15)
+    monkeypatch.setattr("millstream.traces.features._CHUNK_RECORDS", 15)
     told: list[int] = []
     featurize(store, tmp_path / "out", progress=lambda done, note="": told.append(done))
     assert told == [0, 15, 30, 40]
@@ -160,7 +160,7 @@ def test_it_tells_how_far_it_has_come(store: Path, tmp_path: Path, monkeypatch: 
 def test_killed_amid_its_work_it_goes_on_to_the_same_store(store: Path, tmp_path: Path):
     code = (
         "import os, signal, sys\n"
-        "from millstream.traces.featurize import featurize\n"
+        "from millstream.traces.features import featurize\n"
         "from millstream.traces.store.shard import ShardWriter\n"
         "append, count = ShardWriter.append, 0\n"
         "def dying(self, record):\n"

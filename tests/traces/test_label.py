@@ -15,8 +15,8 @@ import pytest
 
 import millstream as ms
 from millstream.traces import label as label_file
+from millstream.traces.kind import LabelSettings
 from millstream.traces.label import label, parse_rule, rule_of, score_chunk
-from millstream.traces.settings import LabelSettings
 from support.commands import run_here
 
 PARIS = ["Paris", "City of Light"]

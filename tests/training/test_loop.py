@@ -18,11 +18,10 @@ from torch import Tensor, nn
 import millstream as ms
 from millstream.errors import BadSetting, BadSource, StoreFull
 from millstream.features import fields
+from millstream.traces.detectors import DETECTION
 from millstream.traces.detectors.net import DetectorNet
-from millstream.traces.detectors.zoo import DETECTION
-from millstream.traces.settings import TrainSettings
-from millstream.training.folder import load, pack_optimizer, save, unpack_optimizer
-from millstream.training.log import Log, read_lines, tree_bytes
+from millstream.traces.kind import TrainSettings
+from millstream.training.folder import Log, load, pack_optimizer, read_lines, save, tree_bytes, unpack_optimizer
 from millstream.training.loop import learning_share, predict
 from millstream.training.run import make_fabric
 from support.making_traces import labelled, make_traces

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import millstream as ms
-from millstream.training.folder import load
-from millstream.training.log import Log, read_lines
+from millstream.training.folder import Log, load, read_lines
 from support.forked_training import Job
 from support.training import SHORT, losses_of, scores_of, weights_of
 

@@ -12,9 +12,9 @@ import yaml
 import millstream as ms
 from millstream.errors import BadSetting, BadSource, BadSplit, ConfigMismatch, MissingLabel, NotFinite
 from millstream.report.measures import auroc
+from millstream.traces.detectors import detector_specs
 from millstream.traces.detectors.baselines import BASELINES
-from millstream.traces.detectors.zoo import detector_specs
-from millstream.traces.settings import TrainSettings
+from millstream.traces.kind import TrainSettings
 from support.commands import run_here
 from support.making_traces import make_traces
 from support.training import SHORT, lines_of, losses_of, scores_of

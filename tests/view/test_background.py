@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from millstream.errors import BadSource
-from millstream.view.background import Later
+from millstream.view import Later
 from support.effort import PATIENCE_S
 
 AT_THE_END = """
@@ -16,7 +16,7 @@ def begin():  # runs after all that was registered later
     late.start()
     time.sleep(0.2)
 atexit.register(begin)
-from millstream.view.background import Later
+from millstream.view import Later
 late = Later(lambda: print("ran"))
 """
 

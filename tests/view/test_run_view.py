@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.errors import BadSource
-from millstream.view.run_log import MOST_POINTS, RunLog
-from millstream.view.run_page import RunReport, run_view
-from millstream.view.view import Query, plain
+from millstream.view import Query, plain
+from millstream.view.run_page import MOST_POINTS, RunLog, RunReport, run_view
 from support.effort import num_examples
 
 Line = dict[str, Any]

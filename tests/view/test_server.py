@@ -23,8 +23,8 @@ from support.extras import need
 need("starlette", "uvicorn")
 
 from millstream.errors import BadSource  # noqa: E402
+from millstream.view import Query, View  # noqa: E402
 from millstream.view.server import HOST, STATIC  # noqa: E402
-from millstream.view.view import Query, View  # noqa: E402
 
 Serve = Callable[[Sequence[View]], str]
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from millstream.classic.importer import SAVED_GRAPHS, shapes_field
-from millstream.core.batches import Batch, ColumnBatch
+from millstream.core.batches import Batch, ColumnBatch, as_floats
+from millstream.core.collection import Array
 from millstream.core.features import Feature
 from millstream.core.memory import empty
-from millstream.core.records import Array
-from millstream.traces.features import as_floats
 from millstream.traces.graphs import Floats, Ints, Wiring, shuffled_sources
 
 if TYPE_CHECKING:

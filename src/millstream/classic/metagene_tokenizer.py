@@ -7,8 +7,8 @@ from typing import Literal, TypedDict, overload
 import numpy as np
 import torch
 
-from millstream.reads.tokenizers.hf import base, hf
-from millstream.reads.tokenizers.tokens import Bases, IdType, Numbers, Pad, Tokenizer, Tokens
+from millstream.reads.tokenizers import base, hf
+from millstream.reads.tokenizers.kmers import Bases, IdType, Numbers, Pad, Tokenizer, Tokens
 
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]
 

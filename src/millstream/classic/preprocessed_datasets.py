@@ -13,14 +13,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from millstream.classic.preprocessed_store import Kind, open_preprocessed
+from millstream.classic.preprocessed import Kind, open_preprocessed
 from millstream.core.batches import ColumnBatch
-from millstream.core.collection import Collection, Numbers
+from millstream.core.collection import Array, Collection, Numbers
 from millstream.core.features import to_torch
-from millstream.core.labelled import LABEL
 from millstream.core.order import Order
-from millstream.core.records import Array
-from millstream.core.split import split
+from millstream.core.split import LABEL, split
 from millstream.errors import BadSource
 from millstream.traces.graphs import GraphFeature
 from millstream.traces.llm.fields import ATTENTION, HIDDEN

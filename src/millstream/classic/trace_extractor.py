@@ -11,7 +11,7 @@ from millstream.core.config import read_settings
 from millstream.core.console import say
 from millstream.errors import BadSetting, MillstreamError
 from millstream.traces.extract import extract
-from millstream.traces.settings import ExtractSettings
+from millstream.traces.kind import ExtractSettings
 from millstream.traces.store.manifest import list_shards, shard_name
 
 BATCH_SIZE = 500

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         run = work(options)
         if run.is_first and not run.interrupted:
-            from millstream.report.run import report_of
+            from millstream.report import report_of
 
             found = report_of(run.path)
             print(found.lines())

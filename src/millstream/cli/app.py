@@ -9,17 +9,83 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from millstream.cli.help import MAINTAIN, REPORT, TRAIN, Group, Interrupted, OutputClosed, with_settings
 from millstream.cli.process import PART, close_quietly, report_interrupt
 from millstream.core.config import Setting, list_settings
 from millstream.core.registry import extensions, kind_at, plug, plugs
 from millstream.errors import BadSetting, MillstreamError
+
+# The groups of commands in `millstream --help`. A kind of record adds its own group, shown after the first.
+START, TRAIN, REPORT, MAINTAIN = "Start here", "Train and apply models", "Report and explore", "Inspect and maintain"
+_LAST = (TRAIN, REPORT, MAINTAIN)
+
+
+class Interrupted(Exception):
+    """Ctrl-C in a command; the argument is its name."""
+
+
+class OutputClosed(Exception):
+    """Whoever reads our output has closed it."""
+
+
+class Group(TyperGroup):
+    """All commands, in the order in which data flows through them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        def place(name: str) -> int:
+            panel = getattr(self.commands[name], "rich_help_panel", None)
+            return 0 if panel == START else 2 + _LAST.index(panel) if panel in _LAST else 1
+
+        return sorted(super().list_commands(ctx), key=place)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # typer would only set the exit code
+            raise Interrupted(ctx.invoked_subcommand) from None
+        except BrokenPipeError:
+            raise OutputClosed from None
+
+
+def with_settings(panels: Callable[[], Mapping[str, Sequence[Setting]]]) -> type[TyperCommand]:
+    """A command class whose help lists these settings, by title, at the end."""
+
+    class Command(TyperCommand):
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            super().format_help(ctx, formatter)
+            _print_panels(panels())
+
+    return Command
+
+
+def _print_panels(panels: Mapping[str, Sequence[Setting]]) -> None:
+    """In the style of typer's own panels."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for title, settings in panels.items():
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="bold cyan", no_wrap=True, overflow="ellipsis", max_width=30)
+        table.add_column()
+        for setting in settings:
+            table.add_row(Text(f"{setting.name}={_shown(setting.default)}"), Text(setting.help))
+        console.print(Panel(table, title=Text(title), title_align="left", border_style="dim"))
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Settings = Annotated[
@@ -89,7 +155,7 @@ def finish(done: str, *following: object) -> None:
 
 def show_report(run: Path, as_json: bool, out: Path | None = None) -> None:
     """Print the comparison of a run and write its page."""
-    from millstream.report.run import report_of
+    from millstream.report import report_of
 
     found = report_of(run)
     if as_json:
@@ -113,7 +179,7 @@ def train(settings: Settings = None, as_json: Json = False) -> None:
 
     from millstream.core.config import read_settings
 
-    kinds = plugs("settings")
+    kinds = plugs("kind")
     kind = next((one for one in kinds if one.is_training_on(settings or [])), kinds[0])
     given = read_settings(kind.TRAIN_SETTINGS, settings or [])
     given.check()
@@ -162,8 +228,7 @@ def view(
     A run can be watched while it trains. The page is served on this machine only.
     """
     from millstream.core.console import say
-    from millstream.view.open import views_of
-    from millstream.view.server import serve
+    from millstream.view.server import serve, views_of
 
     serve(views_of(path, run=run, tokenizer=tokenizer, notify=say), port=port, title=path.resolve().name, notify=say)
 
@@ -218,10 +283,10 @@ def _kind_at(path: Path) -> Any:
 
 def _train_settings() -> Mapping[str, Sequence[Setting]]:
     """The settings of each kind, including shared ones with another default; then the settings all kinds share."""
-    from millstream.training.settings import LoopSettings
+    from millstream.training import LoopSettings
 
     shared = list_settings(LoopSettings)
-    kinds = {f"Settings for {kind.TRAINS}": list_settings(kind.TRAIN_SETTINGS) for kind in plugs("settings")}
+    kinds = {f"Settings for {kind.TRAINS}": list_settings(kind.TRAIN_SETTINGS) for kind in plugs("kind")}
     own = {title: [one for one in found if one not in shared] for title, found in kinds.items()}
     return own | {"Settings for every model": [one for one in shared if any(one in found for found in kinds.values())]}
 

@@ -10,15 +10,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.core.collection import Collection, Numbers
+from millstream.core.collection import Array, Bytes, Collection, Numbers
 from millstream.core.memory import empty
-from millstream.core.records import Array, Bytes
 
 if TYPE_CHECKING:
     import torch
 
 Column: TypeAlias = "Array | torch.Tensor | Sequence[object]"
 """One value per record: an array where all have the same shape, else a list."""
+Floats = NDArray[np.floating]
 
 
 class Batch(Protocol):
@@ -276,3 +276,10 @@ def _kind(value: object) -> str | None:
     if isinstance(value, np.ndarray) or hasattr(value, "__torch_function__"):
         return "array"
     return "number" if isinstance(value, bool | int | float | np.generic) else "other"
+
+
+def as_floats(states: "Array | torch.Tensor") -> Floats:
+    """As a numpy array; float32 for a dtype that numpy lacks."""
+    if hasattr(states, "__torch_function__"):
+        return cast("torch.Tensor", states).float().numpy()
+    return cast(Floats, states)

@@ -14,9 +14,9 @@ KINDS = ("traces", "reads")
 
 # Extensions from outside the kinds: commands, importers of other file formats, built-in data and models.
 EXTENSIONS = {
-    "commands": ("millstream.demo.commands",),
+    "commands": ("millstream.demo",),
     "importers": ("millstream.classic.importer",),
-    "built_ins": ("millstream.demo.built_ins",),
+    "built_ins": ("millstream.demo.facts",),
 }
 
 

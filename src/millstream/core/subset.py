@@ -1,7 +1,9 @@
-"""Some records of a collection, as a collection, and how they are chosen: by a list of numbers, or one bit each."""
+"""Some records of a collection, or several collections as one: subsets, concatenations and weighted mixtures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from math import ceil, floor
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -9,8 +11,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from millstream.core.batches import chunked, join_fetched
 from millstream.core.collection import Collection, Medium, Numbers
 from millstream.core.config import config_hash
+from millstream.core.order import Permutation
+from millstream.core.order import mix as mix_bits
 
 _BLOCK = 256  # numbers per stored count of the marks before them
 _WORDS = _BLOCK // 64
@@ -199,3 +204,208 @@ def _pick(columns: NDArray[Any], ranks: NDArray[np.uint8]) -> tuple[Numbers, NDA
     picked = np.bitwise_count(passed).astype(np.int64)
     at = picked + np.arange(0, columns.size, num_columns)
     return picked, columns.reshape(-1)[at], ranks - ends.reshape(-1)[at] + counts.reshape(-1)[at]
+
+
+MAX_RECORDS = 3 * 10**9  # products of two such numbers fit into 63 bits
+
+
+class Concat(Collection):
+    """Collections concatenated. Made by `ms.concat`."""
+
+    def __init__(self, collections: Sequence[Collection]) -> None:
+        self.collections = list(collections)
+        self._starts = np.cumsum([0, *map(len, self.collections)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, number: int) -> object:
+        ((which, rows, _),) = self._split(np.array([number], np.int64))
+        return self.collections[which][int(rows[0])]
+
+    def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
+        split = self._split(np.asarray(numbers, np.int64))
+        fetched = [self.collections[which].fetch(rows, fields) for which, rows, _ in split]
+        order = np.argsort(np.concatenate([at for _, _, at in split]), kind="stable")
+        return join_fetched(fetched, order, names=self.field_names if fields is None else None)
+
+    @property
+    def field_names(self) -> list[str]:
+        """The fields that all collections have."""
+        names = self.collections[0].field_names
+        return [name for name in names if all(name in one.field_names for one in self.collections)]
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        chunks = [chunk for one in self.collections for chunk in one.column(name).chunks]
+        return chunked(chunks) if chunks else self.collections[0].column(name)
+
+    def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
+        out = np.empty(len(numbers), np.int64)
+        for which, rows, at in self._split(numbers):
+            out[at] = self.collections[which].sizes(rows, fields)
+        return out
+
+    @property
+    def medium(self) -> Medium:
+        media = [one.medium for one in self.collections]
+        num_bytes = sum(medium.num_bytes for medium in media)
+        return Medium(num_bytes, max(m.run_bytes for m in media), all(m.is_random for m in media))
+
+    @property
+    def fingerprint(self) -> str:
+        return config_hash({"parts": [one.fingerprint for one in self.collections]})
+
+    @property
+    def default_key(self) -> str | None:
+        keys = {one.default_key for one in self.collections}
+        return keys.pop() if len(keys) == 1 else None
+
+    @property
+    def lineage(self) -> str:
+        return "+".join(dict.fromkeys(one.lineage for one in self.collections))
+
+    def within(self, memory: int) -> Self:
+        return type(self)([one.within(memory // len(self.collections)) for one in self.collections])
+
+    def in_epoch(self, epoch: int) -> Self:
+        return type(self)([one.in_epoch(epoch) for one in self.collections])
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        for one, rows, ends in self._ranges(first, last):
+            one.will_need(rows, ends)
+
+    def release(self, first: Numbers, last: Numbers) -> None:
+        for one, rows, ends in self._ranges(first, last):
+            one.release(rows, ends)
+
+    def _ranges(self, first: Numbers, last: Numbers) -> Iterator[tuple[Collection, Numbers, Numbers]]:
+        for which, rows, at in self._split(first):
+            yield (
+                self.collections[which],
+                rows,
+                np.minimum(last[at] - self._starts[which], len(self.collections[which]) - 1),
+            )
+
+    def __repr__(self) -> str:
+        return f"Concat({len(self)} records of {len(self.collections)} collections)"
+
+    def _split(self, numbers: Numbers) -> list[tuple[int, Numbers, Numbers]]:
+        """The collection, rows in it and their positions in `numbers`, for every collection that has some."""
+        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
+            raise IndexError(f"record {numbers.min()} to {numbers.max()} of {len(self)}")
+        owner = np.searchsorted(self._starts, numbers, side="right") - 1
+        found = [(which, np.flatnonzero(owner == which)) for which in np.unique(owner).tolist() or [0]]
+        return [(which, numbers[at] - self._starts[which], at) for which, at in found]
+
+
+def concat(collections: Iterable[Collection]) -> Concat:
+    """Several collections of one kind, concatenated.
+
+    >>> both = ms.concat([ms.open("traces/"), ms.open("other_traces/")])
+    """
+    given = list(collections)
+    if not given:
+        raise ValueError("nothing to concatenate: pass at least one collection")
+    return Concat(given)
+
+
+class Mixture(Subset):
+    """Records of several collections in fixed shares, evenly interleaved. Made by `ms.mix`.
+
+    If an epoch takes only some records of a collection, the next epoch takes others; an exhausted collection starts
+    over in another order. `numbers` in its batches refer to the concatenation of the collections.
+    """
+
+    def __init__(self, collection: Concat, chosen: "Drawn") -> None:
+        super().__init__(collection, chosen)
+        self.collections = collection.collections
+        self.counts = list(chosen.counts)
+        """Records of each collection per epoch."""
+
+    def _of(self, collection: Collection, epoch: int | None = None) -> Self:
+        assert isinstance(collection, Concat) and isinstance(self.chosen, Drawn)
+        return type(self)(collection, self.chosen if epoch is None else self.chosen.in_epoch(epoch))
+
+    def __repr__(self) -> str:
+        shares = ", ".join(
+            f"{count} of {len(collection)}" for collection, count in zip(self.collections, self.counts, strict=True)
+        )
+        return f"Mixture({len(self)} records per epoch: {shares})"
+
+
+def mix(weights: Mapping[Collection, float], seed: int = 0, *, repeat: bool = False) -> Mixture:
+    """A mixture of collections in these proportions, as large as possible without repeating a record.
+
+    With `repeat`, an epoch has every record of every collection at least once, and some of them several times.
+
+    >>> both = ms.mix({ms.open("traces/"): 0.7, ms.open("other_traces/"): 0.3}, seed=7)
+    """
+    total = sum(weights.values())
+    if not weights or min(weights.values()) <= 0:
+        raise ValueError("a mixture needs collections, all with weights above 0")
+    for collection in weights:
+        if not len(collection):
+            raise ValueError(f"{collection!r} has no records to mix")
+    needs = [len(collection) * total / weight for collection, weight in weights.items()]
+    records = max(needs) if repeat else min(needs)
+    if records > MAX_RECORDS:
+        raise ValueError(f"a mixture of {records:.0f} records: must be at most {MAX_RECORDS}")
+    lengths = tuple(map(len, weights))
+    return Mixture(
+        Concat(list(weights)), Drawn(lengths, _counts(lengths, list(weights.values()), records, repeat), seed)
+    )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Numbers of a concatenation: `counts[i]` of its `lengths[i]` records of collection i, evenly interleaved."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    seed: int
+    epoch: int = 0
+    keeps_neighbours = False
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def take(self, positions: Numbers) -> Numbers:
+        out = np.empty(len(positions), np.int64)
+        at, left = np.arange(len(positions)), positions
+        total, start = len(self), 0
+        for which, count in enumerate(self.counts):
+            # Of the first m records of this and later collections, m * count // total belong to this one.
+            before, after = (places * count // max(total, 1) for places in (left, left + 1))
+            mine = after > before
+            out[at[mine]] = start + self._rows(which, before[mine])
+            at, left = at[~mine], (left - before)[~mine]
+            total, start = total - count, start + self.lengths[which]
+        return out
+
+    def digest(self) -> str:
+        return config_hash({"lengths": self.lengths, "counts": self.counts, "seed": self.seed})
+
+    def in_epoch(self, epoch: int) -> "Drawn":
+        return replace(self, epoch=epoch)
+
+    def _rows(self, which: int, places: Numbers) -> Numbers:
+        """Records of one collection: a permutation spans several epochs, or an epoch several permutations."""
+        length, count = self.lengths[which], self.counts[which]
+        if count <= length:
+            cycle, turn = divmod(self.epoch, length // count if count else 1)
+            return Permutation(length, mix_bits(self.seed, which, cycle))(turn * count + places)
+        rounds = places // length
+        out = np.empty_like(places)
+        for number in np.unique(rounds).tolist():
+            at = rounds == number
+            cycle = self.epoch * ceil(count / length) + number
+            out[at] = Permutation(length, mix_bits(self.seed, which, cycle))(places[at] - number * length)
+        return out
+
+
+def _counts(lengths: Sequence[int], weights: Sequence[float], records: float, repeat: bool) -> tuple[int, ...]:
+    """Records of each collection: by weight, at least all of them with repeating, at most all without."""
+    exact = [records * weight / sum(weights) for weight in weights]
+    if repeat:
+        return tuple(max(ceil(share - 1e-6), length) for share, length in zip(exact, lengths, strict=True))
+    return tuple(min(floor(share + 1e-6), length) for share, length in zip(exact, lengths, strict=True))

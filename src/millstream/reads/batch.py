@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.batches import arrays_of, join_columns, pad_bytes
-from millstream.core.records import Array, Bytes
+from millstream.core.collection import Array, Bytes
 from millstream.reads.files.packed import gather
 
 ColumnValues = NDArray[np.int64] | list[object]

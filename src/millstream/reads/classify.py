@@ -15,24 +15,21 @@ from millstream.core.collection import Collection
 from millstream.core.config import config_hash, parse_bytes, read_settings
 from millstream.core.console import Progress, ignore_message, quoted, say, silent
 from millstream.core.features import Feature
-from millstream.core.files import publish
+from millstream.core.files import TextOutput, check_new, publish
 from millstream.core.loader import Loader
 from millstream.core.memory import Heap
-from millstream.core.resumable import TextOutput, check_new
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.classifiers.net import ReadAnswers
+from millstream.reads.classifiers.nets import ReadAnswers
 from millstream.reads.files.scanning import file_crc32c
+from millstream.reads.kind import ReadSettings
 from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report
+from millstream.reads.mapping import Classes, classes_from_card
 from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, shared_names
-from millstream.reads.settings import ReadSettings
 from millstream.reads.study import ClassifierSpec, as_built, task_of
-from millstream.reads.taxonomy import Classes, classes_from_card
-from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run
-from millstream.training.log import read_lines
-from millstream.training.net import Net
+from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run, read_lines
 from millstream.training.run import ScoringDevice
-from millstream.training.task import FitResources, fitting_batch
-from millstream.training.trained import NetModel, Workplace
+from millstream.training.study import NetModel, Workplace
+from millstream.training.task import FitResources, Net, fitting_batch
 
 HEAD = b"read\tclass\ttax_id\ttaxon\trank\tprobability\n"
 

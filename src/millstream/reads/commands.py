@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.cli.app import Json, RunFolder, finish, print_json
-from millstream.cli.help import TRAIN
+from millstream.cli.app import TRAIN, Json, RunFolder, finish, print_json
 from millstream.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -121,8 +120,8 @@ def simulate(
     from dataclasses import asdict
 
     from millstream.core.console import progress
+    from millstream.reads.kind import SimulateSettings
     from millstream.reads.open import expand
-    from millstream.reads.settings import SimulateSettings
     from millstream.reads.simulate import simulate as sample
 
     settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)

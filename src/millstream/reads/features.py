@@ -12,9 +12,8 @@ from millstream.core.kernels import kernel
 from millstream.core.order import mix, mix_words
 from millstream.errors import BadSource
 from millstream.reads.batch import FlatReads, ReadBatch
-from millstream.reads.tokenizers.hf import tokenizer
-from millstream.reads.tokenizers.kmers import CODES, FOREIGN
-from millstream.reads.tokenizers.tokens import Bases, IdType, Numbers, Pad, Tokenizer, frozen
+from millstream.reads.tokenizers import tokenizer
+from millstream.reads.tokenizers.kmers import CODES, FOREIGN, Bases, IdType, Numbers, Pad, Tokenizer, frozen
 
 LOW = 0xFFFFFFFF
 CERTAIN = 1 << 32  # a draw is below this
@@ -152,7 +151,7 @@ def tokens(
     `max_length` counts tokens. Before tokenization, a read longer than `crop_length` bases is cropped;
     `reverse_complement` (fraction of reads), `mask` (per-base rate of N) and `n` (what happens to an N) are drawn from
     (seed, epoch, record number); a loader's seed is mixed into this one. `spec` may also be your own object that
-    follows `millstream.reads.tokenizers.tokens.Tokenizer`.
+    follows `millstream.reads.tokenizers.kmers.Tokenizer`.
 
     >>> feature = ms.features.tokens("kmer(6)", columns=["label"], max_length=128, reverse_complement=0.5)
     >>> batch = next(iter(ms.Loader(reads, batch_size=4, features=feature)))  # input_ids, attention_mask, label

@@ -1,17 +1,20 @@
-"""Reads as a kind of record: how they are recognised and opened, which models are trained on them."""
+"""Reads as a kind of record: the settings of their commands, how reads are found and opened. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from millstream.core.console import say
-from millstream.reads.open import READ_NAMES, expand, watch_index
+from millstream.core.config import setting_pairs
+from millstream.errors import BadSetting
+from millstream.training import LoopSettings
 
 if TYPE_CHECKING:
     from millstream.reads.mapping import MappingSource
     from millstream.reads.reads import Reads
+
 
 MODELS = "classifiers"  # what a run on reads compares
 MODEL_GROUPS = ()
@@ -26,6 +29,8 @@ def is_at(path: Path) -> bool:
         from millstream.reads.files.scanning import looks_like_reads
 
         return any(file.is_file() and looks_like_reads(file) for file in path.iterdir())
+    from millstream.reads.open import READ_NAMES
+
     return path.exists() or path.name.lower().endswith(READ_NAMES) or any(mark in str(path) for mark in "*?[")
 
 
@@ -42,8 +47,9 @@ def open(
     **_others: object,
 ) -> Reads:
     """`ms.open` for reads; options of other kinds are ignored."""
+    from millstream.core.console import say
     from millstream.reads.files.index import IndexSettings
-    from millstream.reads.open import open_reads
+    from millstream.reads.open import expand, open_reads, watch_index
 
     given = [path] if isinstance(path, str | Path) else path
     paths = [file for place in given for file in expand(place)]
@@ -59,3 +65,109 @@ def open(
 def expand_models(names: Sequence[str]) -> list[str]:
     """Each name once; there are no groups of classifiers."""
     return list(dict.fromkeys(names))
+
+
+HEADERS = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
+ABUNDANCES = ("length", "equal", "lognormal")
+BALANCES = ("weights", "sampling", "none")
+
+
+@dataclass(frozen=True)
+class SimulateSettings:
+    """How reads are sampled from genomes, and their sequencing errors."""
+
+    reads: Annotated[int, "number of reads; a read pair counts as two"] = 100_000
+    length: Annotated[int, "read length, in bases"] = 150
+    error: Annotated[float, "per-base substitution rate"] = 0.01
+    indel: Annotated[float, "per-base insertion and deletion rate"] = 0.0
+    insert: Annotated[int | None, "simulate read pairs, with this mean fragment length"] = None
+    insert_sd: Annotated[float, "standard deviation of the fragment length"] = 30.0
+    abundance: Annotated[str, "length (equal coverage), equal (reads per class), or lognormal"] = "length"
+    seed: Annotated[int, "random seed"] = 0
+
+    def check(self) -> None:
+        """Raise BadSetting before any file is read."""
+        if min(self.reads, self.length) < 1:
+            raise BadSetting(f"reads={self.reads}, length={self.length}: must be at least 1")
+        if not 0 <= self.error < 1 or not 0 <= self.indel <= 0.1:
+            raise BadSetting(
+                f"error={self.error}, indel={self.indel}: rates per base; error must be below 1, indel at most 0.1"
+            )
+        if self.insert is not None and (self.insert < self.length or self.insert_sd < 0):
+            raise BadSetting(f"insert={self.insert}: a fragment must be at least as long as a read, {self.length}")
+        if self.insert is not None and self.reads % 2:
+            raise BadSetting(f"reads={self.reads}: must be even for read pairs")
+        if self.abundance not in ABUNDANCES:
+            raise BadSetting(f"abundance={self.abundance}: must be one of {', '.join(ABUNDANCES)}")
+        if self.seed < 0:
+            raise BadSetting(f"seed={self.seed}: must be at least 0")
+
+    @property
+    def mates(self) -> int:
+        return 1 if self.insert is None else 2
+
+
+@dataclass(frozen=True)
+class ReadData:
+    """Read files, separated by commas; each may be a folder or a pattern."""
+
+    train: Annotated[str, "reads to train on"] = ""
+    val: Annotated[str | None, "validation reads; default: a sample of data.train, which is optimistic"] = None
+    test: Annotated[str | None, "test reads; the report treats each file separately"] = None
+    header_regex: Annotated[str, "named groups become columns; class_id is looked up in the mapping"] = HEADERS
+    index_dir: Annotated[str | None, "folder for indexes; default: beside the files"] = None
+
+
+@dataclass(frozen=True)
+class ReadSettings(LoopSettings):
+    """The same files, mapping and augmentation for all classifiers of a run."""
+
+    data: ReadData = field(default_factory=ReadData)
+    mapping: Annotated[str, "TSV, CSV or Parquet with class_id, and names, tax_id, genus and other ranks"] = ""
+    taxonomy: Annotated[str | None, "folder with nodes.dmp and names.dmp of NCBI, for the ranks above tax_id"] = None
+    model: Annotated[str, "classifiers to train and compare: kmer-linear, cnn, lstm, transformer, hf"] = (
+        "kmer-linear,cnn"
+    )
+    epochs: int = 3
+    batch_size: int = 1024
+    patience: int = 2
+    dropout: float = 0.1
+    weight_decay: float = 0.0
+    balance: Annotated[str, "class balancing: weights (of the loss), sampling, or none"] = "weights"
+    reverse_complement: Annotated[bool, "train on both strands, and average both when scoring"] = True
+    paired: Annotated[bool, "neighbouring reads are mates and get one prediction"] = False
+    val_reads: Annotated[int, "maximum number of validation reads"] = 100_000
+    k: Annotated[str, "kmer-linear: k-mer lengths and subsampling, such as 14/4,16/8"] = "auto"
+    bits: Annotated[int | None, "kmer-linear: 2^bits hash buckets; default: what the memory budget allows"] = None
+    width: Annotated[int, "cnn, lstm, transformer: width"] = 64
+    layers: Annotated[int, "cnn, transformer: number of layers"] = 4
+    tokenizer: Annotated[str, "lstm, transformer: kmer(6), hf(folder), ..."] = "auto"
+    max_length: Annotated[int | None, "maximum number of tokens per read; longer reads are truncated"] = None
+    hf: Annotated[str | None, "hf: name or folder of a transformers model"] = None
+    lora: Annotated[int, "hf: rank of LoRA adapters; 0 freezes the model"] = 0
+
+    def science(self) -> dict[str, object]:
+        """Without the paths of tables: their contents are part of the data."""
+        return {name: value for name, value in super().science().items() if name not in ("mapping", "taxonomy")}
+
+    def check(self) -> None:
+        if not self.data.train:
+            raise BadSetting("data.train= is missing: the reads to train on, as in data.train=train.fa.gz")
+        if not self.mapping:
+            raise BadSetting("mapping= is missing: the table of class ids, as in mapping=species.tsv")
+        if self.balance not in BALANCES:
+            raise BadSetting(f"balance={self.balance}: must be one of {', '.join(BALANCES)}")
+        for name in ("val_reads", "width", "layers", "max_length", "bits"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.lora < 0:
+            raise BadSetting(f"lora={self.lora}: must be a rank, or 0 for no adapters")
+        super().check()
+
+
+TRAIN_SETTINGS, TRAINS = ReadSettings, "read classifiers (data.train=FILE)"
+
+
+def is_training_on(settings: Sequence[str] | Mapping[str, object]) -> bool:
+    """Whether training settings are for this kind of record: `data` has splits of its own."""
+    return any(key.startswith("data.") for key, _ in setting_pairs(settings))

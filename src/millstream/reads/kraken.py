@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millstream.errors import BadSource
-from millstream.reads.classifiers.net import CLASS, PROBABILITY
-from millstream.reads.taxonomy import ROOT, Classes, Taxon, answer_column
+from millstream.reads.classifiers.nets import CLASS, PROBABILITY
+from millstream.reads.mapping import ROOT, Classes, Taxon, answer_column
 
 SPECIES, NO_RANK = "species", "no rank"
 UNCLASSIFIED = Taxon("unclassified", 0)

@@ -15,10 +15,10 @@ from millstream.core.files import publish, publishing_text
 from millstream.core.order import Permutation, mix
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.features import COMPLEMENT, UPPER
+from millstream.reads.kind import SimulateSettings
 from millstream.reads.mapping import load_mapping
 from millstream.reads.open import open_reads
-from millstream.reads.settings import SimulateSettings
-from millstream.reads.tokenizers.tokens import Bases, Numbers
+from millstream.reads.tokenizers.kmers import Bases, Numbers
 
 CHUNK = 1 << 14  # fragments drawn at once; another number gives other reads
 SPECIES = "species"

@@ -9,26 +9,23 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.core.collection import Collection
-from millstream.core.combine import Concat, Drawn, Mixture
 from millstream.core.config import config_hash, parse_bytes, read_settings
 from millstream.core.console import say
 from millstream.core.order import Permutation, mix_words
-from millstream.core.subset import Marked, Subset, subset
+from millstream.core.subset import Concat, Drawn, Marked, Mixture, Subset, subset
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.classifiers.net import CLASS, ReadAnswers
-from millstream.reads.classifiers.zoo import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
+from millstream.reads.classifiers import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
+from millstream.reads.classifiers.nets import CLASS, ReadAnswers
 from millstream.reads.files.index import IndexSettings
-from millstream.reads.mapping import load_mapping
+from millstream.reads.kind import ReadSettings
+from millstream.reads.mapping import Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, open_reads, watch_index
 from millstream.reads.reads import Reads
-from millstream.reads.settings import ReadSettings
-from millstream.reads.taxonomy import Classes, load_classes
 from millstream.report import measures
 from millstream.training.folder import load_shapes
 from millstream.training.loop import LATEST, weights_of
-from millstream.training.study import Built, ModelSpec
+from millstream.training.study import Built, Kit, ModelSpec, NetModel, Workplace
 from millstream.training.task import FitResources, Labels, Outcome, Task, count_labels, label_slices, labels_of
-from millstream.training.trained import Kit, NetModel, Workplace
 
 VAL, TRAIN = "val", "train"
 HELD_OUT = 50  # one in this many pairs of neighbours is for validation, if there is no file for it

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from millstream.errors import MissingExtra
+from millstream.report import write_files
 from millstream.report.drawing import PALETTE, Drawing
-from millstream.report.intervals import Difference, Interval
-from millstream.report.run import write_files
+from millstream.report.measures import Difference, Interval
 from millstream.report.tables import DASH, Cell, Column, Table, card_table, clipped, difference_table, shown
 
 try:

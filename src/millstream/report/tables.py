@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
-from millstream.report.intervals import Difference, Interval
+from millstream.report.measures import Difference, Interval
 
 DASH = "\N{EN DASH}"
 Cell = Interval | float | int | str | None

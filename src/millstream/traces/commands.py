@@ -7,10 +7,19 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from millstream.cli.app import Json, RunFolder, Settings, finish, print_json, show_report
-from millstream.cli.help import MAINTAIN, TRAIN, with_settings
+from millstream.cli.app import (
+    MAINTAIN,
+    TRAIN,
+    Json,
+    RunFolder,
+    Settings,
+    finish,
+    print_json,
+    show_report,
+    with_settings,
+)
 from millstream.core.config import list_settings, read_settings
-from millstream.traces.settings import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
+from millstream.traces.kind import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
 
 PANEL = "Language models: from questions to labelled traces"
 
@@ -198,7 +207,7 @@ def featurize(
 
     from millstream.core.console import format_bytes, progress, within
     from millstream.core.engine import Engine
-    from millstream.traces.featurize import featurize as compute
+    from millstream.traces.features import featurize as compute
     from millstream.traces.store.traces import Traces
 
     given = read_settings(FeaturizeSettings, settings or [])
@@ -248,7 +257,7 @@ def evaluate(run: RunFolder, settings: Settings = None, as_json: Json = False) -
     """
     from dataclasses import asdict
 
-    from millstream.traces.evaluate import evaluate as score
+    from millstream.traces.study import evaluate as score
 
     show_report(score(run, **asdict(read_settings(EvaluateSettings, settings or []))), as_json)
 

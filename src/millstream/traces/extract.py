@@ -17,11 +17,10 @@ from millstream.core.engine import Engine
 from millstream.core.files import publish
 from millstream.core.memory import resident_bytes
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
-from millstream.traces.llm.decode import Decoding
+from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
-from millstream.traces.llm.model import ModelCard, ModelSettings, built_in_prompts, describe_model
+from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, built_in_prompts, describe_model
 from millstream.traces.llm.questions import Prompt, Question, make_prompt, read_questions
-from millstream.traces.settings import ExtractSettings
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.rewrite import drop_records
 from millstream.traces.store.traces import Traces

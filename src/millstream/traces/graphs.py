@@ -7,11 +7,10 @@ from typing import Literal, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.batches import Batch, ColumnBatch
+from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats
+from millstream.core.collection import Array
 from millstream.core.memory import empty
 from millstream.core.order import mix
-from millstream.core.records import Array
-from millstream.traces.features import Floats, as_floats
 
 # B batch, L layers, H heads, T tokens, R rows (tokens with edges), K edges per row, D hidden, N nodes, E edges
 # G = B * L graphs, A = L or L * H attention values of an edge

@@ -1,16 +1,19 @@
-"""Traces as a kind of record: how they are recognised and opened, and which models train on them."""
+"""Traces as a kind of record: the settings of their commands, how stores are opened. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from millstream.core.config import setting_pairs
 from millstream.errors import BadSetting
-from millstream.traces.convert import importers
+from millstream.training import LoopSettings
 
 if TYPE_CHECKING:
     from millstream.traces.store.traces import Traces
+
 
 MODELS = "detectors"  # what a run on traces compares
 MODEL_GROUPS = ("baselines",)  # names that stand for several models
@@ -20,6 +23,8 @@ def is_at(path: Path) -> bool:
     """Whether a path is a trace store, or a file that can be imported into one."""
     if path.is_dir():
         return (path / "manifest.json").exists() or any(path.glob("shard-*.arrow*"))
+    from millstream.traces.convert import importers
+
     return path.is_file() and any(importer.recognises(path) for importer in importers())
 
 
@@ -40,6 +45,117 @@ def open(
 
 def expand_models(names: Sequence[str]) -> list[str]:
     """Each name once, with groups replaced by their models."""
-    from millstream.traces.detectors.zoo import expanded
+    from millstream.traces.detectors import expanded
 
     return expanded(names)
+
+
+@dataclass(frozen=True)
+class ExtractSettings:
+    """Settings of `millstream extract`."""
+
+    model: Annotated[str, "name on the Hugging Face hub, folder, facts or smollm2"] = ""
+    revision: Annotated[str | None, "branch, tag or commit of the model on the hub"] = None
+    tier: Annotated[str, "how much of each trace to keep: stats, graph, probe or full"] = "graph"
+    fields: Annotated[str | None, "fields to keep instead of a tier, such as hidden[8,16,24],edges"] = None
+    dtype: Annotated[str, "number format of the model: float32, float16 or bfloat16"] = "auto"
+    stored: Annotated[str, "number format on disk: float16, bfloat16 or float32"] = "float16"
+    device: Annotated[str, "cpu, cuda, cuda:1, mps, or auto to use what is available"] = "auto"
+    device_map: Annotated[str | None, "auto spreads the model over all GPUs (accelerate)"] = None
+    quantize: Annotated[str | None, "load the model in 8bit or 4bit"] = None
+    max_new_tokens: Annotated[int, "maximum length of an answer"] = 32
+    num_beams: Annotated[int, "beam search; the best beam is the answer"] = 1
+    temperature: Annotated[float, "sampling temperature; 0 is greedy decoding"] = 0.0
+    top_k: Annotated[int | None, "sample from the k most likely tokens"] = None
+    top_p: Annotated[float | None, "nucleus sampling: probability mass of the tokens to sample from"] = None
+    seed: Annotated[int, "sampling seed"] = 0
+    prompt: Annotated[str, "plain, few-shot, chat, a text with {question}, or a .txt file"] = "auto"
+    stop: Annotated[str | None, "strings that end an answer, separated by |"] = None
+    p_true: Annotated[bool, "also compute P(True), with two more forward passes per answer"] = False
+    columns: Annotated[str | None, "column names in the questions file, such as id=qid,question=text"] = None
+    num_samples: Annotated[int | None, "use only the first N questions"] = None
+    shard_records: Annotated[int | None, "maximum number of traces per shard"] = None
+    shard_bytes: Annotated[int | str | None, "approximate size of a shard; default: 512MB"] = None
+    memory: Annotated[int | str, "memory budget of a batch, in addition to the model"] = "2GB"
+
+
+@dataclass(frozen=True)
+class LabelSettings:
+    """Settings of `millstream label`."""
+
+    rule: Annotated[str, "default, em, f1@0.5, rougeL@0.3, or scores with a scores file"] = "default"
+    scores: Annotated[str | None, "CSV or Parquet file with question_id and scores"] = None
+    column: Annotated[str | None, "column of the scores file, if it has several"] = None
+    threshold: Annotated[float | None, "minimum score of a right answer"] = None
+
+
+@dataclass(frozen=True)
+class FeaturizeSettings:
+    """Settings of `millstream featurize`."""
+
+    feature: Annotated[str, "layers, graphs or fields"] = "layers"
+    token: Annotated[
+        str, "layers: position, one of first, last, mean, last_prompt, first_answer, mean_answer or a number"
+    ] = "last"
+    field: Annotated[str, "layers: field of the hidden states"] = "hidden"
+    fields: Annotated[str | None, "fields: names, separated by commas"] = None
+    k: Annotated[int | None, "graphs: edges per token"] = 8
+    threshold: Annotated[float, "graphs: minimum attention of an edge"] = 0.0
+    dtype: Annotated[str, "number format on disk"] = "float16"
+    shard_bytes: Annotated[int | str | None, "approximate size of a shard; default: 512MB"] = None
+    memory: Annotated[int | str, "memory budget of the traces processed at a time"] = "1GB"
+
+
+@dataclass(frozen=True)
+class TrainSettings(LoopSettings):
+    """One split and one recipe for all detectors of a run."""
+
+    model: Annotated[str, "detectors to train and compare, separated by commas; your own: package.module:Class"] = (
+        "lstm,gnn,gvae,baselines"
+    )
+    data: Annotated[str, "labelled trace store"] = ""
+    label: Annotated[str, "verdict (right or wrong), or a column with 0 (right) and 1 (wrong)"] = "verdict"
+    train: Annotated[float, "fraction of questions in the train split"] = 0.7
+    val: Annotated[float, "fraction of questions in the val split; the rest is the test split"] = 0.15
+    by: Annotated[str, "field to group records by; a group is never split"] = "question_id"
+    salt: Annotated[str, "any text; a different salt gives a different split"] = ""
+    seeds: int = 3
+    parameters: Annotated[int, "parameters per model, which sets its width"] = 100_000
+    token: Annotated[str, "position the LSTM reads: last_prompt, first_answer, last_answer or mean_answer"] = (
+        "last_answer"
+    )
+    token_stats: Annotated[bool, "also feed log-probabilities and other token statistics"] = True
+    k: Annotated[int | None, "edges per token; none: all above the threshold"] = 8
+    threshold: Annotated[float, "minimum attention of an edge"] = 0.0
+    kl_weight: Annotated[float, "gvae: weight of the VAE loss"] = 0.1
+    free_bits: Annotated[float, "gvae: free bits per latent dimension"] = 0.05
+
+    def check(self) -> None:
+        if not self.data:
+            raise BadSetting("data= is missing: the trace store to train on, as in data=traces")
+        if min(self.train, self.val) <= 0 or self.train + self.val >= 1:
+            raise BadSetting(
+                f"train={self.train} val={self.val}: both must be above 0, and their sum below 1 to leave a test split"
+            )
+        for name in ("parameters", "k"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")
+        super().check()
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Settings of `millstream evaluate`."""
+
+    data: Annotated[str | None, "another labelled store; default: the test split of the run"] = None
+    model: Annotated[str | None, "detectors of the run, separated by commas; default: all"] = None
+    memory: Annotated[int | str, "memory budget of the loader and the working data of a model"] = "2GB"
+    out: Annotated[str | None, "folder to write; default: evaluated/ in the run, and the name of the data"] = None
+
+
+TRAIN_SETTINGS, TRAINS = TrainSettings, "hallucination detectors (data=STORE)"
+
+
+def is_training_on(settings: Sequence[str] | Mapping[str, object]) -> bool:
+    """Whether training settings are for this kind of record: `data` is one store."""
+    return not any(key.startswith("data.") for key, _ in setting_pairs(settings))

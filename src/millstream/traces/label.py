@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from millstream.core.config import config_hash
 from millstream.core.console import Progress, silent
 from millstream.core.files import publish_table, sync_folder
-from millstream.core.labelled import LABEL
+from millstream.core.split import LABEL
 from millstream.errors import BadSetting, BadSource
+from millstream.traces.kind import LabelSettings
 from millstream.traces.scores import (
     REFUSALS,
     Bools,
@@ -28,7 +29,6 @@ from millstream.traces.scores import (
     values_of,
     whole_numbers,
 )
-from millstream.traces.settings import LabelSettings
 from millstream.traces.store.traces import LABELS_FILE, Traces
 
 RIGHT, WRONG, AMBIGUOUS, REFUSED = "right", "wrong", "ambiguous", "refused"

@@ -1,1 +1,71 @@
 """One training loop for any task: settings, loop, checkpoints, log and run folder. Knows no kind of record."""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from millstream.core.config import parse_bytes
+from millstream.errors import BadSetting
+
+_NOT_SCIENCE = (  # what may change when a run resumes
+    "data",
+    "model",
+    "out",
+    "seeds",
+    "memory",
+    "accelerator",
+    "devices",
+    "checkpoint_minutes",
+    "checkpoint_steps",
+    "tensorboard",
+)
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Settings of the training loop."""
+
+    model: Annotated[str, "models to train and compare, separated by commas"] = ""
+    out: Annotated[str | None, "run folder; default: runs/ and the name of the data"] = None
+    seeds: Annotated[int, "training runs per model, each with its own seed"] = 1
+    seed: Annotated[int, "first seed"] = 0
+    epochs: Annotated[int, "maximum number of epochs"] = 30
+    batch_size: Annotated[int, "records per step, over all devices"] = 32
+    lr: Annotated[float | None, "peak learning rate; default: chosen per model"] = None
+    weight_decay: Annotated[float, "AdamW weight decay"] = 0.01
+    warmup: Annotated[float, "fraction of steps for learning-rate warm-up"] = 0.05
+    clip: Annotated[float, "maximum gradient norm"] = 1.0
+    patience: Annotated[int, "early-stopping patience, in epochs"] = 6
+    dropout: Annotated[float, "dropout rate"] = 0.2
+    memory: Annotated[int | str, "memory budget of the loader and the working data of a model"] = "2GB"
+    accelerator: Annotated[str, "cpu, cuda, mps, or auto to use what is available"] = "auto"
+    devices: Annotated[int, "number of GPUs, or of processes on the CPU"] = 1
+    precision: Annotated[str, "any precision of Lightning Fabric; auto: bf16-mixed on GPUs, 32-true on the CPU"] = (
+        "auto"
+    )
+    checkpoint_minutes: Annotated[float, "minutes between checkpoints; every epoch ends with one too"] = 5.0
+    checkpoint_steps: Annotated[int | None, "steps between checkpoints"] = None
+    tensorboard: Annotated[bool, "also log to TensorBoard"] = False
+
+    def check(self) -> None:
+        """Raise BadSetting before any work is done."""
+        for name in ("seeds", "epochs", "batch_size", "patience", "devices", "checkpoint_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.batch_size % self.devices:
+            raise BadSetting(f"batch_size={self.batch_size}: must be a multiple of devices={self.devices}")
+        if (
+            (self.lr is not None and self.lr <= 0)
+            or not 0 <= self.dropout < 1
+            or not 0 <= self.warmup < 1
+            or self.checkpoint_minutes <= 0
+        ):
+            raise BadSetting(
+                f"lr={self.lr} dropout={self.dropout} warmup={self.warmup} "
+                f"checkpoint_minutes={self.checkpoint_minutes}: lr and checkpoint_minutes must be above 0, dropout and "
+                "warmup at least 0 and below 1"
+            )
+        parse_bytes(self.memory)
+
+    def science(self) -> dict[str, object]:
+        """The settings that affect the results of a run."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_SCIENCE}

@@ -16,16 +16,14 @@ from torch import Tensor
 from millstream.core.collection import Collection
 from millstream.core.console import Progress, ignore_message, say, silent
 from millstream.core.features import Feature, fields
-from millstream.core.labelled import LABEL
 from millstream.core.loader import Loader
 from millstream.core.memory import Heap, tree_bytes
 from millstream.core.order import mix
+from millstream.core.split import LABEL
 from millstream.errors import NotFinite
-from millstream.training.folder import load, pack_optimizer, save, unpack_optimizer
-from millstream.training.log import Clock, Log
-from millstream.training.net import Net
-from millstream.training.settings import LoopSettings
-from millstream.training.task import Outcome, Task, fitting_batch, labels_of
+from millstream.training import LoopSettings
+from millstream.training.folder import Clock, Log, load, pack_optimizer, save, unpack_optimizer
+from millstream.training.task import Net, Outcome, Task, fitting_batch, labels_of
 
 SCORED_AT_ONCE = 64
 RECORDS = "records"

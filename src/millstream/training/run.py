@@ -28,6 +28,7 @@ from millstream.core.files import publish, publish_json, publish_table
 from millstream.core.memory import tree_bytes
 from millstream.core.registry import KINDS, plug
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingExtra, MissingFields
+from millstream.training import LoopSettings
 from millstream.training.folder import (
     CONFIG,
     DATA,
@@ -35,16 +36,14 @@ from millstream.training.folder import (
     PREDICTIONS,
     SCORES,
     WEIGHTS,
+    Log,
     environment,
     finished_jobs,
     job_folder,
     save,
 )
-from millstream.training.log import Log
-from millstream.training.settings import LoopSettings
-from millstream.training.study import ModelSpec, Study, StudyPlug
+from millstream.training.study import Interrupted, ModelSpec, Study, StudyPlug, Workplace
 from millstream.training.task import FitResources
-from millstream.training.trained import Interrupted, Workplace
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def train(data: str | Path | Mapping[str, object] | None = None, **settings: obj
 def study_of(settings: Mapping[str, object]) -> Study:
     """The study of the kind of record that these settings are for."""
     for kind in KINDS:
-        if plug(kind, "settings").is_training_on(settings):
+        if plug(kind, "kind").is_training_on(settings):
             return cast(StudyPlug, plug(kind, "study")).make_study(settings)
     raise BadSetting(f"data={settings.get('data')}: not data of a known kind. See: millstream train --help")
 

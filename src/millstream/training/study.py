@@ -1,16 +1,215 @@
-"""A study is what a run compares: models, the records they train on, and those they score. Each kind has its own."""
+"""A study is what a run compares: models (a net among them), the records they train on, and those they score."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
 from millstream.core.collection import Collection
-from millstream.training.settings import LoopSettings
-from millstream.training.task import FitResources, Model
-from millstream.training.trained import Workplace
+from millstream.core.console import Progress, ignore_message, progress, silent
+from millstream.core.features import Feature, fields
+from millstream.core.loader import Loader
+from millstream.core.memory import tree_bytes
+from millstream.core.split import LABEL
+from millstream.errors import BadSource, NotFinite
+from millstream.training import LoopSettings
+from millstream.training.folder import CHECKPOINTS, Clock, Log
+from millstream.training.loop import LATEST, SCORED_AT_ONCE, Job, Training, predict, seed_all
+from millstream.training.task import Arrays, FitResources, Model, Net, Outcome, Task, count_parameters, fitting_batch
+
+NUM_EXAMPLES = 16
+PASS_BYTES = 4 << 20  # per activation: larger ones leave the cache, and malloc returns their pages every time
+
+
+class Interrupted(Exception):
+    """Training was stopped and can resume from its checkpoint."""
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where nets are trained: devices, log, memory budget, and what stops them."""
+
+    settings: LoopSettings
+    fabric: Any
+    source: str = ""  # of the records, for messages
+    log: Log | None = None
+    budget: int = 0
+    stop: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What a net sees of records, and how to build it for an example batch."""
+
+    features: Sequence[Feature]
+    build: Callable[[Mapping[str, Tensor]], Net]
+    scoring: Sequence[Feature] | None = None  # for scoring, if different
+
+
+class NetModel:
+    """A net that learns a task."""
+
+    probabilities = True
+
+    def __init__(
+        self, name: str, kit: Kit, *, task: Task, resources: FitResources, place: Workplace, folder: Path | None = None
+    ) -> None:
+        self.name, self.kit, self.task = name, kit, task
+        self.resources, self.place, self.folder = resources, place, folder
+        self.fabric = place.fabric
+        self.scoring = kit.features if kit.scoring is None else kit.scoring
+        self.fields: Sequence[str] = list(dict.fromkeys(f for feature in kit.features for f in feature.fields or ()))
+        self.arrays: Arrays = {}
+        self.chosen: dict[str, object] = {}
+        self.parameters: int | None = None
+        self._net: Net | None = None
+
+    def fit(self, train: Collection, val: Collection) -> None:
+        log, settings = self.place.log, self.place.settings
+        assert self.folder is not None and log is not None
+        seed_all(self.resources.seed)
+        net = self.build(train)
+        self.parameters = count_parameters(net)
+        if net.needs_preparation and not (self.folder / LATEST).exists():
+            self.prepare(net, train)
+        job = Job(
+            self.name,
+            self.resources.seed,
+            self.folder,
+            settings,
+            self.task,
+            self.kit.features,
+            self.scoring,
+            memory=self.resources.memory,
+            source=self.place.source,
+            at_once=self.at_once,
+        )
+        num_records = min(len(train) * settings.epochs, net.most_records)
+        with self._shown(f"{self.name} seed {self.resources.seed}", num_records) as shown:
+            training = Training(job, self.fabric, net, log=log, progress=shown, stop=self.place.stop)
+            if not training.run(train, val):
+                raise Interrupted
+        self.arrays = {name: tensor.cpu().numpy() for name, tensor in net.state_dict().items()}
+        self.chosen = {"epoch": training.at.best_epoch, "width": net.width}
+        self._net = net
+
+    def outcome(self, collection: Collection) -> Outcome:
+        """The predictions for every record."""
+        net = self.restored(collection)
+        with self._shown(f"{self.name}: scoring", len(collection)) as shown:
+            return predict(
+                net,
+                collection,
+                self.scoring,
+                task=self.task,
+                memory=self.resources.memory,
+                fabric=self.fabric,
+                at_once=self.at_once,
+                progress=shown,
+            )[0]
+
+    def restored(self, collection: Collection) -> Net:
+        """The net with its trained weights, for records like these."""
+        if self._net is None:
+            net = self.build(collection)
+            weights = {name: torch.tensor(np.asarray(array)) for name, array in self.arrays.items()}
+            try:
+                net.load_state_dict(weights)
+            except RuntimeError as error:  # names or shapes of weights differ
+                raise BadSource(
+                    f"{CHECKPOINTS}/{self.name}-{self.resources.seed}: the weights do not match the {self.name} that "
+                    f"this version of millstream builds from the run's settings ({_first_line(error)}). Train again "
+                    "with another out="
+                ) from None
+            self._net = net.to(self.fabric.device)
+        return self._net
+
+    def build(self, collection: Collection) -> Net:
+        """An untrained net for these records. Sets `at_once`, the records per pass."""
+        some = np.unique(np.linspace(0, len(collection) - 1, NUM_EXAMPLES).astype(np.int64))
+        example = next(iter(self.batches(collection.subset(some))))
+        net = self.kit.build(example)
+        row_bytes = 4 * net.width * net.num_rows(example) / len(example["numbers"])
+        self.at_once = max(1, min(net.at_most, int(PASS_BYTES / max(row_bytes, 1))))
+        return net
+
+    def prepare(self, net: Net, train: Collection) -> None:
+        """One pass of the net over the training split."""
+        clock = Clock()
+        with self._shown(f"{self.name}: preparing", len(train)) as shown:
+            net.prepare(self._finite_batches(net, train, clock, shown))
+        if self.place.log is not None and self.fabric.global_rank == 0:
+            self.place.log.write(
+                "look",
+                model=self.name,
+                seed=self.resources.seed,
+                records_per_s=len(train) / max(clock.seconds, 1e-9),
+                waiting=clock.share,
+            )
+
+    def batches(
+        self, collection: Collection, *, most: int = SCORED_AT_ONCE, labels: bool = False
+    ) -> Iterable[dict[str, Any]]:
+        """The training inputs of all records, in stored order."""
+        seen = self.kit.features
+        return Loader(
+            collection,
+            batch_size=fitting_batch(collection, seen, memory=self.resources.memory, at_most=most),
+            features=[*seen, fields(LABEL)] if labels else seen,
+            order="none",
+            memory=self.resources.memory,
+            rank=0,
+            world=1,
+            notify=ignore_message,
+        )
+
+    @contextmanager
+    def _shown(self, label: str, total: int) -> Generator[Progress]:
+        """Progress with the memory budget; of several processes only the first shows it."""
+        if self.fabric.global_rank:
+            yield silent
+            return
+        budget = self.place.budget
+        with progress(label, total, memory=(lambda: (tree_bytes(), budget)) if budget else None) as shown:
+            yield shown
+
+    def _finite_batches(self, net: Net, train: Collection, clock: Clock, shown: Progress) -> Iterator[dict[str, Any]]:
+        place = 0
+        for batch in clock.watch(self.batches(train, most=net.at_most, labels=True)):
+            count = len(batch["numbers"])
+            if not _is_finite(batch):
+                self._blame(train, range(place, place + count))
+            yield batch
+            del batch
+            place += count
+            shown(place)
+            if self.place.stop():
+                raise Interrupted
+        clock.stop()
+
+    def _blame(self, train: Collection, places: Iterable[int]) -> NoReturn:
+        """Raise NotFinite with the records that have NaN or infinity: one would spoil the statistics of all."""
+        bad = [place for place in places if not _is_finite(next(iter(self.batches(train.subset([place])))))]
+        numbers = train.record_numbers(np.array(bad, np.int64)).tolist()
+        raise NotFinite(
+            f"{self.name}: NaN or infinity in the inputs of the records {', '.join(map(str, numbers))} of "
+            f"{self.place.source}, fields {', '.join(self.fields)}. Leave them out: millstream subset"
+        )
+
+
+def _is_finite(batch: Mapping[str, object]) -> bool:
+    floats = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return all(bool(value.isfinite().all()) for value in floats)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(":")
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,253 @@
 """The page of a run folder: training progress while it runs, and the report, made in the background."""
 
+import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+from millstream.core.console import format_seconds
 from millstream.core.registry import plug
 from millstream.errors import BadSource, MillstreamError
-from millstream.report.run import read_mapping
-from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS, kind_of
-from millstream.view.run_log import RunLog, RunState
-from millstream.view.view import Query, View
+from millstream.report import read_mapping
+from millstream.training.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    DATA,
+    ENVIRONMENT,
+    METRICS,
+    PREDICTIONS,
+    SCORES,
+    Tail,
+    kind_of,
+)
+from millstream.view import Query, View
+
+MOST_POINTS = 400  # per chart: more would not be visible
+QUIET_S = 10.0  # training writes a line every second
+_NAMED = 6  # models listed in a sentence
+_NOT_MEASURED = frozenset(("kind", "time_s", "model", "seed", "epoch"))
+Job = tuple[str, int]  # a model and its seed
+Line = Mapping[str, Any]
+
+
+class RunLog:
+    """The contents of a metrics.jsonl so far. `refresh` reads what was added."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path)
+        self._reset()
+
+    @property
+    def generation(self) -> int:
+        """A new number means that nothing read before is valid."""
+        return self._tail.generation
+
+    def refresh(self) -> None:
+        generation = self.generation
+        for block in self._tail.blocks():
+            if self.generation != generation:
+                self._reset()
+                generation = self.generation
+            for line in block:
+                self.num_lines += 1
+                try:
+                    self._take(cast(Line, line))
+                except (AttributeError, KeyError, TypeError, ValueError):
+                    self.num_damaged += 1
+        if self.generation != generation:
+            self._reset()
+
+    def _reset(self) -> None:
+        self.num_lines = self.num_damaged = 0
+        self.last_s: float | None = None
+        self.curves: dict[Job, Curve] = {}
+        self.fits: dict[Job, Line] = {}
+        self.missing: dict[str, str] = {}
+        self.memory = Peaks()
+        self.budget: int | None = None
+        self.at_work: Job | None = None  # the last job that logged something and is not finished
+
+    def _take(self, line: Line) -> None:
+        kind = line["kind"]
+        self.last_s = float(line.get("time_s", self.last_s or 0.0))
+        if kind == "memory":
+            self.memory.add(self.last_s, int(line["bytes"]))
+            self.budget = line.get("budget") or self.budget
+            return
+        if kind == "missing":
+            self.missing[str(line["model"])] = str(line["why"])
+            return
+        if kind not in ("look", "epoch", "fit"):
+            return
+        job = str(line["model"]), int(line["seed"])
+        self.at_work = None if kind == "fit" else job
+        if kind == "fit":
+            self.fits[job] = line
+            self.missing.pop(job[0], None)
+        elif kind == "epoch":
+            curve = self.curves.setdefault(job, Curve())
+            curve.epochs[int(line["epoch"])] = {
+                name: value
+                for name, value in line.items()
+                if name not in _NOT_MEASURED and (value is None or isinstance(value, int | float))
+            }
+            curve.changed = self.num_lines
+
+
+class RunState:
+    """The state of one run folder: which models are finished, and which one is training."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._kind = plug(kind_of(run), "kind")
+        self._expanded: dict[tuple[str, ...], list[str]] = {}  # names, some of them groups -> models
+        self._expanding: threading.Thread | None = None
+
+    def summary(self, log: RunLog, config: Mapping[str, object]) -> dict[str, object]:
+        """`state` is waiting, training, finished, stopped, or quiet while it is unknown which; `text` explains it."""
+        age = self._age()
+        if age is None or not log.num_lines:
+            return {"state": "waiting", "text": f"{METRICS} is still empty.", "age_s": age, "at_work": None}
+        left = self._left(log, config, expand=age > QUIET_S)
+        if left == []:
+            state, text = "finished", f"All models are finished; the last log line was written {_ago(age)}."
+        elif age <= QUIET_S:
+            state, text = "training", f"Last log line: {_ago(age)}."
+        elif left is None:
+            state, text = "quiet", f"Last log line: {_ago(age)}. While training, one is written every second."
+        else:
+            again = f"millstream train {self._run / CONFIG} out={self._run}"
+            text = (
+                f"Last log line: {_ago(age)}. While training, one is written every second, so it has stopped or hangs. "
+            )
+            named = ", ".join(left[:_NAMED]) + (f" and {len(left) - _NAMED} more" if len(left) > _NAMED else "")
+            state, text = "stopped", f"{text}Not finished: {named}. To resume: {again}"
+        at_work = self._at_work(log) if state == "training" else None
+        return {"state": state, "text": text, "age_s": age, "at_work": at_work}
+
+    def _age(self) -> float | None:
+        try:
+            return max(0.0, time.time() - (self._run / METRICS).stat().st_mtime)
+        except OSError:
+            return None
+
+    def _left(self, log: RunLog, config: Mapping[str, object], *, expand: bool) -> list[str] | None:
+        """The unfinished models of the run; None while that is unknown."""
+        if "evaluates" in config:
+            return []
+        names = [name.strip() for name in str(config.get("model") or "").split(",") if name.strip()]
+        if not names:
+            return None
+        if any(group in names for group in self._kind.MODEL_GROUPS):
+            expanded = self._models_of(tuple(names), expand=expand)
+            if expanded is None:
+                return None
+            names = expanded
+        first, seeds = _integer(config.get("seed"), 0), _integer(config.get("seeds"), 1)
+        left: list[str] = []
+        for name in dict.fromkeys(names):
+            if name in log.missing:
+                continue
+            families = {fit.get("family") for (model, _), fit in log.fits.items() if model == name}
+            is_net = any(model == name for model, _ in log.curves)
+            if families and not is_net:  # a baseline is fitted only once
+                continue
+            undone = [seed for seed in range(first, first + seeds) if (name, seed) not in log.fits]
+            if undone:
+                left.append(name if len(undone) == seeds else f"{name} (seed {', '.join(map(str, undone))})")
+        return left
+
+    def _models_of(self, names: tuple[str, ...], *, expand: bool) -> list[str] | None:
+        """The models in named groups. Importing them takes seconds, so a thread does it, only when needed."""
+        if self._expanding is None and expand:
+            self._expanding = threading.Thread(target=self._expand, args=[names], daemon=True)
+            self._expanding.start()
+        return self._expanded.get(names)
+
+    def _expand(self, names: tuple[str, ...]) -> None:
+        self._expanded[names] = self._kind.expand_models(names)
+
+    def _at_work(self, log: RunLog) -> dict[str, object] | None:
+        job, epoch = log.at_work, None
+        if job is not None:
+            epochs = log.curves[job].epochs if job in log.curves else {}
+            epoch = max(epochs, default=-1) + 1
+        else:  # a model that has started but logged nothing yet
+            folders = [folder for folder in (self._run / CHECKPOINTS).glob("*-*") if not (folder / SCORES).exists()]
+            newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
+            if newest is None:
+                return None
+            name, _, seed = newest.name.rpartition("-")
+            if not seed.isdigit() or (name, int(seed)) in log.fits:
+                return None
+            job = name, int(seed)
+        return {"model": job[0], "seed": job[1], "epoch": epoch}
+
+
+@dataclass
+class Curve:
+    """The epochs of one model and seed; of an epoch written twice, the later."""
+
+    epochs: dict[int, Line] = field(default_factory=dict[int, Line])
+    changed: int = 0  # number of log lines at its last change
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Each measure over the epochs, thinned if there are many; the first, last and best epoch are kept."""
+        numbers = sorted(self.epochs)
+        if len(numbers) > MOST_POINTS:
+            places = {round(place * (len(numbers) - 1) / (MOST_POINTS - 1)) for place in range(MOST_POINTS)}
+            best = self.best()
+            places |= set() if best is None else {numbers.index(best[0])}
+            numbers = [numbers[place] for place in sorted(places)]
+        names = dict.fromkeys(name for number in numbers for name in self.epochs[number])
+        return {"epoch": numbers, **{name: [self.epochs[n].get(name) for n in numbers] for name in names}}
+
+    def best(self) -> tuple[int, str, float] | None:
+        """The best epoch on the validation split, its measure, and the value."""
+        found = [
+            (float(value), -epoch, name)
+            for epoch, line in self.epochs.items()
+            for name, value in line.items()
+            if name.startswith("val_") and value is not None and math.isfinite(value)
+        ]
+        if not found:
+            return None
+        value, epoch, name = max(found)
+        return -epoch, name, value
+
+
+class Peaks:
+    """The peaks of a number over time, in at most twice MOST_POINTS points."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.values: list[int] = []
+        self._per_point, self._in_last = 1, 0  # numbers per point, and in the last one
+
+    def add(self, time_s: float, value: int) -> None:
+        if self._in_last and self._in_last < self._per_point:
+            self.times[-1], self.values[-1] = time_s, max(self.values[-1], value)
+            self._in_last += 1
+            return
+        if len(self.times) == 2 * MOST_POINTS:
+            self.times = self.times[1::2]
+            self.values = [max(pair) for pair in zip(self.values[::2], self.values[1::2], strict=True)]
+            self._per_point *= 2
+        self.times.append(time_s)
+        self.values.append(value)
+        self._in_last = 1
+
+
+def _ago(age: float) -> str:
+    return "just now" if age < 2 else f"{format_seconds(age)} ago"
+
+
+def _integer(value: object, default: int) -> int:
+    return value if isinstance(value, int) else default
+
 
 PAGE = "report.html"
 _LISTED = 40  # entries shown of a list
@@ -69,7 +306,7 @@ class RunReport:
             self._making.join()
 
     def _make(self) -> None:
-        from millstream.report.run import report_of
+        from millstream.report import report_of
 
         try:
             report_of(self._run).write(self.path)

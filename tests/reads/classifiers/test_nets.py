@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.batch import ReadBatch
+from millstream.reads.classifiers import KS, LEAST_BITS, MOST_BITS, ReadKit, ReadRecipe, fitting_bits, read_kit
 from millstream.reads.classifiers.kmer_linear import KmerLinear
-from millstream.reads.classifiers.net import ReadAnswers, ReadNet
-from millstream.reads.classifiers.net import probabilities as probabilities_of
-from millstream.reads.classifiers.zoo import KS, LEAST_BITS, MOST_BITS, ReadKit, ReadRecipe, fitting_bits, read_kit
+from millstream.reads.classifiers.nets import ReadAnswers, ReadNet
+from millstream.reads.classifiers.nets import probabilities as probabilities_of
 from millstream.reads.features import KmerBag
-from millstream.training.net import Batch
+from millstream.training.task import Batch
 
 NETS = ["kmer-linear", "cnn", "lstm", "transformer"]
 SEQUENTIAL = ["cnn", "lstm", "transformer"]  # that see the strands of a read as two

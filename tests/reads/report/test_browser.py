@@ -9,9 +9,9 @@ import pytest
 from support.extras import need
 
 need("matplotlib", "jinja2")
+from millstream.reads.report import write_report  # noqa: E402
 from millstream.reads.report.evaluate import read_results  # noqa: E402
 from millstream.reads.report.figures import draw  # noqa: E402
-from millstream.reads.report.page import write_report  # noqa: E402
 from support.making_read_run import EVIL, make_read_run  # noqa: E402
 
 ORDERS = "(rows, place) => rows.map((row) => row.cells[place].dataset.order)"

@@ -9,7 +9,7 @@ from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, precisio
 
 from millstream.reads.report import judge
 from millstream.reads.report.judge import ThresholdCurve, confusion, draws_of, tally
-from millstream.report.intervals import mean
+from millstream.report.measures import mean
 
 Codes = NDArray[np.int64]
 

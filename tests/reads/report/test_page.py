@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from millstream.reads.report import comparison_text, summary, tables, write_report
 from millstream.reads.report.evaluate import read_results
 from millstream.reads.report.figures import draw, split_ids
-from millstream.reads.report.page import write_report
 from millstream.reads.report.results import ReadResults
-from millstream.reads.report.tables import comparison_text, summary, tables
 from millstream.report.drawing import Drawing
 from support.html_page import Page
 from support.making_read_run import EVIL, MODELS, make_read_run
@@ -181,7 +180,7 @@ def test_the_summary_is_json_without_curves(results: ReadResults):
 def test_the_command_chooses_the_report_by_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from millstream.cli.app import make_app
 
-    monkeypatch.setattr("millstream.reads.report.page.draw", lambda _: [])  # they take seconds
+    monkeypatch.setattr("millstream.reads.report.draw", lambda _: [])  # they take seconds
     run = make_read_run(tmp_path, num_reads=100)
     done = CliRunner().invoke(make_app(), ["report", str(run), "--json"])
     assert done.exit_code == 0, done.output

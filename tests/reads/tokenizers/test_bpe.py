@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.errors import BadSource, MissingExtra
-from millstream.reads.tokenizers.hf import HfTokenizer, hf, plain_rules, tokenizer
+from millstream.reads.tokenizers import HfTokenizer, hf, plain_rules, tokenizer
 from support.batches import METAGENE, genome_reads, needs_data, pack, random_reads
 from support.effort import num_examples
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import BadSource
-from millstream.reads.tokenizers.hf import Tokens, base, kmer, tokenizer
+from millstream.reads.tokenizers import Tokens, base, kmer, tokenizer
 from support.batches import pack, random_reads
 
 IUPAC = "ACGTUNRYSWKMBDHV"

@@ -12,7 +12,7 @@ from support.browser import wait_until
 pytest.importorskip("tokenizers", reason="no tokenizer files: pip install 'millstream[reads]'")
 
 import millstream as ms
-from millstream.reads.view.page import reads_view
+from millstream.reads.view import view_of
 
 EVIL = "<img/src=x/onerror=alert(1)>"  # what a header may hold
 TEXT = "([place, text]) => document.querySelector(place).textContent.includes(text)"
@@ -44,7 +44,7 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(reads: Path, serve_views: Callable[..., str]) -> str:
-    return serve_views([reads_view(reads, tokenizer=str(reads.parent / "tokenizer.json"))])
+    return serve_views([view_of(reads, tokenizer=str(reads.parent / "tokenizer.json"))])
 
 
 def test_a_record_is_looked_up_by_number_and_by_name(address: str, reads: Path, open_page: Callable[..., Any]):

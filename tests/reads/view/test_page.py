@@ -19,10 +19,9 @@ from millstream.errors import BadSetting, BadSource
 from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
 from millstream.reads.open import open_reads
 from millstream.reads.pack.pack import pack
-from millstream.reads.view.page import reads_view
-from millstream.reads.view.records import Records
+from millstream.reads.view import Records, view_of
 from millstream.reads.view.statistics import Lengths, Sample, ValueCounts
-from millstream.view.view import Query, View, plain
+from millstream.view import Query, View, plain
 from support.effort import num_examples
 
 pytest.importorskip("tokenizers", reason="no tokenizer files: pip install 'millstream[reads]'")
@@ -96,7 +95,7 @@ def is_whole(answer: Any) -> bool:
 
 
 def test_the_overview_is_what_the_collection_says(folder: Path):
-    reads, told = ms.open(folder), ask(reads_view(folder), "overview")
+    reads, told = ms.open(folder), ask(view_of(folder), "overview")
     assert (told["reads"], told["bases"], told["bytes"]) == (len(reads), reads.num_bases, reads.num_bytes)
     assert [file["name"] for file in told["files"]] == ["a.fq", "b.fq.gz"] and told["has_quality"]
     assert [column["name"] for column in told["columns"]] == reads.column_names
@@ -125,7 +124,7 @@ def test_the_bars_of_lengths_sum_to_the_reads_and_the_rest_is_what_numpy_says(tm
 
 
 def test_every_record_is_the_one_the_library_gives(folder: Path):
-    reads, view = ms.open(folder), reads_view(folder)
+    reads, view = ms.open(folder), view_of(folder)
     for number in (0, 49, 119, 120, 121, 239):
         read, told = reads[number], ask(view, "record", number=number)
         assert (told["name"], told["bases"], told["quality"]) == (read.name, read.sequence, read.quality)
@@ -143,7 +142,7 @@ def test_packed_and_compressed_reads_are_shown_as_they_were(form: str, folder: P
         zstandard = pytest.importorskip("zstandard")
         file = tmp_path / "a.fq.zst"
         file.write_bytes(zstandard.compress((folder / "a.fq").read_bytes()))
-    view = reads_view(file)
+    view = view_of(file)
     for number in (0, 77, 119):
         told = ask(view, "record", number=number, tokenizer="base")
         assert (told["name"], told["bases"], told["quality"]) == (
@@ -155,19 +154,19 @@ def test_packed_and_compressed_reads_are_shown_as_they_were(form: str, folder: P
 
 
 def test_a_page_of_the_list_is_the_records_with_their_names_across_files(folder: Path):
-    reads, rows = ms.open(folder), ask(reads_view(folder), "list", first=110, count=20)["rows"]
+    reads, rows = ms.open(folder), ask(view_of(folder), "list", first=110, count=20)["rows"]
     assert [row["number"] for row in rows] == list(range(110, 130))
     for row, read in zip(rows, reads[110:130], strict=True):
         assert (row["name"], row["length"], row["bases"]) == (read.name, len(read), read.sequence[:60])
         assert row["columns"]["class_id"] == read.columns["class_id"]
-    assert ask(reads_view(folder), "list", first=239, count=20)["rows"][-1]["number"] == 239
-    assert ask(reads_view(folder), "list", first=999)["rows"] == []
+    assert ask(view_of(folder), "list", first=239, count=20)["rows"][-1]["number"] == 239
+    assert ask(view_of(folder), "list", first=999)["rows"] == []
 
 
 def test_a_name_leads_to_its_number_also_when_the_index_has_no_table_of_names(folder: Path, tmp_path: Path):
     name = ms.open(folder)[130].name
-    assert ask(reads_view(folder), "find", name=name)["numbers"] == [130]
-    assert ask(reads_view(folder), "find", name="nobody")["numbers"] == []
+    assert ask(view_of(folder), "find", name=name)["numbers"] == [130]
+    assert ask(view_of(folder), "find", name="nobody")["numbers"] == []
     file = tmp_path / "reads.fa"
     file.write_text("".join(f">r{number % 5}\nACGT\n" for number in range(10)))
     build_index(file, IndexSettings(), limits=IndexLimits(names=3))
@@ -177,7 +176,7 @@ def test_a_name_leads_to_its_number_also_when_the_index_has_no_table_of_names(fo
 
 
 def test_of_a_long_record_only_the_window_is_read(genome: Path):
-    reads, view = ms.open(genome), reads_view(genome)
+    reads, view = ms.open(genome), view_of(genome)
     told = ask(view, "record", number=0, start=123_456, count=500)
     assert told["bases"] == reads.region(0, 123_456, 123_956) and (told["start"], told["end"]) == (123_456, 123_956)
     assert ask(view, "record", number=0, start=199_990, count=500)["bases"] == reads[0].sequence[-10:]
@@ -187,9 +186,9 @@ def test_of_a_long_record_only_the_window_is_read(genome: Path):
 
 def test_the_reverse_complement_has_positions_of_its_own(genome: Path, folder: Path):
     turned = ms.open(genome)[0].sequence[::-1].translate(COMPLEMENT)
-    told = ask(reads_view(genome), "record", number=0, start=1000, count=200, reverse=1)
+    told = ask(view_of(genome), "record", number=0, start=1000, count=200, reverse=1)
     assert told["bases"] == turned[1000:1200]
-    read, told = ms.open(folder)[130], ask(reads_view(folder), "record", number=130, reverse=1)
+    read, told = ms.open(folder)[130], ask(view_of(folder), "record", number=130, reverse=1)
     assert told["bases"] == read.sequence[::-1].translate(COMPLEMENT) and told["quality"] == read.quality[::-1]
 
 
@@ -198,7 +197,7 @@ SPECS = ["base", "kmer(3)", "kmer(4, stride=4)", "kmer(3, stride=5, canonical=Tr
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_tokens_are_those_that_training_sees_and_lie_on_their_bases(spec: str, folder: Path, bpe: Path):
-    reads, view = ms.open(folder), reads_view(folder, tokenizer=str(bpe))
+    reads, view = ms.open(folder), view_of(folder, tokenizer=str(bpe))
     feature = ms.features.tokens(f"hf({bpe})" if spec == "given" else spec, dtype=np.int64)
     for number in (0, 7, 49, 130, 200):
         batch: Any = feature(reads.fetch([number], feature.fields))
@@ -219,7 +218,7 @@ def test_tokens_are_those_that_training_sees_and_lie_on_their_bases(spec: str, f
 @pytest.mark.parametrize("spec", ["kmer(5, stride=3)", "kmer(6)", "kmer(3, stride=7)"])
 @pytest.mark.parametrize("reverse", [0, 1])
 def test_windows_of_a_long_record_show_the_tokens_of_the_whole(spec: str, reverse: int, genome: Path):
-    view = reads_view(genome)
+    view = view_of(genome)
     whole = ms.features.tokens(spec, reverse_complement=bool(reverse), dtype=np.int64)
     batch: Any = whole(ms.open(genome).fetch([0], ["sequence"]))
     found: list[tuple[int, int]] = []
@@ -232,12 +231,12 @@ def test_windows_of_a_long_record_show_the_tokens_of_the_whole(spec: str, revers
 
 
 def test_bases_in_lower_case_are_shown_as_they_are_and_tokenised_as_training_does(genome: Path):
-    told = ask(reads_view(genome), "record", number=1, tokenizer="kmer(4, stride=4)")
+    told = ask(view_of(genome), "record", number=1, tokenizer="kmer(4, stride=4)")
     assert told["bases"].startswith("acgtnacg") and told["tokens"]["texts"][:2] == ["ACGT", "NACG"]
 
 
 def test_a_page_cannot_make_the_server_open_a_file(folder: Path, bpe: Path):
-    view = reads_view(folder)
+    view = view_of(folder)
     for spec in (f"hf({bpe})", str(bpe), "hf(x)", "__import__('os')", "kmer(open('x'))", "kmer(0)", "kmer(99)"):
         told = ask(view, "record", number=0, tokenizer=spec)
         assert told["tokens"] is None and told["bases"] and told["tokens_error"]
@@ -246,7 +245,7 @@ def test_a_page_cannot_make_the_server_open_a_file(folder: Path, bpe: Path):
 
 
 def test_class_counts_are_those_of_the_column(folder: Path):
-    reads, view = ms.open(folder), reads_view(folder)
+    reads, view = ms.open(folder), view_of(folder)
     for column in ("class_id", "group"):
         told = ask(view, "classes", column=column, count=100)
         values = reads.column(column)
@@ -257,7 +256,7 @@ def test_class_counts_are_those_of_the_column(folder: Path):
 
 
 def test_class_counts_are_searched_and_turned_by_pages(folder: Path):
-    view = reads_view(folder)
+    view = view_of(folder)
     whole = ask(view, "classes", column="class_id", count=100)["rows"]
     pages = [ask(view, "classes", column="class_id", first=first, count=3)["rows"] for first in (0, 3, 6, 9)]
     assert [row for page in pages for row in page] == whole
@@ -275,7 +274,7 @@ def test_counts_of_many_reads_are_those_of_all_chunks(folder: Path):
 
 
 def test_a_few_reads_are_looked_at_all_and_their_bases_counted(folder: Path):
-    reads, told = ms.open(folder), ask(reads_view(folder), "composition")
+    reads, told = ms.open(folder), ask(view_of(folder), "composition")
     bases = Counter("".join(read.sequence for read in reads))
     assert told["reads"] == told["of"] == 240 and not told["is_cut"] and told["bases"] == sum(bases.values())
     assert dict(told["shares"]) == pytest.approx({k: v / sum(bases.values()) for k, v in bases.items()})
@@ -319,7 +318,7 @@ def test_a_page_from_the_middle_of_a_gzip_decodes_a_block_or_two(tmp_path: Path)
 def test_proteins_are_shown_and_what_cannot_be_is_said(tmp_path: Path):
     file = tmp_path / "proteins.fa"
     file.write_text(">p1\nMKTAYIAKQRQISFVKSHFSRQ\n")
-    view = reads_view(file)
+    view = view_of(file)
     told = ask(view, "record", number=0, tokenizer="kmer(3)")
     assert told["bases"].startswith("MKTAY") and "another tokenizer" in told["tokens_error"]
     assert ask(view, "composition")["gc"] is None
@@ -328,7 +327,7 @@ def test_proteins_are_shown_and_what_cannot_be_is_said(tmp_path: Path):
 
 
 def test_a_record_that_is_not_there_and_a_number_that_is_none_are_refused(folder: Path):
-    view = reads_view(folder)
+    view = view_of(folder)
     with pytest.raises(BadSetting, match="from 0 to 239"):
         ask(view, "record", number=240)
     for wrong in ("-1", "x", "1.5"):
@@ -339,4 +338,4 @@ def test_a_record_that_is_not_there_and_a_number_that_is_none_are_refused(folder
 def test_a_tokenizer_that_does_not_exist_is_said_before_anything_is_shown(folder: Path):
     for wrong in ("kmer(0)", "nothing", "hf(/no/such/folder)"):
         with pytest.raises((BadSetting, BadSource)):
-            reads_view(folder, tokenizer=wrong)
+            view_of(folder, tokenizer=wrong)

@@ -10,9 +10,8 @@ import pytest
 
 import millstream as ms
 from millstream.report.measures import auroc
-from millstream.traces.detectors.attention import lookback_ratios
-from millstream.traces.detectors.baselines import BASELINES
-from millstream.traces.detectors.detector import Detector
+from millstream.traces.detectors.baselines import BASELINES, lookback_ratios
+from millstream.traces.detectors.logistic import Detector
 from millstream.training.task import FitResources
 from support.making_traces import TOLD_BY, labelled, make_traces
 

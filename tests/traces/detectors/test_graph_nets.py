@@ -13,14 +13,13 @@ from torch import Tensor
 
 import millstream as ms
 from millstream.core.batches import ColumnBatch, fetch_batch
+from millstream.traces.detectors import Recipe, build_net, net_features
 from millstream.traces.detectors.net import DetectorNet
-from millstream.traces.detectors.zoo import Recipe, build_net, net_features
 from support.making_traces import labelled, make_traces
 
 pytest.importorskip("torch_geometric")
 
-from millstream.traces.detectors.charm import HeadMessages
-from millstream.traces.detectors.gnn import NUM_ROUNDS, GraphEncoder, read_layers
+from millstream.traces.detectors.gnn import NUM_ROUNDS, GraphEncoder, HeadMessages, read_layers
 from millstream.traces.detectors.gvae import ACTIVE, LOGVAR_LIMIT, GraphVAE
 
 RECIPE = Recipe(parameters=2000, dropout=0.0)

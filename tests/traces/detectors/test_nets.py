@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 import millstream as ms
 from millstream.core.batches import fetch_batch
-from millstream.traces.detectors.lstm import LayerLSTM
-from millstream.traces.detectors.net import LIMIT, DetectorNet, Scale, match_width
-from millstream.traces.detectors.zoo import NETS, Recipe, build_net, net_features
-from millstream.training.net import Moments, count_parameters
+from millstream.traces.detectors import NETS, Recipe, build_net, net_features
+from millstream.traces.detectors.net import LIMIT, DetectorNet, LayerLSTM, Scale, match_width
+from millstream.training.task import Moments, count_parameters
 from support.effort import num_examples
 from support.making_traces import labelled, make_traces
 

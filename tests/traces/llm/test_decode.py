@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import BadSetting
-from millstream.traces.llm.decode import Answer, Decoding, Draw, cut_answer
+from millstream.traces.llm.model import Answer, Decoding, Draw, cut_answer
 from millstream.traces.llm.questions import Question
 from support.extras import need
 from support.tiny_models import EOS, PAD, TinyModels, generated, load, make_tokenizer, make_tracer, reciting

@@ -11,8 +11,8 @@ from support.extras import need
 
 need("matplotlib", "jinja2")
 
+from millstream.traces.report import write_report  # noqa: E402
 from millstream.traces.report.figures import draw  # noqa: E402
-from millstream.traces.report.page import write_report  # noqa: E402
 from support.made_results import made_results  # noqa: E402
 
 TABLE = "table.comparison"

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from millstream.report.intervals import Interval
+from millstream.report.measures import Interval
+from millstream.traces.report import comparison_text, summary, tables, write_report
 from millstream.traces.report.figures import draw
-from millstream.traces.report.page import comparison_text, summary, tables, write_report
 from millstream.traces.report.results import Results
 from support.html_page import Page
 from support.made_results import HOSTILE, made_results

@@ -16,7 +16,7 @@ from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 import millstream as ms
 from millstream.errors import BadSource
-from millstream.report.intervals import Difference, draw
+from millstream.report.measures import Difference, draw
 from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.results import ModelResult, Results
 from support.making_run import MODELS, PROBES, Made, make_run, question_of

@@ -8,9 +8,9 @@ import pytest
 
 import millstream as ms
 from millstream.traces.store import table as ids
-from millstream.traces.store.manifest import shard_name, sidecar_name
+from millstream.traces.store.manifest import IDS, shard_name, sidecar_name
 from millstream.traces.store.repair import verify
-from millstream.traces.store.table import IDS, load_index
+from millstream.traces.store.table import load_index
 from support.making import record, same, write
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import millstream as ms
 from millstream.traces.store.rewrite import merge
-from millstream.traces.view.page import traces_view
-from millstream.view.view import View
+from millstream.traces.view import view_of
+from millstream.view import View
 from support.asking_traces import make_run
 from support.browser import wait_until
 from support.making_traces import make_traces
@@ -24,7 +24,7 @@ def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str
     folder = tmp_path_factory.mktemp("browser")
     store = make_traces(folder / "traces", num=120)
     scores = {"lstm": {number: [number / 120] for number in range(0, 120, 3)}}
-    return serve_views([traces_view(store, run=make_run(folder / "run", store, scores))])
+    return serve_views([view_of(store, run=make_run(folder / "run", store, scores))])
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def many(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
             )
     path = folder / "store"
     merge([folder / "first"] * 9 + [folder / "last"], path)
-    return serve_views([traces_view(path)])
+    return serve_views([view_of(path)])
 
 
 def rows(page: Any) -> list[str]:
@@ -173,7 +173,7 @@ def odd(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
             tensors = {name: values.astype(kinds[name].partition("[")[0]) for name, values in made.items()}
             writer.append({"question_id": f"q{steps}", "number": 123_456_789, **tensors})
     others = make_run(folder / "run", folder / "store", {"lstm": {7: [0.5]}})
-    return serve_views([traces_view(folder / "store", run=others)])
+    return serve_views([view_of(folder / "store", run=others)])
 
 
 def test_a_probability_that_is_no_number_is_not_shown_as_one(open_page: Open, odd: str):

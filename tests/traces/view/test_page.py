@@ -9,7 +9,7 @@ import pytest
 import millstream as ms
 from millstream.errors import BadSetting, BadSource
 from millstream.traces.view.inside import TokenTexts
-from millstream.view.open import find_run, is_run, views_of
+from millstream.view.server import find_run, is_run, views_of
 from support.asking_traces import asking, make_run
 from support.making_traces import make_traces
 

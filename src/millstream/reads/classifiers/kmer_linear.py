@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from millstream.core.labelled import LABEL
-from millstream.reads.classifiers.net import ReadNet
-from millstream.training.net import Batch
+from millstream.core.split import LABEL
+from millstream.reads.classifiers.nets import ReadNet
+from millstream.training.task import Batch
 
 ROWS = 1 << 16  # of a table per step
 NEVER = -1e4  # the bias of a class without training reads

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from millstream.core.collection import Bytes
 from millstream.core.kernels import kernel
-from millstream.core.records import Bytes
 from millstream.errors import BadSource
 from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Texts
 from millstream.reads.files.packed import Numbers, PackedWriter

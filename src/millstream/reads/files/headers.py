@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from millstream.errors import BadSource
-from millstream.reads.files.header_shape import Shape
-from millstream.reads.files.header_tree import (
+from millstream.reads.files.header_regex import (
     DIGITS,
     OTHERS,
     UNBOUNDED,
@@ -27,6 +26,7 @@ from millstream.reads.files.header_tree import (
     Other,
     Repeat,
     Run,
+    Shape,
     inside,
     is_nullable,
     tree_of,

@@ -13,8 +13,8 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.collection import Bytes
 from millstream.core.kernels import c_function, kernel
-from millstream.core.records import Bytes
 from millstream.errors import StaleIndex
 
 Numbers = NDArray[np.int64]

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.collection import Bytes
 from millstream.core.kernels import kernel
-from millstream.core.records import Bytes
 
 Format = Literal["fasta", "fastq"]
 Numbers = NDArray[np.int64]

@@ -12,8 +12,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from millstream.core.collection import Bytes, crc32c
 from millstream.core.console import quoted
-from millstream.core.records import Bytes, crc32c
 from millstream.errors import BadSource
 from millstream.reads.files.containers import (
     MAX_FRAME_BYTES,

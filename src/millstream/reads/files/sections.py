@@ -19,9 +19,9 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.collection import Bytes, crc32c
 from millstream.core.files import no_space, publishing, sync_folder
 from millstream.core.memory import Map
-from millstream.core.records import Bytes, crc32c
 from millstream.errors import BadIndex
 from millstream.reads.files.packed import Packed, PackedWriter
 

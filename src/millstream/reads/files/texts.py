@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from millstream.core.collection import Bytes, crc32c
 from millstream.core.console import quoted
 from millstream.core.memory import Map
-from millstream.core.records import Bytes, crc32c
 from millstream.errors import BadSource
 from millstream.reads.files.containers import Kind, decode_frame
 from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate

@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from millstream.core.collection import crc32c
 from millstream.core.console import Progress, say, silent
-from millstream.core.files import no_space
-from millstream.core.records import crc32c
-from millstream.core.resumable import RESUME, PartialOutput, partial_folder
+from millstream.core.files import RESUME, PartialOutput, no_space, partial_folder
 from millstream.errors import BadSource, SourceError, StaleIndex, StoreExists
 from millstream.reads.files.columns import ColumnsWriter, Mismatches, Pending
 from millstream.reads.files.containers import Kind, MixedGzip, sniff
 from millstream.reads.files.headers import Headers
-from millstream.reads.files.index import IndexLimits, IndexSettings
-from millstream.reads.files.names import NameTableWriter, hash_names
+from millstream.reads.files.index import IndexLimits, IndexSettings, NameTableWriter, hash_names
 from millstream.reads.files.scan import BASES, Format
 from millstream.reads.files.scanning import Fingerprint, Scan, Scanning, samples_crc32c
 from millstream.reads.files.sections import SectionsWriter

@@ -8,21 +8,19 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.collection import Medium
+from millstream.core.collection import Bytes, Medium
 from millstream.core.console import quoted, say
-from millstream.core.records import Bytes
 from millstream.errors import BadIndex
 from millstream.reads.files.columns import HeaderColumnReader
 from millstream.reads.files.headers import Headers, Integers
-from millstream.reads.files.index import index_places, stored_columns
-from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, name_of
+from millstream.reads.files.index import NameTable, NameTableWriter, hash_names, index_places, name_of, stored_columns
 from millstream.reads.files.packed import Numbers, sums_before
 from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
 from millstream.reads.files.texts import PAGE_BYTES
 from millstream.reads.pack.bases import GRADES, STREAM, Qualities, TwoBit
 from millstream.reads.pack.header_blocks import HeaderBlocks
-from millstream.reads.pack.line_layout import LineLayout
+from millstream.reads.pack.pack_writer import LineLayout
 
 WHAT = "packed reads"
 VERSION = 2  # 1 had another description of the line layout, and is read without it

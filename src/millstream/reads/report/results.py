@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.reads.report.judge import UNKNOWN, VAL, Confusion, Target, ThresholdCurve
-from millstream.report.intervals import Difference, Interval
-from millstream.report.measures import Curve
+from millstream.report.measures import Curve, Difference, Interval
 
 TRAIN = "train"
 GENUS = "genus"

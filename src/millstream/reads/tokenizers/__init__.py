@@ -1,1 +1,258 @@
-"""Sequences -> token ids: bases, k-mers, BPE and Hugging Face tokenizers."""
+"""Tokenizers by name: `base`, `kmer(6)`, or a Hugging Face tokenizer.json, with our own BPE or the Rust encoder."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from millstream.errors import BadSource, MissingExtra
+from millstream.reads.tokenizers.bpe import LETTERS, Bpe, Encoded, NotPlain, Rules
+from millstream.reads.tokenizers.kmers import (
+    Bases,
+    IdType,
+    Numbers,
+    Pad,
+    Tokenizer,
+    Tokens,
+    base,
+    frozen,
+    kmer,
+    pad_rows,
+    width_of,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Rust
+
+
+FILE = "tokenizer.json"
+PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
+
+
+def hf(path: str | Path) -> "HfTokenizer":
+    """The tokenizer in a tokenizer.json, in a folder that contains one, or of a model in the local Hugging Face cache.
+
+    tokens = hf("METAGENE-1/tokenizer.json").tokenize(flat, offsets, max_length=512)
+    """
+    file = _find(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        json.loads(text)["model"]["vocab"]
+    except (ValueError, KeyError, TypeError):
+        raise BadSource(
+            f"{file}: not a {FILE}, the JSON file with a model and vocabulary that Hugging Face `tokenizers` saves; "
+            "give that file or its folder"
+        ) from None
+    return HfTokenizer(text, name=f"hf({path})")
+
+
+class HfTokenizer:
+    """The tokenizer made by `hf`. Pads on the right and truncates at the end, whatever the file says."""
+
+    def __init__(self, text: str, *, name: str) -> None:
+        self.name = name
+        self.why = ""
+        """The reason, a sentence, if the Rust encoder is used."""
+        self._text = text
+        self._rust: dict[int | None, Rust] = {}
+        self._bpe: Bpe | None = None
+        vocab = self.encoder().get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.num_special = self.encoder().num_special_tokens_to_add(False)
+        file = cast(dict[str, Any], json.loads(text))
+        self.pad_id = _pad_id(file, vocab)
+        try:
+            self._bpe = Bpe(plain_rules(file))
+        except NotPlain as reason:
+            self.why = f"{name} uses the Rust encoder: {reason}"
+
+    @property
+    def fast(self) -> bool:
+        """Whether our own encoder is used, about ten times as fast as the Rust encoder."""
+        return self._bpe is not None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (self._text, self.name)
+
+    def tokenize(
+        self,
+        flat: Bases,
+        offsets: Numbers,
+        *,
+        max_length: int | None = None,
+        pad: Pad = "longest",
+        dtype: IdType = np.int32,
+    ) -> Tokens:
+        if max_length is not None and max_length < self.num_special:
+            raise ValueError(
+                f"max_length={max_length}: {self.name} adds {self.num_special} special tokens to every read"
+            )
+        flat, offsets = frozen(flat, offsets)
+        encoded = self._bpe.encode(flat, offsets, max_length=max_length) if self._bpe else None
+        if encoded is None:
+            encoded = self._encode(flat, offsets, max_length)
+        width = width_of(encoded.counts, max_length=max_length, pad=pad)
+        tokens = pad_rows(*encoded, width=width, pad_id=self.pad_id)
+        return Tokens(tokens.input_ids.astype(dtype, copy=False), tokens.attention_mask.astype(dtype, copy=False))
+
+    def encoder(self, max_length: int | None = None) -> "Rust":
+        """The Rust encoder. One per length: changing the truncation of a shared one is not thread-safe."""
+        if max_length not in self._rust:
+            try:
+                from tokenizers import Tokenizer as Rust
+            except ImportError:
+                message = "hf tokenizers need the package 'tokenizers': pip install 'millstream[reads]'"
+                raise MissingExtra(message) from None
+            try:
+                encoder = Rust.from_str(self._text)
+            except Exception as error:  # the Rust side raises nothing narrower
+                raise BadSource(f"{self.name}: the package 'tokenizers' cannot read this file ({error})") from None
+            encoder.no_padding()
+            encoder.no_truncation()
+            if max_length is not None:
+                encoder.enable_truncation(max_length)  # pyright: ignore[reportUnknownMemberType]
+            self._rust[max_length] = encoder
+        return self._rust[max_length]
+
+    def _encode(self, flat: Bases, offsets: Numbers, max_length: int | None) -> Encoded:
+        """The Rust encoder takes strings and returns lists, so this loops over reads in Python."""
+        try:
+            text = flat.tobytes().decode("ascii")
+        except UnicodeDecodeError as error:
+            raise BadSource(f"{self.name}: reads must be ASCII text, found byte {flat[error.start]:#x}") from None
+        bounds = cast(list[int], offsets.tolist())
+        reads = [text[start:stop] for start, stop in pairwise(bounds)]
+        rows = [encoding.ids for encoding in self.encoder(max_length).encode_batch_fast(reads)]
+        counts = np.fromiter(map(len, rows), np.int64, len(rows))
+        tokens = np.fromiter(chain.from_iterable(rows), np.int32, int(counts.sum()))
+        return Encoded(tokens, np.cumsum(counts) - counts, counts)
+
+
+def tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer of this name; `tokenizer(spec).name` is its normal form.
+
+    tokenizer("kmer(12, stride=2, canonical=True)").tokenize(flat, offsets)
+    """
+    if spec.strip() == "base":
+        return base()
+    if match := re.fullmatch(r"\s*hf\((.+)\)\s*", spec):
+        return hf(match[1].strip().strip("'\""))
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "kmer":
+            positional = [ast.literal_eval(value) for value in call.args]
+            named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+            return kmer(*positional, **named)
+    except (SyntaxError, TypeError, ValueError) as error:
+        reason = f" ({error})"
+    else:
+        reason = ""
+    raise ValueError(
+        f"unknown tokenizer {spec!r}{reason}; must be base, kmer(6), kmer(12, stride=2, canonical=True), "
+        "or hf(path of a tokenizer.json or its folder)"
+    )
+
+
+def plain_rules(file: Mapping[str, Any]) -> Rules:
+    """The rules of a tokenizer.json that only merges and adds special tokens; otherwise NotPlain."""
+    model = cast(dict[str, Any], file["model"])
+    if model.get("type") != "BPE":
+        raise NotPlain(f"its model is {model.get('type')}, not BPE")
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
+        if model.get(option):
+            raise NotPlain(f"its model has {option} = {model[option]!r}")
+    prefix = _prefix(file.get("normalizer"))
+    _check_splits(file.get("pre_tokenizer"), prefix)
+    for token in cast(list[dict[str, Any]], file.get("added_tokens", [])):
+        if set(token["content"]) <= set(LETTERS + prefix):
+            raise NotPlain(f"its added token {token['content']!r} could occur in a read")
+    unk, vocab = model.get("unk_token"), model["vocab"]
+    if unk is not None and unk not in vocab:
+        raise NotPlain(f"its unknown token {unk!r} is not in the vocabulary")
+    head, tail = _special_tokens(file.get("post_processor"))
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    return Rules(
+        vocab=vocab,
+        merges=[(left, right) for left, right in merges],
+        unk=unk,
+        fuse_unk=bool(model.get("fuse_unk")),
+        prefix=prefix,
+        head=head,
+        tail=tail,
+    )
+
+
+def _prefix(normalizer: Mapping[str, Any] | None) -> str:
+    match normalizer:
+        case None:
+            return ""
+        case {"type": "Prepend", "prepend": str(prefix)} if len(prefix) == 1:
+            return prefix
+        case {"type": "Replace", "pattern": {"Regex": "^"}, "content": str(prefix)} if len(prefix) == 1:
+            return prefix
+        case _:
+            raise NotPlain(f"its normalizer {normalizer.get('type')} may change bases")
+
+
+def _check_splits(pre_tokenizer: Mapping[str, Any] | None, prefix: str) -> None:
+    """`Whitespace` splits at spaces and between \\w and the rest, `WhitespaceSplit` at spaces: never between bases."""
+    kind = None if pre_tokenizer is None else pre_tokenizer.get("type")
+    if kind not in (None, "Whitespace", "WhitespaceSplit"):
+        raise NotPlain(f"its pre-tokenizer {kind} may split or change bases")
+    if (kind == "Whitespace" and not re.fullmatch(r"[A-Za-z0-9_]?", prefix)) or (kind and prefix.isspace()):
+        raise NotPlain(f"its pre-tokenizer {kind} splits after the prefix {prefix!r}")
+
+
+def _special_tokens(processor: Mapping[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids before and after the tokens of a read."""
+    if processor is None:
+        return (), ()
+    if processor.get("type") != "TemplateProcessing":
+        raise NotPlain(f"its post-processor is {processor.get('type')}, not TemplateProcessing")
+    sides: list[tuple[int, ...]] = [()]
+    for piece in processor["single"]:
+        if "Sequence" in piece:
+            sides.append(())
+        else:
+            sides[-1] += tuple(processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
+    if len(sides) != 2:
+        raise NotPlain(f"its template contains a read {len(sides) - 1} times")
+    return sides[0], sides[1]
+
+
+def _pad_id(file: Mapping[str, Any], vocab: Mapping[str, int]) -> int:
+    """The file's padding id, or that of a token named like padding, or 0: it is masked anyway."""
+    if file.get("padding"):
+        return int(file["padding"]["pad_id"])
+    return next((vocab[name] for name in PAD_NAMES if name in vocab), 0)
+
+
+def _restore(text: str, name: str) -> HfTokenizer:
+    return HfTokenizer(text, name=name)
+
+
+def _find(path: str | Path) -> Path:
+    for file in (Path(path), Path(path) / FILE):
+        if file.is_file():
+            return file
+    if Path(path).exists():
+        raise BadSource(f"{path}: no {FILE} in this folder; give the folder or file that `save_pretrained` wrote")
+    cached = None
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        try:
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(str(path), FILE)
+        except ImportError:
+            pass
+    if not isinstance(cached, str):
+        raise BadSource(
+            f"{path}: no such file, folder or model in the local Hugging Face cache; nothing is downloaded. "
+            f"Give the folder with the model's {FILE}"
+        )
+    return Path(cached)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.kernels import kernel
-from millstream.reads.tokenizers.tokens import Bases, Numbers
+from millstream.reads.tokenizers.kmers import Bases, Numbers
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MOST_TOKENS = 8192  # the borders take a byte per pair of tokens: at most 64 MB, allocated as pairs are met

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from millstream.reads.batch import ReadBatch
 from millstream.reads.reads import Part, Reads
-from millstream.view.background import PATIENCE_S, Background
+from millstream.view import PATIENCE_S, Background
 
 CHUNK_READS = 1 << 20
 _SHORT = 1 << 16  # bases; longer reads are so few that each one's length is kept

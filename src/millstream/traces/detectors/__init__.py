@@ -1,1 +1,242 @@
-"""Detectors of hallucinated answers: nets, baselines, and the list of them by name."""
+"""The detectors by name: the features each needs, and how it is built."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millstream.core.collection import Collection
+from millstream.core.features import Feature
+from millstream.errors import BadSetting, NoDetector
+from millstream.report.measures import auroc
+from millstream.traces.convert import importers
+from millstream.traces.detectors.baselines import BASELINES
+from millstream.traces.detectors.logistic import Detector, Scores
+from millstream.traces.detectors.net import DetectorNet, Net, match_width, score_of
+from millstream.traces.features import Token, layers, token_stats
+from millstream.traces.graphs import STORED, HeadGraphFeature, Wiring, graphs
+from millstream.traces.kind import TrainSettings
+from millstream.traces.llm.fields import POSITIONS
+from millstream.training.study import Built, Kit, NetModel, Workplace
+from millstream.training.task import FitResources, Labels, Model, Outcome, Task
+
+Kind = Literal["trained", "null", "baseline"]
+NULLS = {
+    "lstm": ("lstm_states",),
+    "gnn": ("gnn_shuffled", "gnn_unwired"),
+    "gvae": ("gvae_shuffled", "gvae_unwired"),
+}
+GROUP = "baselines"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Size and inputs of the nets."""
+
+    parameters: int = 100_000
+    dropout: float = 0.2
+    token: str = "last_answer"
+    token_stats: bool = True
+    k: int | None = 8
+    threshold: float = 0.0
+    kl_weight: float = 0.1
+    free_bits: float = 0.05
+
+
+@dataclass(frozen=True)
+class NetKind:
+    """One kind of net."""
+
+    title: str
+    kind: Kind
+    family: Literal["lstm", "gnn", "gvae", "charm"]
+    wiring: Wiring = "attention"
+    sees_stats: bool = True
+
+
+NETS = {
+    "lstm": NetKind("LSTM over the layers", "trained", "lstm"),
+    "gnn": NetKind("GINE over token graphs + LSTM over the layers", "trained", "gnn"),
+    "gvae": NetKind("graph VAE + LSTM over the layers", "trained", "gvae"),
+    "charm": NetKind("CHARM-style single graph, attention only", "baseline", "charm", sees_stats=False),
+    "lstm_states": NetKind("lstm without token statistics", "null", "lstm", sees_stats=False),
+    "gnn_shuffled": NetKind("gnn, edges from random earlier tokens", "null", "gnn", "shuffled"),
+    "gnn_unwired": NetKind("gnn without edges", "null", "gnn", "none"),
+    "gvae_shuffled": NetKind("gvae, edges from random earlier tokens", "null", "gvae", "shuffled"),
+    "gvae_unwired": NetKind("gvae without edges", "null", "gvae", "none"),
+}
+
+
+def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[Feature]:
+    """The features of a net for records with these fields."""
+    net = NETS[name]
+    made: list[Feature] = [
+        {"lstm": _layers, "gnn": _graphs, "gvae": _graphs, "charm": _head_graphs}[net.family](net, field_names, recipe)
+    ]
+    if net.sees_stats and recipe.token_stats and "logprobs" in field_names:
+        made.append(token_stats())
+    return made
+
+
+def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
+    """A net for batches like the example, of about the size in the recipe."""
+    shapes = {key: tuple(value.shape) for key, value in example.items() if isinstance(value, Tensor)}
+    num_stats = shapes["stats"][1] if "stats" in shapes else 0
+    family = NETS[name].family
+    if family == "lstm":
+        from millstream.traces.detectors.net import LayerLSTM
+
+        _, num_layers, dim = shapes["layers"]
+        build = partial(LayerLSTM, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
+    elif family == "charm":
+        from millstream.traces.detectors.gnn import HeadGraph
+
+        build = partial(HeadGraph, dim=shapes["x"][1], edge_dim=shapes["edge_attr"][1], dropout=recipe.dropout)
+    else:
+        from millstream.traces.detectors.gnn import GraphLSTM
+        from millstream.traces.detectors.gvae import GraphVAE
+
+        kind = (
+            GraphLSTM if family == "gnn" else partial(GraphVAE, kl_weight=recipe.kl_weight, free_bits=recipe.free_bits)
+        )
+        num_layers, dim = int(cast(Tensor, example["num_layers"])[0]), shapes["x"][1]
+        build = partial(kind, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
+    return build(match_width(build, recipe.parameters))
+
+
+@dataclass(frozen=True)
+class DetectorSpec:
+    """A detector named in the settings, for records with these fields."""
+
+    name: str
+    field_names: Sequence[str]
+
+    @property
+    def by_gradients(self) -> bool:
+        """Whether it is a net: trained by all processes, once per seed."""
+        return self.name in NETS
+
+    def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:
+        field_names = self.field_names
+        if self.name in NETS:
+            recipe = recipe_of(cast(TrainSettings, place.settings))
+            kit = Kit(net_features(self.name, field_names, recipe), partial(build_net, self.name, recipe=recipe))
+            net = NetModel(self.name, kit, task=DETECTION, resources=resources, place=place, folder=folder)
+            return Built(net, NETS[self.name].title, NETS[self.name].kind)
+        if ":" in self.name:
+            detector = _own(self.name)(resources)
+            return Built(_checked(detector, field_names), self.name, "trained")
+        baseline = BASELINES[self.name]
+        detector = _checked(baseline.make(resources, field_names), field_names)
+        return Built(detector, baseline.title, "baseline", baseline.extra_forwards)
+
+
+def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[DetectorSpec]:
+    """The detectors that `model=` names."""
+    found = expanded([name.strip() for name in settings.model.split(",") if name.strip()])
+    for name in found:
+        if ":" in name:
+            _own(name)
+        elif name not in NETS and name not in BASELINES:
+            known = [*NETS, *BASELINES, GROUP]
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}, or package.module:Class"
+            raise BadSetting(f"model={name}: unknown detector; {hint}")
+    if not found:
+        raise BadSetting("model=: give at least one detector")
+    return [DetectorSpec(name, field_names) for name in found]
+
+
+def scores_of(model: Model, collection: Collection) -> Scores:
+    """One number per record, in the order of the collection; higher: more likely wrong."""
+    if isinstance(model, NetModel):
+        return model.outcome(collection)["score"].astype(np.float64)
+    return cast(Detector, model).score(collection)
+
+
+def scores_by_layer(model: NetModel, collection: Collection) -> Scores | None:
+    """[N, L]: the score of each record if each layer were the last; None if the net does not read layer by layer."""
+    net = cast(DetectorNet, model.restored(collection)).eval()
+    with torch.inference_mode():
+        found = [net.by_layer(model.fabric.to_device(batch)) for batch in model.batches(collection)]
+    known = [scores for scores in found if scores is not None]
+    return torch.cat(known).double().cpu().numpy() if known else None
+
+
+def expanded(names: Sequence[str]) -> list[str]:
+    """Each name once; `baselines` becomes all baselines, and the null models of the detectors named."""
+    nulls = [null for model in names for null in NULLS.get(model, ())]
+    group = [*BASELINES, "charm", *nulls]
+    return list(dict.fromkeys(one for name in names for one in (group if name == GROUP else [name])))
+
+
+def recipe_of(settings: TrainSettings) -> Recipe:
+    return Recipe(**{field.name: getattr(settings, field.name) for field in fields(Recipe)})
+
+
+def _layers(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
+    if recipe.token not in POSITIONS:
+        raise BadSetting(f"token={recipe.token}: must be one of {', '.join(POSITIONS)}")
+    if "states" in names:
+        return layers(POSITIONS.index(recipe.token), field="states")
+    if "hidden" in names:
+        return layers(cast("Token", recipe.token), field="hidden")
+    for importer in importers():
+        if imported := importer.layer_feature(names):
+            return imported
+    raise NoDetector(f"the store has neither states (tier probe) nor hidden (tier full), only {', '.join(names)}")
+
+
+def _graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
+    make = partial(graphs, recipe.k, threshold=recipe.threshold, wiring=net.wiring)
+    if "nodes" in names and "edge_source" in names:
+        return make(hidden="nodes", attention=STORED, tokens="answer")
+    if "hidden" in names and "attention" in names:
+        return make(tokens="answer" if "answer_len" in names and "prompt_len" in names else "all")
+    for importer in importers():
+        if imported := importer.graph_feature(names, k=recipe.k, threshold=recipe.threshold, wiring=net.wiring):
+            return imported
+    raise NoDetector(
+        "the store has neither nodes and edges (tiers graph and probe) nor hidden and attention (full), only "
+        f"{', '.join(names)}"
+    )
+
+
+def _head_graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
+    if "prompt_len" in names and "answer_len" in names:
+        if "attention" in names:
+            return HeadGraphFeature(from_attention=True)
+        if "edge_source" in names and "self_attention" in names:
+            return HeadGraphFeature(from_attention=False)
+    raise NoDetector(
+        f"the store has neither edges and heads (tiers graph, probe) nor attention (full), only {', '.join(names)}"
+    )
+
+
+def _auroc(labels: Labels, outcome: Outcome) -> float:
+    return auroc(labels, outcome["score"].astype(np.float64))
+
+
+def _own(name: str) -> Callable[[FitResources], Detector]:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BadSetting(f"model={name}: cannot be imported ({error})") from None
+
+
+def _checked(detector: Detector, field_names: Sequence[str]) -> Detector:
+    missing = [field for field in detector.fields if field.split("[")[0] not in field_names]
+    if missing:
+        raise NoDetector(f"the store has no {', '.join(missing)}")
+    return detector
+
+
+DETECTION = Task(2, "AUROC", _auroc, score_of)

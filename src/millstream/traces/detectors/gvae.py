@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from millstream.traces.detectors.gnn import GraphEncoder, GraphLSTM, read_layers
 from millstream.traces.detectors.net import Reader
-from millstream.training.net import Batch
+from millstream.training.task import Batch
 
 LOGVAR_LIMIT = 6.0
 ACTIVE = 0.01  # a latent unit is active if the variance of its mean over nodes is above this (Burda et al.)

@@ -1,6 +1,4 @@
-"""Shared by the trained detectors: input scaling, an LSTM over layers, the loss, a width for a parameter budget."""
-
-# B batch, L layers, D input features, S token statistics, W width
+"""What the trained detectors share (input scaling, an LSTM over layers, the loss), and `lstm`, the simplest of them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from millstream.training.net import Batch, Moments, Net, count_parameters
+from millstream.training.task import Batch, Moments, Net, count_parameters
+
+# B batch, L layers, D input features, S token statistics, W width
+
 
 LIMIT = 8.0  # standard deviations; a few units of large models reach hundreds
 
@@ -125,3 +126,30 @@ def match_width(build: Callable[[int], nn.Module], parameters: int) -> int:
         middle = (low + high) // 4 * 2
         low, high = (middle, high) if size(middle) <= parameters else (low, middle)
     return min((low, high), key=lambda width: abs(size(width) - parameters))
+
+
+# B batch, L layers, D hidden, W width
+
+
+class LayerLSTM(DetectorNet):
+    """Takes `layers` [B, L, D] and, if `num_stats`, `stats` [B, S]."""
+
+    def __init__(self, width: int, *, num_layers: int, dim: int, num_stats: int, dropout: float) -> None:
+        super().__init__(width, num_stats)
+        self.layers = Scale(num_layers, dim)
+        self.project = nn.Linear(dim, width)
+        self.reader = Reader(width, width, num_stats=num_stats, dropout=dropout)
+
+    def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
+        super().observe(batch, moments)
+        num_layers, dim = self.layers.mean.shape
+        rows_BLD = batch["layers"]
+        group = torch.arange(num_layers).repeat(len(rows_BLD))
+        moments["layers"].add(rows_BLD.reshape(-1, dim), group, num_groups=num_layers)
+
+    def sequence(self, batch: Batch) -> Tensor:
+        layers_BLD = cast(Tensor, self.layers(batch["layers"]))
+        return nn.functional.gelu(self.project(layers_BLD))
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.reader(self.sequence(batch), self.scaled_stats(batch)), {}

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from millstream.traces.llm.capture import Capture
-from millstream.traces.llm.decode import Answer, Decoding, as_lists, cut_answer
 from millstream.traces.llm.fields import TOP_K, Fields
-from millstream.traces.llm.model import LoadedModel, Tokenizer
+from millstream.traces.llm.model import Answer, Decoding, LoadedModel, Tokenizer, as_lists, cut_answer
 from millstream.traces.llm.questions import Prompt, Question
 
 # B batch, P prompt with padding, N generated, T = P + N, V vocabulary

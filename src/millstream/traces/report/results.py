@@ -11,11 +11,9 @@ from pyarrow import parquet
 
 from millstream.core.batches import text_codes_of
 from millstream.errors import BadSource
-from millstream.report.intervals import Difference, Interval
-from millstream.report.measures import Curve, Floats, Labels
-from millstream.report.run import check_run, damaged, read_mapping, train_elsewhere, unfinished
-from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS
-from millstream.training.log import Fit, Metrics, read_metrics
+from millstream.report import check_run, damaged, read_mapping, train_elsewhere, unfinished
+from millstream.report.measures import Curve, Difference, Floats, Interval, Labels
+from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS, Fit, Metrics, read_metrics
 
 
 @dataclass(frozen=True)

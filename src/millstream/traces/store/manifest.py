@@ -17,11 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from millstream.core.collection import Schema, crc32c, refine
 from millstream.core.config import config_hash
 from millstream.core.console import quoted
 from millstream.core.files import publish
 from millstream.core.memory import Map
-from millstream.core.records import Schema, crc32c, refine
 from millstream.core.registry import extensions
 from millstream.errors import NewerFormat, NotAStore
 from millstream.traces.store.format import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema
@@ -30,7 +30,7 @@ FORMAT = "millstream.traces"
 VERSION = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder for files that repair sets aside
-IDS = "ids.arrow"  # the id index, see millstream.traces.store.table
+IDS = "ids.arrow"  # the id index, see millstream.traces.store.sidecar
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
 _SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.records import Tensor
+from millstream.core.collection import Tensor
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.traces.convert import importers
 from millstream.traces.llm.fields import POSITIONS
@@ -25,7 +25,7 @@ from millstream.traces.store.traces import Traces
 from millstream.training.folder import CHECKPOINTS, WEIGHTS
 
 if TYPE_CHECKING:
-    from millstream.training.trained import NetModel
+    from millstream.training.study import NetModel
 
 STEPS = ("logprobs", "entropy", "rank")
 NUM_ALTERNATIVES = 10
@@ -169,7 +169,7 @@ class LayerScores:
         """By detector: the score after every layer; the last one is the final score."""
         record = self._traces.subset([number])
         found: dict[str, Any] = {}
-        from millstream.traces.detectors.zoo import scores_by_layer
+        from millstream.traces.detectors import scores_by_layer
 
         with self._lock:
             for name, models in self._models.items():
@@ -186,12 +186,12 @@ def _restore_nets(run: Path, traces: Traces) -> Mapping[str, Sequence[NetModel]]
     if not files:
         return {}
     # These import torch, which takes seconds: only a run with nets should wait for it.
-    from millstream.traces.detectors.zoo import NETS, DetectorSpec
-    from millstream.traces.evaluate import load_detector_run
+    from millstream.traces.detectors import NETS, DetectorSpec
+    from millstream.traces.study import load_detector_run
     from millstream.training.folder import load
     from millstream.training.run import ScoringDevice
+    from millstream.training.study import NetModel, Workplace
     from millstream.training.task import FitResources
-    from millstream.training.trained import NetModel, Workplace
 
     models: defaultdict[str, list[NetModel]] = defaultdict(list)
     place = Workplace(load_detector_run(run)[0], ScoringDevice.default(), str(run))

@@ -1,0 +1,281 @@
+"""Nets that classify reads: what they share, `cnn` over bases, and `lstm`, `transformer` and `hf` over tokens."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from millstream.errors import BadSetting, MissingExtra
+from millstream.reads.features import OTHER
+from millstream.reads.mapping import answer_column
+from millstream.training.task import Batch, Net
+
+# B batch, C classes, G taxa of a rank, M mates
+
+
+CLASS, PROBABILITY = "class", "probability"
+
+
+class ReadNet(Net):
+    """`logits` [B, C] of the classes."""
+
+    at_most = 4096
+    loss_name = "cross_entropy"
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__(width)
+        self.num_classes = num_classes
+
+    def loss(self, logits: Tensor, target_B: Tensor, weight_B: Tensor) -> Tensor:
+        return (functional.cross_entropy(logits.float(), target_B, reduction="none") * weight_B).mean()
+
+
+@dataclass(frozen=True)
+class ReadAnswers:
+    """A net's logits -> the class of each read, or of each read pair (`mates=2`), and its taxon at each rank.
+
+    `ranks` has the taxon of each class, by number, at each rank; -1 for none.
+    """
+
+    ranks: Mapping[str, NDArray[np.int64]]
+    mates: int = 1
+
+    def __call__(self, net: Net, batch: Batch) -> dict[str, Tensor]:
+        """The most probable class and its probability; and the same for the taxa of each rank, summed over classes."""
+        found_BC = probabilities(net, batch)
+        if self.mates > 1:
+            found_BC = found_BC.reshape(-1, self.mates, found_BC.shape[1]).mean(dim=1)
+        probability_B, class_B = found_BC.max(dim=1)
+        answers = {CLASS: class_B.int(), PROBABILITY: probability_B}
+        for name, of_class in self.ranks.items():
+            taxon_C = torch.as_tensor(of_class, device=found_BC.device)
+            sums_BG = found_BC.new_zeros(len(found_BC), int(of_class.max()) + 2)
+            sums_BG.index_add_(1, taxon_C + 1, found_BC)  # the first column is for classes without a taxon
+            rank_probability_B, taxon_B = sums_BG[:, 1:].max(dim=1)
+            column = answer_column(name)
+            answers |= {column: taxon_B.int(), f"{column}_{PROBABILITY}": rank_probability_B}
+        return answers
+
+
+def probabilities(net: Net, batch: Batch) -> Tensor:
+    """[B, C]: the mean over both strands, where the batch has them."""
+    found_BC = net.logits(batch)[0].float().softmax(dim=1)
+    other = {name.removeprefix(OTHER): value for name, value in batch.items() if name.startswith(OTHER)}
+    if not other:
+        return found_BC
+    return (found_BC + net.logits(other)[0].float().softmax(dim=1)) / 2
+
+
+def seen_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Tokens [B, T], T at least 1, and their mask, in which the first position is always set."""
+    ids_BT, mask_BT = batch["input_ids"].long(), batch["attention_mask"].bool()
+    if not ids_BT.shape[1]:  # all reads are too short for a token
+        ids_BT, mask_BT = functional.pad(ids_BT, (0, 1)), functional.pad(mask_BT, (0, 1))
+    return ids_BT, mask_BT | (torch.arange(mask_BT.shape[1], device=mask_BT.device) == 0)
+
+
+# B batch, T bases, S starts of motifs, P positions after pooling, W width, C classes
+
+
+SYMBOLS = 6  # padding, A C G T, N
+MOTIF, POOLED, INNER = 6, 4, 5
+FEW, MANY = 8, 64  # reads: smaller batches use running statistics, updated over about this many reads
+
+
+class Norm(nn.BatchNorm1d):
+    """Batch norm that uses running statistics for small batches, whose own are too noisy."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or len(input) >= FEW:
+            return super().forward(input)
+        mean_W, var_W = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
+        with torch.no_grad():
+            share = len(input) / MANY
+            seen = input.transpose(0, 1).flatten(1).float()
+            mean_W += share * (seen.mean(1) - mean_W)
+            var_W += share * ((seen - mean_W[:, None]).square().mean(1) - var_W)
+        return functional.batch_norm(input, mean_W.clone(), var_W.clone(), self.weight, self.bias, eps=self.eps)
+
+
+class Residual(nn.Module):
+    """A residual block of two convolutions; padded positions stay zero."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = Norm(width)
+        self.first = nn.Conv1d(width, width, INNER, padding=INNER // 2)
+        self.second = nn.Conv1d(width, width, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BWP: Tensor, valid_BP: Tensor) -> Tensor:
+        inner = functional.gelu(self.first(self.norm(x_BWP) * valid_BP))
+        return x_BWP + self.dropout(self.second(inner)) * valid_BP
+
+
+class ReadCNN(ReadNet):
+    """Takes `input_ids` [B, T] of single bases; 0 is padding.
+
+    Convolutions over six bases, max pooling over four positions, residual blocks, then mean and maximum over the
+    read. Normalised over the batch: classes differ by small differences of means.
+    """
+
+    lr = 5e-3
+
+    def __init__(self, width: int, *, num_classes: int, layers: int, dropout: float) -> None:
+        super().__init__(width, num_classes)
+        self.motifs = nn.Conv1d(SYMBOLS - 1, width, MOTIF)
+        self.norm = Norm(width)
+        self.blocks = nn.ModuleList(Residual(width, dropout) for _ in range(layers))
+        self.seen = Norm(2 * width)
+        self.head = nn.Linear(2 * width, num_classes)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        ids_BT = batch["input_ids"]
+        ids_BT = functional.pad(ids_BT, (0, max(MOTIF - ids_BT.shape[1], 0)))
+        x_BTL = functional.one_hot(ids_BT.long(), SYMBOLS)[:, :, 1:].to(self.head.weight.dtype)
+        x_BWS = self.motifs(x_BTL.transpose(1, 2))
+        whole_BS = (ids_BT > 0)[:, MOTIF - 1 :]
+        whole_BS = (whole_BS | (torch.arange(whole_BS.shape[1], device=ids_BT.device) == 0))[:, None]
+        x_BWP = functional.max_pool1d(x_BWS.masked_fill(~whole_BS, -torch.inf), POOLED, ceil_mode=True)
+        is_valid_BP = functional.max_pool1d(whole_BS.to(x_BWP.dtype), POOLED, ceil_mode=True) > 0
+        valid_BP = is_valid_BP.to(x_BWP.dtype)
+        x_BWP = functional.gelu(self.norm(x_BWP.masked_fill(~is_valid_BP, 0.0))) * valid_BP
+        for block in self.blocks:
+            x_BWP = cast(Tensor, block(x_BWP, valid_BP))
+        mean_BW = x_BWP.sum(2) / valid_BP.sum(2)
+        most_BW = x_BWP.masked_fill(~is_valid_BP, -torch.inf).amax(2)
+        return self.head(self.seen(torch.cat([mean_BW, most_BW], dim=1))), {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return batch["input_ids"].numel()
+
+
+# B batch, T tokens, W width, C classes
+
+HEAD_WIDTH = 16  # minimum width of an attention head
+
+
+class ReadLSTM(ReadNet):
+    """Takes `input_ids` [B, T] and `attention_mask`."""
+
+    def __init__(self, width: int, *, num_tokens: int, num_classes: int, dropout: float) -> None:
+        super().__init__(width, num_classes)
+        self.embed = nn.Embedding(num_tokens, width, padding_idx=0)
+        self.lstm = nn.LSTM(width, width, batch_first=True, bidirectional=True)
+        self.attend = nn.Sequential(nn.Linear(2 * width, width), nn.Tanh(), nn.Linear(width, 1))
+        self.head = nn.Sequential(
+            nn.Dropout(dropout), nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, num_classes)
+        )
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        ids_BT, seen_BT = seen_tokens(batch)
+        # packed, otherwise the backward direction would start in the padding
+        packed = pack_padded_sequence(self.embed(ids_BT), seen_BT.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        hidden_BTW, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=ids_BT.shape[1])
+        weight_BT = self.attend(hidden_BTW)[:, :, 0].masked_fill(~seen_BT, -torch.inf).softmax(dim=1)
+        return self.head((hidden_BTW * weight_BT[:, :, None]).sum(1)), {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return 2 * batch["input_ids"].numel()
+
+
+class ReadTransformer(ReadNet):
+    """Takes `input_ids` [B, T] and `attention_mask`, of at most `max_length` tokens."""
+
+    lr = 5e-4
+
+    def __init__(
+        self, width: int, *, num_tokens: int, max_length: int, num_classes: int, layers: int, dropout: float
+    ) -> None:
+        super().__init__(width, num_classes)
+        self.embed = nn.Embedding(num_tokens, width)
+        self.place = nn.Parameter(torch.randn(max_length, width) * 0.02)
+        most = width // (64 if width >= 64 else HEAD_WIDTH)
+        num_heads = max(heads for heads in range(1, max(most, 1) + 1) if width % heads == 0)
+        layer = nn.TransformerEncoderLayer(
+            width, num_heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, num_classes)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        ids_BT, seen_BT = (found[:, : len(self.place)] for found in seen_tokens(batch))  # longer reads are truncated
+        x_BTW = self.embed(ids_BT) + self.place[: ids_BT.shape[1]]
+        x_BTW = self.encoder(x_BTW, src_key_padding_mask=~seen_BT)
+        return self.head(_mean(x_BTW, seen_BT)), {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return 4 * batch["input_ids"].numel()
+
+
+class Pretrained(ReadNet):
+    """A Hugging Face model, frozen or with LoRA adapters, and a linear head over the mean of its last hidden states.
+
+    Only trained weights are parameters of this net, so checkpoints contain the head and the adapters, not the model.
+    """
+
+    lr = 1e-3
+    at_most = 64
+
+    def __init__(self, name: str, *, num_classes: int, lora: int, dropout: float) -> None:
+        model = _load(name, lora)
+        super().__init__(int(model.config.hidden_size), num_classes)
+        self._held = (model,)  # not a submodule
+        self.adapters = nn.ParameterList([weight for weight in model.parameters() if weight.requires_grad])
+        self.is_frozen = not len(self.adapters)
+        self.head = nn.Sequential(nn.LayerNorm(self.width), nn.Dropout(dropout), nn.Linear(self.width, num_classes))
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        (model,) = self._held
+        most = getattr(model.config, "max_position_embeddings", None)
+        ids_BT, seen_BT = (found[:, :most] for found in seen_tokens(batch))  # longer reads are truncated
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+            found = model(input_ids=ids_BT, attention_mask=seen_BT.long())
+        return self.head(_mean(cast(Tensor, found.last_hidden_state).float(), seen_BT)), {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return 8 * batch["input_ids"].numel()
+
+    def train(self, mode: bool = True) -> Self:
+        self._held[0].train(mode and not self.is_frozen)
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._held[0]._apply(fn)  # moves the model along with this net
+        return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _load(name: str, lora: int) -> Any:
+    try:
+        from transformers import AutoModel
+    except ImportError:
+        raise MissingExtra("model=hf needs transformers: pip install 'millstream[llm]'") from None
+    try:
+        loaded: Any = AutoModel.from_pretrained(name, use_safetensors=True, trust_remote_code=False)  # pyright: ignore
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadSetting(f"hf={name}: transformers cannot load it with safetensors ({reason})") from None
+    model = cast(Any, loaded)
+    for weight in model.parameters():
+        weight.requires_grad = False
+    if not lora:
+        return model
+    try:
+        from peft import (
+            LoraConfig,  # pyright: ignore
+            get_peft_model,  # pyright: ignore
+        )
+    except ImportError:
+        raise MissingExtra("lora= needs peft: pip install 'millstream[lora]'") from None
+    return get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
+
+
+def _mean(x_BTW: Tensor, seen_BT: Tensor) -> Tensor:
+    weight_BT1 = seen_BT[:, :, None].to(x_BTW.dtype)
+    return (x_BTW * weight_BT1).sum(1) / weight_BT1.sum(1)
