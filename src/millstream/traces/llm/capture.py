@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from millstream.errors import BadSource
+from millstream.traces.llm import transformers
 from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, Fields, Kept, Size, Span, samples_of
-from millstream.traces.llm.model import transformers
 
 # B batch, L layers, H heads, R rows (queries) of a pass, K keys, T tokens, D hidden, P prompt with padding, N generated
 
@@ -234,7 +234,7 @@ class Tap(Protocol):
     def take(self, weights_BHRK: torch.Tensor) -> None: ...
 
 
-def register() -> str:
+def register_attention() -> str:
     """Register the attention function with transformers; without a mask function it would get mask=None."""
     transformers().AttentionInterface.register(NAME, trace_attention)
     transformers().AttentionMaskInterface.register(NAME, transformers("masking_utils").sdpa_mask)

@@ -4,7 +4,6 @@ import hashlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -12,6 +11,8 @@ import torch
 
 from millstream.core.registry import extensions
 from millstream.errors import BadSetting, BadSource, MissingExtra
+from millstream.traces.llm import transformers
+from millstream.traces.llm.capture import register_attention
 from millstream.traces.llm.fields import Size
 
 if TYPE_CHECKING:
@@ -19,14 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from millstream.traces.llm.questions import Question
-
-
-def transformers(part: str = "") -> Any:
-    """The transformers library, or one of its modules."""
-    try:
-        return import_module(f"transformers.{part}" if part else "transformers")
-    except ImportError:
-        raise MissingExtra("language models need transformers: pip install 'millstream[llm]'") from None
 
 
 class Tokenizer(Protocol):
@@ -141,15 +134,13 @@ def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) ->
 
 def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
     """The model itself, on its device."""
-    from millstream.traces.llm import capture as attention
-
     hf = transformers()
     device = _device(settings.device)
     options: dict[str, Any] = {"dtype": card.dtype, "revision": settings.revision, **_quantized(settings.quantize)}
     device_map = settings.device_map or (device if settings.quantize else None)
     try:
         model = hf.AutoModelForCausalLM.from_pretrained(
-            card.place, attn_implementation=attention.register(), device_map=device_map, **options
+            card.place, attn_implementation=register_attention(), device_map=device_map, **options
         )
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(settings, error) from None
