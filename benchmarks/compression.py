@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.collection import Bytes, RawTensor, as_tensor, crc32c
+from millstream.core.record import Bytes, RawTensor, as_tensor, crc32c
 from millstream.traces.store.encode import Stored, num_slices, store, unpack
 
 NUM_TRACES, NEW_TOKENS, ROUNDS = 24, 48, 10

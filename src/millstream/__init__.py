@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from millstream import errors, features
-    from millstream.core.collection import Collection
+    from millstream.core.collection import Collection, Subset, subset
     from millstream.core.loader import Loader
+    from millstream.core.mixture import concat, mix
     from millstream.core.order import Order
     from millstream.core.split import Split, labelled, split
-    from millstream.core.subset import Subset, concat, mix, subset
     from millstream.core.torch_data import RecordDataset, RecordStream
     from millstream.reads.batch import Read, ReadBatch
     from millstream.reads.classify import classify
@@ -71,19 +71,19 @@ _HOME = {
     "RecordDataset": "millstream.core.torch_data",
     "RecordStream": "millstream.core.torch_data",
     "Split": "millstream.core.split",
-    "Subset": "millstream.core.subset",
+    "Subset": "millstream.core.collection",
     "TraceWriter": "millstream.traces.store.writer",
     "Traces": "millstream.traces.store.traces",
     "classify": "millstream.reads.classify",
-    "concat": "millstream.core.subset",
+    "concat": "millstream.core.mixture",
     "evaluate": "millstream.traces.study",
     "extract": "millstream.traces.extract",
     "featurize": "millstream.traces.features",
     "label": "millstream.traces.label",
     "labelled": "millstream.core.split",
-    "mix": "millstream.core.subset",
+    "mix": "millstream.core.mixture",
     "split": "millstream.core.split",
-    "subset": "millstream.core.subset",
+    "subset": "millstream.core.collection",
     "train": "millstream.training.run",
 }
 _MODULES = {"errors": "millstream.errors", "features": "millstream.features"}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
-from millstream.core.subset import Mixture
+from millstream.core.mixture import Mixture
 from support.effort import num_examples
 from support.making_small import write_reads, write_traces
 

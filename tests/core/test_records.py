@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.core.collection import (
+from millstream.core.record import (
     TORCH_ONLY,
     Kind,
     Tensor,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
-from millstream.core.subset import Listed, Marked
+from millstream.core.collection import Listed, Marked
 from support.effort import num_examples
 from support.making_small import write_reads, write_traces
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import millstream as ms
-from millstream.core.collection import Tensor
+from millstream.core.record import Tensor
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.traces.llm.fields import TIERS, Size, parse_fields, plan_batches
 from millstream.traces.llm.questions import Question, read_questions

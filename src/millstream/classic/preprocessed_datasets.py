@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from millstream.classic.preprocessed import Kind, open_preprocessed
+from millstream.classic.preprocessed import Kind
+from millstream.classic.preprocessed_folder import open_preprocessed
 from millstream.core.batches import ColumnBatch
-from millstream.core.collection import Array, Collection, Numbers
+from millstream.core.collection import Collection, Numbers
 from millstream.core.features import to_torch
 from millstream.core.order import Order
+from millstream.core.record import Array
 from millstream.core.split import LABEL, split
 from millstream.errors import BadSource
 from millstream.traces.graphs import GraphFeature

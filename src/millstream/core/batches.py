@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.core.collection import Array, Bytes, Collection, Numbers
+from millstream.core.collection import Collection, Numbers
 from millstream.core.memory import empty
+from millstream.core.record import Array, Bytes
 
 if TYPE_CHECKING:
     import torch

@@ -1,32 +1,29 @@
-"""What a record is (named fields: tensors or Arrow scalars), and what a collection is: records by number.
+"""A collection is records by number, which is all the engine knows about data; a subset is some of them."""
 
-This is all the engine knows about data. The imports inside methods avoid a cycle: what they return is a collection.
-"""
-
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.errors import SchemaMismatch
+from millstream.core.config import config_hash
 
 if TYPE_CHECKING:
-    import torch
-
     from millstream.core.features import Feature
-    from millstream.core.subset import Subset
     from millstream.core.torch_data import RecordDataset, RecordStream
 
 
 Numbers = NDArray[np.int64]
+
+_BLOCK = 256  # numbers per stored count of the marks before them
+_WORDS = _BLOCK // 64
+# The bit position of mark r of byte b, at 8 * b + r.
+_PLACES = np.concatenate([np.argsort([b >> i & 1 ^ 1 for i in range(8)], kind="stable") for b in range(256)])
 
 
 @dataclass(frozen=True)
@@ -131,8 +128,6 @@ class Collection(ABC):
 
         >>> few = traces.subset([3, 1, 4])
         """
-        from millstream.core.subset import subset
-
         return subset(self, numbers)
 
     def dataset(
@@ -145,7 +140,7 @@ class Collection(ABC):
         >>> dataset = traces.dataset(ms.features.layers(token="last"))
         >>> loader = DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)
         """
-        from millstream.core.torch_data import RecordDataset
+        from millstream.core.torch_data import RecordDataset  # imports torch
 
         return RecordDataset(self, features, seed=seed, memory=memory)
 
@@ -171,7 +166,7 @@ class Collection(ABC):
         >>> stream = traces.stream(ms.features.layers(token="last"), batch_size=32, seed=7)
         >>> loader = DataLoader(stream, batch_size=None, num_workers=2)
         """
-        from millstream.core.torch_data import RecordStream
+        from millstream.core.torch_data import RecordStream  # imports torch
 
         return RecordStream(
             self,
@@ -186,192 +181,184 @@ class Collection(ABC):
         )
 
 
-# What a record is: named fields, each a tensor or an Arrow scalar. Knows dtypes and axes; knows nothing of files.
-#
-# A schema is a dict from field name to its kind: a `Tensor` (dtype and axis names; the shape is free) or an Arrow
-# type (text, number, list, ...). `pa.null()` means "only None seen so far": the first value decides.
+class Subset(Collection):
+    """The chosen records, numbered from 0. Made by `ms.split` and `collection.subset(numbers)`.
 
+    >>> few = traces.subset([3, 1, 4])
+    >>> few.record_numbers(np.array([0])).tolist()
+    [3]
+    """
 
-Array = NDArray[np.generic]
-Bytes = NDArray[np.uint8]
+    def __init__(self, collection: Collection, chosen: "Chosen", *, lineage: str = "") -> None:
+        self.collection = collection
+        self.chosen = chosen
+        self._lineage = lineage
 
-# Dtypes torch has and numpy lacks are stored as the bits of an unsigned integer and come back as torch tensors.
-TORCH_ONLY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+    def __len__(self) -> int:
+        return len(self.chosen)
 
+    def __getitem__(self, number: int) -> object:
+        return self.collection[int(self._take([number])[0])]
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor field: its dtype by name and its axes by name, such as `float16[layer, token, dim]`."""
-
-    dtype: str
-    axes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(self.axes)}]"
+    def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
+        return self.collection.fetch(self._take(numbers), fields)
 
     @property
-    def itemsize(self) -> int:
-        return bits_dtype(self.dtype).itemsize
+    def field_names(self) -> list[str]:
+        return self.collection.field_names
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        return self.collection.column(name).take(self._take(np.arange(len(self))))
+
+    def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
+        return self.collection.sizes(self._take(numbers), fields)
+
+    @property
+    def medium(self) -> Medium:
+        whole = self.collection.medium
+        share = len(self) / max(len(self.collection), 1)
+        # If neighbours here are not neighbours on disk, a window does not help.
+        return Medium(
+            int(whole.num_bytes * share), whole.run_bytes, whole.is_random or not self.chosen.keeps_neighbours
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        return config_hash({"of": self.collection.fingerprint, "chosen": self.chosen.digest()})
+
+    @property
+    def default_key(self) -> str | None:
+        return self.collection.default_key
+
+    @property
+    def lineage(self) -> str:
+        return self._lineage or self.collection.lineage
+
+    @property
+    def labels_file(self) -> Path | None:
+        return self.collection.labels_file
+
+    def within(self, memory: int) -> Self:
+        return self._of(self.collection.within(memory))
+
+    def in_epoch(self, epoch: int) -> Self:
+        return self._of(self.collection.in_epoch(epoch), epoch)
+
+    def record_numbers(self, numbers: Numbers) -> Numbers:
+        return self.collection.record_numbers(self._take(numbers))
+
+    def resolved(self, numbers: Numbers) -> tuple[Collection, Numbers]:
+        return self.collection.resolved(self._take(numbers))
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        self.collection.will_need(self._take(first), self._take(last))
+
+    def release(self, first: Numbers, last: Numbers) -> None:
+        self.collection.release(self._take(first), self._take(last))
+
+    def __repr__(self) -> str:
+        return f"Subset({len(self)} of {len(self.collection)} records of {self.collection!r})"
+
+    def _of(self, collection: Collection, epoch: int | None = None) -> Self:
+        return type(self)(collection, self.chosen, lineage=self._lineage)
+
+    def _take(self, numbers: Sequence[int] | Numbers) -> Numbers:
+        wanted = np.asarray(numbers, np.int64)
+        first, last = (int(wanted.min()), int(wanted.max())) if len(wanted) else (0, -1)
+        if first < -len(self) or last >= len(self):
+            raise IndexError(f"record {first} to {last} of a subset of {len(self)}")
+        return self.chosen.take(wanted if first >= 0 else np.where(wanted < 0, wanted + len(self), wanted))
 
 
-Kind = Tensor | pa.DataType
-Schema = dict[str, Kind]
+def subset(collection: Collection, numbers: Sequence[int] | Numbers) -> Subset:
+    """The records with these numbers, in the order given.
+
+    >>> few = ms.subset(reads, [3, 1, 4])
+    """
+    given = np.asarray(numbers).reshape(-1)
+    if len(given) and given.dtype.kind not in "iu":
+        raise ValueError(f"a subset takes record numbers, not {given.dtype}; for a mask, pass np.flatnonzero(mask)")
+    wanted = given.astype(np.int64)
+    if len(wanted) and not (-len(collection) <= wanted.min() and wanted.max() < len(collection)):
+        raise IndexError(f"record {wanted.min()} to {wanted.max()} of a collection of {len(collection)}")
+    return Subset(collection, Listed(np.where(wanted < 0, wanted + len(collection), wanted)))
 
 
-@dataclass(frozen=True)
-class RawTensor:
-    """One tensor value as flat bytes in C order."""
+class Chosen(Protocol):
+    """Some numbers, by position."""
 
-    kind: Tensor
-    shape: tuple[int, ...]
-    data: Bytes
+    @property
+    def keeps_neighbours(self) -> bool:
+        """Whether neighbours here are near each other among all numbers."""
+        ...
 
-
-def bits_dtype(dtype: str) -> "np.dtype[np.generic]":
-    """The numpy dtype that holds the bits of `dtype`."""
-    return np.dtype(TORCH_ONLY.get(dtype, dtype))
-
-
-def parse_schema(schema: Mapping[str, str | Tensor | pa.DataType] | None) -> Schema:
-    """What a user writes, `{"hidden": "float16[layer, token, dim]", "score": "float64"}`, as a schema."""
-    return {name: _parse_kind(name, kind) for name, kind in (schema or {}).items()}
+    def __len__(self) -> int: ...
+    def take(self, positions: Numbers) -> Numbers: ...
+    def digest(self) -> str: ...
 
 
-def infer_schema(record: Mapping[str, object], given: Schema) -> Schema:
-    """The record's fields in their order, with the kinds in `given`; other kinds are inferred from the values."""
-    for name in given:
-        if name not in record:
-            raise SchemaMismatch(f"field {name!r}: in the given schema, but the first record has no such field")
-    for name in record:
-        _check_name(name)
-    return {name: given.get(name) or infer_kind(name, value) for name, value in record.items()}
+class Listed:
+    """Numbers in the order given."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+        self.keeps_neighbours = bool((np.diff(numbers) > 0).all())
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def take(self, positions: Numbers) -> Numbers:
+        return self._numbers[positions]
+
+    def digest(self) -> str:
+        return blake2b(self._numbers.tobytes(), digest_size=8).hexdigest()
 
 
-def infer_kind(name: str, value: object) -> Kind:
-    """The kind of one value. Inferred tensors of three or more axes are taken to be [layer, ...]."""
-    _check_name(name)
-    raw = as_tensor(name, value)
-    if raw is not None:
-        return raw.kind
-    try:
-        return pa.array([plain(value)]).type
-    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-        found = f"{type(value).__name__} ({error})"
-        raise SchemaMismatch(f"field {name!r}: expected a tensor, number, text or list, found {found}") from None
+class Marked:
+    """Numbers in ascending order: one bit for each of all n numbers, and a small index."""
+
+    keeps_neighbours = True
+
+    def __init__(self, masks: Iterable[NDArray[np.bool_]], *, most_listed: int = 1 << 16) -> None:
+        """`masks`, concatenated, say for each number below n whether it is in; all but the last have a multiple of 256.
+
+        Up to `most_listed` numbers are also stored as a list, which is ten times faster for small batches.
+        """
+        packed = [np.packbits(np.pad(mask, (0, -len(mask) % _BLOCK)), bitorder="little") for mask in masks]
+        self._words = np.concatenate([np.empty(0, np.uint8), *packed]).view(np.uint64).reshape(-1, _WORDS)
+        self._before = np.zeros(len(self._words) + 1, np.int64)
+        np.cumsum(np.bitwise_count(self._words).sum(axis=1), out=self._before[1:])
+        self._list = self._find(np.arange(len(self))) if len(self) <= most_listed else None
+
+    def __len__(self) -> int:
+        return int(self._before[-1])
+
+    def take(self, positions: Numbers) -> Numbers:
+        return self._find(positions) if self._list is None else self._list[positions]
+
+    def digest(self) -> str:
+        return blake2b(self._words.data, digest_size=8).hexdigest()
+
+    def _find(self, positions: Numbers) -> Numbers:
+        blocks = np.searchsorted(self._before, positions, side="right") - 1
+        ranks = positions - self._before[blocks]
+        word, words, ranks = _pick(self._words[blocks], ranks.astype(np.uint8))
+        octet, octets, ranks = _pick(words.view(np.uint8).reshape(-1, 8), ranks)
+        return blocks * _BLOCK + word * 64 + octet * 8 + _PLACES[octets.astype(np.int64) * 8 + ranks]
 
 
-def refine(old: Kind, new: Kind) -> Kind | None:
-    """`old` with its unknown (null) types filled in from `new`, or None if they are incompatible."""
-    if old == new or (isinstance(new, pa.DataType) and pa.types.is_null(new)):
-        return old
-    if isinstance(old, Tensor) or isinstance(new, Tensor):
-        unknown = isinstance(old, pa.DataType) and pa.types.is_null(old)
-        return new if unknown else None
-    if pa.types.is_null(old):
-        return new
-    if pa.types.is_list(old) and pa.types.is_list(new):
-        inner = refine(old.value_type, new.value_type)
-        return pa.list_(inner) if isinstance(inner, pa.DataType) else None
-    if pa.types.is_struct(old) and pa.types.is_struct(new) and {f.name for f in old} == {f.name for f in new}:
-        kinds = [refine(a.type, new.field(a.name).type) for a in old]
-        if all(isinstance(kind, pa.DataType) for kind in kinds):
-            return pa.struct([(f.name, cast(pa.DataType, kind)) for f, kind in zip(old, kinds, strict=True)])
-    return None
+def _pick(columns: NDArray[Any], ranks: NDArray[np.uint8]) -> tuple[Numbers, NDArray[Any], NDArray[np.uint8]]:
+    """For each row, the column that holds the mark of this rank, its content, and the rank of the mark in it.
 
-
-def as_tensor(name: str, value: object) -> RawTensor | None:
-    """The flat bytes of a numpy array or torch tensor (copied only when not contiguous on the CPU), else None."""
-    if hasattr(value, "__torch_function__"):
-        import torch
-
-        tensor = cast("torch.Tensor", value).detach()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout != torch.strided or (dtype not in TORCH_ONLY and not _is_numeric(dtype)):
-            raise SchemaMismatch(
-                f"field {name!r}: expected a dense tensor of a supported dtype, found {tensor.layout} {dtype}"
-            )
-        tensor = tensor.resolve_conj().resolve_neg().cpu()
-        shape = tuple(tensor.shape)
-        bits = tensor.view(getattr(torch, TORCH_ONLY[dtype])) if dtype in TORCH_ONLY else tensor
-        data = np.ascontiguousarray(bits.numpy()).reshape(-1).view(np.uint8)
-    elif isinstance(value, np.ndarray):
-        array = cast(Array, value)
-        dtype, shape = _dtype_name(array.dtype), array.shape
-        if array.dtype.kind not in "biufc" and dtype not in TORCH_ONLY:
-            raise SchemaMismatch(
-                f"field {name!r}: expected a numeric array, found dtype {array.dtype}; give texts as a list of str"
-            )
-        if array.dtype.byteorder == ">":
-            array = array.astype(array.dtype.newbyteorder("<"))
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    else:
-        return None
-    axes = tuple(f"axis{i}" for i in range(len(shape)))
-    if len(axes) >= 3:
-        axes = ("layer", *axes[1:])
-    return RawTensor(Tensor(dtype, axes), shape, cast(Bytes, data))
-
-
-def from_bytes(kind: Tensor, shape: Sequence[int], data: Bytes) -> "Array | torch.Tensor":
-    """The tensor over these bytes, without a copy: a numpy array, or a torch tensor for a dtype numpy lacks."""
-    array = data.view(bits_dtype(kind.dtype)).reshape(shape)
-    if kind.dtype not in TORCH_ONLY:
-        return array
-    import torch
-
-    return torch.from_numpy(array).view(getattr(torch, kind.dtype))  # pyright: ignore[reportUnknownMemberType]
-
-
-def plain(value: object) -> object:
-    """Numpy scalars inside lists and dicts as the Python values Arrow takes."""
-    if isinstance(value, np.generic):
-        return cast(object, value.item())
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in cast(Sequence[object], value)]
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in cast(dict[str, object], value).items()}
-    return value
-
-
-def crc32c(data: Bytes | bytes | pa.Buffer, crc: int = 0) -> int:
-    """CRC-32C of the bytes, continuing from `crc`. Releases the GIL; 20 GB/s."""
-    # The C function takes objects that export a plain read-only buffer; numpy arrays and bytes do, memoryview does not.
-    return google_crc32c.extend(crc, np.asarray(memoryview(data)) if isinstance(data, pa.Buffer) else data)
-
-
-def _check_name(name: str) -> None:
-    if not name or name.startswith("_"):
-        raise SchemaMismatch(f"field {name!r}: names must not be empty or start with '_', which is reserved")
-
-
-def _is_numeric(dtype: str) -> bool:
-    try:
-        return np.dtype(dtype).kind in "biufc"
-    except TypeError:
-        return False
-
-
-@cache
-def _dtype_name(dtype: "np.dtype[np.generic]") -> str:
-    return dtype.name  # numpy builds it on every call
-
-
-def _parse_kind(name: str, kind: str | Tensor | pa.DataType) -> Kind:
-    if not isinstance(kind, str):
-        return kind
-    try:
-        if match := re.fullmatch(r"(\w+)\[([\w\s,]*)\]", kind):
-            dtype = match[1] if match[1] in TORCH_ONLY else np.dtype(match[1]).name
-            if not (dtype in TORCH_ONLY or _is_numeric(dtype)):
-                raise ValueError
-            return Tensor(dtype, tuple(axis.strip() for axis in match[2].split(",") if axis.strip()))
-        if match := re.fullmatch(r"list<(.+)>", kind):
-            inner = _parse_kind(name, match[1])
-            if isinstance(inner, pa.DataType):
-                return pa.list_(inner)
-        return pa.type_for_alias(kind)
-    except (TypeError, ValueError):
-        raise SchemaMismatch(
-            f"field {name!r}: {kind!r} is not a type; write 'float16[layer, token, dim]' for a tensor, "
-            "or an Arrow type such as 'string', 'int64', 'list<string>'"
-        ) from None
+    The counts of 4 or 8 columns fit in one word, so one multiplication sums them and one comparison compares them: as
+    fast as a compiled loop, without a compiler.
+    """
+    num_columns = columns.shape[1]
+    wide = np.uint32 if num_columns == 4 else np.uint64
+    counts = np.bitwise_count(columns)
+    # A full block has 256 marks, which overflows a byte; that only affects the last column, whose end is not used.
+    ends = (counts.view(wide) * wide(0x0101010101010101 >> 64 - 8 * num_columns)).view(np.uint8)
+    passed = (ends <= ranks[:, None]).view(wide)[:, 0] & wide((1 << 8 * (num_columns - 1)) - 1)
+    picked = np.bitwise_count(passed).astype(np.int64)
+    at = picked + np.arange(0, columns.size, num_columns)
+    return picked, columns.reshape(-1)[at], ranks - ends.reshape(-1)[at] + counts.reshape(-1)[at]

@@ -9,8 +9,9 @@ from typing import Protocol, cast
 import numpy as np
 
 from millstream.core.batches import Batch, collate, fetch_batch
-from millstream.core.collection import Array, Collection, Numbers
+from millstream.core.collection import Collection, Numbers
 from millstream.core.order import mix
+from millstream.core.record import Array
 
 NUMBERS = "numbers"
 _OBJECT_BYTES = 100  # assumed size of a text or a list in a batch

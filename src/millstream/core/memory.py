@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import DTypeLike
 
-from millstream.core.collection import Array, Bytes
+from millstream.core.record import Array, Bytes
 
 if TYPE_CHECKING:
     from typing import Protocol

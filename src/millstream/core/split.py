@@ -12,10 +12,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.core.batches import codes_of, with_column
-from millstream.core.collection import Collection, Medium, Numbers
+from millstream.core.collection import Collection, Listed, Marked, Medium, Numbers, Subset
 from millstream.core.files import publish
 from millstream.core.order import mix_words
-from millstream.core.subset import Listed, Marked, Subset
 from millstream.errors import BadSource, BadSplit, MissingLabel
 
 VERSION = 1

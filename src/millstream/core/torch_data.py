@@ -16,13 +16,14 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map  # pyright: ignore
 
-from millstream.core.collection import Bytes, Collection, Numbers
+from millstream.core.collection import Collection, Numbers
 from millstream.core.config import parse_bytes
 from millstream.core.console import format_bytes
 from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.loader import OrderName, State, file_share, plan_order
 from millstream.core.memory import Pool
 from millstream.core.order import Layout, Positions, find_ranks
+from millstream.core.record import Bytes
 from millstream.errors import OverBudget
 
 # Batches between processes: tensors stay where a worker put them, and another process maps that memory.

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.batches import arrays_of, join_columns, pad_bytes
-from millstream.core.collection import Array, Bytes
-from millstream.reads.files.packed import gather
+from millstream.core.record import Array, Bytes
+from millstream.reads.files.pieces import gather
 
 ColumnValues = NDArray[np.int64] | list[object]
 

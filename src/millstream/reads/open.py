@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from millstream.core.batches import Batch
-from millstream.core.collection import Collection, Numbers
+from millstream.core.collection import Collection, Numbers, Subset
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, progress, quoted, say, silent, within
 from millstream.core.features import Feature, fields
 from millstream.core.kernels import require_numba
 from millstream.core.memory import available_bytes
-from millstream.core.subset import Concat, Subset
+from millstream.core.mixture import Concat
 from millstream.errors import BadIndex, BadSource
 from millstream.reads.files.index import (
     IndexSettings,

@@ -12,9 +12,10 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from millstream.core.batches import chunked, joined, values
-from millstream.core.collection import Bytes, Collection, Medium
+from millstream.core.collection import Collection, Medium
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
+from millstream.core.record import Bytes
 from millstream.errors import BadSource
 from millstream.reads.batch import ColumnValues, FlatReads, Read, ReadBatch, join_reads, split_text
 from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched

@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from millstream.core.collection import RawTensor, as_tensor
 from millstream.core.console import Progress, ignore_message, silent
 from millstream.core.files import publish_json
+from millstream.core.record import RawTensor, as_tensor
 from millstream.core.registry import extensions
 from millstream.errors import BadSource, SchemaMismatch, SourceError
 from millstream.traces.store.manifest import MANIFEST

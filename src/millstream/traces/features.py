@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats, fetch_batch, stack
-from millstream.core.collection import Array, Tensor
 from millstream.core.config import parse_bytes, read_settings
 from millstream.core.console import Progress, silent
 from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
 from millstream.core.memory import empty
+from millstream.core.record import Array, Tensor
 from millstream.errors import BadSetting, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings

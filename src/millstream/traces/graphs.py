@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats
-from millstream.core.collection import Array
 from millstream.core.memory import empty
 from millstream.core.order import mix
+from millstream.core.record import Array
 
 # B batch, L layers, H heads, T tokens, R rows (tokens with edges), K edges per row, D hidden, N nodes, E edges
 # G = B * L graphs, A = L or L * H attention values of an edge

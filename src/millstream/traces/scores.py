@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from millstream.core.collection import Bytes
+from millstream.core.record import Bytes
 from millstream.errors import BadSource
 
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}‘’´`]")

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.core.collection import crc32c
+from millstream.core.record import crc32c
 from millstream.errors import BadIndex
 from millstream.reads.files import containers
 from millstream.reads.files.index import IndexLimits, IndexSettings, build_index

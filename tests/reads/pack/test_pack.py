@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from millstream.core import files as resumable
-from millstream.core.collection import crc32c
+from millstream.core.record import crc32c
 from millstream.errors import BadIndex, BadSource, ConfigMismatch, StoreExists, StoreFull
 from millstream.reads.files.index import IndexLimits, IndexSettings, name_of
 from millstream.reads.open import open_reads

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
-from millstream.core.collection import Bytes, crc32c
+from millstream.core.record import Bytes, crc32c
 from millstream.traces.store.encode import MIN_SLICE_BYTES, num_slices, store, unpack
 from support.effort import num_examples
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from millstream.core.collection import Bytes, crc32c
+from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadSource, MissingExtra
 from millstream.reads.files.inflate import Inflate, ahead, bgzf_size, decode_bgzf, fast_zlib
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.collection import Bytes, Medium
+from millstream.core.collection import Medium
 from millstream.core.console import quoted
 from millstream.core.files import publish
+from millstream.core.record import Bytes
 from millstream.errors import BadSource, StaleIndex
 from millstream.reads.files.columns import HeaderColumnReader
 from millstream.reads.files.headers import Headers, Integers, Texts

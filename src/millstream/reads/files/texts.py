@@ -16,13 +16,13 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from millstream.core.collection import Bytes, crc32c
 from millstream.core.console import quoted
 from millstream.core.memory import Map
+from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadSource
 from millstream.reads.files.containers import Kind, decode_frame
 from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate
-from millstream.reads.files.packed import Numbers, copy_pieces, gather, read_ranges
+from millstream.reads.files.pieces import copy_pieces, gather, read_ranges
 from millstream.reads.files.sections import Sections
 
 PAGE_BYTES = 4096

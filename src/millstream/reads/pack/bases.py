@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.collection import Bytes
 from millstream.core.kernels import kernel
+from millstream.core.record import Bytes
 from millstream.reads.files.packed import CHUNK, Numbers, Packed, Words, join
 from millstream.reads.files.sections import Column, Sections, SectionsWriter
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from millstream.core.collection import Bytes
+from millstream.core.record import Bytes
 from millstream.reads.files.containers import decode_frame
 from millstream.reads.files.packed import Numbers, join_lines, spread
 from millstream.reads.files.sections import Sections, SectionsWriter

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from millstream.core.collection import crc32c
 from millstream.core.console import Progress, say, silent
 from millstream.core.files import RESUME, PartialOutput, no_space, partial_folder
+from millstream.core.record import crc32c
 from millstream.errors import BadSource, SourceError, StaleIndex, StoreExists
 from millstream.reads.files.columns import ColumnsWriter, Mismatches, Pending
 from millstream.reads.files.containers import Kind, MixedGzip, sniff

@@ -8,8 +8,9 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.collection import Bytes, Medium
+from millstream.core.collection import Medium
 from millstream.core.console import quoted, say
+from millstream.core.record import Bytes
 from millstream.errors import BadIndex
 from millstream.reads.files.columns import HeaderColumnReader
 from millstream.reads.files.headers import Headers, Integers

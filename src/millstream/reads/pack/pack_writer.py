@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.collection import Bytes
 from millstream.core.kernels import kernel
+from millstream.core.record import Bytes
 from millstream.reads.files.packed import ANCHOR, Numbers
 from millstream.reads.files.scan import Format
 from millstream.reads.files.sections import SectionsWriter

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from millstream.core.collection import Tensor
+from millstream.core.record import Tensor
 from millstream.errors import BadSetting
 
 # B batch, L layers, H heads, R rows of a pass, K keys, T tokens, D hidden

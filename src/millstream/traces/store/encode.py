@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.core.collection import Bytes, RawTensor, Tensor, as_tensor, crc32c, plain
+from millstream.core.record import Bytes, RawTensor, Tensor, as_tensor, crc32c, plain
 from millstream.errors import SchemaMismatch
 from millstream.traces.store.format import (
     CRCS,

@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.collection import Bytes, Kind, Schema, Tensor, crc32c
+from millstream.core.record import Bytes, Kind, Schema, Tensor, crc32c
 
 MAGIC = b"ARROW1\0\0"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.core.collection import Tensor, as_tensor, crc32c, plain
 from millstream.core.console import Progress, format_bytes, quoted, silent
+from millstream.core.record import Tensor, as_tensor, crc32c, plain
 from millstream.errors import StoreError
 from millstream.traces.convert import imported_records
 from millstream.traces.store.format import Row, TensorRow

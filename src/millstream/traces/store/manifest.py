@@ -17,11 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millstream.core.collection import Schema, crc32c, refine
 from millstream.core.config import config_hash
 from millstream.core.console import quoted
 from millstream.core.files import publish
 from millstream.core.memory import Map
+from millstream.core.record import Schema, crc32c, refine
 from millstream.core.registry import extensions
 from millstream.errors import NewerFormat, NotAStore
 from millstream.traces.store.format import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.collection import Array, Bytes, Tensor, crc32c, from_bytes
 from millstream.core.console import quoted
 from millstream.core.memory import Map
+from millstream.core.record import Array, Bytes, Tensor, crc32c, from_bytes
 from millstream.errors import CorruptRecord, CorruptShard
 from millstream.traces.store.encode import unpack
 from millstream.traces.store.format import is_frame_intact

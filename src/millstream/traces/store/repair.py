@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from millstream.core.collection import Bytes, Schema, crc32c
 from millstream.core.console import Progress, silent
 from millstream.core.memory import Map
+from millstream.core.record import Bytes, Schema, crc32c
 from millstream.errors import StoreError
 from millstream.traces.store.format import (
     END_OF_STREAM,

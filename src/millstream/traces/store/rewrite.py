@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from millstream.core.collection import Schema, Tensor, crc32c, refine
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, quoted, silent
 from millstream.core.files import NOTHING_LEFT, no_space, publishing_folder
 from millstream.core.memory import Map
+from millstream.core.record import Schema, Tensor, crc32c, refine
 from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreExists
 from millstream.traces.store.format import arrow_schema, is_row_intact, read_header
 from millstream.traces.store.manifest import (

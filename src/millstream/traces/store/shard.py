@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from millstream.core.collection import Bytes, Schema, Tensor, crc32c
 from millstream.core.files import is_same_file, lock, no_space, publish, sync_folder
 from millstream.core.memory import Map
+from millstream.core.record import Bytes, Schema, Tensor, crc32c
 from millstream.errors import StoreError
 from millstream.traces.store.encode import Encoder
 from millstream.traces.store.format import (

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from millstream.core.collection import Schema, Tensor
+from millstream.core.record import Schema, Tensor
 from millstream.errors import SchemaMismatch
 from millstream.traces.store.encode import joined_crc32c
 from millstream.traces.store.format import Row, TensorRow, compression_of, record_schema, tensor_field

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.core.collection import Array, Tensor, crc32c, from_bytes, infer_schema
 from millstream.core.console import quoted
 from millstream.core.files import publish
 from millstream.core.memory import Map
+from millstream.core.record import Array, Tensor, crc32c, from_bytes, infer_schema
 from millstream.errors import CorruptShard, DamageWarning
 from millstream.traces.store.encode import Encoder
 from millstream.traces.store.format import (

@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.core.collection import Array, Bytes, Collection, Medium, Schema, Tensor, from_bytes
+from millstream.core.collection import Collection, Medium
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
 from millstream.core.memory import empty
+from millstream.core.record import Array, Bytes, Schema, Tensor, from_bytes
 from millstream.traces.store.format import Row
 from millstream.traces.store.manifest import Manifest, ShardInfo, list_shards, read_manifest
 from millstream.traces.store.open_shard import Layers, OpenShard, Plan, ShardReader

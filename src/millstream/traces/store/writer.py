@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 
 import pyarrow as pa
 
-from millstream.core.collection import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.core.config import config_diff, config_hash, parse_bytes
 from millstream.core.files import sync_folder
+from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreExists, StoreFull
 from millstream.traces.store.format import arrow_schema
 from millstream.traces.store.manifest import (

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from millstream.core.batches import text_codes_of
-from millstream.core.collection import Tensor
+from millstream.core.record import Tensor
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.traces.label import ALIASES, ANSWERS, STATUS, UNLABELLED, references_of
 from millstream.traces.store.traces import LABELS_FILE, Traces

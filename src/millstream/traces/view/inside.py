@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.collection import Tensor
+from millstream.core.record import Tensor
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.traces.convert import importers
 from millstream.traces.llm.fields import POSITIONS
