@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from millstream.errors import StoreFull
+from millstream.reads.files.bit_columns import ANCHOR, CHUNK, BitColumn, BitColumnWriter, sums_before
 from millstream.reads.files.index import IndexLimits
-from millstream.reads.files.packed import ANCHOR, CHUNK, Packed, PackedWriter, sums_before
 from millstream.reads.files.sections import CRC_BYTES, Sections, SectionsWriter
 from support.effort import num_examples
 from support.read_files import complaint, opened
@@ -90,16 +90,16 @@ def columns(draw: st.DrawFn) -> Numbers:
     return values
 
 
-def written(values: Numbers, pieces: list[int]) -> tuple[PackedWriter, Packed]:
+def written(values: Numbers, pieces: list[int]) -> tuple[BitColumnWriter, BitColumn]:
     directory, words = io.BytesIO(), io.BytesIO()
-    writer = PackedWriter(directory, words)
+    writer = BitColumnWriter(directory, words)
     for part in np.split(values, sorted(piece % (len(values) + 1) for piece in pieces)):
         buffer = part.copy()
         writer.append(buffer)
         buffer[:] = 1  # callers use theirs again
     writer.finish()
     pairs = np.frombuffer(bytearray(directory.getvalue()), np.int64).reshape(-1, 2)
-    return writer, Packed(writer.rows, pairs, np.frombuffer(bytearray(words.getvalue()), np.uint64))
+    return writer, BitColumn(writer.rows, pairs, np.frombuffer(bytearray(words.getvalue()), np.uint64))
 
 
 @quick

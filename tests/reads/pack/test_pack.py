@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from millstream.core import files as resumable
 from millstream.core.record import crc32c
 from millstream.errors import BadIndex, BadSource, ConfigMismatch, StoreExists, StoreFull
-from millstream.reads.files.index import IndexLimits, IndexSettings, name_of
+from millstream.reads.files.index import IndexLimits, IndexSettings
+from millstream.reads.files.names import name_of
 from millstream.reads.open import open_reads
 from millstream.reads.pack.pack import PackSummary, pack
 from millstream.reads.pack.pack_file import PackFile, is_pack, open_pack

@@ -8,11 +8,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.core.collection import Bytes
+from millstream.core.collection import Numbers
 from millstream.core.kernels import kernel
+from millstream.core.record import Bytes
 from millstream.errors import BadSource
+from millstream.reads.files.bit_columns import BitColumnWriter
 from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Texts
-from millstream.reads.files.packed import Numbers, PackedWriter
 from millstream.reads.files.sections import Column, Sections, SectionsWriter
 
 LIMIT = 65536  # distinct values of a column with codes
@@ -258,7 +259,7 @@ class _ColumnWriter:
             _write_values(self._dictionary, self._sections, self.name)
         return Stored(self.name, self.kind, kept, self._nullable)
 
-    def _choose(self, column: PackedWriter) -> Kept:
+    def _choose(self, column: BitColumnWriter) -> Kept:
         if self.kind == "text":
             return "header" if self._dictionary.overflowed else "codes"
         if self._is_length and not self._nullable:

@@ -8,21 +8,20 @@ the size of the file.
 import errno
 import hashlib
 import os
-import tempfile
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
-from millstream.core.collection import Bytes
+from millstream.core.collection import Numbers
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, format_bytes, quoted, say, silent
 from millstream.core.files import cache_folder
-from millstream.core.kernels import kernel
 from millstream.errors import BadIndex, BadSource, StaleIndex
+from millstream.reads.files.bit_columns import ANCHOR
 from millstream.reads.files.columns import LIMIT, ColumnsWriter, Kept, Mismatches, OnMismatch, Pending, Stored
 from millstream.reads.files.containers import (
     Kind,
@@ -31,150 +30,10 @@ from millstream.reads.files.containers import (
     sniff,
 )
 from millstream.reads.files.headers import Headers
-from millstream.reads.files.packed import ANCHOR, Numbers
-from millstream.reads.files.scan import BASES, EOL, GAP, HEAD, LINE, START
-from millstream.reads.files.scanning import Fingerprint, ScanLimits, Scanning, samples_crc32c
+from millstream.reads.files.names import PARTS, SMALL, NameTableWriter, hash_names
+from millstream.reads.files.scanner import BASES, EOL, GAP, HEAD, LINE, START
 from millstream.reads.files.sections import Sections, SectionsWriter
-
-SMALL = 1 << 20  # files with up to this many records always get a name table
-_BUCKET = 16  # names per bucket, about
-PARTS = 256  # files that a large table is sorted in
-_HASH_BITS = 63
-
-
-def name_of(header: bytes) -> bytes:
-    """The first word of a header line."""
-    words = header.split(None, 1)
-    return words[0] if words and not header[:1].isspace() else b""
-
-
-def hash_name(name: bytes) -> int:
-    """The hash of one name."""
-    text = np.frombuffer(bytearray(name), np.uint8)  # writable, as buffers are: one compilation
-    return int(hash_names(text, np.zeros(1, np.int64), np.array([len(text)], np.int64))[0])
-
-
-def hash_names(text: Bytes, starts: Numbers, ends: Numbers) -> Numbers:
-    """63-bit hashes of the first words of text[starts[i]:ends[i]]."""
-    out = np.empty(len(starts), np.int64)
-    _hash_names(text, starts, ends, out)
-    return out
-
-
-class NameTableWriter:
-    """Takes hashes in record order. A table of more than `small` names is written only if `large`."""
-
-    def __init__(self, folder: Path, *, large: bool, small: int = SMALL, parts: int = PARTS) -> None:
-        self._folder = folder
-        self._large = large
-        self._small = small
-        self._num_parts = parts
-        self._pending: list[Numbers] = []
-        self._num_pending = 0
-        self._parts: list[BinaryIO] = []
-        self._rows = 0
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there will be a table."""
-        return self._large or self._rows <= self._small
-
-    def append(self, hashes: Numbers) -> None:
-        self._pending.append(hashes)
-        self._num_pending += len(hashes)
-        self._rows += len(hashes)
-        if not self.wanted:
-            self._pending.clear()
-        elif self._num_pending >= self._small:
-            self._spill()
-
-    def finish(self, sections: SectionsWriter) -> None:
-        """Sort and write the table, unless it is not `wanted`."""
-        if not self.wanted:
-            return
-        bits = max(int(self._rows // _BUCKET).bit_length(), 1)
-        self._spill()
-        numbers, starts = sections.column("names.numbers"), sections.column("names.starts")
-        tags = sections.part("names.tags")
-        total = 0
-        parts = self._parts or [self._part()]
-        buckets = (1 << bits) // len(parts)
-        for index, part in enumerate(parts):
-            part.seek(0)
-            pairs = np.frombuffer(part.read(), np.int64).reshape(-1, 2)
-            part.close()
-            bucket = pairs[:, 0] >> (_HASH_BITS - bits)
-            order = np.lexsort((pairs[:, 1], bucket))
-            numbers.append(pairs[order, 1])
-            tags.write((pairs[order, 0] & 255).astype(np.uint8).tobytes())
-            edges = np.arange(index * buckets, (index + 1) * buckets)
-            starts.append(total + np.searchsorted(bucket[order], edges))
-            total += len(pairs)
-        starts.append(np.array([total], np.int64))
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
-
-    def _part(self) -> BinaryIO:
-        return tempfile.TemporaryFile(dir=self._folder)
-
-    def _spill(self) -> None:
-        if not self._num_pending:
-            return
-        hashes = np.concatenate(self._pending)
-        first = self._rows - len(hashes)
-        self._pending.clear()
-        self._num_pending = 0
-        order = np.argsort(hashes)
-        pairs = np.stack([hashes[order], order + first], axis=1)
-        if not self._parts:
-            # One part is enough for what fits in memory. The number of parts cannot change later.
-            count = 1 if not self._large or self._rows < self._small else self._num_parts
-            self._parts = [self._part() for _ in range(count)]
-        width = _HASH_BITS - (len(self._parts) - 1).bit_length()
-        edges = np.searchsorted(pairs[:, 0] >> width, np.arange(len(self._parts) + 1))
-        for part, start, end in zip(self._parts, edges[:-1], edges[1:], strict=True):
-            part.write(pairs[start:end].tobytes())
-
-
-class NameTable:
-    """Looks up candidates; the caller compares their names."""
-
-    def __init__(self, sections: Sections) -> None:
-        self._starts = sections.column("names.starts")
-        self._numbers = sections.column("names.numbers")
-        self._tags = sections.view("names.tags")
-        self._sections = sections
-        self._bits = (self._starts.rows - 1).bit_length() - 1
-
-    def candidates(self, name: bytes) -> list[int]:
-        """Records whose names have the same hash, in order: nearly always those with this name."""
-        key = hash_name(name)
-        bucket = key >> (_HASH_BITS - self._bits)
-        start, end = self._starts.take(np.array([bucket, bucket + 1], np.int64)).tolist()
-        place, _ = self._sections.place("names.tags")
-        self._sections.check(place + start, place + end)
-        (hits,) = np.nonzero(self._tags[start:end] == key & 255)
-        return sorted(self._numbers.take(hits + start).tolist())
-
-
-@kernel
-def _hash_names(text: Bytes, starts: Numbers, ends: Numbers, out: Numbers) -> None:
-    # Two 32-bit FNV hashes; all products stay below 2^63.
-    for index in range(len(starts)):
-        a = 2166136261
-        b = 84696351
-        for position in range(starts[index], ends[index]):
-            byte = np.int64(text[position])
-            if byte <= 32:
-                break
-            a = ((a ^ byte) * 16777619) & 0xFFFFFFFF
-            b = ((b ^ byte) * 709607) & 0xFFFFFFFF
-        a = ((a ^ (a >> 16)) * 73244475) & 0xFFFFFFFF
-        b = ((b ^ (b >> 15)) * 73244475) & 0xFFFFFFFF
-        out[index] = ((a ^ (a >> 16)) << 31) | (b >> 1)
-
+from millstream.reads.files.source import Fingerprint, ScanLimits, Scanning, samples_crc32c
 
 SUFFIX = ".millstream"
 INDEXING_BYTES = 160 << 20  # measured: 60 MB of buffers, 60 MB to sort a name table

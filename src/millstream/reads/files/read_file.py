@@ -10,18 +10,19 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.collection import Medium
+from millstream.core.collection import Medium, Numbers
 from millstream.core.console import quoted
 from millstream.core.files import publish
 from millstream.core.record import Bytes
 from millstream.errors import BadSource, StaleIndex
+from millstream.reads.files.bit_columns import sums_before
 from millstream.reads.files.columns import HeaderColumnReader
 from millstream.reads.files.headers import Headers, Integers, Texts
-from millstream.reads.files.index import NameTable, add_names, name_of, stored_columns
-from millstream.reads.files.packed import Numbers, sums_before
-from millstream.reads.files.scan import IRREGULAR
-from millstream.reads.files.scanning import Fingerprint, file_crc32c
+from millstream.reads.files.index import add_names, stored_columns
+from millstream.reads.files.names import NameTable, name_of
+from millstream.reads.files.scanner import IRREGULAR
 from millstream.reads.files.sections import Sections
+from millstream.reads.files.source import Fingerprint, file_crc32c
 from millstream.reads.files.texts import Runs, Text, open_text
 
 SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"

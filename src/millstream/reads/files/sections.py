@@ -19,11 +19,11 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.collection import Bytes, crc32c
 from millstream.core.files import no_space, publishing, sync_folder
 from millstream.core.memory import Map
+from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadIndex
-from millstream.reads.files.packed import Packed, PackedWriter
+from millstream.reads.files.bit_columns import BitColumn, BitColumnWriter
 
 MAGIC = b"MILLSIDX"
 VERSION = 1
@@ -46,7 +46,7 @@ class SectionsWriter:
         self._advice = advice
         self._synced: dict[str, int] = {}  # bytes of each part that are on disk for certain
         self._parts: dict[str, BinaryIO] = {}
-        self._columns: dict[str, PackedWriter] = {}
+        self._columns: dict[str, BitColumnWriter] = {}
 
     def part(self, name: str) -> BinaryIO:
         """The growing array of this name, as a file."""
@@ -55,10 +55,10 @@ class SectionsWriter:
                 self._parts[name] = self._open(name)
         return self._parts[name]
 
-    def column(self, name: str) -> PackedWriter:
+    def column(self, name: str) -> BitColumnWriter:
         """The growing packed column of this name."""
         if name not in self._columns:
-            self._columns[name] = PackedWriter(self.part(f"{name}.directory"), self.part(f"{name}.words"))
+            self._columns[name] = BitColumnWriter(self.part(f"{name}.directory"), self.part(f"{name}.words"))
         return self._columns[name]
 
     def read_back(self, name: str) -> Generator[NDArray[np.int64]]:
@@ -71,7 +71,7 @@ class SectionsWriter:
         if column.rows:
             # mode "c": for read-only arrays the kernels would be compiled again
             pairs, numbers = np.memmap(directory, np.int64, "c"), np.memmap(words, np.uint64, "c")
-            packed = Packed(column.rows, np.asarray(pairs).reshape(-1, 2), np.asarray(numbers))
+            packed = BitColumn(column.rows, np.asarray(pairs).reshape(-1, 2), np.asarray(numbers))
             for start in range(0, column.rows, 1 << 20):
                 yield packed.take(np.arange(start, min(start + (1 << 20), column.rows), dtype=np.int64))
 
@@ -265,7 +265,7 @@ class Column:
         self.rows = sections.rows(name)
         directory = sections.view(f"{name}.directory").view(np.int64).reshape(-1, 2)
         words = sections.view(f"{name}.words").view(np.uint64)
-        self._packed = Packed(self.rows, directory, words)
+        self._packed = BitColumn(self.rows, directory, words)
         self._directory_at, directory_bytes = sections.place(f"{name}.directory")
         self._words_at, words_bytes = sections.place(f"{name}.words")
         self._lazy = directory_bytes + words_bytes > sections.eager_bytes
@@ -273,7 +273,7 @@ class Column:
             sections.check(self._directory_at, self._directory_at + directory_bytes)
             sections.check(self._words_at, self._words_at + words_bytes)
 
-    def packed(self, rows: NDArray[np.int64]) -> Packed:
+    def packed(self, rows: NDArray[np.int64]) -> BitColumn:
         """The column, verified where these rows are."""
         if self._lazy and len(rows):
             chunks = np.unique(rows >> 12)
@@ -303,7 +303,7 @@ class Column:
         values = self.whole().directory[:, 0]
         return int(values[0]) if (values == values[0]).all() else None
 
-    def whole(self) -> Packed:
+    def whole(self) -> BitColumn:
         """The column, all of it verified."""
         self._sections.check(self._directory_at, self._directory_at + self._packed.directory.nbytes)
         self._sections.check(self._words_at, self._words_end + 1)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from millstream.core.collection import Numbers
 from millstream.core.console import quoted
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, crc32c

@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.collection import Numbers
 from millstream.core.kernels import kernel
 from millstream.core.record import Bytes
-from millstream.reads.files.packed import CHUNK, Numbers, Packed, Words, join
+from millstream.reads.files.bit_columns import CHUNK, BitColumn, Words
+from millstream.reads.files.pieces import join
 from millstream.reads.files.sections import Column, Sections, SectionsWriter
 
 BASES = b"ACTG"  # a base's code is (ASCII byte >> 1) & 3, so eight of them are coded in a few operations
@@ -69,7 +71,7 @@ class TwoBit:
 
     def __init__(self, sections: Sections) -> None:
         self._stream = sections.view(STREAM)
-        self._runs: dict[str, list[Packed]] = {
+        self._runs: dict[str, list[BitColumn]] = {
             kind: [sections.column(f"{kind}.{name}").whole() for name in names] for kind, names in _RUNS.items()
         }
 

@@ -11,9 +11,10 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from millstream.core.collection import Numbers
 from millstream.core.record import Bytes
 from millstream.reads.files.containers import decode_frame
-from millstream.reads.files.packed import Numbers, join_lines, spread
+from millstream.reads.files.pieces import copy_pieces, join_lines
 from millstream.reads.files.sections import Sections, SectionsWriter
 
 Codec = Literal["zstd", "zlib"]
@@ -147,7 +148,7 @@ class HeaderBlocks:
         np.cumsum(lengths, out=offsets[1:])
         flat = np.empty(int(offsets[-1]), np.uint8)
         for text, wanted in found:
-            spread(text, sources[wanted], offsets[:-1][wanted], lengths[wanted], flat)
+            copy_pieces(text, sources[wanted], offsets[:-1][wanted], lengths[wanted], 0, len(wanted), flat)
         return flat, offsets[:-1], offsets[1:].copy()
 
     def _block(self, block: int) -> tuple[Bytes, Numbers, int]:

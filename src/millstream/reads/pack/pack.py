@@ -21,10 +21,11 @@ from millstream.errors import BadSource, SourceError, StaleIndex, StoreExists
 from millstream.reads.files.columns import ColumnsWriter, Mismatches, Pending
 from millstream.reads.files.containers import Kind, MixedGzip, sniff
 from millstream.reads.files.headers import Headers
-from millstream.reads.files.index import IndexLimits, IndexSettings, NameTableWriter, hash_names
-from millstream.reads.files.scan import BASES, Format
-from millstream.reads.files.scanning import Fingerprint, Scan, Scanning, samples_crc32c
+from millstream.reads.files.index import IndexLimits, IndexSettings
+from millstream.reads.files.names import NameTableWriter, hash_names
+from millstream.reads.files.scanner import BASES, Format
 from millstream.reads.files.sections import SectionsWriter
+from millstream.reads.files.source import Fingerprint, Scan, Scanning, samples_crc32c
 from millstream.reads.pack.header_blocks import HeaderBlocksWriter, best_codec
 from millstream.reads.pack.pack_file import VERSION, WHAT, describe_fidelity, is_pack, load_pack
 from millstream.reads.pack.pack_writer import PackWriter, ScannedText

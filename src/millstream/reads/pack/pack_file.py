@@ -8,14 +8,15 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.collection import Medium
+from millstream.core.collection import Medium, Numbers
 from millstream.core.console import quoted, say
 from millstream.core.record import Bytes
 from millstream.errors import BadIndex
+from millstream.reads.files.bit_columns import sums_before
 from millstream.reads.files.columns import HeaderColumnReader
 from millstream.reads.files.headers import Headers, Integers
-from millstream.reads.files.index import NameTable, NameTableWriter, hash_names, index_places, name_of, stored_columns
-from millstream.reads.files.packed import Numbers, sums_before
+from millstream.reads.files.index import index_places, stored_columns
+from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, name_of
 from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
 from millstream.reads.files.texts import PAGE_BYTES

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.collection import Numbers
 from millstream.core.kernels import kernel
 from millstream.core.record import Bytes
-from millstream.reads.files.packed import ANCHOR, Numbers
-from millstream.reads.files.scan import Format
+from millstream.reads.files.bit_columns import ANCHOR
+from millstream.reads.files.scanner import Format
 from millstream.reads.files.sections import SectionsWriter
 from millstream.reads.pack.bases import QualitiesWriter, TwoBitWriter
 from millstream.reads.pack.header_blocks import HeaderBlocksWriter, best_codec

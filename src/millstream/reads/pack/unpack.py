@@ -6,12 +6,12 @@ from typing import BinaryIO
 
 import numpy as np
 
+from millstream.core.collection import Numbers
 from millstream.core.console import Progress, silent
 from millstream.core.files import publishing_text
 from millstream.core.kernels import kernel
 from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadIndex
-from millstream.reads.files.packed import Numbers
 from millstream.reads.pack.pack_file import PackFile
 
 MEMORY = 256 << 20

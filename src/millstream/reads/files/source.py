@@ -12,8 +12,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from millstream.core.collection import Bytes, crc32c
 from millstream.core.console import quoted
+from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadSource
 from millstream.reads.files.containers import (
     MAX_FRAME_BYTES,
@@ -26,7 +26,7 @@ from millstream.reads.files.containers import (
     sniff,
 )
 from millstream.reads.files.inflate import ahead
-from millstream.reads.files.scan import Format, ScanError, Scanned, Scanner
+from millstream.reads.files.scanner import Format, ScanError, Scanned, Scanner
 
 BUFFER_BYTES = 1 << 20  # fits the L2 cache: 16 MB buffers are half as fast
 _EDGE_BYTES = 64 << 10
