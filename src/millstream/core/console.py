@@ -10,8 +10,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Protocol
 
-from millstream.core.config import parse_bytes
-
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import Task
@@ -67,7 +65,7 @@ def progress(
     On a terminal this is a bar that disappears when the work is done; elsewhere a line every `line_s` seconds. A thread
     draws it, so calling the function that is yielded costs only an assignment.
 
-    >>> with progress("index", size, unit="bytes", memory=within("256MB")) as update:
+    >>> with progress("index", size, unit="bytes", memory=usage_within("256MB")) as update:
     ...     update(done)
     """
     meter = _Meter(label, total, unit, memory, line_s)
@@ -78,14 +76,6 @@ def progress(
     finally:
         meter.ended.set()
         watcher.join()
-
-
-def within(memory: int | str) -> Callable[[], tuple[int, int]]:
-    """A function for bytes used by this process and its children, and allowed: `memory` more than they use now."""
-    from millstream.core.memory import tree_bytes  # imports numpy, which `--help` does without
-
-    budget = tree_bytes() + parse_bytes(memory)
-    return lambda: (tree_bytes(), budget)
 
 
 @contextmanager

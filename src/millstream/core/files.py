@@ -9,11 +9,13 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from glob import escape
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
@@ -26,19 +28,11 @@ from millstream.errors import BadSetting, ConfigMismatch, StoreExists, StoreFull
 if TYPE_CHECKING:
     import pyarrow as pa
 
-
-try:
-    from isal import isal_zlib as _zlib  # six times faster
-except ImportError:
-    import zlib as _zlib
-
-
 Write = Callable[[bytes | memoryview], object]
 NOTHING_LEFT = "Nothing was left behind; free some space, or choose another path"
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OLD_KEPT = "The previous file is kept; free some space and run the same command again"
-_GZIP_LEVEL = 2
 _SIZES = "millstream.json"  # in a folder made by `make_once`: the size of every file, written last
 
 
@@ -80,7 +74,6 @@ def publish_json(file: Path, value: object) -> None:
 
 
 def publish_table(file: Path, table: "pa.Table", advice: str = _OLD_KEPT) -> None:
-    """A Parquet file."""
     import pyarrow.parquet as pq
 
     with publishing(file, advice) as f:
@@ -103,8 +96,8 @@ def publishing_text(out: Path) -> Generator[Write]:
 
 
 def gzip_member() -> Any:
-    """A compressor that writes one gzip member."""
-    return cast(Any, _zlib).compressobj(_GZIP_LEVEL, 8, 31)
+    """A compressor that writes one gzip member: by isal, which is six times as fast, or without it by zlib."""
+    return import_module("isal.isal_zlib" if find_spec("isal") else "zlib").compressobj(2, 8, 31)
 
 
 def already_there(out: Path) -> StoreExists:
@@ -113,10 +106,8 @@ def already_there(out: Path) -> StoreExists:
 
 def remove_unpublished(file: Path) -> None:
     """Remove what a killed process left while publishing this file. No other process may be publishing it now."""
-    pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{12}}\.tmp")
-    for name in os.listdir(file.parent):
-        if pattern.fullmatch(name):
-            (file.parent / name).unlink()
+    for temporary in file.parent.glob(f".{escape(file.name)}.{'[0-9a-f]' * 12}.tmp"):
+        temporary.unlink()
 
 
 def sync_folder(path: Path) -> None:
@@ -226,14 +217,15 @@ def is_same_file(fd: int, path: Path) -> bool:
         return False
 
 
-# Long-running output that survives kill -9: growing parts in `OUT.partial/`, and a journal of what is committed.
+# -- long-running output that survives kill -9
+#
+# Parts grow in `OUT.partial/`, next to a journal of what is committed.
 #
 #     OUT.partial/journal.json   version, terms (inputs and settings), parts (name -> committed bytes), state
 #     OUT.partial/NAME ...       the parts; bytes after the committed ones are written again
 #
 # The journal is replaced as a whole, after its parts are on disk, so it is valid at any time. The same command resumes
 # from it, produces the same bytes, and removes the folder.
-
 
 RESUME = "Progress saved; free some space and run the same command again to resume"
 _JOURNAL = "journal.json"
@@ -257,12 +249,7 @@ class PartialOutput:
     """
 
     def __init__(
-        self,
-        out: Path,
-        terms: Mapping[str, object],
-        *,
-        rebuild: bool = False,
-        start_over: str | None = None,
+        self, out: Path, terms: Mapping[str, object], *, rebuild: bool = False, start_over: str | None = None
     ) -> None:
         self.out, self.path = out, partial_folder(out)
         self._terms = cast(dict[str, object], json.loads(json.dumps(terms)))
@@ -271,7 +258,13 @@ class PartialOutput:
             remove_unpublished(out)
             if rebuild:
                 self._clear(kept=set())
-            self._check_terms(start_over or f"remove {self.path} to start over")
+            content = self._read()
+            if content is not None and content["terms"] != self._terms:
+                raise ConfigMismatch(
+                    f"{self.path}: holds the progress of a run with other inputs or settings "
+                    f"({config_diff(content['terms'], self._terms)}). Run that command again to resume it, or "
+                    f"{start_over or f'remove {self.path} to start over'}"
+                )
         except BaseException:
             os.close(self._lock)
             raise
@@ -289,8 +282,9 @@ class PartialOutput:
         content = self._read()
         if content is not None and not self.out.exists():  # else a part has been renamed to it
             for name, size in content["parts"].items():
-                if (found := _size(self.path / name)) < size:
-                    say(f"{self.path / name}: {found} bytes, expected at least {size}. Starting over")
+                part = self.path / name
+                if (found := part.stat().st_size if part.exists() else 0) < size:
+                    say(f"{part}: {found} bytes, expected at least {size}. Starting over")
                     content = None
                     break
         self._clear(kept={_JOURNAL, *content["parts"]} if content else set())
@@ -326,15 +320,6 @@ class PartialOutput:
         self._clear(kept=set())
         return None
 
-    def _check_terms(self, start_over: str) -> None:
-        content = self._read()
-        if content is None or content["terms"] == self._terms:
-            return
-        raise ConfigMismatch(
-            f"{self.path}: holds the progress of a run with other inputs or settings "
-            f"({config_diff(content['terms'], self._terms)}). Run that command again to resume it, or {start_over}"
-        )
-
     def _clear(self, *, kept: set[str]) -> None:
         for file in self.path.iterdir():
             if file.name not in kept:
@@ -344,7 +329,7 @@ class PartialOutput:
 class TextOutput:
     """A text file written in pieces, as gzip members if its name ends in .gz; after a resume it has the same bytes.
 
-    `saved` is what the writer saved last; `is_finished` once all text is written, even if `out` is not there yet.
+    `saved` is the last saved position of the writer; `is_finished`: all text is written, even if `out` does not exist.
 
     >>> with TextOutput(Path("out.tsv"), {"reads": "f00d"}) as file:
     ...     file.write(b"a row\\n"); file.save({"row": 1}); file.finish({"row": 1}); file.publish()
@@ -362,11 +347,7 @@ class TextOutput:
         check_new(self.out)
         self._output = PartialOutput(self.out, self.terms)
         try:
-            state = self._output.load()
-            self._file = self._output.path / _TEXT
-            if self.out.exists() and not (state and state["finished"] and not self._file.exists()):
-                raise already_there(self.out)  # another process has just finished it
-            self._resume(state or {"bytes": 0, "pending": "", "saved": None, "finished": False})
+            self._resume(self._output.load() or {"bytes": 0, "pending": "", "saved": None, "finished": False})
         except BaseException:
             self.__exit__()
             raise
@@ -417,9 +398,12 @@ class TextOutput:
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         self.saved, self.is_finished = state["saved"], state["finished"]
+        file = self._output.path / _TEXT
         if self.out.exists():
-            return
-        self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if self.is_finished and not file.exists():
+                return  # renamed, and killed before the folder was removed
+            raise already_there(self.out)  # another process has just finished it
+        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.truncate(self._fd, state["bytes"])  # what was written after the last save is written again
         os.lseek(self._fd, 0, os.SEEK_END)
         self._pending += state["pending"].encode("latin-1")
@@ -449,10 +433,6 @@ def _locked_folder(path: Path) -> int:
         if is_same_file(fd, path):
             return fd
         os.close(fd)  # the process that had it has just finished and removed it
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _array_to_json(value: object) -> object:

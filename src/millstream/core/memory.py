@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import DTypeLike
 
+from millstream.core.config import parse_bytes
 from millstream.core.record import Array, Bytes
 
 if TYPE_CHECKING:
@@ -220,6 +221,12 @@ def tree_bytes() -> int:
         except (OSError, KeyError):  # it has just ended
             continue
     return total + files
+
+
+def usage_within(memory: int | str) -> Callable[[], tuple[int, int]]:
+    """A function for the bytes that this process and its children use, and may use: `memory` more than they do now."""
+    budget = tree_bytes() + parse_bytes(memory)
+    return lambda: (tree_bytes(), budget)
 
 
 class Heap:
