@@ -23,8 +23,8 @@ from support.extras import need
 need("starlette", "uvicorn")
 
 from millstream.errors import BadSource  # noqa: E402
-from millstream.view import Query, View  # noqa: E402
-from millstream.view.server import HOST, STATIC  # noqa: E402
+from millstream.view import STATIC, Query, View  # noqa: E402
+from millstream.view.server import HOST  # noqa: E402
 
 Serve = Callable[[Sequence[View]], str]
 
@@ -47,7 +47,7 @@ def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str
         "refuse": refuse,
     }
     files = {"report.html": lambda: folder / "report.html", "gone.html": lambda: folder / "gone.html"}
-    return serve_views([View("traces", "Traces", answers, files)])
+    return serve_views([View("run", "Run", answers, files=files)])
 
 
 def get(url: str, host: str | None = None) -> tuple[int, Message, bytes]:
@@ -79,10 +79,10 @@ def test_an_error_of_ours_is_a_sentence_and_a_wrong_number_too(address: str):
 
 def test_without_the_token_nothing_is_there(address: str):
     home = address[: address.index("/", 8) + 1]
-    for path in ("", "traces/", "wrong/traces/", "wrong/traces/api/numbers", "wrong/static/common.js", "about"):
+    for path in ("", "run/", "wrong/run/", "wrong/run/api/numbers", "wrong/static/common.js", "about"):
         assert get(home + path)[0] == 404
     code, _, body = get(urljoin(address, "../about"))
-    assert code == 200 and json.loads(body)["views"] == [{"name": "traces", "title": "Traces"}]
+    assert code == 200 and json.loads(body)["views"] == [{"name": "run", "title": "Run"}]
 
 
 def test_a_name_that_was_pointed_at_this_machine_gets_nothing(address: str):
@@ -93,7 +93,7 @@ def test_a_name_that_was_pointed_at_this_machine_gets_nothing(address: str):
 
 @pytest.mark.parametrize("path", ["static/../server.py", "static/%2e%2e%2fserver.py", "static/view.py", "static/x.js"])
 def test_only_scripts_and_styles_of_the_package_are_static(address: str, path: str):
-    assert get(f"{address.removesuffix('traces/')}{path}")[0] == 404
+    assert get(f"{address.removesuffix('run/')}{path}")[0] == 404
 
 
 def test_every_answer_forbids_what_comes_from_outside(address: str):
@@ -108,8 +108,8 @@ def test_every_answer_forbids_what_comes_from_outside(address: str):
 
 
 def test_pages_name_no_other_site_and_have_no_script_of_their_own():
-    files = [file for file in STATIC.iterdir() if file.suffix in (".html", ".js", ".css")]
-    assert len(files) >= 9
+    files = [file for file in STATIC.parents[1].glob("**/static/*") if file.suffix in (".html", ".js", ".css")]
+    assert {"common.js", "run.js", "traces.html", "reads.css"} <= {file.name for file in files}
     for file in files:
         text = file.read_text()
         assert set(re.findall(r"https?://[^\s\"'`)]+", text)) <= {"http://www.w3.org/2000/svg"}, file.name

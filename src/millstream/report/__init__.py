@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from millstream.report.drawing import Drawing
 
 
-STYLE_SHEET = Path(__file__).parent / "style.css"  # of the explorer, too
+STYLE_SHEET, THEME = (Path(__file__).parent / name for name in ("style.css", "theme.js"))  # of the explorer, too
 
 
 @dataclass(frozen=True, kw_only=True)

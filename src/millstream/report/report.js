@@ -1,29 +1,6 @@
-"use strict";
-
-// Dark or light as the system prefers, until the button is pressed; remembered if the browser allows it.
-const root = document.documentElement;
 const button = document.getElementById("theme");
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function setTheme(theme) {
-  if (theme) root.dataset.theme = theme;
-  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
-  button.textContent = isDark ? "Light" : "Dark";
-  return isDark;
-}
-function remembered() {
-  try { return localStorage.getItem("millstream-theme"); } catch { return null; }
-}
-function remember(theme) {
-  try { localStorage.setItem("millstream-theme", theme); } catch { /* a page from a file may have no storage */ }
-}
-setTheme(["dark", "light"].includes(remembered()) ? remembered() : "");
+followTheme(button);
 button.hidden = false;
-button.addEventListener("click", () => {
-  const theme = setTheme("") ? "light" : "dark";
-  setTheme(theme);
-  remember(theme);
-});
-dark.addEventListener("change", () => setTheme(""));
 
 // The first click sorts numbers in descending order and texts in ascending order; empty cells stay at the end.
 function sortBy(table, heading) {

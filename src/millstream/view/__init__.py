@@ -1,4 +1,4 @@
-"""What a view of the explorer is: a page of `static/`, the queries it may send, and work in background threads.
+"""What a view of the explorer is: a page, the queries it may send, and work in background threads.
 
 Knows nothing about HTTP or kinds of record; `server.py` serves views, `run_page.py` is the view of a run.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from millstream.errors import BadSetting
 
+STATIC = Path(__file__).parent / "static"  # what all pages share, and the page of a run
 _MOST_DIGITS = 18
 _EXACT = 1 << 53  # JavaScript cannot represent larger integers exactly
 
@@ -42,11 +43,12 @@ Answer = Callable[[Query], object]
 
 @dataclass(frozen=True)
 class View:
-    """One page: `static/{name}.html`, the queries it may send to `api/NAME`, and files it may show."""
+    """One page: the body, style and script `NAME.html`, `.css` and `.js` of a folder, and what it may request."""
 
     name: str
     title: str
-    answers: Mapping[str, Answer]
+    answers: Mapping[str, Answer]  # to queries at `api/NAME`
+    static: Path = STATIC
     files: Mapping[str, Callable[[], Path]] = field(default_factory=dict[str, Callable[[], Path]])
 
 

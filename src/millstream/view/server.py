@@ -10,22 +10,28 @@ from typing import Any, Protocol, cast
 
 from millstream.core.registry import kind_at, plug
 from millstream.errors import BadSetting, BadSource, MillstreamError, MissingExtra
-from millstream.report import STYLE_SHEET
+from millstream.report import STYLE_SHEET, THEME
 from millstream.training.folder import CONFIG, DATA, METRICS, PREDICTIONS, kind_of
-from millstream.view import Query, View, plain
+from millstream.view import STATIC, Query, View, plain
 from millstream.view.run_page import run_view
 
 try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+    from starlette.responses import (
+        FileResponse,
+        HTMLResponse,
+        JSONResponse,
+        PlainTextResponse,
+        RedirectResponse,
+        Response,
+    )
     from starlette.routing import Route
 except ImportError:
     raise MissingExtra("The explorer needs starlette and uvicorn: pip install 'millstream[view]'") from None
 
 HOST = "127.0.0.1"
-STATIC = Path(__file__).parent / "static"
 # The report has its own script: it is shown in a frame without an origin, so that it cannot query the API.
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -45,6 +51,9 @@ _HEADERS = {
 def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
     """The application: `/TOKEN/VIEW/` is a page, `/TOKEN/VIEW/api/NAME` a query; anything else is 404."""
     by_name = {view.name: view for view in views}
+    folders = dict.fromkeys([STATIC, *(view.static for view in views)])
+    static_files = {file.name: file for folder in folders for file in folder.iterdir()}
+    static_files |= {file.name: file for file in (STYLE_SHEET, THEME)}
 
     def known(request: Request) -> bool:
         given = str(request.path_params["token"])
@@ -67,11 +76,14 @@ def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
 
     def page(request: Request) -> Response:
         view = by_name.get(request.path_params["view"])
-        return _missing() if view is None else FileResponse(STATIC / f"{view.name}.html")
+        if view is None:
+            return _missing()
+        body = (view.static / f"{view.name}.html").read_text()
+        return HTMLResponse((STATIC / "page.html").read_text().format(view=view.name, body=body))
 
     def static(request: Request) -> Response:
-        name = str(request.path_params["file"])
-        return FileResponse(_static_files()[name]) if name in _static_files() else _missing()
+        file = static_files.get(request.path_params["file"])
+        return _missing() if file is None or file.suffix not in (".js", ".css") else FileResponse(file)
 
     def about(request: Request) -> Response:
         return JSONResponse({"title": title, "views": [{"name": view.name, "title": view.title} for view in views]})
@@ -134,10 +146,6 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-def _static_files() -> dict[str, Path]:
-    return {file.name: file for file in (*STATIC.iterdir(), STYLE_SHEET) if file.suffix in (".js", ".css")}
-
-
 def _missing() -> Response:
     return PlainTextResponse(
         "Not found. Use the address that millstream view printed, with its token.\n", status_code=404
@@ -152,9 +160,13 @@ def _sentence(error: BaseException) -> str:
 class KindView(Protocol):
     """How a kind of record plugs into the explorer: the module `millstream.KIND.view`."""
 
-    TAKES_RUN: bool  # whether its page shows the scores of a run
+    def view_of(self, path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:
+        """The page of the records at a path, with the scores of a run if it shows scores."""
+        ...
 
-    def view_of(self, path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View: ...
+    def records_of(self, run: Path) -> Path | None:
+        """Where the records are that a run was trained on; None if they cannot be shown with its scores."""
+        ...
 
 
 def views_of(
@@ -165,14 +177,9 @@ def views_of(
         if run is not None:
             raise BadSetting(f"--run {run}: {path} is a run itself; use --run with the records a run was trained on")
         return [run_view(path), *_views_of_records(path, tokenizer, notify)]
-    kind = kind_at(path)
-    shown = _view_of_kind(kind)
-    if not shown.TAKES_RUN:
-        if run is not None:
-            raise BadSetting(f"--run {run}: {path} contains {kind}, which are shown without scores")
-        return [shown.view_of(path, tokenizer=tokenizer)]
     if run is not None and not is_run(run):
         raise BadSource(f"--run {run}: not a run of millstream train")
+    shown = _view_of_kind(kind_at(path))
     found = run or find_run(path)
     if found is not None and run is None:
         notify(f"showing the scores of {found}; for another run: --run FOLDER")
@@ -184,23 +191,25 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and (path / CONFIG).is_file() and ((path / METRICS).exists() or (path / DATA).exists())
 
 
-def find_run(store: Path) -> Path | None:
-    """The newest run next to the store, or in a folder next to it, that was trained on this store."""
-    around = store.resolve().parent
+def find_run(records: Path) -> Path | None:
+    """The newest run next to the records, or in a folder next to them, that was trained on them."""
+    around = records.resolve().parent
     cards = [card for pattern in (f"*/{DATA}", f"*/*/{DATA}") for card in around.glob(pattern)]
     runs = [card.parent for card in cards if (card.parent / PREDICTIONS).exists()]
-    ours = [run for run in runs if _store_of(run) == store.resolve()]
+    kind = kind_at(records)
+    shown = _view_of_kind(kind)
+    ours = [run for run in runs if kind_of(run) == kind and shown.records_of(run) == records.resolve()]
     return max(ours, key=lambda run: (run / PREDICTIONS).stat().st_mtime, default=None)
 
 
 def _views_of_records(run: Path, tokenizer: str | None, notify: Callable[[str], None]) -> list[View]:
     """The view of the records a run was trained on, if they are still there."""
     shown = _view_of_kind(kind_of(run))
-    store = _store_of(run) if shown.TAKES_RUN else None
-    if store is None:
+    records = shown.records_of(run)
+    if records is None:
         return []
     try:
-        return [shown.view_of(store, run=run, tokenizer=tokenizer)]
+        return [shown.view_of(records, run=run, tokenizer=tokenizer)]
     except (MillstreamError, OSError) as error:
         notify(f"cannot show the records of this run: {error}")
         return []
@@ -208,11 +217,3 @@ def _views_of_records(run: Path, tokenizer: str | None, notify: Callable[[str], 
 
 def _view_of_kind(kind: str) -> KindView:
     return cast(KindView, plug(kind, "view"))
-
-
-def _store_of(run: Path) -> Path | None:
-    try:
-        card = cast("dict[str, object]", json.loads((run / DATA).read_text()))
-        return Path(str(card["store"])).resolve()
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

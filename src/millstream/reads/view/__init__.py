@@ -21,9 +21,6 @@ from millstream.reads.tokenizers.kmers import Kmers
 from millstream.reads.view.statistics import Lengths, Sample, ValueCounts
 from millstream.view import PATIENCE_S, Later, Query, View
 
-TAKES_RUN = False  # the page shows the reads alone
-
-
 MOST_BASES = 20_000  # per response
 _WITH_QUALITY = 4_000_000  # bases of the longest read whose qualities are shown: they are only read as a whole
 _HEAD = 60
@@ -251,6 +248,8 @@ def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None
 
     >>> view_of(Path("reads.fa.gz"), tokenizer="kmer(6)").answers["record"](Query({"number": "17"}))
     """
+    if run is not None:
+        raise BadSetting(f"--run {run}: {path} contains reads, which are shown without scores")
     given = None if tokenizer is None else given_tokenizer(tokenizer)
     shown = _Reads(open_reads(expand(path), watch=watch_index, notify=say), given)
     return View(
@@ -265,7 +264,12 @@ def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None
             "record": shown.record,
             "find": shown.find,
         },
+        static=Path(__file__).parent / "static",
     )
+
+
+def records_of(run: Path) -> None:
+    """The page of reads shows no scores, so it is not shown with a run."""
 
 
 class _Reads:

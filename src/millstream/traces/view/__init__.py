@@ -1,5 +1,6 @@
 """The explorer view of a trace store: a list of its records, and the details of one record."""
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,8 @@ from millstream.traces.label import ALIASES, ANSWERS, STATUS, UNLABELLED, refere
 from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.traces.view import inside
 from millstream.traces.view.inside import LayerScores, TokenTexts, find_tokenizer
-from millstream.training.folder import PREDICTIONS
+from millstream.training.folder import DATA, PREDICTIONS
 from millstream.view import PATIENCE_S, Answer, Later, Query, View
-
-TAKES_RUN = True  # the page shows the scores of a run with the records
-
 
 Floats = NDArray[np.float64]
 
@@ -252,7 +250,15 @@ def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None
         "attention": lambda query: latest.shown.attention(query),
         "evolution": lambda query: latest.shown.evolution(query),
     }
-    return View("traces", "Traces", answers)
+    return View("traces", "Traces", answers, static=Path(__file__).parent / "static")
+
+
+def records_of(run: Path) -> Path | None:
+    """The store that a run was trained on, from its data card."""
+    try:
+        return Path(str(json.loads((run / DATA).read_text())["store"])).resolve()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class _Latest:

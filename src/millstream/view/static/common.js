@@ -166,17 +166,6 @@ export async function startPage(name) {
     make("a", { href: `../${view.name}/`, "aria-current": view.name === name ? "page" : null }, view.title)));
   const top = make("header", { class: "top" }, make("h1", {}, make("bdi", {}, about.title)), nav, make("span", { class: "right" }, theme));
   document.body.prepend(top);
-  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)");
-  const isDark = () => root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
-  const show = () => { theme.textContent = isDark() ? "Light" : "Dark"; };
-  const kept = localStorage.getItem("millstream-theme");
-  if (["light", "dark"].includes(kept)) root.dataset.theme = kept;
-  theme.addEventListener("click", () => {
-    root.dataset.theme = isDark() ? "light" : "dark";
-    localStorage.setItem("millstream-theme", root.dataset.theme);
-    show();
-  });
-  dark.addEventListener("change", show);
-  show();
+  window.followTheme(theme); // of theme.js, which the report has, too
   return about;
 }
