@@ -1,16 +1,45 @@
-"""What we use of private modules of the standard library and torch is there and does what we rely on.
+"""The private modules of the standard library and torch that we use exist and do what we rely on.
 
 A failure here, after an upgrade, says what to adapt: `reads/files/header_regex.py`, `classic/unpickle.py` or
 `core/torch_data.py`.
 """
 
+import ast
 import importlib
 import io
 import pickle
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 from millstream.classic.unpickle import Input, Unpickler
 from millstream.reads.files.header_regex import ALL, DIGITS, Anchor, Either, Group, Other, Repeat, Run, tree_of
+
+SOURCE = Path(__file__).parents[1] / "src"
+NOT_PRIVATE = {"os._exit", "_typeshed.DataclassInstance"}  # documented; types only
+
+
+def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The line and dotted name of every private name that is imported, or taken from an imported module."""
+    modules: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            modules |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            yield from ((node.lineno, prefix + alias.name) for alias in node.names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[0] in modules:
+            yield node.lineno, ast.unparse(node)
+
+
+def test_a_private_module_is_used_only_below_a_comment_that_says_why() -> None:
+    for file in SOURCE.rglob("*.py"):
+        text = file.read_text()
+        for number, name in private_uses(ast.parse(text)):
+            if re.fullmatch(r"(\w+\.)*_[^_][\w.]*", name) and name not in NOT_PRIVATE:
+                above = "".join(text.splitlines()[max(number - 4, 0) : number - 1])
+                explained = "# Private, but" in above and "tests/test_private_modules.py" in above
+                assert explained, f"{file}:{number} uses {name}"
 
 
 def test_re_still_parses_a_regex_into_the_opcodes_that_header_trees_are_made_of() -> None:

@@ -1,38 +1,42 @@
 """The old scripts' training datasets, map-style and streaming, for torch's DataLoader."""
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, Protocol, Self, TypeVar, cast
+from typing import ClassVar, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from millstream.classic.importer import NAMES, SAVED_GRAPHS
 from millstream.classic.preprocessed import Kind
 from millstream.classic.preprocessed_folder import open_preprocessed
 from millstream.core.batches import ColumnBatch
 from millstream.core.collection import Collection, Numbers
+from millstream.core.engine import available_cores
 from millstream.core.features import to_torch
 from millstream.core.order import Order
 from millstream.core.record import Array
 from millstream.core.split import LABEL, split
+from millstream.core.torch_data import record_numbers
 from millstream.errors import BadSource
 from millstream.traces.graphs import GraphFeature
-from millstream.traces.llm.fields import ATTENTION, HIDDEN
 from millstream.traces.store.shard import ID_FIELD
 
 # B batch, L layers, H heads, T tokens, D hidden, E edges
 
 
-SEQUENCE, GRAPHS = "layers", ("x", "edge_index", "edge_attr", "edge_counts")  # of converted files
 EVERY_EDGE = -1.0  # the old script's threshold was `>= 0`
+MAX_WORKERS = 4
+READ_BYTES, READ_TRACES = 8 << 20, 64  # limits of one fetch of a stream
+_NO_LOOP = -1
 
 Columns = Mapping[str, object]
+Item = tuple[object, torch.Tensor, str]
 
 
 @dataclass
@@ -48,114 +52,82 @@ class Graph:
         return len(self.x)
 
 
-class Maker(Protocol):
-    """Makes the model input of each trace."""
+class Maker(NamedTuple):
+    """Makes the model input of each trace from some of its fields."""
 
-    @property
-    def fields(self) -> tuple[str, ...]: ...
-    @property
-    def one_by_one(self) -> bool:
-        """Whether traces are much larger than their model input, so they are fetched one at a time."""
-        ...
-
-    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]: ...
+    fields: tuple[str, ...]
+    make: Callable[[Columns, Numbers], Sequence[object]]
+    one_by_one: bool  # whether traces are much larger than their model input, so they are fetched one at a time
 
 
 def sequence_maker(names: Sequence[str]) -> Maker:
     """For traces with these fields: the hidden state of the last token in every layer [L, D]."""
-    if SEQUENCE in names:
-        return Sequences()
-    return LastTokens(_first_of(names, HIDDEN, f"{SEQUENCE!r} of preprocessed files"))
+    if "layers" in names:
+        return Maker(("layers",), _saved_sequences, one_by_one=False)
+    hidden = _field(names, "hidden", "'layers'")
+    return Maker((hidden,), partial(_last_tokens, hidden), one_by_one=True)
 
 
 def graph_maker(names: Sequence[str]) -> Maker:
     """For traces with these fields: the graph of every layer."""
-    if set(GRAPHS) <= set(names):
-        return Graphs()
-    instead = f"{', '.join(map(repr, GRAPHS))} of preprocessed files"
-    return AttentionGraphs(_first_of(names, HIDDEN, instead), _first_of(names, ATTENTION, instead))
+    if set(SAVED_GRAPHS) <= set(names):
+        return Maker(SAVED_GRAPHS, _saved_graphs, one_by_one=False)
+    hidden, attention = (_field(names, ours, ", ".join(map(repr, SAVED_GRAPHS))) for ours in ("hidden", "attention"))
+    return Maker((hidden, attention), partial(_attention_graphs, hidden, attention), one_by_one=True)
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """From preprocessed files, unchanged."""
-
-    fields = (SEQUENCE,)
-    one_by_one = False
-
-    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]:
-        layers = columns[SEQUENCE]
-        if isinstance(layers, list):  # different shapes
-            return [_tensor(value) for value in cast("list[object]", layers)]
-        return _tensor(layers).unbind()
+def _field(names: Sequence[str], ours: str, saved: str) -> str:
+    """The name of a field: ours, or that of the old scripts."""
+    for name in (ours, NAMES[ours]):
+        if name in names:
+            return name
+    raise BadSource(
+        f"the traces have no {ours!r} or {NAMES[ours]!r} (or {saved} of preprocessed files), "
+        f"only {', '.join(map(repr, names))}"
+    )
 
 
-@dataclass(frozen=True)
-class LastTokens:
-    """From hidden states."""
-
-    hidden: str
-    one_by_one = True
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return (self.hidden,)
-
-    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]:
-        made: list[object] = []
-        for number, states in zip(numbers.tolist(), cast("Iterable[object]", columns[self.hidden]), strict=True):
-            if states is None or (states_LTD := _tensor(states)).ndim != 3:
-                raise ValueError(f"record {number}: {self.hidden!r} is not [layer, token, dim]")
-            made.append(states_LTD[:, -1].clone())  # a copy, so that the other tokens can be freed
-        return made
+def _saved_sequences(columns: Columns, numbers: Numbers) -> Sequence[object]:
+    layers = columns["layers"]
+    if isinstance(layers, list):  # different shapes
+        return [_tensor(value) for value in cast("list[object]", layers)]
+    return _tensor(layers).unbind()
 
 
-@dataclass(frozen=True)
-class Graphs:
-    """From preprocessed files, unchanged."""
-
-    fields = GRAPHS
-    one_by_one = False
-
-    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]:
-        rows = zip(*(cast("Iterable[object]", columns[name]) for name in GRAPHS), strict=True)
-        return [
-            _split(_tensor(x), _tensor(edges), None if weights is None else _tensor(weights), cast(Numbers, counts))
-            for x, edges, weights, counts in rows
-        ]
+def _last_tokens(hidden: str, columns: Columns, numbers: Numbers) -> Sequence[object]:
+    made: list[object] = []
+    for number, states in zip(numbers.tolist(), cast("Iterable[object]", columns[hidden]), strict=True):
+        if states is None or (states_LTD := _tensor(states)).ndim != 3:
+            raise ValueError(f"record {number}: {hidden!r} is not [layer, token, dim]")
+        made.append(states_LTD[:, -1].clone())  # a copy, so that the other tokens can be freed
+    return made
 
 
-@dataclass(frozen=True)
-class AttentionGraphs:
-    """From hidden states and attention, as the old script made them.
+def _saved_graphs(columns: Columns, numbers: Numbers) -> Sequence[object]:
+    rows = zip(*(cast("Iterable[object]", columns[name]) for name in SAVED_GRAPHS), strict=True)
+    return [
+        _split(_tensor(x), _tensor(edges), None if weights is None else _tensor(weights), cast(Numbers, counts))
+        for x, edges, weights, counts in rows
+    ]
 
-    Edges go from every token to itself and to each later token, weighted by attention averaged over heads.
-    """
 
-    hidden: str
-    attention: str
-    one_by_one = True
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return self.hidden, self.attention
-
-    def __call__(self, columns: Columns, numbers: Numbers) -> Sequence[object]:
-        made: list[object] = []
-        for place, number in enumerate(numbers.tolist()):
-            record = {name: cast("Sequence[object]", columns[name])[place : place + 1] for name in self.fields}
-            states = record[self.hidden]
-            dtype = cast(Array, states).dtype.name if isinstance(states, np.ndarray) else "float32"  # for bfloat16
-            feature = GraphFeature(None, EVERY_EDGE, self.hidden, self.attention, self_loops=True, dtype=dtype)
-            union = feature(ColumnBatch(np.array([number]), record))
-            ptr = cast(Numbers, union["ptr"])
-            edges = cast(Numbers, union["edge_index"])
-            starts = np.searchsorted(edges[1], ptr)  # targets ascend from layer to layer
-            counts = np.diff(starts)
-            x_LTD = _tensor(cast(Array, union["x"]).reshape(len(counts), -1, cast(Array, union["x"]).shape[1]))
-            weights = _tensor(union["edge_attr"]).squeeze(1)
-            made.append(_split(x_LTD, _tensor(edges - np.repeat(ptr[:-1], counts)), weights, counts))
-        return made
+def _attention_graphs(hidden: str, attention: str, columns: Columns, numbers: Numbers) -> Sequence[object]:
+    """As the old script made them: from every token to itself and to each later one, weighted by mean attention."""
+    made: list[object] = []
+    for place, number in enumerate(numbers.tolist()):
+        record = {name: cast("Sequence[object]", columns[name])[place : place + 1] for name in (hidden, attention)}
+        states = record[hidden]
+        dtype = cast(Array, states).dtype.name if isinstance(states, np.ndarray) else "float32"  # for bfloat16
+        feature = GraphFeature(None, EVERY_EDGE, hidden, attention, self_loops=True, dtype=dtype)
+        union = feature(ColumnBatch(np.array([number]), record))
+        ptr = cast(Numbers, union["ptr"])
+        edges = cast(Numbers, union["edge_index"])
+        starts = np.searchsorted(edges[1], ptr)  # targets ascend from layer to layer
+        counts = np.diff(starts)
+        x_LTD = _tensor(cast(Array, union["x"]).reshape(len(counts), -1, cast(Array, union["x"]).shape[1]))
+        weights = _tensor(union["edge_attr"]).squeeze(1)
+        made.append(_split(x_LTD, _tensor(edges - np.repeat(ptr[:-1], counts)), weights, counts))
+    return made
 
 
 def _split(
@@ -178,22 +150,6 @@ def _graph_type() -> Callable[..., object]:
 
 def _tensor(value: object) -> torch.Tensor:
     return cast(torch.Tensor, to_torch(value))
-
-
-def _first_of(names: Sequence[str], wanted: Sequence[str], instead: str) -> str:
-    found = next((name for name in wanted if name in names), None)
-    if found is None:
-        raise BadSource(
-            f"the traces have no {' or '.join(map(repr, wanted))} (or {instead}), only {', '.join(map(repr, names))}"
-        )
-    return found
-
-
-MAX_WORKERS = 4
-READ_BYTES, READ_TRACES = 8 << 20, 64  # limits of one fetch of a stream
-_NO_LOOP = -1
-
-Item = tuple[object, torch.Tensor, str]
 
 
 class PreprocessedDataset(Dataset[Item]):
@@ -240,11 +196,7 @@ class PreprocessedDataset(Dataset[Item]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        numbers = np.array([int(index) for index in indices], np.int64)
-        wrong = numbers[(numbers < -len(self)) | (numbers >= len(self))]
-        if len(wrong):
-            raise IndexError(f"trace {wrong[0]} of a dataset of {len(self)}")
-        numbers %= max(len(self), 1)
+        numbers = record_numbers(indices, len(self))
         parts = np.split(numbers, len(numbers)) if self._maker.one_by_one and len(numbers) else [numbers]
         return [item for part in parts for item in self._fetch(part)]
 
@@ -274,7 +226,7 @@ class PreprocessedDataset(Dataset[Item]):
     def _fetch(self, numbers: Numbers) -> list[Item]:
         wanted = [*self._maker.fields, LABEL, ID_FIELD]
         columns = cast("Mapping[str, object]", self.traces.fetch(numbers, wanted))
-        inputs = self._maker(columns, self.traces.record_numbers(numbers))
+        inputs = self._maker.make(columns, self.traces.record_numbers(numbers))
         labels = torch.tensor(np.asarray(columns[LABEL]), dtype=torch.float32).unbind()
         ids = [str(name) for name in cast("Sequence[object]", columns[ID_FIELD])]
         return list(zip(inputs, labels, ids, strict=True))
@@ -407,5 +359,4 @@ def train_val_test(dataset: AnyDataset, *, seed: int = 0) -> tuple[AnyDataset, A
 
 def num_workers_for(files: int) -> int:
     """The number of DataLoader workers for this many files: at most one per core, and at most 4."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(files, cores, MAX_WORKERS)
+    return min(files, available_cores(), MAX_WORKERS)

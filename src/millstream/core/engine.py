@@ -1,5 +1,6 @@
 """Jobs -> results: one worker in this process, or many on a Ray cluster. Knows nothing about the jobs."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class Engine:
             while due in found:
                 yield found.pop(due)
                 due += 1
+
+
+def available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Caller:

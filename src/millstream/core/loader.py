@@ -5,10 +5,9 @@ an epoch, as plain JSON.
 """
 
 import atexit
-import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar, cast
 from weakref import WeakSet
@@ -16,6 +15,7 @@ from weakref import WeakSet
 from millstream.core.collection import Collection, Numbers
 from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_bytes, ignore_message, say
+from millstream.core.engine import available_cores
 from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.memory import Pool, available_bytes
 from millstream.core.order import Layout, Mode, Order, Positions, Tail, find_ranks
@@ -44,8 +44,7 @@ class Prefetch(Generic[T]):
         ahead: int,
         budget: int,
     ) -> None:
-        self._make, self._cost = make, cost
-        self._steps = steps
+        self._make, self._cost, self._steps = make, cost, steps
         self._num_threads, self._ahead, self._budget = threads, ahead, budget
         self._turn = threading.Lock()  # held by the thread that starts the next item
         self._changed = threading.Condition()
@@ -89,15 +88,14 @@ class Prefetch(Generic[T]):
     def _inline(self) -> Generator[T]:
         for step in range(self._steps):
             self._check(self._cost(step))
-            item, self._held[step] = self._make(step)
+            item, _ = self._make(step)
             yield item
             del item
-            del self._held[step]
 
     def _next(self, step: int) -> T:
         with self._changed:
             self._current = step
-            self._held.pop(step - 1, None)  # asking for the next, the consumer is done with the previous one
+            self._held.pop(step - 1, None)  # the consumer is done with the previous item
             self._changed.notify_all()
             while step not in self._made:
                 self._changed.wait()
@@ -215,13 +213,11 @@ class Loader:
         self._memory = parse_bytes(memory)
         self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
         self._plan = plan_order(collection, order, room=self._memory - self._budget)
-        self._wanted = order
         self._collection = collection.within(self._memory - self._budget)
         self._pipeline = FeaturePipeline(collection, features, seed=seed)
         rank, world = find_ranks(rank, world)
         self._layout = Layout(len(collection), batch_size, rank, world, drop_last, tail)
-        self._seed = seed
-        self._threads = threads
+        self._wanted, self._seed, self._threads = order, seed, threads
         self._pins = pin_memory and _can_pin()
         self._pool = Pool(self._budget)
         self._epoch: int = 0
@@ -315,11 +311,10 @@ class Loader:
         self._samples = start
         steps = layout.steps(start)
         prefetch = Prefetch(make, cost, steps=steps, threads=threads, ahead=max(threads, 2), budget=self._budget)
-        step = 0
         items = prefetch.items()
         try:
-            while (batch := next(items, None)) is not None:
-                step += 1
+            for step in range(1, steps + 1):
+                batch = next(items)
                 self._samples = layout.samples(start, step)
                 yield batch
                 del batch  # so that the next one can reuse its memory
@@ -330,8 +325,7 @@ class Loader:
 
     def _batch_bytes(self) -> int:
         """Approximate bytes of a batch, from the mean record."""
-        medium = self._collection.medium
-        return self._layout.batch_size * (medium.num_bytes // max(self._layout.n, 1))
+        return self._layout.batch_size * (self._collection.medium.num_bytes // max(self._layout.n, 1))
 
 
 @dataclass(frozen=True)
@@ -397,7 +391,7 @@ def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int) -> tuple[
         if wanted < 0:
             raise ValueError(f"threads={wanted}: must be at least 0 (0: use the thread of the loop)")
         return wanted, "as requested"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     room = max(budget // max(batch_bytes, 1) - 1, 1)  # one batch belongs to the consumer
     if room < min(cores, MAX_THREADS):
         return room, f"memory for {room + 1} batches"
@@ -438,8 +432,7 @@ class State:
         if differs := config_diff(theirs, mine):
             raise StateMismatch(f"the state was saved for something else (saved -> here): {differs}")
         plan = Plan(mode, block, window, "as in the state resumed")
-        epoch, samples = cast(int, saved["epoch"]), cast(int, saved["samples"])
-        return State(self.seed, epoch, samples, self.records, self.collection, plan)
+        return replace(self, epoch=cast(int, saved["epoch"]), samples=cast(int, saved["samples"]), plan=plan)
 
 
 def _can_pin() -> bool:

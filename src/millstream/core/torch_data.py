@@ -14,6 +14,9 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+# Private, but torch documents extending this map as the way to extend `default_collate`, and has no public name for it.
+# tests/test_private_modules.py fails if torch changes it.
 from torch.utils.data._utils.collate import default_collate_fn_map  # pyright: ignore
 
 from millstream.core.collection import Collection, Numbers
@@ -26,9 +29,8 @@ from millstream.core.order import Layout, Positions, find_ranks
 from millstream.core.record import Bytes
 from millstream.errors import OverBudget
 
-# Batches between processes: tensors stay where a worker put them, and another process maps that memory.
-#
-# Measured: two to three times as fast as torch's own hand-over.
+# Batches between processes: tensors stay where a worker put them, and another process maps that memory. Measured: two
+# to three times as fast as torch's own hand-over.
 #
 # A worker allocates its batches in anonymous memory files (memfd) and sends only the location of each tensor. The
 # receiver opens the file through /proc; when its last tensor is gone, it clears the file's first byte and the worker
@@ -193,9 +195,6 @@ class _Borrowed:
         self._memory[0] = 0
 
 
-# The documented way to extend `default_collate`; torch has no public name for it.
-
-
 PREFETCHED = 3  # batches per DataLoader worker: two prefetched and one in progress
 
 
@@ -327,10 +326,16 @@ class RecordDataset(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Samples:
-        numbers = np.array([int(index) for index in indices], np.int64)
-        if len(numbers) and not (-len(self) <= numbers.min() and numbers.max() < len(self)):
-            raise IndexError(f"record {numbers.min()} to {numbers.max()} of a dataset of {len(self)}")
-        return Samples(self._builder, numbers % max(len(self), 1), int(self._cell[0]))
+        return Samples(self._builder, record_numbers(indices, len(self)), int(self._cell[0]))
+
+
+def record_numbers(indices: Sequence[int], length: int) -> Numbers:
+    """The indices of a map-style dataset as numbers from 0; negative ones count from the end."""
+    numbers = np.array([int(index) for index in indices], np.int64)
+    wrong = numbers[(numbers < -length) | (numbers >= length)]
+    if len(wrong):
+        raise IndexError(f"record {wrong[0]} of a dataset of {length}")
+    return numbers % max(length, 1)
 
 
 class RecordStream(IterableDataset[object]):

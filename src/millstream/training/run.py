@@ -24,6 +24,7 @@ from torch import Tensor
 from millstream.core.collection import Collection
 from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_seconds, interruptible, say
+from millstream.core.engine import available_cores
 from millstream.core.files import publish, publish_json, publish_table
 from millstream.core.memory import tree_bytes
 from millstream.core.registry import KINDS, plug
@@ -283,4 +284,4 @@ def _keys(run: Path, names: Sequence[str]) -> dict[str, object]:
 def _leave_a_core(num_processes: int = 1) -> None:
     """Leave a core to the loader: waiting torch threads spin, so two of them are slower than one (measured)."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes - 1))
+        torch.set_num_threads(max(1, available_cores() // num_processes - 1))
