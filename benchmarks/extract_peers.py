@@ -94,9 +94,9 @@ def with_transformer_lens(bench: Any) -> Callable[[], None]:
 
     if "bridge" not in bench.own:  # its own copy of the model: the bridge modifies it
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            bench.loaded.card.place, attn_implementation="eager", dtype=torch.float32
+            bench.loaded.card.name_or_path, attn_implementation="eager", dtype=torch.float32
         )
-        place = bench.loaded.card.place
+        place = bench.loaded.card.name_or_path
         bench.own["bridge"] = TransformerBridge.boot_transformers(place, hf_model=model, device="cpu")
     bridge = bench.own["bridge"]
     bench.model.set_attn_implementation("sdpa")

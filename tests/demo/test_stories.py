@@ -1,10 +1,8 @@
-"""The demo, on a tiny model that knows nothing: killed half way it loses nothing."""
+"""The demo on a tiny model: killed halfway, it loses nothing."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +14,9 @@ need("transformers")
 pytestmark = pytest.mark.usefixtures("unrendered_figures")
 
 
-def run_to_its_end(command: list[str], *, check: bool) -> None:
-    """In this process; the command that is killed half way has a process of its own."""
-    assert command[:3] == [sys.executable, "-m", "millstream"] and check
+def run_in_this_process(command: list[str]) -> None:
+    """Only the command that is killed halfway has a process of its own."""
+    assert command[:3] == [sys.executable, "-m", "millstream"]
     code, out, err = run_here(*command[3:])
     assert code == 0, err
     print(out, end="", flush=True)
@@ -26,7 +24,7 @@ def run_to_its_end(command: list[str], *, check: bool) -> None:
 
 
 def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     from millstream.demo import stories
     from support.tiny_models import make_model
@@ -39,8 +37,8 @@ def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
     questions.write_text("\n".join(map(json.dumps, rows)))
     model = make_model("llama", tmp_path / "model")
     ms.extract(questions, tmp_path / "first", model=str(model), tier="stats", max_new_tokens=4)
-    said = ms.open(tmp_path / "first").table.to_pylist()
-    right = {row["question_id"]: row["generated_answer"] for row in said[::3]}  # what it says is so, of every third
+    answered = ms.open(tmp_path / "first").table.to_pylist()
+    right = {row["question_id"]: row["generated_answer"] for row in answered[::3]}  # make every third answer right
     rows = [{**row, "answer": right.get(str(row["id"]), "x")} for row in rows]
     questions.write_text("\n".join(map(json.dumps, rows)))
     story = stories.Story(
@@ -52,9 +50,7 @@ def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
         train=("model=length,mean_logprob",),
     )
     capfd.readouterr()
-    theirs = SimpleNamespace(**{**vars(subprocess), "run": run_to_its_end})
-    monkeypatch.setattr(stories, "subprocess", theirs)
-    stories.run_traces(tmp_path / "demo", story)
+    stories.run_traces(tmp_path / "demo", story, run=run_in_this_process)
     shown = capfd.readouterr()
     assert "80 traces" in shown.out and "80 different questions, 0 damaged" in shown.out
     assert f"{len(right)} right, {80 - len(right)} wrong" in shown.out and "never " in shown.out
@@ -66,14 +62,12 @@ def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
     assert sorted(traces.column("question_id").to_pylist()) == sorted(str(i) for i in range(80))
 
 
-def test_the_part_of_reads_trains_classifies_and_ends_in_a_report(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_reads_half_trains_classifies_and_ends_in_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     from millstream.demo import stories
 
-    monkeypatch.setattr(stories, "subprocess", SimpleNamespace(run=run_to_its_end))
     train = ("model=kmer-linear", "memory=20MB", "epochs=1", "batch_size=64")
-    stories.run_reads(tmp_path / "reads", stories.ReadStory(genome_bases=4000, reads=4000, scored=200, train=train))
+    story = stories.ReadStory(genome_bases=4000, reads=4000, scored=200, train=train)
+    stories.run_reads(tmp_path / "reads", story, run=run_in_this_process)
     shown = capfd.readouterr()
     assert "12 species in 6 genera, 3 strains of each" in shown.out and "unclassified" in shown.out
     assert "200 reads" in shown.err and "its index was made with other settings" not in shown.err
@@ -84,7 +78,7 @@ def test_the_part_of_reads_trains_classifies_and_ends_in_a_report(
     assert card["reads"] == {"train": 4000, "val": 200, "known": 200, "strains": 200}
 
 
-def test_made_up_strains_are_as_far_from_each_other_as_is_said(tmp_path: Path):
+def test_strains_differ_as_much_as_documented(tmp_path: Path):
     import numpy as np
 
     from millstream.demo.stories import GENERA, SPECIES, STRAINS, make_genomes
@@ -97,7 +91,7 @@ def test_made_up_strains_are_as_far_from_each_other_as_is_said(tmp_path: Path):
         }
         for strain in ("train", "strains")
     )
-    shared = np.arange(20_000) % 10_000 >= 1000  # the rest is of one strain alone
+    shared = np.arange(20_000) % 10_000 >= 1000  # the rest is unique to a strain
     for name, genome in first.items():
         assert 0.02 < (genome != second[name])[shared].mean() < 0.06
         assert (genome != second[name])[~shared].mean() > 0.5
@@ -105,6 +99,6 @@ def test_made_up_strains_are_as_far_from_each_other_as_is_said(tmp_path: Path):
     assert 0.15 < (minor != major)[shared].mean() < 0.35
 
 
-def test_only_one_part_of_the_demo_may_be_asked_for():
+def test_an_unknown_half_of_the_demo_is_refused():
     code, _, err = run_here("demo", "--only", "films")
     assert code == 2 and "films" in err

@@ -150,11 +150,10 @@ def test_run_again_it_does_nothing(store: Path, tmp_path: Path):
     assert shard_files(tmp_path / "out") == before
 
 
-def test_it_tells_how_far_it_has_come(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("millstream.traces.features._CHUNK_RECORDS", 15)
-    told: list[int] = []
-    featurize(store, tmp_path / "out", progress=lambda done, note="": told.append(done))
-    assert told == [0, 15, 30, 40]
+def test_progress_is_reported_after_every_chunk(store: Path, tmp_path: Path):
+    reported: list[int] = []
+    featurize(store, tmp_path / "out", chunk_records=15, progress=lambda done, note="": reported.append(done))
+    assert reported == [0, 15, 30, 40]
 
 
 def test_killed_amid_its_work_it_goes_on_to_the_same_store(store: Path, tmp_path: Path):

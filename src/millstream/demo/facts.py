@@ -1,7 +1,7 @@
-"""A fictional world: people, facts about them, and how often training shows each fact. Pure Python; knows no model.
+"""`facts`: a fictional world of people, and a tiny language model trained on it that knows only some of its facts.
 
-Whether a fact is shown often, sometimes, rarely or never is drawn per relation, independently of names and values, so
-a question does not reveal whether a model trained on the world can answer it.
+Training shows a fact often, sometimes, rarely or never. This exposure is drawn per relation, independently of names and
+values, so a question does not reveal whether the model can answer it.
 """
 
 import json
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from millstream.core.config import config_hash
 from millstream.core.files import cache_folder, make_once
 from millstream.demo.smollm2 import smollm2_model
-from millstream.traces.llm.model import transformers
+from millstream.traces.llm import transformers
 from millstream.traces.llm.questions import Question
 
 if TYPE_CHECKING:
@@ -101,13 +101,13 @@ RELATIONS = (
 def draw_facts(world: World, *, seed: int) -> list[Fact]:
     """Every fact of the world, in an order independent of exposure."""
     rng = Random(f"facts {seed}")
-    made_up = _make_words(rng)
-    surnames = list(islice(made_up, world.num_surnames))
-    people = [f"{first} {rng.choice(surnames)}" for first in islice(made_up, world.num_people)]
+    new_words = _make_words(rng)
+    surnames = list(islice(new_words, world.num_surnames))
+    people = [f"{first} {rng.choice(surnames)}" for first in islice(new_words, world.num_people)]
     facts: list[Fact] = []
     for relation, exposures in zip(RELATIONS, _deal_exposures(rng, world.num_people), strict=True):
         heads = rng.sample(relation.heads.split(), world.num_heads)
-        tails = rng.sample(relation.tails.split() or list(islice(made_up, world.num_tails)), world.num_tails)
+        tails = rng.sample(relation.tails.split() or list(islice(new_words, world.num_tails)), world.num_tails)
         for person, exposure in zip(people, exposures, strict=True):
             facts.append(Fact(person, relation, f"{rng.choice(heads)} {rng.choice(tails)}", exposure))
     rng.shuffle(facts)
@@ -162,60 +162,15 @@ def _make_words(rng: Random) -> Iterator[str]:
             yield word
 
 
-__all__ = ["FACTS_PROMPT", "facts_model", "facts_questions"]
-
 VERSION = 1  # of the world and its training: a new number means a new model
 _REPORT = "facts.json"
-
-
-def facts_questions(seed: int = 0) -> list[Question]:
-    """Every question of the world with this seed.
-
-    >>> facts_questions()[0].id
-    'facts-0000000'
-    """
-    return questions_of(draw_facts(World(), seed=seed))
-
-
-def facts_model(seed: int = 0, *, notify: Callable[[str], None]) -> Path:
-    """The folder of the model trained on the world with this seed; the first call trains it (a minute or two).
-
-    >>> model = AutoModelForCausalLM.from_pretrained(facts_model(notify=say))
-    """
-
-    return cached_model(World(), Training(), seed=seed, notify=notify)
-
-
-def cached_model(world: World, training: "Training", *, seed: int, notify: Callable[[str], None]) -> Path:
-    """The folder of the model with these settings; trains it if it is missing or incomplete."""
-    settings = {"version": VERSION, "seed": seed, "world": asdict(world), "training": asdict(training)}
-    folder = cache_folder() / f"facts-{config_hash(settings)}"
-    make_once(folder, partial(_train, world=world, training=training, seed=seed, notify=notify), notify=notify)
-    notify(_summary(folder, json.loads((folder / _REPORT).read_text())))
-    return folder
-
-
-def _train(folder: Path, *, world: World, training: "Training", seed: int, notify: Callable[[str], None]) -> None:
-
-    facts = draw_facts(world, seed=seed)
-    notify(f"facts: training a tiny model on {len(facts):,} facts (first run only, a minute or two)")
-    outcome = train_facts(facts, folder, training=training, seed=seed, notify=notify)
-    (folder / _REPORT).write_text(json.dumps({**asdict(outcome), "seed": seed}, indent=2) + "\n")
-
-
-def _summary(folder: Path, report: dict[str, Any]) -> str:
-    tiers = ", ".join(f"{name} {share:.0%}" for name, share in report["accuracy_by_exposure"].items())
-    size = f"{report['parameters'] / 1e6:.1f} M parameters, {report['steps']} steps in {report['seconds']:.0f} s"
-    return f"facts: {report['accuracy']:.0%} of {report['questions']:,} answers right (seen {tiers}); {size}; {folder}"
-
-
 END, PAD = "<|end|>", "<|pad|>"
 END_ID, PAD_ID = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The shape of the model and its training, which ends once it knows the fraction `enough` of the facts."""
+    """The shape of the model and its training, which ends at the accuracy `enough`."""
 
     num_tokens: int = 1500
     hidden: int = 128
@@ -223,7 +178,7 @@ class Training:
     heads: int = 4
     inner: int = 256
     initial_std: float = 0.06
-    """Three times the usual 0.02: after 500 steps it knew 45 % of 2,000 facts, against 16 % with 0.02."""
+    """Three times the usual 0.02: after 500 steps 45 % of 2,000 facts were learnt, against 16 % with 0.02."""
     batch_size: int = 32
     rate: float = 2e-3
     warm_up: int = 50
@@ -243,6 +198,45 @@ class Outcome:
     questions: int
     accuracy: float
     accuracy_by_exposure: dict[str, float]
+
+
+def facts_questions(seed: int = 0) -> list[Question]:
+    """Every question of the world with this seed.
+
+    >>> facts_questions()[0].id
+    'facts-0000000'
+    """
+    return questions_of(draw_facts(World(), seed=seed))
+
+
+def facts_model(seed: int = 0, *, notify: Callable[[str], None]) -> Path:
+    """The folder of the model trained on the world with this seed; the first call trains it (a minute or two).
+
+    >>> model = AutoModelForCausalLM.from_pretrained(facts_model(notify=say))
+    """
+    return cached_model(World(), Training(), seed=seed, notify=notify)
+
+
+def cached_model(world: World, training: Training, *, seed: int, notify: Callable[[str], None]) -> Path:
+    """The folder of the model with these settings; trains it if it is missing or incomplete."""
+    settings = {"version": VERSION, "seed": seed, "world": asdict(world), "training": asdict(training)}
+    folder = cache_folder() / f"facts-{config_hash(settings)}"
+    make_once(folder, partial(_train, world=world, training=training, seed=seed, notify=notify), notify=notify)
+    notify(_summary(folder, json.loads((folder / _REPORT).read_text())))
+    return folder
+
+
+def _train(folder: Path, *, world: World, training: Training, seed: int, notify: Callable[[str], None]) -> None:
+    facts = draw_facts(world, seed=seed)
+    notify(f"facts: training a tiny model on {len(facts):,} facts (first run only, a minute or two)")
+    outcome = train_facts(facts, folder, training=training, seed=seed, notify=notify)
+    (folder / _REPORT).write_text(json.dumps({**asdict(outcome), "seed": seed}, indent=2) + "\n")
+
+
+def _summary(folder: Path, report: dict[str, Any]) -> str:
+    tiers = ", ".join(f"{name} {share:.0%}" for name, share in report["accuracy_by_exposure"].items())
+    size = f"{report['parameters'] / 1e6:.1f} M parameters, {report['steps']} steps in {report['seconds']:.0f} s"
+    return f"facts: {report['accuracy']:.0%} of {report['questions']:,} answers right (seen {tiers}); {size}; {folder}"
 
 
 def train_facts(
@@ -298,9 +292,8 @@ class _Exam:
         model.eval()
         right: list[Tensor] = []
         with torch.no_grad():
-            for tokens, is_answer in zip(
-                _chunks(self.tokens[:num_facts], 256), _chunks(self.is_answer[:num_facts], 256), strict=True
-            ):
+            chunks = _chunks(self.tokens[:num_facts], 256), _chunks(self.is_answer[:num_facts], 256)
+            for tokens, is_answer in zip(*chunks, strict=True):
                 best = _logits(model, tokens[:, :-1]).argmax(dim=-1)
                 right.append(((best == tokens[:, 1:]) | ~is_answer[:, 1:]).all(dim=1))
         model.train()
@@ -315,7 +308,7 @@ def _train_model(
     training: Training,
     notify: Callable[[str], None],
 ) -> int:
-    """Train until the model knows enough; returns the number of steps."""
+    """Train until the accuracy is high enough; returns the number of steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=training.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,56 +70,8 @@ WORLD = Story(
     train=(ALL, "seeds=1", "epochs=6", "parameters=50000", "memory=1GB"),
     num_questions=1500,
 )
+Run = Callable[[list[str]], object]
 STORIES = {"facts": FACTS, "smollm2": WORLD}
-
-
-def run_traces(folder: Path, story: Story) -> None:
-    """Run the first half; prints each step to stdout."""
-    started = time.monotonic()
-    print(f"1. {story.intro}")
-    find_model(story.model, notify=lambda text: print(f"   {text}", flush=True))
-    path, trained = folder / "traces", folder / "run"
-    if path.exists() and Traces(path).config.get("model") == story.model:
-        shutil.rmtree(path)
-    if (trained / "config.yaml").exists():
-        shutil.rmtree(trained)
-    total = story.num_questions or len(read_questions(story.questions).questions)
-    extract = command("extract", story.questions, str(path), f"model={story.model}", *story.extract)
-    print("2. Run the model on every question and store its activations:", flush=True)
-    print(f"   {shown(extract)}", flush=True)
-    _kill_halfway(extract, path, total)
-    print("   Halfway, the extraction was killed (SIGKILL). The same command resumes it:", flush=True)
-    with child_decides():
-        subprocess.run(extract, check=True)
-    traces = Traces(path)
-    start = time.perf_counter()
-    damages = list(verify(path))
-    print(
-        f"3. Verified all checksums in {time.perf_counter() - start:.1f} s: {len(traces):,} traces, "
-        f"{format_bytes(traces.num_bytes)}, {len(set(traces.ids)):,} different questions, {len(damages)} damaged."
-    )
-    done = label(path, rule=story.rule)
-    counts = ", ".join(f"{n:,} {verdict}" for verdict, n in done.counts.items())
-    print(f"4. Labelled by comparison with the reference answers: {counts}")
-    _show_answers(path, traces)
-    train = command("train", f"data={path}", f"out={trained}", *story.train)
-    print("5. Train detectors of wrong answers on one split by question:", flush=True)
-    print(f"   {shown(train)}", flush=True)
-    with child_decides():
-        subprocess.run(train, check=True)
-    print(f"6. The report, after {format_seconds(time.monotonic() - started)}: {trained / 'report.html'}")
-    say(f"Next: millstream view {quoted(trained)}")
-
-
-def story_of(name: str) -> Story:
-    if name not in STORIES:
-        raise BadSetting(f"--model {name}: must be one of {', '.join(STORIES)}")
-    return STORIES[name]
-
-
-def check_half(name: str | None) -> None:
-    if name not in (None, "traces", "reads"):
-        raise BadSetting(f"--only {name}: must be one of traces, reads")
 
 
 def command(*arguments: str) -> list[str]:
@@ -146,9 +98,61 @@ def child_decides() -> Generator[None]:
         del os.environ[PART]
 
 
+def run_child(arguments: list[str]) -> None:
+    with child_decides():
+        subprocess.run(arguments, check=True)
+
+
 def shown(command: list[str]) -> str:
     """The command as typed in a shell."""
     return shlex.join(["millstream", *command[3:]])
+
+
+def run_traces(folder: Path, story: Story, *, run: Run = run_child) -> None:
+    """Run the first half and print each step; `run` executes a command, by default in a child process."""
+    started = time.monotonic()
+    print(f"1. {story.intro}")
+    find_model(story.model, notify=lambda text: print(f"   {text}", flush=True))
+    path, trained = folder / "traces", folder / "run"
+    if path.exists() and Traces(path).config.get("model") == story.model:
+        shutil.rmtree(path)
+    if (trained / "config.yaml").exists():
+        shutil.rmtree(trained)
+    total = story.num_questions or len(read_questions(story.questions).questions)
+    extract = command("extract", story.questions, str(path), f"model={story.model}", *story.extract)
+    print("2. Run the model on every question and store its activations:", flush=True)
+    print(f"   {shown(extract)}", flush=True)
+    _kill_halfway(extract, path, total)
+    print("   Halfway, the extraction was killed (SIGKILL). The same command resumes it:", flush=True)
+    run(extract)
+    traces = Traces(path)
+    start = time.perf_counter()
+    damages = list(verify(path))
+    print(
+        f"3. Verified all checksums in {time.perf_counter() - start:.1f} s: {len(traces):,} traces, "
+        f"{format_bytes(traces.num_bytes)}, {len(set(traces.ids)):,} different questions, {len(damages)} damaged."
+    )
+    done = label(path, rule=story.rule)
+    counts = ", ".join(f"{n:,} {verdict}" for verdict, n in done.counts.items())
+    print(f"4. Labelled by comparison with the reference answers: {counts}")
+    _show_answers(path, traces)
+    train = command("train", f"data={path}", f"out={trained}", *story.train)
+    print("5. Train detectors of wrong answers on one split by question:", flush=True)
+    print(f"   {shown(train)}", flush=True)
+    run(train)
+    print(f"6. The report, after {format_seconds(time.monotonic() - started)}: {trained / 'report.html'}")
+    say(f"Next: millstream view {quoted(trained)}")
+
+
+def story_of(name: str) -> Story:
+    if name not in STORIES:
+        raise BadSetting(f"--model {name}: must be one of {', '.join(STORIES)}")
+    return STORIES[name]
+
+
+def check_half(name: str | None) -> None:
+    if name not in (None, "traces", "reads"):
+        raise BadSetting(f"--only {name}: must be one of traces, reads")
 
 
 def _kill_halfway(command: list[str], path: Path, total: int) -> None:
@@ -216,9 +220,14 @@ class ReadStory:
     )
 
 
-def run_reads(folder: Path, story: ReadStory) -> None:
-    """Run the second half; prints each step to stdout."""
+def run_reads(folder: Path, story: ReadStory, *, run: Run = run_child) -> None:
+    """Run the second half and print each step; `run` executes a command, by default in a child process."""
     started = time.monotonic()
+
+    def execute(arguments: list[str]) -> None:
+        print(f"   {shown(arguments)}", flush=True)
+        run(arguments)
+
     if folder.exists():
         if not (folder / "genomes" / "train").is_dir():
             raise BadSetting(
@@ -238,18 +247,18 @@ def run_reads(folder: Path, story: ReadStory) -> None:
     print("2. Reads of 150 bases with an error rate of 1 %, labelled with their class:", flush=True)
     for seed, (name, (strain, count)) in enumerate(files.items()):
         drawn = command("simulate", str(genomes / strain), "-o", str(folder / name), "--reads", str(count))
-        _run_command([*drawn, "--mapping", str(mapping), "--seed", str(seed)])
+        execute([*drawn, "--mapping", str(mapping), "--seed", str(seed)])
     size = format_bytes((folder / "train.fa.gz").stat().st_size)
     print(f"3. Index the gzipped file in place ({size}):", flush=True)
-    _run_command(command("index", str(folder / "train.fa.gz"), "--header-regex", HEADERS))
+    execute(command("index", str(folder / "train.fa.gz"), "--header-regex", HEADERS))
     print("4. Train two classifiers; reads of strains they never saw are the fair test:", flush=True)
     splits = [f"data.train={folder / 'train.fa.gz'}", f"data.val={folder / 'val.fa'}"]
     tests = f"data.test={folder / 'known.fa'},{folder / 'strains.fa'}"
-    _run_command(command("train", *splits, tests, f"mapping={mapping}", f"out={trained}", *story.train))
+    execute(command("train", *splits, tests, f"mapping={mapping}", f"out={trained}", *story.train))
     print("5. The better model classifies every read and writes a Kraken 2-style report:", flush=True)
     report = folder / "strains.kreport"
     classify = command("classify", str(trained), str(folder / "strains.fa"), "-o", str(folder / "strains.tsv"))
-    _run_command([*classify, "--threshold", "0.9", "--kraken-output", str(report)])
+    execute([*classify, "--threshold", "0.9", "--kraken-output", str(report)])
     print("\n".join(f"   {line}" for line in report.read_text().splitlines()[:6]))
     print(f"6. The report, after {format_seconds(time.monotonic() - started)}: {trained / 'report.html'}")
     say(f"Next: millstream view {quoted(trained)}")
@@ -303,9 +312,3 @@ def _write(path: Path, name: str, genome: Genome) -> None:
     text = genome.tobytes().decode()
     lines = [text[start : start + WIDTH] for start in range(0, len(text), WIDTH)]
     path.write_text("\n".join([f">{name}", *lines, ""]))
-
-
-def _run_command(arguments: list[str]) -> None:
-    print(f"   {shown(arguments)}", flush=True)
-    with child_decides():
-        subprocess.run(arguments, check=True)

@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from millstream.core.config import parse_bytes, read_settings
 from millstream.core.console import format_bytes, format_seconds, ignore_message, interruptible, progress, say
@@ -19,8 +18,16 @@ from millstream.core.memory import resident_bytes
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
-from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, built_in_prompts, describe_model
+from millstream.traces.llm.model import (
+    Decoding,
+    ModelCard,
+    ModelSettings,
+    built_in_prompts,
+    describe_model,
+    load_model,
+)
 from millstream.traces.llm.questions import Prompt, Question, make_prompt, read_questions
+from millstream.traces.llm.tracer import EncodedQuestion, Tracer
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.rewrite import drop_records
 from millstream.traces.store.traces import Traces
@@ -31,7 +38,7 @@ FREE_SHARE = 0.98  # fraction of the free disk space that may be filled
 
 @dataclass(frozen=True)
 class Extracted:
-    """What the store contains now; `interrupted` if questions are left."""
+    """What the store contains; `interrupted` if some questions are left."""
 
     path: Path
     records: int
@@ -64,9 +71,9 @@ def extract(
 
 @dataclass(frozen=True)
 class Batch:
-    """Questions that are traced together; `skip` are the ids of those already in the store."""
+    """Questions traced together; `skip` has the ids already in the store."""
 
-    questions: "list[Any]"  # of tracer.EncodedQuestion, whose import would load torch
+    questions: list[EncodedQuestion]
     skip: frozenset[str] = frozenset()
     too_long: bool = False  # every prompt exceeds the context of the model
 
@@ -91,9 +98,6 @@ class ExtractWorker:
     """A model and a writer: traces batches and appends their records."""
 
     def __init__(self, path: Path, settings: ExtractSettings) -> None:
-        from millstream.traces.llm.model import load_model
-        from millstream.traces.llm.tracer import Tracer
-
         card = describe_model(model_settings(settings), notify=ignore_message)
         prompt = make_prompt(settings.prompt, card.tokenizer, stop=settings.stop)
         self._tracer = Tracer(
@@ -110,7 +114,6 @@ class ExtractWorker:
             shard_bytes=settings.shard_bytes,
             shard_records=settings.shard_records,
         )
-
         self._budget = resident_bytes() + parse_bytes(settings.memory)  # the model is already loaded
 
     def do(self, batch: Batch) -> Traced:
@@ -164,7 +167,7 @@ def decoding(settings: ExtractSettings, prompt: Prompt) -> Decoding:
 
 
 def store_config(settings: ExtractSettings, card: ModelCard, prompt: Prompt) -> dict[str, object]:
-    """What determines the content of a trace; it must not change on resume."""
+    """The settings that determine the content of a trace; they must not change on resume."""
     kept = kept_fields(settings)
     fields = [
         f"{name}[{','.join(map(str, layers))}]" if (layers := kept.layers.get(name)) else name for name in kept.names
@@ -189,7 +192,7 @@ def store_config(settings: ExtractSettings, card: ModelCard, prompt: Prompt) -> 
 
 
 class _Run:
-    """One run of `extract`: its questions, which of them are done, and which are left."""
+    """One run of `extract`: its questions, and which of them are done."""
 
     def __init__(
         self,
@@ -255,8 +258,6 @@ class _Run:
 
     def batches(self) -> list[Batch]:
         """The questions left, in batches that are the same in every run."""
-        from millstream.traces.llm.tracer import EncodedQuestion
-
         plan = plan_batches(
             list(map(len, self.ids)),
             size=self.card.size,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,6 @@ from millstream.traces.store.rewrite import Written
 from millstream.traces.store.shard import ID_FIELD
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter, done_records, prepare_store
-
-if TYPE_CHECKING:
-    pass
-
 
 # B batch, L layers, T tokens, D hidden, S statistics, A answer tokens of all records, concatenated, K top tokens
 
@@ -265,9 +261,6 @@ _QUANTITIES: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-_CHUNK_RECORDS = 256  # records per job
-
-
 @dataclass(frozen=True)
 class Featurized(Written):
     """A store of features; `left_out` records lack the tensors (their extraction failed)."""
@@ -281,9 +274,12 @@ def featurize(
     *,
     engine: Engine | str = "local",
     progress: Progress = silent,
+    chunk_records: int = 256,
     **settings: object,
 ) -> Featurized:
     """Compute a feature of every record of a store; write it with the record's scalars to the store `out`.
+
+    A worker processes `chunk_records` records at a time.
 
     >>> done = ms.featurize("full/", "layers/", feature="layers", token="last")
     """
@@ -295,14 +291,13 @@ def featurize(
     path = Path(out)
     prepare_store(path, _store_config(chosen, traces))
     ids: list[object] = traces.column(ID_FIELD).to_pylist()
-    chunks = [list(range(start, min(start + _CHUNK_RECORDS, len(ids)))) for start in range(0, len(ids), _CHUNK_RECORDS)]
 
     def left(chunk: Sequence[int]) -> list[int] | None:
         known = {name for (name,) in done_records(path, [ID_FIELD])}
         return [number for number in chunk if ids[number] not in known] or None
 
-    missing = set(left(range(len(ids))) or ())
-    jobs = [rest for chunk in chunks if (rest := [number for number in chunk if number in missing])]
+    missing = left(range(len(ids))) or []
+    jobs = [missing[start : start + chunk_records] for start in range(0, len(missing), chunk_records)]
     done, left_out = len(ids) - len(missing), 0
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
     progress(done)
@@ -379,7 +374,7 @@ def _check(settings: FeaturizeSettings, source: Traces) -> None:
 
 
 def _store_config(settings: FeaturizeSettings, source: Traces) -> dict[str, object]:
-    """What determines the content of the store; it must not change on resume."""
+    """The settings that determine the content of the store; they must not change on resume."""
     ignored = ("shard_bytes", "memory")
     own: dict[str, object] = {key: value for key, value in asdict(settings).items() if key not in ignored}
     return {"source": source.fingerprint, **own}

@@ -1,6 +1,6 @@
 """Attention graphs over tokens: a disjoint union of all layers, or one graph per record with all heads on its edges."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -59,11 +59,7 @@ class GraphFeature:
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         if not isinstance(batch, ColumnBatch):
             raise ValueError("features.graphs needs the hidden states and attention of traces; these records are reads")
-        columns = {name: cast("Sequence[Array | None]", batch.columns[name]) for name in self.fields}
-        parts = [
-            self._record(number, {name: values[row] for name, values in columns.items()})
-            for row, number in enumerate(batch.numbers.tolist())
-        ]
+        parts = [self._record(number, values) for number, values in _records(batch, self.fields)]
         layers = np.array([len(part.sizes) for part in parts], np.int64)
         sizes = np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)])
         ptr = np.zeros(len(sizes) + 1, np.int64)
@@ -89,22 +85,17 @@ class GraphFeature:
             made["answer"] = np.concatenate([np.empty(0, np.bool_), *(part.answer for part in parts)])
         return made
 
-    def _record(self, number: int, values: Mapping[str, Array | None]) -> "_Part":
-        for name, value in values.items():
-            if value is None:
-                raise ValueError(f"record {number} has no {name!r}")
-        states = as_floats(cast(Array, values[self.hidden]))
-        weights = as_floats(cast(Array, values["edge_weight" if self.attention == STORED else self.attention]))
+    def _record(self, number: int, values: Mapping[str, Array]) -> "_Part":
+        states = as_floats(values[self.hidden])
+        weights = as_floats(values["edge_weight" if self.attention == STORED else self.attention])
         mean = weights.mean(axis=1, dtype=np.float32) if weights.ndim == 4 else weights
         states = self._checked(number, states, mean, weights.shape)
         start, end = 0, states.shape[1]
-        if self.tokens == "answer":  # of an empty answer: the tokens after the prompt
-            prompt, answer = (int(cast("int", values[name])) for name in SPAN)
-            start = min(prompt, states.shape[1] - 1)
-            end = min(start + (answer or states.shape[1]), states.shape[1])
+        if self.tokens == "answer":
+            start, end = _answer(values, end)
         rows = slice(max(start - 1, 0), end)  # the tokens that have edges
         if self.attention == STORED:
-            edges = self._stored(np.asarray(cast(Array, values["edge_source"])[:, rows], np.int64), mean[:, rows], rows)
+            edges = self._stored(np.asarray(values["edge_source"][:, rows], np.int64), mean[:, rows], rows)
         else:
             layer, row, source = np.nonzero(self._kept(mean[:, rows].astype(np.float32), rows))
             edges = _Edges(layer, row + rows.start, source, mean[layer, row + rows.start, source])
@@ -203,17 +194,12 @@ class HeadGraphFeature:
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         if not isinstance(batch, ColumnBatch):
             raise ValueError("a graph over heads needs the attention of traces; these records are reads")
-        columns = {name: cast("Sequence[Array | None]", batch.columns[name]) for name in self.fields}
         x: list[NDArray[np.float32]] = []
         edges: list[Ints] = [np.empty((2, 0), np.int64)]
         values: list[NDArray[np.float32]] = []
         counts: list[int] = []
-        for row, number in enumerate(batch.numbers.tolist()):
-            record = {name: column[row] for name, column in columns.items()}
-            for name, value in record.items():
-                if value is None:
-                    raise ValueError(f"record {number} has no {name!r}")
-            own_RA, attended_RTA, first = self._record(cast("Mapping[str, Array]", record))
+        for _, record in _records(batch, self.fields):
+            own_RA, attended_RTA, first = self._record(record)
             target, source = np.nonzero((attended_RTA > THRESHOLD).any(axis=2))
             kept = source != target + first
             target, source = target[kept], source[kept]
@@ -240,11 +226,8 @@ class HeadGraphFeature:
 
     def _record(self, record: Mapping[str, Array]) -> tuple[Floats, Floats, int]:
         """Self-attention [R, L * H], attention [R, T, A], and the token of the first row."""
-        prompt, answer = (int(cast("int", record[name])) for name in SPAN)
-        name = "attention" if self.from_attention else "edge_source"
-        num_tokens = record[name].shape[-1 if self.from_attention else 1]
-        start = min(max(prompt, 1), num_tokens - 1)
-        end = min(start + (answer or num_tokens), num_tokens)
+        num_tokens = record["attention"].shape[-1] if self.from_attention else record["edge_source"].shape[1]
+        start, end = _answer(record, num_tokens, first=1)
         if self.from_attention:
             weights = as_floats(record["attention"])[:, :, start - 1 : end]
             attended = weights.reshape(-1, end - start + 1, num_tokens).transpose(1, 2, 0)
@@ -257,6 +240,23 @@ class HeadGraphFeature:
         attended[row, source[layer, row, slot], layer] = weights[layer, row, slot]
         own = as_floats(record["self_attention"])[:, :, : end - start + 1]
         return own.reshape(-1, own.shape[2]).T, attended, start - 1
+
+
+def _records(batch: ColumnBatch, names: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Array]]]:
+    """Number and fields of each record; ValueError if it lacks one."""
+    for row, number in enumerate(batch.numbers.tolist()):
+        values = {name: cast("Sequence[Array | None]", batch.columns[name])[row] for name in names}
+        for name, value in values.items():
+            if value is None:
+                raise ValueError(f"record {number} has no {name!r}")
+        yield number, cast("Mapping[str, Array]", values)
+
+
+def _answer(values: Mapping[str, Array], num_tokens: int, *, first: int = 0) -> tuple[int, int]:
+    """Start and end of the answer tokens; for an empty answer, of all tokens after the prompt."""
+    prompt, answer = (int(values[name]) for name in SPAN)
+    start = min(max(prompt, first), num_tokens - 1)
+    return start, min(start + (answer or num_tokens), num_tokens)
 
 
 def shuffled_sources(layer_E: Ints, target_E: Ints, source_E: Ints, *, seed: int) -> Ints:
@@ -275,9 +275,8 @@ def shuffled_sources(layer_E: Ints, target_E: Ints, source_E: Ints, *, seed: int
     rank = np.empty(len(target), np.int64)  # of an edge among those of its target
     rank[np.argsort(node, kind="stable")] = np.arange(len(target)) - np.repeat(np.cumsum(count) - count, count)
     random_key = np.random.Generator(np.random.Philox(mix(0, 0, seed))).random((len(count), int(target.max(initial=0))))
-    random_key[np.arange(random_key.shape[1]) >= target[first][:, None]] = (
-        2.0  # never the target itself or a later token
-    )
+    # Never the target itself or a later token.
+    random_key[np.arange(random_key.shape[1]) >= target[first][:, None]] = 2.0
     drawn = source_E.copy()
     drawn[moved] = np.argsort(random_key, axis=1)[node, rank]
     return drawn

@@ -19,7 +19,7 @@ from support.making_traces import labelled, make_traces
 
 pytest.importorskip("torch_geometric")
 
-from millstream.traces.detectors.gnn import NUM_ROUNDS, GraphEncoder, HeadMessages, read_layers
+from millstream.traces.detectors.gnn import NUM_ROUNDS, GraphEncoder, HeadMessages, pool_layers
 from millstream.traces.detectors.gvae import ACTIVE, LOGVAR_LIMIT, GraphVAE
 
 RECIPE = Recipe(parameters=2000, dropout=0.0)
@@ -108,7 +108,7 @@ def test_messages_over_heads_are_the_mean_of_what_edges_say():
 def test_what_is_read_of_a_graph_is_its_last_token_and_the_mean_of_its_answer(graphs: Batch):
     nodes = torch.randn(len(graphs["x"]), 4, generator=torch.Generator().manual_seed(0))
     whole = {key: value for key, value in graphs.items() if key != "answer"}
-    read, read_whole = read_layers(nodes, graphs, LAYERS), read_layers(nodes, whole, LAYERS)
+    read, read_whole = pool_layers(nodes, graphs, LAYERS), pool_layers(nodes, whole, LAYERS)
     assert read.shape == (NUM, LAYERS, 8)
     for graph, (first, end) in enumerate(zip(graphs["ptr"][:-1], graphs["ptr"][1:], strict=True)):
         own, is_answer = nodes[first:end], graphs["answer"][first:end]

@@ -19,7 +19,7 @@ from millstream.report.measures import auroc
 from millstream.traces.convert import importers
 from millstream.traces.detectors.baselines import BASELINES
 from millstream.traces.detectors.logistic import Detector, Scores
-from millstream.traces.detectors.net import DetectorNet, Net, match_width, score_of
+from millstream.traces.detectors.net import DetectorNet, LayerLSTM, Net, match_width, score_of
 from millstream.traces.features import Token, layers, token_stats
 from millstream.traces.graphs import STORED, HeadGraphFeature, Wiring, graphs
 from millstream.traces.kind import TrainSettings
@@ -77,9 +77,13 @@ NETS = {
 def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[Feature]:
     """The features of a net for records with these fields."""
     net = NETS[name]
-    made: list[Feature] = [
-        {"lstm": _layers, "gnn": _graphs, "gvae": _graphs, "charm": _head_graphs}[net.family](net, field_names, recipe)
-    ]
+    made: list[Feature] = []
+    if net.family == "lstm":
+        made.append(_layers(field_names, recipe))
+    elif net.family == "charm":
+        made.append(_head_graphs(field_names))
+    else:
+        made.append(_graphs(field_names, recipe, net.wiring))
     if net.sees_stats and recipe.token_stats and "logprobs" in field_names:
         made.append(token_stats())
     return made
@@ -91,8 +95,6 @@ def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
     num_stats = shapes["stats"][1] if "stats" in shapes else 0
     family = NETS[name].family
     if family == "lstm":
-        from millstream.traces.detectors.net import LayerLSTM
-
         _, num_layers, dim = shapes["layers"]
         build = partial(LayerLSTM, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
     elif family == "charm":
@@ -103,11 +105,15 @@ def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
         from millstream.traces.detectors.gnn import GraphLSTM
         from millstream.traces.detectors.gvae import GraphVAE
 
-        kind = (
-            GraphLSTM if family == "gnn" else partial(GraphVAE, kl_weight=recipe.kl_weight, free_bits=recipe.free_bits)
-        )
+        vae = partial(GraphVAE, kl_weight=recipe.kl_weight, free_bits=recipe.free_bits)
         num_layers, dim = int(cast(Tensor, example["num_layers"])[0]), shapes["x"][1]
-        build = partial(kind, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
+        build = partial(
+            GraphLSTM if family == "gnn" else vae,
+            num_layers=num_layers,
+            dim=dim,
+            num_stats=num_stats,
+            dropout=recipe.dropout,
+        )
     return build(match_width(build, recipe.parameters))
 
 
@@ -131,8 +137,7 @@ class DetectorSpec:
             net = NetModel(self.name, kit, task=DETECTION, resources=resources, place=place, folder=folder)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
         if ":" in self.name:
-            detector = _own(self.name)(resources)
-            return Built(_checked(detector, field_names), self.name, "trained")
+            return Built(_checked(_custom(self.name)(resources), field_names), self.name, "trained")
         baseline = BASELINES[self.name]
         detector = _checked(baseline.make(resources, field_names), field_names)
         return Built(detector, baseline.title, "baseline", baseline.extra_forwards)
@@ -143,7 +148,7 @@ def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[
     found = expanded([name.strip() for name in settings.model.split(",") if name.strip()])
     for name in found:
         if ":" in name:
-            _own(name)
+            _custom(name)
         elif name not in NETS and name not in BASELINES:
             known = [*NETS, *BASELINES, GROUP]
             near = difflib.get_close_matches(name, known, 1)
@@ -181,7 +186,7 @@ def recipe_of(settings: TrainSettings) -> Recipe:
     return Recipe(**{field.name: getattr(settings, field.name) for field in fields(Recipe)})
 
 
-def _layers(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
+def _layers(names: Sequence[str], recipe: Recipe) -> Feature:
     if recipe.token not in POSITIONS:
         raise BadSetting(f"token={recipe.token}: must be one of {', '.join(POSITIONS)}")
     if "states" in names:
@@ -194,14 +199,14 @@ def _layers(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
     raise NoDetector(f"the store has neither states (tier probe) nor hidden (tier full), only {', '.join(names)}")
 
 
-def _graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
-    make = partial(graphs, recipe.k, threshold=recipe.threshold, wiring=net.wiring)
+def _graphs(names: Sequence[str], recipe: Recipe, wiring: Wiring) -> Feature:
+    make = partial(graphs, recipe.k, threshold=recipe.threshold, wiring=wiring)
     if "nodes" in names and "edge_source" in names:
         return make(hidden="nodes", attention=STORED, tokens="answer")
     if "hidden" in names and "attention" in names:
         return make(tokens="answer" if "answer_len" in names and "prompt_len" in names else "all")
     for importer in importers():
-        if imported := importer.graph_feature(names, k=recipe.k, threshold=recipe.threshold, wiring=net.wiring):
+        if imported := importer.graph_feature(names, k=recipe.k, threshold=recipe.threshold, wiring=wiring):
             return imported
     raise NoDetector(
         "the store has neither nodes and edges (tiers graph and probe) nor hidden and attention (full), only "
@@ -209,7 +214,7 @@ def _graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
     )
 
 
-def _head_graphs(net: NetKind, names: Sequence[str], recipe: Recipe) -> Feature:
+def _head_graphs(names: Sequence[str]) -> Feature:
     if "prompt_len" in names and "answer_len" in names:
         if "attention" in names:
             return HeadGraphFeature(from_attention=True)
@@ -224,7 +229,7 @@ def _auroc(labels: Labels, outcome: Outcome) -> float:
     return auroc(labels, outcome["score"].astype(np.float64))
 
 
-def _own(name: str) -> Callable[[FitResources], Detector]:
+def _custom(name: str) -> Callable[[FitResources], Detector]:
     module, _, attribute = name.partition(":")
     try:
         return getattr(import_module(module), attribute)

@@ -83,13 +83,13 @@ class GraphLSTM(DetectorNet):
 
     def sequence(self, batch: Batch) -> Tensor:
         nodes_NW = self.encoder(self.scaled_nodes(batch), batch["edge_index"], batch["edge_attr"])
-        return read_layers(nodes_NW, batch, self.num_layers)
+        return pool_layers(nodes_NW, batch, self.num_layers)
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         return self.reader(self.sequence(batch), self.scaled_stats(batch)), {}
 
 
-def read_layers(nodes_NW: Tensor, batch: Batch, num_layers: int) -> Tensor:
+def pool_layers(nodes_NW: Tensor, batch: Batch, num_layers: int) -> Tensor:
     """[B, L, 2 W]: for each graph, the last answer token and the mean over the answer, concatenated."""
     num_graphs = len(batch["last"])
     answer = batch.get("answer")

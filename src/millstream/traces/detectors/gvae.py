@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from millstream.traces.detectors.gnn import GraphEncoder, GraphLSTM, read_layers
+from millstream.traces.detectors.gnn import GraphEncoder, GraphLSTM, pool_layers
 from millstream.traces.detectors.net import Reader
 from millstream.training.task import Batch
 
@@ -84,7 +84,7 @@ class GraphVAE(GraphLSTM):
         return {"active_units": (mu_NZ.var(dim=0) > ACTIVE).sum().float()}
 
     def _layers(self, mu_NZ: Tensor, logvar_NZ: Tensor, batch: Batch) -> Tensor:
-        return read_layers(torch.cat([mu_NZ, logvar_NZ], dim=1), batch, self.num_layers)
+        return pool_layers(torch.cat([mu_NZ, logvar_NZ], dim=1), batch, self.num_layers)
 
     def _edge_loss(self, z_NZ: Tensor, batch: Batch) -> Tensor:
         """Binary cross-entropy of the edges against as many random pairs of nodes of the same graph."""

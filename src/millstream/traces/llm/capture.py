@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ class Capture:
         self._projection = torch.randn(size.hidden, NODE_DIM, generator=generator) / size.hidden**0.5
         self._pass: Pass | None = None
         # Any module of a layer may call the attention function.
-        self._taps = [(m, _LayerTap(self, index)) for index, layer in enumerate(layers) for m in layer.modules()]
+        self._taps = [(m, Tap(self, index)) for index, layer in enumerate(layers) for m in layer.modules()]
         self.prompt_mask_BP = torch.empty(0)
         self.clear()
         layers[0].register_forward_pre_hook(self._before_first, with_kwargs=True)
@@ -225,13 +225,19 @@ class Capture:
             self.kept["attention_logdet", layer] = [logdet[layer].float()]
 
 
-class Tap(Protocol):
+@dataclass(frozen=True)
+class Tap:
     """Receives the attention weights of one layer while `wanted`."""
 
-    @property
-    def wanted(self) -> bool: ...
+    capture: Capture
+    layer: int
 
-    def take(self, weights_BHRK: torch.Tensor) -> None: ...
+    @property
+    def wanted(self) -> bool:
+        return self.capture.wants_attention
+
+    def take(self, weights_BHRK: torch.Tensor) -> None:
+        self.capture.take_attention(self.layer, weights_BHRK)
 
 
 def register_attention() -> str:
@@ -288,19 +294,6 @@ def _weights(
         column = sinks.reshape(1, -1, 1, 1).expand(scores_BHRK.shape[0], -1, rows, 1)
         return torch.cat([scores_BHRK, column.to(scores_BHRK.dtype)], dim=-1).softmax(-1, torch.float32)[..., :-1]
     return scores_BHRK.softmax(-1, torch.float32)
-
-
-@dataclass(frozen=True)
-class _LayerTap:
-    capture: Capture
-    layer: int
-
-    @property
-    def wanted(self) -> bool:
-        return self.capture.wants_attention
-
-    def take(self, weights_BHRK: torch.Tensor) -> None:
-        self.capture.take_attention(self.layer, weights_BHRK)
 
 
 def _states(rows_BRD: torch.Tensor, current: Pass) -> torch.Tensor:

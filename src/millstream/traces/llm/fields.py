@@ -18,7 +18,6 @@ NUM_EDGES = 8  # strongest attention edges kept per token and layer
 NODE_DIM = 64  # width of the random projection of hidden states
 NUM_EIGENVALUES = 10
 POSITIONS = ("last_prompt", "first_answer", "last_answer", "mean_answer")  # of the field `states`
-HIDDEN, ATTENTION = ("hidden", "hidden_states"), ("attention", "attentions")  # names in stores, and in old trace files
 
 TIERS = {
     "stats": ("heads", "laplacian"),
@@ -185,15 +184,13 @@ def plan_batches(
 def row_bytes(prompt: int, *, size: Size, fields: Fields, max_new_tokens: int, num_beams: int) -> int:
     """Maximum bytes of one row of a batch, without the model: cache, activations, logits, fields kept."""
     total = prompt + max_new_tokens
-    cache = (
-        2 * size.layers * size.kv_width * total * size.item * num_beams * 2
-    )  # twice while it is reordered or truncated
+    cache = 2 * size.layers * size.kv_width * total * size.item * num_beams
     activations = (8 * size.hidden + 3 * size.intermediate) * size.item * max(prompt * num_beams, max_new_tokens + 1)
     logits = size.vocab * (3 * 4 * num_beams + (size.item + 4) * (max_new_tokens + 1))
     weights = 6 * size.heads * 4 * max(prompt * prompt * num_beams, max_new_tokens * total)  # one layer's attention
     kept = 2 * fields.trace_bytes(size, prompt=prompt, answer=max_new_tokens)
-    whole = cache + activations + logits + weights * fields.need_attention + kept
-    return whole * 6 // 5  # fragmentation of the allocator
+    whole = 2 * cache + activations + logits + weights * fields.need_attention + kept
+    return whole * 6 // 5  # the cache exists twice while it is reordered or cut; 6/5: fragmentation of the allocator
 
 
 @dataclass(frozen=True)
@@ -251,8 +248,8 @@ def _cut(name: str, values: torch.Tensor, span: Span) -> torch.Tensor:
 def _edge_positions(source: torch.Tensor, first: int) -> torch.Tensor:
     """Positions within the sample; -1 where there is no edge."""
     rows = torch.arange(source.shape[1])[None, :, None]
-    place = source - first
-    return place.where((place >= 0) & (place < rows), -1).to(torch.int16)
+    position = source - first
+    return position.where((position >= 0) & (position < rows), -1).to(torch.int16)
 
 
 def _copied(name: str, layers: Sequence[list[torch.Tensor]], i: int, span: Span) -> torch.Tensor:

@@ -4,10 +4,12 @@ import hashlib
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch import nn
 
 from millstream.core.registry import extensions
 from millstream.errors import BadSetting, BadSource, MissingExtra
@@ -16,9 +18,6 @@ from millstream.traces.llm.capture import register_attention
 from millstream.traces.llm.fields import Size
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from millstream.traces.llm.questions import Question
 
 
@@ -41,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class MakeModel(Protocol):
-    """Returns the folder of a model, which is made first if it does not exist."""
+    """Returns the folder of a model; the first call makes it."""
 
     def __call__(self, *, notify: Callable[[str], None]) -> Path: ...
 
@@ -74,9 +73,9 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is known of a model without loading its weights."""
+    """A model without its weights."""
 
-    place: str
+    name_or_path: str
     tokenizer: Tokenizer
     size: Size
     context: int | None  # maximum number of tokens
@@ -90,8 +89,8 @@ class LoadedModel:
 
     model: Any  # a transformers model: its types are partly unknown
     card: ModelCard
-    base: "nn.Module"  # its output is the state after the last norm
-    layers: "list[nn.Module]"
+    base: nn.Module  # its output is the state after the last norm
+    layers: list[nn.Module]
     eos: frozenset[int]
     pad: int
 
@@ -100,20 +99,20 @@ class LoadedModel:
         return self.card.tokenizer
 
     @property
-    def device(self) -> "torch.device":
+    def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
 
 
 def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) -> ModelCard:
-    """A model by Hugging Face name or path, or one of the built-in ones (made if missing)."""
+    """The card of a model: a Hugging Face name, a folder, or a built-in model, which is made if missing."""
     hf = transformers()
     transformers("utils.logging").disable_progress_bar()
     _quantized(settings.quantize)  # reports a bad setting before anything is loaded
-    place = find_model(settings.model, notify=notify)
+    name_or_path = find_model(settings.model, notify=notify)
     dtype = _dtype(settings)
     try:
-        config = hf.AutoConfig.from_pretrained(place, revision=settings.revision)
-        tokenizer = hf.AutoTokenizer.from_pretrained(place, revision=settings.revision)
+        config = hf.AutoConfig.from_pretrained(name_or_path, revision=settings.revision)
+        tokenizer = hf.AutoTokenizer.from_pretrained(name_or_path, revision=settings.revision)
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(settings, error) from None
     text = config.get_text_config()
@@ -129,7 +128,7 @@ def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) ->
         item=4 if dtype == "float32" else 2,
     )
     context = getattr(text, "max_position_embeddings", None)
-    return ModelCard(place, tokenizer, size, context, _revision(place, config), dtype)
+    return ModelCard(name_or_path, tokenizer, size, context, _revision(name_or_path, config), dtype)
 
 
 def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
@@ -140,7 +139,7 @@ def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
     device_map = settings.device_map or (device if settings.quantize else None)
     try:
         model = hf.AutoModelForCausalLM.from_pretrained(
-            card.place, attn_implementation=register_attention(), device_map=device_map, **options
+            card.name_or_path, attn_implementation=register_attention(), device_map=device_map, **options
         )
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(settings, error) from None
@@ -148,9 +147,7 @@ def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
         model.to(device)
     model.eval()
     eos = _ids(model.generation_config.eos_token_id) | _ids(card.tokenizer.eos_token_id)
-    model.generation_config = (
-        hf.GenerationConfig()
-    )  # generate() would use the defaults of the model for what we leave out
+    model.generation_config = hf.GenerationConfig()  # generate() would take what we leave out from the model's own
     layers = _decoder_layers(model, card.size.layers, settings.model)
     pad = card.tokenizer.pad_token_id
     pad = pad if pad is not None else min(eos, default=0)
@@ -180,8 +177,6 @@ def _dtype(settings: ModelSettings) -> str:
 
 
 def _device(name: str) -> str:
-    import torch
-
     if name != "auto":
         try:
             kind = torch.device(name).type
@@ -198,42 +193,35 @@ def _quantized(bits: str | None) -> dict[str, Any]:
         return {}
     if bits not in ("8bit", "4bit"):
         raise BadSetting(f"quantize={bits}: must be one of 8bit, 4bit")
-    from importlib.util import find_spec
-
     if find_spec("bitsandbytes") is None:
         raise MissingExtra(f"quantize={bits} needs bitsandbytes: pip install bitsandbytes")
-    return {
-        "quantization_config": transformers().BitsAndBytesConfig(
-            load_in_8bit=bits == "8bit", load_in_4bit=bits == "4bit"
-        )
-    }
+    config = transformers().BitsAndBytesConfig(load_in_8bit=bits == "8bit", load_in_4bit=bits == "4bit")
+    return {"quantization_config": config}
 
 
 def _ids(value: object) -> set[int]:
     return {value} if isinstance(value, int) else set(cast("Iterable[int]", value or ()))
 
 
-def _decoder_layers(model: "nn.Module", count: int, name: str) -> "list[nn.Module]":
-    """The list of layers: the outermost module list of that length."""
-    from torch import nn
-
+def _decoder_layers(model: nn.Module, count: int, name: str) -> list[nn.Module]:
+    """The decoder layers: the outermost module list of that length."""
     lists: list[tuple[int, Iterable[nn.Module]]] = [
         (path.count("."), cast("Iterable[nn.Module]", module))
         for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if not lists:
-        raise BadSource(f"model={name}: found no list of {count} layers, so they cannot be traced")
+        raise BadSource(f"model={name}: found no list of {count} layers to trace")
     return list(min(lists, key=lambda found: found[0])[1])
 
 
-def _revision(place: str, config: object) -> str:
+def _revision(folder: str, config: object) -> str:
     """The commit on the hub; for a folder, a fingerprint of its files."""
     commit = getattr(config, "_commit_hash", None)
     if commit:
         return str(commit)
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(Path(place).glob("*")):
+    for file in sorted(Path(folder).glob("*")):
         if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".bin"):
             digest.update(f"{file.name} {file.stat().st_size}".encode())
             with file.open("rb") as stream:
@@ -279,7 +267,7 @@ class Decoding:
             max_new_tokens=self.max_new_tokens,
             num_beams=self.num_beams,
             early_stopping=self.num_beams > 1,
-            do_sample=False,  # we sample ourselves: see Draw
+            do_sample=False,  # sampling is done by Draw
             eos_token_id=eos,
             pad_token_id=pad,
             return_dict_in_generate=True,
@@ -304,9 +292,9 @@ class Decoding:
 
 
 class Draw:
-    """Sampling by the Gumbel-max trick: the noise depends only on (seed, question id, step).
+    """Sampling by the Gumbel-max trick, with noise that depends only on (seed, question id, step).
 
-    So a question gets the same answer in any batch, and after an interruption.
+    A question therefore gets the same answer in any batch, and after an interruption.
     """
 
     def __init__(self, seed: int, ids: Sequence[str], device: torch.device) -> None:
@@ -331,9 +319,8 @@ class StopAt:
         self._tokenizer = tokenizer
         self._stop = stop
         self._prompt = prompt
-        self._tail = (
-            max(len(mark.encode()) for mark in stop) + 4
-        )  # a token has at least a byte; a few more for cut characters
+        # A token has at least one byte; a few more for characters that are cut.
+        self._tail = max(len(mark.encode()) for mark in stop) + 4
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
         tails = input_ids[:, max(self._prompt, input_ids.shape[1] - self._tail) :]
@@ -344,7 +331,7 @@ class StopAt:
 
 @dataclass(frozen=True)
 class Answer:
-    """The generated answer to one prompt: `ids` up to the token that ended it, the first `length` are the answer."""
+    """The generated answer to one prompt: `ids` up to the token that ended it; the first `length` are the answer."""
 
     ids: list[int]
     length: int
@@ -356,7 +343,7 @@ class Answer:
 def cut_answer(tokenizer: Tokenizer, generated: Sequence[int], *, eos: set[int], stop: Sequence[str]) -> Answer:
     """Cut at the end of the answer: the end-of-text token, a stop string, or the maximum length."""
     ids = list(generated)  # padding only follows an end-of-text token or a stop string, and is cut with it
-    end = next((place for place, token in enumerate(ids) if token in eos), None)
+    end = next((index for index, token in enumerate(ids) if token in eos), None)
     length, finish = (len(ids), "length") if end is None else (end, "eos")
     ids = ids[: length + (end is not None)]
     text = _text(tokenizer, ids[:length])
@@ -364,7 +351,7 @@ def cut_answer(tokenizer: Tokenizer, generated: Sequence[int], *, eos: set[int],
         texts = [_text(tokenizer, ids[: count + 1]) for count in range(length)]
         whole = next(count for count, begin in enumerate(texts, 1) if any(mark in begin for mark in stop))
         text = texts[whole - 1]
-        cut = min(place for place in map(text.find, stop) if place >= 0)
+        cut = min(found for found in map(text.find, stop) if found >= 0)
         length = sum(len(begin) <= cut for begin in texts[:whole])
         return Answer(ids[:whole], length, text[:cut].strip(), text, "stop")
     return Answer(ids, length, text.strip(), text, finish)
