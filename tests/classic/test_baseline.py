@@ -18,8 +18,7 @@ pytest.importorskip("torch_geometric")
 
 import millstream as ms
 from millstream.classic.baseline import METRICS, main
-from millstream.classic.features import SavedGraphFeature
-from millstream.classic.importer import SAVED_GRAPHS
+from millstream.classic.importer import SAVED_GRAPHS, SavedGraphFeature
 from millstream.core.batches import ColumnBatch, fetch_batch
 from millstream.traces.convert import convert, expand
 from millstream.traces.detectors import Recipe, net_features

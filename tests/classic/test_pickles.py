@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from millstream.classic.pickles import normalise, read_traces, restore_steps
+from millstream.classic.importer import restore_steps, to_record
+from millstream.classic.pickles import read_traces
 from millstream.errors import BadSource, UnsafePickle
 from support.effort import num_examples
 
@@ -326,7 +327,7 @@ def test_flipped_bits_give_data_or_one_of_our_errors(tmp_path_factory, kind, dat
         flipped[at // 8] ^= 1 << at % 8
     with suppress(BadSource, UnsafePickle):
         for trace in read_traces(write(tmp_path_factory.getbasetemp(), bytes(flipped))):
-            restore_steps(normalise(trace))
+            restore_steps(to_record(trace))
 
 
 @pytest.mark.parametrize(
@@ -573,7 +574,7 @@ def test_a_zip_member_beyond_the_end_is_a_bad_source(tmp_path):
 
 
 def test_layers_are_stacked_and_values_made_storable():
-    record = normalise(
+    record = to_record(
         new_trace(5) | {"pair": (1, np.int64(2)), "settings": {"beams": np.int32(5)}, "names": np.array(["a"])}
     )
     assert record["hidden_states"].shape == (3, 6, 8)
@@ -586,7 +587,7 @@ def test_layers_are_stacked_and_values_made_storable():
 
 def test_steps_of_different_shapes_become_one_row_a_layer():
     trace = old_trace(7)
-    record = normalise(trace)
+    record = to_record(trace)
     assert record["hidden_states"].shape == (3, 8 * 8)
     assert record["hidden_states_steps"] == [[1, 5, 8], [1, 1, 8], [1, 1, 8], [1, 1, 8]]
     assert record["tokens"].dtype == np.int64
@@ -600,7 +601,7 @@ def test_steps_of_different_shapes_become_one_row_a_layer():
 
 
 def test_torch_tensors_stay_torch_tensors():
-    record = normalise(torch_trace(0) | {"steps": [[torch.ones(1, 2).bfloat16()] * 3] * 2})
+    record = to_record(torch_trace(0) | {"steps": [[torch.ones(1, 2).bfloat16()] * 3] * 2})
     assert record["hidden_states"].shape == (3, 6, 8)
     assert record["steps"].shape == (2, 6)
     assert record["steps"].dtype == record["logits"].dtype == torch.bfloat16
@@ -624,7 +625,7 @@ def test_steps_come_back_bit_for_bit(shapes, dtype, num_layers, use_torch, seed)
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) if use_torch else array
 
     trace = {"x": [[step(shape) for shape in shapes] for _ in range(num_layers)]}
-    record = normalise(trace)
+    record = to_record(trace)
     assert record["x"].shape[0] == num_layers
     assert same(restore_steps(record), trace)
 
@@ -647,21 +648,21 @@ def test_steps_come_back_bit_for_bit(shapes, dtype, num_layers, use_torch, seed)
 )
 def test_what_cannot_be_stored_names_its_field(value):
     with pytest.raises(BadSource, match="field 'strange'"):
-        normalise({"strange": value})
+        to_record({"strange": value})
 
 
 def test_a_list_nested_without_end_is_a_bad_source():
     endless: list[object] = []
     endless.append(endless)
     with pytest.raises(BadSource, match="field 'strange'"):
-        normalise({"strange": endless})
+        to_record({"strange": endless})
 
 
 def test_a_record_without_steps_is_restored_as_it_is():
-    record = normalise(new_trace(1) | {"tokens_steps": 5})
+    record = to_record(new_trace(1) | {"tokens_steps": 5})
     assert same(restore_steps(record), record)
 
 
 def test_the_field_for_steps_must_be_free():
     with pytest.raises(BadSource, match="'hidden_states_steps', which is taken"):
-        normalise(old_trace(0) | {"hidden_states_steps": 4})
+        to_record(old_trace(0) | {"hidden_states_steps": 4})

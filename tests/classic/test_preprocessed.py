@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import millstream as ms
 from millstream.classic.pickles import read_traces
-from millstream.classic.preprocessed import is_preprocessed, read_preprocessed, split_graphs
+from millstream.classic.preprocessed import is_preprocessed, read_preprocessed
 from millstream.errors import BadSource, SchemaMismatch, UnsafePickle
 from millstream.traces.convert import convert, expand
 from millstream.traces.store.inspect import compare
@@ -146,6 +146,17 @@ def same(a: object, b: object) -> bool:
     a, b = torch.as_tensor(a), torch.as_tensor(b)
     alike = a.dtype == b.dtype and a.shape == b.shape
     return alike and torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
+
+
+def split_graphs(record: dict[str, object]) -> list[dict[str, torch.Tensor]]:
+    """The graph of each layer: `x`, `edge_index` and, if the record has weights, `edge_attr`."""
+    counts = record["edge_counts"].tolist()
+    layers: list[dict[str, torch.Tensor]] = [{"x": torch.as_tensor(x)} for x in record["x"]]
+    for name in ("edge_index", "edge_attr"):
+        if record[name] is not None:
+            for layer, piece in zip(layers, torch.as_tensor(record[name]).split(counts, dim=-1), strict=True):
+                layer[name] = piece
+    return layers
 
 
 def assert_is(record: dict[str, object], content: dict[str, object], number: int) -> None:

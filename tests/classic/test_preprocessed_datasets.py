@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import millstream as ms
 from millstream.classic import PreprocessedGNNDataset, PreprocessedLSTMDataset, num_workers_for, train_val_test
-from millstream.classic.preprocessed import SOURCES
 from millstream.classic.preprocessed_datasets import _graph_type
+from millstream.classic.preprocessed_folder import SOURCES
 from millstream.errors import BadSource, MissingLabel, StoreExists
 from millstream.traces.convert import convert, expand
 from support.old_graphs import Data, old_torch_geometric

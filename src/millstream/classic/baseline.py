@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -12,15 +11,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.classic.preprocessed import (
-    SUBFOLDERS,
-    Kind,
-    Scratch,
-    is_preprocessed,
-    old_files,
-    open_preprocessed,
-    store_name,
-)
+from millstream.classic.preprocessed import Kind
+from millstream.classic.preprocessed_folder import SUBFOLDERS, Scratch, find_folder, holds, is_store, store_in
 from millstream.cli.process import run_script
 from millstream.core.config import parse_bytes, read_settings
 from millstream.core.console import format_bytes, progress, say
@@ -32,7 +24,6 @@ from millstream.errors import (
     ConfigMismatch,
     MillstreamError,
     MissingExtra,
-    MissingLabel,
     NoDetector,
     OverBudget,
 )
@@ -44,7 +35,6 @@ from millstream.traces.label import UNLABELLED, label
 from millstream.traces.report.results import Run as Finished
 from millstream.traces.report.results import read_run
 from millstream.traces.scores import USUAL
-from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.traces import Traces
 from millstream.traces.study import data_card, open_labelled
 from millstream.training.folder import DATA, PREDICTIONS
@@ -70,19 +60,20 @@ def preprocessed_jobs(place: Path, models: Mapping[str, bool]) -> list[Job]:
 
     Old files are converted once, into stores next to them.
     """
-    if _is_store(place):
+    if is_store(place):
         return [Job(TOGETHER, place, list(models))]
     jobs: list[Job] = []
     kinds: tuple[Kind, ...] = ("lstm", "gnn")
     for kind in kinds:
         names = [model for model in models if KINDS[model] == kind]
-        if names and (any(models[name] for name in names) or _holds(place, kind)):
-            store, scratch = _store_of(place, kind)
+        if names and (any(models[name] for name in names) or holds(place, kind)):
+            store, scratch = store_in(find_folder(place, kind), kind)
             jobs.append(Job(SUBFOLDERS[kind], store, names, scratch))
         elif names:
             say(f"{place}: nothing for {', '.join(names)}, skipped; there is no folder {SUBFOLDERS[kind]}")
     if not jobs:
-        open_preprocessed(place, KINDS[next(iter(models))], None)  # raises an error that names what is missing
+        kind = KINDS[next(iter(models))]
+        store_in(find_folder(place, kind), kind)  # raises an error that names what is missing
     return jobs
 
 
@@ -108,33 +99,6 @@ def traces_job(pattern: str, scores: Path, threshold: float, *, out: Path, model
         f"{without} without a score are skipped"
     )
     return Job(TOGETHER, store, models)
-
-
-def _holds(place: Path, kind: Kind) -> bool:
-    """Whether the folder has data for models of this kind."""
-    for folder in _folders(place, kind):
-        if folder.is_dir() and (files := old_files(folder)):
-            return is_preprocessed(files[0]) == kind
-    return _is_store(place / SUBFOLDERS[kind])
-
-
-def _store_of(place: Path, kind: Kind) -> tuple[Path, Scratch | None]:
-    folders = _folders(place, kind)
-    if _is_store(folders[1]):
-        return folders[1], None
-    scratch: Scratch | None = None
-    with suppress(MissingLabel):  # training counts the traces without a label and skips them
-        scratch = open_preprocessed(place, kind, None)[1]
-    made = [folder / store_name(kind) for folder in ([scratch.path] if scratch else folders)]
-    return next(store for store in made if _is_store(store)), scratch
-
-
-def _folders(place: Path, kind: Kind) -> tuple[Path, Path]:
-    return place, place / SUBFOLDERS[kind]
-
-
-def _is_store(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / MANIFEST).exists() or any(list_shards(folder)))
 
 
 TITLES = {"lstm": "LSTM-solo", "gnn": "GNN-det+LSTM", "gvae": "GVAE+LSTM"}

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict, cast, overload
 
+from millstream.classic.importer import NAMES, restore_steps
 from millstream.traces.store.manifest import check_store, shard_name
 from millstream.traces.store.rewrite import subset_records, subset_shards
 from millstream.traces.store.traces import Traces
@@ -15,15 +16,6 @@ TRACES_DIR = "./traces_data"
 ONE_SHARD = "1000TB"
 
 Trace = dict[str, object]
-# Old field names -> field names that `extract` writes.
-OLD_NAMES = {
-    "prompt_length": "prompt_len",
-    "generated_answer_clean": "generated_answer",
-    "ground_truth_answers": "aliases",
-    "hidden_states": "hidden",
-    "attentions": "attention",
-    "cutoff_method": "finish",
-}
 
 
 class BatchInfo(TypedDict):
@@ -88,23 +80,15 @@ class TraceBatchLoader:
     def trace(self, number: int) -> Trace:
         """The trace with this record number, with the old keys where the store lacks them."""
         batch, row = self._traces.locate(number)
-        record = self._traces[number]
-        if any(name.endswith("_steps") for name in record):
-            from millstream.classic.pickles import restore_steps  # imports torch
-
-            record = restore_steps(record)
-        old = {
-            "example_id": row,
-            "global_example_id": number,
-            "batch_number": batch,
-        }
-        named = {theirs: record[ours] for theirs, ours in OLD_NAMES.items() if ours in record}
-        return {**old, **named, **record}
+        record = restore_steps(self._traces[number])
+        place = {"example_id": row, "global_example_id": number, "batch_number": batch}
+        renamed = {theirs: record[ours] for ours, theirs in NAMES.items() if ours in record}
+        return {**place, **renamed, **record}
 
     def answer_lengths(self) -> list[int]:
         """Generated tokens per trace, from shapes alone: all tokens minus the prompt."""
         fields = self._traces.fields
-        prompt = "prompt_length" if "prompt_length" in fields else OLD_NAMES["prompt_length"]
+        prompt = next((name for name in (NAMES["prompt_len"], "prompt_len") if name in fields), "")
         if not {"tokens", prompt} <= fields.keys():
             return []
         rows = map(self._traces.row, range(len(self._traces)))

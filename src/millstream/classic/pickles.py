@@ -1,11 +1,4 @@
-"""Old trace files -> one record (dict) at a time. Knows the old files and layouts; knows nothing of the store.
-
-.pkl, .pkl.gz, .pt -> read_traces -> trace as the script wrote it -> normalise -> record -> restore_steps -> trace
-
-T tokens, d hidden size, L layers, S generation steps, H heads; the old scripts wrote
-hidden_states   list of L arrays [T, d], or [layer][step] arrays (1, P, d), (1, 1, d), (1, 1, d) ...
-attentions      list of L arrays [H, T, T], or [layer][step] arrays (1, H, q, k) with k growing
-"""
+"""Old trace files (.pkl, .pkl.gz, .pt) -> the traces in them, one in memory at a time, as the script wrote them."""
 
 import gzip
 import io
@@ -14,26 +7,38 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate, islice, pairwise
-from math import prod
+from itertools import islice
+from types import FunctionType
 from typing import BinaryIO, cast
 
 import numpy as np
 import torch
 
-from millstream.classic.allowed import Array, Refused, Storage
-from millstream.classic.file_unpicklers import SharedObject, TraceUnpickler
-from millstream.classic.unpickle import FindStorage, Input, Machine, find_legacy_storages
+from millstream.classic.unpickle import (
+    GLOBALS,
+    NESTED_FILE,
+    Fetch,
+    FindStorage,
+    Input,
+    NDArrayType,
+    Refused,
+    Storage,
+    Trace,
+    Unpickler,
+    brief,
+    handlers_of,
+)
 from millstream.errors import BadSource, UnsafePickle
 
-__all__ = ["normalise", "read_traces", "restore_steps"]
-
 BUFFER_BYTES = 1 << 18
+MAX_KEPT_TEXT = 4096  # longest string that stays in the memo after its trace: all traces share keys and constants
 ZIP = b"PK\x03\x04"
-LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of unpickle.LEGACY_MAGIC
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first of the five pickles in a torch file from before torch 1.6
+LEGACY_TORCH = pickle.dumps(LEGACY_MAGIC, 2)
 
 # What a corrupt file can raise in zlib, zipfile, the unpickler, numpy and torch
 BROKEN = (
@@ -52,7 +57,8 @@ BROKEN = (
     ValueError,
 )
 
-TOKEN_FIELDS = ("tokens", "tokens_full")
+# What reads a file: an unpickler class, or a function that makes one
+Machine = Callable[[Input, FindStorage | None], Unpickler]
 
 
 def read_traces(
@@ -87,45 +93,6 @@ def read_traces(
             raise broken(name, number, error) from error
 
 
-def normalise(trace: dict[str, object]) -> dict[str, object]:
-    """Convert a trace to a record for a store: tensors, numbers, strings, lists of them, None.
-
-    Layers are stacked: `[L, ...]` from a list of arrays, `[L, total]` from [layer][step] arrays, each layer's steps
-    flattened and concatenated (traces with one step and with many must fit the same field); the field `<name>_steps`
-    has the shapes of the steps.
-
-        record = normalise({"hidden_states": [np.zeros((7, 64))] * 12, "global_example_id": 3})
-        record["hidden_states"].shape, record["question_id"]  # (12, 7, 64), "3"
-    """
-    record: dict[str, object] = {}
-    for name, value in trace.items():
-        try:
-            if not _is_nested(value):
-                record[name] = _storable(name, value)
-            elif f"{name}_steps" in trace:
-                raise BadSource(f"field {name!r}: its steps need the field '{name}_steps', which is taken. Rename it")
-            else:
-                layers = cast(Sequence[Sequence[object]], value)
-                record[name], record[f"{name}_steps"] = _stack_steps(name, layers)
-        except (OverflowError, RecursionError, ValueError) as error:
-            raise BadSource(f"field {name!r}: cannot be stored: {error}") from error
-    if record.get("question_id") is None and record.get("global_example_id") is not None:
-        record["question_id"] = str(record["global_example_id"])
-    return record
-
-
-def restore_steps(record: dict[str, object]) -> dict[str, object]:
-    """The inverse of `normalise` for [layer][step] fields: nested lists of views, without the `<name>_steps` fields."""
-    trace = dict(record)
-    for name, value in record.items():
-        steps = record.get(f"{name}_steps")
-        if isinstance(steps, list | tuple | np.ndarray) and _is_tensor(value):
-            shapes = [tuple(map(int, shape)) for shape in cast(Sequence[Sequence[int]], steps)]
-            trace[name] = _split_steps(cast(Array, value), shapes)
-            del trace[f"{name}_steps"]
-    return trace
-
-
 def unsafe(path: str, reason: Refused) -> UnsafePickle:
     return UnsafePickle(
         f"{path}: refused: {reason}, which is not a tensor or a plain container. Nothing was run. If you trust "
@@ -141,6 +108,165 @@ def broken(path: str, number: int, error: Exception) -> BadSource:
     )
 
 
+class SharedObject(Exception):
+    """The pickle refers back to an object of a trace that has already been yielded and dropped."""
+
+
+class TraceUnpickler(Unpickler):
+    """Yields the dicts of a pickled list, or of {"traces": list}, while it is still reading the list.
+
+    A dict of that list is complete when the next one begins or the list is extended. With `drop`, the memo is then
+    cleared except for small constants, so the trace can be freed; a file that later refers to one of its objects
+    raises SharedObject and must be read again without `drop`.
+    """
+
+    def __init__(self, source: Input, find_storage: FindStorage | None = None, *, drop: bool) -> None:
+        super().__init__(source, find_storage)
+        self.drop = drop
+        self.trace_list: list[object] | None = None
+        self.num_memoised = 0
+        self.kept: dict[int, object] = {}  # memo entries of earlier traces; `memo` is that of the trace being read
+
+    def traces(self) -> Iterator[Trace]:
+        yield from self.run()
+        if not self.source.at_end():
+            raise pickle.UnpicklingError("more bytes follow the end of the pickle")
+        if self.trace_list is None:  # a single dict, or a tuple
+            value = self.value
+            if isinstance(value, dict):
+                value = cast(Trace, value).get("traces", [cast(Trace, value)])
+            if not isinstance(value, list | tuple):
+                raise pickle.UnpicklingError(f"it contains {brief(value)}, not a list of traces")
+            for item in cast(list[object], value):
+                yield _trace(item)
+
+    def hand_out(self, item: object) -> None:
+        """The next item of the trace list is complete."""
+        trace = _trace(item)
+        self.ready.append(trace)
+        if self.drop:
+            constants = {id(value) for value in trace.values() if _is_constant(value)}
+            for key, value in self.memo.items():
+                if (type(value) in KEPT and _is_small(value)) or id(value) in constants:
+                    self.kept[key] = value
+            self.memo.clear()
+        elif self.trace_list is not None:
+            self.trace_list.append(trace)
+
+    def among_traces(self) -> bool:
+        """Whether the stack contains the next items of the trace list: MARK item item ... APPENDS."""
+        outer = self.metastack[-1] if self.metastack and self.trace_list is not None else None
+        return bool(outer) and outer[-1] is self.trace_list
+
+    def dict_arrived(self) -> None:
+        """A dict was pushed. Directly on top of an item that is a dict it cannot be a value, so it is the next item."""
+        if len(self.stack) == 2 and isinstance(self.stack[0], dict) and self.among_traces():
+            self.hand_out(self.stack.pop(0))
+
+    def load_empty_dictionary(self) -> None:
+        self.append({})
+        self.dict_arrived()
+
+    def load_empty_list(self) -> None:
+        if self.trace_list is None and self.begins_trace_list():
+            self.trace_list = []
+            self.kept.update(self.memo)  # entries before the list belong to no trace
+            self.memo.clear()
+            self.append(self.trace_list)
+        else:
+            self.append([])
+
+    def load_append(self) -> None:
+        if self.trace_list is not None and len(self.stack) > 1 and self.stack[-2] is self.trace_list:
+            self.hand_out(self.stack.pop())
+        else:
+            super().load_append()
+
+    def load_appends(self) -> None:
+        if self.among_traces():
+            for item in self.pop_mark():
+                self.hand_out(item)
+        else:
+            super().load_appends()
+
+    def load_reduce(self) -> None:
+        args = cast(tuple[str | bytes, ...], self.stack[-1])
+        super().load_reduce()
+        value = self.stack[-1]
+        if type(value) is OrderedDict:
+            self.dict_arrived()
+        elif self.drop and type(value) in (bytes, Storage) and args and len(args[0]) > 1:
+            # An array at protocol 2 is a string to be encoded, and a pickled tensor a small torch file. Nothing refers
+            # to either again, and each is as large as the array: dropping them now halves the memory of a trace.
+            for key in list(islice(reversed(self.memo), 3)):
+                if self.memo[key] is args or self.memo[key] is args[0]:
+                    del self.memo[key]
+
+    # -- the memo
+
+    def load_memoize(self) -> None:
+        self.memo[self.num_memoised] = self.stack[-1]
+        self.num_memoised += 1
+
+    def load_binput(self) -> None:
+        self.remember(self.read(1)[0])
+
+    def load_long_binput(self) -> None:
+        self.remember(int.from_bytes(self.read(4), "little"))
+
+    def remember(self, key: int) -> None:
+        self.memo[key] = self.stack[-1]
+        if key >= self.num_memoised:
+            self.num_memoised = key + 1
+
+    def load_binget(self) -> None:
+        self.recall(self.read(1)[0])
+
+    def load_long_binget(self) -> None:
+        self.recall(int.from_bytes(self.read(4), "little"))
+
+    def recall(self, key: int) -> None:
+        if key in self.memo:
+            value = self.memo[key]
+        elif key in self.kept:
+            value = self.kept[key]
+        elif self.drop and key < self.num_memoised:
+            raise SharedObject
+        else:
+            raise pickle.UnpicklingError(f"memo entry {key} does not exist")
+        if value is self.trace_list and self.drop:
+            raise SharedObject  # with `drop` the list stays empty
+        self.append(value)
+        if isinstance(value, dict):
+            self.dict_arrived()
+
+
+TraceUnpickler.handlers = handlers_of(TraceUnpickler)
+
+
+# Types that stay in the memo after their trace, if small. (bytes: for the b"b" that numpy puts into every array.)
+KEPT: set[type] = {str, bytes, FunctionType, NDArrayType, torch.dtype, *np.sctypeDict.values()}
+KEPT.update(type(np.dtype(code)) for code in np.typecodes["All"])
+
+
+def _is_small(value: object) -> bool:
+    return not isinstance(value, str | bytes) or len(value) <= (MAX_KEPT_TEXT if isinstance(value, str) else 1)
+
+
+def _is_constant(value: object) -> bool:
+    """Whether a value of a trace looks like settings, which a script may have added to every trace."""
+    if not isinstance(value, dict | list | tuple):
+        return False
+    items = list(cast(dict[str, object], value).values()) if isinstance(value, dict) else cast(list[object], value)
+    return len(items) <= 64 and all(isinstance(item, str | int | float | None) and _is_small(item) for item in items)
+
+
+def _trace(value: object) -> Trace:
+    if not isinstance(value, dict):
+        raise pickle.UnpicklingError(f"it is {brief(value)}, not a dict")
+    return cast(Trace, value)
+
+
 # -- files
 
 
@@ -153,7 +279,7 @@ def open_pickle(path: str, opened: ExitStack, machine: Machine) -> tuple[Input, 
     if head.startswith(ZIP):
         return _open_zip(file, end)
     if head.startswith(LEGACY_TORCH):
-        source, spans = find_legacy_storages(file, end, machine)
+        source, spans = _find_legacy_storages(file, end, machine)
         return source, _storages(file, spans.__getitem__)
     if head.startswith(b"\x1f\x8b"):
         decompressed = opened.enter_context(gzip.GzipFile(fileobj=file))
@@ -232,100 +358,51 @@ def _storages(file: BinaryIO, span: Callable[[str], tuple[int, int]]) -> FindSto
     return find
 
 
-# -- values. Torch tensors index, slice and reshape like arrays, so they are typed as arrays here
+def _find_legacy_storages(file: BinaryIO, end: int, machine: Machine) -> tuple[Input, dict[str, tuple[int, int]]]:
+    """For a torch file that is not a zip: the pickle of the data, and the offset and size in bytes of each storage.
+
+    Such a file is five pickles followed by the storages, so this is a first pass of `machine` over the data only.
+    """
+    source = Input(file, end)
+    wanted: dict[str, tuple[int, int]] = {}
+
+    def find(dtype: torch.dtype, key: str, numel: int) -> Storage:
+        wanted[key] = (numel, dtype.itemsize)
+        return Storage(dtype, numel, lambda _first, count: torch.empty(count, dtype=dtype, device="meta"))
+
+    magic, version, facts = (Unpickler(source, find).load() for _ in range(3))
+    if magic != LEGACY_MAGIC or version != 1001 or not cast(Trace, facts)["little_endian"]:
+        raise pickle.UnpicklingError("an unknown kind of torch file")
+    start = file.tell()
+    for _ in machine(source, find).run():
+        pass
+    data = Input(file, file.tell())
+    spans: dict[str, tuple[int, int]] = {}
+    for key in cast(list[str], Unpickler(source, find).load()):
+        numel, itemsize = wanted[key]
+        if int.from_bytes(source.read(8), "little") != numel:
+            raise pickle.UnpicklingError(f"storage {key} differs in size from what its tensors need")
+        source.check(numel * itemsize)
+        spans[key] = (file.tell(), numel * itemsize)
+        file.seek(numel * itemsize, io.SEEK_CUR)
+    if not source.at_end():
+        raise pickle.UnpicklingError("more bytes follow the last storage")
+    file.seek(start)
+    return data, spans
 
 
-def _storable(name: str, value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, np.ndarray):
-        array = cast(Array, value)
-        if array.dtype.kind == "U":
-            return array.tolist()
-        if array.dtype.kind not in "biufc":
-            raise BadSource(f"field {name!r}: cannot store an array of {array.dtype}, only numbers and strings")
-        return array
-    if not isinstance(value, list | tuple):
-        return _plain(name, value)
-    items = cast(Sequence[object], value)
-    if any(_is_tensor(item) for item in items):
-        return _stack(name, items)
-    if name in TOKEN_FIELDS and all(type(item) is int or isinstance(item, np.integer) for item in items):
-        return np.array(items, np.int64)
-    return _plain(name, items)
+def _storage_of_bytes(data: bytes) -> Storage:
+    """A tensor in a plain pickle stores its values as a complete torch file."""
+    source, spans = _find_legacy_storages(io.BytesIO(data), len(data), Unpickler)
+    storage = Unpickler(source, lambda dtype, key, numel: Storage(dtype, numel, cast(Fetch, None))).load()
+    if not isinstance(storage, Storage) or len(spans) != 1:
+        raise pickle.UnpicklingError("a nested torch file that is not a single storage")
+    [(start, num_bytes)] = spans.values()
+    if num_bytes != storage.numel * storage.dtype.itemsize:
+        raise pickle.UnpicklingError("a storage with two different sizes")
+    flat = torch.empty(storage.numel, dtype=storage.dtype)
+    flat.view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8, num_bytes, start)
+    return Storage(storage.dtype, storage.numel, lambda first, count: flat[first : first + count])
 
 
-def _plain(name: str, value: object) -> object:
-    if isinstance(value, np.generic):
-        value = cast(object, value.item())
-    if isinstance(value, str):
-        value.encode()  # Arrow rejects lone surrogates, pickle does not
-    elif isinstance(value, list | tuple):
-        return [_plain(name, item) for item in cast(Sequence[object], value)]
-    elif isinstance(value, dict):
-        return {key: _plain(name, item) for key, item in cast(dict[object, object], value).items()}
-    elif not isinstance(value, bool | int | float | bytes | None):
-        raise BadSource(f"field {name!r}: cannot store a {type(value).__name__} here, only numbers, strings and lists")
-    return value
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, np.ndarray | torch.Tensor)
-
-
-def _is_nested(value: object) -> bool:
-    """Whether the value is [layer][step] tensors."""
-    if not isinstance(value, list | tuple):
-        return False
-    items = cast(Sequence[object], value)
-    layers = [cast(Sequence[object], item) for item in items if isinstance(item, list | tuple)]
-    return len(layers) == len(items) and any(_is_tensor(step) for layer in layers for step in layer)
-
-
-def _stack(name: str, items: Sequence[object]) -> Array:
-    """Stack tensors of equal shape along a new first axis. (np.stack would change the byte order.)"""
-    first, *_ = tensors = _of_one_kind(name, items)
-    if any(tensor.shape != first.shape for tensor in tensors):
-        shapes = ", ".join(sorted({str(tuple(tensor.shape)) for tensor in tensors})[:4])
-        raise BadSource(f"field {name!r}: expected tensors of one shape, found {shapes}")
-    stacked = _empty((len(tensors), *first.shape), first)
-    for number, tensor in enumerate(tensors):
-        stacked[number] = tensor
-    return stacked
-
-
-def _stack_steps(name: str, layers: Sequence[Sequence[object]]) -> tuple[Array, list[list[int]]]:
-    tensors = _of_one_kind(name, [step for layer in layers for step in layer])
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    num_steps = len(layers[0])
-    steps = shapes[:num_steps]
-    for number, layer in enumerate(layers):
-        if len(layer) != num_steps or shapes[number * num_steps : (number + 1) * num_steps] != steps:
-            raise BadSource(f"field {name!r}: the steps of layer {number} differ in shape from those of layer 0")
-    stacked = _empty((len(layers), sum(map(prod, steps))), tensors[0])
-    for number, place in enumerate(place for layer in _split_steps(stacked, steps) for place in layer):
-        place[...] = tensors[number]
-    return stacked, [list(shape) for shape in steps]
-
-
-def _split_steps(stacked: Array, steps: list[tuple[int, ...]]) -> list[list[Array]]:
-    """[layer][step] views of `[L, total]`."""
-    bounds = list(pairwise(accumulate(map(prod, steps), initial=0)))
-    return [
-        [layer[start:stop].reshape(shape) for (start, stop), shape in zip(bounds, steps, strict=True)]
-        for layer in stacked
-    ]
-
-
-def _of_one_kind(name: str, items: Sequence[object]) -> list[Array]:
-    kinds = {(type(item).__name__, str(getattr(item, "dtype", ""))) for item in items}
-    if len(kinds) > 1:
-        found = ", ".join(sorted(" ".join(kind) for kind in kinds)[:4])
-        raise BadSource(f"field {name!r}: expected tensors of one kind and dtype, found {found}")
-    return [cast(Array, _storable(name, item)) for item in items]
-
-
-def _empty(shape: tuple[int, ...], like: object) -> Array:
-    if isinstance(like, torch.Tensor):
-        return cast(Array, torch.empty(shape, dtype=like.dtype))
-    return np.empty(shape, cast(Array, like).dtype)
+GLOBALS[NESTED_FILE] = _storage_of_bytes

@@ -1,4 +1,4 @@
-"""Old preprocessed training files -> one record per trace, and their folder as a labelled collection.
+"""Old preprocessed training files -> one record per trace. Tensors are read only when their trace is.
 
 kind    file written by torch.save                                      record, next to "question_id" and "label"
 lstm    "sequences": [B, L, d]                                          "layers": [L, d]
@@ -6,43 +6,36 @@ gnn     "graphs": B lists of L torch_geometric.data.Data of             "x": [L,
         x [T, d], edge_index [2, E], edge_attr [E] or [E, 1]            "edge_index": [2, all E], "edge_attr": [all E]
 both    "labels": [B], "question_ids": B strings
 
-B traces, L layers, T tokens, d hidden size, E edges of one layer. Tensors are read only when their trace is.
+B traces, L layers, T tokens, d hidden size, E edges of one layer. Graphs are read without torch_geometric.
 """
 
-import json
 import os
 import pickle
-import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
 import torch
 
-from millstream.classic.allowed import Array, Refused, StoredTensor, brief
-from millstream.classic.file_unpicklers import GRAPHS, GraphObject, KindIsClear, KindUnpickler, LazyUnpickler
 from millstream.classic.pickles import BROKEN, LEGACY_TORCH, ZIP, broken, open_pickle, unsafe
-from millstream.core.collection import Collection
-from millstream.core.console import format_bytes, progress, say
-from millstream.core.files import locked, publish_json
-from millstream.core.split import Labelled, labelled
-from millstream.core.subset import Subset, subset
-from millstream.errors import BadSource, StoreExists
-from millstream.traces.convert import PROGRESS, convert
-from millstream.traces.store.manifest import MANIFEST, list_shards
-from millstream.traces.store.traces import Traces
+from millstream.classic.unpickle import Array, Refused, StoredTensor, Unpickler, brief, handlers_of, stored_tensor
+from millstream.errors import BadSource
 
-__all__ = ["is_preprocessed", "read_preprocessed", "split_graphs"]
+Kind = Literal["lstm", "gnn"]
 
+GRAPHS = ("graphs", "graphs_by_layer")  # the keys of lists of graphs, the latter in older files
 GRAPH_FIELDS = ("x", "edge_index", "edge_attr")
+GRAPH_CLASSES = {
+    ("torch_geometric.data.data", "Data"),
+    ("torch_geometric.data.data", "DataEdgeAttr"),
+    ("torch_geometric.data.data", "DataTensorAttr"),
+    ("torch_geometric.data.storage", "GlobalStorage"),
+}
 
 
-def is_preprocessed(path: str | os.PathLike[str]) -> Literal["lstm", "gnn"] | None:
+def is_preprocessed(path: str | os.PathLike[str]) -> Kind | None:
     """The kind of a preprocessed file, detected quickly from its content; None for traces and anything else.
 
         is_preprocessed("gnn/preprocessed_0000.pt")  # "gnn"
@@ -114,20 +107,75 @@ def read_preprocessed(
         raise broken(name, number, error) from error
 
 
-def split_graphs(record: Mapping[str, object]) -> list[dict[str, Array]]:
-    """The graph of each layer as views: `x` [T, d], `edge_index` [2, E] and, if present, `edge_attr` [E].
+# -- the unpicklers
 
-    graphs = [Data(**{name: torch.from_numpy(x) for name, x in g.items()}) for g in split_graphs(traces[0])]
-    """
-    counts = [int(count) for count in cast(Array, record["edge_counts"])]
-    x, edge_index, edge_attr = (cast(Array, record[field]) for field in GRAPH_FIELDS)
-    graphs: list[dict[str, Array]] = []
-    for layer, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
-        graph = {"x": x[layer], "edge_index": edge_index[:, start:stop]}
-        if record["edge_attr"] is not None:
-            graph["edge_attr"] = edge_attr[start:stop]
-        graphs.append(graph)
-    return graphs
+
+class GraphClass:
+    """Stands in for a torch_geometric class, which a pickle references and instantiates without arguments."""
+
+
+class GraphObject:
+    """Stands in for an instance of such a class: its pickled state, and no behaviour."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, object] = {}
+
+
+GRAPH_CLASS = GraphClass()
+
+
+class LazyUnpickler(Unpickler):
+    """Turns every tensor into a StoredTensor: a 5 GB file with 250 traces then takes a few MB of memory."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in GRAPH_CLASSES:
+            return GRAPH_CLASS
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return stored_tensor
+        return super().find_class(module, name)
+
+    def load_newobj(self) -> None:
+        args, kind = self.stack.pop(), self.stack.pop()
+        if kind is not GRAPH_CLASS or args != ():
+            raise Refused(f"the file creates an instance of {brief(kind)}")
+        self.append(GraphObject())
+
+    def load_build(self) -> None:
+        built = self.stack[-2]
+        if not isinstance(built, GraphObject):
+            return super().load_build()
+        state = self.stack.pop()
+        if not isinstance(state, dict):
+            raise Refused(f"the file tries to set the state of a graph to {brief(state)}")
+        built.state = cast(dict[str, object], state)
+        built.state.pop("_parent", None)  # the graph that contains this one: a reference cycle, which is freed late
+
+
+LazyUnpickler.handlers = handlers_of(LazyUnpickler, "NEWOBJ")
+
+
+class KindIsClear(Exception):
+    def __init__(self, *, is_gnn: bool) -> None:
+        self.is_gnn = is_gnn
+
+
+class KindUnpickler(LazyUnpickler):
+    """Stops as soon as the kind of a file is clear: at its list of traces, or at its first graph."""
+
+    def load_empty_list(self) -> None:
+        if self.begins_trace_list():
+            raise KindIsClear(is_gnn=False)
+        self.append([])
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in GRAPH_CLASSES:
+            outer = [item for frame in [*self.metastack, self.stack][:2] for item in frame]
+            if outer and type(outer[0]) is dict and any(isinstance(item, str) and item in GRAPHS for item in outer):
+                raise KindIsClear(is_gnn=True)
+        return super().find_class(module, name)
+
+
+KindUnpickler.handlers = handlers_of(KindUnpickler, "NEWOBJ")
 
 
 # -- the columns of a file: rows, labels, ids
@@ -272,169 +320,3 @@ def _join_edges(layers: list[StoredTensor], counts: list[int], *, num_nodes: int
                 f"edges of layer {layer} join nodes {int(edges.min())} to {int(edges.max())}, but it has {num_nodes}"
             )
     return joined
-
-
-# Location of the old training data -> a labelled collection.
-#
-# Old .pt files are converted once, into a store next to them, which is reused until the files change.
-
-
-Kind = Literal["lstm", "gnn"]
-SUBFOLDERS = {"lstm": "lstm_solo", "gnn": "gnn"}  # as the old preprocessing script wrote them
-PATTERNS = ("preprocessed_*.pt", "batch_*.pt")
-SOURCES = ".sources.json"  # in a converted store: name, size and mtime of its files, and whether all are converted
-
-
-class Scratch:
-    """A temporary folder, removed with the last dataset that refers to it, by the process that created it."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="millstream-"))
-        weakref.finalize(self, _remove, self.path, os.getpid())
-
-
-def open_preprocessed(
-    place: str | Path | Collection, kind: Kind, files: Sequence[str | Path] | None
-) -> tuple[Collection, Scratch | None]:
-    """The labelled traces of a folder (or of some of its files), and the temporary folder they need, if any."""
-    if isinstance(place, Collection):
-        if files is not None:
-            raise ValueError("batch_files_to_load needs a folder; for a collection, take a subset first")
-        return _labelled(place), None
-    folder = _find(Path(place), kind)
-    if _is_store(folder):
-        traces, scratch = Traces(folder), None
-    else:
-        store, scratch = _converted(folder, kind)
-        traces = Traces(store)
-        _check_folder(files or (), folder)
-    return _labelled(traces if files is None else _from_files(traces, files)), scratch
-
-
-def store_name(kind: Kind) -> str:
-    """The name of the store that the old files of a folder are converted into."""
-    return f"millstream-{kind}"
-
-
-def old_files(folder: Path) -> list[Path]:
-    """The old files of a folder, sorted by name."""
-    return sorted({file for pattern in PATTERNS for file in folder.glob(pattern)})
-
-
-def _find(path: Path, kind: Kind) -> Path:
-    """The folder with the traces: this one, or its subfolder for this kind."""
-    for folder in (path, path / SUBFOLDERS[kind]):
-        if folder.is_dir() and (_is_store(folder) or old_files(folder)):
-            return folder
-    found = "contains no training data" if path.exists() else "no such folder"
-    raise BadSource(
-        f"{path}: {found}; expected {' or '.join(PATTERNS)}, a subfolder {SUBFOLDERS[kind]} with them, or a trace store"
-    )
-
-
-def _is_store(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() or any(list_shards(folder))
-
-
-# -- converting
-
-
-def _converted(folder: Path, kind: Kind) -> tuple[Path, Scratch | None]:
-    """The store of a folder's old files, created or updated if necessary."""
-    files = old_files(folder)
-    store = folder / store_name(kind)
-    with locked(folder):  # the ranks of a job open their datasets concurrently
-        stats = [file.stat() for file in files]
-        wanted = [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats, strict=True)]
-        before = _sources(store)
-        if before == {"files": wanted, "complete": True}:
-            return store, None
-        _check_kind(files[0], kind)
-        scratch = None if os.access(store if store.exists() else folder, os.W_OK) else Scratch()
-        if scratch:
-            store = scratch.path / store_name(kind)
-        elif before.get("files") != wanted:  # otherwise resume the interrupted conversion
-            _clear(store)
-        total = sum(stat.st_size for stat in stats)
-        changed = ", which have changed since," if "files" in before and before["files"] != wanted else ""
-        kept = "removed with the dataset (the folder is read-only)" if scratch else "reused from now on"
-        say(f"{folder}: converting {len(files)} old files ({format_bytes(total)}){changed} into {store}, {kept}")
-        store.mkdir(parents=True, exist_ok=True)
-        _write_sources(store, wanted, complete=False)
-        with progress(f"convert {folder.name}", total, unit="bytes") as update:
-            convert(files, store, notify=say, progress=update)
-        _write_sources(store, wanted, complete=True)
-        return store, scratch
-
-
-def _write_sources(store: Path, files: list[list[str | int]], *, complete: bool) -> None:
-    publish_json(store / SOURCES, {"files": files, "complete": complete})
-
-
-def _sources(store: Path) -> dict[str, object]:
-    try:
-        return cast("dict[str, object]", json.loads((store / SOURCES).read_text()))
-    except (OSError, ValueError):
-        return {}
-
-
-def _check_kind(file: Path, kind: Kind) -> None:
-    found = is_preprocessed(file)
-    if found != kind:
-        names: dict[str | None, str] = {
-            "lstm": "sequences (for the LSTM dataset)",
-            "gnn": "graphs (for the GNN dataset)",
-        }
-        raise BadSource(f"{file}: contains {names.get(found, 'no preprocessed traces')}, expected {names[kind]}")
-
-
-def _clear(store: Path) -> None:
-    """Remove a store that was converted from files that have changed; refuse to remove anything else."""
-    if store.is_dir() and ((store / SOURCES).exists() or not any(store.iterdir())):
-        shutil.rmtree(store)
-    elif store.exists():
-        raise StoreExists(f"{store}: exists, but was not made from these files; move it, or open it by its own path")
-
-
-def _remove(folder: Path, owner: int) -> None:
-    """Only the process that created the folder removes it, not a forked worker."""
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-# -- which records
-
-
-def _check_folder(files: Sequence[str | Path], folder: Path) -> None:
-    """A file of the same name in another folder is a different file."""
-    for file in map(Path, files):
-        if file.name != str(file) and file.resolve() != (folder / file.name).resolve():
-            raise BadSource(f"{file}: is not in {folder}; batch_files_to_load selects files of that folder")
-
-
-def _from_files(traces: Traces, files: Sequence[str | Path]) -> Subset:
-    """The records that came from these files, in the order of the files."""
-    try:
-        counts = cast("dict[str, int]", json.loads((traces.path / PROGRESS).read_text()))
-    except FileNotFoundError:
-        raise BadSource(
-            f"{traces.path}: does not record which file its records came from; omit batch_files_to_load"
-        ) from None
-    names = [str(entry["name"]) for entry in cast("list[dict[str, object]]", traces.config.get("converted", []))]
-    if sum(counts.values()) != len(traces) or any(f"{name} (2)" in counts for name in names):
-        raise BadSource(f"{traces.path}: its records cannot be assigned to files; omit batch_files_to_load")
-    ranges = dict(zip(counts, pairwise(accumulate(counts.values(), initial=0)), strict=True))
-    numbers = [np.empty(0, np.int64)]
-    for name in (Path(file).name for file in files):
-        if name not in names:
-            raise BadSource(f"{traces.path}: no records from {name!r}; must be one of: {', '.join(names)}")
-        numbers.append(np.arange(*ranges.get(name, (0, 0)), dtype=np.int64))  # a file without records has no entry
-    return subset(traces, np.concatenate(numbers))
-
-
-def _labelled(collection: Collection) -> Collection:
-    """The collection with a field `label`: its own, or the one `ms.labelled` finds."""
-    inner = collection
-    while isinstance(inner, Subset):
-        inner = inner.collection
-    return collection if isinstance(inner, Labelled) else labelled(collection)

@@ -25,7 +25,7 @@ from millstream.core.split import LABEL, split
 from millstream.core.torch_data import record_numbers
 from millstream.errors import BadSource
 from millstream.traces.graphs import GraphFeature
-from millstream.traces.store.shard import ID_FIELD
+from millstream.traces.store.format import ID_FIELD
 
 # B batch, L layers, H heads, T tokens, D hidden, E edges
 

@@ -14,9 +14,9 @@ from millstream.core.files import publish_json
 from millstream.core.record import RawTensor, as_tensor
 from millstream.core.registry import extensions
 from millstream.errors import BadSource, SchemaMismatch, SourceError
+from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.manifest import MANIFEST
 from millstream.traces.store.rewrite import Written
-from millstream.traces.store.shard import ID_FIELD
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter
 
@@ -69,6 +69,11 @@ class Importer(Protocol):
 def importers() -> list[Importer]:
     """All installed importers."""
     return [cast(Importer, module) for module in extensions("importers")]
+
+
+def names_of(field: str) -> list[str]:
+    """The names of a field in stores: ours first, then those of importers."""
+    return [field, *(importer.NAMES[field] for importer in importers() if field in importer.NAMES)]
 
 
 def importer_of(path: Path) -> Importer:

@@ -16,6 +16,7 @@ from millstream.core.console import Progress, silent
 from millstream.core.files import publish_table, sync_folder
 from millstream.core.split import LABEL
 from millstream.errors import BadSetting, BadSource
+from millstream.traces.convert import names_of
 from millstream.traces.kind import LabelSettings
 from millstream.traces.scores import (
     REFUSALS,
@@ -45,8 +46,6 @@ Verdicts = NDArray[np.int8]
 ID, STATUS = "question_id", "status"
 UNLABELLED = "unlabelled"
 CHUNK_RECORDS = 20_000
-ANSWERS = ("generated_answer", "generated_answer_clean", "generated_text")  # the first one that a store has
-ALIASES = ("aliases", "ground_truth_answers", "answer")
 
 Map = Callable[[Callable[[pa.Table], pa.Table], Iterable[pa.Table]], Iterable[pa.Table]]
 
@@ -225,6 +224,16 @@ def score_chunk(chunk: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=_SCORED)
 
 
+def answer_fields() -> list[str]:
+    """The names that the answer of a trace can have; the first one that a store has is used."""
+    return [*names_of("generated_answer"), "generated_text"]
+
+
+def alias_fields() -> list[str]:
+    """The names that the accepted answers of a trace can have; the first one that a store has is used."""
+    return [*names_of("aliases"), "answer"]
+
+
 def references_of(values: Sequence[object]) -> list[str]:
     """All accepted answers among single texts and lists of aliases, each once."""
     flat: list[object] = []
@@ -235,8 +244,9 @@ def references_of(values: Sequence[object]) -> list[str]:
 
 def _score(traces: Traces, is_usable: Bools, *, needed: bool, map: Map, progress: Progress) -> pa.Table:
     """The scores of all records, computed chunk by chunk."""
-    fields = [_first(traces, ANSWERS), _first(traces, ALIASES)]
-    for field, choices in zip(fields, (ANSWERS, ALIASES), strict=True):
+    names = answer_fields(), alias_fields()
+    fields = [_first(traces, choices) for choices in names]
+    for field, choices in zip(fields, names, strict=True):
         if needed and field is None:
             raise BadSource(
                 f"{traces.path}: labels need a field {' or '.join(choices)}; its records have only "
@@ -282,7 +292,7 @@ def _groups(traces: Traces) -> Iterator[list[int]]:
 
 
 def _evidence(traces: Traces, scored: pa.Table, is_usable: Bools, by_id: NDArray[np.float64]) -> Evidence:
-    has_texts = _first(traces, ANSWERS) is not None  # without texts a score is the only evidence
+    has_texts = _first(traces, answer_fields()) is not None  # without texts a score is the only evidence
     values = {name: _numbers(scored.column(name)) for name in scored.column_names}
     return Evidence(
         has_answer=~np.isnan(values["num_tokens"]) if has_texts else is_usable,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.classic.pickles import normalise
+from millstream.classic.importer import to_record
 from millstream.errors import MillstreamError
 from millstream.traces.view.inside import TokenTexts
 from support.asking_traces import asking, make_run
@@ -191,7 +191,7 @@ def test_layers_that_old_scripts_kept_step_by_step_are_shown_whole(tmp_path: Pat
         "attentions": [[layer[None, :, low:high, :high] for low, high in places] for layer in attention],
     }
     with ms.TraceWriter(tmp_path / "old") as writer:
-        writer.append(normalise(old))
+        writer.append(to_record(old))
     with ms.TraceWriter(tmp_path / "new") as writer:
         writer.append({"tokens": np.arange(7), "prompt_len": 5, "hidden": hidden, "attention": attention})
     old_store, new_store = asking(tmp_path / "old"), asking(tmp_path / "new")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from millstream.core.batches import text_codes_of
 from millstream.core.record import Tensor
 from millstream.errors import BadSetting, BadSource, MillstreamError
-from millstream.traces.label import ALIASES, ANSWERS, STATUS, UNLABELLED, references_of
+from millstream.traces.label import STATUS, UNLABELLED, alias_fields, answer_fields, references_of
 from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.traces.view import inside
 from millstream.traces.view.inside import LayerScores, TokenTexts, find_tokenizer
@@ -44,8 +44,8 @@ class TextFields:
     @staticmethod
     def of(traces: Traces) -> "TextFields":
         names = [name for name, kind in traces.fields.items() if not isinstance(kind, Tensor)]
-        known = [name for name in (REFERENCE, *ALIASES) if name in names]
-        answer = next((name for name in ANSWERS if name in names), None)
+        known = [name for name in (REFERENCE, *alias_fields()) if name in names]
+        answer = next((name for name in answer_fields() if name in names), None)
         references = list(dict.fromkeys(known))
         return TextFields(traces.default_key, _if(QUESTION, names), answer, references, _if(STATUS, names))
 

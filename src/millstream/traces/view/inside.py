@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from millstream.core.record import Tensor
 from millstream.errors import BadSetting, BadSource, MillstreamError
-from millstream.traces.convert import importers
+from millstream.traces.convert import importers, names_of
 from millstream.traces.llm.fields import POSITIONS
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.traces import Traces
@@ -38,7 +38,7 @@ Floats = NDArray[np.float32]
 def tokens_of(traces: Traces, number: int, texts: TokenTexts) -> dict[str, Any]:
     """Texts of all tokens; statistics and most likely alternatives of each generated token."""
     names = [name for name in ("tokens", *STEPS, "topk_ids", "topk_logprobs") if _is_tensor(traces, name)]
-    prompt_len = next((name for name in _names_of("prompt_len") if name in traces.fields), "prompt_len")
+    prompt_len = next((name for name in names_of("prompt_len") if name in traces.fields), "prompt_len")
     names += [name for name in (prompt_len, "answer_len") if name in traces.fields]
     found = _record(traces, number, names)
     ids = found.get("tokens")
@@ -71,7 +71,7 @@ def tokens_of(traces: Traces, number: int, texts: TokenTexts) -> dict[str, Any]:
 def layers_of(traces: Traces, number: int) -> dict[str, Any] | None:
     """Norm of the state after each layer, and its cosine similarity to the previous one, at every stored position."""
     kept = traces.row(number).tensors
-    name = next((name for name in (*_names_of("hidden"), "states", "nodes") if kept.get(name) is not None), None)
+    name = next((name for name in (*names_of("hidden"), "states", "nodes") if kept.get(name) is not None), None)
     if name is None:
         return None
     states_LPD, join = _floats(_record(traces, number, [name])[name]), _joiner(traces, number, name)
@@ -94,7 +94,7 @@ def layers_of(traces: Traces, number: int) -> dict[str, Any] | None:
 
 def attention_of(traces: Traces, number: int, *, layer: int, head: str, k: int) -> dict[str, Any] | None:
     """The `k` earlier tokens that each token attends to most in a layer: in one head, or in the mean over heads."""
-    name = next((name for name in _names_of("attention") if _is_tensor(traces, name)), None)
+    name = next((name for name in names_of("attention") if _is_tensor(traces, name)), None)
     k = max(1, min(k, MAX_EDGES))
     if name is not None:
         weights, join = _layer(traces, number, name, layer), _joiner(traces, number, name)
@@ -116,7 +116,7 @@ def attention_of(traces: Traces, number: int, *, layer: int, head: str, k: int) 
 def num_layers(traces: Traces, number: int) -> int:
     """The number of layers with attention in a record."""
     row = traces.row(number)
-    for name in (*_names_of("attention"), "edge_source"):
+    for name in (*names_of("attention"), "edge_source"):
         place = row.tensors.get(name)
         num_axes = 3 if name == "edge_source" else 2 if _joiner(traces, number, name) else 4
         if place is not None and len(place.shape) == num_axes:
@@ -224,11 +224,6 @@ def _strongest(weights_HQK: Floats, *, head: str, k: int) -> dict[str, Any]:
         "source": np.where(weight > 0, source, -1),
         "weight": weight,
     }
-
-
-def _names_of(field: str) -> list[str]:
-    """The names of a field in stores: our name first, then those of importers."""
-    return [field, *(importer.NAMES[field] for importer in importers() if field in importer.NAMES)]
 
 
 def _joiner(traces: Traces, number: int, name: str) -> Callable[[Floats], Floats] | None:
