@@ -11,7 +11,7 @@ MillstreamError
 │   ├── SchemaMismatch     a record does not fit the store's fields
 │   ├── ConfigMismatch     the store belongs to another configuration
 │   ├── StoreFull          the disk refused more bytes
-│   └── StoreExists        the output is already there
+│   └── StoreExists        the output already exists
 ├── SourceError
 │   ├── BadSource          an input file is damaged or not of the expected kind
 │   ├── BadIndex           an index file is damaged, foreign or of a newer format
@@ -78,7 +78,7 @@ class StoreFull(StoreError):
 
 
 class StoreExists(StoreError):
-    """The output path already holds something."""
+    """The output already exists."""
 
 
 class SourceError(MillstreamError):

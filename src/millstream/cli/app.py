@@ -26,12 +26,12 @@ START, TRAIN, REPORT, MAINTAIN = "Start here", "Train and apply models", "Report
 _LAST = (TRAIN, REPORT, MAINTAIN)
 
 
-class Interrupted(Exception):
+class CommandInterrupted(Exception):
     """Ctrl-C in a command; the argument is its name."""
 
 
 class OutputClosed(Exception):
-    """Whoever reads our output has closed it."""
+    """The program that reads our output has closed it."""
 
 
 class Group(TyperGroup):
@@ -48,7 +48,7 @@ class Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:  # typer would only set the exit code
-            raise Interrupted(ctx.invoked_subcommand) from None
+            raise CommandInterrupted(ctx.invoked_subcommand) from None
         except BrokenPipeError:
             raise OutputClosed from None
 
@@ -115,7 +115,7 @@ def main() -> None:
         message = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
         remedy = _REMEDIES.get(error.errno or 0)
         _fail(f"{message}. {remedy}" if remedy else message)
-    except Interrupted as interrupted:
+    except CommandInterrupted as interrupted:
         report_interrupt(str(interrupted))
         sys.exit(130)
     except Exception as error:

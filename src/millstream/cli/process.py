@@ -17,7 +17,7 @@ _RESUME = "progress saved; run the same command to resume"
 _NOTHING = "nothing was written; run the same command to start over"
 _RUN_UNCHANGED = "the run is unchanged; run the same command to start over"
 _UNCHANGED = "nothing was changed"
-_OUTCOMES = {  # by command or script
+_OUTCOMES = {  # by command or script; here, because Ctrl-C may come before the command is imported
     "demo": "the demo will start over",
     "extract": _RESUME,
     "label": "no labels were written; run the same command to start over",
@@ -41,7 +41,7 @@ _SCRIPTS = "millstream.classic."
 
 
 def handle_interrupts() -> None:
-    """Handle Ctrl-C from now on. In imports and callbacks from C, where KeyboardInterrupt would be lost, exit at once.
+    """Handle Ctrl-C from now on. In imports and callbacks from C, where KeyboardInterrupt would be lost, exit.
 
     Exiting is safe because files are published complete: a killed command leaves none incomplete under its name.
     """

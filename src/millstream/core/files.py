@@ -84,7 +84,7 @@ def publish_table(file: Path, table: "pa.Table", advice: str = _OLD_KEPT) -> Non
 def publishing_text(out: Path) -> Generator[Write]:
     """Write a new text file in pieces, gzipped if its name ends in .gz."""
     if out.exists():
-        raise already_there(out)
+        raise already_exists(out)
     with publishing(out, NOTHING_LEFT) as file:
         if out.name.endswith(".gz"):
             deflate = gzip_member()
@@ -100,8 +100,8 @@ def gzip_member() -> Any:
     return import_module("isal.isal_zlib" if find_spec("isal") else "zlib").compressobj(2, 8, 31)
 
 
-def already_there(out: Path) -> StoreExists:
-    return StoreExists(f"{out}: already there. Choose another name, or remove it")
+def already_exists(out: Path) -> StoreExists:
+    return StoreExists(f"{out}: already exists. Choose another name, or remove it")
 
 
 def remove_unpublished(file: Path) -> None:
@@ -360,7 +360,7 @@ class TextOutput:
 
     def write(self, text: bytes) -> None:
         self._pending += text
-        while len(self._pending) >= self._chunk_bytes:  # the same members, whatever the sizes of the pieces
+        while len(self._pending) >= self._chunk_bytes:  # members do not depend on the sizes of the pieces
             self._put(bytes(self._pending[: self._chunk_bytes]))
             del self._pending[: self._chunk_bytes]
 
@@ -402,7 +402,7 @@ class TextOutput:
         if self.out.exists():
             if self.is_finished and not file.exists():
                 return  # renamed, and killed before the folder was removed
-            raise already_there(self.out)  # another process has just finished it
+            raise already_exists(self.out)  # another process has just finished it
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.truncate(self._fd, state["bytes"])  # what was written after the last save is written again
         os.lseek(self._fd, 0, os.SEEK_END)
@@ -412,11 +412,11 @@ class TextOutput:
 def check_new(out: Path) -> None:
     """Refuse, before anything is read, an output that already exists or whose folder does not."""
     if not out.absolute().parent.is_dir():
-        raise BadSetting(f"{out}: there is no such folder. Make it: mkdir -p {out.parent}")
+        raise BadSetting(f"{out}: its folder does not exist. Make it: mkdir -p {out.parent}")
     folder = partial_folder(out)
     was_published = (folder / _JOURNAL).exists() and not (folder / _TEXT).exists()  # killed just before the end
     if out.exists() and not was_published:
-        raise already_there(out)
+        raise already_exists(out)
 
 
 def _locked_folder(path: Path) -> int:

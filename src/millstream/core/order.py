@@ -32,7 +32,7 @@ class Order:
 
     `exact` is a permutation of all records. `window` permutes blocks of `block` neighbouring records, takes `window`
     blocks at a time and permutes their records: disk accesses are large, and only `window * block` records are in use
-    at once. `none` keeps the stored order.
+    at a time. `none` keeps the stored order.
 
     >>> order = ms.Order(10**12, seed=7, epoch=3)
     >>> order.inverse(order[0:5]).tolist()
@@ -99,7 +99,7 @@ class Order:
 
 
 class Permutation:
-    """The numbers below n, each exactly once, in an order decided by `key`. Takes no memory, whatever n is.
+    """The numbers below n, each exactly once, in an order decided by `key`. Takes no memory, however large n is.
 
     A Feistel network over the smallest power of two that holds n; results outside the range go through it again until
     they fall inside (cycle walking), so it stays a bijection.
@@ -341,10 +341,9 @@ class Positions:
                 blocks = order.blocks_of(window)
                 if len(blocks[0]):
                     collection.will_need(*blocks)
-                if window - 3 >= _window_of(
-                    self._start, order
-                ):  # a thread may still read the window before the previous one
-                    collection.release(*order.blocks_of(window - 3))
+                used = window - 3  # not the one before: a thread may still read it
+                if used >= _window_of(self._start, order):
+                    collection.release(*order.blocks_of(used))
 
 
 def find_ranks(rank: int | None, world: int | None) -> tuple[int, int]:

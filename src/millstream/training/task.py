@@ -25,7 +25,7 @@ class Net(nn.Module):
 
     lr = 2e-3  # learning rate, unless the settings have one
     at_most = 64  # records per pass; fewer if they would not fit in the cache
-    most_records = 1 << 62  # over all epochs: training ends after so many
+    most_records = 1 << 62  # the maximum over all epochs
     clips = True  # whether to clip its gradient norm
     loss_name: str  # of `loss` in the log
 
@@ -121,7 +121,7 @@ class Task:
     judge: Callable[[Labels, Outcome], float]
     answer: Callable[[Net, Batch], Mapping[str, Tensor]]  # one value per record, or per group of them, by name
     is_balanced: bool = True  # whether classes count the same, however many records they have
-    group_size: int = 1  # so many neighbouring records belong together and get one prediction
+    group_size: int = 1  # neighbouring records that belong together and get one prediction
 
     @property
     def key(self) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 import millstream as ms
 from millstream.errors import SchemaMismatch, StoreError, StoreExists
-from millstream.traces.store import encode as slices
+from millstream.traces.store import format as slices
 from millstream.traces.store.manifest import shard_name, sidecar_name
 from millstream.traces.store.repair import verify
 from millstream.traces.store.rewrite import Written, find_ids, merge, select_where, subset_records, subset_shards
@@ -173,7 +173,7 @@ def test_an_output_that_holds_something_is_refused_and_left_alone(source: Path, 
             lambda out=out: subset_shards(source, out, [0]),
             lambda out=out: subset_records(ms.open(source), out, [0]),
         ):
-            with pytest.raises(StoreExists, match="already there") as error:
+            with pytest.raises(StoreExists) as error:
                 job()
             assert str(out) in str(error.value)
     assert files_of(tmp_path) == {"out/mine": b"mine", "file": b"mine"}

@@ -13,24 +13,26 @@ from pathlib import Path
 
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, quoted, silent
-from millstream.core.files import NOTHING_LEFT, no_space, publishing_folder
+from millstream.core.files import NOTHING_LEFT, already_exists, no_space, publishing_folder
 from millstream.core.memory import Map
 from millstream.core.record import Schema, Tensor, crc32c, refine
-from millstream.errors import CorruptRecord, SchemaMismatch, StoreError, StoreExists
-from millstream.traces.store.format import arrow_schema, is_row_intact, read_header
+from millstream.errors import CorruptRecord, SchemaMismatch, StoreError
+from millstream.traces.store.format import ID_FIELD, damaged_fields, is_row_intact, read_header
+from millstream.traces.store.ids import update_ids
 from millstream.traces.store.manifest import (
     TOKENIZER,
     Manifest,
     ShardInfo,
+    new_schema,
     read_manifest,
     read_shard_seal,
-    shard_metadata,
     shard_name,
     sidecar_name,
     write_manifest,
 )
-from millstream.traces.store.shard import ID_FIELD, ShardWriter, damaged_fields
-from millstream.traces.store.table import load_sidecar, update_ids
+from millstream.traces.store.repair import rebuild
+from millstream.traces.store.shard_writer import ShardWriter
+from millstream.traces.store.sidecar import load_sidecar
 from millstream.traces.store.traces import Traces
 
 _COPY_BYTES = 64 << 20
@@ -52,7 +54,7 @@ def merge(sources: Sequence[Path], out: Path, *, progress: Progress = silent) ->
     configs = [manifest.config for manifest in manifests]
     config: Mapping[str, object] = configs[0] if all(c == configs[0] for c in configs) else {"merged": configs}
     compression = manifests[0].compression
-    arrow = arrow_schema(schema, compression=compression, metadata=shard_metadata(config))
+    arrow = new_schema(schema, compression=compression, config=config)
     with _new_store(out, sources) as folder:
         shards: list[ShardInfo] = []
         done = 0
@@ -114,9 +116,7 @@ def subset_records(
                     shards.append(writer.seal())
                     writer = None
                 if writer is None:
-                    arrow = arrow_schema(
-                        sidecar.schema, compression=sidecar.compression, metadata=shard_metadata(traces.config)
-                    )
+                    arrow = new_schema(sidecar.schema, compression=sidecar.compression, config=traces.config)
                     writer = ShardWriter.create(folder, first=len(shards), schema=arrow)
                 writer.append_message(view[row.offset : row.offset + row.num_bytes], row)
                 done += 1
@@ -138,15 +138,8 @@ def drop_records(path: Path, numbers: Sequence[int]) -> None:
         file = path / shard_name(info.number)
         others = tuple(shard for shard in manifest.shards if shard.number != info.number)
         if rows:
-            view = Map(file, sequential=True).view
-            shard = ShardWriter.rebuild(path, info.number, read_header(view)[0])
-            try:
-                for row in rows:
-                    shard.append_message(view[row.offset : row.offset + row.num_bytes], row)
-                others += (shard.seal(seconds=info.seconds or 0),)
-            except BaseException:
-                shard.discard()
-                raise
+            schema, _ = read_header(Map(file).view)
+            others += (rebuild(path, info.number, source=file, schema=schema, rows=rows, seconds=info.seconds),)
         manifest = replace(manifest, shards=tuple(sorted(others, key=lambda shard: shard.number)))
         write_manifest(path, manifest)
         if not rows:
@@ -231,7 +224,7 @@ def _sqlite_row(row: Sequence[object]) -> tuple[object, ...]:
 def _new_store(out: Path, sources: Sequence[Path]) -> Generator[Path]:
     """A hidden folder with the tokenizer of the sources; renamed to `out` once the store is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StoreExists(f"{out}: already there. Choose a new path, or remove it first")
+        raise already_exists(out)
     with publishing_folder(out) as folder:
         tokenizers = [source / TOKENIZER for source in sources]
         if all(file.exists() for file in tokenizers) and len({file.read_bytes() for file in tokenizers}) == 1:
