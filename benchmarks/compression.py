@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.core.record import Bytes, RawTensor, as_tensor, crc32c
-from millstream.traces.store.encode import Stored, num_slices, store, unpack
+from millstream.traces.store.format import Stored, num_slices, store, unpack
 
 NUM_TRACES, NEW_TOKENS, ROUNDS = 24, 48, 10
 ITEMSIZE = 2  # fp16 and bf16

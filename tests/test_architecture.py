@@ -106,7 +106,7 @@ def test_no_lazy_import_hides_a_cycle():
     ("home", "names", "others"),
     [
         # A shard grows under a name of its own, and sealing it renames it.
-        ("millstream.core.files", r"os\.rename|os\.replace|\bfcntl\b", {"millstream.traces.store.shard"}),
+        ("millstream.core.files", r"os\.rename|os\.replace|\bfcntl\b", {"millstream.traces.store.shard_writer"}),
         ("millstream.core.memory", r"/proc/self|/proc/meminfo|smaps|malloc_trim|madvise|\bresource\.", set[str]()),
     ],
 )

@@ -160,7 +160,7 @@ def test_killed_amid_its_work_it_goes_on_to_the_same_store(store: Path, tmp_path
     code = (
         "import os, signal, sys\n"
         "from millstream.traces.features import featurize\n"
-        "from millstream.traces.store.shard import ShardWriter\n"
+        "from millstream.traces.store.shard_writer import ShardWriter\n"
         "append, count = ShardWriter.append, 0\n"
         "def dying(self, record):\n"
         "    global count\n"

@@ -21,8 +21,8 @@ from millstream.core.record import Array, Tensor
 from millstream.errors import BadSetting, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
+from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.rewrite import Written
-from millstream.traces.store.shard import ID_FIELD
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter, done_records, prepare_store
 

@@ -24,20 +24,25 @@ from hypothesis import strategies as st
 
 from millstream import open as ms_open
 from millstream.core.memory import Map
+from millstream.core.record import infer_schema
 from millstream.errors import CorruptRecord, DamageWarning, NewerFormat, NotAStore, StoreError, StoreExists, StoreFull
-from millstream.traces.store import manifest as layout
-from millstream.traces.store import table as ids
-from millstream.traces.store.format import read_header
+from millstream.traces.store.format import arrow_schema, read_header
+from millstream.traces.store.ids import load_index, update_ids
 from millstream.traces.store.manifest import (
     DAMAGED,
+    IDS,
     MANIFEST,
+    Manifest,
     is_manifest_intact,
     list_shards,
+    read_manifest,
     shard_name,
     sidecar_name,
+    write_manifest,
 )
 from millstream.traces.store.repair import repair, verify
 from millstream.traces.store.rewrite import merge
+from millstream.traces.store.shard_writer import ShardWriter
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter
 from support.effort import PATIENCE_S, num_examples
@@ -94,13 +99,12 @@ class Shelf:
         self._copy = folder / "0"
         self._first_manifest: dict[str, bytes] = {}  # as it was when only shard 0 was there
         self.sealed: dict[str, Path] = {}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ids, "COVER_SHARDS", 1)
-            for compression in ("none", "lz4", "zstd"):
-                path = self.sealed[compression] = folder / compression
-                write(path, KEYS[:SHARD_RECORDS], small, compression=compression, config=CONFIG)
-                self._first_manifest[path.name] = (path / MANIFEST).read_bytes()
-                write(path, KEYS[SHARD_RECORDS:], small, shard_records=SHARD_RECORDS)
+        for compression in ("none", "lz4", "zstd"):
+            path = self.sealed[compression] = folder / compression
+            write(path, KEYS[:SHARD_RECORDS], small, compression=compression, config=CONFIG)
+            self._first_manifest[path.name] = (path / MANIFEST).read_bytes()
+            write(path, KEYS[SHARD_RECORDS:], small, shard_records=SHARD_RECORDS)
+            update_ids(path, read_manifest(path), min_shards=1)
         self.open, self.open_ends = write_open(folder / "open", KEYS, small)
 
     def take(self, template: Path, *, old_manifest: bool = False) -> Path:
@@ -291,7 +295,7 @@ def test_every_bit_of_the_configuration_in_the_manifest_is_checked(shelf: Shelf)
 @given(data=st.data())
 def test_a_flipped_bit_in_the_index_of_ids_costs_no_record(shelf: Shelf, data: st.DataObject) -> None:
     path = shelf.take(shelf.sealed["none"])
-    file = path / ids.IDS
+    file = path / IDS
     flip(file, data.draw(st.integers(0, file.stat().st_size - 1)), data.draw(bits))
     check_flip(path, [])
 
@@ -353,12 +357,12 @@ def test_a_damaged_last_record_of_an_open_shard_is_not_taken_for_one_in_progress
 
 def test_the_index_of_ids_is_checked_wherever_it_is_hit(shelf: Shelf) -> None:
     path = shelf.take(shelf.sealed["none"])
-    file = path / ids.IDS
+    file = path / IDS
     written = file.read_bytes()
     for position in range(0, len(written), 2):
         flip(file, position, position % 6)
         with noted(f"bit {position % 6} of byte {position}"):
-            assert ids.load_index(path) is None
+            assert load_index(path) is None
         file.write_bytes(written)
 
 
@@ -660,9 +664,18 @@ def test_readers_beside_a_crowd_of_writers_read_without_error(tmp_path: Path) ->
 
 def make_newer(path: Path, *, sealed: bool) -> Path:
     """A store as a millstream of format 99 may write it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "VERSION", 99)
-        return write(path, KEYS[:2]) if sealed else write_open(path, KEYS[:2])[0]
+    path.mkdir()
+    records = [record(*key) for key in KEYS[:2]]
+    arrow = arrow_schema(infer_schema(records[0], {}), compression="none", metadata={"millstream.version": "99"})
+    shard = ShardWriter.create(path, first=0, schema=arrow)
+    for one in records:
+        shard.append(one)
+    shards = (shard.seal(),) if sealed else ()
+    shard.release()
+    write_manifest(path, Manifest(arrow_schema=arrow, shards=shards))
+    content = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**content, "version": 99}))
+    return path
 
 
 @pytest.mark.parametrize("sealed", [True, False])

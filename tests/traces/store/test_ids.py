@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import millstream as ms
-from millstream.traces.store import table as ids
-from millstream.traces.store.manifest import IDS, shard_name, sidecar_name
+from millstream.traces.store.ids import load_index, update_ids
+from millstream.traces.store.manifest import IDS, read_manifest, sidecar_name
 from millstream.traces.store.repair import verify
-from millstream.traces.store.table import load_index
 from support.making import record, same, write
 
 
@@ -18,14 +17,14 @@ def keys(first: int, end: int) -> list[tuple[int, int]]:
     return [(4, number) for number in range(first, end)]
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two uncovered shards are enough for an index."""
-    monkeypatch.setattr(ids, "COVER_SHARDS", 2)
+def index(path: Path) -> Path:
+    """Update the index of a store if it lacks two shards."""
+    update_ids(path, read_manifest(path), min_shards=2)
+    return path
 
 
 def keep_only(path: Path, number: int) -> None:
-    """Take away every sidecar but one: whoever looks into another is warned, and warnings are errors."""
+    """Remove every sidecar but one: reading another gives a warning, and warnings are errors."""
     for file in path.glob("*.parquet"):
         if file.name != sidecar_name(number):
             file.unlink()
@@ -46,7 +45,7 @@ def test_every_record_is_found_by_its_id(tmp_path: Path) -> None:
 def test_an_unknown_id_is_a_key_error_that_names_it(tmp_path: Path) -> None:
     traces = ms.open(write(tmp_path / "store", keys(0, 2)))
     for key in ("4:2", "", "4:0 ", None, 7):
-        with pytest.raises(KeyError, match="no record with question_id") as error:
+        with pytest.raises(KeyError, match="question_id") as error:
             traces.by_id(key)
         assert repr(key) in str(error.value)
 
@@ -81,7 +80,7 @@ def test_a_record_without_an_id_is_not_found_under_the_word_none(tmp_path: Path)
 def test_a_store_whose_ids_are_all_none_finds_nothing(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.extend({"question_id": None} for _ in range(3))
-    with pytest.raises(KeyError, match="no record with question_id 'a'"):
+    with pytest.raises(KeyError, match="'a'"):
         ms.open(tmp_path / "store").by_id("a")
 
 
@@ -89,9 +88,9 @@ def test_a_store_without_ids_says_so(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"name": "a", "n": 1})
     traces = ms.open(tmp_path / "store")
-    with pytest.raises(KeyError, match="its records have no 'question_id', only name, n"):
+    with pytest.raises(KeyError, match=r"question_id.*name, n"):
         traces.by_id("a")
-    with pytest.raises(KeyError, match="no scalar field 'question_id'; it has name, n"):
+    with pytest.raises(KeyError, match=r"question_id.*name, n"):
         traces.ids  # noqa: B018
 
 
@@ -104,73 +103,71 @@ def test_ids_that_are_none_at_first_are_found_later(tmp_path: Path) -> None:
 # -- the index on disk
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_a_store_of_many_shards_is_looked_up_through_its_index_alone(compression: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "store", keys(0, 7), shard_records=2, compression=compression)
-    index = load_index(path)
-    assert index is not None and {number for number, _ in index.shards} == {0, 1, 2, 3}
+    path = index(write(tmp_path / "store", keys(0, 7), shard_records=2, compression=compression))
+    stored = load_index(path)
+    assert stored is not None and {number for number, _ in stored.shards} == {0, 1, 2, 3}
     assert list(verify(path)) == []
     keep_only(path, 2)
     traces = ms.open(path)
     assert traces.find("4:5") == 5
     assert same(traces.by_id("4:4"), record(4, 4))
-    with pytest.raises(KeyError, match="no record with question_id 'nobody'"):
+    with pytest.raises(KeyError, match="'nobody'"):
         traces.find("nobody")
 
 
-def test_a_store_of_few_shards_keeps_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids, "COVER_SHARDS", 5)
-    path = write(tmp_path / "store", keys(0, 4), shard_records=1)
+def test_a_writer_stores_an_index_once_there_are_64_shards(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with ms.TraceWriter(path, shard_records=1) as writer:
+        writer.extend({"question_id": n} for n in range(63))
     assert not (path / IDS).exists()
-    write(path, keys(4, 5))
+    with ms.TraceWriter(path) as writer:
+        writer.append({"question_id": 63})
     assert (path / IDS).exists()
+    assert [ms.open(path).find(n) for n in (0, 62, 63)] == [0, 62, 63]
 
 
-@pytest.mark.usefixtures("eager")
 def test_shards_that_the_index_does_not_cover_are_looked_up_too(tmp_path: Path) -> None:
-    path = write(tmp_path / "store", keys(0, 4), shard_records=2)
+    path = index(write(tmp_path / "store", keys(0, 4), shard_records=2))
     before = (path / IDS).read_bytes()
-    write(path, keys(4, 5))
+    index(write(path, keys(4, 5)))
     assert (path / IDS).read_bytes() == before
     traces = ms.open(path)
     assert [traces.find(f"4:{number}") for number in range(5)] == list(range(5))
 
 
-@pytest.mark.usefixtures("eager")
 def test_the_index_grows_with_the_store(tmp_path: Path) -> None:
-    path = write(tmp_path / "store", keys(0, 4), shard_records=2)
-    write(path, keys(4, 9), shard_records=2)
-    index = load_index(path)
-    assert index is not None and {number for number, _ in index.shards} == {0, 1, 2, 3, 4}
-    assert len(index.hashes) == 9
+    path = index(write(tmp_path / "store", keys(0, 4), shard_records=2))
+    index(write(path, keys(4, 9), shard_records=2))
+    stored = load_index(path)
+    assert stored is not None and {number for number, _ in stored.shards} == {0, 1, 2, 3, 4}
+    assert len(stored.hashes) == 9
     traces = ms.open(path)
     assert [traces.find(f"4:{number}") for number in range(9)] == list(range(9))
     keep_only(path, 4)
     assert ms.open(path).find("4:8") == 8
 
 
-@pytest.mark.usefixtures("eager")
 def test_the_first_record_with_an_id_wins_in_and_out_of_the_index(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with ms.TraceWriter(path, shard_records=1) as writer:
         writer.extend({"question_id": key, "n": n} for n, key in enumerate("abab"))
+    index(path)
     with ms.TraceWriter(path) as writer:
         writer.extend({"question_id": key, "n": n} for n, key in enumerate("bca", start=4))
     traces = ms.open(path)
     assert [traces.find(key) for key in "abc"] == [0, 1, 5]
 
 
-@pytest.mark.usefixtures("eager")
 def test_without_its_index_a_store_finds_the_same(tmp_path: Path) -> None:
-    path = write(tmp_path / "store", keys(0, 5), shard_records=1)
+    path = index(write(tmp_path / "store", keys(0, 5), shard_records=1))
     (path / IDS).unlink()
     assert [ms.open(path).find(f"4:{number}") for number in range(5)] == list(range(5))
 
 
-@pytest.mark.usefixtures("eager")
 def test_an_index_that_belongs_to_other_shards_leads_nowhere_wrong(tmp_path: Path) -> None:
-    mine = write(tmp_path / "mine", keys(0, 6), shard_records=2)
+    mine = index(write(tmp_path / "mine", keys(0, 6), shard_records=2))
     other = write(tmp_path / "other", [(5, 0), (4, 5), (4, 3), (4, 1), (5, 1), (5, 2)], shard_records=3)
     (other / IDS).write_bytes((mine / IDS).read_bytes())
     traces = ms.open(other)
@@ -179,13 +176,12 @@ def test_an_index_that_belongs_to_other_shards_leads_nowhere_wrong(tmp_path: Pat
         traces.find("4:0")
 
 
-@pytest.mark.usefixtures("eager")
 def test_many_ids_are_all_found_and_no_others(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     names = [f"q{n}" for n in rng.choice(10**6, 3000, replace=False)]
     with ms.TraceWriter(tmp_path / "store", shard_records=1000) as writer:
         writer.extend({"question_id": name} for name in names)
-    assert (tmp_path / "store" / IDS).exists()
+    assert (index(tmp_path / "store") / IDS).exists()
     traces = ms.open(tmp_path / "store")
     assert [traces.find(name) for name in names[::7]] == list(range(0, 3000, 7))
     absent = [f"q{n}" for n in range(200) if f"q{n}" not in names]
@@ -194,9 +190,7 @@ def test_many_ids_are_all_found_and_no_others(tmp_path: Path) -> None:
             traces.find(name)
 
 
-@pytest.mark.usefixtures("eager")
 def test_stores_without_ids_keep_no_index(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store", shard_records=1) as writer:
         writer.extend({"n": n} for n in range(5))
-    assert (tmp_path / "store" / shard_name(4)).exists()
-    assert not (tmp_path / "store" / IDS).exists()
+    assert not (index(tmp_path / "store") / IDS).exists()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import millstream as ms
 from millstream.core.record import Bytes, crc32c
-from millstream.traces.store.encode import MIN_SLICE_BYTES, num_slices, store, unpack
+from millstream.traces.store.format import MIN_SLICE_BYTES, num_slices, store, unpack
 from support.effort import num_examples
 
 

@@ -1,17 +1,19 @@
-"""One record <-> one Arrow IPC message, and the header, footer and seal around them. Knows bytes, not files.
+"""The bytes of a shard: tensors as slices, records as Arrow messages, header, footer and seal. Knows no files.
 
     "ARROW1\\0\\0" schema | record ... record | end of stream | seal | footer, its length, "ARROW1"
 
 A record is a record batch of one row: the fields, then `_crc32c`, eight bytes at the end of the message with the
-CRC-32C of all its other bytes except tensor data. Tensors have one CRC per slice, stored in the bytes so covered. The
-seal (which Arrow readers skip) covers header, footer and sidecar: every byte of a sealed shard is covered by a CRC.
+CRC-32C of all its other bytes except tensor data. A tensor is stored in slices along its first axis, each compressed on
+its own, with a CRC of its own among the bytes that `_crc32c` covers. The seal, which Arrow readers skip, covers header,
+footer and sidecar: every byte of a sealed shard is covered by a CRC.
 """
 
 import io
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, pairwise
 from math import prod
 from typing import cast
 
@@ -25,6 +27,8 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 SEAL = struct.Struct("<8sQIIII")  # magic, records, CRCs of header, sidecar, footer and the seal up to here
 SEAL_MAGIC = b"MILLSEAL"
 CRC_FIELD = "_crc32c"
+ID_FIELD = "question_id"  # finds a record and names it in messages
+MIN_SLICE_BYTES = 4096  # a tensor of smaller slices is stored whole
 _HEADER_CRC = b"millstream-header-crc32c="
 DATA, SHAPE, CRCS, SIZES = pa.large_binary(), pa.list_(pa.int32()), pa.list_(pa.uint32()), pa.list_(pa.int64())
 _BLOCK = np.dtype([("offset", "<i8"), ("meta_bytes", "<i4"), ("pad", "<i4"), ("body_bytes", "<i8")])
@@ -66,6 +70,50 @@ class Row:
         return replace(self, offset=offset, tensors=tensors)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """The slices of one tensor as stored. `sizes` are the bytes of each slice; None if not compressed."""
+
+    data: Bytes
+    crc32c: tuple[int, ...]
+    sizes: tuple[int, ...] | None
+
+
+def num_slices(shape: tuple[int, ...], itemsize: int) -> int:
+    """The number of slices a tensor of this shape is stored in."""
+    if len(shape) < 2 or shape[0] == 0:
+        return 1
+    return shape[0] if prod(shape[1:]) * itemsize >= MIN_SLICE_BYTES else 1
+
+
+def store(data: Bytes, shape: tuple[int, ...], itemsize: int, compression: str) -> Stored:
+    """Slice, compress and checksum the bytes of a tensor."""
+    parts = data.reshape(num_slices(shape, itemsize), -1) if data.size else data.reshape(1, 0)
+    if compression == "none":
+        return Stored(data, tuple(crc32c(part) for part in parts), None)
+    packed = [_pack(part, itemsize, compression) for part in parts]
+    joined = np.frombuffer(b"".join(packed), np.uint8)
+    return Stored(joined, tuple(map(crc32c, packed)), tuple(map(len, packed)))
+
+
+def unpack(stored: Bytes, out: Bytes, itemsize: int, compression: str) -> None:
+    """Decompress the stored bytes of one slice into `out`."""
+    if compression == "lz4":
+        out[:] = _expand(stored, out.size, compression)
+        return
+    size = out.size // itemsize
+    ends = np.cumsum([4 * itemsize, *stored[: 4 * itemsize].view("<u4")])
+    planes = [_expand(stored[a:b], size, compression) for a, b in pairwise(ends.tolist())]
+    if itemsize == 2:  # 2-12 times faster than writing every second byte
+        wide = out.view(np.uint16)
+        np.copyto(wide, planes[1])
+        wide <<= 8
+        wide |= planes[0]
+        return
+    for byte, plane in enumerate(planes):
+        out[byte::itemsize] = plane
+
+
 def arrow_schema(schema: Schema, *, compression: str, metadata: Mapping[str, str]) -> pa.Schema:
     """The schema of a shard's record batches."""
     fields = [_arrow_field(name, kind, compression) for name, kind in schema.items()]
@@ -82,8 +130,13 @@ def record_schema(schema: pa.Schema) -> Schema:
     return {field.name: _kind(field) for field in schema if field.name != CRC_FIELD}
 
 
+def metadata_of(schema: pa.Schema, key: str, default: str) -> str:
+    """The entry `millstream.{key}` in the metadata of a shard or sidecar."""
+    return (schema.metadata or {}).get(f"millstream.{key}".encode(), default.encode()).decode()
+
+
 def compression_of(schema: pa.Schema) -> str:
-    return (schema.metadata or {}).get(b"millstream.compression", b"none").decode()
+    return metadata_of(schema, "compression", "none")
 
 
 def header(schema: pa.Schema) -> bytes:
@@ -98,9 +151,8 @@ def read_header(view: Bytes) -> tuple[pa.Schema, int]:
     source = pa.BufferReader(pa.py_buffer(view[len(MAGIC) :]))
     try:
         schema = pa.ipc.read_schema(pa.ipc.read_message(source))
-        _ = [
-            kind.itemsize for kind in record_schema(schema).values() if isinstance(kind, Tensor)
-        ]  # raises KeyError for unknown dtypes
+        for kind in record_schema(schema).values():
+            _ = isinstance(kind, Tensor) and kind.itemsize  # raises for an unknown dtype
     except (EOFError, OSError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise pa.ArrowInvalid(f"not a millstream schema: {error}") from None
     end = len(MAGIC) + source.tell()
@@ -110,17 +162,17 @@ def read_header(view: Bytes) -> tuple[pa.Schema, int]:
     return schema, end
 
 
-def header_is_torn(view: Bytes) -> bool:
+def is_header_torn(view: Bytes) -> bool:
     """Whether the file ends inside its header, before any record."""
     if len(view) < 16:
         return True
-    longer = len(view) < 16 + int(view[12:16].view("<u4")[0])
+    is_cut = len(view) < 16 + int(view[12:16].view("<u4")[0])
     words = view[16 : len(view) - len(view) % 8].view("<u4")
-    return longer and not (words[::2] == 0xFFFFFFFF).any()  # the marker that starts a record
+    return is_cut and not (words[::2] == 0xFFFFFFFF).any()  # the marker that starts a record
 
 
 def tail(schema: pa.Schema, rows: Iterable[Row], *, header_bytes: bytes, sidecar: bytes) -> bytes:
-    """The end of a shard: end of stream, seal, and the footer with which Arrow readers find the records."""
+    """The end of a shard: end of stream, seal, and the footer where Arrow readers look up the records."""
     blocks = np.array([(r.offset, r.meta_bytes, 0, r.num_bytes - r.meta_bytes) for r in rows], _BLOCK)
     footer = _footer(schema, blocks)
     seal = SEAL.pack(SEAL_MAGIC, len(blocks), crc32c(header_bytes), crc32c(sidecar), crc32c(footer), 0)[:-4]
@@ -134,7 +186,6 @@ class Seal:
     records: int
     header_crc32c: int
     sidecar_crc32c: int
-    footer_crc32c: int
     offset: int
 
 
@@ -149,24 +200,29 @@ def read_seal(end: bytes, file_bytes: int) -> Seal | None:
         return None
     if crc32c(end[-footer_bytes:]) != footer_crc:
         return None
-    return Seal(records, header_crc, sidecar_crc, footer_crc, file_bytes - footer_bytes - SEAL.size)
+    return Seal(records, header_crc, sidecar_crc, file_bytes - footer_bytes - SEAL.size)
 
 
-def walk(view: Bytes, schema: pa.Schema, start: int) -> Iterator[Row | tuple[int, int]]:
-    """Every intact message from `start` on as a Row, and every unreadable gap as (offset, end), in file order.
+def read_shard(view: Bytes) -> tuple[pa.Schema | None, list[Row], list[tuple[int, int]]]:
+    """The schema of a shard, its readable records and its unreadable gaps (offset, end), from its bytes alone.
 
     Stops at the end of the stream. After a gap it continues at the next message with a valid checksum.
     """
-    position, end = start, len(view)
-    while position < end and view[position : position + 8].tobytes() != END_OF_STREAM:
+    try:
+        schema, position = read_header(view)
+    except (OSError, ValueError, pa.ArrowException):
+        return None, [], [(0, len(view))] if len(view) else []
+    rows: list[Row] = []
+    gaps: list[tuple[int, int]] = []
+    while position < len(view) and view[position : position + 8].tobytes() != END_OF_STREAM:
         row = read_row(view, schema, position)
         if row is not None:
-            yield row
+            rows.append(row)
             position += row.num_bytes
-            continue
-        following = _resync(view, schema, position + 8)
-        yield position, following
-        position = following
+        else:
+            gaps.append((position, _resync(view, schema, position + 8)))
+            position = gaps[-1][1]
+    return schema, rows, gaps
 
 
 def is_whole(view: Bytes, offset: int) -> bool:
@@ -212,7 +268,7 @@ def is_row_intact(view: Bytes, row: Row, schema: Schema) -> bool:
 
 
 def is_frame_intact(view: Bytes, offset: int, num_bytes: int, extents: Sequence[tuple[int, int]]) -> bool:
-    """The same for a message at `offset` whose tensor data is at `extents` (offset, bytes)."""
+    """`is_row_intact` for a message at `offset` with tensor data at `extents` (offset, bytes)."""
     position, end, crc = offset, offset + num_bytes - 8, 0
     if end + 8 > len(view):
         return False
@@ -226,12 +282,18 @@ def is_frame_intact(view: Bytes, offset: int, num_bytes: int, extents: Sequence[
     return int(view[end : end + 8].view("<u8")[0]) == crc32c(view[position:end], crc)
 
 
-def bad_slice(view: Bytes, tensor: TensorRow, itemsize: int) -> int | None:
-    """The first slice of a tensor whose CRC does not match, or None."""
-    for index, ((offset, size), crc) in enumerate(zip(tensor.spans(itemsize), tensor.crc32c, strict=True)):
-        if offset + size > len(view) or crc32c(view[offset : offset + size]) != crc:
-            return index
-    return None
+def damaged_fields(view: Bytes, row: Row, schema: Schema) -> list[tuple[str, int]]:
+    """(field, first bad slice) of each tensor of the record whose CRC does not match."""
+    damage: list[tuple[str, int]] = []
+    for name, tensor in row.tensors.items():
+        if tensor is None:
+            continue
+        spans = tensor.spans(cast(Tensor, schema[name]).itemsize)
+        for index, ((offset, size), crc) in enumerate(zip(spans, tensor.crc32c, strict=True)):
+            if offset + size > len(view) or crc32c(view[offset : offset + size]) != crc:
+                damage.append((name, index))
+                break
+    return damage
 
 
 def tensor_field(name: str, kind: Tensor, members: list[tuple[str, pa.DataType]]) -> pa.Field:
@@ -242,6 +304,30 @@ def tensor_field(name: str, kind: Tensor, members: list[tuple[str, pa.DataType]]
 
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+
+
+def _pack(part: Bytes, itemsize: int, compression: str) -> bytes:
+    if compression == "lz4":
+        return _shrink(part, compression)
+    planes = [_shrink(np.ascontiguousarray(part[byte::itemsize]), compression) for byte in range(itemsize)]
+    return b"".join([np.array(list(map(len, planes)), "<u4").tobytes(), *planes])
+
+
+def _shrink(data: Bytes, compression: str) -> bytes:
+    packed = _codec(compression).compress(pa.py_buffer(data))
+    return packed.to_pybytes() if packed.size < data.size else data.tobytes()
+
+
+def _expand(stored: Bytes, size: int, compression: str) -> Bytes:
+    if stored.size == size:
+        return stored
+    raw = _codec(compression).decompress(pa.py_buffer(stored), decompressed_size=size)
+    return np.frombuffer(memoryview(raw), np.uint8)
+
+
+@cache
+def _codec(compression: str) -> pa.Codec:
+    return pa.Codec("lz4_raw") if compression == "lz4" else pa.Codec("zstd", compression_level=1)
 
 
 def _with_crc(head: bytes) -> bytes:
@@ -284,17 +370,11 @@ def _resync(view: Bytes, schema: pa.Schema, start: int) -> int:
     whole = view[start : len(view) - len(view) % 8].view("<u4")[::2]
     for index in np.flatnonzero(whole == 0xFFFFFFFF):
         position = start + int(index) * 8
-        if view[position : position + 8].tobytes() == END_OF_STREAM and _is_sealed_at(view, position):
+        if view[position : position + 16].tobytes() == END_OF_STREAM + SEAL_MAGIC:
             return position
         if read_row(view, schema, position) is not None:
             return position
     return len(view)
-
-
-def _is_sealed_at(view: Bytes, position: int) -> bool:
-    """Whether a seal follows the end-of-stream marker at `position`."""
-    start = position + len(END_OF_STREAM)
-    return view[start : start + 8].tobytes() == SEAL_MAGIC
 
 
 def _footer(schema: pa.Schema, blocks: "np.ndarray[tuple[int], np.dtype[np.void]]") -> bytes:

@@ -13,10 +13,9 @@ from millstream.core.console import Progress, format_bytes, quoted, silent
 from millstream.core.record import Tensor, as_tensor, crc32c, plain
 from millstream.errors import StoreError
 from millstream.traces.convert import imported_records
-from millstream.traces.store.format import Row, TensorRow
+from millstream.traces.store.format import ID_FIELD, TensorRow
 from millstream.traces.store.manifest import list_shards, shard_name
-from millstream.traces.store.shard import ID_FIELD
-from millstream.traces.store.table import load_sidecar
+from millstream.traces.store.sidecar import load_sidecar
 from millstream.traces.store.traces import Traces
 
 
@@ -264,7 +263,7 @@ def _store_fingerprints(traces: Traces, stored: bool) -> Iterable[tuple[object, 
 def _fingerprints(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str, object]]:
     """Each field of a record as a small value to compare. Stores of equal compression compare checksums alone."""
     if stored:
-        row: Row = traces.row(number)
+        row = traces.row(number)
         for name, place in row.tensors.items():
             yield name, place and (str(traces.fields[name]), place.shape, place.crc32c)
         yield from row.values.items()

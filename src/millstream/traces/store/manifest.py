@@ -24,18 +24,26 @@ from millstream.core.memory import Map
 from millstream.core.record import Schema, crc32c, refine
 from millstream.core.registry import extensions
 from millstream.errors import NewerFormat, NotAStore
-from millstream.traces.store.format import Seal, arrow_schema, compression_of, read_header, read_seal, record_schema
+from millstream.traces.store.format import (
+    SEAL,
+    Seal,
+    arrow_schema,
+    compression_of,
+    metadata_of,
+    read_header,
+    read_seal,
+    record_schema,
+)
 
 FORMAT = "millstream.traces"
 VERSION = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder for files that repair sets aside
-IDS = "ids.arrow"  # the id index, see millstream.traces.store.sidecar
+IDS = "ids.arrow"  # the id index
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
 _SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")
 _CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
-_TAIL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -72,13 +80,14 @@ def sidecar_name(number: int) -> str:
     return f"shard-{number:05d}.parquet"
 
 
-def shard_metadata(config: Mapping[str, object]) -> dict[str, str]:
-    """Metadata of the store kept in every shard, so that the manifest can be rebuilt."""
-    return {
+def new_schema(fields: Schema, *, compression: str, config: Mapping[str, object]) -> pa.Schema:
+    """The Arrow schema of a new shard, with what is needed to rebuild the manifest from it."""
+    metadata = {
         "millstream.version": str(VERSION),
         "millstream.created": repr(time.time()),
         "millstream.config": json.dumps(config),
     }
+    return arrow_schema(fields, compression=compression, metadata=metadata)
 
 
 def open_file(path: Path, number: int) -> Path:
@@ -135,12 +144,13 @@ def read_manifest(path: Path) -> Manifest:
             continue
         if damaged:
             compression = compression_of(found)
-            config = json.loads((found.metadata or {}).get(b"millstream.config", b"null")) or config
+            config = json.loads(metadata_of(found, "config", "null")) or config
         schema = _merged(schema, found, compression)
     return Manifest(config, compression, schema, tuple(shards[number] for number in sorted(shards)))
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
+    schema = manifest.arrow_schema
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -148,7 +158,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "config": dict(manifest.config),
         "config_hash": config_hash(manifest.config),
         "compression": manifest.compression,
-        "arrow_schema": _encode_schema(manifest.arrow_schema),
+        "arrow_schema": base64.b64encode(schema.serialize().to_pybytes()).decode() if schema else None,
         "shards": [{"name": shard_name(shard.number), **asdict(shard)} for shard in manifest.shards],
     }
     body = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}").encode()
@@ -167,7 +177,7 @@ def shard_info(path: Path, number: int) -> ShardInfo:
     try:
         sidecar = pq.ParquetFile(path / sidecar_name(number))
         records = sidecar.metadata.num_rows
-        seconds = float((sidecar.schema_arrow.metadata or {}).get(b"millstream.seconds", b"0"))
+        seconds = float(metadata_of(sidecar.schema_arrow, "seconds", "0"))
     except (OSError, ValueError, pa.ArrowException):
         records, seconds = 0, 0.0
     if seal is None:
@@ -179,16 +189,12 @@ def read_shard_seal(file: Path) -> Seal | None:
     """The seal at the end of a shard file; None if damaged."""
     with open(file, "rb") as f:
         size = os.fstat(f.fileno()).st_size
-        end = b""
-        wanted = _TAIL_BYTES
-        while True:
-            wanted = min(wanted, size)
-            f.seek(size - wanted)
-            end = f.read(wanted)
-            footer_bytes = int.from_bytes(end[-10:-6], "little")
-            if wanted == size or footer_bytes + 1024 <= wanted or footer_bytes > size:
-                return read_seal(end, size)
-            wanted = footer_bytes + 1024
+        f.seek(max(0, size - 10))  # the length of the footer, and the magic
+        end_bytes = SEAL.size + int.from_bytes(f.read(4), "little") + 10
+        if end_bytes > size:
+            return None
+        f.seek(size - end_bytes)
+        return read_seal(f.read(), size)
 
 
 def shard_schema(path: Path, number: int) -> pa.Schema | None:
@@ -198,7 +204,7 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
     seal = read_shard_seal(file)
     try:
         schema, start = read_header(view)
-        check_version(path, int((schema.metadata or {}).get(b"millstream.version", VERSION)))
+        check_version(path, int(metadata_of(schema, "version", str(VERSION))))
         if seal is None or crc32c(view[:start]) == seal.header_crc32c:
             return schema
     except (ValueError, pa.ArrowException):
@@ -212,6 +218,7 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
 
 
 def check_version(path: Path, version: int) -> None:
+    """Raise NewerFormat for a store that a newer millstream wrote."""
     if version > VERSION:
         raise NewerFormat(
             f"{path}: written in format {version}, this millstream reads up to {VERSION}. "
@@ -260,12 +267,6 @@ def _parse_manifest(path: Path) -> Manifest | None:
     if not is_intact:
         return None
     shards = tuple(ShardInfo(**{k: v for k, v in shard.items() if k != "name"}) for shard in content["shards"])
-    return Manifest(content["config"], content["compression"], _decode_schema(content["arrow_schema"]), shards)
-
-
-def _encode_schema(schema: pa.Schema | None) -> str | None:
-    return base64.b64encode(schema.serialize().to_pybytes()).decode() if schema else None
-
-
-def _decode_schema(text: str | None) -> pa.Schema | None:
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text))) if text else None
+    encoded = content["arrow_schema"]
+    schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded))) if encoded else None
+    return Manifest(content["config"], content["compression"], schema, shards)

@@ -1,55 +1,81 @@
-"""Find damage (`verify`) and make a store readable again (`repair`). Deletes nothing that cannot be rebuilt."""
+"""Recover the shards of killed writers, find damage (`verify`), make a store readable again (`repair`).
 
+Deletes nothing that cannot be rebuilt.
+"""
+
+import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import shutil
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from millstream.core.console import Progress, silent
+from millstream.core.files import is_same_file, lock, sync_folder
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, Schema, crc32c
 from millstream.errors import StoreError
 from millstream.traces.store.format import (
     END_OF_STREAM,
+    ID_FIELD,
     Row,
     Seal,
-    arrow_schema,
+    damaged_fields,
+    is_header_torn,
     is_row_intact,
+    is_whole,
+    metadata_of,
     read_header,
+    read_shard,
     record_schema,
 )
+from millstream.traces.store.ids import load_index, update_ids
 from millstream.traces.store.manifest import (
+    DAMAGED,
     IDS,
     MANIFEST,
-    Manifest,
     ShardInfo,
+    check_version,
     is_manifest_intact,
     list_shards,
+    new_schema,
     open_file,
     read_manifest,
     read_shard_seal,
     shard_info,
-    shard_metadata,
     shard_name,
     sidecar_name,
     write_manifest,
 )
-from millstream.traces.store.shard import (
-    ID_FIELD,
-    LostRecord,
-    Recovery,
-    ShardWriter,
-    abandoned,
-    damaged_fields,
-    read_shard,
-    rebuild,
-    recover_all,
-    set_aside,
-)
+from millstream.traces.store.shard_writer import ShardWriter
 from millstream.traces.store.sidecar import Sidecar
-from millstream.traces.store.table import load_index, update_ids
+
+_WAIT_S = 15.0
+
+
+@dataclass(frozen=True)
+class LostRecord:
+    """A record that could not be recovered; extract its `question_id` (None if unreadable) again."""
+
+    shard: str
+    row: int | None
+    question_id: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The result of recovering one interrupted shard."""
+
+    number: int
+    shard: ShardInfo | None  # None: it had no complete record
+    cut_bytes: int  # of the incomplete record at the end
+    lost: tuple[LostRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +106,29 @@ class Repair:
     lost: list[LostRecord] = field(default_factory=list[LostRecord])
 
 
+def recover_all(path: Path) -> list[Recovery]:
+    """Recover every open shard that no running writer has locked."""
+    recovered: list[Recovery] = []
+    for number in list_shards(path)[1]:
+        with _abandoned(open_file(path, number)) as fd:
+            if fd is not None:
+                recovered.append(_recover(path, number, fd))
+    return recovered
+
+
+def wait_for_writers(path: Path) -> None:
+    """Wait until no other writer uses the store: the workers of a killed run take a moment to exit."""
+    until = time.monotonic() + _WAIT_S
+    while held := list_shards(path)[1]:
+        recover_all(path)
+        if time.monotonic() > until:
+            raise StoreError(
+                f"{open_file(path, held[0])}: another writer is running, and both would do the same work. "
+                "Wait for it to finish, or stop it, and run this again"
+            )
+        time.sleep(0.1)
+
+
 def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> Iterator[Damage]:
     """All damage in the store. `fast` checks the structure (headers, footers, sidecars, manifest), not the records."""
     manifest = read_manifest(path)
@@ -99,7 +148,7 @@ def repair(path: Path, *, progress: Progress = silent) -> Repair:
     """Recover interrupted shards, re-seal or rebuild damaged ones, set damaged records aside with their ids."""
     read_manifest(path)  # raises for anything but a store, and for a newer format
     for number in list_shards(path)[1]:
-        with abandoned(open_file(path, number)) as fd:
+        with _abandoned(open_file(path, number)) as fd:
             if fd is None:
                 raise StoreError(f"{open_file(path, number)}: a writer is running. Stop it, then repair")
     result = Repair(recovered=recover_all(path))
@@ -115,12 +164,89 @@ def repair(path: Path, *, progress: Progress = silent) -> Repair:
         progress(done, shard_name(shard.number))
     for leftover in [*path.glob(".*.tmp"), *path.glob(".*.rebuild")]:
         leftover.unlink()
-    manifest = Manifest(manifest.config, manifest.compression, manifest.arrow_schema, tuple(shards))
+    manifest = replace(manifest, shards=tuple(shards))
     write_manifest(path, manifest)
     if (path / IDS).exists() and load_index(path) is None:
         (path / IDS).unlink()
     update_ids(path, manifest)
     return result
+
+
+def rebuild(
+    path: Path,
+    number: int,
+    *,
+    source: Path,
+    schema: pa.Schema,
+    rows: Sequence[Row],
+    lost: Sequence[LostRecord] | None = None,
+    seconds: float = 0,
+) -> ShardInfo:
+    """Write shard `number` again with these rows of `source`. With a list of lost records, `source` is set aside."""
+    view = Map(source, sequential=True).view
+    shard = ShardWriter.rebuild(path, number, schema)
+    try:
+        for row in rows:
+            shard.append_message(view[row.offset : row.offset + row.num_bytes], row)
+        if lost is not None:
+            _set_aside(path, source, lost)
+        return shard.seal(seconds=seconds)
+    except BaseException:
+        shard.discard()
+        raise
+
+
+@contextmanager
+def _abandoned(file: Path) -> Generator[int | None]:
+    """The locked descriptor of an `.open` shard; None if a running writer has locked it."""
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        # On a file system without locks no shard counts as abandoned: its writer may be running.
+        yield fd if lock(fd, without_locks=False) and is_same_file(fd, file) else None
+    finally:
+        os.close(fd)
+
+
+def _recover(path: Path, number: int, fd: int) -> Recovery:
+    file = open_file(path, number)
+    view = Map(file, sequential=True).view
+    schema, rows, gaps = read_shard(view)
+    if schema is not None:
+        check_version(path, int(metadata_of(schema, "version", "0")))
+    cut_bytes = 0
+    if gaps and gaps[-1][1] == len(view) and not is_whole(view, gaps[-1][0]):  # else its append had completed
+        start, end = gaps.pop()
+        cut_bytes = end - start
+    if (path / shard_name(number)).exists():  # a rebuild was interrupted after publishing its shard
+        _set_aside(path, file, [])
+        file.unlink()
+        return Recovery(number, None, 0)
+    if schema is None and not is_header_torn(view):
+        lost = [LostRecord(file.name, None, None, "unreadable header")]
+        _set_aside(path, file, lost)
+        file.unlink()
+        return Recovery(number, None, 0, tuple(lost))
+    if schema is None or not (rows or gaps):
+        file.unlink()
+        return Recovery(number, None, cut_bytes)
+
+    good, lost = _sort_out(file, view, rows, gaps, record_schema(schema))
+    if not lost:
+        seconds = max(0.0, os.fstat(fd).st_mtime - float(metadata_of(schema, "created", "0")))
+        shard = ShardWriter(path, number, os.dup(fd), schema, file=file, rows=rows)
+        try:
+            return Recovery(number, shard.seal(seconds=seconds), cut_bytes)
+        finally:
+            shard.release()
+    info = rebuild(path, number, source=file, schema=schema, rows=good, lost=lost) if good else None
+    if not good:
+        _set_aside(path, file, lost)
+    file.unlink()
+    return Recovery(number, info, cut_bytes, tuple(lost))
 
 
 class _Examination:
@@ -129,14 +255,13 @@ class _Examination:
     def __init__(self, path: Path, shard: ShardInfo) -> None:
         self.file = path / shard_name(shard.number)
         self.shard = shard
-        self.view: Bytes | None = Map(self.file, sequential=True).view if self.file.exists() else None
-        self.seal: Seal | None = read_shard_seal(self.file) if self.view is not None else None
+        self.is_missing = not self.file.exists()
+        self.view: Bytes = np.empty(0, np.uint8) if self.is_missing else Map(self.file, sequential=True).view
+        self.seal: Seal | None = None if self.is_missing else read_shard_seal(self.file)
         self.arrow, self.start = _header(self.view)
         self.sidecar = _sidecar(path, shard, self.seal)
-        self.is_header_intact = (
-            self.view is not None
-            and self.arrow is not None
-            and (self.seal is None or crc32c(self.view[: self.start]) == self.seal.header_crc32c)
+        self.is_header_intact = self.arrow is not None and (
+            self.seal is None or crc32c(self.view[: self.start]) == self.seal.header_crc32c
         )
         self.rows: list[Row] = []
         self.gaps: list[tuple[int, int]] = []
@@ -144,56 +269,45 @@ class _Examination:
         if self.sidecar is not None:
             self.rows = [self.sidecar.row(row) for row in range(self.sidecar.num_records)]
             self.schema = self.sidecar.schema
-        elif self.view is not None and self.arrow is not None:
+        elif self.arrow is not None:
             _, self.rows, self.gaps = read_shard(self.view)
             self.schema = record_schema(self.arrow)
 
     def structure(self) -> Iterator[str]:
         """Damage to the shard apart from its records."""
-        if self.view is None:
+        if self.is_missing:
             yield "the file is missing"
             return
         if not self.is_header_intact:
             yield "the header is damaged"
         if self.seal is None:
             yield "the end of the file (seal, footer) is damaged"
-        elif not self._is_contiguous(self.view, self.seal):
-            yield "the records do not fill the file from header to seal"
-        if self.seal is not None and (self.seal.records, self.seal.sidecar_crc32c) != (
-            self.shard.records,
-            self.shard.sidecar_crc32c,
-        ):
-            yield f"the manifest describes a different file than {self.file.name}"
+        else:
+            if not self._is_contiguous(self.seal):
+                yield "the records do not fill the file from header to seal"
+            sealed = self.seal.records, self.seal.sidecar_crc32c
+            if sealed != (self.shard.records, self.shard.sidecar_crc32c):
+                yield f"the manifest describes a different file than {self.file.name}"
         if self.sidecar is None:
             yield f"its sidecar {sidecar_name(self.shard.number)} is missing or damaged; it can be rebuilt"
         for start, end in self.gaps:
             yield f"unreadable from byte {start} to {end}"
 
-    def _is_contiguous(self, view: Bytes, seal: Seal) -> bool:
+    def _is_contiguous(self, seal: Seal) -> bool:
         edges = [self.start, *(row.offset + row.num_bytes for row in self.rows)]
-        is_contiguous = [row.offset for row in self.rows] == edges[:-1] and edges[-1] == seal.offset - len(
-            END_OF_STREAM
+        return (
+            [row.offset for row in self.rows] == edges[:-1]
+            and edges[-1] == seal.offset - len(END_OF_STREAM)
+            and self.view[edges[-1] : seal.offset].tobytes() == END_OF_STREAM
         )
-        return is_contiguous and view[edges[-1] : seal.offset].tobytes() == END_OF_STREAM
-
-    def bad_record(self, row: Row) -> list[tuple[str | None, str]]:
-        """(field, problem) for all damage in one record."""
-        if self.view is None or row.offset + row.num_bytes > len(self.view):
-            return [(None, "its bytes are missing")]
-        found: list[tuple[str | None, str]] = []
-        if not is_row_intact(self.view, row, self.schema):
-            found.append((None, "its frame or scalars fail their CRC-32C"))
-        fields = damaged_fields(self.view, row, self.schema)
-        return found + [(name, f"slice {index} fails its CRC-32C") for name, index in fields]
 
     def damages(self, first: int, *, fast: bool) -> Iterator[Damage]:
         for what in self.structure():
             yield Damage(self.file.name, what)
-        size = 0 if self.view is None else len(self.view)
         for index, row in enumerate(self.rows):
-            if fast and row.offset + row.num_bytes <= size:
+            if fast and row.offset + row.num_bytes <= len(self.view):
                 continue
-            for name, what in self.bad_record(row):
+            for name, what in _problems(self.view, row, self.schema):
                 key = row.values.get(ID_FIELD)
                 yield Damage(self.file.name, what, row=index, number=first + index, question_id=key, field=name)
 
@@ -202,44 +316,78 @@ def _repair_shard(path: Path, shard: ShardInfo, config: Mapping[str, object], re
     """The shard after the repair; None if nothing could be recovered."""
     seen = _Examination(path, shard)
     structure = list(seen.structure())
-    bad = {index: found for index, row in enumerate(seen.rows) if (found := seen.bad_record(row))}
-    if not structure and not bad:
+    good, lost = _sort_out(seen.file, seen.view, seen.rows, seen.gaps, seen.schema)
+    if not structure and not lost:
         return shard_info(path, shard.number)
-    lost = [
-        LostRecord(seen.file.name, index, seen.rows[index].values.get(ID_FIELD), "; ".join(what for _, what in found))
-        for index, found in bad.items()
-    ]
-    lost += [LostRecord(seen.file.name, None, None, f"unreadable bytes {a} to {b}") for a, b in seen.gaps]
     if not seen.rows:
         lost = [LostRecord(seen.file.name, None, None, f"{shard.records} records: {'; '.join(structure)}")]
     result.lost += lost
-    good = [row for index, row in enumerate(seen.rows) if index not in bad]
-    sidecar = path / sidecar_name(shard.number)
     if not good:
-        for file in (seen.file, sidecar):
+        for file in (seen.file, path / sidecar_name(shard.number)):
             if file.exists():
-                set_aside(path, file, lost if file == seen.file or seen.view is None else [])
+                _set_aside(path, file, lost if file == seen.file or seen.is_missing else [])
                 file.unlink()
         return None
-    if not lost and seen.is_header_intact and seen.arrow is not None and not seen.gaps:
+    if not lost and seen.is_header_intact and seen.arrow is not None:
         # All records are intact: rewrite only what follows them and can be derived from them.
-        end = good[-1].offset + good[-1].num_bytes
         fd = os.open(seen.file, os.O_RDWR | os.O_CLOEXEC)
-        writer = ShardWriter(path, shard.number, fd, seen.arrow, rows=good, position=end, file=seen.file)
+        writer = ShardWriter(path, shard.number, fd, seen.arrow, file=seen.file, rows=good)
         result.resealed.append(seen.file.name)
         return writer.seal(seconds=shard.seconds)
     arrow = seen.arrow
     if not seen.is_header_intact or arrow is None:  # then the rows come from the sidecar
         assert seen.sidecar is not None
-        metadata = shard_metadata(config)
-        arrow = arrow_schema(seen.schema, compression=seen.sidecar.compression, metadata=metadata)
+        arrow = new_schema(seen.schema, compression=seen.sidecar.compression, config=config)
     result.rebuilt.append(seen.file.name)
     return rebuild(path, shard.number, source=seen.file, schema=arrow, rows=good, lost=lost)
 
 
-def _header(view: Bytes | None) -> tuple[pa.Schema | None, int]:
+def _sort_out(
+    file: Path, view: Bytes, rows: Sequence[Row], gaps: Sequence[tuple[int, int]], schema: Schema
+) -> tuple[list[Row], list[LostRecord]]:
+    """The intact records of a shard, and the lost ones."""
+    good: list[Row] = []
+    lost: list[LostRecord] = []
+    for index, row in enumerate(rows):
+        if problems := _problems(view, row, schema):
+            reason = "; ".join(what for _, what in problems)
+            lost.append(LostRecord(file.name, index, row.values.get(ID_FIELD), reason))
+        else:
+            good.append(row)
+    lost += [LostRecord(file.name, None, None, f"unreadable bytes {start} to {end}") for start, end in gaps]
+    return good, lost
+
+
+def _problems(view: Bytes, row: Row, schema: Schema) -> list[tuple[str | None, str]]:
+    """(field, problem) for all damage in one record."""
+    if row.offset + row.num_bytes > len(view):
+        return [(None, "its bytes are missing")]
+    found: list[tuple[str | None, str]] = []
+    if not is_row_intact(view, row, schema):
+        found.append((None, "its frame or scalars fail their CRC-32C"))
+    return found + [(name, f"slice {index} fails its CRC-32C") for name, index in damaged_fields(view, row, schema)]
+
+
+def _set_aside(path: Path, file: Path, lost: Sequence[LostRecord]) -> None:
+    """Keep the damaged file (as a hard link, if possible) and list its lost records in `damaged/lost.jsonl`."""
+    folder = path / DAMAGED
+    folder.mkdir(exist_ok=True)
+    count = sum(1 for _ in folder.glob(f"{file.name}*"))
+    target = folder / (f"{file.name}.{count}" if count else file.name)
     try:
-        return read_header(view) if view is not None else (None, 0)
+        os.link(file, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, target)
+    with open(folder / "lost.jsonl", "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(asdict(record), default=str) + "\n" for record in lost)
+        f.flush()
+        os.fsync(f.fileno())
+    sync_folder(folder)
+
+
+def _header(view: Bytes) -> tuple[pa.Schema | None, int]:
+    try:
+        return read_header(view)
     except (OSError, ValueError, pa.ArrowException):
         return None, 0
 

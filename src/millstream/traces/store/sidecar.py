@@ -5,38 +5,83 @@ a tensor.
 """
 
 import io
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from millstream.core.record import Schema, Tensor
-from millstream.errors import SchemaMismatch
-from millstream.traces.store.encode import joined_crc32c
-from millstream.traces.store.format import Row, TensorRow, compression_of, record_schema, tensor_field
+from millstream.core.console import quoted
+from millstream.core.memory import Map
+from millstream.core.record import Schema, Tensor, crc32c
+from millstream.errors import CorruptShard, DamageWarning, SchemaMismatch
+from millstream.traces.store.format import (
+    CRCS,
+    SHAPE,
+    SIZES,
+    Row,
+    TensorRow,
+    compression_of,
+    read_shard,
+    record_schema,
+    tensor_field,
+)
+from millstream.traces.store.manifest import Manifest, ShardInfo, shard_name, sidecar_name
 
 Ints = NDArray[np.int64]
+Crcs = NDArray[np.uint32]
 Span = tuple[int, int, int]  # offset, stored bytes, CRC-32C
 OFFSET, NUM_BYTES, META_BYTES = "_offset", "_bytes", "_meta_bytes"
 _SMALL_BYTES = 64 << 10
 _NUMPY = {"float": "float32", "halffloat": "float16"}  # other types have the same name in numpy
+_POLYNOMIAL = 0x82F63B78  # of CRC-32C, lowest bit first
 
 
-def sidecar_schema(schema: Schema, compression: str) -> pa.Schema:
-    place = [("offset", pa.int64()), ("shape", pa.list_(pa.int32())), ("crc32c", pa.list_(pa.uint32()))]
-    if compression != "none":
-        place.append(("sizes", pa.list_(pa.int64())))
-    fields = [
-        tensor_field(n, kind, place) if isinstance(kind, Tensor) else pa.field(n, kind) for n, kind in schema.items()
+def load_sidecar(path: Path, shard: ShardInfo) -> "Sidecar":
+    """The sidecar of a shard, verified; rebuilt in memory from the shard if it is missing or damaged."""
+    try:
+        data = (path / sidecar_name(shard.number)).read_bytes()
+    except FileNotFoundError:
+        data = b""
+    if data and shard.sidecar_crc32c in (None, crc32c(data)):
+        try:
+            return Sidecar(data)
+        except (OSError, ValueError, pa.ArrowException):  # only if the CRC is unknown
+            pass
+    file = path / shard_name(shard.number)
+    if not file.exists():
+        raise CorruptShard(f"{file}: missing, with its {shard.records} records. See: millstream verify {quoted(path)}")
+    schema, rows, _ = read_shard(Map(file).view)
+    if schema is None or len(rows) != shard.records:
+        raise CorruptShard(
+            f"{file}: its sidecar is damaged and only {len(rows)} of its {shard.records} records are readable. "
+            f"Run: millstream repair {quoted(path)}"
+        )
+    warnings.warn(
+        f"{path / sidecar_name(shard.number)}: missing or damaged; read from the shard instead. "
+        f"Run: millstream repair {quoted(path)}",
+        DamageWarning,
+        stacklevel=2,
+    )
+    return Sidecar(to_parquet(rows, record_schema(schema), compression=compression_of(schema), seconds=shard.seconds))
+
+
+def read_table(path: Path, manifest: Manifest, names: Sequence[str] | None = None) -> pa.Table:
+    """Scalars and texts of every record, in record order."""
+    schema = manifest.fields
+    fields = [(n, k) for n, k in schema.items() if not isinstance(k, Tensor) and (names is None or n in names)]
+    target = pa.schema(fields)
+    tables = [
+        load_sidecar(path, shard).table(target.names).select(target.names).cast(target) for shard in manifest.shards
     ]
-    own = [(OFFSET, pa.int64()), (NUM_BYTES, pa.int64()), (META_BYTES, pa.int32())]
-    return pa.schema([*fields, *(pa.field(name, kind) for name, kind in own)])
+    return pa.concat_tables([target.empty_table(), *tables])
 
 
 def check_storable(schema: Schema, compression: str) -> None:
@@ -52,7 +97,7 @@ def check_storable(schema: Schema, compression: str) -> None:
 
 def to_parquet(rows: Sequence[Row], schema: Schema, *, compression: str, seconds: float) -> bytes:
     """The sidecar of a shard with these rows, as the bytes of a Parquet file."""
-    target = sidecar_schema(schema, compression)
+    target = _parquet_schema(schema, compression)
     columns: dict[str, Iterable[object]] = {
         name: (
             [_place(row.tensors[name]) for row in rows]
@@ -85,7 +130,7 @@ class Sidecar:
         self.num_records = file.metadata.num_rows
         self._columns: dict[str, pa.Array] = {}
         self._numbers: dict[str, NDArray[np.generic] | None] = {}
-        self._tensors: dict[str, Places] = {}
+        self._tensors: dict[str, TensorColumn] = {}
 
     def column(self, name: str) -> pa.Array:
         """One scalar field of all records."""
@@ -101,13 +146,13 @@ class Sidecar:
             self._numbers[name] = _numbers_of(column) if plain and not column.null_count else None
         return self._numbers[name]
 
-    def tensor(self, name: str) -> "Places | None":
+    def tensor(self, name: str) -> "TensorColumn | None":
         """Offsets of one tensor field in all records; None if it has no tensors in this shard."""
         if name not in self._tensors:
             kind = self.schema[name]
             if not isinstance(kind, Tensor):
                 return None
-            self._tensors[name] = Places.of(self._read(name), kind.itemsize)
+            self._tensors[name] = TensorColumn.of(self._read(name), kind.itemsize)
         return self._tensors[name]
 
     def table(self, names: Sequence[str]) -> pa.Table:
@@ -117,23 +162,23 @@ class Sidecar:
         return file.read(columns=list(names), use_threads=False)
 
     @cached_property
-    def _own(self) -> tuple[Ints, Ints, Ints]:
+    def _extents(self) -> tuple[Ints, Ints, Ints]:
         own = (_numbers_of(self._read(name)).astype(np.int64) for name in (OFFSET, NUM_BYTES, META_BYTES))
         return next(own), next(own), next(own)
 
     def extent(self, number: int) -> tuple[int, int]:
         """Offset and bytes of one record."""
-        return int(self._own[0][number]), int(self._own[1][number])
+        return int(self._extents[0][number]), int(self._extents[1][number])
 
     def row(self, number: int) -> Row:
         """Everything stored of one record."""
-        offset, num_bytes, meta_bytes = (int(column[number]) for column in self._own)
+        offset, num_bytes, meta_bytes = (int(column[number]) for column in self._extents)
         values: dict[str, object] = {}
         tensors: dict[str, TensorRow | None] = {}
         for name, kind in self.schema.items():
             if isinstance(kind, Tensor):
-                places = self.tensor(name)
-                tensors[name] = places.row(number) if places else None
+                column = self.tensor(name)
+                tensors[name] = column.row(number) if column else None
             else:
                 values[name] = self.column(name)[number].as_py()
         return Row(offset, num_bytes, meta_bytes, values, tensors)
@@ -152,7 +197,7 @@ class Sidecar:
 
 
 @dataclass(frozen=True)
-class Places:
+class TensorColumn:
     """Offsets, shapes and checksums of one tensor field of a shard, as flat arrays."""
 
     offsets: Ints  # -1 where the tensor is None
@@ -162,7 +207,7 @@ class Places:
     itemsize: int
 
     @staticmethod
-    def of(column: pa.Array, itemsize: int) -> "Places":
+    def of(column: pa.Array, itemsize: int) -> "TensorColumn":
         assert isinstance(column, pa.StructArray)
         members = {field.name: column.field(field.name) for field in column.type}
         offsets = members["offset"]
@@ -172,7 +217,7 @@ class Places:
         else:
             at = _numbers_of(offsets).astype(np.int64)
         sizes = _lists(members["sizes"]) if "sizes" in members else None
-        return Places(at, _lists(members["shape"]), _lists(members["crc32c"]), sizes, itemsize)
+        return TensorColumn(at, _lists(members["shape"]), _lists(members["crc32c"]), sizes, itemsize)
 
     def all_shapes(self) -> Ints:
         """The shapes of all tensors that are not None, one per row."""
@@ -213,7 +258,7 @@ class Places:
         for count in set(counts.tolist()) - {0}:  # np.unique would import numpy.ma, 20 ms
             (rows,) = np.nonzero(counts == count)
             crcs = values[bounds[rows][:, None] + np.arange(count)].astype(np.uint32)
-            out[rows] = joined_crc32c(crcs, self.num_bytes[rows] // count)
+            out[rows] = _joined_crc32c(crcs, self.num_bytes[rows] // count)
         return out
 
     def whole(self, number: int) -> list[Span]:
@@ -238,6 +283,17 @@ class Places:
             return None
         sizes = tuple(_item(self.sizes, number)) if self.sizes else None
         return TensorRow(offset, tuple(_item(self.shapes, number)), tuple(_item(self.crc32c, number)), sizes)
+
+
+def _parquet_schema(schema: Schema, compression: str) -> pa.Schema:
+    members: list[tuple[str, pa.DataType]] = [("offset", pa.int64()), ("shape", SHAPE), ("crc32c", CRCS)]
+    if compression != "none":
+        members.append(("sizes", SIZES))
+    fields = [
+        tensor_field(n, kind, members) if isinstance(kind, Tensor) else pa.field(n, kind) for n, kind in schema.items()
+    ]
+    own = [(OFFSET, pa.int64()), (NUM_BYTES, pa.int64()), (META_BYTES, pa.int32())]
+    return pa.schema([*fields, *(pa.field(name, kind) for name, kind in own)])
 
 
 def _place(tensor: TensorRow | None) -> dict[str, object] | None:
@@ -266,3 +322,43 @@ def _numbers_of(array: pa.Array) -> NDArray[np.generic]:
     if data is None or not len(array):
         return np.empty(0, dtype)
     return np.frombuffer(memoryview(data), dtype)[array.offset : array.offset + len(array)]
+
+
+def _joined_crc32c(crcs: Crcs, sizes: NDArray[np.int64]) -> Crcs:
+    """CRC-32C of the concatenated pieces of each row: `crcs` [rows, pieces], each piece of a row `sizes[row]` bytes.
+
+    A CRC is linear: the CRC of the whole is the XOR of those of the pieces, each shifted by the bytes that follow it.
+    """
+    pieces = crcs.shape[1]
+    follow: NDArray[np.int64] = sizes.reshape(-1, 1) * np.arange(pieces - 1, -1, -1, dtype=np.int64)
+    moved = crcs.copy()
+    for bit in range(int(follow.max(initial=0)).bit_length()):
+        tables = _shift_tables(bit)
+        shifted = tables[0][moved & 255]
+        for byte in (1, 2, 3):
+            shifted ^= tables[byte][moved >> np.uint32(8 * byte) & 255]
+        moved = np.where(follow >> bit & 1, shifted, moved)
+    return np.bitwise_xor.reduce(moved, axis=1)
+
+
+@cache
+def _shift_tables(bit: int) -> Crcs:
+    """[4, 256]: the effect of 2^bit appended zero bytes on a CRC, by the value of each of its bytes."""
+    columns = _columns(bit + 3)
+    values = np.arange(256, dtype=np.uint32)
+    tables = np.zeros((4, 256), np.uint32)
+    for place in range(32):
+        tables[place // 8] ^= np.where(values >> np.uint32(place % 8) & 1, columns[place], np.uint32(0))
+    return tables
+
+
+@cache
+def _columns(power: int) -> Crcs:
+    """The effect of 2^power appended zero bits on each bit of a CRC."""
+    if power == 0:
+        return np.array([_POLYNOMIAL, *(1 << place for place in range(31))], np.uint32)
+    half = _columns(power - 1)
+    out = np.zeros(32, np.uint32)
+    for place in range(32):
+        out ^= np.where(half >> np.uint32(place) & 1, half[place], np.uint32(0))
+    return out

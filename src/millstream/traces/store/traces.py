@@ -3,11 +3,11 @@
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, cast, overload
 
 import numpy as np
@@ -19,11 +19,11 @@ from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
 from millstream.core.memory import empty
 from millstream.core.record import Array, Bytes, Schema, Tensor, from_bytes
-from millstream.traces.store.format import Row
-from millstream.traces.store.manifest import Manifest, ShardInfo, list_shards, read_manifest
-from millstream.traces.store.open_shard import Layers, OpenShard, Plan, ShardReader
-from millstream.traces.store.shard import ID_FIELD
-from millstream.traces.store.table import IdIndex, build_index, load_index, read_column, read_table
+from millstream.traces.store.format import ID_FIELD, Row
+from millstream.traces.store.ids import IdIndex, open_index
+from millstream.traces.store.manifest import ShardInfo, list_shards, read_manifest
+from millstream.traces.store.shard_reader import Layers, Plan, RangeReader, ShardReader
+from millstream.traces.store.sidecar import read_table
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ Record = dict[str, object]
 SCALAR_BYTES = 64  # estimated memory of a number or text
 LABELS_FILE = "labels.parquet"
 AHEAD = 4  # records to prefetch when iterating
-Place = tuple[OpenShard, Plan | None]
+Place = tuple[ShardReader, Plan | None]
 Plans = Mapping[str, Sequence[Place]]
 
 
@@ -75,14 +75,14 @@ class Traces(Collection):
         manifest = read_manifest(self.path)
         if only is not None:
             kept = tuple(shard for shard in manifest.shards if shard.number in only)
-            manifest = Manifest(manifest.config, manifest.compression, manifest.arrow_schema, kept)
+            manifest = replace(manifest, shards=kept)
         self._manifest = manifest
         self.fields: Schema = manifest.fields
         self._starts = list(accumulate((shard.records for shard in manifest.shards), initial=0))
         # lru_cache is thread-safe: at worst two threads open the same shard twice.
         self._open = lru_cache(maxsize=self._open_shards)(self._open_shard)
         self._table: pa.Table | None = None
-        self._index: tuple[IdIndex, ...] | None = None
+        self._index: list[IdIndex] | None = None
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -172,7 +172,7 @@ class Traces(Collection):
         if ID_FIELD not in self.fields:
             raise KeyError(f"{self.path}: its records have no {ID_FIELD!r}, only {', '.join(self.fields)}")
         if self._index is None:
-            self._index = self._load_index()
+            self._index = open_index(self.path, self._manifest.shards)
         position = {shard.number: index for index, shard in enumerate(self._manifest.shards)}
         places = sorted({place for index in self._index for place in index.find(question_id)})
         for number, row in places:
@@ -223,7 +223,7 @@ class Traces(Collection):
         """One scalar field of every record, read from the sidecars and not kept."""
         if isinstance(self.fields.get(name), Tensor | None):
             raise KeyError(f"{self.path}: no scalar field {name!r}; it has {', '.join(self.fields)}")
-        return read_column(self.path, self._manifest, name)
+        return read_table(self.path, self._manifest, [name]).column(name)
 
     def locate(self, number: int) -> tuple[int, int]:
         """The index in `shards` of the shard of a record, and its row there."""
@@ -243,9 +243,7 @@ class Traces(Collection):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -296,9 +294,9 @@ class Traces(Collection):
         shards = np.searchsorted(self._starts, wanted, side="right") - 1
         return shards.tolist(), (wanted - np.asarray(self._starts)[shards]).tolist()
 
-    def _open_shard(self, index: int) -> OpenShard:
+    def _open_shard(self, index: int) -> ShardReader:
         info = self._manifest.shards[index]
-        return OpenShard(self.path, info, first=self._starts[index], verify=self._verify == "always")
+        return ShardReader(self.path, info, first=self._starts[index], verify=self._verify == "always")
 
     def _record(self, number: int) -> Record:
         index, row = self.locate(number)
@@ -341,7 +339,7 @@ class Traces(Collection):
             total = -(-starts[name][-1] // 64) * 64
         memory = cast(Bytes, empty(total, np.uint8))
         columns: dict[str, Array | torch.Tensor | list[object]] = {}
-        with ShardReader([place for column in plans.values() for place in column]) as reader:
+        with RangeReader([place for column in plans.values() for place in column]) as reader:
             for name, column in plans.items():
                 kind = cast(Tensor, self.fields[name])
                 tensors: list[object] = []
@@ -370,14 +368,6 @@ class Traces(Collection):
         if values and all(isinstance(value, bool | int | float) for value in values):
             return np.array(values)
         return values
-
-    def _load_index(self) -> tuple[IdIndex, ...]:
-        """The stored index, if there is one, and a new one for the shards it does not cover."""
-        stored = load_index(self.path)
-        covered = stored.shards if stored else frozenset[tuple[int, int | None]]()
-        shards = tuple(s for s in self._manifest.shards if (s.number, s.sidecar_crc32c) not in covered)
-        rest = build_index(self.path, shards)
-        return (stored, rest) if stored else (rest,)
 
 
 def _are_alike(column: Sequence[Place]) -> bool:

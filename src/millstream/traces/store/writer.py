@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import pyarrow as pa
@@ -13,19 +12,20 @@ from millstream.core.config import config_diff, config_hash, parse_bytes
 from millstream.core.files import sync_folder
 from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreExists, StoreFull
-from millstream.traces.store.format import arrow_schema
+from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.ids import update_ids
 from millstream.traces.store.manifest import (
     MANIFEST,
     Manifest,
     foreign_file,
     list_shards,
+    new_schema,
     read_manifest,
-    shard_metadata,
     write_manifest,
 )
-from millstream.traces.store.shard import ID_FIELD, Recovery, ShardWriter, recover_all, wait_for_writers
-from millstream.traces.store.sidecar import check_storable
-from millstream.traces.store.table import read_column, read_table, update_ids
+from millstream.traces.store.repair import Recovery, recover_all, wait_for_writers
+from millstream.traces.store.shard_writer import ShardWriter
+from millstream.traces.store.sidecar import check_storable, read_table
 
 SHARD_BYTES = "512MB"  # default
 NO_LIMIT = 2**62
@@ -74,7 +74,10 @@ class TraceWriter:
         self.path.mkdir(parents=True, exist_ok=True)
         if not any(list_shards(self.path)):
             if not (self.path / MANIFEST).exists():
-                self._refuse_foreign_folder()
+                if (foreign := foreign_file(self.path)) is not None:
+                    raise StoreExists(
+                        f"{self.path}: not a trace store and not empty (contains {foreign!r}). Write to a new folder"
+                    )
                 write_manifest(self.path, Manifest(config or {}, compression or "none"))
             elif config is not None and not (found := read_manifest(self.path)).shards:
                 # Left by a run that failed before its first record: its settings do not matter.
@@ -165,9 +168,9 @@ class TraceWriter:
         """Every `question_id` in the store, including unsealed records of this writer: what a resumed job can skip."""
         if self._ids is None:
             manifest = read_manifest(self.path)
-            known = ID_FIELD in manifest.fields
-            self._ids = set(read_column(self.path, manifest, ID_FIELD).to_pylist()) if known else set()
-            self._ids |= {row.values.get(ID_FIELD) for row in (self._shard.rows if self._shard else ())}
+            self._ids = {row.values.get(ID_FIELD) for row in (self._shard.rows if self._shard else ())}
+            if ID_FIELD in manifest.fields:
+                self._ids |= set(read_table(self.path, manifest, [ID_FIELD]).column(ID_FIELD).to_pylist())
             self._ids.discard(None)
         return self._ids
 
@@ -187,9 +190,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except StoreFull:
@@ -241,18 +242,11 @@ class TraceWriter:
 
     def _new_shard(self, schema: Schema) -> ShardWriter:
         sealed, opened = list_shards(self.path)
-        arrow = arrow_schema(schema, compression=self._compression, metadata=shard_metadata(self.config))
+        arrow = new_schema(schema, compression=self._compression, config=self.config)
         shard = ShardWriter.create(self.path, first=max([-1, *sealed, *opened]) + 1, schema=arrow)
         if self._durable:
             sync_folder(self.path)
         return shard
-
-    def _refuse_foreign_folder(self) -> None:
-        foreign = foreign_file(self.path)
-        if foreign is not None:
-            raise StoreExists(
-                f"{self.path}: not a trace store and not empty (contains {foreign!r}). Write to a new folder"
-            )
 
 
 def prepare_store(path: Path, config: Mapping[str, object]) -> None:

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -18,18 +17,15 @@ from millstream.core.console import quoted
 from millstream.core.memory import Map
 from millstream.core.record import Array, Bytes, Tensor, crc32c, from_bytes
 from millstream.errors import CorruptRecord, CorruptShard
-from millstream.traces.store.encode import unpack
-from millstream.traces.store.format import is_frame_intact
+from millstream.traces.store.format import ID_FIELD, is_frame_intact, unpack
 from millstream.traces.store.manifest import ShardInfo, shard_name
-from millstream.traces.store.shard import ID_FIELD
-from millstream.traces.store.sidecar import Span
-from millstream.traces.store.table import load_sidecar
+from millstream.traces.store.sidecar import Span, load_sidecar
 
 if TYPE_CHECKING:
     import torch
 
 Layers = int | np.integer | Sequence[int] | NDArray[np.integer] | None
-MAX_FILES = 16  # open at once to read a batch, from any number of shards
+MAX_FILES = 16  # open files of a RangeReader, for any number of shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class Plan:
     rows: tuple[int, list[int]] | None  # (number of rows, rows to take) of one span that contains all rows
 
 
-class OpenShard:
+class ShardReader:
     """Reads records of one shard by row. Keeps no file descriptor open."""
 
     def __init__(self, path: Path, info: ShardInfo, *, first: int, verify: bool) -> None:
@@ -116,12 +112,12 @@ class OpenShard:
 
     def plan(self, row: int, name: str, layers: Layers = None) -> Plan | None:
         """How to read a tensor, or some of its layers; None if the tensor is None."""
-        places, kind = self.sidecar.tensor(name), self.sidecar.schema[name]
-        shape = places.shape(row) if places else None
-        if places is None or shape is None or not isinstance(kind, Tensor):
+        column, kind = self.sidecar.tensor(name), self.sidecar.schema[name]
+        shape = column.shape(row) if column else None
+        if column is None or shape is None or not isinstance(kind, Tensor):
             return None
         if layers is None or kind.axes[:1] != ("layer",):
-            return Plan(row, name, kind, shape, places.whole(row), None)
+            return Plan(row, name, kind, shape, column.whole(row), None)
         count = shape[0]
         one = isinstance(layers, int | np.integer)
         picks = [int(layers)] if isinstance(layers, int | np.integer) else [int(pick) for pick in layers]
@@ -131,9 +127,9 @@ class OpenShard:
             )
         picks = [pick % count for pick in picks]
         result = shape[1:] if one else (len(picks), *shape[1:])
-        if places.num_slices(row) == 1 and count > 1:  # too small to be sliced: taken from the whole tensor
-            return Plan(row, name, kind, result, places.whole(row), (count, picks))
-        return Plan(row, name, kind, result, places.spans(row, picks), None)
+        if column.num_slices(row) == 1 and count > 1:  # too small to be sliced: taken from the whole tensor
+            return Plan(row, name, kind, result, column.whole(row), (count, picks))
+        return Plan(row, name, kind, result, column.spans(row, picks), None)
 
     def tensor(self, plan: Plan) -> "Array | torch.Tensor":
         """The tensor of a plan: a view of the mapped file if the bytes are contiguous."""
@@ -147,7 +143,7 @@ class OpenShard:
             self.copy(plan, data)
         return from_bytes(plan.kind, plan.shape, data)
 
-    def copy(self, plan: Plan, out: Bytes, reader: "ShardReader | None" = None) -> None:
+    def copy(self, plan: Plan, out: Bytes, reader: "RangeReader | None" = None) -> None:
         """Copy the raw bytes of a plan into `out`, verified; from the mapped file, or read by `reader`."""
         if not out.size:
             return
@@ -159,7 +155,7 @@ class OpenShard:
         else:
             self._copy_spans(plan, out, reader)
 
-    def _copy_spans(self, plan: Plan, out: Bytes, reader: "ShardReader | None") -> None:
+    def _copy_spans(self, plan: Plan, out: Bytes, reader: "RangeReader | None") -> None:
         parts = out.reshape(len(plan.spans), -1)
         if self._packed:
             for part, span in zip(parts, plan.spans, strict=True):
@@ -180,7 +176,7 @@ class OpenShard:
                 if crc32c(part) != span[2]:
                     part[:] = self._stored(plan, [span])  # raises if the file is damaged
 
-    def _read(self, plan: Plan, span: Span, reader: "ShardReader") -> Bytes:
+    def _read(self, plan: Plan, span: Span, reader: "RangeReader") -> Bytes:
         offset, size, crc = span
         stored = np.empty(size, np.uint8)
         if not reader.read(self, offset, stored):
@@ -191,10 +187,10 @@ class OpenShard:
         """Bytes per row of the tensors among these fields, or of some of their layers."""
         total = np.zeros(len(rows), np.int64)
         for name, picks in fields.items():
-            places = self.sidecar.tensor(name) if name in self.sidecar.schema else None
-            if places is not None:
-                sizes = places.num_bytes[rows]
-                total += sizes if picks is None else sizes * len(picks) // np.maximum(places.first_axis[rows], 1)
+            column = self.sidecar.tensor(name) if name in self.sidecar.schema else None
+            if column is not None:
+                sizes = column.num_bytes[rows]
+                total += sizes if picks is None else sizes * len(picks) // np.maximum(column.first_axis[rows], 1)
         return total
 
     def _stored(self, plan: Plan, spans: Sequence[Span]) -> Bytes:
@@ -202,21 +198,21 @@ class OpenShard:
         start, end = spans[0][0], spans[-1][0] + spans[-1][1]
         self._check_end(plan, end)
         view = self._map.view[start:end]
-        if not self._verify or _first_bad(view, spans) is None:
+        if not self._verify or _are_intact(view, spans):
             return view
         # The caller may have written to an earlier view, which changes the page in this process only.
         fresh = np.empty(end - start, np.uint8)
         with open(self.file, "rb") as f:
             f.seek(start)
             f.readinto(fresh.data)
-        if _first_bad(fresh, spans) is not None:
+        if not _are_intact(fresh, spans):
             self._corrupt(plan.row, f"field {plan.name!r}", f"CRC-32C of {self._bad_slice(plan, fresh, start)}")
         return fresh
 
     def _bad_slice(self, plan: Plan, data: Bytes, start: int) -> str:
         """Which slice of a tensor is damaged, from the bytes at `start`."""
-        places = self.sidecar.tensor(plan.name)
-        slices = places.spans(plan.row) if places else []
+        column = self.sidecar.tensor(plan.name)
+        slices = column.spans(plan.row) if column else []
         inside = [span for span in slices if start <= span[0] and span[0] + span[1] <= start + data.size]
         bad = [at for at, size, crc in inside if crc32c(data[at - start : at - start + size]) != crc]
         return f"the slice at byte {bad[0]}" if bad else f"the bytes from {start} on"
@@ -234,14 +230,14 @@ class OpenShard:
         )
 
 
-class ShardReader:
-    """Reads the ranges of a batch with read(2), without mapping the files or keeping anything in memory.
+class RangeReader:
+    """Reads the byte ranges of a batch with read(2), without mapping the files or keeping anything in memory.
 
-    At the first range that is not cached it requests all ranges of the batch, so that the disk works on several
-    requests at a time.
+    At the first range that is not in the page cache it requests all ranges of the batch, so that the disk works on
+    several requests in parallel.
     """
 
-    def __init__(self, wanted: "Sequence[tuple[OpenShard, Plan | None]]") -> None:
+    def __init__(self, wanted: "Sequence[tuple[ShardReader, Plan | None]]") -> None:
         self._wanted = wanted
         self._requested = False
         self._files: dict[Path, int] = {}  # in the order of opening
@@ -249,13 +245,11 @@ class ShardReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for fd in self._files.values():
             os.close(fd)
 
-    def read(self, shard: "OpenShard", offset: int, out: Bytes) -> bool:
+    def read(self, shard: "ShardReader", offset: int, out: Bytes) -> bool:
         """Fill `out`; False if the file is too short."""
         fd, left = self._open(shard), out.data
         if not self._requested:
@@ -284,7 +278,7 @@ class ShardReader:
                 fd = self._open(shard)
                 os.posix_fadvise(fd, first[0], last[0] + last[1] - first[0], os.POSIX_FADV_WILLNEED)
 
-    def _open(self, shard: "OpenShard") -> int:
+    def _open(self, shard: "ShardReader") -> int:
         if shard.file not in self._files:
             if len(self._files) == MAX_FILES:
                 os.close(self._files.pop(next(iter(self._files))))
@@ -297,9 +291,7 @@ def _are_contiguous(spans: Sequence[Span]) -> bool:
     return bool(spans) and all(a[0] + a[1] == b[0] for a, b in pairwise(spans))
 
 
-def _first_bad(data: Bytes, spans: Sequence[Span]) -> int | None:
+def _are_intact(data: Bytes, spans: Sequence[Span]) -> bool:
+    """Whether contiguous spans match their checksums; `data` starts with the first one."""
     start = spans[0][0]
-    for index, (offset, size, crc) in enumerate(spans):
-        if crc32c(data[offset - start : offset - start + size]) != crc:
-            return index
-    return None
+    return all(crc32c(data[offset - start : offset - start + size]) == crc for offset, size, crc in spans)
