@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from millstream.report.measures import Difference, Interval
-from millstream.report.tables import Column, Table, card_table, difference_table, grouped, shown
+from millstream.report.tables import Column, Comparison, Table, card_table, difference_table, grouped, shown
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def test_a_cell_is_a_dash_where_there_is_no_number_and_a_tiny_p_is_not_nought():
 
 def test_differences_and_cards_are_tables():
     difference = Difference("a", "b", "val", Interval(0.1, 0.05, 0.2), 0.01, 0.02, True)
-    for with_split in (False, True):
-        table = difference_table([difference], what="model", key="f1", title="F1", with_split=with_split)
+    for by_split in (False, True):
+        table = difference_table([difference], Comparison("model", "f1", "F1", by_split=by_split))
         (row,) = csv.DictReader(table.csv().splitlines())
         assert list(row) == [
-            *(["part"] if with_split else []),
+            *(["part"] if by_split else []),
             "a",
             "b",
             "f1",

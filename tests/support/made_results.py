@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from millstream.report.measures import Curve, Difference, Interval
 from millstream.traces.report.results import Mistake, ModelResult, Results
+from millstream.training.folder import Metrics
 
 HOSTILE = (
     """<script>window.hacked = 1</script>'"><img src=x onerror="window.hacked = 2">{{ 7 * 7 }}{% raw %} 🎉 مرحبا \\"""
@@ -46,7 +48,7 @@ def made_results(*, run: Path = Path("runs/triviaqa")) -> Results:
     models = sorted((_model(name) for name in _TITLES), key=lambda model: -model.auroc.value)
     best = models[0]
     return Results(
-        run=run,
+        path=run,
         config={
             "data": "traces/triviaqa",
             "models": [model.name for model in models],
@@ -66,11 +68,16 @@ def made_results(*, run: Path = Path("runs/triviaqa")) -> Results:
         prevalence=NUM_WRONG / NUM_TEST,
         models=models,
         differences=[_difference(a, b) for place, a in enumerate(models[:8]) for b in models[place + 1 : 8]],
-        history=[
-            line for name, (kind, _, _) in _TITLES.items() if kind != "baseline" for line in _history(name, seeds=3)
-        ],
-        memory=[(2.0 * s, 900_000_000 + int(1_300_000_000 * (1 - np.exp(-s / 40)))) for s in range(400)],
-        budget=2_900_000_000,
+        metrics=Metrics(
+            epochs={
+                (name, line["seed"], line["epoch"]): line
+                for name, (kind, _, _) in _TITLES.items()
+                if kind != "baseline"
+                for line in _history(name, seeds=3)
+            },
+            memory=[(2.0 * s, 900_000_000 + int(1_300_000_000 * (1 - np.exp(-s / 40)))) for s in range(400)],
+            budget=2_900_000_000,
+        ),
         probe_layers={
             place: Curve(list(range(29)), [0.5 + height * np.exp(-(((x - 17) / 11) ** 2)) for x in range(29)])
             for place, height in (
@@ -183,13 +190,13 @@ def _difference(a: ModelResult, b: ModelResult) -> Difference:
     return Difference(a.name, b.name, "test", Interval(gap, gap - 0.02, gap + 0.02), p, min(1.0, 20 * p), 20 * p < 0.05)
 
 
-def _history(name: str, *, seeds: int) -> list[dict[str, object]]:
+def _history(name: str, *, seeds: int) -> list[dict[str, Any]]:
     auroc = _TITLES[name][2]
-    lines: list[dict[str, object]] = []
+    lines: list[dict[str, Any]] = []
     for seed in range(seeds):
         for epoch in range(12):
             rise = 1 - np.exp(-(epoch + 1 + seed / 2) / 3)
-            line: dict[str, object] = {"kind": "epoch", "model": name, "seed": seed, "epoch": epoch}
+            line: dict[str, Any] = {"kind": "epoch", "model": name, "seed": seed, "epoch": epoch}
             line |= {"loss": 0.7 - 0.4 * rise * auroc, "val_auroc": 0.5 + (auroc - 0.49) * rise, "lr": 0.001}
             line |= (
                 {"kl": 3.1 * rise * auroc + seed / 10, "active_units": 9 + epoch // 2 + seed}

@@ -370,12 +370,11 @@ def _questions(store: Path) -> set[str]:
 
 def _report(run: Path) -> None:
     try:
-        from millstream.traces.report import write_report
-        from millstream.traces.report.evaluate import read_results
+        from millstream.traces.report import report
     except MissingExtra as error:
         say(f"{run}: no report.html. {error}")
         return
-    say(f"{write_report(read_results(run), run / 'report.html')}: the comparison, with confidence intervals and curves")
+    say(f"{report(run).write_page(run / 'report.html')}: the comparison, with confidence intervals and curves")
 
 
 if __name__ == "__main__":

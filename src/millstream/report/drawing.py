@@ -206,7 +206,8 @@ def history_drawings(
         epochs = {x for points in lines.values() for x, _ in points}
         if len(epochs) == 1:
             axes.set_xlim(min(epochs) - 1, min(epochs) + 1)  # else its tick would be among fractions
-        axes.yaxis.get_major_locator().set_params(integer=key == "active_units")
+        is_count = all(float(y).is_integer() for points in lines.values() for _, y in points)
+        axes.yaxis.get_major_locator().set_params(integer=is_count)
         legend(figure, axes, grey=any(not looks.get(name, Look()).named for name in named))
         drawings.append(Drawing(key, title, caption, figure))
     return drawings

@@ -13,7 +13,17 @@ from millstream.errors import MissingExtra
 from millstream.report import write_files
 from millstream.report.drawing import PALETTE, Drawing
 from millstream.report.measures import Difference, Interval
-from millstream.report.tables import DASH, Cell, Column, Table, card_table, clipped, difference_table, shown
+from millstream.report.tables import (
+    DASH,
+    Cell,
+    Column,
+    Comparison,
+    Table,
+    clipped,
+    difference_table,
+    flat,
+    shown,
+)
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -126,7 +136,7 @@ class PairsBlock:
     tree: Mapping[str, object]
 
     def rows(self) -> Sequence[tuple[str, str]]:
-        return card_table(self.tree).rows
+        return flat(self.tree)
 
 
 @dataclass(frozen=True)
@@ -216,21 +226,39 @@ def write_page(page: Page, out: Path) -> Path:
     return out
 
 
-def difference_section(
-    differences: Sequence[Difference], *, what: str, key: str, title: str, text: str, with_split: bool = False
-) -> Section:
-    """Paired differences between models, with their intervals as plots."""
-    table = difference_table(differences, what=what, key=key, title=title, with_split=with_split)
+def difference_section(differences: Sequence[Difference], compared: Comparison, *, text: str) -> Section:
+    """Paired differences between models, with their intervals as plots; `text` says which, and on which records."""
+    key = compared.key
     block = TableBlock(
-        table=table.only("a", "b", "part", key, "p", "p_holm", "differs"),
+        table=difference_table(differences, compared).only("a", "b", "part", key, "p", "p_holm", "differs"),
         label="Paired differences",
         css="differences",
         plot=(key, Scale.of([one.value for one in differences], reference=0.0)),
         row_css=lambda one: "differs" if one.differs else "same",
     )
-    missing = f"Left out: there are no two {what}s to compare."
+    missing = f"Left out: there are no two {compared.what}s to compare."
+    text = f"{text}: paired bootstrap, p corrected for all comparisons (Holm)."
     blocks = [TextBlock(text), block] if differences else []
     return Section("differences", "Paired differences", blocks, missing, "Differences")
+
+
+def figure_section(drawings: Sequence[Drawing], *, text: str) -> Section:
+    drawn = any(drawing.figure for drawing in drawings)
+    return Section("figures", "Figures", [*([TextBlock(text)] if drawn else []), FiguresBlock(drawings)])
+
+
+def data_section(
+    card: Mapping[str, object], tables: Mapping[str, Table[Any]], *, shown: Sequence[str], tall: Sequence[str] = ()
+) -> Section:
+    """The data card: tables side by side, and its other entries; `shown` are those that the tables show."""
+    side = [
+        [HeadingBlock(title), TableBlock(table=table, label=title, is_tall=title in tall)]
+        for title, table in tables.items()
+        if table.rows
+    ]
+    others = PairsBlock({name: value for name, value in card.items() if name not in shown})
+    blocks = [SideBlock(side), others] if card else []
+    return Section("data", "Data", blocks, "Left out: the run has no data card.")
 
 
 @dataclass(frozen=True)

@@ -102,20 +102,28 @@ def titled(columns: Sequence[Column[Row]], titles: Mapping[str, str]) -> list[Co
     return [replace(column, title=titles.get(column.key, column.title)) for column in columns]
 
 
-def difference_table(
-    differences: Sequence[Difference], *, what: str, key: str, title: str, with_split: bool
-) -> Table[Difference]:
+@dataclass(frozen=True)
+class Comparison:
+    """Which kind of model is compared, and by which measure: `Comparison("detector", "auroc", "AUROC")`."""
+
+    what: str
+    key: str  # of the measure, in files
+    title: str
+    by_split: bool = False  # on several splits
+
+
+def difference_table(differences: Sequence[Difference], compared: Comparison) -> Table[Difference]:
     """Paired differences of a measure between two models."""
     columns: list[Column[Difference]] = [
         Column("part", "split", "", lambda d: d.split, ""),
-        Column("a", what, "", lambda d: d.a, ""),
+        Column("a", compared.what, "", lambda d: d.a, ""),
         Column("b", "minus", "", lambda d: d.b, ""),
-        Column(key, f"{title} difference", "with its 95 % interval", lambda d: d.value, "+.3f"),
+        Column(compared.key, f"{compared.title} difference", "with its 95 % interval", lambda d: d.value, "+.3f"),
         Column("p", "p", "two-sided, paired bootstrap", lambda d: d.p, "p"),
         Column("p_holm", "p, Holm", "corrected for all comparisons made", lambda d: d.p_holm, "p"),
         Column("differs", "significant", "p after Holm below 0.05", lambda d: d.differs, ""),
     ]
-    return Table(columns[0 if with_split else 1 :], differences)
+    return Table(columns[0 if compared.by_split else 1 :], differences)
 
 
 def card_table(card: Mapping[str, object]) -> Table[tuple[str, str]]:

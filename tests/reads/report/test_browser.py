@@ -9,7 +9,7 @@ import pytest
 from support.extras import need
 
 need("matplotlib", "jinja2")
-from millstream.reads.report import write_report  # noqa: E402
+from millstream.reads.report import report_on  # noqa: E402
 from millstream.reads.report.evaluate import read_results  # noqa: E402
 from millstream.reads.report.figures import draw  # noqa: E402
 from support.making_read_run import EVIL, make_read_run  # noqa: E402
@@ -23,7 +23,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
     results = read_results(make_read_run(folder, num_classes=20, absent=(3,)), resamples=50)
     few = [drawing for drawing in draw(results) if drawing.name in ("confusion-heldout", "coverage-heldout")]
-    return write_report(results, folder / "report.html", drawings=few)
+    return report_on(results).write_page(folder / "report.html", few)
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from millstream.reads.report import comparison_text, summary, tables, write_report
+from millstream.reads.report import comparison_text, report_on
 from millstream.reads.report.evaluate import read_results
 from millstream.reads.report.figures import draw, split_ids
 from millstream.reads.report.results import ReadResults
 from millstream.report.drawing import Drawing
+from millstream.training.folder import Metrics
 from support.html_page import Page
 from support.making_read_run import EVIL, MODELS, make_read_run
 
@@ -36,7 +37,7 @@ SECTIONS += ["environment", "not-run"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> ReadResults:
-    run = make_read_run(tmp_path_factory.mktemp("reads"), seeds=2, empty=(5,), asked="cnn,kmer-linear,lstm")
+    run = make_read_run(tmp_path_factory.mktemp("reads"), seeds=2, empty=(5,), configured="cnn,kmer-linear,lstm")
     return read_results(run, resamples=100)
 
 
@@ -50,13 +51,13 @@ def html(results: ReadResults, drawings: list[Drawing], tmp_path_factory: pytest
     """With a figure of each section: to write them takes most of the time."""
     out = tmp_path_factory.mktemp("page") / "deep" / "report.html"
     few = [drawing for drawing in drawings if drawing.name in ("confusion-known", "coverage-known", "memory")]
-    assert write_report(results, out, drawings=few) == out
+    assert report_on(results).write_page(out, few) == out
     return out.read_text()
 
 
 def page_of(results: ReadResults, out: Path) -> str:
     """Without figures, which take most of the time."""
-    return write_report(results, out / "report.html", drawings=[]).read_text()
+    return report_on(results).write_page(out / "report.html", []).read_text()
 
 
 def test_the_sections_come_in_their_order_and_the_findings_first(html: str, results: ReadResults):
@@ -124,8 +125,8 @@ def test_one_model_without_ranks_and_test_splits_says_what_is_left_out(tmp_path:
 
 
 def test_without_any_model_the_page_says_so(results: ReadResults, tmp_path: Path):
-    none = replace(results, models=[], differences=[], gaps=[], history=[], memory=[], ranks={}, findings=["None."])
-    text = write_report(none, tmp_path / "report.html").read_text()
+    none = replace(results, models=[], differences=[], gaps=[], metrics=Metrics(), ranks={}, findings=["None."])
+    text = report_on(none).write_page(tmp_path / "report.html").read_text()
     assert [name for name in SECTIONS if f'<section id="{name}"' not in text] == []
     assert text.count("no classifier was evaluated") == 13 and "<figure" not in text
     assert len(comparison_text(none).splitlines()) == 2
@@ -133,20 +134,20 @@ def test_without_any_model_the_page_says_so(results: ReadResults, tmp_path: Path
 
 def test_many_classes_have_their_most_confused_pairs_instead_of_a_matrix(tmp_path: Path):
     found = read_results(make_read_run(tmp_path, num_classes=42, num_reads=2000), resamples=20)
-    matrix = draw(replace(found, splits=["val"], history=[], memory=[]))[0]
+    matrix = draw(replace(found, splits=["val"], metrics=Metrics()))[0]
     assert matrix.figure is None and "42 classes" in matrix.missing
     text = page_of(found, tmp_path)
     assert "Most confused pairs of heldout" in text
 
 
 def test_a_figure_without_data_is_not_drawn(results: ReadResults):
-    few = replace(results, splits=["val"], history=[], memory=[])
+    few = replace(results, splits=["val"], metrics=Metrics())
     names = ["confusion-val", "coverage-val", "threshold-val", "calibration-val", "parts", "speed"]
     assert [drawing.name for drawing in draw(few) if drawing.figure] == names
 
 
 def test_tables_hold_all_models_splits_ranks_thresholds_and_classes(results: ReadResults):
-    files = tables(results)
+    files = report_on(results).tables()
     rows = list(csv.DictReader(files["comparison.csv"].splitlines()))
     assert [(row["part"], row["model"]) for row in rows[:3]] == [
         ("known", "cnn"),
@@ -170,7 +171,7 @@ def test_the_comparison_for_a_terminal_has_a_line_per_split_and_model(results: R
 
 
 def test_the_summary_is_json_without_curves(results: ReadResults):
-    found = json.loads(json.dumps(summary(results), default=str))
+    found = json.loads(json.dumps(report_on(results).summary, default=str))
     assert found["best"] == "cnn" and found["kind"] == "reads" and list(found["missing"]) == ["lstm"]
     known = found["models"][0]["parts"]["known"]
     assert known["macro_f1"]["value"] == results.models[0].splits["known"].macro_f1.value

@@ -152,7 +152,7 @@ def test_costs_come_from_the_lines_of_training(results: ReadResults):
     cnn = model(results, "cnn")
     assert (cnn.fit_s, cnn.score_reads_per_s, cnn.train_reads_per_s) == (30.5, 9000, 4050)
     assert (cnn.waiting, cnn.memory, cnn.parameters, cnn.seeds) == (pytest.approx(0.02), 480_000_000, 10_000, 2)
-    assert results.memory[-1] == (8.0, 500_000_008) and results.budget == 10**9
+    assert results.metrics.memory[-1] == (8.0, 500_000_008) and results.metrics.budget == 10**9
 
 
 def test_every_difference_is_corrected_for_all_of_them(results: ReadResults):
@@ -246,7 +246,7 @@ def test_a_class_without_a_taxon_is_left_out_at_that_rank(small: Path):
 
 
 def test_requested_models_that_are_not_finished_are_missing(tmp_path: Path):
-    run = make_read_run(tmp_path, asked="cnn,kmer-linear,lstm,hf")
+    run = make_read_run(tmp_path, configured="cnn,kmer-linear,lstm,hf")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "missing", "model": "hf", "why": "no such folder"}) + "\n")
     missing = read(run).missing

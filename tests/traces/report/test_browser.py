@@ -11,7 +11,7 @@ from support.extras import need
 
 need("matplotlib", "jinja2")
 
-from millstream.traces.report import write_report  # noqa: E402
+from millstream.traces.report import report_on  # noqa: E402
 from millstream.traces.report.figures import draw  # noqa: E402
 from support.made_results import made_results  # noqa: E402
 
@@ -37,7 +37,7 @@ class Report:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = made_results()
     roc = [drawing for drawing in draw(replace(results, models=results.models[:3])) if drawing.name == "roc"]
-    return write_report(results, tmp_path_factory.mktemp("browser") / "report.html", drawings=roc)
+    return report_on(results).write_page(tmp_path_factory.mktemp("browser") / "report.html", roc)
 
 
 @pytest.fixture

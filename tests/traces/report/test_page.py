@@ -13,9 +13,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from millstream.report.measures import Interval
-from millstream.traces.report import comparison_text, summary, tables, write_report
+from millstream.traces.report import comparison_text, report_on
 from millstream.traces.report.figures import draw
 from millstream.traces.report.results import Results
+from millstream.training.folder import Metrics
 from support.html_page import Page
 from support.made_results import HOSTILE, made_results
 
@@ -34,20 +35,20 @@ def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
     drawings = draw(results)
     assert len(drawings) == 11 and all(drawing.figure for drawing in drawings)
     few = [drawing for drawing in drawings if drawing.name in ("roc", "layers")]
-    assert write_report(results, out, drawings=few) == out
+    assert report_on(results).write_page(out, few) == out
     return out.read_text()
 
 
 def page_of(results: Results, out: Path) -> str:
     """Without figures, which take most of the time."""
-    return write_report(results, out / "report.html", drawings=[]).read_text()
+    return report_on(results).write_page(out / "report.html", []).read_text()
 
 
 def nothing(results: Results) -> Results:
     """The results of a run in which nothing worked."""
-    empty = {name: [] for name in ("models", "differences", "history", "memory", "mistakes", "findings")}
+    empty = {name: [] for name in ("models", "differences", "mistakes", "findings")}
     tables = {name: {} for name in ("config", "environment", "data", "probe_layers", "missing")}
-    return replace(results, **empty, **tables, budget=None, num_test=0, num_wrong=0, prevalence=math.nan)
+    return replace(results, **empty, **tables, metrics=Metrics(), num_test=0, num_wrong=0, prevalence=math.nan)
 
 
 def test_the_sections_come_in_their_order_and_the_findings_first(html: str, results: Results):
@@ -84,26 +85,26 @@ def test_what_is_no_number_is_shown_as_a_dash(results: Results, tmp_path: Path):
 
 
 def test_a_section_without_data_says_why(results: Results, tmp_path: Path):
-    text = write_report(nothing(results), tmp_path / "report.html").read_text()
+    text = report_on(nothing(results)).write_page(tmp_path / "report.html").read_text()
     assert [name for name in SECTIONS if f'<section id="{name}"' not in text] == []
     assert text.count('class="missing"') == 19  # findings, seven sections, eleven figures
     assert "<figure" not in text and "<table" not in text
 
 
 def test_one_model_of_one_seed_is_enough(results: Results, tmp_path: Path):
-    alone = replace(results, models=results.models[-1:], differences=[], history=[], mistakes=[], prevalence=1.0)
+    alone = replace(results, models=results.models[-1:], differences=[], metrics=Metrics(), mistakes=[], prevalence=1.0)
     text = page_of(alone, tmp_path)
     assert 'class="sortable differences"' not in text and 'class="sortable comparison"' in text
 
 
 def test_a_figure_without_data_is_not_drawn(results: Results):
-    few = replace(results, models=results.models[:2], history=[], memory=[], probe_layers={})
+    few = replace(results, models=results.models[:2], metrics=Metrics(), probe_layers={})
     names = ["roc", "pr", "calibration", "risk_coverage", "length"]
     assert [drawing.name for drawing in draw(few) if drawing.figure] == names
 
 
 def test_tables_hold_all_models_differences_and_the_data_card(results: Results):
-    texts = tables(results)
+    texts = report_on(results).tables()
     rows = {
         name: list(csv.DictReader(texts[f"{name}.csv"].splitlines())) for name in ("comparison", "differences", "data")
     }
@@ -126,6 +127,6 @@ def test_the_comparison_for_a_terminal_has_a_line_per_model(results: Results):
 
 
 def test_the_summary_is_json(results: Results):
-    found = json.loads(json.dumps(summary(replace(results, models=[])), default=str))
+    found = json.loads(json.dumps(report_on(replace(results, models=[])).summary, default=str))
     assert list(found) == ["run", "num_test", "num_wrong", "models", "differences", "findings"]
     assert found["differences"][0]["auroc"]["value"] == results.differences[0].value.value

@@ -375,13 +375,18 @@ def test_texts_of_another_store_at_the_same_place_are_not_used(few: Path, tmp_pa
 
 def test_what_training_wrote_is_handed_on(run: Path, results: Results):
     assert results.config["seeds"] == 2 and results.environment["cores"] == 2 and results.data["label_rule"] == "em"
-    assert results.memory[1] == (1.0, 800_000_001) and results.budget == 10**9
+    assert results.metrics.memory[1] == (1.0, 800_000_001) and results.metrics.budget == 10**9
     assert dict(results.missing) == {"p_true": "the store has no field p_true"}
-    assert results.run == run
+    assert results.path == run
     curve = results.probe_layers["last_answer"]
     assert set(results.probe_layers) == {name.removeprefix("probe_") for name in PROBES}
     assert (list(curve.x), list(curve.y)) == ([0, 1, 2, 3], MODELS["probe_last_answer"].chosen["auroc_by_layer"])
-    assert [line["epoch"] for line in results.history if (line["model"], line["seed"]) == ("gnn", 1)] == [0, 1, 2]
+    epochs = [line["epoch"] for line in results.metrics.history if (line["model"], line["seed"]) == ("gnn", 1)]
+    assert epochs == [0, 1, 2]
+        0,
+        1,
+        2,
+    ]
 
 
 def test_of_lines_written_twice_the_later_counts_and_a_torn_last_line_is_left_out(few: Path):
@@ -390,8 +395,8 @@ def test_of_lines_written_twice_the_later_counts_and_a_torn_last_line_is_left_ou
     epoch = {"kind": "epoch", "model": "gnn", "seed": 0, "epoch": 1, "loss": 0.123}
     write_lines(few, [epoch, fit | {"fit_s": 99.0}], end='{"kind": "fit", "model": "gn')
     found = read(few)
-    assert [line["loss"] for line in found.history if line["epoch"] == 1 and line["seed"] == 0] == [0.123]
-    assert len(found.history) == 6
+    assert [line["loss"] for line in found.metrics.history if line["epoch"] == 1 and line["seed"] == 0] == [0.123]
+    assert len(found.metrics.history) == 6
     assert model(found, "length").fit_s == 99.0
 
 

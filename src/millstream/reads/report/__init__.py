@@ -1,4 +1,4 @@
-"""The report on classifiers as a page, and as a whole."""
+"""The report on classifiers: its columns and the sections of its page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,37 +30,28 @@ from millstream.report.page import (
     FiguresBlock,
     FoldBlock,
     HeadingBlock,
-    Page,
-    PairsBlock,
     Scale,
     Section,
-    SideBlock,
     TableBlock,
     TextBlock,
     WordsBlock,
+    data_section,
     difference_section,
-    write_page,
+    figure_section,
 )
-from millstream.report.tables import (
-    Cell,
-    Column,
-    Table,
-    branch,
-    card_table,
-    chosen_text,
-    counted,
-    difference_table,
-    grouped,
-    titled,
-)
+from millstream.report.tables import Cell, Column, Comparison, Table, branch, chosen_text, grouped, titled
 
 TRAIN_SETTINGS = "data.train=FILE mapping=TABLE"
-
+COMPARISON = Comparison("classifier", "macro_f1", "macro F1", by_split=True)
 
 _AT = f"at the threshold with precision {PRECISION} on validation"
 _SHORT = ("macro_f1", "accuracy", "genus_macro_f1", "coverage", "precision", "recall", "ece", "abundance_l1")
 """The measures for a terminal and for a paper."""
 _TERMINAL = {"macro_f1": "macro F1 [95 %]", "genus_macro_f1": "genus", "abundance_l1": "L1"}
+MAX_ROWS = 300  # classes in a table of the page: those with the lowest F1; all are in tables/classes.csv
+MAX_PAIRS = 15
+_CARD_TABLES = ("classes", "ranks", "files", "formats", "bases", "bytes", "reads", "no_class")  # shown as tables
+_LEFT_OUT = "Left out: no classifier was evaluated."
 T = TypeVar("T")
 
 
@@ -181,6 +172,39 @@ PAIRS: tuple[Column[tuple[str, str, Pair]], ...] = (
 )
 
 
+def report(run: Path) -> Report:
+    """The report on the classifiers of a run."""
+    return report_on(read_results(run))
+
+
+def report_on(results: ReadResults) -> Report:
+    """The report on results.
+
+    >>> report_on(read_results("run")).write(Path("run/report.html"))  # doctest: +SKIP
+    """
+    models, files = comparison(results), _files(results.data, TRAIN)
+    return Report(
+        results=results,
+        comparison=COMPARISON,
+        num_models=len(results.models),
+        text=comparison_text(results),
+        json={
+            "kind": results.data.get("kind"),
+            "best": results.models[0].name if results.models else None,
+            "models": [_numbers_of(model) for model in results.models],
+            "missing": results.missing,
+        },
+        models=models,
+        paper=models.known().only("part", "model", *_SHORT),
+        card={name: value for name, value in results.data.items() if name not in ("classes", "ranks")},
+        more_tables=partial(_tables, results),
+        title=files[0] if files else results.path.name,
+        facts=_facts(results),
+        draw=partial(draw, results),
+        sections=partial(_sections, results),
+    )
+
+
 def comparison_text(results: ReadResults, *, width: int = 110) -> str:
     """The comparison for a terminal: one line per split and model, the best on validation first."""
     name: Column[Scored] = Column("name", "split, model", "", lambda s: f"{s.split}  {s.model.name}", "")
@@ -195,37 +219,9 @@ def comparison_text(results: ReadResults, *, width: int = 110) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(results: ReadResults) -> dict[str, object]:
-    """What `--json` prints: the numbers, without curves and counts of pairs."""
-    models = [
-        {
-            **{name: value for name, value in vars(model).items() if name != "splits"},
-            "parts": {split: _numbers(found) for split, found in model.splits.items()},
-        }
-        for model in results.models
-    ]
-    renamed = {"split": "part", "value": "macro_f1"}
-    return {
-        "run": results.run,
-        "kind": results.data.get("kind"),
-        "best": results.models[0].name if results.models else None,
-        "models": models,
-        "differences": [
-            {renamed.get(name, name): value for name, value in asdict(one).items()} for one in results.differences
-        ],
-        "findings": results.findings,
-        "missing": results.missing,
-    }
-
-
-def tables(results: ReadResults) -> dict[str, str]:
-    """`comparison`, `ranks`, `differences`, `data` as .csv and as LaTeX, others as .csv only, by file name."""
-    whole = comparison(results)
+def _tables(results: ReadResults) -> dict[str, str]:
+    """Ranks, thresholds, classes and confused pairs."""
     ranks = Table(RANKS, rows_of(results, lambda found: found.ranks))
-    differences = difference_table(
-        results.differences, what="classifier", key="macro_f1", title="macro F1", with_split=True
-    )
-    card = card_table({name: value for name, value in results.data.items() if name not in ("classes", "ranks")})
 
     def by_model(of: Callable[[SplitResult], Iterable[T]]) -> list[tuple[str, str, T]]:
         order = [model.name for model in results.models]
@@ -233,17 +229,11 @@ def tables(results: ReadResults) -> dict[str, str]:
 
     classes = Table(CLASSES, by_model(partial(class_rows, results)))
     return {
-        "comparison.csv": whole.csv(),
-        "comparison.tex": whole.known().only("part", "model", *_SHORT).latex(),
         "ranks.csv": ranks.csv(),
         "ranks.tex": ranks.without("num_taxa").latex(),
         "thresholds.csv": Table(TARGETS, by_model(lambda found: found.targets)).csv(),
-        "differences.csv": differences.csv(),
-        "differences.tex": differences.without("differs").latex(),
         "classes.csv": classes.without("worst").csv(),
         "confused.csv": Table(PAIRS, by_model(partial(confused_pairs, results, most=1000))).without("genus").csv(),
-        "data.csv": card.csv(),
-        "data.tex": card.latex(),
     }
 
 
@@ -274,51 +264,17 @@ def _mb(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 1e6
 
 
+def _numbers_of(model: ModelResult) -> dict[str, object]:
+    """The numbers of a model, without curves and counts of pairs."""
+    own = {name: value for name, value in vars(model).items() if name != "splits"}
+    return {**own, "parts": {split: _numbers(found) for split, found in model.splits.items()}}
+
+
 def _numbers(found: SplitResult) -> dict[str, object]:
     plain = {name: value for name, value in vars(found).items() if isinstance(value, int | float | None)}
     intervals = {"accuracy": asdict(found.accuracy), "macro_f1": asdict(found.macro_f1)}
     lists = {name: [asdict(one) for one in some] for name, some in (("ranks", found.ranks), ("targets", found.targets))}
     return {**plain, **intervals, **lists}
-
-
-MAX_ROWS = 300  # classes in a table of the page: those with the lowest F1; all are in tables/classes.csv
-MAX_PAIRS = 15
-_CARD_TABLES = ("classes", "ranks", "files", "formats", "bases", "bytes", "reads", "no_class")  # shown as tables
-_LEFT_OUT = "Left out: no classifier was evaluated."
-
-
-def report(run: Path) -> Report:
-    """The report on the classifiers of a run."""
-    results = read_results(run)
-    return Report(
-        text=comparison_text(results),
-        findings=results.findings,
-        summary=summary(results),
-        compared=counted(len(results.models), "classifier"),
-        draw=partial(draw, results),
-        write_page=lambda out, drawings: write_report(results, out, drawings=drawings),
-        tables=partial(tables, results),
-    )
-
-
-def write_report(results: ReadResults, out: Path, *, drawings: Sequence[Drawing] | None = None) -> Path:
-    """The report as the file `out`, whole or not at all; with these figures, if they are already drawn.
-
-    >>> write_report(read_results("run"), Path("run/report.html"))  # doctest: +SKIP
-    """
-    drawings = draw(results) if drawings is None else drawings
-    files = _files(results.data, TRAIN)
-    page = Page(
-        what="classifier",
-        title=files[0] if files else results.run.name,
-        facts=_facts(results),
-        findings=results.findings,
-        sections=list(_sections(results, drawings)),
-        settings=results.config,
-        environment=results.environment,
-        not_run=results.missing,
-    )
-    return write_page(page, out)
 
 
 def _sections(results: ReadResults, drawings: Sequence[Drawing]) -> list[Section]:
@@ -331,10 +287,8 @@ def _sections(results: ReadResults, drawings: Sequence[Drawing]) -> list[Section
     )
     no_ranks = "Left out: the mapping has no ranks. Add a column genus, or set taxonomy= to the NCBI taxonomy dump."
     difference_text = (
-        "Macro F1 of the best classifier on validation minus macro F1 of each other one, on the same "
-        f"{results.what}: paired bootstrap, p corrected for all comparisons (Holm)."
+        "Macro F1 of the best classifier on validation minus macro F1 of each other one, on the same " + results.what
     )
-    figure_text = "Solid line: the best classifier on validation. Curves are of the first seed."
     costs = Table((*ABOUT, *COSTS), [Scored(VAL, model, model.splits[VAL]) for model in results.models])
     cost = TableBlock(table=costs.known().without("part", "title", "num_reads", "num_unknown"), label="Cost")
     return [
@@ -347,23 +301,12 @@ def _sections(results: ReadResults, drawings: Sequence[Drawing]) -> list[Section
             "Ranks",
         ),
         Section("thresholds", "By threshold", _threshold_blocks(results), _LEFT_OUT, "Thresholds"),
-        difference_section(
-            results.differences,
-            what="classifier",
-            key="macro_f1",
-            title="macro F1",
-            text=difference_text,
-            with_split=True,
-        ),
+        difference_section(results.differences, COMPARISON, text=difference_text),
         Section("classes", "By class", _class_blocks(results), _LEFT_OUT, "Classes"),
         Section("confusion", "Confusion", [FiguresBlock(matrices, is_large=True), *_pair_blocks(results)]),
-        Section(
-            "figures",
-            "Figures",
-            [*([TextBlock(figure_text)] if any(one.figure for one in others) else []), FiguresBlock(others)],
-        ),
+        figure_section(others, text="Solid line: the best classifier on validation. Curves are of the first seed."),
         Section("cost", "Cost", [cost] if results.models else [], _LEFT_OUT),
-        Section("data", "Data", _data_blocks(results)),
+        _data_section(results),
     ]
 
 
@@ -453,7 +396,7 @@ def _pair_blocks(results: ReadResults) -> list[Block]:
     return blocks
 
 
-def _data_blocks(results: ReadResults) -> list[Block]:
+def _data_section(results: ReadResults) -> Section:
     data = results.data
     counts = {name: branch(data.get(name)) for name in ("reads", "no_class", "bases", "bytes")}
     titles = {"reads": "reads", "no_class": "of no known class", "bases": "bases", "bytes": "bytes"}
@@ -469,26 +412,22 @@ def _data_blocks(results: ReadResults) -> list[Block]:
         *(Column[ReadClass](split, split, "", partial(_reads_of, split), ",d") for split in splits),
     ]
     classes = Table(per_class, results.classes[:MAX_ROWS])
-    side: list[list[Block]] = [
-        [HeadingBlock("Splits"), TableBlock(table=Table(columns, list(counts["reads"])), label="Splits")],
-        [HeadingBlock("Reads per class"), TableBlock(table=classes, label="Reads per class", is_tall=True)],
-    ]
-    card = PairsBlock({name: value for name, value in data.items() if name not in _CARD_TABLES})
-    return [SideBlock(side), card]
+    tables = {"Splits": Table(columns, list(counts["reads"])), "Reads per class": classes}
+    return data_section(data, tables, shown=_CARD_TABLES, tall=["Reads per class"])
 
 
 def _facts(results: ReadResults) -> dict[str, object]:
     """What was run, for the line below the title."""
-    reads, peak = branch(results.data.get("reads")), max((held for _, held in results.memory), default=None)
+    reads, peak = branch(results.data.get("reads")), max((held for _, held in results.metrics.memory), default=None)
     memory = None if peak is None else f"{format_bytes(peak)} at most"
-    if memory and results.budget is not None:
-        memory += f", of {format_bytes(results.budget)}"
+    if memory and results.metrics.budget is not None:
+        memory += f", of {format_bytes(results.metrics.budget)}"
     return {
         "classes": len(results.classes),
         "reads": ", ".join(f"{name} {count:,}" for name, count in reads.items() if isinstance(count, int)) or None,
         "read pairs": "mates are classified together" if results.data.get("mates") == 2 else None,
         "memory": memory,
-        "run": results.run,
+        "run": results.path,
         "date": results.environment.get("time"),
     }
 

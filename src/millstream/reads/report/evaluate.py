@@ -18,10 +18,10 @@ from millstream.reads.report.results import (
     ReadResults,
     SplitResult,
 )
-from millstream.report import check_run, damaged, read_mapping, unfinished
+from millstream.report import damaged, read_files, unfinished
 from millstream.report.measures import about_seeds, compare, mean, verdict
 from millstream.report.tables import branch, shown
-from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS, Metrics, read_metrics
+from millstream.training.folder import DATA, PREDICTIONS, Metrics
 
 MAX_NAMES = 5  # in a sentence
 UNEVEN = 2  # times as many reads of one class as of another
@@ -230,14 +230,13 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
 
     >>> read_results("runs/reads").findings[0]
     """
-    folder = Path(run)
-    check_run(folder, what="classifier")
-    metrics, data, config = read_metrics(folder / METRICS), read_mapping(folder / DATA), read_mapping(folder / CONFIG)
-    classes, ranks = _classes(folder / DATA, data)
-    file = AnswersFile(folder / PREDICTIONS, num_classes=len(classes), ranks=list(ranks))
-    finished = [key for key in file.keys if key in metrics.fits]
+    files = read_files(run, what="classifier")
+    fits, missing = files.metrics.fits, files.metrics.missing
+    classes, ranks = _classes(files.path / DATA, files.data)
+    file = AnswersFile(files.path / PREDICTIONS, num_classes=len(classes), ranks=list(ranks))
+    finished = [key for key in file.keys if key in fits]
     if not finished or VAL not in file.splits:
-        raise unfinished(folder, what="classifier")
+        raise unfinished(files.path, what="classifier")
     splits = [*(split for split in file.splits if split != VAL), VAL]
     judge = Judge(
         file,
@@ -246,7 +245,7 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
         num_taxa={rank: len(ranks[rank]) for rank in file.ranks},
         resamples=resamples,
     )
-    missing = {**_unfinished(config, finished), **metrics.missing}
+    missing = {**_unfinished(files.config, finished), **missing}
     judged: dict[str, list[Mapping[str, Judged]]] = {}
     for name, seed in finished:
         if bad := judge.num_bad((name, seed), splits):
@@ -254,16 +253,13 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
         else:
             judged.setdefault(name, []).append(judge.judge((name, seed), splits))
     judged = {name: seeds for name, seeds in judged.items() if name not in missing}
-    models = [_model(name, seeds, metrics) for name, seeds in judged.items()]
+    models = [_model(name, seeds, files.metrics) for name, seeds in judged.items()]
     models.sort(key=lambda model: -np.nan_to_num(model.splits[VAL].macro_f1.value))
     drawn = {
         (name, split): mean([seed[split].macro_f1 for seed in judged[name]]) for name in judged for split in splits
     }
     found = ReadResults(
-        run=folder,
-        config=config,
-        environment=read_mapping(folder / ENVIRONMENT),
-        data=data,
+        **vars(files),
         classes=classes,
         ranks={rank: ranks[rank] for rank in file.ranks},
         splits=splits,
@@ -272,9 +268,6 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
         if models
         else [],
         differences=compare(_pairs(models, splits), drawn),
-        history=metrics.history,
-        memory=metrics.memory,
-        budget=metrics.budget,
         findings=[],
         missing=missing,
     )

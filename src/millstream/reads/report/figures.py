@@ -54,9 +54,9 @@ def draw(results: ReadResults) -> list[Drawing]:
             *(_thresholds(results, split, ids[split]) for split in results.splits),
             *(_calibration(results, split, ids[split], looks) for split in results.splits),
             _splits(results, looks),
-            *history_drawings(results.history, _HISTORY, looks, what="classifier"),
+            *history_drawings(results.metrics.history, _HISTORY, looks, what="classifier"),
             _speed(results.models, looks),
-            memory_drawing(results.memory, results.budget),
+            memory_drawing(results.metrics.memory, results.metrics.budget),
         ]
 
 

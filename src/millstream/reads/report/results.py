@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millstream.reads.report.judge import UNKNOWN, VAL, Confusion, Target, ThresholdCurve
-from millstream.report.measures import Curve, Difference, Interval
+from millstream.report import RunResults
+from millstream.report.measures import Curve, Interval
 
 TRAIN = "train"
 GENUS = "genus"
@@ -90,25 +90,15 @@ class Gap:
     difference: Interval  # the first minus the second
 
 
-@dataclass(frozen=True)
-class ReadResults:
-    """Everything a report is made of."""
+@dataclass(frozen=True, kw_only=True)
+class ReadResults(RunResults):
+    """Everything that a report shows."""
 
-    run: Path
-    config: Mapping[str, object]
-    environment: Mapping[str, object]
-    data: Mapping[str, object]  # the data card: data.json
     classes: Sequence[ReadClass]
     ranks: Mapping[str, Sequence[str]]  # the names of its taxa
     splits: Sequence[str]  # the test splits, then validation
     models: Sequence[ModelResult]  # best macro F1 on validation first
     gaps: Sequence[Gap]
-    differences: Sequence[Difference]  # of macro F1
-    history: Sequence[Mapping[str, object]]
-    memory: Sequence[tuple[float, int]]  # seconds since the start, bytes
-    budget: int | None
-    findings: Sequence[str]
-    missing: Mapping[str, str]  # requested models that have no results, and why
 
     @property
     def tests(self) -> Sequence[str]:

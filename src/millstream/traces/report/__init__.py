@@ -1,4 +1,4 @@
-"""The report on detectors: columns, tables as text and files, and the HTML page."""
+"""The report on detectors: its columns and the sections of its page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,38 +9,23 @@ from millstream.report import Report
 from millstream.report.drawing import Drawing
 from millstream.report.page import (
     CardsBlock,
-    FiguresBlock,
-    HeadingBlock,
     KeyBlock,
-    Page,
-    PairsBlock,
     Scale,
     Section,
-    SideBlock,
     TableBlock,
     TextBlock,
     WordsBlock,
+    data_section,
     difference_section,
-    write_page,
+    figure_section,
 )
-from millstream.report.tables import (
-    Column,
-    Table,
-    branch,
-    card_table,
-    chosen_text,
-    counted,
-    difference_table,
-    grouped,
-    shown,
-    titled,
-)
+from millstream.report.tables import Column, Comparison, Table, branch, chosen_text, grouped, shown, titled
 from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.figures import draw
 from millstream.traces.report.results import Mistake, ModelResult, Results
 
 TRAIN_SETTINGS = "data=STORE"
-
+COMPARISON = Comparison("detector", "auroc", "AUROC")
 
 _ABOUT: tuple[Column[ModelResult], ...] = (
     Column("name", "detector", "", lambda m: m.name, ""),
@@ -100,20 +85,45 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
 )
 _PAPER = ("auroc", "auroc_sd", "aupr", "fpr_at_95_tpr", "f1", "brier_platt", "ece_platt", "aurc", "fit_s")
 _TERMINAL = {"name": "model", "auroc": "AUROC [95 %]", "ece_platt": "ECE", "fit_s": "seconds"}
-_CARD_TABLES = ("verdicts", "parts")  # entries of the data card that are shown as tables
 
 
 def report(run: Path) -> Report:
     """The report on the detectors of a run."""
-    results = read_results(run)
+    return report_on(read_results(run))
+
+
+def report_on(results: Results) -> Report:
+    """The report on results.
+
+    >>> report_on(read_results("run")).write(Path("run/report.html"))  # doctest: +SKIP
+    """
+    store, records = results.data.get("store"), results.data.get("records")
+    models = _comparison(results)
     return Report(
+        results=results,
+        comparison=COMPARISON,
+        num_models=len(results.models),
         text=comparison_text(results),
-        findings=results.findings,
-        summary=summary(results),
-        compared=counted(len(results.models), "detector"),
+        json={
+            "num_test": results.num_test,
+            "num_wrong": results.num_wrong,
+            "models": [asdict(model) for model in results.models],
+        },
+        models=models,
+        paper=models.only("name", "kind", *_PAPER),
+        card=results.data,
+        title=Path(str(store)).name if store else results.path.name,
+        facts={
+            "store": store,
+            "language model": results.data.get("language_model"),
+            "questions": f"{records:,} in total, {results.num_test:,} in test"
+            if isinstance(records, int)
+            else results.num_test,
+            "run": results.path,
+            "date": results.environment.get("time"),
+        },
         draw=partial(draw, results),
-        write_page=lambda out, drawings: write_report(results, out, drawings=drawings),
-        tables=partial(tables, results),
+        sections=partial(_sections, results),
     )
 
 
@@ -128,71 +138,26 @@ def comparison_text(results: Results, *, width: int = 100) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(results: Results) -> dict[str, object]:
-    """The output of `--json`."""
-    found = asdict(results)
-    names = ("a", "b", "value", "p", "p_holm", "differs")
-    differences = [{"auroc" if name == "value" else name: one[name] for name in names} for one in found["differences"]]
-    return {
-        **{name: found[name] for name in ("run", "num_test", "num_wrong", "models")},
-        "differences": differences,
-        "findings": found["findings"],
-    }
-
-
-def tables(results: Results) -> dict[str, str]:
-    """`comparison`, `differences` and `data`, each as .csv and as LaTeX, by file name."""
-    comparison, card = _comparison(results), card_table(results.data)
-    differences = difference_table(results.differences, what="detector", key="auroc", title="AUROC", with_split=False)
-    return {
-        "comparison.csv": comparison.csv(),
-        "comparison.tex": comparison.only("name", "kind", *_PAPER).latex(),
-        "differences.csv": differences.csv(),
-        "differences.tex": differences.without("differs").latex(),
-        "data.csv": card.csv(),
-        "data.tex": card.latex(),
-    }
-
-
-def write_report(results: Results, out: Path, *, drawings: Sequence[Drawing] | None = None) -> Path:
-    """Write the report to the file `out`, atomically; `drawings` are the figures if already drawn.
-
-    >>> write_report(read_results("run"), Path("run/report.html"))  # doctest: +SKIP
-    """
-    drawings = draw(results) if drawings is None else drawings
-    store, records = results.data.get("store"), results.data.get("records")
-    questions = f"{records:,} in total, {results.num_test:,} in test" if isinstance(records, int) else results.num_test
-    difference_text = (
-        "AUROC of the first detector minus AUROC of the second, on the same questions: paired bootstrap, p corrected "
-        "for all comparisons (Holm)."
-    )
-    page = Page(
-        what="detector",
-        title=Path(str(store)).name if store else results.run.name,
-        facts={
-            "store": store,
-            "language model": results.data.get("language_model"),
-            "questions": questions,
-            "run": results.run,
-            "date": results.environment.get("time"),
-        },
-        findings=results.findings,
-        sections=[
-            _comparison_section(results),
-            difference_section(results.differences, what="detector", key="auroc", title="AUROC", text=difference_text),
-            _figure_section(drawings),
-            _mistake_section(results.mistakes),
-            _data_section(results.data),
-        ],
-        settings=results.config,
-        environment=results.environment,
-        not_run=results.missing,
-    )
-    return write_page(page, out)
-
-
 def _comparison(results: Results) -> Table[ModelResult]:
     return Table((*_ABOUT, *_MEASURES), results.models)
+
+
+def _sections(results: Results, drawings: Sequence[Drawing]) -> list[Section]:
+    return [
+        _comparison_section(results),
+        difference_section(
+            results.differences,
+            COMPARISON,
+            text="AUROC of the first detector minus AUROC of the second, on the same questions",
+        ),
+        figure_section(
+            drawings,
+            text="In colour: the trained detectors (solid) and the three best baselines on validation (dashed). Curves "
+            "show the first seed.",
+        ),
+        _mistake_section(results.mistakes),
+        _data_section(results.data),
+    ]
 
 
 def _comparison_section(results: Results) -> Section:
@@ -221,15 +186,6 @@ def _comparison_section(results: Results) -> Section:
     explained = WordsBlock("What the detectors and the columns mean", words)
     blocks = [TextBlock(text), KeyBlock(marks), block, explained] if models else []
     return Section("comparison", "Comparison", blocks, "Left out: no detector was scored on the test split.")
-
-
-def _figure_section(drawings: Sequence[Drawing]) -> Section:
-    text = (
-        "In colour: the trained detectors (solid) and the three best baselines on validation (dashed). Curves "
-        "show the first seed."
-    )
-    drawn = any(drawing.figure for drawing in drawings)
-    return Section("figures", "Figures", [*([TextBlock(text)] if drawn else []), FiguresBlock(drawings)])
 
 
 def _mistake_section(mistakes: Sequence[Mistake]) -> Section:
@@ -265,14 +221,8 @@ def _data_section(data: Mapping[str, object]) -> Section:
     names = list(dict.fromkeys(name for split in splits.values() for name in split))
     columns: list[Column[str]] = [Column("split", "split", "", lambda row: row, "")]
     columns += [Column(name, name, "", partial(_count, splits, name), ",") for name in names]
-    side = [
-        [HeadingBlock("Verdicts"), TableBlock(table=Table(verdicts, list(counts.items())), label="Verdicts")],
-        [HeadingBlock("Splits"), TableBlock(table=Table(columns, list(splits)), label="Splits")],
-    ]
-    side = [column for column, has_rows in zip(side, (counts, splits), strict=True) if has_rows]
-    card = PairsBlock({name: value for name, value in data.items() if name not in _CARD_TABLES})
-    blocks = [SideBlock(side), card] if data else []
-    return Section("data", "Data", blocks, "Left out: the run has no data card.")
+    tables = {"Verdicts": Table(verdicts, list(counts.items())), "Splits": Table(columns, list(splits))}
+    return data_section(data, tables, shown=("verdicts", "parts"))
 
 
 def _count(splits: Mapping[str, Mapping[str, object]], name: str, split: str) -> int | str | None:

@@ -38,10 +38,10 @@ def draw(results: Results) -> list[Drawing]:
     with style():
         return [
             *_curves(results, looks),
-            *history_drawings(results.history, _HISTORY, looks, what="detector"),
+            *history_drawings(results.metrics.history, _HISTORY, looks, what="detector"),
             _layers(results.probe_layers),
             _lengths(models, looks),
-            memory_drawing(results.memory, results.budget),
+            memory_drawing(results.metrics.memory, results.metrics.budget),
         ]
 
 

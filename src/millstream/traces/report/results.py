@@ -11,9 +11,9 @@ from pyarrow import parquet
 
 from millstream.core.batches import text_codes_of
 from millstream.errors import BadSource
-from millstream.report import check_run, damaged, read_mapping, train_elsewhere, unfinished
-from millstream.report.measures import Curve, Difference, Floats, Interval, Labels
-from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS, Fit, Metrics, read_metrics
+from millstream.report import RunFiles, RunResults, damaged, read_files, train_elsewhere, unfinished
+from millstream.report.measures import Curve, Floats, Interval, Labels
+from millstream.training.folder import PREDICTIONS, Fit
 
 
 @dataclass(frozen=True)
@@ -65,26 +65,16 @@ class Mistake:
     probability: float  # of being wrong, after Platt
 
 
-@dataclass(frozen=True)
-class Results:
+@dataclass(frozen=True, kw_only=True)
+class Results(RunResults):
     """Everything that a report shows."""
 
-    run: Path
-    config: Mapping[str, object]
-    environment: Mapping[str, object]
-    data: Mapping[str, object]  # the data card: data.json
     num_test: int
     num_wrong: int
     prevalence: float
     models: Sequence[ModelResult]  # best AUROC first
-    differences: Sequence[Difference]
-    history: Sequence[Mapping[str, object]]  # the lines of metrics.jsonl with kind "epoch"
-    memory: Sequence[tuple[float, int]]  # seconds since the start, bytes
-    budget: int | None  # bytes: memory used before training plus the memory budget
     probe_layers: Mapping[str, Curve]  # position -> layer, AUROC on validation
     mistakes: Sequence[Mistake]
-    findings: Sequence[str]  # plain sentences, the most important first
-    missing: Mapping[str, str]  # requested detectors that have no results, and why
 
 
 @dataclass(frozen=True)
@@ -106,18 +96,13 @@ class Trial:
     test: Floats
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, kw_only=True)
+class Run(RunFiles):
     """A run so far: every detector with its finished seeds."""
 
-    path: Path
-    config: Mapping[str, object]
-    environment: Mapping[str, object]
-    data: Mapping[str, object]
     val: Split
     test: Split
     trials: Mapping[str, Sequence[Trial]]
-    metrics: Metrics
     missing: Mapping[str, str]
 
 
@@ -126,33 +111,22 @@ def read_run(path: str | Path) -> Run:
 
     >>> run = read_run("runs/first"); run.trials["gnn"][0].test.shape == run.test.labels.shape
     """
-    folder = Path(path)
-    check_run(folder, what="detector")
-    file = folder / PREDICTIONS
-    metrics = read_metrics(folder / METRICS)
-    table = _Predictions(file)
-    finished = [key for key in table.keys if key in metrics.fits]
+    files = read_files(path, what="detector")
+    fits = files.metrics.fits
+    table = _Predictions(files.path / PREDICTIONS)
+    finished = [key for key in table.keys if key in fits]
     if not finished:
-        raise unfinished(folder, what="detector")
+        raise unfinished(files.path, what="detector")
     val, test = (table.split(name, finished[0]) for name in ("val", "test"))
-    missing = dict(metrics.missing)
+    missing = dict(files.metrics.missing)
     trials: dict[str, list[Trial]] = {}
     for model, seed in finished:
         scores = [table.scores(name, (model, seed), like) for name, like in (("val", val), ("test", test))]
         if bad := sum(int(np.sum(~np.isfinite(some))) for some in scores):
             missing[model] = f"{bad} scores of seed {seed} are not finite"
-        trials.setdefault(model, []).append(Trial(seed, metrics.fits[model, seed], *scores))
-    return Run(
-        folder,
-        config=read_mapping(folder / CONFIG),
-        environment=read_mapping(folder / ENVIRONMENT),
-        data=read_mapping(folder / DATA),
-        val=val,
-        test=test,
-        trials={model: trials[model] for model in trials if model not in missing},
-        metrics=metrics,
-        missing=missing,
-    )
+        trials.setdefault(model, []).append(Trial(seed, fits[model, seed], *scores))
+    kept = {model: trials[model] for model in trials if model not in missing}
+    return Run(**vars(files), val=val, test=test, trials=kept, missing=missing)
 
 
 class _Predictions:
