@@ -383,10 +383,6 @@ def test_what_training_wrote_is_handed_on(run: Path, results: Results):
     assert (list(curve.x), list(curve.y)) == ([0, 1, 2, 3], MODELS["probe_last_answer"].chosen["auroc_by_layer"])
     epochs = [line["epoch"] for line in results.metrics.history if (line["model"], line["seed"]) == ("gnn", 1)]
     assert epochs == [0, 1, 2]
-        0,
-        1,
-        2,
-    ]
 
 
 def test_of_lines_written_twice_the_later_counts_and_a_torn_last_line_is_left_out(few: Path):
