@@ -23,7 +23,7 @@ from millstream.core.batches import ColumnBatch, fetch_batch
 from millstream.traces.convert import convert, expand
 from millstream.traces.detectors import Recipe, net_features
 from millstream.traces.graphs import GraphFeature
-from support.old_graphs import Data, old_torch_geometric
+from support.old_files import Data, old_torch_geometric
 
 L, H, D, TRACES = 3, 2, 8, 60
 TITLES = ["LSTM-solo", "GNN-det+LSTM", "GVAE+LSTM"]

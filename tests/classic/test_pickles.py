@@ -25,6 +25,7 @@ from millstream.classic.importer import restore_steps, to_record
 from millstream.classic.pickles import read_traces
 from millstream.errors import BadSource, UnsafePickle
 from support.effort import num_examples
+from support.old_files import Call, torch_bytes
 
 RNG = np.random.default_rng(7)
 SETTINGS = settings(deadline=None, max_examples=num_examples(150))
@@ -77,12 +78,6 @@ def torch_trace(number: int) -> dict[str, object]:
 
 def traces_of_all_kinds() -> list[dict[str, object]]:
     return [make(number) for number in range(3) for make in (new_trace, old_trace, torch_trace)]
-
-
-def torch_bytes(value: object, *, legacy: bool = False) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file, _use_new_zipfile_serialization=not legacy)
-    return file.getvalue()
 
 
 def write(folder: Path, data: bytes) -> Path:
@@ -167,12 +162,6 @@ def test_dicts_and_lists_of_any_size_are_cut_at_the_right_place(tmp_path, dumps,
     for value in (traces, {"traces": traces}):
         path = write(tmp_path, dumps(value, 4))
         assert same(list(read_traces(path, notify=never)), traces)
-
-
-def test_the_standard_library_still_has_the_unpickler_that_ours_is_made_of():
-    base = getattr(pickle, "_Unpickler", None)
-    assert base is not None, "pickle._Unpickler is gone: millstream.classic.unpickle needs a stack machine of its own"
-    assert {pickle.MARK[0], pickle.TUPLE[0], pickle.BININT[0], pickle.STOP[0]} <= base.dispatch.keys()
 
 
 def test_names_of_numpy_1_are_known(tmp_path):
@@ -388,16 +377,6 @@ def test_a_key_that_would_overflow_the_stack_when_hashed_is_refused(tmp_path):
 
 
 # -- hostile files
-
-
-class Call:
-    """Pickles as a call of `function`."""
-
-    def __init__(self, function: object, *args: object) -> None:
-        self.reduced = (function, args)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return self.reduced
 
 
 def text(value: str) -> bytes:

@@ -1,14 +1,12 @@
 """Old preprocessed files: every trace comes back exactly, one at a time, without torch_geometric or running code."""
 
-import io
 import os
 import pickle
 import sys
 import weakref
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -23,74 +21,11 @@ from millstream.errors import BadSource, SchemaMismatch, UnsafePickle
 from millstream.traces.convert import convert, expand
 from millstream.traces.store.inspect import compare
 from support.effort import num_examples
+from support.old_files import Batch, Call, Data, torch_bytes
 
 L, D = 3, 8  # layers, hidden size
 FORMATS = pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 KINDS = pytest.mark.parametrize("kind", ["lstm", "gnn"])
-
-
-# -- what torch_geometric's classes look like to pickle
-
-
-class DataEdgeAttr:
-    pass
-
-
-class DataTensorAttr:
-    pass
-
-
-class GlobalStorage:
-    def __init__(self, parent: object, mapping: dict[str, object]) -> None:
-        self._mapping = mapping
-        self._parent = parent
-
-
-class Data:
-    def __init__(self, **fields: object) -> None:
-        self._edge_attr_cls = DataEdgeAttr
-        self._tensor_attr_cls = DataTensorAttr
-        self._store = GlobalStorage(self, fields)
-
-
-class Batch:
-    """One that the old files do not use."""
-
-
-CLASSES = {
-    "torch_geometric": [],
-    "torch_geometric.data": [],
-    "torch_geometric.data.data": [Data, DataEdgeAttr, DataTensorAttr],
-    "torch_geometric.data.storage": [GlobalStorage],
-    "torch_geometric.data.batch": [Batch],
-}
-for module_name, classes in CLASSES.items():
-    for cls in classes:
-        cls.__module__ = module_name
-
-
-@contextmanager
-def stand_ins():
-    """torch_geometric as far as pickle.dumps needs it, for as long as a file is written."""
-    before = {name: sys.modules.get(name) for name in CLASSES}
-    for name, classes in CLASSES.items():
-        sys.modules[name] = ModuleType(name)
-        for cls in classes:
-            setattr(sys.modules[name], cls.__name__, cls)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            del sys.modules[name]
-            if module is not None:
-                sys.modules[name] = module
-
-
-def torch_bytes(value: object, *, legacy: bool = False) -> bytes:
-    file = io.BytesIO()
-    with stand_ins():
-        torch.save(value, file, _use_new_zipfile_serialization=not legacy)
-    return file.getvalue()
 
 
 # -- files as the old scripts wrote them
@@ -433,16 +368,6 @@ def test_flipped_bits_give_data_or_one_of_our_errors(tmp_path_factory, kind_and_
 
 
 # -- hostile files
-
-
-class Call:
-    """Pickles as a call of `function`, and then the setting of a state."""
-
-    def __init__(self, function: object, *args: object, state: object = None) -> None:
-        self.reduced = (function, args) if state is None else (function, args, state)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return self.reduced
 
 
 def hostile(command: str) -> dict[str, tuple[dict[str, object], str]]:

@@ -23,7 +23,7 @@ from millstream.classic.preprocessed_datasets import _graph_type
 from millstream.classic.preprocessed_folder import SOURCES
 from millstream.errors import BadSource, MissingLabel, StoreExists
 from millstream.traces.convert import convert, expand
-from support.old_graphs import Data, old_torch_geometric
+from support.old_files import Data, old_torch_geometric
 
 L, D = 3, 8  # layers, hidden size
 DATASETS: dict[str, Any] = {"lstm": PreprocessedLSTMDataset, "gnn": PreprocessedGNNDataset}

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import millstream as ms
 from millstream.classic import CachedStreamingDataset, MetaGeneTokenizer, SequenceDataset, StreamingSequenceDataset
-from millstream.classic.sequence_datasets import Item, ItemDataset
+from millstream.classic.sequence_datasets import Item, ReadDataset
 from millstream.errors import BadSource, StaleIndex
 
 METAGENE = Path(__file__).parents[2] / ".." / "shared" / "data" / "metagene"
@@ -108,7 +108,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make(kind: type[ItemDataset] = StreamingSequenceDataset, path: str = "train.fa", **changed: object) -> ItemDataset:
+def make(kind: type[ReadDataset] = StreamingSequenceDataset, path: str = "train.fa", **changed: object) -> ReadDataset:
     settings: dict[str, object] = {
         "mapping_df": "species_mapping_converted.tsv",
         "tokenizer": "base",
@@ -289,7 +289,7 @@ def test_the_quick_start_and_both_options_of_the_guide_run(here: Path):
 @pytest.mark.parametrize("path", ["train.fa", "train.fa.gz"])
 @pytest.mark.parametrize("kind", ALL)
 def test_every_dataset_gives_the_tokens_of_the_sequence_and_the_label_of_the_class(
-    here: Path, kind: type[ItemDataset], path: str
+    here: Path, kind: type[ReadDataset], path: str
 ):
     tokenizer = MetaGeneTokenizer("METAGENE-1")
     dataset = make(kind, path, tokenizer=tokenizer)
@@ -302,7 +302,7 @@ def test_every_dataset_gives_the_tokens_of_the_sequence_and_the_label_of_the_cla
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_an_item_is_int64_tensors_and_plain_ids_that_the_default_collate_takes(here: Path, kind: type[ItemDataset]):
+def test_an_item_is_int64_tensors_and_plain_ids_that_the_default_collate_takes(here: Path, kind: type[ReadDataset]):
     item = make(kind)[3]
     assert list(item) == ["input_ids", "attention_mask", "labels", "class_id", "tax_id"]
     kinds = [value.dtype if isinstance(value, torch.Tensor) else type(value) for value in item.values()]
@@ -318,7 +318,7 @@ def test_an_item_is_int64_tensors_and_plain_ids_that_the_default_collate_takes(h
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_changing_an_item_in_place_changes_no_other(here: Path, kind: type[ItemDataset]):
+def test_changing_an_item_in_place_changes_no_other(here: Path, kind: type[ReadDataset]):
     dataset = make(kind)
     before = plain(dataset[20])
     item = dataset[20]
@@ -328,10 +328,10 @@ def test_changing_an_item_in_place_changes_no_other(here: Path, kind: type[ItemD
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_read_that_is_not_there_is_an_index_error_that_says_how_many_there_are(here: Path, kind: type[ItemDataset]):
+def test_a_read_that_is_not_there_is_an_index_error_that_says_how_many_there_are(here: Path, kind: type[ReadDataset]):
     dataset = make(kind)
     for wrong in (NUM_READS, -NUM_READS - 1):
-        with pytest.raises(IndexError, match=f"read {wrong} of a dataset of {NUM_READS}"):
+        with pytest.raises(IndexError, match=f" {wrong} of .* {NUM_READS}"):
             dataset[wrong]
     assert len(list(dataset)) == NUM_READS  # type: ignore[call-overload]
 
@@ -368,7 +368,7 @@ def test_a_mapping_may_be_a_path_a_data_frame_or_a_dict_and_is_taken_as_it_was(h
 # -- loaders
 
 
-def batches(dataset: ItemDataset, **settings: object) -> list[dict[str, object]]:
+def batches(dataset: ReadDataset, **settings: object) -> list[dict[str, object]]:
     shuffled = torch.Generator().manual_seed(3)
     loader: DataLoader[Item] = DataLoader(dataset, batch_size=4, shuffle=True, generator=shuffled, **settings)  # type: ignore
     return [plain(batch) for batch in loader]
@@ -376,7 +376,7 @@ def batches(dataset: ItemDataset, **settings: object) -> list[dict[str, object]]
 
 @quiet_loader
 @pytest.mark.parametrize("kind", ALL)
-def test_two_forked_workers_give_every_read_once_and_what_none_would(here: Path, kind: type[ItemDataset]):
+def test_two_forked_workers_give_every_read_once_and_what_none_would(here: Path, kind: type[ReadDataset]):
     dataset = make(kind, "train.fa.gz")
     alone = batches(dataset)
     assert sorted(number for batch in alone for number in batch["tax_id"]) == EVERY_TAX_ID  # type: ignore
@@ -401,7 +401,7 @@ def test_workers_that_persist_give_the_same_in_later_epochs(here: Path):
 
 @pytest.mark.parametrize("cache_index", [True, False])
 @pytest.mark.parametrize("kind", ALL)
-def test_a_pickled_dataset_gives_the_same_items(here: Path, kind: type[ItemDataset], cache_index: bool):
+def test_a_pickled_dataset_gives_the_same_items(here: Path, kind: type[ReadDataset], cache_index: bool):
     dataset = make(kind, cache_index=cache_index)
     assert [plain(item) for item in pickle.loads(pickle.dumps(dataset))] == [plain(item) for item in dataset]  # type: ignore
 
@@ -462,7 +462,7 @@ def test_a_dataset_in_memory_needs_the_file_no_more_and_holds_no_padding(here: P
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_the_index_is_kept_beside_the_file_and_used_again(here: Path, kind: type[ItemDataset]):
+def test_the_index_is_kept_beside_the_file_and_used_again(here: Path, kind: type[ReadDataset]):
     make(kind)
     index = Path("train.fa.millstream")
     written = index.stat()
@@ -472,7 +472,7 @@ def test_the_index_is_kept_beside_the_file_and_used_again(here: Path, kind: type
 
 @pytest.mark.parametrize("kind", ALL)
 def test_an_index_that_is_not_to_be_kept_is_gone_with_the_dataset(
-    here: Path, kind: type[ItemDataset], monkeypatch: pytest.MonkeyPatch
+    here: Path, kind: type[ReadDataset], monkeypatch: pytest.MonkeyPatch
 ):
     Path("temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(here / "temporary"))
@@ -498,7 +498,7 @@ def test_an_index_that_is_not_to_be_kept_is_gone_with_the_dataset(
 
 @pytest.mark.parametrize("kind", ALL)
 def test_an_index_of_the_old_scripts_is_never_unpickled_and_named_in_one_line(
-    here: Path, kind: type[ItemDataset], capfd: pytest.CaptureFixture[str]
+    here: Path, kind: type[ReadDataset], capfd: pytest.CaptureFixture[str]
 ):
     class Trap:
         def __reduce__(self) -> tuple[object, ...]:
@@ -516,7 +516,7 @@ def test_an_index_of_the_old_scripts_is_never_unpickled_and_named_in_one_line(
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_class_that_is_not_in_the_mapping_is_refused_by_name(here: Path, kind: type[ItemDataset]):
+def test_a_class_that_is_not_in_the_mapping_is_refused_by_name(here: Path, kind: type[ReadDataset]):
     Path("train.fa").write_text(fasta(">lbl|4711|5||odd\nACGT\n"))
     with pytest.raises(BadSource, match=r"train\.fa: .*species_mapping.*: 4711"):
         make(kind)

@@ -1,10 +1,12 @@
-"""How old files plug into traces (see `millstream.traces.convert`): recognised, converted to records, made features of.
+"""How old files plug into traces (see `millstream.traces.convert`): recognised, converted to records, used as features.
 
-L layers, T tokens, D hidden size, H heads, S generation steps; the old scripts wrote
-hidden_states   list of L arrays [T, D], or [layer][step] arrays (1, P, D), (1, 1, D), (1, 1, D) ...
+The old scripts wrote
+hidden_states   list of L arrays [T, D], or [layer][step] arrays (1, prompt, D), (1, 1, D), (1, 1, D) ...
 attentions      list of L arrays [H, T, T], or [layer][step] arrays (1, H, q, k) with k growing
-Importing this module is fast: what reads the files imports torch, so it is imported when a file is read.
+Importing this module is fast: the readers of files import torch, so they are imported when a file is read.
 """
+
+# L layers, T tokens, D hidden, H heads, E edges, P values of all steps of a layer, concatenated
 
 import gzip
 import zlib
@@ -27,8 +29,6 @@ from millstream.traces.graphs import Ints, Wiring, graphs, shuffled_sources
 
 if TYPE_CHECKING:
     import torch
-
-# E edges, P values of all steps of a layer, concatenated
 
 SUFFIXES = (".pkl", ".pkl.gz", ".pt")
 NAMES = {
@@ -101,6 +101,7 @@ def graph_feature(field_names: Sequence[str], *, k: int | None, threshold: float
 
 
 def shapes_field(field: str) -> str:
+    """The field with the shapes of the steps of `field`."""
     return f"{field}_steps"
 
 
@@ -136,9 +137,9 @@ def _joined(feature: Feature, field_names: Sequence[str]) -> Feature:
 def to_record(trace: dict[str, object]) -> dict[str, object]:
     """Convert a trace to a record for a store: tensors, numbers, strings, lists of them, None.
 
-    Layers are stacked: `[L, ...]` from a list of arrays, `[L, total]` from [layer][step] arrays, each layer's steps
-    flattened and concatenated (traces with one step and with many must fit the same field); the field `<name>_steps`
-    has the shapes of the steps.
+    Layers are stacked: [L, ...] from a list of arrays, [L, P] from [layer][step] arrays, each layer's steps flattened
+    and concatenated (traces with one step and with many must fit the same field). The field `<name>_steps` has the
+    shapes of the steps.
 
         record = to_record({"hidden_states": [np.zeros((7, 64))] * 12, "global_example_id": 3})
         record["hidden_states"].shape, record["question_id"]  # (12, 7, 64), "3"
@@ -153,8 +154,7 @@ def to_record(trace: dict[str, object]) -> dict[str, object]:
                     f"field {name!r}: its steps need the field {shapes_field(name)!r}, which is taken. Rename it"
                 )
             else:
-                layers = cast(Sequence[Sequence[object]], value)
-                record[name], record[shapes_field(name)] = _stack_steps(name, layers)
+                record[name], record[shapes_field(name)] = _stack_steps(name, cast(Sequence[Sequence[object]], value))
         except (OverflowError, RecursionError, ValueError) as error:
             raise BadSource(f"field {name!r}: cannot be stored: {error}") from error
     if record.get("question_id") is None and record.get("global_example_id") is not None:
@@ -255,7 +255,7 @@ def _stack_steps(name: str, layers: Sequence[Sequence[object]]) -> tuple[Array, 
 
 
 def _split_steps(stacked: Array, steps: list[tuple[int, ...]]) -> list[list[Array]]:
-    """[layer][step] views of `[L, total]`."""
+    """[layer][step] views of [L, P]."""
     bounds = list(pairwise(accumulate(map(prod, steps), initial=0)))
     return [
         [layer[start:stop].reshape(shape) for (start, stop), shape in zip(bounds, steps, strict=True)]

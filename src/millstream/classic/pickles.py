@@ -67,7 +67,7 @@ def read_traces(
     """The traces of an old `.pkl`, `.pkl.gz` or `.pt` file as they were written, one in memory at a time.
 
         for trace in read_traces("trivia_qa_traces_batch_0000.pkl.gz"):
-            writer.append(normalise(trace))
+            writer.append(to_record(trace))
 
     The kind is detected from the content. Nothing in the file is run: UnsafePickle names what was refused. A broken
     file raises BadSource after its last whole trace. `notify` gets a message if a file must be loaded as a whole.
