@@ -1,4 +1,4 @@
-"""The examples run, in their order and alone, and say what they wrote; the notebook was run and runs again."""
+"""The examples run, in order and alone, and print what they wrote; the notebook has its output and runs again."""
 
 import json
 import re
@@ -22,7 +22,7 @@ CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_typ
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder all tests run in; what is written in it goes to `out`."""
+    """The folder that all tests run in; the examples write to its subfolder `out`."""
     import torch
 
     place, threads, paths = tmp_path_factory.mktemp("examples"), torch.get_num_threads(), list(sys.path)
@@ -43,13 +43,13 @@ def run(name: str, folder: Path, capsys: pytest.CaptureFixture[str], patch: pyte
 
 
 def written(line: str) -> Path:
-    """What the last line of a script says that it wrote."""
+    """The file or folder that the last line of a script reports."""
     found = re.fullmatch(r"Wrote (\S+?)(:.*|\.) Next: .*", line)
     assert found, line
     return Path(found[1])
 
 
-def test_the_second_script_makes_what_it_needs_and_sees_every_record_once(
+def test_the_second_script_creates_its_input_and_sees_every_record_once(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     lines = run("2_loader.py", Path("out"), capsys, monkeypatch)  # alone: it runs the first one
@@ -70,7 +70,7 @@ def test_the_first_script_resumes(place: Path, capsys: pytest.CaptureFixture[str
     assert {file: file.stat().st_mtime_ns for file in Path("out/traces").glob("shard-*")} == shards != {}
 
 
-def test_the_third_script_compares_detectors_one_of_them_its_own(
+def test_the_third_script_compares_detectors_including_its_own(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     lines = run("3_detectors.py", Path("out"), capsys, monkeypatch)
@@ -81,7 +81,7 @@ def test_the_third_script_compares_detectors_one_of_them_its_own(
     assert Path("out/run/evaluated/test/predictions.parquet").exists()
 
 
-def test_the_notebook_runs_on_what_the_scripts_wrote(
+def test_the_notebook_runs_on_the_output_of_the_scripts(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     assert Path("out/run/predictions.parquet").exists(), "runs after the test of the third script"
@@ -109,7 +109,7 @@ def test_the_fourth_script_classifies_reads(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     Path("out/reads").mkdir(parents=True, exist_ok=True)
-    Path("out/reads/test.tsv").write_text("of a run before\n")
+    Path("out/reads/test.tsv").write_text("from an earlier run\n")
     lines = run("4_reads.py", Path("out"), capsys, monkeypatch)
     score = next(line for line in lines if line.startswith("test  kmer-linear"))
     assert float(score.split()[2]) > 0.9
@@ -117,7 +117,7 @@ def test_the_fourth_script_classifies_reads(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_short_and_says_what_it_is_for(name: str):
+def test_a_script_is_short_and_begins_with_its_purpose(name: str):
     lines = (EXAMPLES / name).read_text().splitlines()
     assert len(lines) < 60 and lines[0].startswith('"""')
 
@@ -126,7 +126,7 @@ def test_there_are_four_scripts_and_a_notebook():
     assert sorted(file.name for file in EXAMPLES.glob("*.*")) == [*SCRIPTS, "explore.ipynb"]
 
 
-def test_the_notebook_was_run_without_errors_and_shows_no_path_of_a_machine():
+def test_the_notebook_was_run_without_errors_and_shows_no_absolute_path():
     counts = [cell["execution_count"] for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     assert counts == list(range(1, len(CELLS) + 1))
     for cell in NOTEBOOK["cells"]:

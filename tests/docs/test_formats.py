@@ -1,6 +1,6 @@
-"""The reader in docs/explanation/formats.md, which knows nothing of millstream, reads what millstream wrote.
+"""The reader in docs/explanation/formats.md, which does not use millstream, reads what millstream wrote.
 
-It is taken from the page and run as it is, so the page cannot say one thing and the files another.
+It is taken from the page and run unchanged, so the page cannot contradict the files.
 """
 
 import ast
@@ -32,7 +32,7 @@ SETTINGS = settings(deadline=None, max_examples=num_examples(40))
 
 
 def blocks() -> list[str]:
-    """The reader: every Python block of the page but those that show millstream itself."""
+    """The reader: every Python block of the page except those that use millstream."""
     found = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     shown = next(number for number, block in enumerate(found) if "import millstream" in block)
     assert shown > 0
@@ -40,8 +40,8 @@ def blocks() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on the disk matters after a power cut only."""
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves time: only a power failure would make a difference."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(os, "fdatasync", lambda fd: None)
 
@@ -102,7 +102,7 @@ def test_types_that_numpy_lacks_and_missing_tensors_are_read(reader, tmp_path, c
     assert set(empty.values()) == {"q1", None}
 
 
-def test_a_flipped_byte_anywhere_in_a_shard_is_noticed(reader, tmp_path):
+def test_a_flipped_bit_anywhere_in_a_shard_is_detected(reader, tmp_path):
     store = write(tmp_path / "traces", [(3, number) for number in range(2)], plain)
     shard = store / "shard-00000.arrow"
     data = shard.read_bytes()
@@ -124,7 +124,7 @@ def test_an_open_shard_is_read_up_to_the_record_in_progress(reader, tmp_path):
     assert len(reader.read_open(shard)) == 4
 
 
-def test_ids_are_found_by_the_index_of_ids(reader, tmp_path):
+def test_ids_are_found_in_the_id_index(reader, tmp_path):
     store = write(tmp_path / "traces", [(4, number) for number in range(150)], plain, shard_records=2)
     for number in (0, 77, 149):
         assert reader.find_id(store, f"4:{number}") == [(number // 2, number % 2)]
@@ -146,14 +146,14 @@ def packed(reader: Any, file: Path, **options: Any) -> Any:
 
 
 def agree(found: list[tuple[bytes, bytes, bytes | None]], text: bytes) -> bool:
-    """Whether these are the records that the slow parser of the tests finds in the text."""
+    """Whether the slow parser of the tests finds the same records in the text."""
     wanted = [(each.header, each.sequence, each.quality) for each in parse(text)]
     return found == wanted
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("kind", ["one line", "wrapped", "fastq"])
-def test_indexed_and_packed_reads_agree_whatever_they_are_wrapped_in(reader, tmp_path, wrapper, kind):
+def test_indexed_and_packed_reads_agree_in_every_container_and_layout(reader, tmp_path, wrapper, kind):
     made = records(70, seed=5, quality=kind == "fastq")
     text = fastq(made) if kind == "fastq" else fasta(made, width=13 if kind == "wrapped" else 0)
     file = tmp_path / "reads"
@@ -161,9 +161,9 @@ def test_indexed_and_packed_reads_agree_whatever_they_are_wrapped_in(reader, tmp
     reads, container = index(reader, file)
     found = reader.read_reads(file, container)
     assert agree(found, text)
-    assert [letters.decode() for _, letters, _ in found] == [read.sequence for read in reads]
+    assert [sequence.decode() for _, sequence, _ in found] == [read.sequence for read in reads]
     if kind == "fastq":
-        assert [grades.decode() for _, _, grades in found] == [read.quality for read in reads]
+        assert [quality.decode() for _, _, quality in found] == [read.quality for read in reads]
     again = packed(reader, file)
     assert reader.read_pack(again) == found
     assert reader.write_text(again) == text
@@ -194,7 +194,7 @@ def test_blocks_of_a_large_gzip_file_are_decoded_from_their_seek_points(reader, 
     assert reader.read_text(file, container) == text
 
 
-def test_columns_of_headers_are_read_however_they_are_kept(reader, tmp_path):
+def test_header_columns_are_read_from_every_encoding(reader, tmp_path):
     made = records(9000, seed=8, longest=9)
     file = tmp_path / "reads.fa"
     file.write_bytes(fasta(made))
@@ -208,7 +208,7 @@ def test_columns_of_headers_are_read_however_they_are_kept(reader, tmp_path):
         assert reader.read_column(again, name) == reads.column(name).to_pylist(), name
 
 
-def test_large_values_and_a_column_in_the_headers_only(reader, tmp_path):
+def test_large_values_are_read_and_columns_in_the_headers_only_are_refused(reader, tmp_path):
     rng = random.Random(3)
     lines = [f">{(k := rng.randrange(5))}|{k * k + 100}|{rng.randrange(2**40)}|n{i}\nACGT\n" for i in range(70_000)]
     file = tmp_path / "reads.fa"
@@ -238,7 +238,7 @@ def test_records_are_found_by_name(reader, tmp_path):
 
 
 @pytest.mark.parametrize("by", ["question_id", None])
-def test_the_rule_of_a_split_decides_as_millstream_does(reader, tmp_path, by):
+def test_the_rule_of_a_split_assigns_records_as_millstream_does(reader, tmp_path, by):
     if by:
         collection = opened_traces(tmp_path)
     else:
@@ -264,7 +264,7 @@ def opened_traces(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 1000, 70_001])
-def test_the_exact_order_is_the_one_of_millstream(reader, n):
+def test_the_exact_order_is_the_same_as_in_millstream(reader, n):
     order, ours = reader.exact_order(n, seed=7, epoch=3), ms.Order(n, seed=7, epoch=3)
     positions = range(0, n, max(n // 500, 1))
     assert [order[position] for position in positions] == ours[np.array(positions)].tolist()

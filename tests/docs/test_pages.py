@@ -1,26 +1,23 @@
-"""Every code block of README.md and docs/**/*.md is run, page by page, top to bottom. The rules for those who write:
+"""Every code block of README.md and docs/**/*.md is run, page by page, from top to bottom. Rules for authors:
 
-- Languages are `python`, `sh`, `yaml`, `json` and `text` (output and drawings, not run). A block without a language,
-  any other, and code by indentation alone are failures. So are admonitions (`!!!`): pages are plain CommonMark.
-- A page runs in a folder of its own that holds a small world (docs_world.py): `Qwen/Qwen3-4B` (a tiny model),
-  `triviaqa.jsonl`, `traces/` and `other_traces/` (labelled, tier probe), `full/` (12 of tier full), `runs/first`
-  (detectors), `genomes/` and
-  `genomes/strains/` (*.fna.gz), `species.tsv`, `train.fa.gz`, `val.fa`, `known.fa`, `strains.fa`, `reads.fa.gz`,
-  `sample.fq.gz`, `reads_1.fq.gz`, `reads_2.fq.gz`, `runs/reads` (classifiers), and `configs/` with few epochs. Of the
-  old scripts (docs_old.py): `old/*.pkl`, `preprocessed_data/`, `ground_truth_scores.csv`.
-  `traces/`, `runs/first` and `runs/reads` were made by commands of the README: the same again goes on from there.
+- Languages are `python`, `sh`, `yaml`, `json` and `text` (output and drawings, not run). A block without a language or
+  with another one, and indented code, are failures. So are admonitions (`!!!`): pages are plain CommonMark.
+- A page runs in its own copy of a small folder (support/docs_world.py): `Qwen/Qwen3-4B` (a tiny model),
+  `triviaqa.jsonl`, `traces/` and `other_traces/` (labelled, tier probe), `full/` (12 traces of tier full), `runs/first`
+  (detectors), `genomes/` and `genomes/strains/` (*.fna.gz), `species.tsv`, `train.fa.gz`, `val.fa`, `known.fa`,
+  `strains.fa`, `reads.fa.gz`, `sample.fq.gz`, `reads_1.fq.gz`, `reads_2.fq.gz`, `runs/reads` (classifiers), and
+  `configs/` with few epochs. From the old scripts: `old/*.pkl`, `preprocessed_data/`, `ground_truth_scores.csv`.
+  `traces/`, `runs/first` and `runs/reads` were made with commands of the README, so the same commands resume them.
 - python: the blocks of a page share one namespace. A block that begins with `# name.py` is also written to that file.
-- sh: every command ends with exit code 0, or with N if its line says `# exit N`. Plain `millstream` and `python` lines
-  run in this process; a block with pipes, variables, `&` and the like runs as a whole in `bash -e`. `--reads N` is made
-  smaller. `pip install` is checked against the extras and pins, `make X` against the Makefile; scripts of benchmarks/,
-  examples/ and docs/ have to exist; `millstream demo` and `model=smollm2` are parsed; `millstream view` ends where its
-  server would begin.
-- yaml: settings that `train`, `extract`, `label`, `featurize`, `evaluate` or the old `train_streaming` take; a first
-  line `# name.yaml` also writes the file. json: has to parse; each line by itself if the whole does not.
-- Comments right above a block: `<!-- first: COMMANDS -->` runs commands in bash before it, to tidy up (`rm -r traces`).
-  `<!-- anew -->` gives it a new copy of the world and an empty namespace. `<!-- not run: REASON -->` is for what cannot
-  run on one machine, and has to be listed in NOT_RUN below.
-- Links within docs/ stay within docs/ (the site has nothing else); anchors are made of headings as GitHub makes them.
+- sh: every command exits with 0, or with N if its line says `# exit N`. Plain `millstream` and `python` lines run in
+  this process; a block with pipes, variables, `&` and so on runs as a whole in `bash -e`. `--reads N` is reduced.
+  `pip install` is checked against the extras and pins, `make X` against the Makefile; scripts of benchmarks/, examples/
+  and docs/ must exist; `millstream demo` and `model=smollm2` are only parsed; `millstream view` stops before serving.
+- yaml: settings of `train`, `extract`, `label`, `featurize`, `evaluate` or the old `train_streaming`; a first line
+  `# name.yaml` also writes the file. json: must parse, as a whole or line by line.
+- Comments directly above a block: `<!-- first: COMMANDS -->` runs commands in bash before it, to clean up
+  (`rm -r traces`). `<!-- not run: REASON -->` marks what cannot run on one machine; it must be listed in NOT_RUN below.
+- Links within docs/ stay within docs/ (the site has nothing else); anchors are made from headings as on GitHub.
 """
 
 import contextlib
@@ -52,13 +49,13 @@ NOT_RUN = {
     ("docs/how-to/many-gpus.md", "needs four GPUs"),
     ("docs/how-to/many-gpus.md", "needs several machines"),
 }
-COMMENTS = ("first:", "not run:", "anew")
-# What other libraries say of themselves when they are used as their own manuals say; all else stays an error.
+COMMENTS = ("first:", "not run:")
+# Warnings of other libraries when they are used as documented; all others are errors.
 THEIR_OWN = [
     "ignore:.*LeafSpec:FutureWarning",
     "ignore:.*does not have many workers",
     "ignore:Your `IterableDataset` has",
-    "ignore:.*found in sys.modules after import:RuntimeWarning",  # `python -m`, in a process that knows the module
+    "ignore:.*found in sys.modules after import:RuntimeWarning",  # `python -m` of a module that is already imported
 ]
 
 
@@ -72,27 +69,19 @@ def name_of(page: Path) -> str:
 def test_every_block_of_a_page_runs(page: Path, world: Path, tmp_path: Path):
     if not any(block.language != "text" for block in blocks_of(page)):
         return
-    with contextlib.ExitStack() as stack:
-        namespace = _start(world, tmp_path / "0", stack)
-        for number, block in enumerate(blocks_of(page), 1):
-            if block.said("not run"):
+    with contextlib.chdir(copy_world(world, tmp_path / "world")), _no_modules_left(tmp_path):
+        namespace: dict[str, object] = {"__name__": "__main__"}
+        for block in blocks_of(page):
+            if block.comment("not run"):
                 continue
-            if "anew" in block.comments:
-                namespace = _start(world, tmp_path / str(number), stack)
-            if commands := block.said("first"):
+            if commands := block.comment("first"):
                 subprocess.run(["bash", "-e", "-c", commands], check=True)
             _run(block, namespace)
 
 
-def _start(world: Path, folder: Path, stack: contextlib.ExitStack) -> dict[str, object]:
-    stack.enter_context(contextlib.chdir(copy_world(world, folder)))
-    stack.enter_context(_no_modules_left(folder))
-    return {"__name__": "__main__"}
-
-
 @contextlib.contextmanager
 def _no_modules_left(folder: Path) -> Iterator[None]:
-    """What a page imports from its own folder is not there for the next page."""
+    """Forget modules that a page imported from its own folder."""
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
@@ -103,7 +92,7 @@ def _run(block: Block, namespace: dict[str, object]) -> None:
     if block.file:
         Path(block.file).write_text(block.text)
     if block.language == "python":
-        code = "\n" * block.line + block.text  # so that a traceback names the line of the page
+        code = "\n" * block.line + block.text  # so that a traceback has the line number of the page
         exec(compile(code, str(block.page), "exec"), namespace)
     elif block.language == "sh":
         run_block(block)
@@ -114,7 +103,7 @@ def _run(block: Block, namespace: dict[str, object]) -> None:
 
 
 def _read_settings(block: Block) -> None:
-    """Some command takes these settings, every one of them with a value it allows."""
+    """Some command accepts these settings and their values."""
     from millstream.classic.train_streaming import KEYS
     from millstream.core.config import read_settings, setting_pairs
     from millstream.errors import BadSetting
@@ -138,7 +127,7 @@ def _read_settings(block: Block) -> None:
             refusals.append(f"{kind.__name__}: {error}")
         else:
             return
-    pytest.fail(f"{block.place}: settings of no command\n" + "\n".join(refusals))
+    pytest.fail(f"{block.place}: no command accepts these settings\n" + "\n".join(refusals))
 
 
 def _read_json(block: Block) -> None:
@@ -149,7 +138,7 @@ def _read_json(block: Block) -> None:
             json.loads(line)
 
 
-def test_every_block_has_a_language_that_is_run_or_is_output():
+def test_every_block_is_in_a_language_that_runs_or_is_output():
     others = [
         f"{block.place} {block.language!r}"
         for page in pages()
@@ -162,7 +151,7 @@ def test_every_block_has_a_language_that_is_run_or_is_output():
 
 @pytest.fixture(scope="module")
 def own_world(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all examples in docstrings: each writes to a place of its own."""
+    """For the examples of all docstrings: each writes to its own path."""
     return copy_world(world, tmp_path_factory.mktemp("examples") / "world")
 
 
@@ -182,7 +171,7 @@ def test_every_feature_has_an_example_that_runs(own_world: Path):
 
 
 def _run_examples(named: list[object], folder: Path) -> None:
-    """As doctest runs them, beside `traces` (of the tier full) and `reads`."""
+    """As doctest does, with `traces` (tier full) and `reads` defined."""
     with contextlib.chdir(folder):
         given = {
             "ms": millstream,
@@ -197,16 +186,16 @@ def _run_examples(named: list[object], folder: Path) -> None:
             text = getattr(function, "__doc__", None)
             if isinstance(text, str) and ">>> " in text:
                 example = doctest.DocTestParser().get_doctest(text, dict(given), str(item), None, 0)
-                said = io.StringIO()
-                assert runner.run(example, out=said.write).failed == 0, said.getvalue()
+                output = io.StringIO()
+                assert runner.run(example, out=output.write).failed == 0, output.getvalue()
 
 
-def test_what_is_not_run_is_known_and_says_why():
+def test_every_block_that_is_not_run_is_listed_with_its_reason():
     blocks = [block for page in pages() for block in blocks_of(page)]
-    not_run = [(name_of(block.page), reason) for block in blocks if (reason := block.said("not run")) is not None]
+    not_run = [(name_of(block.page), reason) for block in blocks if (reason := block.comment("not run")) is not None]
     assert set(not_run) == NOT_RUN and len(not_run) == len(NOT_RUN)
-    meant = [comment for block in blocks for comment in block.comments if block.language != "text"]
-    assert [comment for comment in meant if not comment.startswith(COMMENTS)] == []
+    comments = [comment for block in blocks for comment in block.comments if block.language != "text"]
+    assert [comment for comment in comments if not comment.startswith(COMMENTS)] == []
 
 
 def test_every_link_and_anchor_points_to_something():
@@ -216,14 +205,16 @@ def test_every_link_and_anchor_points_to_something():
                 continue
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
-            assert target.exists(), f"{name_of(page)}: {link} is not there"
+            assert target.exists(), f"{name_of(page)}: {link} does not exist"
             if anchor:
-                assert anchor in anchors_of(target), f"{name_of(page)}: {link}, there is {sorted(anchors_of(target))}"
+                assert anchor in anchors_of(target), (
+                    f"{name_of(page)}: {link} must be one of {sorted(anchors_of(target))}"
+                )
             if page != ROOT / "README.md":
                 assert target.is_relative_to(DOCS), f"{name_of(page)}: {link} is not part of the site"
 
 
-def test_every_command_of_the_command_line_is_shown_in_a_block():
+def test_every_command_is_shown_in_a_block():
     import typer.main
 
     from millstream.cli.app import make_app

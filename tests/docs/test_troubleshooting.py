@@ -1,4 +1,4 @@
-"""The page of troubles knows every error that millstream raises, and quotes what millstream really says."""
+"""The troubleshooting page explains every error that millstream raises, and quotes real messages."""
 
 import ast
 import inspect
@@ -20,15 +20,15 @@ def test_every_error_is_explained():
 
 
 def test_every_message_in_a_table_is_one_of_ours():
-    said = "\n".join(_texts(ROOT / "src"))
+    texts = "\n".join(_texts(ROOT / "src"))
     rows = re.findall(r"^\| (`[^|]*`)[^|]*\|", PAGE, re.M)
     messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row) if " " in message]
     assert len(messages) > 30
-    assert [message for message in messages if _core(message) not in said] == []
+    assert [message for message in messages if _core(message) not in texts] == []
 
 
 def _texts(folder: Path) -> list[str]:
-    """Every text in the code; of one with values in it, the pieces between."""
+    """Every string in the code; of an f-string, the pieces between its values."""
     trees = (ast.parse(file.read_text()) for file in folder.rglob("*.py"))
     return [
         node.value
@@ -39,7 +39,7 @@ def _texts(folder: Path) -> list[str]:
 
 
 def _core(message: str) -> str:
-    """The longest piece of a message without values: numbers, names of files and fields, what is left out."""
+    """The longest piece of a message without values: numbers, names of files and fields, omissions."""
     values = r"\d+(?:\.\d+)?|\.\.\.|'[^']*'|[\w.-]+\.(?:tsv|arrow|parquet|millstream)|->|float\w*|\w+="
     pieces = re.split(rf"{values}|[\[\]{{}}():;,]", message)
     return max((piece.strip() for piece in pieces), key=len)

@@ -1,4 +1,4 @@
-"""The command line in this process, and what makes it start sooner in another."""
+"""Runs the command line in this process, or in an environment where it starts faster."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from millstream.cli.app import main
 
 def run_here(*arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command."""
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)  # has a buffer, as stdout does
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)  # has a buffer, like stdout
     err = io.StringIO()
     command = ["millstream", *map(str, arguments)]
     with mock.patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(err):

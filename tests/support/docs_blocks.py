@@ -15,7 +15,7 @@ LANGUAGES = ("python", "sh", "yaml", "json", "text")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: its language ("" if it names none, "indented" if it has no fence) and the comments above it."""
+    """A code block: its language ("" if none is given, "indented" if it has no fence) and the comments above it."""
 
     page: Path
     line: int
@@ -27,8 +27,8 @@ class Block:
     def place(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
-    def said(self, word: str) -> str | None:
-        """What a comment above says after `word:`, as in `<!-- not run: needs several machines -->`."""
+    def comment(self, word: str) -> str | None:
+        """The text after `word:` in a comment above, as in `<!-- not run: needs several machines -->`."""
         found = [comment.removeprefix(f"{word}:") for comment in self.comments if comment.startswith(f"{word}:")]
         return found[0].strip() if found else None
 
@@ -60,7 +60,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """What `#name` may be, made of headings as GitHub and the site make it."""
+    """The anchors of a page, made from its headings as on GitHub and the site."""
     found: set[str] = set()
     tokens = _tokens(page)
     for place, token in enumerate(tokens):
@@ -72,7 +72,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def links_of(page: Path) -> list[str]:
-    """Targets of all links and pictures."""
+    """Targets of all links and images."""
     return [
         str(part.attrs.get("href") or part.attrs.get("src"))
         for token in _tokens(page)

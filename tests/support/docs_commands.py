@@ -1,4 +1,4 @@
-"""Runs a `sh` block: commands of ours in this process where they are plain, the whole block in bash where not."""
+"""Runs a `sh` block: plain millstream commands in this process, a block with shell syntax in bash."""
 
 import os
 import re
@@ -15,25 +15,25 @@ from unittest import mock
 from support.commands import lean_environment, run_here
 from support.docs_blocks import ROOT, Block
 
-# In the small world of a page there is no need for as many: the command is the same, and takes less of a second.
+# Smaller numbers for the small world of a page; the command is the same.
 FEWER = {"--reads": "2000"}
-_ELSEWHERE = ("benchmarks/", "examples/", "docs/")  # scripts with tests, or hours, of their own: here they exist
+_ELSEWHERE = ("benchmarks/", "examples/", "docs/")  # scripts that are tested elsewhere or take hours: must exist
 
 
 def run_block(block: Block) -> None:
-    """Run every command of a block; each has to end with 0, or with N where its line says `# exit N`."""
+    """Run every command of a block; each must exit with 0, or with N if its line says `# exit N`."""
     lines = commands_of(block.text)
     if any(_needs_shell(line) for line in lines):
         _run_bash(block)
         return
     for line in lines:
         expected = re.search(r"#.*\bexit (\d+)", line)
-        code, said = _run_line(line)
-        assert code == int(expected[1] if expected else 0), f"{block.place}: {line}\nended with {code}: {said}"
+        code, output = _run_line(line)
+        assert code == int(expected[1] if expected else 0), f"{block.place}: {line}\nexited with {code}: {output}"
 
 
 def commands_of(text: str) -> list[str]:
-    """The lines, with those that end in a backslash joined to the next."""
+    """The lines, with continuation lines joined."""
     joined = re.sub(r"\\\n\s*", "", text)
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
 
@@ -46,7 +46,7 @@ def _needs_shell(line: str) -> bool:
 
 
 def _run_line(line: str) -> tuple[int, str]:
-    """Exit code and what was said."""
+    """Exit code and output."""
     words = shlex.split(line, comments=True)
     settings = []
     while words and re.match(r"[A-Z_]+=", words[0]):
@@ -64,19 +64,19 @@ def _run_line(line: str) -> tuple[int, str]:
         if program == "make":
             targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
             missing = {word for word in arguments if "=" not in word} - targets
-            return int(bool(missing)), f"the Makefile has no {missing}"
+            return int(bool(missing)), f"not in the Makefile: {missing}"
     return _run_child([program, *arguments])
 
 
 def _run_millstream(arguments: list[str]) -> tuple[int, str]:
     if arguments[0] == "view":
         return _serve(arguments)
-    if arguments[0] == "demo" or "model=smollm2" in arguments:  # minutes, and weights; tests/demo runs them
+    if arguments[0] == "demo" or "model=smollm2" in arguments:  # take minutes, and weights; see tests/demo
         return _parse_only(arguments)
     for place, word in enumerate(arguments[:-1]):
         if word in FEWER:
             arguments[place + 1] = min(arguments[place + 1], FEWER[word], key=int)
-    if any(word.startswith("devices=") or word == "--engine" for word in arguments):  # it starts itself anew
+    if any(word.startswith("devices=") or word == "--engine" for word in arguments):  # it starts processes of its own
         return _run_child([sys.executable, "-m", "millstream", *arguments])
     code, out, err = run_here(*arguments)
     return code, out + err
@@ -101,7 +101,7 @@ def _parse_only(arguments: list[str]) -> tuple[int, str]:
 
 
 def _serve(arguments: list[str]) -> tuple[int, str]:
-    """Everything up to the server, which ends at once, as by Ctrl-C; tests/view runs real ones."""
+    """Everything except serving; tests/view runs real servers."""
     import uvicorn
 
     with mock.patch.object(uvicorn.Server, "run"):
@@ -127,7 +127,7 @@ def _run_python(arguments: list[str]) -> tuple[int, str]:
 
 
 def _check_pip(arguments: list[str]) -> tuple[int, str]:
-    """`pip install 'millstream[a,b]'` names extras that exist, and other packages only in versions we know."""
+    """`pip install 'millstream[a,b]'` has existing extras, and other packages must be pinned."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -139,12 +139,12 @@ def _check_pip(arguments: list[str]) -> tuple[int, str]:
     for word in (word for word in arguments[1:] if not word.startswith("-")):
         match = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?", word)
         if not match:
-            return 2, f"{word}: no name of a package"
+            return 2, f"{word}: not a package name"
         unknown = set((match[2] or "").split(",")) - {"", *project["optional-dependencies"]}
         if match[1] not in ("millstream", ".") and match[1].lower() not in pins:
             return 1, f"{word}: not in constraints.txt"
         if unknown:
-            return 1, f"{word}: there is no extra {unknown}"
+            return 1, f"{word}: unknown extra {unknown}"
     return 0, ""
 
 
@@ -152,7 +152,7 @@ def _run_bash(block: Block) -> None:
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", block.text], capture_output=True, text=True, env=_child_environment()
     )
-    assert done.returncode == 0, f"{block.place} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{block.place} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
 
 
 def _child_environment() -> dict[str, str]:
@@ -162,7 +162,7 @@ def _child_environment() -> dict[str, str]:
 
 @contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Variables set before a command; PYTHONPATH counts for this process too."""
+    """Environment variables of a command; PYTHONPATH also applies to this process."""
     added = [str(Path(folder).resolve()) for folder in settings.get("PYTHONPATH", "").split(":") if folder]
     with mock.patch.dict(os.environ, settings), mock.patch.object(sys, "path", [*added, *sys.path]):
         yield

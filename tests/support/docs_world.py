@@ -1,10 +1,12 @@
-"""The folder that README and docs talk about, small: a model, questions, traces, genomes, reads, and two runs.
+"""The folder that README and docs refer to, small: a model, questions, traces, genomes, reads, two runs, old files.
 
-It is made by the commands of the README themselves, so a page that runs one of them again goes on where it ended.
+It is made with the commands of the README, so a page that runs one of them again resumes.
 """
 
+import csv
 import gzip
 import json
+import pickle
 import shutil
 from contextlib import chdir
 from glob import glob
@@ -12,25 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import millstream as ms
 from support.commands import run_here
-from support.docs_old import make_old
 
 ROOT = Path(__file__).parents[2]
 MODEL = "Qwen/Qwen3-4B"
 WORDS = "Answer the question concisely . Q : A ? Which river flows through town Danube Rhine Thames Volga Nile and by"
+L, T, H, D = 3, 12, 2, 8  # layers, tokens, heads and dimensions of old traces
 SPECIES = ("562_Escherichia_coli", "1280_Staphylococcus_aureus", "210_Helicobacter_pylori")
-# The defaults of a run, but for what makes it long.
+# Settings that shorten a run; all others keep their defaults.
 SHORT = {"epochs": 1, "seeds": 1, "parameters": 2_000}
 SHORT_READS = {"epochs": 1, "width": 8, "layers": 1, "val_reads": 200, "bits": 12}
 
 
 def make_world(folder: Path, num_questions: int = 60) -> Path:
-    """Make all of it; what there is stands in the rules at the top of test_pages.py."""
-    import torch
-
-    torch.set_num_threads(1)  # on models this small, threads only wait for each other
+    """Make everything that the rules at the top of test_pages.py list."""
+    torch.set_num_threads(1)  # more threads do not help models this small
     folder.mkdir(parents=True)
     _make_model(folder / MODEL, num_questions)
     _make_configs(folder / "configs")
@@ -38,19 +39,18 @@ def make_world(folder: Path, num_questions: int = 60) -> Path:
     with chdir(folder):
         _make_traces(num_questions)
         _make_reads()
-        make_old()
+        _make_old()
         shutil.copytree("traces", "demo/traces")
     return folder
 
 
 def copy_world(world: Path, folder: Path) -> Path:
-    """A page's own: what it changes, no other page sees."""
+    """A copy for one page, so that its changes do not affect other pages."""
     return Path(shutil.copytree(world, folder, dirs_exist_ok=True))
 
 
 def _make_model(folder: Path, num_questions: int) -> None:
-    """A Qwen of two layers whose tokens are words, so that whatever it says can be compared."""
-    import torch
+    """A Qwen with two layers and words as tokens, so that its answers can be compared with references."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -76,7 +76,7 @@ def _make_model(folder: Path, num_questions: int) -> None:
 
 
 def _make_configs(folder: Path) -> None:
-    """configs/ of the repository with `SHORT` in it: what a page says is run as it stands, and takes a second."""
+    """configs/ of the repository with the settings of `SHORT`: a page's commands run unchanged, in a second."""
     folder.mkdir()
     for name, short in (("detector.yaml", SHORT), ("reads.yaml", SHORT_READS)):
         lines = (ROOT / "configs" / name).read_text().splitlines()
@@ -85,21 +85,21 @@ def _make_configs(folder: Path) -> None:
 
 
 def _make_genomes(folder: Path) -> None:
-    """A small random genome of each species, and of another strain of it that differs in one letter of fifty."""
+    """A small random genome of each species, and of another strain with a substitution rate of 2 %."""
     rng = np.random.default_rng(0)
     (folder / "strains").mkdir(parents=True)
     for name in SPECIES:
-        letters = rng.integers(0, 4, 4_000)
-        changed = np.where(rng.random(letters.size) < 0.02, rng.integers(0, 4, letters.size), letters)
-        for place, strain in ((folder, letters), (folder / "strains", changed)):
-            text = "".join("ACGT"[letter] for letter in strain)
+        bases = rng.integers(0, 4, 4_000)
+        changed = np.where(rng.random(bases.size) < 0.02, rng.integers(0, 4, bases.size), bases)
+        for place, strain in ((folder, bases), (folder / "strains", changed)):
+            text = "".join("ACGT"[base] for base in strain)
             lines = [f">{name}", *(text[start : start + 80] for start in range(0, len(text), 80))]
             with gzip.open(place / f"{name}.fna.gz", "wt") as file:
                 file.write("\n".join(lines) + "\n")
 
 
 def _make_traces(num_questions: int) -> None:
-    """Questions of which the model gets every other one right: the answer to those is what it says anyway."""
+    """Half of the reference answers are the model's own, so that it gets every other question right."""
     rows = [
         {"question_id": f"q{number}", "question": f"Which river flows through town {number}?", "answer": "Aare"}
         for number in range(num_questions)
@@ -107,9 +107,9 @@ def _make_traces(num_questions: int) -> None:
     command = ("extract", "triviaqa.jsonl", "traces/", f"model={MODEL}", "tier=probe", "max_new_tokens=64")
     _write_rows(rows)
     run(*command)
-    said = ms.open("traces/").column("generated_answer").to_pylist()
+    answers = ms.open("traces/").column("generated_answer").to_pylist()
     shutil.rmtree("traces")
-    _write_rows([{**row, "answer": said[place] if place % 4 < 2 else "Aare"} for place, row in enumerate(rows)])
+    _write_rows([{**row, "answer": answers[place] if place % 4 < 2 else "Aare"} for place, row in enumerate(rows)])
     run(*command)
     run("label", "traces/")
     shutil.copytree("traces", "other_traces")
@@ -134,9 +134,50 @@ def _make_reads() -> None:
 
 
 def run(*command: object) -> None:
-    code, _, said = run_here(*command)
-    assert code == 0, f"millstream {' '.join(map(str, command))}: {said}"
+    code, _, messages = run_here(*command)
+    assert code == 0, f"millstream {' '.join(map(str, command))}: {messages}"
 
 
 def _write_rows(rows: list[dict[str, str]]) -> None:
     Path("triviaqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _make_old(num_traces: int = 40) -> None:
+    """`old/trivia_qa_traces_batch_*.pkl`, `preprocessed_data/lstm_solo/*.pt` and `ground_truth_scores.csv`."""
+    rng = np.random.default_rng(0)
+    Path("old").mkdir()
+    Path("preprocessed_data/lstm_solo").mkdir(parents=True)
+    traces = [_trace(number, rng) for number in range(num_traces)]
+    half = num_traces // 2
+    for batch in range(2):
+        some = traces[batch * half : (batch + 1) * half]
+        Path(f"old/trivia_qa_traces_batch_{batch:04d}.pkl").write_bytes(pickle.dumps(some))
+        last_tokens = [[layer[-1] for layer in trace["hidden_states"]] for trace in some]
+        content = {
+            "sequences": torch.tensor(np.array(last_tokens)),
+            "labels": torch.tensor([float(trace["example_id"] % 2) for trace in some]),
+            "question_ids": [trace["question_id"] for trace in some],
+        }
+        torch.save(content, f"preprocessed_data/lstm_solo/preprocessed_{batch:04d}.pt")
+    with open("ground_truth_scores.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["question_id", "bleurt_score"])
+        table.writerows([trace["question_id"], 1 - trace["example_id"] % 2] for trace in traces)
+    Path("reads.fa.gz.index.pkl").write_bytes(pickle.dumps([0, 1]))
+
+
+def _trace(number: int, rng: np.random.Generator) -> dict[str, object]:
+    attention = np.tril(rng.random((L, H, T, T))) + 1e-3
+    return {
+        "question_id": f"tc_{number}",
+        "question": f"Which river flows through town {number}?",
+        "generated_answer_clean": f"river {number % 4}",
+        "ground_truth_answers": [f"river {number % 2}"],
+        "tokens": np.arange(T),
+        "prompt_length": 8,
+        "example_id": number % 20,
+        "global_example_id": number,
+        "batch_number": number // 20,
+        "hidden_states": list(rng.standard_normal((L, T, D)).astype(np.float16)),
+        "attentions": list((attention / attention.sum(-1, keepdims=True)).astype(np.float16)),
+    }
