@@ -1,4 +1,4 @@
-"""The same record comes out the same everywhere; what is not left to chance is as a slow Python loop has it."""
+"""Augmentation is a function of seed, epoch and record; without randomness it matches a slow Python loop."""
 
 import hashlib
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ def augmented(augment: Augment, reads: Sequence[str], numbers: Sequence[int], **
 def slow(augment: Augment, read: str) -> str:
     read = read.upper() if augment.upper else read
     if augment.n == "drop":
-        read = "".join(letter for letter in read if letter not in "Nn")
+        read = "".join(base for base in read if base not in "Nn")
     read = read[: augment.max_length]
-    return "".join(COMPLEMENTS[letter] for letter in reversed(read)) if augment.reverse_complement else read
+    return "".join(COMPLEMENTS[base] for base in reversed(read)) if augment.reverse_complement else read
 
 
 # -- one record, one result
@@ -78,11 +78,13 @@ def test_the_result_is_pinned_for_all_versions():
     assert digest() == "040e0a03d843c62a"
 
 
-# -- what is not left to chance
+# -- without randomness
 
 
 @given(reads_of, st.booleans(), st.sampled_from(["keep", "drop"]), st.sampled_from([None, 1, 7, 100]), st.booleans())
-def test_without_chance_it_is_what_a_slow_loop_says(reads: list[str], upper: bool, n: Any, length: Any, reverse: bool):
+def test_deterministic_augmentation_matches_a_slow_loop(
+    reads: list[str], upper: bool, n: Any, length: Any, reverse: bool
+):
     augment = Augment(upper=upper, n=n, max_length=length, crop="start", reverse_complement=reverse)
     assert augmented(augment, reads, range(len(reads))) == [slow(augment, read) for read in reads]
 
@@ -95,54 +97,54 @@ def test_the_reverse_complement_of_the_reverse_complement_is_the_read(reads: lis
 
 
 @given(reads_of, st.sampled_from(["keep", "random", "drop"]), st.booleans())
-def test_quality_goes_with_its_letter(reads: list[str], n: Any, reverse: bool):
+def test_base_qualities_stay_with_their_bases(reads: list[str], n: Any, reverse: bool):
     flat, offsets = pack(reads)
     augment = Augment(upper=False, n=n, max_length=9, reverse_complement=reverse)
-    quality = np.arange(flat.size, dtype=np.uint8)  # names the letter, as there are at most 8 * 40 = 256 + 64 of them
+    quality = np.arange(flat.size, dtype=np.uint8)  # identifies the base: there are at most 8 * 40 = 256 + 64 of them
     result = augment.apply(flat, offsets, np.arange(len(reads)), quality=quality)
     assert result.quality is not None and result.quality.size == result.flat.size
     for i in range(len(reads)):
-        letters = unpack(result.flat, result.offsets)[i]
+        bases = unpack(result.flat, result.offsets)[i]
         values = result.quality[result.offsets[i] : result.offsets[i + 1]]
-        for letter, value in zip(letters, values, strict=True):
+        for base, value in zip(bases, values, strict=True):
             before = reads[i][(int(value) - int(offsets[i])) % 256]
-            assert (COMPLEMENTS[before] if reverse else before) == letter or (before in "Nn" and n == "random")
+            assert (COMPLEMENTS[before] if reverse else before) == base or (before in "Nn" and n == "random")
         if n != "drop":
             assert (np.diff(values) == (255 if reverse else 1)).all()
 
 
 @given(reads_of)
-def test_a_crop_is_a_piece_of_the_read(reads: list[str]):
+def test_a_crop_is_a_substring_of_the_read(reads: list[str]):
     for before, after in zip(
         reads, augmented(Augment(upper=False, max_length=5), reads, range(len(reads))), strict=True
     ):
         assert after in before and len(after) == min(len(before), 5)
 
 
-def test_a_batch_cut_out_of_a_larger_one_is_read_where_it_lies():
+def test_offsets_may_start_in_the_middle_of_a_larger_batch():
     reads = random_reads(6, length=30, seed=2)
     flat, offsets = pack(reads)
     result = EVERYTHING.apply(flat, offsets[2:5], np.array([2, 3]))
     assert unpack(result.flat, result.offsets) == augmented(EVERYTHING, reads, range(6))[2:4]
 
 
-def test_the_input_is_left_as_it_was():
+def test_the_input_is_not_modified():
     flat, offsets = pack(["acgtnacgtn"])
-    EVERYTHING.apply(flat, offsets, np.array([0]))  # `pack` gives read-only letters: writing would raise
+    EVERYTHING.apply(flat, offsets, np.array([0]))  # `pack` returns read-only arrays: writing would raise
     assert flat.tobytes() == b"acgtnacgtn"
 
 
-# -- how often
+# -- rates
 
 
-def test_reads_are_turned_round_as_often_as_asked():
-    for share in (0.0, 0.3, 1.0):
-        turned = augmented(Augment(reverse_complement=share), ["AAAC"] * 20_000, range(20_000))
-        assert set(turned) <= {"AAAC", "GTTT"}
-        assert turned.count("GTTT") / 20_000 == pytest.approx(share, abs=0.01 if 0 < share < 1 else 0)
+def test_the_fraction_of_reverse_complemented_reads_is_the_setting():
+    for fraction in (0.0, 0.3, 1.0):
+        found = augmented(Augment(reverse_complement=fraction), ["AAAC"] * 20_000, range(20_000))
+        assert set(found) <= {"AAAC", "GTTT"}
+        assert found.count("GTTT") / 20_000 == pytest.approx(fraction, abs=0.01 if 0 < fraction < 1 else 0)
 
 
-def test_letters_are_masked_as_often_as_asked_at_every_place():
+def test_bases_are_masked_at_the_given_rate_at_every_position():
     masked = np.array([list(read) for read in augmented(Augment(mask=0.15), ["A" * 50] * 4_000, range(4_000))]) == "N"
     assert masked.mean() == pytest.approx(0.15, abs=0.005)
     assert np.abs(masked.mean(axis=0) - 0.15).max() < 0.03
@@ -151,19 +153,19 @@ def test_letters_are_masked_as_often_as_asked_at_every_place():
     assert set(augmented(Augment(mask=1.0), ["ACGT"], [0])) == {"NNNN"}
 
 
-def test_random_bases_and_crops_are_spread_evenly():
+def test_random_bases_and_crops_are_uniform():
     bases = "".join(augmented(Augment(n="random", upper=False), ["NNNNnnnnA"] * 5_000, range(5_000)))
-    for letter in "CGTacgt":
-        assert bases.count(letter) / 20_000 == pytest.approx(0.25, abs=0.02)
+    for base in "CGTacgt":
+        assert bases.count(base) / 20_000 == pytest.approx(0.25, abs=0.02)
     crops = augmented(Augment(max_length=1, upper=False), ["abcdefghij"] * 10_000, range(10_000))
-    assert [crops.count(letter) / 10_000 for letter in "abcdefghij"] == pytest.approx([0.1] * 10, abs=0.015)
+    assert [crops.count(base) / 10_000 for base in "abcdefghij"] == pytest.approx([0.1] * 10, abs=0.015)
 
 
 # -- refusals
 
 
-def test_protein_has_no_reverse_complement_and_is_told_so():
-    with pytest.raises(BadSource, match=r"record 7\) contains 'E' 'L'.*reverse_complement=0"):
+def test_protein_has_no_reverse_complement():
+    with pytest.raises(BadSource, match=r"record 7.*'E' 'L'"):
         augmented(Augment(reverse_complement=1.0), ["ACGT", "AELN"], [3, 7])
     assert augmented(Augment(), ["AELN"], [7]) == ["AELN"]
 
@@ -172,14 +174,14 @@ def test_protein_has_no_reverse_complement_and_is_told_so():
 @given(
     st.sampled_from([{"mask": 1.5}, {"reverse_complement": -0.1}, {"max_length": 0}, {"n": "skip"}, {"crop": "end"}])
 )
-def test_a_setting_that_makes_no_sense_is_named(wrong: dict[str, Any]):
+def test_an_invalid_setting_is_named(wrong: dict[str, Any]):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Augment(**wrong)
 
 
-def test_numbers_and_quality_that_do_not_fit_the_reads_are_refused():
+def test_record_numbers_and_qualities_must_match_the_reads():
     flat, offsets = pack(["ACGT"])
-    with pytest.raises(ValueError, match="2 record numbers for 1 reads"):
+    with pytest.raises(ValueError, match=r"2 .* 1 reads"):
         Augment().apply(flat, offsets, np.arange(2))
-    with pytest.raises(ValueError, match="3 quality values for 4 bases"):
+    with pytest.raises(ValueError, match=r"3 .* 4 bases"):
         Augment().apply(flat, offsets, np.arange(1), quality=flat[:3])

@@ -1,4 +1,4 @@
-"""The commands for reads, as a user types them."""
+"""The commands for reads, as users type them."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ def reads(tmp_path: Path) -> Path:
     return file
 
 
-def test_index_inspect_and_verify_in_turn(reads: Path):
+def test_index_then_inspect_then_verify(reads: Path):
     done = millstream("index", reads, "--header-regex", REGEX, "--json")
     answer = json.loads(done.stdout)
     assert done.returncode == 0
@@ -38,7 +38,7 @@ def test_index_inspect_and_verify_in_turn(reads: Path):
     assert "all checksums match" in millstream("verify", reads).stderr
 
 
-def test_a_changed_file_is_refused_with_the_command_that_helps(reads: Path):
+def test_a_changed_file_is_refused_with_the_command_to_run(reads: Path):
     assert millstream("index", reads).returncode == 0
     reads.write_bytes(gzip.compress(TEXT.encode() + b">new\nACGT\n"))
     done = millstream("inspect", reads)
@@ -49,7 +49,7 @@ def test_a_changed_file_is_refused_with_the_command_that_helps(reads: Path):
     assert "51 reads" in millstream("inspect", reads).stdout
 
 
-def test_pack_and_unpack_give_the_same_text_back(reads: Path, tmp_path: Path):
+def test_pack_and_unpack_round_trip(reads: Path, tmp_path: Path):
     packed, out = tmp_path / "reads.pack", tmp_path / "again.fa"
     done = millstream("pack", reads, packed, "--header-regex", REGEX, "--json")
     assert done.returncode == 0, done.stderr
@@ -72,24 +72,24 @@ def test_fai_is_written_on_request(tmp_path: Path):
     assert (tmp_path / "a.fa.fai").read_text() == "a\t4\t3\t4\t5\n"
 
 
-def test_unknown_class_ids_are_refused_by_name(reads: Path, tmp_path: Path):
+def test_unknown_class_ids_are_listed(reads: Path, tmp_path: Path):
     mapping = tmp_path / "species.tsv"
     mapping.write_text("class_id\tspecies\n0\tx\n1\ty\n")
     done = millstream("index", reads, "--header-regex", REGEX, "--mapping", mapping)
     assert done.returncode == 1
-    assert "1 class_id values are not in" in done.stderr and "species.tsv (2 classes from 0 to 1): 2." in done.stderr
+    assert "species.tsv (2 classes from 0 to 1): 2." in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["index", "missing.fa"], 1, "no such file"),
+        (["index", "missing.fa"], 1, "missing.fa"),
         (["index", "x.fa", "--on-mismatch", "perhaps"], 2, "perhaps"),
         (["index", "x.fa", "--memory", "1MB"], 2, "1MB"),
-        (["pack", "only.fa"], 2, "then the file to write"),
+        (["pack", "only.fa"], 2, "millstream pack"),
     ],
 )
-def test_wrong_usage_is_one_line(arguments: list[str], code: int, says: str):
+def test_usage_errors_are_one_line(arguments: list[str], code: int, says: str):
     done = millstream(*arguments)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
     assert says in done.stderr and len(done.stderr.splitlines()) == 1

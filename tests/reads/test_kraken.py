@@ -1,4 +1,4 @@
-"""The report of Kraken 2, line by line."""
+"""The Kraken 2-style report, line by line."""
 
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ COLUMNS = {
 
 
 def report_of(columns: dict, counts: dict[str, int]) -> list[str]:
-    """The lines for so many reads of these taxa."""
+    """The lines for these numbers of reads per taxon."""
     assignments = Assignments(load_classes(load_mapping(columns)))
     names = [taxon.name for taxon in assignments.taxa]
     given = np.zeros(len(assignments), int)
@@ -34,13 +34,13 @@ def report_of(columns: dict, counts: dict[str, int]) -> list[str]:
     return kraken_report(assignments, given.tolist()).splitlines()
 
 
-def test_the_report_is_as_kraken_writes_it():
+def test_the_report_has_the_format_of_kraken():
     assignments = Assignments(load_classes(load_mapping(COLUMNS)))
     counts = np.zeros(len(assignments), int)
     counts[:4] = 40, 5, 30, 10
     counts[assignments.starts[1]] = 3  # of the genus Escherichia itself
     counts[assignments.starts[2]] = 2  # of the class, whose tax id is not known
-    counts[assignments.nothing] = 10
+    counts[assignments.unclassified] = 10
     assert kraken_report(assignments, counts.tolist()).splitlines() == [
         " 10.00\t10\t10\tU\t0\tunclassified",
         " 90.00\t90\t0\tR\t1\troot",
@@ -54,7 +54,7 @@ def test_the_report_is_as_kraken_writes_it():
     ]
 
 
-def test_taxa_without_reads_and_unclassified_if_there_are_none_are_left_out():
+def test_taxa_without_reads_are_omitted():
     assert report_of(COLUMNS, {"Klebsiella pneumoniae": 4}) == [
         "100.00\t4\t0\tR\t1\troot",
         "100.00\t4\t0\tD\t2\t  Bacteria",
@@ -88,9 +88,9 @@ def test_classes_without_tax_ids_are_refused():
 
 
 @pytest.mark.skipif(shutil.which("kraken2") is None, reason="kraken2 is not installed")
-def test_kraken_itself_writes_the_same_columns(tmp_path: Path):
-    """But for the rank code, which some builds of Kraken leave empty."""
-    letters = np.random.default_rng(0).choice(list("ACGT"), (3, 4000))
+def test_kraken_2_writes_the_same_columns(tmp_path: Path):
+    """Except the rank code, which some builds of Kraken 2 leave empty."""
+    bases = np.random.default_rng(0).choice(list("ACGT"), (3, 4000))
     taxa = [(562, "Escherichia coli", 561), (564, "Escherichia fergusonii", 561), (573, "Klebsiella pneumoniae", 570)]
     nodes = [(1, 1, "no rank", "root"), (2, 1, "superkingdom", "Bacteria")]
     nodes += [(561, 2, "genus", "Escherichia"), (570, 2, "genus", "Klebsiella")]
@@ -102,7 +102,7 @@ def test_kraken_itself_writes_the_same_columns(tmp_path: Path):
     (tmp_path / "db" / "taxonomy" / "names.dmp").write_text(
         "".join(f"{own}\t|\t{name}\t|\t\t|\tscientific name\t|\n" for own, *_, name in nodes)
     )
-    genomes = ["".join(row) for row in letters]
+    genomes = ["".join(row) for row in bases]
     library = zip(taxa, genomes, strict=True)
     (tmp_path / "lib.fa").write_text("".join(f">kraken:taxid|{t[0]}|g{t[0]}\n{text}\n" for t, text in library))
     counts = [30, 4, 9]
@@ -128,7 +128,7 @@ def test_kraken_itself_writes_the_same_columns(tmp_path: Path):
     }
     assignments = Assignments(load_classes(load_mapping(columns)))
     given = np.zeros(len(assignments), int)
-    given[:3], given[assignments.nothing] = counts, 7
+    given[:3], given[assignments.unclassified] = counts, 7
     mine = [line.split("\t") for line in kraken_report(assignments, given.tolist()).splitlines()]
     assert [row[:3] + row[4:] for row in mine] == [row[:3] + row[4:] for row in theirs]
     assert all(not their[3] or their[3] == my[3] for my, their in zip(mine, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Label mappings: every kind of table a user may have, and what is wrong with those that are none."""
+"""Label mappings: every kind of table a user may have, and every kind that is refused."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ COLUMNS = {"class_id": [7, 3, 5], "species": ["coli", "sapiens", "NA"], "genus":
 
 
 class Frame:
-    """As much of a pandas.DataFrame as is asked of one."""
+    """The used part of pandas.DataFrame."""
 
     def __init__(self, columns: dict[str, list[object]]) -> None:
         self._columns = columns
@@ -48,7 +48,7 @@ def test_a_tsv_is_sorted_by_class_id_and_gives_dense_labels(tmp_path: Path):
         assert mapping.rows(np.array([], np.int64)).tolist() == []
 
 
-def test_a_csv_is_known_by_its_content_whatever_its_name(tmp_path: Path):
+def test_a_csv_is_recognised_by_its_content(tmp_path: Path):
     for name in ("map.csv", "map.txt"):
         mapping = load_mapping(write(tmp_path / name, 'class_id,species\r\n2,"coli, K-12"\r\n1,sapiens\r\n'))
         assert rows(mapping) == [(1, "sapiens"), (2, "coli, K-12")]
@@ -80,19 +80,16 @@ def test_small_integer_keys_become_int64():
 # -- the key
 
 
-def test_the_key_is_class_id_else_the_first_name_in_id_else_the_first_column():
+def test_the_key_is_class_id_or_the_first_name_ending_in_id_or_the_first_column():
     assert load_mapping({"tax_id": [1], "class_id": [2]}).key == "class_id"
     assert load_mapping({"name": ["a"], "TaxID": [1], "other_id": [2]}).key == "TaxID"
     assert load_mapping({"number": [1], "name": ["a"]}).key == "number"
-    assert load_mapping({"tax_id": [1], "class_id": [2]}, key="tax_id").key == "tax_id"
 
 
-def test_a_missing_or_non_integer_key_names_the_columns_there_are():
-    with pytest.raises(BadSource, match="expected a column 'taxon' of class ids, found class_id, species, genus"):
-        load_mapping(COLUMNS, key="taxon")
-    with pytest.raises(BadSource, match=r"integers in the class id column 'class_id', found string.*n \(int64\).*key="):
+def test_class_ids_must_be_integers():
+    with pytest.raises(BadSource, match=r"'class_id', found string.*n \(int64\)"):
         load_mapping({"class_id": ["a"], "n": [1]})
-    with pytest.raises(BadSource, match="found double"):
+    with pytest.raises(BadSource, match="double"):
         load_mapping({"class_id": [1.5]})
     with pytest.raises(BadSource, match="1 rows without 'class_id'"):
         load_mapping({"class_id": [1, None]})
@@ -104,51 +101,48 @@ def test_a_missing_or_non_integer_key_names_the_columns_there_are():
 
 
 @given(st.sets(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=30), st.data())
-def test_the_label_of_an_id_is_its_place_among_the_sorted_ids(ids: set[int], data: st.DataObject):
+def test_the_label_of_an_id_is_its_rank_among_the_sorted_ids(ids: set[int], data: st.DataObject):
     mapping = load_mapping({number: str(number) for number in ids})
     wanted = data.draw(st.lists(st.sampled_from(sorted(ids))))
     assert mapping.rows(np.array(wanted, np.int64)).tolist() == [sorted(ids).index(number) for number in wanted]
     assert mapping.table.column("label").to_pylist() == [str(number) for number in sorted(ids)]
 
 
-def test_unknown_ids_are_refused_by_name_number_and_remedy():
+def test_unknown_ids_are_counted_and_listed():
     mapping = load_mapping(COLUMNS)
     mapping.check(np.array([3, 7]), where="reads.fa")
-    message = (
-        r"reads.fa: 7 class_id values are not in the mapping \(3 classes from 3 to 7\): 4, 8, 9, 10, 11 and 2 more"
-    )
-    with pytest.raises(BadSource, match=message):
+    with pytest.raises(BadSource, match=r"reads\.fa: 7 .*: 4, 8, 9, 10, 11 and 2 more"):
         mapping.check(np.array([3, 4, 8, 9, 10, 11, 12, 13, 4]), where="reads.fa")
     for unknown in (2, 4, 8):
-        with pytest.raises(BadSource, match=f"1 class_id values are not in the mapping .*: {unknown}. Add"):
+        with pytest.raises(BadSource, match=rf"1 class_id .*: {unknown}\."):
             mapping.rows(np.array([3, unknown]))
 
 
-# -- tables that are none
+# -- what is refused
 
 
-def test_the_same_row_twice_is_one_and_different_labels_for_an_id_are_refused():
+def test_identical_rows_count_once_and_different_labels_for_an_id_are_refused():
     assert rows(load_mapping({"class_id": [2, 1, 2], "name": ["b", "a", "b"]})) == [(1, "a"), (2, "b")]
-    with pytest.raises(BadSource, match=r"different labels for 2, 3\. Keep one"):
+    with pytest.raises(BadSource, match=r" 2, 3\."):
         load_mapping({"class_id": [3, 2, 1, 2, 3, 1], "name": ["c", "b", "a", "B", "C", "a"]})
 
 
-def test_what_is_not_a_table_is_refused_with_path_and_expectation(tmp_path: Path):
-    with pytest.raises(BadSource, match=r"none\.tsv: no such file; expected a TSV, CSV or Parquet"):
+def test_a_source_that_is_not_a_table_is_refused(tmp_path: Path):
+    with pytest.raises(BadSource, match=r"none\.tsv"):
         load_mapping(tmp_path / "none.tsv")
-    with pytest.raises(BadSource, match="cannot be read as a mapping: Is a directory"):
+    with pytest.raises(BadSource, match=str(tmp_path)):
         load_mapping(tmp_path)
-    with pytest.raises(BadSource, match=r"ragged\.tsv: expected a TSV.*Expected 2 columns, got 3"):
+    with pytest.raises(BadSource, match=r"ragged\.tsv: .*2 columns, got 3"):
         load_mapping(write(tmp_path / "ragged.tsv", "class_id\tname\n1\ta\tb\n"))
-    with pytest.raises(BadSource, match=r"binary\.xlsx: .*found other binary data"):
+    with pytest.raises(BadSource, match=r"binary\.xlsx"):
         load_mapping(write(tmp_path / "binary.xlsx", "PK\x03\x04\0\0"))
-    with pytest.raises(BadSource, match=r"broken\.parquet: expected a TSV, CSV or Parquet"):
+    with pytest.raises(BadSource, match=r"broken\.parquet"):
         load_mapping(write(tmp_path / "broken.parquet", "PAR1 and no more"))
-    with pytest.raises(BadSource, match="expected columns of equal length"):
+    with pytest.raises(BadSource, match="equal length"):
         load_mapping({"class_id": [1], "name": ["a", "b"]})
-    with pytest.raises(BadSource, match="each of one type"):
+    with pytest.raises(BadSource, match="one type"):
         load_mapping({"class_id": [1, 2], "name": ["a", 2]})
-    with pytest.raises(BadSource, match="found a list"):
+    with pytest.raises(BadSource, match="list"):
         load_mapping([1, 2])  # type: ignore[arg-type]
 
 
@@ -157,12 +151,12 @@ def test_an_empty_table_is_refused(tmp_path: Path):
         with pytest.raises(BadSource, match=r"empty\.tsv"):
             load_mapping(write(tmp_path / "empty.tsv", text))
     for source in ({}, {"class_id": []}, Frame({})):
-        with pytest.raises(BadSource, match="found no rows"):
+        with pytest.raises(BadSource, match="no rows"):
             load_mapping(source)
 
 
-def test_a_file_without_column_names_and_one_with_a_name_twice_are_refused(tmp_path: Path):
-    with pytest.raises(BadSource, match=r"expected column names in the first line, found 3\. Add"):
+def test_missing_and_repeated_column_names_are_refused(tmp_path: Path):
+    with pytest.raises(BadSource, match=r"bare\.tsv: .*found 3\."):
         load_mapping(write(tmp_path / "bare.tsv", "3\tsapiens\n7\tcoli\n"))
-    with pytest.raises(BadSource, match="found name more than once"):
+    with pytest.raises(BadSource, match=r"twice\.tsv: .* name "):
         load_mapping(write(tmp_path / "twice.tsv", "class_id\tname\tname\n7\ta\tb\n"))

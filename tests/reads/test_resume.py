@@ -1,4 +1,4 @@
-"""Classifiers of reads: killed or stopped anywhere they end with the very weights, and two processes learn as one."""
+"""Training read classifiers: killed or stopped anywhere, a run ends with the same weights; two processes act as one."""
 
 import os
 import signal
@@ -28,17 +28,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("resume")
     rng = np.random.default_rng(3)
     genomes: list[Path] = []
-    for tax_id, at in ((562, 0.4), (573, 0.25), (564, 0.1)):  # how often there is an A, and a T
+    for tax_id, at in ((562, 0.4), (573, 0.25), (564, 0.1)):  # the frequency of A, and of T
         genomes.append(path / f"{tax_id}_x.fna")
-        letters = rng.choice(np.frombuffer(b"ACGT", np.uint8), 5000, p=[at, 0.5 - at, 0.5 - at, at])
-        genomes[-1].write_text(f">{tax_id}\n{letters.tobytes().decode()}\n")
+        bases = rng.choice(np.frombuffer(b"ACGT", np.uint8), 5000, p=[at, 0.5 - at, 0.5 - at, at])
+        genomes[-1].write_text(f">{tax_id}\n{bases.tobytes().decode()}\n")
     for seed, (name, count) in enumerate({"train": 32 * NUM_STEPS - 5, "val": 61, "test": 45}.items()):
         settings = SimulateSettings(reads=count, length=80, seed=seed)
         simulate(genomes, [path / f"{name}.fa"], settings=settings, mapping=path / "species.tsv")
     return path
 
 
-def asked(made: Path, out: Path, **settings: object) -> dict[str, Any]:
+def settings_for(made: Path, out: Path, **settings: object) -> dict[str, Any]:
     files = {name: str(made / f"{name}.fa") for name in ("train", "val", "test")}
     small = {"epochs": 3, "batch_size": 32, "bits": 10, "width": 8, "layers": 1, "lr": 0.02, "memory": "200MB"}
     common = {"data": files, "mapping": str(made / "species.tsv"), "out": str(out), "model": ",".join(MODELS)}
@@ -47,28 +47,28 @@ def asked(made: Path, out: Path, **settings: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(made: Path) -> Path:
-    """A run that nothing happened to."""
+    """A run without interruptions."""
     out = made / "whole"
-    assert not ms.train(**asked(made, out)).interrupted
+    assert not ms.train(**settings_for(made, out)).interrupted
     return out
 
 
-def answers_of(run: Path) -> Any:
+def predictions_of(run: Path) -> Any:
     return pq.read_table(run / "predictions.parquet")
 
 
 def steps_of(out: Path, model: str) -> int:
-    """Where the checkpoint is."""
+    """The step of the checkpoint."""
     step = load(out / "checkpoints" / f"{model}-0" / "latest.safetensors")[1]["step"]
     assert isinstance(step, int)
     return step
 
 
-def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights_and_answers(
+def test_a_run_killed_again_and_again_ends_with_the_same_weights_and_predictions(
     processes: Callable[[list[Job]], list[int]], made: Path, whole: Path, tmp_path: Path
 ):
     out = tmp_path / "run"
-    settings = asked(made, out)
+    settings = settings_for(made, out)
     # In the first epoch and in the last; at the step of a checkpoint, before it is written; after the end of an epoch.
     for model, at, saved in (("kmer-linear", 5, 3), ("kmer-linear", 24, 21), ("cnn", 6, 3), ("cnn", 11, 10)):
         assert processes([{"settings": settings, "environment": {}, "dies_at": [model, at]}]) == [-signal.SIGKILL]
@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights_and_ans
     assert done.models == list(MODELS) and not done.interrupted
     for model in MODELS:
         assert weights_of(out, f"{model}-0") == weights_of(whole, f"{model}-0")
-    assert answers_of(out).equals(answers_of(whole))
+    assert predictions_of(out).equals(predictions_of(whole))
     epochs = [(line["model"], line["epoch"], line["loss"], line["val_macro_f1"]) for line in lines_of(whole, "epoch")]
     assert [(line["model"], line["epoch"], line["loss"], line["val_macro_f1"]) for line in lines_of(out, "epoch")] == (
         epochs
@@ -92,17 +92,17 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights_and_ans
 def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     made: Path, whole: Path, tmp_path: Path, model: str, stopped_at: int, monkeypatch: pytest.MonkeyPatch
 ):
-    settings = asked(made, tmp_path / "run", model=model, checkpoint_steps=1000)
-    questions = 0
+    settings = settings_for(made, tmp_path / "run", model=model, checkpoint_steps=1000)
+    num_calls = 0
 
     @contextmanager
     def stop_then() -> Generator[Callable[[], bool]]:
-        looked = 1 if model == "kmer-linear" else 0  # it looks at the reads before it is trained
+        counting = 1 if model == "kmer-linear" else 0  # one batch of reads is counted before training
 
         def stop() -> bool:
-            nonlocal questions
-            questions += 1
-            return questions == 1 + looked + stopped_at  # the first question is before anything is begun
+            nonlocal num_calls
+            num_calls += 1
+            return num_calls == 1 + counting + stopped_at  # the first call is before the first model
 
         yield stop
 
@@ -113,22 +113,22 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     assert not (tmp_path / "run" / "predictions.parquet").exists()
     assert not ms.train(**settings).interrupted
     assert weights_of(tmp_path / "run", f"{model}-0") == weights_of(whole, f"{model}-0")
-    mine = answers_of(whole).filter(np.array(answers_of(whole).column("model").to_pylist()) == model)
-    assert answers_of(tmp_path / "run").equals(mine)
+    mine = predictions_of(whole).filter(np.array(predictions_of(whole).column("model").to_pylist()) == model)
+    assert predictions_of(tmp_path / "run").equals(mine)
 
 
-def test_a_run_goes_on_with_other_memory_though_tables_would_have_another_size(
+def test_a_run_resumes_with_another_memory_budget_and_keeps_its_table_size(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    settings = asked(made, tmp_path / "run", model="kmer-linear", checkpoint_steps=1, memory="20MB", bits=None)
-    questions = 0
+    settings = settings_for(made, tmp_path / "run", model="kmer-linear", checkpoint_steps=1, memory="20MB", bits=None)
+    num_calls = 0
 
     @contextmanager
     def stop_soon() -> Generator[Callable[[], bool]]:
         def stop() -> bool:
-            nonlocal questions
-            questions += 1
-            return questions == 4
+            nonlocal num_calls
+            num_calls += 1
+            return num_calls == 4
 
         yield stop
 
@@ -136,10 +136,10 @@ def test_a_run_goes_on_with_other_memory_though_tables_would_have_another_size(
         patch.setattr(module, "interruptible", stop_soon)
         assert ms.train(**settings).interrupted
     assert not ms.train(**{**settings, "memory": "2MB"}).interrupted
-    assert len(answers_of(tmp_path / "run")) > 0
+    assert len(predictions_of(tmp_path / "run")) > 0
 
 
-def test_two_processes_learn_what_one_does_and_score_every_read_once(
+def test_two_processes_train_like_one_and_score_every_read_once(
     made: Path, tmp_path: Path, processes: Callable[[list[Job]], list[int]]
 ):
     same = {"dropout": 0.0, "accelerator": "cpu", "epochs": 2}
@@ -151,19 +151,19 @@ def test_two_processes_learn_what_one_does_and_score_every_read_once(
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "reads"}
         environment = {name: str(value) for name, value in {**own, **where}.items()}
-        settings = asked(made, tmp_path / "two", devices=2, **same)
+        settings = settings_for(made, tmp_path / "two", devices=2, **same)
         jobs.append({"settings": settings, "environment": environment, "dies_at": ["", 0]})
     assert processes(jobs) == [0, 0]
-    ms.train(**asked(made, tmp_path / "one", **same))
+    ms.train(**settings_for(made, tmp_path / "one", **same))
     assert losses_of(tmp_path / "two")[:2] == pytest.approx(losses_of(tmp_path / "one")[:2], rel=2e-3)  # kmer-linear
-    one, two = answers_of(tmp_path / "one"), answers_of(tmp_path / "two")
+    one, two = predictions_of(tmp_path / "one"), predictions_of(tmp_path / "two")
     for name in ("part", "record", "label", "model", "seed"):
         assert two.column(name).equals(one.column(name))
     assert two.num_rows == 2 * (61 + 45)
-    linear = slice(61 + 45, None)  # the other is normalised over the batch, which each process has half of
+    linear = slice(61 + 45, None)  # the cnn is normalised over the batch, half of which each process has
     assert two["class"][linear].equals(one["class"][linear])
     assert two["probability"][linear].to_numpy() == pytest.approx(one["probability"][linear].to_numpy(), abs=0.01)
     right = [np.mean(table["class"].to_numpy() == table["label"].to_numpy()) for table in (one, two)]
     assert right[1] > 0.9 and right[1] == pytest.approx(right[0], abs=0.05)
     assert sorted(os.listdir(tmp_path / "two")) == sorted(os.listdir(tmp_path / "one"))
-    assert [line["model"] for line in lines_of(tmp_path / "two", "fit")] == list(MODELS)  # one process tells
+    assert [line["model"] for line in lines_of(tmp_path / "two", "fit")] == list(MODELS)  # only one process logs

@@ -1,4 +1,4 @@
-"""`millstream train` on files of reads: what is learned, counted and refused, and what a run folder holds."""
+"""`millstream train` on reads: what is learned, counted and refused, and what is in the run folder."""
 
 import gzip
 import json
@@ -24,14 +24,14 @@ from millstream.training.run import study_of
 from support.commands import run_here
 from support.training import lines_of, weights_of
 
-TAXA = {  # class id: tax id, species, genus and its tax id, family; nobody reads the last
+TAXA = {  # class id: tax id, species, genus and its tax id, family; the last has no reads
     3: (562, "Escherichia coli", "Escherichia", 561, "Enterobacteriaceae"),
     5: (573, "Klebsiella pneumoniae", "Klebsiella", 570, "Enterobacteriaceae"),
     9: (564, "Escherichia fergusonii", "Escherichia", 561, "Enterobacteriaceae"),
     11: (9606, "Homo sapiens", "", 0, "Hominidae"),
 }
 LABELS = {class_id: label for label, class_id in enumerate(TAXA)}
-GC = (0.15, 0.5, 0.85)  # of the genomes: a short look tells them apart
+GC = (0.15, 0.5, 0.85)  # of the genomes: easy to tell apart
 SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 64, "bits": 12, "width": 8, "layers": 1, "lr": 0.02}
 CONFIG = Path(__file__).parents[2] / "configs" / "reads.yaml"
 UNKNOWN = "ACGTTGCAAGGCTTAACGGATCCATTGACCAGTGGATTACAGGCATCCAAGT"
@@ -39,7 +39,7 @@ UNKNOWN = "ACGTTGCAAGGCTTAACGGATCCATTGACCAGTGGATTACAGGCATCCAAGT"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reads of three genomes; some of `val` and of `strange` are of no class that is known."""
+    """Reads of three genomes; some of `val` and `strange` have no known class."""
     path = tmp_path_factory.mktemp("reads")
     mapping = path / "species.tsv"
     lines = ["\t".join(map(str, (class_id, *row))) for class_id, row in TAXA.items()]
@@ -63,14 +63,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_genome(path: Path, *, gc: float, length: int = 6000) -> Path:
-    chances = [(1 - gc) / 2, gc / 2, gc / 2, (1 - gc) / 2]
-    letters = np.random.default_rng(int(100 * gc)).choice(np.frombuffer(b"ACGT", np.uint8), length, p=chances)
-    path.write_text(f">{path.stem}\n{letters.tobytes().decode()}\n")
+    frequencies = [(1 - gc) / 2, gc / 2, gc / 2, (1 - gc) / 2]
+    bases = np.random.default_rng(int(100 * gc)).choice(np.frombuffer(b"ACGT", np.uint8), length, p=frequencies)
+    path.write_text(f">{path.stem}\n{bases.tobytes().decode()}\n")
     return path
 
 
-def asked(made: Path, **settings: object) -> dict[str, Any]:
-    """Settings of a short run of kmer-linear with `train.fa` and `val.fa`."""
+def settings_for(made: Path, **settings: object) -> dict[str, Any]:
+    """Settings of a short run of kmer-linear on `train.fa` and `val.fa`."""
     files = {"train": str(made / "train.fa"), "val": str(made / "val.fa")}
     common = {"data": files, "mapping": str(made / "species.tsv"), "model": "kmer-linear", "memory": "200MB"}
     return {**common, **SMALL, **settings}
@@ -81,17 +81,17 @@ def data(made: Path, **files: str) -> dict[str, str]:
 
 
 def study(made: Path, **settings: object) -> Classification:
-    """The data and models of a run that is not begun."""
-    found = study_of(asked(made, **settings))
+    """The data and models of a run, without training."""
+    found = study_of(settings_for(made, **settings))
     assert isinstance(found, Classification)
     return found
 
 
 @pytest.fixture(scope="module")
 def command(made: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """What `millstream train` leaves, prints and says."""
+    """The run folder, stdout and stderr of `millstream train`."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    given = asked(made, data=data(made, train="train.fa", val="val.fa", test="known.fa,strange.fq"), out=out)
+    given = settings_for(made, data=data(made, train="train.fa", val="val.fa", test="known.fa,strange.fq"), out=out)
     given["model"] = "kmer-linear,cnn"
     nested = [f"data.{name}={value}" for name, value in given.pop("data").items()]
     code, text, err = run_here("train", CONFIG, *nested, *(f"{name}={value}" for name, value in given.items()))
@@ -105,14 +105,14 @@ def run(command: tuple[Path, str, str]) -> Path:
 
 
 def same_run(made: Path, run: Path, **settings: object) -> dict[str, Any]:
-    """Settings that go on with `run`."""
+    """Settings that resume `run`."""
     files = data(made, train="train.fa", val="val.fa", test="known.fa,strange.fq")
-    return asked(made, data=files, out=str(run), model="kmer-linear,cnn", memory="1GB") | settings
+    return settings_for(made, data=files, out=str(run), model="kmer-linear,cnn", memory="1GB") | settings
 
 
-def rows_of(run: Path, part: str, model: str = "kmer-linear") -> list[dict[str, Any]]:
+def rows_of(run: Path, split: str, model: str = "kmer-linear") -> list[dict[str, Any]]:
     rows = pq.read_table(run / "predictions.parquet").to_pylist()
-    return [row for row in rows if (row["part"], row["model"]) == (part, model)]
+    return [row for row in rows if (row["part"], row["model"]) == (split, model)]
 
 
 def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
@@ -120,14 +120,14 @@ def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def f1_of(rows: list[dict[str, Any]]) -> float:
-    """Macro F1 over the classes that there are, by another library."""
+    """Macro F1 over the classes that occur, by another library."""
     labels, found = column(rows, "label"), column(rows, "class")
-    there = sorted(set(labels[labels >= 0].tolist()))
-    return float(f1_score(labels[labels >= 0], found[labels >= 0], labels=there, average="macro"))
+    present = sorted(set(labels[labels >= 0].tolist()))
+    return float(f1_score(labels[labels >= 0], found[labels >= 0], labels=present, average="macro"))
 
 
 def labels_in(path: Path) -> list[int]:
-    """What the headers of a file say: -1 for a class that is not in the mapping, and for none."""
+    """The labels in the headers of a file: -1 for a class that is not in the mapping, and for none."""
     step, mark = (4, "@") if path.suffix == ".fq" else (2, ">")
     headers = path.read_text().splitlines()[::step]
     assert all(header.startswith(mark) for header in headers)
@@ -141,7 +141,7 @@ def card_of(run: Path) -> dict[str, Any]:
 # -- a run
 
 
-def test_a_run_folder_has_all_that_is_promised(command: tuple[Path, str, str], made: Path):
+def test_a_run_folder_is_complete(command: tuple[Path, str, str], made: Path):
     run, text, err = command
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["epochs"] == 2 and config["balance"] == "weights" and config["data"]["header_regex"] == HEADERS
@@ -164,20 +164,20 @@ def test_a_run_folder_has_all_that_is_promised(command: tuple[Path, str, str], m
 
 
 @pytest.mark.parametrize("model", ["kmer-linear", "cnn"])
-def test_genomes_that_differ_are_told_apart(run: Path, model: str):
-    for part in ("val", "known", "strange"):
-        assert f1_of(rows_of(run, part, model)) > 0.95
+def test_genomes_that_differ_are_classified_correctly(run: Path, model: str):
+    for split in ("val", "known", "strange"):
+        assert f1_of(rows_of(run, split, model)) > 0.95
 
 
 @pytest.mark.parametrize("model", ["kmer-linear", "cnn"])
-def test_the_epoch_is_the_best_by_macro_f1_over_reads_of_known_classes(run: Path, model: str):
+def test_the_best_epoch_is_chosen_by_macro_f1_over_reads_of_known_classes(run: Path, model: str):
     scores = [line["val_macro_f1"] for line in lines_of(run, "epoch") if line["model"] == model]
     assert f1_of(rows_of(run, "val", model)) == pytest.approx(max(scores), abs=1e-9)
     (chosen,) = [line["chosen"]["epoch"] for line in lines_of(run, "fit") if line["model"] == model]
     assert chosen == scores.index(max(scores))
 
 
-def test_every_read_of_every_part_is_counted_and_has_a_row(run: Path, made: Path):
+def test_every_read_of_every_split_is_counted_and_has_a_row(run: Path, made: Path):
     card = card_of(run)
     files = {Path(file).stem: made / file for file in ("train.fa", "val.fa", "known.fa", "strange.fq")}
     assert card["files"] == {name: [str(path)] for name, path in files.items()}
@@ -197,46 +197,46 @@ def test_every_read_of_every_part_is_counted_and_has_a_row(run: Path, made: Path
     ]
 
 
-def test_what_is_missing_or_unknown_is_told_before_training(command: tuple[Path, str, str], made: Path):
-    told = command[2].splitlines()
-    assert told[told.index("no training reads of 1 classes: Homo sapiens") - 1] == (
+def test_missing_and_unknown_classes_are_reported_before_training(command: tuple[Path, str, str], made: Path):
+    lines = command[2].splitlines()
+    assert lines[lines.index("no training reads of 1 classes: Homo sapiens") - 1] == (
         f"{made / 'train.fa'}: 600 training reads of 4 classes"
     )
-    assert "val: 91 reads (1 of no known class)" in told and "known: 60 reads" in told
-    assert "strange: 43 reads (3 of no known class)" in told
-    assert "lbl" not in " ".join(line for line in told if "do not fit" not in line)
+    assert "val: 91 reads (1 of no known class)" in lines and "known: 60 reads" in lines
+    assert "strange: 43 reads (3 of no known class)" in lines
+    assert "lbl" not in " ".join(line for line in lines if "do not fit" not in line)
 
 
-def test_a_rank_says_the_taxon_whose_classes_are_likeliest_together(run: Path):
+def test_a_rank_predicts_the_taxon_with_the_largest_summed_probability(run: Path):
     card = card_of(run)
     assert [taxon["name"] for taxon in card["ranks"]["genus"]] == ["Escherichia", "Klebsiella"]
     assert [taxon["tax_id"] for taxon in card["ranks"]["genus"]] == [561, 570]
     assert [row["genus"] for row in card["classes"]] == [0, 1, 0, -1]
     rows = rows_of(run, "known", "cnn") + rows_of(run, "strange", "cnn")
-    found, chance = column(rows, "class"), column(rows, "probability")
-    genus, genus_chance = column(rows, "genus"), column(rows, "genus_probability")
-    assert (column(rows, "species") == found).all() and (column(rows, "species_probability") == chance).all()
+    found, probability = column(rows, "class"), column(rows, "probability")
+    genus, genus_probability = column(rows, "genus"), column(rows, "genus_probability")
+    assert (column(rows, "species") == found).all() and (column(rows, "species_probability") == probability).all()
     alone = genus == 1  # the one species of Klebsiella
-    assert alone.any() and (found[alone] == 1).all() and np.allclose(genus_chance[alone], chance[alone])
+    assert alone.any() and (found[alone] == 1).all() and np.allclose(genus_probability[alone], probability[alone])
     both = np.isin(found, (0, 2))
-    assert (genus[both] == 0).all() and (genus_chance[both] >= chance[both]).all()
-    assert (genus_chance[both] > chance[both] + 1e-6).any()
+    assert (genus[both] == 0).all() and (genus_probability[both] >= probability[both]).all()
+    assert (genus_probability[both] > probability[both] + 1e-6).any()
     family = [taxon["name"] for taxon in card["ranks"]["family"]]
     assert family == ["Enterobacteriaceae", "Hominidae"] and (column(rows, "family") == 0).all()
-    assert (column(rows, "family_probability") >= genus_chance - 1e-6).all()
-    assert (column(rows, "family_probability") > genus_chance + 1e-6).any()
+    assert (column(rows, "family_probability") >= genus_probability - 1e-6).all()
+    assert (column(rows, "family_probability") > genus_probability + 1e-6).any()
 
 
-def test_a_gzipped_file_gives_the_same_weights_and_answers(run: Path, made: Path, tmp_path: Path):
+def test_a_gzipped_file_gives_the_same_weights_and_predictions(run: Path, made: Path, tmp_path: Path):
     files = data(made, train="train.fa.gz", val="val.fa", test="known.fa,strange.fq")
     ms.train(**same_run(made, tmp_path / "run", data=files))
     for job in ("kmer-linear-0", "cnn-0"):
         assert weights_of(tmp_path / "run", job) == weights_of(run, job)
-    answers = [pq.read_table(one / "predictions.parquet") for one in (run, tmp_path / "run")]
-    assert answers[0].equals(answers[1])
+    predictions = [pq.read_table(one / "predictions.parquet") for one in (run, tmp_path / "run")]
+    assert predictions[0].equals(predictions[1])
 
 
-def test_the_same_command_again_trains_nothing_and_more_models_can_be_added(run: Path, made: Path, tmp_path: Path):
+def test_the_same_command_trains_nothing_again_and_models_can_be_added(run: Path, made: Path, tmp_path: Path):
     shutil.copytree(run, tmp_path / "run")
     before = lines_of(run, "epoch"), lines_of(run, "fit")
     files = {file: file.stat().st_mtime_ns for file in run.glob("checkpoints/*/*")}
@@ -251,12 +251,12 @@ def test_the_same_command_again_trains_nothing_and_more_models_can_be_added(run:
         rows = rows_of(more, "known", model)
         assert column(rows, "record").tolist() == list(range(60))
         assert (column(rows, "probability") >= 0.25).all() and (column(rows, "probability") <= 1).all()
-    assert len({line["cross_entropy"] for line in lines_of(more, "epoch")}) == 8  # finite, or it would have ended
+    assert len({line["cross_entropy"] for line in lines_of(more, "epoch")}) == 8  # finite: NaN would have ended the run
     assert rows_of(more, "known", "cnn") == rows_of(run, "known", "cnn")
 
 
-def test_another_run_into_the_same_folder_is_refused_with_what_differs(run: Path, made: Path, tmp_path: Path):
-    with pytest.raises(ConfigMismatch, match=r"other settings \(width: 8 -> 16\)\. Choose another folder with out="):
+def test_a_different_run_into_the_same_folder_is_refused(run: Path, made: Path, tmp_path: Path):
+    with pytest.raises(ConfigMismatch, match=r"width: 8 -> 16"):
         ms.train(**same_run(made, run, width=16))
     for changed in (
         data(made, train="val.fa", val="val.fa", test="known.fa,strange.fq"),
@@ -271,10 +271,10 @@ def test_another_run_into_the_same_folder_is_refused_with_what_differs(run: Path
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     with pytest.raises(BadSource, match="full"):
-        ms.train(**asked(made, out=str(tmp_path / "full")))
+        ms.train(**settings_for(made, out=str(tmp_path / "full")))
 
 
-def test_another_mapping_in_the_same_place_is_another_run(made: Path, tmp_path: Path):
+def test_a_changed_mapping_is_a_different_run(made: Path, tmp_path: Path):
     mapping = tmp_path / "ids.tsv"
     prints: list[object] = []
     for ids in ((3, 5, 9), (3, 5, 9, 10), (3, 5, 9, 11)):
@@ -283,13 +283,12 @@ def test_another_mapping_in_the_same_place_is_another_run(made: Path, tmp_path: 
     assert len(set(prints)) == 3
 
 
-# -- the parts
+# -- the splits
 
 
-def test_without_validation_files_neighbouring_reads_are_held_out_and_that_is_said(made: Path, tmp_path: Path, capsys):
-    ms.train(**asked(made, data=data(made, train="train.fa"), out=str(tmp_path / "run")))
-    said = capsys.readouterr().err
-    assert "data.val is not set" in said and "held out" in said
+def test_without_validation_files_pairs_of_neighbours_are_held_out(made: Path, tmp_path: Path, capsys):
+    ms.train(**settings_for(made, data=data(made, train="train.fa"), out=str(tmp_path / "run")))
+    assert "data.val is not set" in capsys.readouterr().err
     rows, labels = rows_of(tmp_path / "run", "val"), labels_in(made / "train.fa")
     held_out = column(rows, "record").tolist()
     assert 6 <= len(held_out) <= 30 and held_out == sorted(set(held_out))
@@ -303,11 +302,11 @@ def test_without_validation_files_neighbouring_reads_are_held_out_and_that_is_sa
     assert {*found.train.record_numbers(np.arange(num_train)).tolist(), *held_out} == set(range(600))
     assert study(made).card["held_out"] == "files"
     (tmp_path / "two.fa").write_text("".join((made / "train.fa").read_text().splitlines(True)[:4]))
-    with pytest.raises(BadSource, match=r"too few reads .*data\.val=FILE"):
+    with pytest.raises(BadSource, match=r"two\.fa: .*data\.val=FILE"):
         study(made, data={"train": str(tmp_path / "two.fa")})
 
 
-def test_at_most_val_reads_choose_the_epoch_and_they_are_spread(made: Path):
+def test_the_validation_sample_is_random_and_limited_by_val_reads(made: Path):
     found = study(made, val_reads=10)
     numbers = found.scored["val"].record_numbers(np.arange(10))
     assert len(found.scored["val"]) == found.card["chosen_by"] == 10
@@ -316,7 +315,7 @@ def test_at_most_val_reads_choose_the_epoch_and_they_are_spread(made: Path):
     assert len(study(made, val_reads=91).scored["val"]) == 91
 
 
-def test_each_test_file_is_a_part_and_two_of_one_name_are_refused(made: Path, tmp_path: Path):
+def test_each_test_file_is_a_split_and_names_must_differ(made: Path, tmp_path: Path):
     for folder, name in (("a", "known.fa"), ("b", "known.fa"), ("c", "val.fa"), ("d", "train.fa")):
         (tmp_path / folder).mkdir()
         shutil.copy(made / "known.fa", tmp_path / folder / name)
@@ -324,9 +323,9 @@ def test_each_test_file_is_a_part_and_two_of_one_name_are_refused(made: Path, tm
     found = study(made, data={**files, "test": f"{tmp_path / 'a' / 'known.fa'}, {made / 'strange.fq'},"})
     assert list(found.scored) == ["val", "known", "strange"] and len(found.scored["known"]) == 60
     for test, name in (("a/known.fa,b/known.fa", "known"), ("c/val.fa", "val"), ("d/train.fa", "train")):
-        with pytest.raises(BadSetting, match=f"data.test=.*: two splits named {name}"):
+        with pytest.raises(BadSetting, match=f"data.test=.* {name};"):
             study(made, data={**files, **data(tmp_path, test=test)})
-    with pytest.raises(BadSetting, match="two splits named val"):  # which is made, if no file is given
+    with pytest.raises(BadSetting, match=" val;"):  # made if no file is given
         study(made, data={"train": files["train"], **data(tmp_path, test="c/val.fa")})
 
 
@@ -340,7 +339,7 @@ def test_training_files_may_be_several_or_a_folder(made: Path, tmp_path: Path):
         assert (card["reads"], card["classes"]) == (whole["reads"], whole["classes"])
 
 
-def test_indexes_go_where_they_are_wanted(made: Path, tmp_path: Path):
+def test_indexes_are_written_to_index_dir(made: Path, tmp_path: Path):
     (tmp_path / "reads").mkdir()
     shutil.copy(made / "train.fa", tmp_path / "reads")
     files = {"train": str(tmp_path / "reads" / "train.fa"), "index_dir": str(tmp_path / "indexes")}
@@ -349,52 +348,52 @@ def test_indexes_go_where_they_are_wanted(made: Path, tmp_path: Path):
     assert list((tmp_path / "indexes").iterdir())
 
 
-def test_a_training_read_of_an_unknown_class_is_an_error_that_says_what_to_do(made: Path, tmp_path: Path):
+def test_a_training_read_of_an_unknown_class_is_an_error(made: Path, tmp_path: Path):
     with pytest.raises(BadSource, match=r"val\.fa: 1 class_id .*species\.tsv .*: 77\."):
         study(made, data=data(made, train="val.fa", val="known.fa"))
-    with pytest.raises(BadSource, match=r"strange\.fq: 1 of the first 43 headers do not match header_regex"):
+    with pytest.raises(BadSource, match=r"strange\.fq: 1 .* 43 .*header_regex"):
         study(made, data=data(made, train="strange.fq", val="known.fa"))
     code, _, err = run_here("train", f"data.train={made / 'val.fa'}", f"mapping={made / 'species.tsv'}")
     assert code == 1 and err.splitlines()[-1].startswith("millstream: ") and "Traceback" not in err
 
 
-def test_headers_of_ones_own(made: Path, tmp_path: Path):
+def test_headers_may_have_another_format(made: Path, tmp_path: Path):
     ids = {label: class_id for class_id, label in LABELS.items()}
     for name in ("train.fa", "val.fa"):
-        letters = (made / name).read_text().splitlines()[1::2]
+        bases = (made / name).read_text().splitlines()[1::2]
         labels = labels_in(made / name)
-        rows = zip(range(len(labels)), labels, letters, strict=True)
+        rows = zip(range(len(labels)), labels, bases, strict=True)
         (tmp_path / name).write_text("".join(f">r{n} class={ids.get(own, 77)}\n{text}\n" for n, own, text in rows))
     files = {**data(tmp_path, train="train.fa", val="val.fa"), "header_regex": r"^\S+ class=(?P<class_id>\d+)$"}
     own, usual = study(made, data=files).card, study(made).card
     assert (own["reads"], own["no_class"], own["classes"]) == (usual["reads"], usual["no_class"], usual["classes"])
-    with pytest.raises(BadSource, match="do not match header_regex"):
+    with pytest.raises(BadSource, match="header_regex"):
         study(made, data={**files, "header_regex": HEADERS})
-    with pytest.raises(BadSource, match="no column 'class_id'"):
+    with pytest.raises(BadSource, match="'class_id'"):
         study(made, data={**files, "header_regex": r"^\S+ class=(?P<kind>\d+)$"})
 
 
-def test_a_pair_gets_one_answer_which_is_the_mean_over_its_mates(made: Path, tmp_path: Path):
+def test_a_pair_gets_one_prediction_the_mean_over_its_mates(made: Path, tmp_path: Path):
     for name, paired in (("single", False), ("paired", True)):
         files = data(made, train="pairs.fa", val="pairs.fa", test="pairs.fa").copy()
         shutil.copy(made / "pairs.fa", tmp_path / "mates.fa")
         files["test"] = str(tmp_path / "mates.fa")
-        ms.train(**asked(made, data=files, out=str(tmp_path / name), paired=paired, epochs=1, k="4", lr=0.001))
+        ms.train(**settings_for(made, data=files, out=str(tmp_path / name), paired=paired, epochs=1, k="4", lr=0.001))
     single, pairs = rows_of(tmp_path / "single", "mates"), rows_of(tmp_path / "paired", "mates")
     labels = labels_in(made / "pairs.fa")
     assert column(pairs, "record").tolist() == list(range(0, 80, 2))
     assert column(pairs, "label").tolist() == labels[::2] == labels[1::2]
-    found, chance = column(single, "class").reshape(-1, 2), column(single, "probability").reshape(-1, 2)
+    found, probability = column(single, "class").reshape(-1, 2), column(single, "probability").reshape(-1, 2)
     agree = found[:, 0] == found[:, 1]
     assert agree.sum() > 10
     assert (column(pairs, "class")[agree] == found[agree, 0]).all()
-    assert np.allclose(column(pairs, "probability")[agree], chance[agree].mean(axis=1), atol=1e-5)
-    assert (np.abs(chance[agree, 0] - chance[agree, 1]) > 1e-3).any()
+    assert np.allclose(column(pairs, "probability")[agree], probability[agree].mean(axis=1), atol=1e-5)
+    assert (np.abs(probability[agree, 0] - probability[agree, 1]) > 1e-3).any()
     card = card_of(tmp_path / "paired")
     assert card["mates"] == 2 and card["reads"]["mates"] == 80
 
 
-def test_an_odd_number_of_mates_is_refused_however_few_of_them_choose(made: Path):
+def test_an_odd_number_of_mates_is_refused_whatever_the_validation_sample(made: Path):
     for settings in ({}, {"val_reads": 10}):
         with pytest.raises(BadSource, match=r"val\.fa: 91 reads"):
             study(made, paired=True, **settings)
@@ -407,7 +406,7 @@ def test_an_odd_number_of_mates_is_refused_however_few_of_them_choose(made: Path
         assert len(val) == expected and (numbers[1::2] - numbers[::2] == 1).all() and not (numbers[::2] % 2).any()
 
 
-def test_neighbours_that_are_no_mates_are_refused_and_mates_in_two_files_are_found(made: Path, tmp_path: Path):
+def test_neighbours_must_be_mates_and_mates_may_be_in_two_files(made: Path, tmp_path: Path):
     with pytest.raises(BadSource, match=r"known\.fa: pair 1 is lbl"):
         study(made, paired=True, data=data(made, train="train.fa", val="known.fa"))
     lines = (made / "pairs.fa").read_text().splitlines(True)
@@ -424,7 +423,7 @@ def test_neighbours_that_are_no_mates_are_refused_and_mates_in_two_files_are_fou
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of the same genome, so that nothing but their sizes tells them apart: 40 reads and 360."""
+    """Two classes of the same genome, so that only their sizes differ: 40 reads and 360."""
     path = tmp_path_factory.mktemp("uneven")
     genome = write_genome(path / "1_x.fna", gc=0.5)
     (path / "species.tsv").write_text("class_id\ttax_id\n0\t1\n1\t2\n")
@@ -439,21 +438,21 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_balance_decides_how_much_a_common_class_counts(uneven: Path, tmp_path: Path):
-    chances: dict[str, float] = {}
+def test_balance_sets_the_weight_of_a_common_class(uneven: Path, tmp_path: Path):
+    means: dict[str, float] = {}
     for balance in ("weights", "sampling", "none"):
         out = tmp_path / balance
-        ms.train(**asked(uneven, balance=balance, out=str(out), epochs=4, k="1", bits=4, lr=0.3))
+        ms.train(**settings_for(uneven, balance=balance, out=str(out), epochs=4, k="1", bits=4, lr=0.3))
         rows = rows_of(out, "val")
-        chances[balance] = float(
+        means[balance] = float(
             np.mean([row["probability"] if row["class"] else 1 - row["probability"] for row in rows])
         )
-    assert chances["none"] > 0.8
-    assert 0.3 < chances["weights"] < 0.7 and 0.3 < chances["sampling"] < 0.7
-    assert chances["weights"] == chances["sampling"]  # it counts every read once, however often others see it
+    assert means["none"] > 0.8
+    assert 0.3 < means["weights"] < 0.7 and 0.3 < means["sampling"] < 0.7
+    assert means["weights"] == means["sampling"]  # k-mers are counted once per read in both
 
 
-def test_sampling_draws_each_class_as_often_and_the_others_take_every_read_once(uneven: Path):
+def test_sampling_draws_each_class_equally_often_and_otherwise_each_read_once(uneven: Path):
     for balance, counts in (("sampling", {0: 200, 1: 200}), ("weights", {0: 40, 1: 360}), ("none", {0: 40, 1: 360})):
         found = study(uneven, balance=balance)
         assert Counter(found.train.column("label").to_pylist()) == counts
@@ -463,18 +462,18 @@ def test_sampling_draws_each_class_as_often_and_the_others_take_every_read_once(
             assert {numbers[number] for number in range(40, 400)} == {0, 1}
         else:
             assert set(numbers.values()) == {1}
-        told = {"sampling": "by sampling", "weights": "by weights", "none": "not balanced"}[balance]
-        assert "classes have 40 to 360 reads: " in found.summary() and told in found.summary()
+        how = {"sampling": "by sampling", "weights": "by weights", "none": "not balanced"}[balance]
+        assert "classes have 40 to 360 reads: " in found.summary() and how in found.summary()
     assert "classes have" not in study(uneven, data=data(uneven, train="val.fa", val="val.fa")).summary()
 
 
-def test_sampling_refuses_when_memory_does_not_allow_it(uneven: Path):
-    with pytest.raises(BadSetting, match=r"takes 40 bytes per read for 400 reads.*=weights"):
+def test_sampling_needs_memory_for_its_sort(uneven: Path):
+    with pytest.raises(BadSetting, match="40 bytes per read for 400 reads"):
         study(uneven, balance="sampling", model="cnn", memory=4 * 40 * 400 - 4)
     assert len(study(uneven, balance="sampling", model="cnn", memory=4 * 40 * 400).train) == 400
 
 
-# -- ranks from NCBI, and models of others
+# -- NCBI ranks and pretrained models
 
 
 def test_ranks_come_from_a_taxonomy_dump(made: Path, tmp_path: Path):
@@ -495,7 +494,7 @@ def test_ranks_come_from_a_taxonomy_dump(made: Path, tmp_path: Path):
     (tmp_path / "names.dmp").write_text("".join([*names, "562\t|\tB. coli\t|\t\t|\tsynonym\t|\n"]))
     mapping = tmp_path / "ids.tsv"
     mapping.write_text("\n".join(["class_id\ttax_id", *(f"{own}\t{row[0]}" for own, row in TAXA.items())]) + "\n")
-    ms.train(**asked(made, mapping=str(mapping), taxonomy=str(tmp_path), out=str(tmp_path / "run"), epochs=1))
+    ms.train(**settings_for(made, mapping=str(mapping), taxonomy=str(tmp_path), out=str(tmp_path / "run"), epochs=1))
     card = card_of(tmp_path / "run")
     assert {rank: [(taxon["name"], taxon["tax_id"]) for taxon in taxa] for rank, taxa in card["ranks"].items()} == {
         "species": [(nodes[row[0]][2], row[0]) for row in TAXA.values()],
@@ -511,14 +510,14 @@ def test_ranks_come_from_a_taxonomy_dump(made: Path, tmp_path: Path):
     bacteria = column(rows, "class") != 3
     assert (column(rows, "domain_probability") >= column(rows, "genus_probability") - 1e-6)[bacteria].all()
     assert (column(rows, "domain") == 0).all()
-    with pytest.raises(BadSource, match=r"nodes\.dmp: no such file"):
+    with pytest.raises(BadSource, match=r"nodes\.dmp"):
         study(made, taxonomy=str(made))
 
 
 def test_a_pretrained_model_is_frozen_and_its_head_learns(made: Path, tmp_path: Path):
     folder = make_pretrained(tmp_path / "bert")
     before = (folder / "model.safetensors").read_bytes()
-    ms.train(**asked(made, model="hf", hf=str(folder), out=str(tmp_path / "run"), lr=0.05, epochs=3))
+    ms.train(**settings_for(made, model="hf", hf=str(folder), out=str(tmp_path / "run"), lr=0.05, epochs=3))
     assert f1_of(rows_of(tmp_path / "run", "val", "hf")) > 0.9
     from millstream.training.folder import load
 
@@ -527,14 +526,14 @@ def test_a_pretrained_model_is_frozen_and_its_head_learns(made: Path, tmp_path: 
     (fit,) = lines_of(tmp_path / "run", "fit")
     assert fit["parameters"] == 8 + 8 + 8 * 4 + 4
     assert (folder / "model.safetensors").read_bytes() == before
-    with pytest.raises(BadSetting, match=r"model=hf .*hf=FOLDER"):
+    with pytest.raises(BadSetting, match="hf=FOLDER"):
         study(made, model="hf")
 
 
 def make_pretrained(folder: Path) -> Path:
-    """A random model of one layer that reads single letters."""
+    """A random model of one layer with single bases as tokens."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    vocabulary = {letter: number for number, letter in enumerate(["[PAD]", "[UNK]", *"ACGTN"])}
+    vocabulary = {token: number for number, token in enumerate(["[PAD]", "[UNK]", *"ACGTN"])}
     folder.mkdir()
     tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     torch.manual_seed(0)
@@ -543,63 +542,63 @@ def make_pretrained(folder: Path) -> Path:
     return folder
 
 
-# -- what is wrong
+# -- what is refused
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "named"),
     [
-        ({"data.train": ""}, "data.train= is missing"),
-        ({"mapping": ""}, "mapping= is missing"),
-        ({"data.tran": "x.fa"}, "data.tran=x.fa: unknown setting; did you mean data.train=?"),
+        ({"data.train": ""}, "data.train="),
+        ({"mapping": ""}, "mapping="),
+        ({"data.tran": "x.fa"}, "data.tran=x.fa"),
         ({"model": "cnn,cnm"}, "model=cnm"),
-        ({"model": ","}, "model=,: must be one or more of kmer-linear"),
+        ({"model": ","}, "model=,"),
         ({"balance": "even"}, "balance=even: "),
         ({"val_reads": 0}, "val_reads=0: "),
         ({"width": 0}, "width=0: "),
         ({"max_length": 0}, "max_length=0: "),
         ({"lora": -1}, "lora=-1: "),
         ({"epochs": 0}, "epochs=0: "),
-        ({"epochs": "many"}, "epochs=many: expected int"),
-        ({"paired": "perhaps"}, "paired=perhaps: expected bool"),
+        ({"epochs": "many"}, "epochs=many"),
+        ({"paired": "perhaps"}, "paired=perhaps"),
         ({"batch_size": 63, "devices": 2}, "batch_size=63: "),
-        ({"memory": "much"}, "'much' is not a size in bytes"),
-        ({"k": "x"}, "k=x: must be k-mer lengths"),
+        ({"memory": "much"}, "'much'"),
+        ({"k": "x"}, "k=x"),
         ({"k": "99"}, "k=99"),
         ({"bits": 40}, "bits=40: "),
         ({"model": "lstm", "tokenizer": "foo(3)"}, "tokenizer 'foo(3)'"),
         ({"accelerator": "abacus"}, "accelerator=abacus"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_exit_code_2_before_anything_is_made(
-    made: Path, tmp_path: Path, settings: Mapping[str, object], said: str
+def test_a_wrong_setting_is_one_line_and_exit_code_2_and_nothing_is_written(
+    made: Path, tmp_path: Path, settings: Mapping[str, object], named: str
 ):
-    given = asked(made, out=str(tmp_path / "run"))
+    given = settings_for(made, out=str(tmp_path / "run"))
     given |= {f"data.{name}": value for name, value in given.pop("data").items()} | dict(settings)
     code, text, err = run_here("train", *(f"{name}={value}" for name, value in given.items()))
     assert code == 2 and not text
-    assert err.splitlines()[-1].startswith("millstream: ") and said in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("millstream: ") and named in err.splitlines()[-1]
     assert "Traceback" not in err and not (tmp_path / "run").exists()
     with pytest.raises(BadSetting):
         ms.train(**given)
 
 
-def test_a_last_batch_of_one_read_is_trained_on_like_any_other(made: Path, tmp_path: Path):
+def test_a_last_batch_of_one_read_is_trained_on(made: Path, tmp_path: Path):
     out = tmp_path / "run"
     lines = (made / "train.fa").read_text().splitlines(True)
     (tmp_path / "odd.fa").write_text("".join(lines[: 2 * 65]))
     files = {"train": str(tmp_path / "odd.fa"), "val": str(made / "val.fa")}
-    ms.train(**asked(made, data=files, model="kmer-linear,cnn", epochs=1, out=str(out)))
+    ms.train(**settings_for(made, data=files, model="kmer-linear,cnn", epochs=1, out=str(out)))
     assert [line["step"] for line in lines_of(out, "epoch")] == [2, 2]
 
 
-def test_files_that_are_not_there_are_named(made: Path, tmp_path: Path):
+def test_missing_files_are_named(made: Path, tmp_path: Path):
     nowhere = str(tmp_path / "no.fa")
-    for settings, said in (
-        ({"data": {"train": nowhere}}, "no.fa: no such file"),
-        ({"data": {**data(made, train="train.fa"), "test": nowhere}}, "no.fa: no such file"),
-        ({"mapping": nowhere}, "no.fa: no such file; expected a TSV, CSV or Parquet table"),
+    for settings, named in (
+        ({"data": {"train": nowhere}}, "no.fa"),
+        ({"data": {**data(made, train="train.fa"), "test": nowhere}}, "no.fa"),
+        ({"mapping": nowhere}, "no.fa"),
     ):
-        with pytest.raises(BadSource, match=said):
-            ms.train(**asked(made, out=str(tmp_path / "run"), **settings))
+        with pytest.raises(BadSource, match=named):
+            ms.train(**settings_for(made, out=str(tmp_path / "run"), **settings))
     assert not (tmp_path / "run").exists()

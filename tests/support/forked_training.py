@@ -1,6 +1,6 @@
-"""Training in processes that share their imports, side by side as torchrun starts them, or dying after a given step.
+"""Training in forked processes: side by side as torchrun starts them, or killed after a given step.
 
-A kill from outside comes too late on some day; a process that kills itself at a step does so at that step.
+A process that kills itself at a step does so exactly there; a kill from outside could come too late.
 """
 
 import json
@@ -14,9 +14,9 @@ import pytest
 
 from support.commands import lean_environment
 
-Job = dict[str, Any]  # settings, environment, dies_at: name of a model and a step
+Job = dict[str, Any]  # settings, environment, dies_at: the name of a model and a step
 
-# Has imported what takes seconds, and for every line starts processes that train, waits, and prints their exit codes.
+# Imports once, which takes seconds; for every line, forks processes that train, and prints their exit codes.
 _PARENT = """
 import gc, json, os, signal, sys, traceback
 import lightning_fabric
@@ -52,7 +52,7 @@ os._exit(0)
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Callable[[list[Job]], list[int]]]:
-    """Runs jobs side by side, each in a process of its own, and gives their exit codes."""
+    """Runs jobs side by side, each in its own process, and returns their exit codes."""
     environment = {**os.environ, **lean_environment("torchmetrics", "sklearn", "transformers")}
     command = [sys.executable, "-c", _PARENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as parent:

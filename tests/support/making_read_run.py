@@ -1,4 +1,4 @@
-"""A run folder of classifiers of reads as `millstream train` leaves it, made by hand."""
+"""A run folder of read classifiers as `millstream train` writes it, made without training."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ EVIL = "<b>x</b>"
 
 @dataclass(frozen=True)
 class Made:
-    """A classifier: how often it is right on each part; the rest goes to the next class, which is of the genus."""
+    """A classifier: its accuracy on each split; most errors are in the other class of the genus."""
 
     title: str
     right: Mapping[str, float] = field(default_factory=lambda: {"val": 0.9, "known": 0.9, "heldout": 0.6})
-    never: Sequence[int] = ()  # labels that it does not say
+    never: Sequence[int] = ()  # labels it never predicts
     parameters: int = 10_000
 
 
@@ -35,7 +35,7 @@ def make_read_run(
     folder: Path,
     *,
     models: Mapping[str, Made] | None = None,
-    asked: str = "",
+    configured: str = "",
     num_classes: int = 6,
     num_reads: int = 600,
     parts: Sequence[str] = ("val", "known", "heldout"),
@@ -47,20 +47,20 @@ def make_read_run(
     absent: Sequence[int] = (),
     mates: int = 1,
 ) -> Path:
-    """Labels are even; the last `unknown` reads of test parts are of no class. Classes 2n and 2n + 1 share a genus.
+    """Labels are uniform; the last `unknown` reads of test splits have no class. Classes 2n and 2n + 1 share a genus.
 
-    `empty` classes have no training reads, `absent` ones none in any part.
+    `empty` classes have no training reads, `absent` ones none in any split.
     """
     wanted = MODELS if models is None else models
     run = folder / "run"
     run.mkdir(parents=True)
     rng = np.random.default_rng(3)
-    there = [label for label in range(num_classes) if label not in absent]
-    labels = {part: rng.choice(there, num_reads).astype(np.int32) for part in parts}
+    present = [label for label in range(num_classes) if label not in absent]
+    labels = {part: rng.choice(present, num_reads).astype(np.int32) for part in parts}
     for part in parts:
         if part != "val" and unknown:
             labels[part][-unknown:] = -1
-    config = {"data": {"train": "train.fa"}, "model": asked or ",".join(wanted), "seeds": seeds, "balance": "weights"}
+    config = {"data": {"train": "train.fa"}, "model": configured or ",".join(wanted), "seeds": seeds, "balance": "weights"}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     (run / "env.json").write_text(json.dumps({"time": "2026-11-16 14:00 UTC", "millstream": "0.1.0", "cores": 2}))
     card = data_card(labels, num_classes=num_classes, ranks=ranks, empty=empty)
@@ -71,7 +71,7 @@ def make_read_run(
         for seed in range(seeds):
             own = np.random.default_rng([crc32(name.encode()), seed])
             for part in parts:
-                tables.append(_answers(own, made, name, seed, part, labels[part], num_classes, ranks))
+                tables.append(_predictions(own, made, name, seed, part, labels[part], num_classes, ranks))
             lines += _lines(name, made, seed=seed, num_scored=num_reads * len(parts))
     lines += [{"kind": "memory", "time_s": 1.0 * s, "bytes": 500_000_000 + s, "budget": 10**9} for s in range(9)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -117,7 +117,7 @@ def data_card(
     }
 
 
-def _answers(
+def _predictions(
     rng: np.random.Generator,
     made: Made,
     name: str,

@@ -1,4 +1,4 @@
-"""Short runs, and what is in their folders."""
+"""Settings of short runs, and the contents of run folders."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def losses_of(run: Path) -> list[float]:
 
 
 def scores_of(run: Path) -> dict[tuple[str, int], dict[str, float]]:
-    """Of every model and seed: test question -> score."""
+    """For every model and seed: test question -> score."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for row in pq.read_table(run / "predictions.parquet").to_pylist():
         if row["part"] == "test":
@@ -27,7 +27,7 @@ def scores_of(run: Path) -> dict[tuple[str, int], dict[str, float]]:
 
 
 def weights_of(run: Path, job: str) -> dict[str, bytes]:
-    """The bytes of the last and of the best weights."""
+    """The bytes of the latest and the best weights."""
     return {
         name: (run / "checkpoints" / job / name).read_bytes() for name in ("latest.safetensors", "best.safetensors")
     }

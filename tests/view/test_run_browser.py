@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     models = {"kmer-linear": MODELS["kmer-linear"]}
     folder = tmp_path_factory.mktemp("run")
-    return make_read_run(folder, models=models, asked="kmer-linear,cnn", num_reads=100, parts=("val", "known"))
+    return make_read_run(folder, models=models, configured="kmer-linear,cnn", num_reads=100, parts=("val", "known"))
 
 
 def circles(page: Any) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from millstream.reads.tokenizers import base, hf
-from millstream.reads.tokenizers.kmers import Bases, IdType, Numbers, Pad, Tokenizer, Tokens
+from millstream.reads.tokenizers.kmers import Numbers, Tokenizer, Tokens
 
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]
 
@@ -46,41 +46,20 @@ class MetaGeneTokenizer:
     """
 
     def __init__(self, tokenizer_path: str | Path | None = None, use_hf_tokenizer: bool = True) -> None:
-        if use_hf_tokenizer and tokenizer_path is None:
+        if not use_hf_tokenizer:
+            found: Tokenizer = base()
+        elif tokenizer_path is not None:
+            found = hf(tokenizer_path)
+        else:
             raise ValueError(
-                "tokenizer_path is missing: give the folder that holds the model's tokenizer.json, "
+                "tokenizer_path is missing: give the folder with the model's tokenizer.json, "
                 "or use_hf_tokenizer=False for one token per base"
             )
-        self._tokenizer: Tokenizer = hf(tokenizer_path) if use_hf_tokenizer and tokenizer_path is not None else base()
-
-    @property
-    def name(self) -> str:
-        return self._tokenizer.name
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one: the rows of an embedding."""
-        return self._tokenizer.vocab_size
-
-    @property
-    def pad_id(self) -> int:
-        return self._tokenizer.pad_id
-
-    @property
-    def pad_token_id(self) -> int:
-        return self._tokenizer.pad_id
-
-    def tokenize(
-        self,
-        flat: Bases,
-        offsets: Numbers,
-        *,
-        max_length: int | None = None,
-        pad: Pad = "longest",
-        dtype: IdType = np.int32,
-    ) -> Tokens:
-        """Tokenise many reads at once; see `millstream.reads.tokenizers`."""
-        return self._tokenizer.tokenize(flat, offsets, max_length=max_length, pad=pad, dtype=dtype)
+        self.name = found.name
+        self.vocab_size = found.vocab_size
+        """The largest id plus one: the number of rows of an embedding."""
+        self.pad_id = self.pad_token_id = found.pad_id
+        self.tokenize = found.tokenize  # many reads at a time, as `ms.features.tokens` calls it
 
     def encode(self, text: str, *, max_length: int | None = None, truncation: bool = False) -> list[int]:
         """The ids of one sequence, including special tokens."""

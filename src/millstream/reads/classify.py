@@ -1,8 +1,8 @@
 """Any number of reads -> one row each, with a trained classifier of a run. Progress is saved while it runs."""
 
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,23 +19,24 @@ from millstream.core.files import TextOutput, check_new, publish
 from millstream.core.loader import Loader
 from millstream.core.memory import Heap
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.classifiers.nets import ReadAnswers
-from millstream.reads.files.scanning import file_crc32c
+from millstream.reads.classifiers import ClassifierSpec, as_built, classification_task
+from millstream.reads.classifiers.nets import ReadPredictions
+from millstream.reads.files.source import file_crc32c
 from millstream.reads.kind import ReadSettings
 from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report
 from millstream.reads.mapping import Classes, classes_from_card
 from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, shared_names
-from millstream.reads.study import ClassifierSpec, as_built, task_of
 from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run, read_lines
 from millstream.training.run import ScoringDevice
 from millstream.training.study import NetModel, Workplace
 from millstream.training.task import FitResources, Net, fitting_batch
 
+Watch = Callable[[int], AbstractContextManager[Progress]]  # progress over this many reads
 HEAD = b"read\tclass\ttax_id\ttaxon\trank\tprobability\n"
 
 
 @dataclass(frozen=True)
-class Finished:
+class TrainedClassifier:
     """One trained model of one seed. `score` is its macro F1 on validation, if the log has it."""
 
     run: Path
@@ -74,7 +75,7 @@ class Finished:
         return model, net
 
 
-def find_finished(run: Path, name: str | None = None) -> Finished:
+def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
     """The first finished seed of this model, or of the best one on validation."""
     settings, card = _load_classifier_run(run)
     classes = classes_from_card(card)
@@ -89,13 +90,13 @@ def find_finished(run: Path, name: str | None = None) -> Finished:
     if name is not None and name not in seeds:
         raise BadSetting(f"--model {name}: not finished in {run}; must be one of {', '.join(sorted(seeds))}")
     best: dict[str, float] = {}
-    key = task_of(settings, classes).key
+    key = classification_task(settings, classes).key
     for line in read_lines(run):
         model = str(line.get("model"))
         if line["kind"] == "epoch" and line.get("seed") == seeds.get(model):
             best[model] = max(best.get(model, -1.0), float(cast(float, line[key])))
     chosen = name or max(seeds, key=lambda one: best.get(one, -1.0))
-    return Finished(run, chosen, seeds[chosen], settings, classes, best.get(chosen))
+    return TrainedClassifier(run, chosen, seeds[chosen], settings, classes, best.get(chosen))
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,6 @@ class Classified:
     interrupted: bool = False
 
 
-@contextmanager
-def unwatched(total: int) -> Generator[Progress]:
-    """No progress is shown."""
-    yield silent
-
-
 def classify(
     run: str | Path,
     reads: Paths,
@@ -131,7 +126,7 @@ def classify(
     kraken_output: str | Path | None = None,
     memory: int | str = "1GB",
     index_dir: str | Path | None = None,
-    watch: Callable[[int], AbstractContextManager[Progress]] = unwatched,
+    watch: Watch = lambda total: nullcontext(silent),
     stop: Callable[[], bool] = lambda: False,
     batch_size: int | None = None,
     save_s: float = 5.0,
@@ -153,9 +148,9 @@ def classify(
     if report is not None and report.absolute() == path.absolute():
         raise BadSetting(f"kraken_output={report}: is also the output file. Choose another name for the report")
     check_new(path)
-    finished = find_finished(Path(run), model)
+    trained = find_classifier(Path(run), model)
     if report is not None:
-        check_tax_ids(finished.classes, str(run))
+        check_tax_ids(trained.classes, str(run))
     collection, parts = open_files(reads, mates, memory=parse_bytes(memory) // 4, index_dir=index_dir)
     num_mates = 2 if paired or mates is not None else 1
     if len(collection) % num_mates:
@@ -163,8 +158,8 @@ def classify(
             f"{first_of(reads)}: {len(collection)} reads are an odd number, not read pairs. Leave out --paired"
         )
     terms = {
-        "model": f"{finished.name}-{finished.seed}",
-        "run": finished.digest,
+        "model": f"{trained.name}-{trained.seed}",
+        "run": trained.digest,
         "reads": collection.fingerprint,
         "mates": num_mates,
         "threshold": float(threshold),
@@ -172,11 +167,11 @@ def classify(
     with TextOutput(path, terms) as file:
         if report is not None and not file.is_finished:
             check_new(report)
-        work = _Work(finished, collection, file, num_mates, threshold, where=first_of(reads))
-        pace = _Pace(parse_bytes(memory), batch_size, save_s)
+        work = _Work(trained, collection, file, num_mates, threshold, where=first_of(reads))
         if not file.is_finished:
-            _say_which(finished, given=model is not None)
-            if not work.run(name_feature(parts), pace, watch, stop):
+            _say_which(trained, given=model is not None)
+            budget, names = parse_bytes(memory), name_feature(parts)
+            if not work.run(names, watch, stop, memory=budget, batch_size=batch_size, save_s=save_s):
                 return work.summary(interrupted=True)
         if report is not None:
             publish(report, kraken_report(work.assignments, work.counts.tolist()).encode())
@@ -193,22 +188,21 @@ def _load_classifier_run(run: Path) -> tuple[ReadSettings, Mapping[str, Any]]:
     return read_settings(ReadSettings, found), card
 
 
-@dataclass(frozen=True)
-class _Pace:
-    memory: int
-    batch_size: int | None
-    save_s: float
-
-
 class _Work:
     """From the reads to the file, batch by batch."""
 
     def __init__(
-        self, finished: Finished, collection: Collection, file: TextOutput, mates: int, threshold: float, where: str
+        self,
+        trained: TrainedClassifier,
+        collection: Collection,
+        file: TextOutput,
+        mates: int,
+        threshold: float,
+        where: str,
     ) -> None:
-        self.finished, self.collection, self.file, self.where = finished, collection, file, where
+        self.trained, self.collection, self.file, self.where = trained, collection, file, where
         self.mates, self.threshold = mates, threshold
-        self.assignments = assignments = Assignments(finished.classes)
+        self.assignments = assignments = Assignments(trained.classes)
         saved = file.saved or {"counts": [0] * len(assignments), "loader": None}
         self.counts: NDArray[np.int64] = np.array(saved["counts"], np.int64)
         self._loaded: Mapping[str, object] | None = saved["loader"]
@@ -220,15 +214,18 @@ class _Work:
     def run(
         self,
         names: Feature,
-        pace: _Pace,
-        watch: Callable[[int], AbstractContextManager[Progress]],
+        watch: Watch,
         stop: Callable[[], bool],
+        *,
+        memory: int,
+        batch_size: int | None,
+        save_s: float,
     ) -> bool:
         """Whether it finished."""
-        memory, answer = pace.memory, ReadAnswers(self.assignments.of_class, self.mates)
-        model, net = self.finished.restore(self.collection, memory=memory)
+        predict = ReadPredictions(self.trained.classes.taxa_by_rank, self.mates)
+        model, net = self.trained.restore(self.collection, memory=memory)
         features, heap = [*model.scoring, names], Heap(memory // 2)
-        most = max((pace.batch_size or model.at_once) // self.mates, 1) * self.mates
+        most = max((batch_size or model.at_once) // self.mates, 1) * self.mates
         size = fitting_batch(self.collection, features, memory=memory // 2, at_most=most)
         loader = Loader(
             self.collection,
@@ -248,13 +245,13 @@ class _Work:
         with torch.inference_mode(), watch(len(self.collection)) as progress:
             progress(self.num_rows * self.mates)
             for batch in loader:
-                self._add(batch.pop(NAME), answer(net, model.fabric.to_device(batch)))
+                self._add(batch.pop(NAME), predict(net, model.fabric.to_device(batch)))
                 self._loaded = loader.state_dict()
                 del batch
                 heap.trim_malloc()
                 progress(self.num_rows * self.mates)
                 is_stopped = stop()
-                if is_stopped or time.perf_counter() - saved > pace.save_s:
+                if is_stopped or time.perf_counter() - saved > save_s:
                     self.file.save(self._state())
                     saved = time.perf_counter()
                 if is_stopped and self.num_rows * self.mates < len(self.collection):
@@ -271,7 +268,7 @@ class _Work:
         return (self.num_rows - self._before) * self.mates / max(time.perf_counter() - self._begun, 1e-9)
 
     def summary(self, *, interrupted: bool = False) -> Classified:
-        none = int(self.counts[self.assignments.nothing])
+        none = int(self.counts[self.assignments.unclassified])
         return Classified(
             out=str(self.file.out),
             model=str(self.file.terms["model"]),
@@ -284,11 +281,11 @@ class _Work:
             interrupted=interrupted,
         )
 
-    def _add(self, names: Any, answers: Mapping[str, torch.Tensor]) -> None:
+    def _add(self, names: Any, predictions: Mapping[str, torch.Tensor]) -> None:
         """The rows of one batch."""
         if self.mates == 2:
             names = shared_names(names, first=self.num_rows, where=self.where)
-        numbers, probabilities = self.assignments.choose(answers, self.threshold)
+        numbers, probabilities = self.assignments.choose(predictions, self.threshold)
         middles = self._middles
         rows = zip(names, numbers.tolist(), probabilities.tolist(), strict=True)
         self.file.write("".join([f"{name}{middles[number]}{likely:.4f}\n" for name, number, likely in rows]).encode())
@@ -298,10 +295,10 @@ class _Work:
         return {"counts": self.counts.tolist(), "loader": self._loaded}
 
 
-def _say_which(finished: Finished, *, given: bool) -> None:
+def _say_which(trained: TrainedClassifier, *, given: bool) -> None:
     why = "as given" if given else "the best on validation"
-    score = "" if finished.score is None else f", macro F1 {finished.score:.3f}"
-    say(f"{finished.run}: {finished.name} seed {finished.seed}, {why}{score}")
+    score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
+    say(f"{trained.run}: {trained.name} seed {trained.seed}, {why}{score}")
 
 
 def _cell(text: str) -> str:

@@ -120,8 +120,8 @@ def simulate(
     from dataclasses import asdict
 
     from millstream.core.console import progress
-    from millstream.reads.kind import SimulateSettings
     from millstream.reads.open import expand
+    from millstream.reads.simulate import SimulateSettings
     from millstream.reads.simulate import simulate as sample
 
     settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)
@@ -255,10 +255,10 @@ def unpack(
     import sys
 
     from millstream.core.console import progress, say, silent
-    from millstream.reads.pack.pack_file import open_pack
+    from millstream.reads.pack.pack_file import PackFile
     from millstream.reads.pack.unpack import unpack as restore
 
-    file = open_pack(path, memory=256 << 20)
+    file = PackFile(path, memory=256 << 20)
     if str(out) == "-":  # a progress bar would mix with the sequences on the same terminal
         restore(path, sys.stdout.buffer, progress=silent)
         say(f"{path}: {file.records:,} reads; {file.fidelity}")

@@ -13,16 +13,44 @@ from millstream.core.order import mix, mix_words
 from millstream.errors import BadSource
 from millstream.reads.batch import FlatReads, ReadBatch
 from millstream.reads.tokenizers import tokenizer
-from millstream.reads.tokenizers.kmers import CODES, FOREIGN, Bases, IdType, Numbers, Pad, Tokenizer, frozen
+from millstream.reads.tokenizers.kmers import (
+    CODES,
+    FOREIGN,
+    LARGEST_K,
+    Bases,
+    IdType,
+    Numbers,
+    Pad,
+    Tokenizer,
+    foreign_bytes,
+    frozen,
+)
 
 LOW = 0xFFFFFFFF
 CERTAIN = 1 << 32  # a draw is below this
 STRAND, CROP, PER_BASE = 0, 1, 2  # what a draw is for; of base i: 2 + 2 * i for its mask, one more for its value
 OTHER = "other_"
 Buckets = NDArray[np.int32]
-LARGEST_K = 31
 STIR = 0x5D588B65
 LOW_31_BITS = 0x7FFFFFFF  # products of two such numbers fit into 62 bits: nothing overflows
+KEEP_N, RANDOM_N, DROP_N = range(3)
+N, LOWER_N = b"Nn"
+BASES = np.frombuffer(b"ACGT", np.uint8)
+
+
+def _complement() -> Bases:
+    """The complement of each nucleotide code (IUPAC, either case, U as T), X and gap character; 0 for other bytes."""
+    table = np.zeros(256, np.uint8)
+    bases, complements = "ACGTURYSWKMBDHVNX", "TGCAAYRSWMKVHDBNX"
+    for text, other in ((bases, complements), (bases.lower(), complements.lower()), ("-.*", "-.*")):
+        table[list(text.encode())] = list(other.encode())
+    return table
+
+
+# byte -> byte
+AS_IS = np.arange(256, dtype=np.uint8)
+UPPER = np.array(list(bytes(range(256)).upper()), np.uint8)
+COMPLEMENT = _complement()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +114,7 @@ class Augment:
             out_quality,
         )
         if read >= 0:
-            present = np.unique(flat[offsets[read] : offsets[read + 1]])
-            found = " ".join(ascii(chr(byte)) for byte in present[COMPLEMENT[present] == 0])
+            found = foreign_bytes(flat[offsets[read] : offsets[read + 1]], COMPLEMENT == 0)
             raise BadSource(
                 f"read {read} of the batch (record {numbers[read]}) contains {found}, which has no complement; "
                 "protein and other text need reverse_complement=0"
@@ -216,39 +243,11 @@ class KmerBag:
             starts = np.zeros(lengths.size, np.int32)
             used = _fill(flat, offsets, CODES, k, every, self.bits, buckets, starts)
             if used < 0:
-                present = np.unique(flat[offsets[-1 - used] : offsets[-used]])
-                found = " ".join(ascii(chr(byte)) for byte in present[CODES[present] == FOREIGN])
+                found = foreign_bytes(flat[offsets[-1 - used] : offsets[-used]], CODES == FOREIGN)
                 raise BadSource(f"record {batch.numbers[-1 - used]} contains {found}, which is not a nucleotide")
             made[f"buckets_{k}"] = buckets[:used].copy() if every > 1 else buckets[:used]
             made[f"starts_{k}"] = starts
         return made
-
-
-def _complement() -> Bases:
-    """The complement of each nucleotide code (IUPAC, either case, U as T), X and gap character; 0 for other bytes."""
-    table = np.zeros(256, np.uint8)
-    bases, complements = "ACGTURYSWKMBDHVNX", "TGCAAYRSWMKVHDBNX"
-    for text, other in ((bases, complements), (bases.lower(), complements.lower()), ("-.*", "-.*")):
-        table[list(text.encode())] = list(other.encode())
-    return table
-
-
-AS_IS = np.arange(256, dtype=np.uint8)
-
-
-UPPER = np.array(list(bytes(range(256)).upper()), np.uint8)
-
-
-COMPLEMENT = _complement()
-
-
-KEEP_N, RANDOM_N, DROP_N = range(3)
-
-
-N, LOWER_N = b"Nn"
-
-
-BASES = np.frombuffer(b"ACGT", np.uint8)
 
 
 @kernel

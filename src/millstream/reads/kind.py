@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from millstream.reads.reads import Reads
 
 
-MODELS = "classifiers"  # what a run on reads compares
 MODEL_GROUPS = ()
 
 
@@ -26,7 +25,7 @@ def is_at(path: Path) -> bool:
     Any file, because opening it as reads gives the best error message for one that is neither FASTA nor FASTQ.
     """
     if path.is_dir():
-        from millstream.reads.files.scanning import looks_like_reads
+        from millstream.reads.files.source import looks_like_reads
 
         return any(file.is_file() and looks_like_reads(file) for file in path.iterdir())
     from millstream.reads.open import READ_NAMES
@@ -68,43 +67,7 @@ def expand_models(names: Sequence[str]) -> list[str]:
 
 
 HEADERS = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
-ABUNDANCES = ("length", "equal", "lognormal")
 BALANCES = ("weights", "sampling", "none")
-
-
-@dataclass(frozen=True)
-class SimulateSettings:
-    """How reads are sampled from genomes, and their sequencing errors."""
-
-    reads: Annotated[int, "number of reads; a read pair counts as two"] = 100_000
-    length: Annotated[int, "read length, in bases"] = 150
-    error: Annotated[float, "per-base substitution rate"] = 0.01
-    indel: Annotated[float, "per-base insertion and deletion rate"] = 0.0
-    insert: Annotated[int | None, "simulate read pairs, with this mean fragment length"] = None
-    insert_sd: Annotated[float, "standard deviation of the fragment length"] = 30.0
-    abundance: Annotated[str, "length (equal coverage), equal (reads per class), or lognormal"] = "length"
-    seed: Annotated[int, "random seed"] = 0
-
-    def check(self) -> None:
-        """Raise BadSetting before any file is read."""
-        if min(self.reads, self.length) < 1:
-            raise BadSetting(f"reads={self.reads}, length={self.length}: must be at least 1")
-        if not 0 <= self.error < 1 or not 0 <= self.indel <= 0.1:
-            raise BadSetting(
-                f"error={self.error}, indel={self.indel}: rates per base; error must be below 1, indel at most 0.1"
-            )
-        if self.insert is not None and (self.insert < self.length or self.insert_sd < 0):
-            raise BadSetting(f"insert={self.insert}: a fragment must be at least as long as a read, {self.length}")
-        if self.insert is not None and self.reads % 2:
-            raise BadSetting(f"reads={self.reads}: must be even for read pairs")
-        if self.abundance not in ABUNDANCES:
-            raise BadSetting(f"abundance={self.abundance}: must be one of {', '.join(ABUNDANCES)}")
-        if self.seed < 0:
-            raise BadSetting(f"seed={self.seed}: must be at least 0")
-
-    @property
-    def mates(self) -> int:
-        return 1 if self.insert is None else 2
 
 
 @dataclass(frozen=True)

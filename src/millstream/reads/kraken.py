@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millstream.errors import BadSource
 from millstream.reads.classifiers.nets import CLASS, PROBABILITY
-from millstream.reads.mapping import ROOT, Classes, Taxon, answer_column
+from millstream.reads.mapping import ROOT, Classes, Taxon, prediction_column
 
 SPECIES, NO_RANK = "species", "no rank"
 UNCLASSIFIED = Taxon("unclassified", 0)
@@ -43,24 +43,19 @@ class Assignments:
         return len(self.taxa)
 
     @property
-    def nothing(self) -> int:
+    def unclassified(self) -> int:
         """The number for unclassified reads."""
         return len(self) - 1
 
-    @property
-    def of_class(self) -> dict[str, NDArray[np.int64]]:
-        """The taxon of each class at each rank, as `ReadAnswers` takes it."""
-        return {rank.name: rank.of_class for rank in self.classes.ranks}
-
-    def choose(self, answers: Mapping[str, Tensor], threshold: float) -> tuple[Numbers, NDArray[np.float32]]:
+    def choose(self, predictions: Mapping[str, Tensor], threshold: float) -> tuple[Numbers, NDArray[np.float32]]:
         """For each read the lowest taxon that reaches the threshold, and its probability; if none, the class's."""
-        found = {name: values.cpu().numpy() for name, values in answers.items()}
+        found = {name: values.cpu().numpy() for name, values in predictions.items()}
         probability = found[PROBABILITY].astype(np.float32)
-        numbers = np.where(probability >= threshold, found[CLASS].astype(np.int64), self.nothing)
+        numbers = np.where(probability >= threshold, found[CLASS].astype(np.int64), self.unclassified)
         for start, rank in zip(self.starts[:-1], self.classes.ranks, strict=True):
-            column = answer_column(rank.name)
+            column = prediction_column(rank.name)
             taxon, likely = found[column], found[f"{column}_{PROBABILITY}"]
-            here = (numbers == self.nothing) & (likely >= threshold)
+            here = (numbers == self.unclassified) & (likely >= threshold)
             numbers[here], probability[here] = start + taxon[here], likely[here]
         return numbers, probability
 
@@ -92,9 +87,9 @@ def kraken_report(assignments: Assignments, counts: Sequence[int]) -> str:
     """
     tree = _Tree(assignments)
     own: defaultdict[int, int] = defaultdict(int)
-    for number, count in enumerate(counts[: assignments.nothing]):
+    for number, count in enumerate(counts[: assignments.unclassified]):
         own[tree.tax_id_of(number)] += count
-    return "".join(tree.lines(own, unclassified=counts[assignments.nothing]))
+    return "".join(tree.lines(own, unclassified=counts[assignments.unclassified]))
 
 
 def check_tax_ids(classes: Classes, where: str) -> None:

@@ -1,7 +1,7 @@
 """Class ids -> labels and taxa: the mapping a user keeps beside the reads, and the ranks above, from it or NCBI."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -13,8 +13,12 @@ from pyarrow import csv, parquet
 
 from millstream.errors import BadSource
 
-DEFAULT_KEY = "class_id"
-_SHOWN = 5
+KEY = "class_id"
+RANKS = ("species", "genus", "family", "order", "class", "phylum", "kingdom", "domain")  # from the lowest
+ROOT = 1
+_NAMES = ("species", "name", "label", "organism", "strain")  # columns that name a class, the best first
+_ALIASES = {"superkingdom": "domain", "acellular root": "domain"}
+_TAX_ID = ("tax_id", "taxid", "taxon_id")
 
 
 class DataFrame(Protocol):
@@ -53,10 +57,9 @@ class LabelMapping:
 
     def rows(self, values: ArrayLike) -> NDArray[np.int64]:
         """The row, 0 to num_classes - 1, of each class id; BadSource if one is not in the mapping."""
-        wanted = np.asarray(values, np.int64)
-        rows = np.searchsorted(self.ids, wanted)
-        if not np.array_equal(self.ids[np.minimum(rows, self.num_classes - 1)], wanted):
-            self.check(wanted, where="the given class ids")
+        rows = self.known_rows(values)
+        if (rows < 0).any():
+            self.check(values, where="the given class ids")
         return rows
 
     def known_rows(self, values: ArrayLike) -> NDArray[np.int64]:
@@ -71,31 +74,27 @@ class LabelMapping:
         if len(unknown):
             raise BadSource(
                 f"{where}: {len(unknown)} {self.key} values are not in {self.source} ({self.num_classes} classes from "
-                f"{self.ids[0]} to {self.ids[-1]}): {_some(unknown.tolist())}. Add them, or use another mapping"
+                f"{self.ids[0]} to {self.ids[-1]}): {first_few(unknown.tolist())}. Add them, or use another mapping"
             )
 
 
 MappingSource = str | Path | DataFrame | pa.Table | Mapping[str, Sequence[object]] | Mapping[int, object]
 
 
-def load_mapping(
-    source: MappingSource,
-    *,
-    key: str | None = None,
-) -> LabelMapping:
+def load_mapping(source: MappingSource) -> LabelMapping:
     """The mapping in a TSV, CSV or Parquet file, a data frame, an Arrow table, `{id: label}` or `{column: values}`.
 
-    Class ids are in the column `key`; by default `class_id`, else the first whose name ends in "id", else the first.
+    Class ids are in the column `class_id`, else in the first whose name ends in "id", else in the first.
 
     load_mapping({562: "Escherichia coli", 9606: "Homo sapiens"}).rows([9606])  # array([1])
     """
     name = str(source) if isinstance(source, str | Path) else "the mapping"
     if isinstance(source, str | Path):
-        table = _read(Path(source))
+        table = _load_table(Path(source))
     elif isinstance(source, pa.Table):
         table = source
     elif isinstance(source, Mapping):
-        table = _from_dict(cast("Mapping[object, object]", source), key or DEFAULT_KEY)
+        table = _from_dict(cast("Mapping[object, object]", source))
     elif hasattr(source, "to_dict") and hasattr(source, "columns"):
         table = _from_columns(source.to_dict("list"), name)
     else:
@@ -103,11 +102,11 @@ def load_mapping(
         raise BadSource(f"the mapping: expected {kinds}, found a {type(source).__name__}")
     if not table.num_rows or not table.column_names:
         raise BadSource(f"{name}: expected a class id and its labels in each row, found no rows")
-    key = _find_key(table, key, name=name)
+    key = _find_key(table, name=name)
     return LabelMapping(key, _sorted(_with_integer_key(table, key, name=name), key, name=name), name)
 
 
-def _read(path: Path) -> pa.Table:
+def _load_table(path: Path) -> pa.Table:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -127,13 +126,15 @@ def _read(path: Path) -> pa.Table:
         raise BadSource(f"{path}: expected a TSV, CSV or Parquet table of class ids and labels: {error}") from None
     values = [name for name in table.column_names if name.strip().isdigit()]
     if values:
-        raise BadSource(f"{path}: expected column names in the first line, found {_some(values)}. Add a header line")
+        raise BadSource(
+            f"{path}: expected column names in the first line, found {first_few(values)}. Add a header line"
+        )
     return table
 
 
-def _from_dict(source: Mapping[object, object], key: str) -> pa.Table:
+def _from_dict(source: Mapping[object, object]) -> pa.Table:
     if all(isinstance(item, int | np.integer) for item in source):
-        return _from_columns({key: list(source), "label": list(source.values())}, "the mapping")
+        return _from_columns({KEY: list(source), "label": list(source.values())}, "the mapping")
     return _from_columns(cast("Mapping[str, Sequence[object]]", source), "the mapping")
 
 
@@ -145,17 +146,13 @@ def _from_columns(columns: Mapping[str, Sequence[object]], name: str) -> pa.Tabl
         raise BadSource(f"{name}: expected columns of equal length, each of one type: {error}") from None
 
 
-def _find_key(table: pa.Table, key: str | None, *, name: str) -> str:
+def _find_key(table: pa.Table, *, name: str) -> str:
     names = table.column_names
     twice = sorted({column for column in names if names.count(column) > 1})
     if twice:
-        raise BadSource(f"{name}: expected columns of different names, found {_some(twice)} more than once")
-    if key is None:
-        ending = [column for column in names if column.lower().endswith("id")]
-        return DEFAULT_KEY if DEFAULT_KEY in names else ending[0] if ending else names[0]
-    if key not in names:
-        raise BadSource(f"{name}: expected a column {key!r} of class ids, found {', '.join(names)}")
-    return key
+        raise BadSource(f"{name}: expected columns of different names, found {first_few(twice)} more than once")
+    ending = [column for column in names if column.lower().endswith("id")]
+    return KEY if KEY in names else ending[0] if ending else names[0]
 
 
 def _with_integer_key(table: pa.Table, key: str, *, name: str) -> pa.Table:
@@ -164,7 +161,7 @@ def _with_integer_key(table: pa.Table, key: str, *, name: str) -> pa.Table:
         kinds = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
         raise BadSource(
             f"{name}: expected integers in the class id column {key!r}, found {column.type}. The columns are {kinds}; "
-            "choose the one with class ids with key="
+            f"rename the one with class ids to {KEY}"
         )
     if column.null_count:
         raise BadSource(f"{name}: expected a class id in each row, found {column.null_count} rows without {key!r}")
@@ -183,23 +180,16 @@ def _sorted(table: pa.Table, key: str, *, name: str) -> pa.Table:
     different = {row[key] for row in repeated.to_pylist() if seen.setdefault(row[key], repr(row)) != repr(row)}
     if different:
         raise BadSource(
-            f"{name}: expected one row per {key}, found different labels for {_some(sorted(different))}. "
+            f"{name}: expected one row per {key}, found different labels for {first_few(sorted(different))}. "
             "Keep one row of each"
         )
     return table.take(first).combine_chunks()
 
 
-def _some(values: Sequence[object]) -> str:
+def first_few(values: Sequence[object], most: int = 5) -> str:
     """`3, 5 and 7 more`."""
-    shown = ", ".join(str(value) for value in values[:_SHOWN])
-    return shown if len(values) <= _SHOWN else f"{shown} and {len(values) - _SHOWN} more"
-
-
-RANKS = ("species", "genus", "family", "order", "class", "phylum", "kingdom", "domain")  # from the lowest
-ROOT = 1
-_NAMES = ("species", "name", "label", "organism", "strain")  # columns that name a class, the best first
-_ALIASES = {"superkingdom": "domain", "acellular root": "domain"}
-_TAX_ID = ("tax_id", "taxid", "taxon_id")
+    shown = ", ".join(str(value) for value in values[:most])
+    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
 @dataclass(frozen=True)
@@ -233,6 +223,19 @@ class Classes:
     def rank(self, name: str) -> Rank | None:
         return next((rank for rank in self.ranks if rank.name == name), None)
 
+    @property
+    def taxa_by_rank(self) -> dict[str, NDArray[np.int64]]:
+        """At each rank, the number of each class's taxon."""
+        return {rank.name: rank.of_class for rank in self.ranks}
+
+    def card(self) -> dict[str, Any]:
+        """Their entries on the data card of a run; `classes_from_card` restores them."""
+        rows = [
+            {"class_id": class_id, **asdict(taxon), **{rank.name: int(rank.of_class[label]) for rank in self.ranks}}
+            for label, (class_id, taxon) in enumerate(zip(self.mapping.ids.tolist(), self.taxa, strict=True))
+        ]
+        return {"classes": rows, "ranks": {rank.name: [asdict(taxon) for taxon in rank.taxa] for rank in self.ranks}}
+
 
 def load_classes(mapping: LabelMapping, taxonomy: Path | None = None) -> Classes:
     """Classes with the ranks that the mapping has columns for (`genus`, ...), or all ranks of a taxonomy dump.
@@ -246,7 +249,7 @@ def load_classes(mapping: LabelMapping, taxonomy: Path | None = None) -> Classes
     else:
         if not any(tax_ids):
             raise BadSource(f"{mapping.source}: has no column tax_id to look up in the taxonomy")
-        lineages = read_lineages(taxonomy, tax_ids, where=mapping.source)
+        lineages = load_lineages(taxonomy, tax_ids, where=mapping.source)
     taxa = [Taxon(name, tax_id) for name, tax_id in zip(names, tax_ids, strict=True)]
     return Classes(mapping, taxa, [rank for name in RANKS if (rank := _rank(name, lineages))])
 
@@ -266,14 +269,14 @@ def classes_from_card(card: Mapping[str, object]) -> Classes:
     )
 
 
-def answer_column(rank: str) -> str:
+def prediction_column(rank: str) -> str:
     """The column of predictions at a rank: `class` is the predicted class, so the rank of that name is `rank_class`."""
     return "rank_class" if rank == "class" else rank
 
 
-def read_lineages(folder: Path, tax_ids: Sequence[int], *, where: str) -> list[dict[str, Taxon]]:
+def load_lineages(folder: Path, tax_ids: Sequence[int], *, where: str) -> list[dict[str, Taxon]]:
     """For each tax id, the taxon at its own and every higher rank, from nodes.dmp and names.dmp in a folder."""
-    parents, ranks = _read_nodes(folder / "nodes.dmp")
+    parents, ranks = _load_nodes(folder / "nodes.dmp")
     lineages: list[dict[str, int]] = []
     for tax_id in tax_ids:
         if tax_id == 0:  # not known
@@ -289,7 +292,7 @@ def read_lineages(folder: Path, tax_ids: Sequence[int], *, where: str) -> list[d
             lineage.setdefault(ranks[at], at)
             at = parents[at]
         lineages.append(lineage)
-    names = _read_names(folder / "names.dmp", {at for lineage in lineages for at in lineage.values()})
+    names = _load_names(folder / "names.dmp", {at for lineage in lineages for at in lineage.values()})
     return [{rank: Taxon(names.get(at, str(at)), at) for rank, at in lineage.items()} for lineage in lineages]
 
 
@@ -330,7 +333,7 @@ def _class_names(mapping: LabelMapping) -> list[str]:
     return [str(value) if value else f"class {own}" for value, own in zip(values, ids, strict=True)]
 
 
-def _read_nodes(path: Path) -> tuple[dict[int, int], dict[int, str]]:
+def _load_nodes(path: Path) -> tuple[dict[int, int], dict[int, str]]:
     parents: dict[int, int] = {}
     ranks: dict[int, str] = {}
     kept: dict[str, str] = {}  # one string for each rank, not one for each of millions of nodes
@@ -340,7 +343,7 @@ def _read_nodes(path: Path) -> tuple[dict[int, int], dict[int, str]]:
     return parents, ranks
 
 
-def _read_names(path: Path, wanted: set[int]) -> dict[int, str]:
+def _load_names(path: Path, wanted: set[int]) -> dict[int, str]:
     names: dict[int, str] = {}
     for own, name, _, kind, *_ in _rows(path):
         if kind == "scientific name" and int(own) in wanted:

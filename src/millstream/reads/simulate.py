@@ -14,18 +14,52 @@ from millstream.core.console import Progress, say, silent
 from millstream.core.files import publish, publishing_text
 from millstream.core.order import Permutation, mix
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.features import COMPLEMENT, UPPER
-from millstream.reads.kind import SimulateSettings
+from millstream.reads.features import BASES, COMPLEMENT, UPPER
 from millstream.reads.mapping import load_mapping
 from millstream.reads.open import open_reads
 from millstream.reads.tokenizers.kmers import Bases, Numbers
 
-CHUNK = 1 << 14  # fragments drawn at once; another number gives other reads
+CHUNK = 1 << 14  # fragments drawn at a time; another number gives other reads
 SPECIES = "species"
 BINOMIAL = re.compile(r"[A-Z][a-z]+_[a-z]+")
 SPREAD = 1.5  # standard deviation of log abundances
 ROOM = 32  # extra bases per read, to make up for deletions
-BASES = np.frombuffer(b"ACGT", np.uint8)
+ABUNDANCES = ("length", "equal", "lognormal")
+
+
+@dataclass(frozen=True)
+class SimulateSettings:
+    """How reads are sampled from genomes, and their sequencing errors."""
+
+    reads: int = 100_000  # a read pair counts as two
+    length: int = 150  # of a read, in bases
+    error: float = 0.01  # per-base substitution rate
+    indel: float = 0.0  # per-base insertion and deletion rate
+    insert: int | None = None  # simulate read pairs, with this mean fragment length
+    insert_sd: float = 30.0  # standard deviation of the fragment length
+    abundance: str = "length"  # length (equal coverage), equal (reads per class), or lognormal
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise BadSetting before any file is read."""
+        if min(self.reads, self.length) < 1:
+            raise BadSetting(f"reads={self.reads}, length={self.length}: must be at least 1")
+        if not 0 <= self.error < 1 or not 0 <= self.indel <= 0.1:
+            raise BadSetting(
+                f"error={self.error}, indel={self.indel}: rates per base; error must be below 1, indel at most 0.1"
+            )
+        if self.insert is not None and (self.insert < self.length or self.insert_sd < 0):
+            raise BadSetting(f"insert={self.insert}: a fragment must be at least as long as a read, {self.length}")
+        if self.insert is not None and self.reads % 2:
+            raise BadSetting(f"reads={self.reads}: must be even for read pairs")
+        if self.abundance not in ABUNDANCES:
+            raise BadSetting(f"abundance={self.abundance}: must be one of {', '.join(ABUNDANCES)}")
+        if self.seed < 0:
+            raise BadSetting(f"seed={self.seed}: must be at least 0")
+
+    @property
+    def mates(self) -> int:
+        return 1 if self.insert is None else 2
 
 
 @dataclass(frozen=True)
@@ -75,8 +109,8 @@ def simulate(
         raise BadSetting(f"{len(out)} output files: two are only for read pairs, which need insert=")
     if len(set(out)) < len(out):
         raise BadSetting(f"{out[0]}: given twice; give it once for both mates in one file, or two different files")
-    bases, found = _load(genomes, mapping, index_dir)
-    made = _Reads(bases, found, settings)
+    bases, found = _load_genomes(genomes, mapping, index_dir)
+    made = _Fragments(bases, found, settings)
     is_fastq = [path.name.removesuffix(".gz").endswith((".fq", ".fastq")) for path in out]
     with ExitStack() as stack:
         writers = [stack.enter_context(publishing_text(path)) for path in out]
@@ -89,8 +123,8 @@ def simulate(
     return Simulated(settings.reads, settings.reads * settings.length, made.coverage)
 
 
-class _Reads:
-    """The fragments by number: each from a genome, a position in it, and a strand."""
+class _Fragments:
+    """The simulated fragments by number: each from a genome, a position in it, and a strand."""
 
     def __init__(self, bases: Bases, genomes: Sequence[Genome], settings: SimulateSettings) -> None:
         self.bases, self.genomes, self.settings = bases, genomes, settings
@@ -125,9 +159,9 @@ class _Reads:
         if settings.insert is not None:
             drawn = np.rint(rng.normal(settings.insert, settings.insert_sd, numbers.size)).astype(np.int64)
             length = np.clip(drawn, settings.length + (ROOM if settings.indel else 0), self.longest)
-        mates = [self._read(start, length, is_reverse, rng)]
+        mates = [self._bases(start, length, is_reverse, rng)]
         if settings.mates == 2:
-            mates.append(self._read(start, length, ~is_reverse, rng))
+            mates.append(self._bases(start, length, ~is_reverse, rng))
         headers = [self._headers(numbers, owner, sequence, start, is_reverse, mate) for mate in range(settings.mates)]
         if len(fastq) == 2:
             return [_text([headers[mate]], [mates[mate]], fastq=fastq[mate]) for mate in range(2)]
@@ -157,8 +191,8 @@ class _Reads:
             starts[mine] = genome.starts[which] + place - (ends[which] - genome.places(self.longest)[which])
         return starts, sequences
 
-    def _read(self, start: Numbers, length: Numbers, is_reverse: NDArray[np.bool_], rng: np.random.Generator) -> Bases:
-        """[fragment, base]: reads from the left end, or from the right end of the other strand, with errors."""
+    def _bases(self, start: Numbers, length: Numbers, is_reverse: NDArray[np.bool_], rng: np.random.Generator) -> Bases:
+        """[fragment, base]: the left end, or the right end of the other strand, with sequencing errors."""
         settings = self.settings
         shape = (start.size, settings.length)
         places = np.broadcast_to(np.arange(settings.length), shape)
@@ -226,7 +260,7 @@ def _text(headers: Sequence[list[str]], mates: Sequence[Bases], *, fastq: bool) 
     return "".join(lines).encode("latin-1")
 
 
-def _load(genomes: Sequence[Path], mapping: Path | None, index_dir: Path | None) -> tuple[Bases, list[Genome]]:
+def _load_genomes(genomes: Sequence[Path], mapping: Path | None, index_dir: Path | None) -> tuple[Bases, list[Genome]]:
     """The bases of all genomes, in upper case, and the genomes."""
     pieces: list[Bases] = []
     found: list[tuple[Path, int | None, list[str], Numbers, Numbers]] = []
@@ -287,7 +321,7 @@ def _classes(genomes: Sequence[tuple[Path, int | None]], mapping: Path | None) -
 
 
 def _write_mapping(out: Path, rows: dict[int, tuple[int | None, Path]]) -> None:
-    """`class_id tax_id species genus`, as far as file names tell."""
+    """`class_id tax_id species genus`, from the names of the files."""
     lines = [f"class_id\ttax_id\t{SPECIES}\tgenus"]
     for class_id, (taxon, path) in rows.items():
         name = _name(path)

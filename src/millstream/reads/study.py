@@ -1,41 +1,134 @@
 """The study of read classifiers: all are trained on the same labelled reads, and compared on the same splits."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.core.collection import Collection
+from millstream.core.collection import Collection, Marked, Subset, subset
 from millstream.core.config import config_hash, parse_bytes, read_settings
 from millstream.core.console import say
+from millstream.core.mixture import Concat, Drawn, Mixture
 from millstream.core.order import Permutation, mix_words
-from millstream.core.subset import Concat, Drawn, Marked, Mixture, Subset, subset
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.classifiers import CLASSIFIERS, ReadKit, ReadRecipe, read_kit
-from millstream.reads.classifiers.nets import CLASS, ReadAnswers
+from millstream.reads.classifiers import CLASSIFIERS, KMER_LINEAR, ClassifierSpec
 from millstream.reads.files.index import IndexSettings
 from millstream.reads.kind import ReadSettings
-from millstream.reads.mapping import Classes, load_classes, load_mapping
+from millstream.reads.mapping import Classes, first_few, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, open_reads, watch_index
 from millstream.reads.reads import Reads
-from millstream.report import measures
-from millstream.training.folder import load_shapes
-from millstream.training.loop import LATEST, weights_of
-from millstream.training.study import Built, Kit, ModelSpec, NetModel, Workplace
-from millstream.training.task import FitResources, Labels, Outcome, Task, count_labels, label_slices, labels_of
+from millstream.training.study import Built, ModelSpec, NetModel
+from millstream.training.task import count_labels, label_slices, labels_of
 
 VAL, TRAIN = "val", "train"
-HELD_OUT = 50  # one in this many pairs of neighbours is for validation, if there is no file for it
-HELD_OUT_BELOW = np.uint64((1 << 24) // HELD_OUT)
+HELD_OUT_BELOW = np.uint64((1 << 24) // 50)  # of 24 random bits: one in 50 pairs of neighbours
 BLOCK = 1 << 18
 SORTING = 40  # bytes per read while reads are sorted by class
 UNKNOWN = -1  # the label of a read whose class is not in the mapping
 Counts = NDArray[np.int64]
-SHOWN = 5
-COUNTING = "kmer-linear"
+
+
+def make_study(settings: Mapping[str, object]) -> "Classification":
+    return Classification(read_settings(ReadSettings, settings))
+
+
+class Classification:
+    """All classifiers are trained on the same reads and scored on the same splits."""
+
+    keys: Sequence[str] = ("fingerprint",)  # other reads or another mapping need another run
+    libraries: Sequence[str] = ()
+
+    def __init__(self, settings: ReadSettings) -> None:
+        settings.check()
+        self.settings, self.source = settings, settings.data.train
+        names = [name.strip() for name in settings.model.split(",") if name.strip()]
+        for name in names:
+            if name not in CLASSIFIERS:
+                raise BadSetting(f"model={name}: unknown read classifier; must be one of {', '.join(CLASSIFIERS)}")
+        if not names:
+            raise BadSetting(f"model={settings.model}: must be one or more of {', '.join(CLASSIFIERS)}")
+        memory = parse_bytes(settings.memory) // 4
+        self.splits = splits = open_splits(settings, memory)
+        num_bases = splits.files[TRAIN].num_bases
+        specs = [ClassifierSpec(name, settings, splits.classes, num_bases) for name in dict.fromkeys(names)]
+        self.train = splits.train
+        if settings.balance == "sampling":
+            self.train = sample_evenly(splits.train, len(splits.classes), seed=settings.seed, memory=memory)
+            once = {KMER_LINEAR: splits.train}  # k-mer counting must see every read once
+            specs = [replace(spec, reads=once.get(spec.name)) for spec in specs]
+        for spec in specs:
+            spec.kit()  # raises BadSetting before anything is written
+        self.specs: Sequence[ModelSpec] = specs
+        self.mates = 2 if settings.paired else 1
+        val = sample_reads(splits.scored[VAL], settings.val_reads, self.mates)
+        self.scored: Mapping[str, Collection] = {**splits.scored, VAL: val}
+        self.card = self._card()
+
+    def _card(self) -> Mapping[str, object]:
+        classes, splits = self.splits.classes, self.splits
+        card = classes.card()
+        for label, row in enumerate(card["classes"]):
+            row["reads"] = {name: int(counts[label]) for name, counts in splits.counts.items()}
+        return {
+            "kind": "reads",
+            "fingerprint": config_hash(
+                {"header_regex": self.settings.data.header_regex, "paired": self.settings.paired}
+                | {"class_ids": classes.mapping.ids.tolist()}
+                | {name: reads.fingerprint for name, reads in splits.files.items()}
+            ),
+            "mapping": str(Path(self.settings.mapping).resolve()),
+            "files": {name: [str(path) for path in reads.paths] for name, reads in splits.files.items()},
+            "formats": {name: reads.formats for name, reads in splits.files.items()},
+            "bases": {name: reads.num_bases for name, reads in splits.files.items()},
+            "bytes": {name: reads.num_bytes for name, reads in splits.files.items()},
+            "reads": {name: int(counts.sum()) for name, counts in splits.counts.items()},
+            "no_class": {name: int(counts[UNKNOWN]) for name, counts in splits.counts.items()},
+            "mates": self.mates,
+            "chosen_by": len(self.scored[VAL]),
+            "held_out": "reads" if VAL not in splits.files else "files",
+            **card,
+        }
+
+    def keep(self, run: Path) -> None:
+        """Nothing to write: everything is on the data card."""
+
+    def summary(self) -> str:
+        splits, num_classes = self.splits, len(self.splits.classes)
+        lines = [f"{self.source}: {len(splits.train):,} training reads of {num_classes} classes"]
+        counts = splits.counts[TRAIN][:-1]
+        empty = [splits.classes.taxa[label].name for label in map(int, np.flatnonzero(counts == 0))]
+        if empty:
+            lines.append(f"no training reads of {len(empty)} classes: {first_few(empty)}")
+        if counts.any() and counts.max() > 2 * counts[counts > 0].min():
+            how = {
+                "weights": "classes are balanced by weights",
+                "sampling": "classes are balanced by sampling",
+                "none": "classes are not balanced",
+            }[self.settings.balance]
+            lines.append(f"classes have {counts[counts > 0].min():,} to {counts.max():,} reads: {how}")
+        for name in self.scored:
+            num_unknown = int(splits.counts[name][UNKNOWN])
+            unknown = f" ({num_unknown:,} of no known class)" if num_unknown else ""
+            lines.append(f"{name}: {splits.counts[name].sum():,} reads{unknown}")
+        return "\n".join(lines)
+
+    def table(self, built: Built, split: str) -> pa.Table:
+        assert isinstance(built.model, NetModel)
+        collection, mates = self.scored[split], self.mates
+        outcome = built.model.outcome(collection)
+        records = collection.record_numbers(np.arange(0, len(collection), mates))
+        labels = labels_of(collection, mates)
+        return pa.table(
+            {
+                "part": pa.array(np.full(len(labels), split)),
+                "record": pa.array(records),
+                "label": pa.array(labels.astype(np.int32)),
+                **{name: pa.array(values) for name, values in outcome.items()},
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -57,14 +150,14 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
         files[VAL] = _open(settings, settings.data.val, memory)
     for place in (settings.data.test or "").split(","):
         if place.strip():
-            name = _split_name(place.strip())
+            name = Path(place.strip()).name.split(".")[0]
             if name in (*files, VAL):
                 raise BadSetting(f"data.test={settings.data.test}: two splits named {name}; rename a file")
             files[name] = _open(settings, place.strip(), memory)
     counts = {name: count_labels(reads, len(classes)) for name, reads in files.items()}
     train: Collection = files[TRAIN]
     if counts[TRAIN][UNKNOWN]:
-        train = Subset(train, Marked(_blocks(labels != UNKNOWN for labels in label_slices(train))))
+        train = Subset(train, Marked(labels != UNKNOWN for labels in label_slices(train)))
     if not len(train):
         raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class id")
     scored: dict[str, Collection] = {VAL: train, **{name: files[name] for name in files if name != TRAIN}}
@@ -83,11 +176,11 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
     if not counts[VAL][:-1].any():
         raise BadSource(f"{settings.data.val}: none of its reads has a class in {settings.mapping}")
     if settings.paired:
-        scored = {name: as_pairs(files.get(name, files[TRAIN]), part) for name, part in scored.items()}
+        scored = {name: as_pairs(files.get(name, files[TRAIN]), split) for name, split in scored.items()}
     return ReadSplits(classes, train, scored, files, counts)
 
 
-def chosen_by(val: Collection, most: int, mates: int) -> Collection:
+def sample_reads(val: Collection, most: int, mates: int) -> Collection:
     """The validation split, or a random sample of at most this many of its reads, the same every time."""
     pairs = len(val) // mates
     if pairs * mates <= most:
@@ -96,7 +189,7 @@ def chosen_by(val: Collection, most: int, mates: int) -> Collection:
     return subset(val, (places[:, None] * mates + np.arange(mates)).reshape(-1))
 
 
-def evenly_drawn(train: Collection, num_classes: int, *, seed: int, memory: int) -> Collection:
+def sample_evenly(train: Collection, num_classes: int, *, seed: int, memory: int) -> Collection:
     """Epochs of the same size, with equally many reads of each class that has any."""
     if SORTING * len(train) > memory:
         raise BadSetting(
@@ -110,184 +203,6 @@ def evenly_drawn(train: Collection, num_classes: int, *, seed: int, memory: int)
     each, more = divmod(len(train), len(parts))
     drawn = tuple(each + (number < more) for number in range(len(parts)))
     return Mixture(Concat(parts), Drawn(tuple(map(len, parts)), drawn, seed))
-
-
-def make_study(settings: Mapping[str, object]) -> "Classification":
-    return Classification(read_settings(ReadSettings, settings))
-
-
-@dataclass(frozen=True)
-class ClassifierSpec:
-    """A classifier of the settings."""
-
-    name: str
-    settings: ReadSettings
-    classes: Classes
-    bases: int | None = None  # in all training reads
-    reads: Collection | None = None  # to train on, if not on the same as the others
-    by_gradients = True
-
-    def kit(self) -> ReadKit:
-        try:
-            return read_kit(self.name, recipe_of(self.settings, len(self.classes), self.bases))
-        except BadSetting:
-            raise
-        except ValueError as error:  # of tokenizers and features
-            raise BadSetting(f"model={self.name}: {error}") from None
-
-    def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:
-        task = task_of(self.settings, self.classes)
-        task = replace(task, is_balanced=task.is_balanced or self.reads is not None)
-        found = self._resumed(folder).kit()
-        kit = Kit(found.features, found.build, found.scoring)
-        model = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
-        return Built(model, CLASSIFIERS[self.name], "trained", train=self.reads)
-
-    def _resumed(self, folder: Path | None) -> "ClassifierSpec":
-        """With the sizes in the checkpoint to resume from: the memory budget may have changed."""
-        if folder is None or not (folder / LATEST).exists():
-            return self
-        return replace(self, settings=as_built(self.name, self.settings, weights_of(load_shapes(folder / LATEST))))
-
-
-class Classification:
-    """All classifiers are trained on the same reads and scored on the same splits."""
-
-    keys: Sequence[str] = ("fingerprint",)  # other reads or another mapping need another run
-    libraries: Sequence[str] = ()
-
-    def __init__(self, settings: ReadSettings) -> None:
-        settings.check()
-        self.settings, self.source = settings, settings.data.train
-        names = [name.strip() for name in settings.model.split(",") if name.strip()]
-        for name in names:
-            if name not in CLASSIFIERS:
-                raise BadSetting(f"model={name}: unknown read classifier; must be one of {', '.join(CLASSIFIERS)}")
-        if not names:
-            raise BadSetting(f"model={settings.model}: must be one or more of {', '.join(CLASSIFIERS)}")
-        memory = parse_bytes(settings.memory)
-        self.splits = open_splits(settings, memory // 4)
-        bases = self.splits.files[TRAIN].num_bases
-        specs = [ClassifierSpec(name, settings, self.splits.classes, bases) for name in dict.fromkeys(names)]
-        if settings.balance == "sampling":  # k-mer counting must see every read once
-            once = {COUNTING: self.splits.train}
-            specs = [replace(spec, reads=once.get(spec.name)) for spec in specs]
-        for spec in specs:
-            spec.kit()  # raises BadSetting before anything is written
-        self.specs: Sequence[ModelSpec] = specs
-        mates = 2 if settings.paired else 1
-        self.scored: Mapping[str, Collection] = {
-            **self.splits.scored,
-            VAL: chosen_by(self.splits.scored[VAL], settings.val_reads, mates),
-        }
-        self.train, self.card = self._train(), self._card()
-
-    def _train(self) -> Collection:
-        if self.settings.balance != "sampling":
-            return self.splits.train
-        memory = parse_bytes(self.settings.memory)
-        return evenly_drawn(self.splits.train, len(self.splits.classes), seed=self.settings.seed, memory=memory // 4)
-
-    def _card(self) -> Mapping[str, object]:
-        classes, splits = self.splits.classes, self.splits
-        rows = [
-            {
-                "class_id": class_id,
-                "name": taxon.name,
-                "tax_id": taxon.tax_id,
-                **{rank.name: int(rank.of_class[label]) for rank in classes.ranks},
-                "reads": {name: int(counts[label]) for name, counts in splits.counts.items()},
-            }
-            for label, (class_id, taxon) in enumerate(zip(classes.mapping.ids.tolist(), classes.taxa, strict=True))
-        ]
-        return {
-            "kind": "reads",
-            "fingerprint": config_hash(
-                {"header_regex": self.settings.data.header_regex, "paired": self.settings.paired}
-                | {"class_ids": classes.mapping.ids.tolist()}
-                | {name: reads.fingerprint for name, reads in splits.files.items()}
-            ),
-            "mapping": str(Path(self.settings.mapping).resolve()),
-            "files": {name: [str(path) for path in reads.paths] for name, reads in splits.files.items()},
-            "formats": {name: reads.formats for name, reads in splits.files.items()},
-            "bases": {name: reads.num_bases for name, reads in splits.files.items()},
-            "bytes": {name: reads.num_bytes for name, reads in splits.files.items()},
-            "reads": {name: int(counts.sum()) for name, counts in splits.counts.items()},
-            "no_class": {name: int(counts[UNKNOWN]) for name, counts in splits.counts.items()},
-            "mates": 2 if self.settings.paired else 1,
-            "chosen_by": len(self.scored[VAL]),
-            "held_out": "reads" if VAL not in splits.files else "files",
-            "classes": rows,
-            "ranks": {
-                rank.name: [{"name": taxon.name, "tax_id": taxon.tax_id} for taxon in rank.taxa]
-                for rank in classes.ranks
-            },
-        }
-
-    def keep(self, run: Path) -> None:
-        """Nothing to write: everything is on the data card."""
-
-    def summary(self) -> str:
-        splits, num_classes = self.splits, len(self.splits.classes)
-        lines = [f"{self.source}: {len(splits.train):,} training reads of {num_classes} classes"]
-        counts = splits.counts[TRAIN][:-1]
-        empty = [splits.classes.taxa[label].name for label in map(int, np.flatnonzero(counts == 0))]
-        if empty:
-            more = f" and {len(empty) - SHOWN} more" if len(empty) > SHOWN else ""
-            lines.append(f"no training reads of {len(empty)} classes: {', '.join(empty[:SHOWN])}{more}")
-        if counts.any() and counts.max() > 2 * counts[counts > 0].min():
-            how = {
-                "weights": "classes are balanced by weights",
-                "sampling": "classes are balanced by sampling",
-                "none": "classes are not balanced",
-            }[self.settings.balance]
-            lines.append(f"classes have {counts[counts > 0].min():,} to {counts.max():,} reads: {how}")
-        for name in self.scored:
-            none = int(splits.counts[name][UNKNOWN])
-            unknown = f" ({none:,} of no known class)" if none else ""
-            lines.append(f"{name}: {splits.counts[name].sum():,} reads{unknown}")
-        return "\n".join(lines)
-
-    def table(self, built: Built, part: str) -> pa.Table:
-        assert isinstance(built.model, NetModel)
-        collection, mates = self.scored[part], built.model.task.group_size
-        outcome = built.model.outcome(collection)
-        records = collection.record_numbers(np.arange(0, len(collection), mates))
-        labels = labels_of(collection, mates)
-        return pa.table(
-            {
-                "part": pa.array(np.full(len(labels), part)),
-                "record": pa.array(records),
-                "label": pa.array(labels.astype(np.int32)),
-                **{name: pa.array(values) for name, values in outcome.items()},
-            }
-        )
-
-
-def task_of(settings: ReadSettings, classes: Classes) -> Task:
-    mates = 2 if settings.paired else 1
-    answer = ReadAnswers({rank.name: rank.of_class for rank in classes.ranks}, mates)
-    return Task(len(classes), "macro F1", macro_f1, answer, settings.balance == "weights", mates)
-
-
-def as_built(name: str, settings: ReadSettings, shapes: Mapping[str, Sequence[int]]) -> ReadSettings:
-    """With the sizes of these weights, for settings that depend on the memory budget or the training reads."""
-    if name == COUNTING:
-        return replace(settings, bits=max(s[0] for s in shapes.values() if len(s) == 2).bit_length() - 1)
-    if name == "transformer" and "place" in shapes:  # longer reads are truncated
-        return replace(settings, max_length=shapes["place"][0])
-    return settings
-
-
-def recipe_of(settings: ReadSettings, num_classes: int, bases: int | None = None) -> ReadRecipe:
-    own = {field.name for field in fields(ReadRecipe)} - {"num_classes", "memory", "bases"}
-    given = {name: getattr(settings, name) for name in own}
-    return ReadRecipe(num_classes=num_classes, memory=parse_bytes(settings.memory) // 2, bases=bases, **given)
-
-
-def macro_f1(labels: Labels, outcome: Outcome) -> float:
-    """The mean F1 over the classes that occur; reads of unknown classes are excluded."""
-    return float(np.nan_to_num(measures.macro_f1(labels, outcome[CLASS])))
 
 
 def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = False) -> Reads:
@@ -310,18 +225,3 @@ def _held_out(size: int) -> Iterator[NDArray[np.bool_]]:
     for first in range(0, size, BLOCK):
         pairs = np.arange(first, min(first + BLOCK, size)) // 2
         yield mix_words(pairs) >> np.uint64(40) < HELD_OUT_BELOW
-
-
-def _blocks(masks: Iterable[NDArray[np.bool_]]) -> Iterator[NDArray[np.bool_]]:
-    """The same masks, in the block size of `Marked`."""
-    rest = np.empty(0, bool)
-    for mask in masks:
-        rest = np.concatenate([rest, mask])
-        while len(rest) > BLOCK:
-            yield rest[:BLOCK]
-            rest = rest[BLOCK:]
-    yield rest
-
-
-def _split_name(place: str) -> str:
-    return Path(place).name.split(".")[0]

@@ -1,77 +1,126 @@
-"""The read classifiers by name: the features of each, and how it is built."""
+"""The read classifiers by name: what each sees of a read, how its net is built, and the task they learn."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from millstream.core.collection import Collection
+from millstream.core.config import parse_bytes
 from millstream.core.console import format_bytes
-from millstream.core.features import Feature
 from millstream.errors import BadSetting
-from millstream.reads.classifiers.nets import ReadNet
-from millstream.reads.features import LARGEST_K, BothStrands, KmerBag, TokenFeature, tokens
+from millstream.reads.classifiers.nets import (
+    CLASS,
+    KmerLinear,
+    Pretrained,
+    ReadCNN,
+    ReadLSTM,
+    ReadNet,
+    ReadPredictions,
+    ReadTransformer,
+)
+from millstream.reads.features import BothStrands, KmerBag, tokens
+from millstream.reads.kind import ReadSettings
+from millstream.reads.mapping import Classes
+from millstream.reads.tokenizers.kmers import LARGEST_K
+from millstream.report import measures
+from millstream.training.folder import load_shapes
+from millstream.training.loop import LATEST, weights_of
+from millstream.training.study import Built, Kit, NetModel, Workplace
+from millstream.training.task import FitResources, Labels, Outcome, Task
 
+KMER_LINEAR = "kmer-linear"
 CLASSIFIERS = {
-    "kmer-linear": "linear over hashed k-mers",
+    KMER_LINEAR: "linear over hashed k-mers",
     "cnn": "residual convolutions over bases",
     "lstm": "k-mer embedding + BiLSTM + attention pooling",
     "transformer": "small transformer over tokens",
     "hf": "pretrained Hugging Face model",
 }
-TOKENIZERS = {"lstm": "kmer(8)", "transformer": "kmer(6, stride=3)"}  # defaults
+TOKENIZERS = {"cnn": "base", "lstm": "kmer(8)", "transformer": "kmer(6, stride=3)"}  # defaults
 KS = {14: 4, 16: 8}  # k, and one in how many k-mers is kept: longer ones are more specific, but take more memory
 LEAST_BITS, MOST_BITS = 12, 24
 
 
 @dataclass(frozen=True)
-class ReadRecipe:
-    """Sizes and features of classifiers."""
+class ClassifierSpec:
+    """A classifier named in the settings."""
 
-    num_classes: int
-    memory: int  # budget of the model
-    bases: int | None = None  # in all training reads
-    k: str = "auto"
-    bits: int | None = None
-    width: int = 64
-    layers: int = 4
-    dropout: float = 0.1
-    tokenizer: str = "auto"
-    max_length: int | None = None
-    reverse_complement: bool = True
-    hf: str | None = None
-    lora: int = 0
+    name: str
+    settings: ReadSettings
+    classes: Classes
+    num_bases: int | None = None  # in all training reads
+    reads: Collection | None = None  # its training reads, if not those of the other classifiers
+    by_gradients = True
+
+    def kit(self) -> Kit:
+        try:
+            return classifier_kit(self.name, self.settings, len(self.classes), num_bases=self.num_bases)
+        except BadSetting:
+            raise
+        except ValueError as error:  # of tokenizers and features
+            raise BadSetting(f"model={self.name}: {error}") from None
+
+    def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:
+        task = classification_task(self.settings, self.classes)
+        task = replace(task, is_balanced=task.is_balanced or self.reads is not None)
+        kit = self._resumed(folder).kit()
+        model = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
+        return Built(model, CLASSIFIERS[self.name], "trained", train=self.reads)
+
+    def _resumed(self, folder: Path | None) -> "ClassifierSpec":
+        """With the sizes in the checkpoint to resume from: the memory budget may have changed."""
+        if folder is None or not (folder / LATEST).exists():
+            return self
+        return replace(self, settings=as_built(self.name, self.settings, weights_of(load_shapes(folder / LATEST))))
 
 
-@dataclass(frozen=True)
-class ReadKit:
-    """Features for training and for scoring, and how to build the net from an example batch."""
+def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_bases: int | None = None) -> Kit:
+    """Features and net of the classifier of this name; `num_bases` is the size of all training reads, if known."""
+    if name == KMER_LINEAR:
+        return _kmer_linear_kit(settings, num_classes, num_bases)
+    spec = _tokenizer(name, settings)
+    both = settings.reverse_complement
+    seen = tokens(spec, max_length=settings.max_length, reverse_complement=0.5 if both else 0.0, dtype=np.int32)
+    plain = tokens(spec, max_length=settings.max_length, dtype=np.int32)
 
-    features: Sequence[Feature]
-    scoring: Sequence[Feature]
-    build: Callable[[Mapping[str, Tensor]], ReadNet]
+    def build(example: Mapping[str, Tensor]) -> ReadNet:
+        width, dropout, num_tokens = settings.width, settings.dropout, seen.tokenizer.vocab_size
+        if name == "cnn":
+            return ReadCNN(width, num_classes=num_classes, layers=settings.layers, dropout=dropout)
+        if name == "lstm":
+            return ReadLSTM(width, num_tokens=num_tokens, num_classes=num_classes, dropout=dropout)
+        if name == "hf":
+            assert settings.hf is not None
+            return Pretrained(settings.hf, num_classes=num_classes, lora=settings.lora, dropout=dropout)
+        return ReadTransformer(
+            width,
+            num_tokens=num_tokens,
+            max_length=settings.max_length or 2 * example["input_ids"].shape[1],
+            num_classes=num_classes,
+            layers=settings.layers,
+            dropout=dropout,
+        )
+
+    return Kit([seen], build, [BothStrands(plain) if both else plain])
 
 
-def read_kit(name: str, recipe: ReadRecipe) -> ReadKit:
-    """Features and net of the classifier of this name."""
-    if name == "kmer-linear":
-        ks = _ks(recipe.k)
-        bits = recipe.bits or fitting_bits(len(ks) * recipe.num_classes, recipe.memory, recipe.bases)
-        bag = KmerBag(tuple(ks), tuple(ks.values()), bits)
-        size = 4 * len(ks) * recipe.num_classes << bits
-        if size > recipe.memory:
-            raise BadSetting(
-                f"kmer-linear: {recipe.num_classes} classes with bits={bits} take {format_bytes(size)}. Set at least "
-                f"memory={format_bytes(2 * size).replace(' ', '')}, or remove it from model="
-            )
-        return ReadKit([bag], [bag], partial(_kmer_linear, recipe=recipe, bag=bag))
-    spec = _tokenizer(name, recipe)
-    both = recipe.reverse_complement
-    seen = tokens(spec, max_length=recipe.max_length, reverse_complement=0.5 if both else 0.0, dtype=np.int32)
-    plain = tokens(spec, max_length=recipe.max_length, dtype=np.int32)
-    build = partial(_build, name=name, recipe=recipe, seen=seen)
-    return ReadKit([seen], [BothStrands(plain) if both else plain], build)
+def as_built(name: str, settings: ReadSettings, shapes: Mapping[str, Sequence[int]]) -> ReadSettings:
+    """With the sizes of these weights, for settings that depend on the memory budget or the training reads."""
+    if name == KMER_LINEAR:
+        num_buckets = max(shape[0] for shape in shapes.values() if len(shape) == 2)
+        return replace(settings, bits=num_buckets.bit_length() - 1)
+    if name == "transformer" and "place" in shapes:  # longer reads are truncated
+        return replace(settings, max_length=shapes["place"][0])
+    return settings
+
+
+def classification_task(settings: ReadSettings, classes: Classes) -> Task:
+    mates = 2 if settings.paired else 1
+    answer = ReadPredictions(classes.taxa_by_rank, mates)
+    return Task(len(classes), "macro F1", _macro_f1, answer, settings.balance == "weights", mates)
 
 
 def fitting_bits(num_weights: int, memory: int, num_kmers: int | None = None) -> int:
@@ -81,7 +130,20 @@ def fitting_bits(num_weights: int, memory: int, num_kmers: int | None = None) ->
     return int(np.clip(buckets.bit_length() - 1, LEAST_BITS, max(min(used, MOST_BITS), LEAST_BITS)))
 
 
-def _ks(text: str) -> dict[int, int]:
+def _kmer_linear_kit(settings: ReadSettings, num_classes: int, num_bases: int | None) -> Kit:
+    ks, memory = _parse_ks(settings.k), parse_bytes(settings.memory) // 2
+    bits = settings.bits or fitting_bits(len(ks) * num_classes, memory, num_bases)
+    bag = KmerBag(tuple(ks), tuple(ks.values()), bits)
+    size = 4 * len(ks) * num_classes << bits
+    if size > memory:
+        raise BadSetting(
+            f"{KMER_LINEAR}: {num_classes} classes with bits={bits} take {format_bytes(size)}. Set at least "
+            f"memory={format_bytes(2 * size).replace(' ', '')}, or remove it from model="
+        )
+    return Kit([bag], lambda _: KmerLinear(bag.ks, 1 << bits, num_classes))
+
+
+def _parse_ks(text: str) -> dict[int, int]:
     """`12,24/8`: k-mers of 12 bases, and one in eight of those of 24."""
     if text == "auto":
         return KS
@@ -95,46 +157,14 @@ def _ks(text: str) -> dict[int, int]:
     return found
 
 
-def _tokenizer(name: str, recipe: ReadRecipe) -> str:
-    if name == "cnn":
-        return "base"
-    if name == "hf":
-        if not recipe.hf:
-            raise BadSetting("model=hf needs hf=FOLDER, the model to load")
-        return f"hf({recipe.hf})" if recipe.tokenizer == "auto" else recipe.tokenizer
-    return TOKENIZERS[name] if recipe.tokenizer == "auto" else recipe.tokenizer
+def _tokenizer(name: str, settings: ReadSettings) -> str:
+    if name == "hf" and not settings.hf:
+        raise BadSetting("model=hf needs hf=FOLDER, the model to load")
+    if name == "cnn" or settings.tokenizer == "auto":
+        return TOKENIZERS.get(name, f"hf({settings.hf})")
+    return settings.tokenizer
 
 
-def _kmer_linear(example: Mapping[str, Tensor], *, recipe: ReadRecipe, bag: KmerBag) -> ReadNet:
-    from millstream.reads.classifiers.kmer_linear import KmerLinear
-
-    return KmerLinear(bag.ks, 1 << bag.bits, recipe.num_classes)
-
-
-def _build(example: Mapping[str, Tensor], *, name: str, recipe: ReadRecipe, seen: TokenFeature) -> ReadNet:
-    num_classes, dropout = recipe.num_classes, recipe.dropout
-    num_tokens = seen.tokenizer.vocab_size
-    if name == "cnn":
-        from millstream.reads.classifiers.nets import ReadCNN
-
-        return ReadCNN(recipe.width, num_classes=num_classes, layers=recipe.layers, dropout=dropout)
-    if name == "lstm":
-        from millstream.reads.classifiers.nets import ReadLSTM
-
-        return ReadLSTM(recipe.width, num_tokens=num_tokens, num_classes=num_classes, dropout=dropout)
-    if name == "hf":
-        from millstream.reads.classifiers.nets import Pretrained
-
-        assert recipe.hf is not None
-        return Pretrained(recipe.hf, num_classes=num_classes, lora=recipe.lora, dropout=dropout)
-    from millstream.reads.classifiers.nets import ReadTransformer
-
-    max_length = recipe.max_length or 2 * example["input_ids"].shape[1]
-    return ReadTransformer(
-        recipe.width,
-        num_tokens=num_tokens,
-        max_length=max_length,
-        num_classes=num_classes,
-        layers=recipe.layers,
-        dropout=dropout,
-    )
+def _macro_f1(labels: Labels, outcome: Outcome) -> float:
+    """The mean F1 over the classes that occur; reads of unknown classes are excluded."""
+    return float(np.nan_to_num(measures.macro_f1(labels, outcome[CLASS])))

@@ -1,6 +1,6 @@
-"""Nets that classify reads: what they share, `cnn` over bases, and `lstm`, `transformer` and `hf` over tokens."""
+"""Nets that classify reads: what they share, `kmer-linear` over k-mers, `cnn` over bases, the others over tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -11,15 +11,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from millstream.core.split import LABEL
 from millstream.errors import BadSetting, MissingExtra
 from millstream.reads.features import OTHER
-from millstream.reads.mapping import answer_column
+from millstream.reads.mapping import prediction_column
 from millstream.training.task import Batch, Net
 
-# B batch, C classes, G taxa of a rank, M mates
-
+# B batch, C classes, G taxa of a rank, K k-mers of all reads, T tokens or bases, S starts of motifs,
+# P positions after pooling, W width
 
 CLASS, PROBABILITY = "class", "probability"
+ROWS = 1 << 16  # of a table per step
+NEVER = -1e4  # the bias of a class without training reads
+SYMBOLS = 6  # padding, A C G T, N
+MOTIF, POOLED, INNER = 6, 4, 5  # sizes of the convolutions and the pooling
+FEW, MANY = 8, 64  # reads: smaller batches use running statistics, updated over about this many reads
+HEAD_WIDTH = 16  # minimum width of an attention head
 
 
 class ReadNet(Net):
@@ -37,7 +44,7 @@ class ReadNet(Net):
 
 
 @dataclass(frozen=True)
-class ReadAnswers:
+class ReadPredictions:
     """A net's logits -> the class of each read, or of each read pair (`mates=2`), and its taxon at each rank.
 
     `ranks` has the taxon of each class, by number, at each rank; -1 for none.
@@ -52,15 +59,15 @@ class ReadAnswers:
         if self.mates > 1:
             found_BC = found_BC.reshape(-1, self.mates, found_BC.shape[1]).mean(dim=1)
         probability_B, class_B = found_BC.max(dim=1)
-        answers = {CLASS: class_B.int(), PROBABILITY: probability_B}
+        found = {CLASS: class_B.int(), PROBABILITY: probability_B}
         for name, of_class in self.ranks.items():
             taxon_C = torch.as_tensor(of_class, device=found_BC.device)
             sums_BG = found_BC.new_zeros(len(found_BC), int(of_class.max()) + 2)
             sums_BG.index_add_(1, taxon_C + 1, found_BC)  # the first column is for classes without a taxon
             rank_probability_B, taxon_B = sums_BG[:, 1:].max(dim=1)
-            column = answer_column(name)
-            answers |= {column: taxon_B.int(), f"{column}_{PROBABILITY}": rank_probability_B}
-        return answers
+            column = prediction_column(name)
+            found |= {column: taxon_B.int(), f"{column}_{PROBABILITY}": rank_probability_B}
+        return found
 
 
 def probabilities(net: Net, batch: Batch) -> Tensor:
@@ -80,12 +87,89 @@ def seen_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     return ids_BT, mask_BT | (torch.arange(mask_BT.shape[1], device=mask_BT.device) == 0)
 
 
-# B batch, T bases, S starts of motifs, P positions after pooling, W width, C classes
+class KmerLinear(ReadNet):
+    """`kmer-linear`: the log-frequencies of each k-mer per class, summed over the read.
+
+    Takes `buckets_k` [K] and `starts_k` [B] for each length k. The weights are counted, not learned by gradient
+    descent: `prepare` sees all reads once, and a weight is the log count of its bucket in its class, corrected for the
+    size of the class. Gradients only fit the weight of each k (`gain`) and a bias per class. During training a read is
+    excluded from the counts that classify it: otherwise long k-mers, which every read shares with itself, would get too
+    much weight.
+    """
+
+    lr = 0.02
+    clips = False
+    most_records = 400_000  # only a few parameters are fitted
+
+    def __init__(self, ks: Iterable[int], num_buckets: int, num_classes: int) -> None:
+        super().__init__(num_classes, num_classes)
+        self.ks = tuple(ks)
+        self.gain = nn.Parameter(torch.full((len(self.ks),), 0.3))
+        self.bias = nn.Parameter(torch.zeros(num_classes))
+        for k in self.ks:
+            self.register_buffer(f"table_{k}", torch.zeros(num_buckets, num_classes))
+            self.register_buffer(f"size_{k}", torch.zeros(num_classes))  # of each class, as a logarithm
+
+    @property
+    def needs_preparation(self) -> bool:
+        return True
+
+    def prepare(self, batches: Iterable[Batch]) -> None:
+        """Count the k-mers of all batches by class, and turn the counts into weights."""
+        for batch in batches:
+            for k in self.ks:
+                places = batch[f"buckets_{k}"].long() * self.num_classes + _of_kmers(batch, k)[1]
+                self._table(k).view(-1).index_add_(0, places, torch.ones(len(places)))
+        self._weigh()
+
+    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        sums_BC = self.bias
+        for place, k in enumerate(self.ks):
+            with torch.no_grad():
+                found_BC = functional.embedding_bag(
+                    batch[f"buckets_{k}"], self._table(k), batch[f"starts_{k}"], mode="sum"
+                )
+                if self.training:
+                    self._exclude_own(found_BC, batch, k)
+            sums_BC = sums_BC + self.gain[place] * found_BC
+        return sums_BC, {}
+
+    def num_rows(self, batch: Batch) -> int:
+        return len(batch["numbers"])
+
+    def _weigh(self) -> None:
+        """In place, log(1 + count) less the logarithm of the size of the class. Classes without k-mers never win."""
+        seen_C = torch.stack([self._table(k).any(dim=0) for k in self.ks]).any(dim=0)
+        with torch.no_grad():
+            self.bias.masked_fill_(~seen_C, NEVER)
+        for k in self.ks:
+            table, size_C = self._table(k), self._size(k)
+            total_C = (table.sum(dim=0, dtype=torch.float64) + len(table)).log()
+            size_C.copy_(total_C - total_C.mean())
+            for first in range(0, len(table), ROWS):
+                table[first : first + ROWS].log1p_().sub_(size_C)
+
+    def _exclude_own(self, found_BC: Tensor, batch: Batch, k: int) -> None:
+        """Exclude each read from the counts of its own class."""
+        read_K, label_K = _of_kmers(batch, k)
+        size_C = self._size(k)
+        weight_K = self._table(k)[batch[f"buckets_{k}"].long(), label_K]
+        less_K = (weight_K + size_C[label_K]).exp().sub_(1).clamp_(min=1).log_() - size_C[label_K]
+        found_BC.view(-1).index_add_(0, read_K * self.num_classes + label_K, less_K - weight_K)
+
+    def _table(self, k: int) -> Tensor:
+        return cast(Tensor, getattr(self, f"table_{k}"))
+
+    def _size(self, k: int) -> Tensor:
+        return cast(Tensor, getattr(self, f"size_{k}"))
 
 
-SYMBOLS = 6  # padding, A C G T, N
-MOTIF, POOLED, INNER = 6, 4, 5
-FEW, MANY = 8, 64  # reads: smaller batches use running statistics, updated over about this many reads
+def _of_kmers(batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+    """The read of each k-mer, and its label."""
+    starts_B, buckets_K = batch[f"starts_{k}"].long(), batch[f"buckets_{k}"]
+    counts_B = torch.diff(starts_B, append=starts_B.new_tensor([len(buckets_K)]))
+    read_K = torch.repeat_interleave(counts_B)
+    return read_K, batch[LABEL].long()[read_K]
 
 
 class Norm(nn.BatchNorm1d):
@@ -154,11 +238,6 @@ class ReadCNN(ReadNet):
 
     def num_rows(self, batch: Batch) -> int:
         return batch["input_ids"].numel()
-
-
-# B batch, T tokens, W width, C classes
-
-HEAD_WIDTH = 16  # minimum width of an attention head
 
 
 class ReadLSTM(ReadNet):

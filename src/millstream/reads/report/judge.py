@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from millstream.core.batches import text_codes_of
 from millstream.errors import BadSource
-from millstream.reads.mapping import answer_column
+from millstream.reads.mapping import prediction_column
 from millstream.report import damaged
 from millstream.report.measures import SEED, Curve, Resampled, calibration, macro_f1s, ratio
 
@@ -41,8 +41,8 @@ class AnswersFile:
         try:
             self._open = parquet.ParquetFile(file)
             names = self._open.schema_arrow.names
-            self.ranks = [rank for rank in ranks if f"{answer_column(rank)}_probability" in names]
-            rank_columns = map(answer_column, self.ranks)
+            self.ranks = [rank for rank in ranks if f"{prediction_column(rank)}_probability" in names]
+            rank_columns = map(prediction_column, self.ranks)
             self._columns = {name: self._numbers(name) for name in ("record", "label", "class", *rank_columns)}
             self._probabilities = self._column("probability").astype(np.float32, copy=False)
             models, model_names = self._coded("model")
@@ -73,7 +73,7 @@ class AnswersFile:
         first, same = self._first.setdefault(split, (key, rows))
         if not np.array_equal(rows, same):
             raise self._damaged(f"{key[0]}, seed {key[1]}, has classified other reads of {split} than {first[0]}")
-        ranks = {rank: self._rows(answer_column(rank), key, split) for rank in self.ranks}
+        ranks = {rank: self._rows(prediction_column(rank), key, split) for rank in self.ranks}
         return Answers(labels, found, self._cut(self._probabilities, key, split), ranks)
 
     def labels(self, split: str) -> NDArray[np.int32]:

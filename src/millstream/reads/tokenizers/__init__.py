@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from millstream.errors import BadSource, MissingExtra
-from millstream.reads.tokenizers.bpe import LETTERS, Bpe, Encoded, NotPlain, Rules
+from millstream.reads.tokenizers.bpe import MOST_TOKENS, Bpe, Encoded, NotPlain, plain_rules
 from millstream.reads.tokenizers.kmers import (
     Bases,
     IdType,
@@ -34,12 +35,12 @@ FILE = "tokenizer.json"
 PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
 
 
-def hf(path: str | Path) -> "HfTokenizer":
+def hf(path: str | Path, *, cache_dir: Path | None = None) -> "HfTokenizer":
     """The tokenizer in a tokenizer.json, in a folder that contains one, or of a model in the local Hugging Face cache.
 
     tokens = hf("METAGENE-1/tokenizer.json").tokenize(flat, offsets, max_length=512)
     """
-    file = _find(path)
+    file = _find(path, cache_dir)
     try:
         text = file.read_text(encoding="utf-8")
         json.loads(text)["model"]["vocab"]
@@ -54,11 +55,11 @@ def hf(path: str | Path) -> "HfTokenizer":
 class HfTokenizer:
     """The tokenizer made by `hf`. Pads on the right and truncates at the end, whatever the file says."""
 
-    def __init__(self, text: str, *, name: str) -> None:
+    def __init__(self, text: str, *, name: str, most_tokens: int = MOST_TOKENS) -> None:
         self.name = name
         self.why = ""
-        """The reason, a sentence, if the Rust encoder is used."""
-        self._text = text
+        """Why the Rust encoder is used, a sentence; empty if our own is, which is about ten times as fast."""
+        self._text, self._most_tokens = text, most_tokens
         self._rust: dict[int | None, Rust] = {}
         self._bpe: Bpe | None = None
         vocab = self.encoder().get_vocab()
@@ -67,17 +68,12 @@ class HfTokenizer:
         file = cast(dict[str, Any], json.loads(text))
         self.pad_id = _pad_id(file, vocab)
         try:
-            self._bpe = Bpe(plain_rules(file))
+            self._bpe = Bpe(plain_rules(file), most_tokens=most_tokens)
         except NotPlain as reason:
             self.why = f"{name} uses the Rust encoder: {reason}"
 
-    @property
-    def fast(self) -> bool:
-        """Whether our own encoder is used, about ten times as fast as the Rust encoder."""
-        return self._bpe is not None
-
     def __reduce__(self) -> tuple[object, ...]:
-        return _restore, (self._text, self.name)
+        return partial(HfTokenizer, name=self.name, most_tokens=self._most_tokens), (self._text,)
 
     def tokenize(
         self,
@@ -158,73 +154,6 @@ def tokenizer(spec: str) -> Tokenizer:
     )
 
 
-def plain_rules(file: Mapping[str, Any]) -> Rules:
-    """The rules of a tokenizer.json that only merges and adds special tokens; otherwise NotPlain."""
-    model = cast(dict[str, Any], file["model"])
-    if model.get("type") != "BPE":
-        raise NotPlain(f"its model is {model.get('type')}, not BPE")
-    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
-        if model.get(option):
-            raise NotPlain(f"its model has {option} = {model[option]!r}")
-    prefix = _prefix(file.get("normalizer"))
-    _check_splits(file.get("pre_tokenizer"), prefix)
-    for token in cast(list[dict[str, Any]], file.get("added_tokens", [])):
-        if set(token["content"]) <= set(LETTERS + prefix):
-            raise NotPlain(f"its added token {token['content']!r} could occur in a read")
-    unk, vocab = model.get("unk_token"), model["vocab"]
-    if unk is not None and unk not in vocab:
-        raise NotPlain(f"its unknown token {unk!r} is not in the vocabulary")
-    head, tail = _special_tokens(file.get("post_processor"))
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    return Rules(
-        vocab=vocab,
-        merges=[(left, right) for left, right in merges],
-        unk=unk,
-        fuse_unk=bool(model.get("fuse_unk")),
-        prefix=prefix,
-        head=head,
-        tail=tail,
-    )
-
-
-def _prefix(normalizer: Mapping[str, Any] | None) -> str:
-    match normalizer:
-        case None:
-            return ""
-        case {"type": "Prepend", "prepend": str(prefix)} if len(prefix) == 1:
-            return prefix
-        case {"type": "Replace", "pattern": {"Regex": "^"}, "content": str(prefix)} if len(prefix) == 1:
-            return prefix
-        case _:
-            raise NotPlain(f"its normalizer {normalizer.get('type')} may change bases")
-
-
-def _check_splits(pre_tokenizer: Mapping[str, Any] | None, prefix: str) -> None:
-    """`Whitespace` splits at spaces and between \\w and the rest, `WhitespaceSplit` at spaces: never between bases."""
-    kind = None if pre_tokenizer is None else pre_tokenizer.get("type")
-    if kind not in (None, "Whitespace", "WhitespaceSplit"):
-        raise NotPlain(f"its pre-tokenizer {kind} may split or change bases")
-    if (kind == "Whitespace" and not re.fullmatch(r"[A-Za-z0-9_]?", prefix)) or (kind and prefix.isspace()):
-        raise NotPlain(f"its pre-tokenizer {kind} splits after the prefix {prefix!r}")
-
-
-def _special_tokens(processor: Mapping[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids before and after the tokens of a read."""
-    if processor is None:
-        return (), ()
-    if processor.get("type") != "TemplateProcessing":
-        raise NotPlain(f"its post-processor is {processor.get('type')}, not TemplateProcessing")
-    sides: list[tuple[int, ...]] = [()]
-    for piece in processor["single"]:
-        if "Sequence" in piece:
-            sides.append(())
-        else:
-            sides[-1] += tuple(processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
-    if len(sides) != 2:
-        raise NotPlain(f"its template contains a read {len(sides) - 1} times")
-    return sides[0], sides[1]
-
-
 def _pad_id(file: Mapping[str, Any], vocab: Mapping[str, int]) -> int:
     """The file's padding id, or that of a token named like padding, or 0: it is masked anyway."""
     if file.get("padding"):
@@ -232,11 +161,7 @@ def _pad_id(file: Mapping[str, Any], vocab: Mapping[str, int]) -> int:
     return next((vocab[name] for name in PAD_NAMES if name in vocab), 0)
 
 
-def _restore(text: str, name: str) -> HfTokenizer:
-    return HfTokenizer(text, name=name)
-
-
-def _find(path: str | Path) -> Path:
+def _find(path: str | Path, cache_dir: Path | None) -> Path:
     for file in (Path(path), Path(path) / FILE):
         if file.is_file():
             return file
@@ -247,7 +172,7 @@ def _find(path: str | Path) -> Path:
         try:
             from huggingface_hub import try_to_load_from_cache
 
-            cached = try_to_load_from_cache(str(path), FILE)
+            cached = try_to_load_from_cache(str(path), FILE, cache_dir=cache_dir)
         except ImportError:
             pass
     if not isinstance(cached, str):

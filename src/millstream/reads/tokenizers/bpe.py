@@ -1,4 +1,4 @@
-"""Byte-pair encoding in one pass over the bases, with the tokens of pairwise merging. Knows nothing of files.
+"""Byte-pair encoding by the rules of a tokenizer.json: one pass over the bases, the tokens of pairwise merging.
 
 Byte-pair encoding merges the pair of lowest rank, leftmost first, until no rule applies. Two facts replace that loop:
 
@@ -13,9 +13,10 @@ Measured on METAGENE-1 (1,024 tokens), 125 bases, one thread of a shared machine
 reads (which meet most pairs) 0.13-0.22 M, against 0.026-0.043 M for `tokenizers`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,35 @@ class Rules:
     tail: tuple[int, ...] = ()
 
 
+def plain_rules(file: Mapping[str, Any]) -> Rules:
+    """The rules of a tokenizer.json that only merges and adds special tokens; otherwise NotPlain."""
+    model = cast(dict[str, Any], file["model"])
+    if model.get("type") != "BPE":
+        raise NotPlain(f"its model is {model.get('type')}, not BPE")
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
+        if model.get(option):
+            raise NotPlain(f"its model has {option} = {model[option]!r}")
+    prefix = _prefix(file.get("normalizer"))
+    _check_splits(file.get("pre_tokenizer"), prefix)
+    for token in cast(list[dict[str, Any]], file.get("added_tokens", [])):
+        if set(token["content"]) <= set(LETTERS + prefix):
+            raise NotPlain(f"its added token {token['content']!r} could occur in a read")
+    unk, vocab = model.get("unk_token"), model["vocab"]
+    if unk is not None and unk not in vocab:
+        raise NotPlain(f"its unknown token {unk!r} is not in the vocabulary")
+    head, tail = _special_tokens(file.get("post_processor"))
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    return Rules(
+        vocab=vocab,
+        merges=[(left, right) for left, right in merges],
+        unk=unk,
+        fuse_unk=bool(model.get("fuse_unk")),
+        prefix=prefix,
+        head=head,
+        tail=tail,
+    )
+
+
 class Encoded(NamedTuple):
     """The tokens of all reads: those of read i are tokens[starts[i] : starts[i] + counts[i]]."""
 
@@ -62,9 +92,9 @@ class Bpe:
     encoded = Bpe(Rules(vocab={"A": 0, "C": 1, "AC": 2}, merges=[("A", "C")])).encode(flat, offsets)
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, *, most_tokens: int = MOST_TOKENS) -> None:
         self.rules = rules
-        self._tables = _tables(rules)
+        self._tables = _tables(rules, most_tokens)
 
     def encode(self, flat: Bases, offsets: Numbers, *, max_length: int | None = None) -> Encoded | None:
         """The tokens of every read, special tokens included; None if there is a byte other than A-Z and a-z."""
@@ -100,7 +130,45 @@ class _Tables(NamedTuple):
     tail: NDArray[np.int32]
 
 
-def _tables(rules: Rules) -> _Tables:
+def _prefix(normalizer: Mapping[str, Any] | None) -> str:
+    match normalizer:
+        case None:
+            return ""
+        case {"type": "Prepend", "prepend": str(prefix)} if len(prefix) == 1:
+            return prefix
+        case {"type": "Replace", "pattern": {"Regex": "^"}, "content": str(prefix)} if len(prefix) == 1:
+            return prefix
+        case _:
+            raise NotPlain(f"its normalizer {normalizer.get('type')} may change bases")
+
+
+def _check_splits(pre_tokenizer: Mapping[str, Any] | None, prefix: str) -> None:
+    """`Whitespace` splits at spaces and between \\w and the rest, `WhitespaceSplit` at spaces: never between bases."""
+    kind = None if pre_tokenizer is None else pre_tokenizer.get("type")
+    if kind not in (None, "Whitespace", "WhitespaceSplit"):
+        raise NotPlain(f"its pre-tokenizer {kind} may split or change bases")
+    if (kind == "Whitespace" and not re.fullmatch(r"[A-Za-z0-9_]?", prefix)) or (kind and prefix.isspace()):
+        raise NotPlain(f"its pre-tokenizer {kind} splits after the prefix {prefix!r}")
+
+
+def _special_tokens(processor: Mapping[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids before and after the tokens of a read."""
+    if processor is None:
+        return (), ()
+    if processor.get("type") != "TemplateProcessing":
+        raise NotPlain(f"its post-processor is {processor.get('type')}, not TemplateProcessing")
+    sides: list[tuple[int, ...]] = [()]
+    for piece in processor["single"]:
+        if "Sequence" in piece:
+            sides.append(())
+        else:
+            sides[-1] += tuple(processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
+    if len(sides) != 2:
+        raise NotPlain(f"its template contains a read {len(sides) - 1} times")
+    return sides[0], sides[1]
+
+
+def _tables(rules: Rules, most_tokens: int) -> _Tables:
     alphabet = [letter for letter in dict.fromkeys(LETTERS + rules.prefix) if letter in rules.vocab]
     parts = {token for pair in rules.merges for token in (*pair, "".join(pair))}
     if rules.unk is not None and (rules.unk in parts or rules.unk in alphabet):
@@ -110,8 +178,8 @@ def _tables(rules: Rules) -> _Tables:
     unknown = [] if rules.unk is None else [rules.unk]
     longer = sorted(token for token in parts if len(token) > 1 and set(token) <= set(alphabet))
     symbols = {token: symbol for symbol, token in enumerate(alphabet + unknown + longer)}
-    if len(symbols) > MOST_TOKENS:
-        raise NotPlain(f"it has {len(symbols)} tokens, more than {MOST_TOKENS}")
+    if len(symbols) > most_tokens:
+        raise NotPlain(f"it has {len(symbols)} tokens, more than {most_tokens}")
 
     unknown_code = len(alphabet) if unknown else DROP
     codes = np.full(256, OTHER, np.uint8)
@@ -243,13 +311,8 @@ def _encode(
 
     Indices are unsigned, so numba does not check for negative ones (measured: 500 k -> 700 k reads/s).
     """
-    trie, matches, shorter, lengths, borders = (
-        tables.trie,
-        tables.matches,
-        tables.shorter,
-        tables.lengths,
-        tables.borders,
-    )
+    trie, matches, shorter = tables.trie, tables.matches, tables.shorter
+    lengths, borders = tables.lengths, tables.borders
     longest = 0
     for read in range(counts.size):
         longest = max(longest, offsets[read + 1] - offsets[read])

@@ -9,17 +9,16 @@ from numpy.typing import NDArray
 from millstream.core.kernels import kernel
 from millstream.errors import BadSource
 
-# What every tokenizer returns: a rectangle of ids and its mask. Knows padding; knows nothing of bases.
-#
 # A batch of reads is `flat` (the bases of all reads, one after another) and `offsets`, one more than reads: read i is
 # flat[offsets[i]:offsets[i + 1]].
-
 
 Bases = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 Ids = NDArray[np.int32 | np.int64]
 IdType = type[np.int32 | np.int64]
 Pad = Literal["longest", "max_length"]
+UNKNOWN, FOREIGN = 4, 8  # codes of bases: bits above the two of A C G T
+LARGEST_K, LARGEST_K_INT32 = 31, 15  # k-mer ids take 2 bits per base
 
 
 class Tokens(NamedTuple):
@@ -111,10 +110,6 @@ def _pad_rows(
             mask[row, column] = 0
 
 
-UNKNOWN, FOREIGN = 4, 8  # bits above the two of a base
-LARGEST_K = {np.int32: 15, np.int64: 31}
-
-
 def _codes() -> Numbers:
     """Code of each byte, either case: 0-3 for A C G T (U is T), UNKNOWN for other IUPAC codes, FOREIGN otherwise."""
     codes = np.full(256, FOREIGN, np.int64)
@@ -124,6 +119,12 @@ def _codes() -> Numbers:
 
 
 CODES = _codes()
+
+
+def foreign_bytes(read: Bases, is_foreign: NDArray[np.bool_]) -> str:
+    """The bytes of a read that `is_foreign`, one entry per byte value, marks; for messages."""
+    present = np.unique(read)
+    return " ".join(ascii(chr(byte)) for byte in present[is_foreign[present]])
 
 
 def base() -> "Kmers":
@@ -145,8 +146,8 @@ def kmer(k: int, *, stride: int = 1, canonical: bool = False) -> "Kmers":
     for name, value in (("k", k), ("stride", stride)):
         if type(value) is not int or value < 1:
             raise ValueError(f"kmer: {name}={value!r}: must be an integer of at least 1")
-    if k > LARGEST_K[np.int64]:
-        raise ValueError(f"kmer: k={k}: ids would not fit into int64; must be at most {LARGEST_K[np.int64]}")
+    if k > LARGEST_K:
+        raise ValueError(f"kmer: k={k}: ids would not fit into int64; must be at most {LARGEST_K}")
     if type(canonical) is not bool:
         raise ValueError(f"kmer: canonical={canonical!r}: must be True or False")
     return Kmers(k=k, stride=stride, canonical=canonical)
@@ -172,11 +173,6 @@ class Kmers:
     def vocab_size(self) -> int:
         return 4**self.k + 2
 
-    @property
-    def unknown_id(self) -> int:
-        """The id of every k-mer with a base other than A C G T U."""
-        return 4**self.k + 1
-
     def tokenize(
         self,
         flat: Bases,
@@ -186,17 +182,15 @@ class Kmers:
         pad: Pad = "longest",
         dtype: IdType = np.int32,
     ) -> Tokens:
-        if self.k > LARGEST_K[dtype]:
-            limit = LARGEST_K[dtype]
-            raise ValueError(f"{self.name}: {dtype.__name__} ids allow k up to {limit}; use dtype=np.int64")
+        if dtype == np.int32 and self.k > LARGEST_K_INT32:
+            raise ValueError(f"{self.name}: int32 ids allow k up to {LARGEST_K_INT32}; use dtype=np.int64")
         flat, offsets = frozen(flat, offsets)
         counts = np.maximum((np.diff(offsets) - self.k) // self.stride + 1, 0)
         width = width_of(counts, max_length=max_length, pad=pad)
         ids, mask = rectangle(counts.size, width, dtype=dtype)
         read = _fill(flat, offsets, CODES, self.k, self.stride, self.canonical, ids, mask)
         if read >= 0:
-            present = np.unique(flat[offsets[read] : offsets[read + 1]])
-            found = " ".join(ascii(chr(byte)) for byte in present[CODES[present] == FOREIGN])
+            found = foreign_bytes(flat[offsets[read] : offsets[read + 1]], CODES == FOREIGN)
             raise BadSource(
                 f"read {read} of the batch contains {found}: the {self.name} tokenizer accepts A C G T U N and the "
                 "IUPAC codes R Y S W K M B D H V; for protein or other text use another tokenizer, such as hf(folder)"
