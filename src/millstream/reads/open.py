@@ -12,24 +12,19 @@ import numpy as np
 from millstream.core.batches import Batch
 from millstream.core.collection import Collection, Numbers, Subset
 from millstream.core.config import parse_bytes
-from millstream.core.console import Progress, progress, quoted, say, silent, within
+from millstream.core.console import Progress, progress, quoted, say, silent
 from millstream.core.features import Feature, fields
 from millstream.core.kernels import require_numba
-from millstream.core.memory import available_bytes
+from millstream.core.memory import available_bytes, usage_within
 from millstream.core.mixture import Concat
 from millstream.errors import BadIndex, BadSource
-from millstream.reads.files.index import (
-    IndexSettings,
-    build_index,
-    find_index,
-    load_index,
-    outdated_column,
-    settings_of,
-)
+from millstream.reads.files.columns import outdated_column
+from millstream.reads.files.index import IndexSettings, build_index, find_index, load_index, settings_of
 from millstream.reads.files.read_file import ReadFile
 from millstream.reads.files.sections import Sections
+from millstream.reads.files.source import looks_like_reads
 from millstream.reads.mapping import MappingSource, load_mapping
-from millstream.reads.pack.pack_file import is_pack, open_pack
+from millstream.reads.pack.pack_file import PackFile, is_pack
 from millstream.reads.reads import Part, Reads, Unknown
 
 # Files named like reads must be reads; other files in a folder are used if they look like reads.
@@ -42,14 +37,12 @@ Paths = str | Path | Sequence[str | Path]
 
 def watch_index(path: Path, memory: int | str | None = None) -> AbstractContextManager[Progress]:
     """Progress of indexing a file within this memory budget."""
-    held = None if memory is None else within(memory)
+    held = None if memory is None else usage_within(memory)
     return progress(f"index {path.name}", path.stat().st_size, unit="bytes", memory=held)
 
 
 def expand(path: str | Path) -> list[Path]:
     """The read files at a path: a file, those in a folder, or those that match a pattern. Recognised by content."""
-    from millstream.reads.files.scanning import looks_like_reads
-
     place = Path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.is_file())
@@ -92,7 +85,7 @@ def open_reads(
     for path in (Path(path).absolute() for path in paths):
         _check_readable(path)
         if is_pack(path):
-            pack = open_pack(path, memory=budget)
+            pack = PackFile(path, memory=budget)
             if (column := outdated_column(pack.sections)) is not None:
                 raise BadIndex(
                     f"{path}: an older millstream packed its column {column!r}. Pack it again: millstream unpack "
@@ -108,22 +101,21 @@ def open_reads(
         parts.append(ReadFile(path, found, memory=budget))
     arguments = {"settings": settings, "mapping": mapping, "unknown": unknown, "memory": memory, "index_dir": folder}
     labels = load_mapping(mapping) if mapping is not None else None
-    return Reads(parts, reopen=Reopen([str(part.path) for part in parts], arguments), mapping=labels, unknown=unknown)
+    return Reads(
+        parts, reopen=Reopen(tuple(str(part.path) for part in parts), arguments), mapping=labels, unknown=unknown
+    )
 
 
+@dataclass(frozen=True)
 class Reopen:
-    """Reopens a collection, also in another process. An error if a file has changed."""
+    """Reopens a collection, also in another process, and perhaps with another memory budget."""
 
-    def __init__(self, paths: Sequence[str], arguments: Mapping[str, object]) -> None:
-        self._paths = tuple(paths)
-        self._arguments = dict(arguments)
+    paths: tuple[str, ...]
+    arguments: Mapping[str, object]
 
-    def __call__(self) -> Reads:
-        return open_reads(self._paths, **self._arguments)  # pyright: ignore
-
-    def within(self, memory: int) -> Reads:
-        """With another memory budget."""
-        return Reopen(self._paths, {**self._arguments, "memory": memory})()
+    def __call__(self, memory: int | None = None) -> Reads:
+        budget = {} if memory is None else {"memory": memory}
+        return open_reads(self.paths, **{**self.arguments, **budget})  # pyright: ignore
 
 
 def open_files(
@@ -152,7 +144,7 @@ def open_files(
 
 def name_feature(parts: Sequence[Part]) -> Feature:
     """`name`: the first word of each header."""
-    return HeaderNames(parts) if any(NAME in part.column_names for part in parts) else fields(NAME)
+    return HeaderNames(parts) if any(NAME in part.columns for part in parts) else fields(NAME)
 
 
 def first_of(paths: Paths) -> str:

@@ -1,82 +1,31 @@
 """Reads as a collection: FASTA or FASTQ files, compressed or not, by record number."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, Protocol, Self, cast, overload
+from typing import Literal, Self, cast, overload
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from millstream.core.batches import chunked, joined, values
-from millstream.core.collection import Collection, Medium
+from millstream.core.collection import Collection, Medium, Numbers
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
-from millstream.core.record import Bytes
 from millstream.errors import BadSource
 from millstream.reads.batch import ColumnValues, FlatReads, Read, ReadBatch, join_reads, split_text
-from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched
-from millstream.reads.files.sections import Sections
+from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
 from millstream.reads.mapping import LabelMapping
+from millstream.reads.pack.pack_file import PackFile
 
 CHUNK_READS = 1024
 CHUNK_BASES = 4 << 20  # fetched at once when iterating
 LABEL = "label"
 Unknown = Literal["error", "null"]  # for class ids that are not in the mapping; null: no label
-Numbers = NDArray[np.int64]
-
-
-class Part(Protocol):
-    """One file of a collection: an indexed read file or a packed one. `rows` are record numbers within it."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def sections(self) -> Sections: ...
-    @property
-    def records(self) -> int: ...
-    @property
-    def bases(self) -> int: ...
-    @property
-    def has_quality(self) -> bool: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def has_names(self) -> bool: ...
-    @property
-    def held_bytes(self) -> int: ...
-    @property
-    def decoded(self) -> int: ...
-    @property
-    def column_names(self) -> list[str]: ...
-    @property
-    def identity(self) -> object: ...
-    @property
-    def medium(self) -> Medium: ...
-    def will_need(self, first: Numbers, last: Numbers) -> None: ...
-    def release(self, first: Numbers, last: Numbers) -> None: ...
-    def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched: ...
-    def lengths(self, rows: Numbers) -> Numbers: ...
-    def names_of(self, rows: Numbers) -> list[str]: ...
-    def column(self, name: str, rows: Numbers) -> pa.Array: ...
-    def is_indexed(self, name: str) -> bool: ...
-    def distinct(self, name: str) -> Numbers | None: ...
-    def find(self, name: str) -> list[int]: ...
-    def length(self, row: int) -> int: ...
-    def region(self, row: int, start: int, end: int) -> Bytes: ...
-    def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]: ...
-    def with_names(self) -> "Part": ...
-    def verify(self) -> Iterator[str]: ...
-
-
-class Reopen(Protocol):
-    """Reopens the same files."""
-
-    def __call__(self) -> "Reads": ...
-    def within(self, memory: int) -> "Reads": ...
+Part = ReadFile | PackFile  # one file of a collection
 
 
 class Reads(Collection):
@@ -92,7 +41,7 @@ class Reads(Collection):
         self,
         parts: Sequence[Part],
         *,
-        reopen: Reopen,
+        reopen: "Callable[[int | None], Reads]",
         mapping: LabelMapping | None = None,
         unknown: Unknown = "error",
     ) -> None:
@@ -239,7 +188,7 @@ class Reads(Collection):
 
     def within(self, memory: int) -> Self:
         """The same reads, reopened with another memory budget."""
-        return cast(Self, self._reopen.within(memory))
+        return cast(Self, self._reopen(memory))
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
         """Start reading the reads from `first[i]` to `last[i]`."""
@@ -298,7 +247,7 @@ class Reads(Collection):
         return sum(part.decoded for part in self._parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return self._reopen, ()
+        return self._reopen, (None,)
 
     def __repr__(self) -> str:
         size = f"{len(self)} reads, {self.num_bases} bases, {format_bytes(self.num_bytes)}"
@@ -336,7 +285,7 @@ class Reads(Collection):
         return list(fields)
 
     def _is_indexed(self, name: str) -> bool:
-        return name not in self._header_columns or all(part.is_indexed(name) for part in self._parts)
+        return name not in self._header_columns or all(part.columns.is_indexed(name) for part in self._parts)
 
     def _split(self, numbers: Numbers) -> list[tuple[Part, Numbers, Numbers | slice]]:
         """The parts with these records: part, rows within it, and their places among `numbers`."""
@@ -376,11 +325,11 @@ class Reads(Collection):
             yield Read(names[index], sequence, quality[index], {key: column[index] for key, column in columns.items()})
 
     def _check_columns(self) -> list[str]:
-        names = self._parts[0].column_names
+        names = self._parts[0].columns.names
         for part in self._parts[1:]:
-            if part.column_names != names:
+            if part.columns.names != names:
                 raise BadSource(
-                    f"{part.path} has the columns {', '.join(part.column_names) or '(none)'}, {self._parts[0].path} "
+                    f"{part.path} has the columns {', '.join(part.columns.names) or '(none)'}, {self._parts[0].path} "
                     f"has {', '.join(names) or '(none)'}. Use one header_regex for all files"
                 )
         return names
@@ -392,7 +341,7 @@ class Reads(Collection):
                 f"{', '.join(self._header_columns) or 'none'}. Add a group named {mapping.key!r} to header_regex"
             )
         for part in self._parts:
-            distinct = part.distinct(mapping.key)
+            distinct = part.columns.distinct(mapping.key)
             if distinct is None and not pa.types.is_integer(part.column(mapping.key, np.arange(0)).type):
                 raise BadSource(
                     f"{part.path}: {mapping.key} is text, but numbers in the mapping. Let its group in header_regex "
@@ -427,7 +376,7 @@ class Reads(Collection):
 def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetched:
     """What was fetched from several parts, in the requested order."""
     order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")
-    flat, offsets, quality = join_reads([FlatReads(part.flat, part.offsets, part.quality) for part in parts], order)
+    flat, offsets, quality = join_reads([FlatReads(*part[:3]) for part in parts], order)
     columns = {name: joined([part.columns[name] for part in parts], order) for name in parts[0].columns}
     return Fetched(flat, offsets, quality, columns)
 

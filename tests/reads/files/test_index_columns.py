@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from millstream.errors import StoreFull
-from millstream.reads.files.bit_columns import ANCHOR, CHUNK, BitColumn, BitColumnWriter, sums_before
+from millstream.reads.files.encodings import ANCHOR, CHUNK, BitColumn, BitColumnWriter, sums_before
 from millstream.reads.files.index import IndexLimits
 from millstream.reads.files.sections import CRC_BYTES, Sections, SectionsWriter
 from support.effort import num_examples

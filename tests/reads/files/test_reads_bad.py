@@ -592,7 +592,7 @@ def test_a_file_that_changes_while_it_is_indexed_gets_no_index(plain: Path):
     def grow(done: int, note: str = "") -> None:
         append_to(plain)
 
-    with pytest.raises(StaleIndex, match=rf"{re.escape(str(plain))}: changed while it was indexed"):
+    with pytest.raises(StaleIndex, match=rf"{re.escape(str(plain))}: changed while it was being read"):
         build_index(plain, IndexSettings(), progress=grow)
     assert os.listdir(plain.parent) == [plain.name]
 

@@ -27,7 +27,7 @@ from millstream.reads.files.index import IndexLimits, IndexSettings
 from millstream.reads.files.names import name_of
 from millstream.reads.open import open_reads
 from millstream.reads.pack.pack import PackSummary, pack
-from millstream.reads.pack.pack_file import PackFile, is_pack, open_pack
+from millstream.reads.pack.pack_file import PackFile, is_pack
 from millstream.reads.pack.unpack import unpack
 from support.effort import num_examples
 from support.slow_reads import fasta_texts, fastq_texts, parse
@@ -244,24 +244,24 @@ def test_header_columns_are_those_of_the_index(tmp_path, varied):
     file = packed(tmp_path, varied, settings=chosen)
     (tmp_path / "plain").write_bytes(varied)
     reads = open_reads([tmp_path / "plain"], settings=chosen)
-    assert file.column_names == reads.column_names == ["number", "kind"]
-    for name in file.column_names:
+    assert file.columns.names == reads.column_names == ["number", "kind"]
+    for name in file.columns.names:
         assert file.column(name, everything(300)).to_pylist() == reads.column(name).to_pylist()
-    assert file.is_indexed("kind")
-    assert file.distinct("kind") is None
+    assert file.columns.is_indexed("kind")
+    assert file.columns.distinct("kind") is None
 
 
 def test_a_column_kept_only_in_headers_is_read_from_them_in_any_order(tmp_path):
     text = b"".join(b">r%d x\nACGT\n" % number for number in range(70_000))
     file = packed(tmp_path, text, settings=IndexSettings(header_regex=r"(?P<word>r\w+)"))
-    assert not file.is_indexed("word")
+    assert not file.columns.is_indexed("word")
     rows = np.array([69_999, 3, 40_000, 3], np.int64)
     assert file.column("word", rows).to_pylist() == ["r69999", "r3", "r40000", "r3"]
     said: list[str] = []
     without = packed(
         tmp_path, text, settings=IndexSettings(header_regex=r"(?P<word>r\w+)"), names=False, notify=said.append
     )
-    assert without.column_names == []
+    assert without.columns.names == []
     assert "'word' has too many distinct values" in said[0]
 
 
@@ -574,11 +574,11 @@ def test_packs_are_told_from_other_files(tmp_path):
     assert not is_pack(tmp_path / "source0.millstream")
     assert not is_pack(tmp_path)
     with pytest.raises(BadIndex, match="is an index of reads, not packed reads"):
-        open_pack(tmp_path / "source0.millstream", MEMORY)
+        PackFile(tmp_path / "source0.millstream", memory=MEMORY)
     file.path.write_bytes(file.path.read_bytes()[:-9])
     assert is_pack(file.path)
     with pytest.raises(BadIndex, match="Pack it again"):
-        open_pack(file.path, MEMORY)
+        PackFile(file.path, memory=MEMORY)
 
 
 # -- memory, threads, forks

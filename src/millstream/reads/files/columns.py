@@ -1,23 +1,24 @@
 """Header columns, written to an index and read from it, encoded in bounded memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Generic, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.core.collection import Numbers
-from millstream.core.kernels import kernel
 from millstream.core.record import Bytes
 from millstream.errors import BadSource
-from millstream.reads.files.bit_columns import BitColumnWriter
+from millstream.reads.files.encodings import LIMIT, BitColumnWriter, IntegerDictionary, TextDictionary
 from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Texts
+from millstream.reads.files.scanner import Scanned
 from millstream.reads.files.sections import Column, Sections, SectionsWriter
 
-LIMIT = 65536  # distinct values of a column with codes
-_at = np.uint64  # an unsigned index needs no check for being negative
 Kept = Literal["values", "codes", "length", "header"]
 OnMismatch = Literal["error", "skip", "null"]
 SHOWN = 5
@@ -35,49 +36,88 @@ class Stored:
     nullable: bool
 
 
+def stored_columns(sections: Sections) -> list[Stored]:
+    """The columns of an index or a pack."""
+    columns = cast("list[dict[str, Any]]", sections.meta["columns"])
+    return [Stored(*(column[name] for name in ("name", "kind", "kept", "nullable"))) for column in columns]
+
+
+def outdated_column(sections: Sections) -> str | None:
+    """The name of a column in a layout that only an older millstream reads, if there is one."""
+    return next((column.name for column in stored_columns(sections) if column.kept not in get_args(Kept)), None)
+
+
 class Mismatches:
     """Counts headers that do not match the regex, and keeps the first few as examples."""
 
-    def __init__(self, regex: str, on_mismatch: OnMismatch, path: object) -> None:
-        self._regex, self._on_mismatch, self._path = regex, on_mismatch, path
+    def __init__(self, regex: str, on_mismatch: OnMismatch) -> None:
+        self._regex, self._on_mismatch = regex, on_mismatch
         self.count = 0
         self.examples: list[str] = []
 
-    def add(self, buffer: Bytes, starts: Numbers, ends: Numbers, wrong: Numbers, first: int) -> None:
+    @property
+    def skips(self) -> bool:
+        return self._on_mismatch == "skip"
+
+    def add(self, path: Path, found: Scanned, matched: NDArray[np.bool_], *, first: int) -> None:
+        """Add headers of a file, the first of which has number `first`."""
+        wrong = np.flatnonzero(~matched)
         for row in wrong[: SHOWN - len(self.examples)].tolist():
-            self.examples.append(bytes(buffer[starts[row] : ends[row]]).decode(errors="replace"))
+            header = found.buffer[found.header_starts[row] : found.header_ends[row]]
+            self.examples.append(header.tobytes().decode(errors="replace"))
         self.count += len(wrong)
-        if self._on_mismatch == "error":
+        if self._on_mismatch == "error" and len(wrong):
             raise BadSource(
-                f"{self._path}: {self.count} of the first {first + len(starts)} headers do not match header_regex "
+                f"{path}: {self.count} of the first {first + len(matched)} headers do not match header_regex "
                 f"{self._regex}, e.g. {'; '.join(self.examples)}. Change the regex, or set on_mismatch to 'skip' (skip "
                 "these records) or 'null' (keep them without values)"
             )
 
+    def report(self, notify: Callable[[str], None]) -> None:
+        """Say how many headers did not match, if there were any."""
+        if self.count:
+            what, shown = "skipped" if self.skips else "kept without values", "; ".join(self.examples)
+            notify(f"{self.count} headers do not match header_regex and were {what}, e.g. {shown}")
+
+    def meta(self) -> dict[str, object]:
+        return {"count": self.count, "examples": self.examples}
+
 
 class ColumnsWriter:
-    """Parses headers as they are found, and writes their columns when their records end.
+    """Parses headers as they are found, and writes the columns in `names` when their records end.
 
     A column of more than `distinct` distinct values has no codes.
     """
 
     def __init__(
-        self, headers: Headers, names: tuple[str, ...], sections: SectionsWriter, *, distinct: int = LIMIT
+        self,
+        regex: str | None,
+        names: tuple[str, ...],
+        sections: SectionsWriter,
+        *,
+        on_mismatch: OnMismatch,
+        distinct: int = LIMIT,
     ) -> None:
-        self._headers = headers
-        self._columns = [
-            _ColumnWriter(column, sections, distinct) for column in headers.columns if column.name in names
-        ]
+        self.mismatches = Mismatches(regex or "", on_mismatch)
+        self._headers = Headers(regex) if regex else None
+        parsed = self._headers.columns if self._headers else ()
+        self._columns = [_ColumnWriter(column, sections, distinct) for column in parsed if column.name in names]
 
-    def add(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> NDArray[np.bool_]:
-        """Parse the headers; returns which of them match."""
-        parsed = self._headers.parse(buffer, starts, ends)
+    def add(self, path: Path, found: Scanned, *, first: int) -> NDArray[np.bool_]:
+        """Parse the headers found in a file, the first of which has number `first`; returns which records to keep."""
+        if self._headers is None:
+            return np.ones(len(found.header_starts), np.bool_)
+        try:
+            parsed = self._headers.parse(found.buffer, found.header_starts, found.header_ends)
+        except BadSource as error:
+            raise BadSource(f"{path}: {error}") from None
         for column in self._columns:
             column.add(parsed.columns[column.name])
-        return parsed.matched
+        self.mismatches.add(path, found, parsed.matched, first=first)
+        return parsed.matched if self.mismatches.skips else np.ones_like(parsed.matched)
 
     def emit(self, lengths: Numbers, kept: NDArray[np.bool_] | None) -> None:
-        """Write the columns of the oldest `len(lengths)` headers, whose records have ended: those that are `kept`."""
+        """Write the columns of the oldest `len(lengths)` headers, whose records have ended; only `kept`, if given."""
         for column in self._columns:
             column.emit(lengths, kept)
 
@@ -100,9 +140,57 @@ class Pending(Generic[T]):
         return values[:count]
 
 
-class HeaderColumnReader:
-    """A stored column of an index."""
+class HeaderColumns:
+    """The header columns of an index or a pack, by name."""
 
+    def __init__(self, sections: Sections) -> None:
+        self._sections = sections
+        self._columns = {stored.name: _ColumnReader(stored, sections) for stored in stored_columns(sections)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def kept(self, name: str) -> Kept:
+        """How a column is stored."""
+        return self._columns[name].stored.kept
+
+    def is_indexed(self, name: str) -> bool:
+        """Whether a column is stored by itself, not only in the headers."""
+        return self.kept(name) != "header"
+
+    def distinct(self, name: str) -> Numbers | None:
+        """The distinct values of an integer column, if they are stored."""
+        values = self._columns[name].distinct
+        return None if isinstance(values, pa.Array) else values
+
+    def take(
+        self,
+        name: str,
+        rows: Numbers,
+        *,
+        lengths: Callable[[Numbers], Numbers],
+        headers: Callable[[Numbers], tuple[Bytes, Numbers, Numbers]],
+    ) -> pa.Array:
+        """The values of these rows, from their sequence `lengths` or `headers` if they are not stored by themselves."""
+        if self.is_indexed(name):
+            return self._columns[name].take(rows, lengths)
+        parsed = self._regex.parse(*headers(rows)).columns[name]
+        assert isinstance(parsed, Texts)  # integers are always stored
+        text = parsed.flat.tobytes()
+        spans = zip(parsed.starts.tolist(), parsed.ends.tolist(), parsed.valid.tolist(), strict=True)
+        texts = [text[start:end].decode(errors="replace") if valid else None for start, end, valid in spans]
+        return pa.array(texts, pa.string())
+
+    @cached_property
+    def _regex(self) -> Headers:
+        return Headers(cast("dict[str, Any]", self._sections.meta["settings"])["header_regex"])
+
+
+class _ColumnReader:
     def __init__(self, stored: Stored, sections: Sections) -> None:
         self.stored = stored
         self._column: Column | None = None
@@ -119,15 +207,10 @@ class HeaderColumnReader:
                 texts = [bytes(flat[a:b]).decode(errors="replace") for a, b in pairwise(ends)]
                 self.distinct = pa.array(texts, pa.string())
 
-    @property
-    def needs_lengths(self) -> bool:
-        return self.stored.kept == "length"
-
-    def take(self, rows: Numbers, lengths: Numbers) -> pa.Array:
-        """The values of these rows, whose sequence lengths are known, as an Arrow array."""
+    def take(self, rows: Numbers, lengths: Callable[[Numbers], Numbers]) -> pa.Array:
         mask = None if self._valid is None else self._valid.take(rows) == 0
         if self._column is None:
-            return pa.array(lengths, mask=mask)
+            return pa.array(lengths(rows), mask=mask)
         values = self._column.take(rows)
         if self.stored.kept == "codes":
             assert self.distinct is not None
@@ -136,81 +219,6 @@ class HeaderColumnReader:
                 return pa.DictionaryArray.from_arrays(codes, self.distinct)
             values = self.distinct[values] if len(self.distinct) else values  # without distinct values all are null
         return pa.array(values, mask=mask)
-
-
-class IntegerDictionary:
-    """Distinct integers in order of first appearance.
-
-    dictionary = IntegerDictionary()
-    dictionary.encode(np.array([562, 9606, 562]), np.array([True, True, True]))  # array([0, 1, 0])
-    dictionary.values  # array([562, 9606])
-    """
-
-    def __init__(self, limit: int = LIMIT) -> None:
-        self.limit = limit
-        self.overflowed = False
-        self._allocate(limit)
-
-    @property
-    def values(self) -> NDArray[np.int64]:
-        """The value of each code; none after an overflow."""
-        return self._values[: self._num_values].copy()
-
-    def encode(self, values: NDArray[np.int64], valid: NDArray[np.bool_]) -> NDArray[np.int64] | None:
-        """The code of each value, 0 where it is not valid; None once there are too many distinct values."""
-        if self.overflowed:
-            return None
-        codes = np.empty(len(values), np.int64)
-        count = int(_encode_integers(values, valid, self._values, self._slots, self._num_values, codes))
-        if count < 0:
-            self.overflowed = True
-            self._allocate(0)
-            return None
-        self._num_values = count
-        return codes
-
-    def _allocate(self, limit: int) -> None:
-        self._num_values = 0
-        self._values = np.empty(limit, np.int64)
-        self._slots = _empty_slots(limit)
-
-
-class TextDictionary:
-    """Distinct texts in order of first appearance, at most `limit` of them and `limit_bytes` in total."""
-
-    def __init__(self, limit: int = LIMIT, *, limit_bytes: int = 4 << 20) -> None:
-        self.limit = limit
-        self.limit_bytes = limit_bytes
-        self.overflowed = False
-        self._allocate(limit, limit_bytes)
-
-    @property
-    def values(self) -> list[bytes]:
-        """The text of each code; none after an overflow."""
-        ends = self._ends[: self._num_values + 1].tolist()
-        pool = self._pool[: ends[-1]].tobytes()
-        return [pool[start:end] for start, end in pairwise(ends)]
-
-    def encode(self, texts: Texts) -> NDArray[np.int64] | None:
-        """The code of each text, 0 where it is not valid; None once there are too many distinct texts."""
-        if self.overflowed:
-            return None
-        codes = np.empty(len(texts.starts), np.int64)
-        known = self._ends, self._hashes, self._pool, self._slots
-        count = int(_encode_texts(texts.flat, texts.starts, texts.ends, texts.valid, *known, self._num_values, codes))
-        if count < 0:
-            self.overflowed = True
-            self._allocate(0, 0)
-            return None
-        self._num_values = count
-        return codes
-
-    def _allocate(self, limit: int, limit_bytes: int) -> None:
-        self._num_values = 0
-        self._ends = np.zeros(limit + 1, np.int64)  # text i is pool[ends[i]:ends[i + 1]]
-        self._hashes = np.empty(limit, np.int64)
-        self._pool = np.empty(limit_bytes, np.uint8)  # pages are only allocated as it fills
-        self._slots = _empty_slots(limit)
 
 
 class _ColumnWriter:
@@ -232,7 +240,7 @@ class _ColumnWriter:
             self._dictionary.encode(parsed.values, parsed.valid)
         else:
             assert isinstance(self._dictionary, TextDictionary)
-            codes = self._dictionary.encode(parsed)
+            codes = self._dictionary.encode(parsed.flat, parsed.starts, parsed.ends, parsed.valid)
             # With too many distinct values the codes are useless, also those already written.
             self._values.add(np.zeros(len(parsed.valid), np.int64) if codes is None else codes)
         self._valid.add(parsed.valid)
@@ -295,107 +303,3 @@ def _write_values(dictionary: IntegerDictionary | TextDictionary, sections: Sect
     ends = np.cumsum([0, *(len(value) for value in values)]).astype(np.int64)
     sections.part(f"{name}.distinct").write(b"".join(values))
     sections.part(f"{name}.ends").write(ends.tobytes())
-
-
-def _empty_slots(limit: int) -> NDArray[np.int64]:
-    """An open-addressing table of codes, at most half full; its size is a power of two."""
-    return np.full(2 << max(limit, 1).bit_length(), -1, np.int64)
-
-
-@kernel
-def _encode_integers(
-    values: NDArray[np.int64],
-    valid: NDArray[np.bool_],
-    known: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    num_known: int,
-    codes: NDArray[np.int64],
-) -> int:
-    """Fill `codes` and add new values to `known`; returns how many are known, or -1 if there is no room."""
-    mask = len(slots) - 1
-    for i in range(len(values)):
-        if not valid[i]:
-            codes[i] = 0
-            continue
-        value = int(values[i])
-        # Products stay below 2**63: nothing overflows.
-        mixed = (value ^ (value >> 31) ^ (value >> 62)) & 0x7FFFFFFF
-        slot = (((mixed ^ (mixed >> 15)) * 0x9E3779B1) >> 16) & mask
-        code = slots[_at(slot)]
-        while code >= 0 and known[_at(code)] != value:
-            slot = (slot + 1) & mask
-            code = slots[_at(slot)]
-        if code < 0:
-            if num_known == len(known):
-                return -1
-            code = num_known
-            slots[slot] = code
-            known[code] = value
-            num_known += 1
-        codes[i] = code
-    return num_known
-
-
-@kernel
-def _hash(flat: NDArray[np.uint8], start: int, size: int) -> int:
-    """31 bits of hash, four bytes at a time; products stay below 2**63 here too."""
-    hashed, p = size & 0x7FFFFFFF, start
-    for _ in range(size >> 2):
-        low = int(flat[_at(p)]) | int(flat[_at(p + 1)]) << 8
-        high = int(flat[_at(p + 2)]) | int(flat[_at(p + 3)]) << 8
-        product = (hashed ^ low ^ high << 16) * 0x5BD1E995
-        hashed = (product ^ (product >> 24)) & 0x7FFFFFFF
-        p += 4
-    for _ in range(size & 3):
-        product = (hashed ^ int(flat[_at(p)])) * 0x5BD1E995
-        hashed = (product ^ (product >> 24)) & 0x7FFFFFFF
-        p += 1
-    return hashed
-
-
-@kernel
-def _encode_texts(
-    flat: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    valid: NDArray[np.bool_],
-    known_ends: NDArray[np.int64],
-    known_hashes: NDArray[np.int64],
-    pool: NDArray[np.uint8],
-    slots: NDArray[np.int64],
-    num_known: int,
-    codes: NDArray[np.int64],
-) -> int:
-    """Fill `codes` and add new texts to `pool`; returns how many are known, or -1 if there is no room."""
-    mask = len(slots) - 1
-    for i in range(len(starts)):
-        if not valid[i]:
-            codes[i] = 0
-            continue
-        start, size = int(starts[i]), int(ends[i] - starts[i])
-        hashed = _hash(flat, start, size)
-        slot = (hashed ^ (hashed >> 15)) & mask
-        code = slots[_at(slot)]
-        while code >= 0:
-            first = known_ends[_at(code)]
-            if known_hashes[_at(code)] == hashed and known_ends[_at(code + 1)] - first == size:
-                same = 0
-                while same < size and pool[_at(first + same)] == flat[_at(start + same)]:
-                    same += 1
-                if same == size:
-                    break
-            slot = (slot + 1) & mask
-            code = slots[_at(slot)]
-        if code < 0:
-            end = int(known_ends[num_known])
-            if num_known == len(known_hashes) or end + size > len(pool):
-                return -1
-            code = num_known
-            slots[slot] = code
-            known_hashes[code] = hashed
-            for k in range(size):
-                pool[end + k] = flat[start + k]
-            num_known += 1
-            known_ends[num_known] = end + size
-        codes[i] = code
-    return num_known

@@ -1,18 +1,17 @@
-"""The index of one FASTA or FASTQ file: built in one pass, found again when the file is opened; names -> numbers.
+"""The index of one FASTA or FASTQ file: built in one pass, found again when the file is opened.
 
 For each record it stores the span in bytes, the number of bases and the line layout; offsets are sums of spans. Columns
-are bit-packed, one to two bytes per short read, and grow on disk while the file is read, so memory does not depend on
-the size of the file.
+take one to two bytes per short read and grow on disk while the file is read, so memory does not depend on the size of
+the file.
 """
 
 import errno
 import hashlib
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,19 +20,14 @@ from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, format_bytes, quoted, say, silent
 from millstream.core.files import cache_folder
 from millstream.errors import BadIndex, BadSource, StaleIndex
-from millstream.reads.files.bit_columns import ANCHOR
-from millstream.reads.files.columns import LIMIT, ColumnsWriter, Kept, Mismatches, OnMismatch, Pending, Stored
-from millstream.reads.files.containers import (
-    Kind,
-    MixedGzip,
-    Stream,
-    sniff,
-)
+from millstream.reads.files.columns import LIMIT, ColumnsWriter, OnMismatch, Pending
+from millstream.reads.files.containers import Kind, MixedGzip, Stream, sniff
+from millstream.reads.files.encodings import ANCHOR
 from millstream.reads.files.headers import Headers
 from millstream.reads.files.names import PARTS, SMALL, NameTableWriter, hash_names
 from millstream.reads.files.scanner import BASES, EOL, GAP, HEAD, LINE, START
 from millstream.reads.files.sections import Sections, SectionsWriter
-from millstream.reads.files.source import Fingerprint, ScanLimits, Scanning, samples_crc32c
+from millstream.reads.files.source import Fingerprint, ScanLimits, SourceScan
 
 SUFFIX = ".millstream"
 INDEXING_BYTES = 160 << 20  # measured: 60 MB of buffers, 60 MB to sort a name table
@@ -55,15 +49,24 @@ class IndexSettings:
         if self.on_mismatch not in ("error", "skip", "null"):
             raise ValueError(f"on_mismatch={self.on_mismatch!r}: must be one of error, skip, null")
 
+    def complete(self) -> "IndexSettings":
+        """With the names of all columns; BadSource if header_regex has no such group."""
+        groups = tuple(column.name for column in Headers(self.header_regex).columns) if self.header_regex else ()
+        unknown = [name for name in self.columns or () if name not in groups]
+        if unknown:
+            has = f"header_regex has {', '.join(groups)}" if groups else "no header_regex given"
+            raise BadSource(f"columns {', '.join(unknown)}: {has}")
+        return self if self.columns is not None else replace(self, columns=groups)
+
     def serves(self, wanted: "IndexSettings") -> bool:
-        """Whether an index built with these settings has everything that is wanted."""
+        """Whether an index built with these settings, which are complete, has everything that is wanted."""
+        columns = wanted.complete().columns or ()
         if self.names < wanted.names or self.salvage < wanted.salvage:
             return False
         if wanted.header_regex is None:
-            return _wanted(None, wanted.columns) == ()
+            return True
         agrees = self.on_mismatch in ("error", wanted.on_mismatch)  # "error": all headers matched
-        same = self.header_regex == wanted.header_regex and agrees
-        return same and set(_wanted(Headers(wanted.header_regex), wanted.columns)) <= set(self.columns or ())
+        return self.header_regex == wanted.header_regex and agrees and set(columns) <= set(self.columns or ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +85,31 @@ def check_memory(memory: int | str) -> None:
         raise ValueError(f"memory={memory!r}: indexing needs {format_bytes(INDEXING_BYTES)}, for files of any size")
 
 
-def find_index(path: Path, index_dir: Path | None = None) -> Path | None:
-    """The index of a file, beside it or in the index folder; None if it has none."""
-    return next((place for place in index_places(path, index_dir) if place.exists()), None)
-
-
-def index_places(path: Path, index_dir: Path | None = None) -> list[Path]:
-    """Where the index of a file may be, best place first."""
+def index_paths(path: Path, index_dir: Path | None = None) -> list[Path]:
+    """Where the index of a file may be, best first: beside it or in the cache folder, or in `index_dir`."""
     unique = f"{path.name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}{SUFFIX}"
     if index_dir is not None:
         return [index_dir / unique]
     return [path.with_name(path.name + SUFFIX), cache_folder() / unique]
+
+
+def find_index(path: Path, index_dir: Path | None = None) -> Path | None:
+    """The index of a file; None if it has none."""
+    return next((index for index in index_paths(path, index_dir) if index.exists()), None)
+
+
+def write_index(path: Path, write: Callable[[Path], None], *, index_dir: Path | None = None) -> Path:
+    """Call `write` with the first path for the index of a file that can be written; returns that path."""
+    paths = index_paths(path, index_dir)
+    for index in paths:
+        try:
+            index.parent.mkdir(parents=True, exist_ok=True)
+            write(index)
+            return index
+        except OSError as error:
+            if index is paths[-1] or error.errno not in _READ_ONLY:
+                raise
+    raise AssertionError
 
 
 def load_index(path: Path, index: Path) -> Sections:
@@ -117,22 +134,18 @@ def build_index(
     notify: Callable[[str], None] = say,
 ) -> Path:
     """Read a file once and publish its index; returns its path. Leaves nothing behind when it fails."""
-    limits = limits or IndexLimits()
-    places = index_places(path, index_dir)
-    for place in places:
+    chosen, given = settings.complete(), limits or IndexLimits()
+
+    def write(index: Path) -> None:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                _build(path, settings, limits, place, sniff(path), progress, notify)
-            except MixedGzip:
-                _build(path, settings, limits, place, "gzip", progress, notify)
-            if place is not places[0]:
-                notify(f"{path.parent} is not writable; the index is {place}")
-            return place
-        except OSError as error:
-            if place is places[-1] or error.errno not in _READ_ONLY:
-                raise
-    raise AssertionError
+            _build(path, chosen, given, index, sniff(path), progress, notify)
+        except MixedGzip:
+            _build(path, chosen, given, index, "gzip", progress, notify)
+
+    index = write_index(path, write, index_dir=index_dir)
+    if index != index_paths(path, index_dir)[0]:
+        notify(f"{path.parent} is not writable; the index is {index}")
+    return index
 
 
 def settings_of(sections: Sections) -> IndexSettings:
@@ -144,56 +157,35 @@ def settings_of(sections: Sections) -> IndexSettings:
 def add_names(path: Path, sections: Sections) -> Sections:
     """Rebuild the index with a name table."""
     settings = replace(settings_of(sections), names=True)
-    say(
-        f"{path}: building a table of its {sections.meta['records']} names, once (in advance: millstream index --names)"
-    )
-    folder = sections.path.parent
-    beside = sections.path == index_places(path)[0]
-    return load_index(path, build_index(path, settings, index_dir=None if beside else folder))
-
-
-def stored_columns(sections: Sections) -> list[Stored]:
-    """The columns of an index."""
-    columns = cast("list[dict[str, Any]]", sections.meta["columns"])
-    return [Stored(*(column[name] for name in ("name", "kind", "kept", "nullable"))) for column in columns]
-
-
-def outdated_column(sections: Sections) -> str | None:
-    """The name of a column in a layout that only an older millstream reads, if there is one."""
-    return next((column.name for column in stored_columns(sections) if column.kept not in get_args(Kept)), None)
+    records = sections.meta["records"]
+    say(f"{path}: building a table of its {records} names, once (in advance: millstream index --names)")
+    is_beside = sections.path == index_paths(path)[0]
+    return load_index(path, build_index(path, settings, index_dir=None if is_beside else sections.path.parent))
 
 
 def _build(
     path: Path,
     settings: IndexSettings,
     limits: IndexLimits,
-    place: Path,
+    index: Path,
     kind: Kind,
     progress: Progress,
     notify: Callable[[str], None],
 ) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    names = NameTableWriter(place.parent, large=settings.names, small=limits.names, parts=limits.name_parts)
-    scanning = Scanning(path, fd, kind, salvage=settings.salvage, limits=limits)
+    names = NameTableWriter(index.parent, large=settings.names, small=limits.names, parts=limits.name_parts)
     try:
-        before = os.fstat(fd)
-        with SectionsWriter(place) as sections:
-            meta = _index(scanning, settings, limits, sections, names, progress, notify)
-            after = os.stat(path)
-            if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
-                raise StaleIndex(
-                    f"{path}: changed while it was indexed. Once it is complete: millstream index {quoted(path)}"
-                )
-            whole = Fingerprint(after.st_size, after.st_mtime_ns, samples_crc32c(path), scanning.stream.crc32c)
-            sections.publish({"what": _WHAT, **meta, "fingerprint": whole.to_json()})
+        with (
+            SourceScan(path, kind, salvage=settings.salvage, limits=limits) as source,
+            SectionsWriter(index) as sections,
+        ):
+            meta = _scan(source, settings, limits, sections, names, progress, notify)
+            sections.publish({"what": _WHAT, **meta, "fingerprint": source.fingerprint().to_json()})
     finally:
         names.close()
-        scanning.stream.close()
-        os.close(fd)
 
 
-def _index(
-    scanning: Scanning,
+def _scan(
+    source: SourceScan,
     settings: IndexSettings,
     limits: IndexLimits,
     sections: SectionsWriter,
@@ -201,72 +193,54 @@ def _index(
     progress: Progress,
     notify: Callable[[str], None],
 ) -> dict[str, object]:
-    geometry = _Geometry(sections, rows_at_once=limits.rows_at_once)
-    blocks = _Blocks(sections)
-    headers = Headers(settings.header_regex) if settings.header_regex else None
-    wanted = _wanted(headers, settings.columns)
-    columns = ColumnsWriter(headers, wanted, sections, distinct=limits.distinct) if headers else None
-    mismatches = Mismatches(settings.header_regex or "", settings.on_mismatch, scanning.path)
-    hashes, matching = Pending[np.int64](), Pending[np.bool_]()  # of headers whose record has not ended
-    skips = settings.on_mismatch == "skip"
+    geometry, blocks = _Geometry(sections, rows_at_once=limits.rows_at_once), _Blocks(sections)
+    columns = ColumnsWriter(
+        settings.header_regex,
+        settings.columns or (),
+        sections,
+        on_mismatch=settings.on_mismatch,
+        distinct=limits.distinct,
+    )
+    hashes, keeping = Pending[np.int64](), Pending[np.bool_]()  # of headers whose record has not ended
     num_headers = 0
-    for buffer, found in scanning:
-        starts, ends, rows = found.header_starts, found.header_ends, found.rows
+    for found in source:
+        starts, rows = found.header_starts, found.rows
         if len(starts):
-            try:
-                matched = columns.add(buffer, starts, ends) if columns else None
-            except BadSource as error:
-                raise BadSource(f"{scanning.path}: {error}") from None
-            if matched is not None and not matched.all():
-                mismatches.add(buffer, starts, ends, np.nonzero(~matched)[0], num_headers)
-            matching.add(np.ones(len(starts), np.bool_) if matched is None or not skips else matched)
+            keeping.add(columns.add(source.path, found, first=num_headers))
             if names.wanted:
-                hashes.add(hash_names(buffer, starts, ends))
+                hashes.add(hash_names(found.buffer, starts, found.header_ends))
             num_headers += len(starts)
         if len(rows):
-            matches = matching.take(len(rows))
-            kept = None if matches.all() else matches
+            keeps = keeping.take(len(rows))
+            kept = None if keeps.all() else keeps
             if names.wanted:
                 names.append(hashes.take(len(rows))[slice(None) if kept is None else kept])
-            if columns:
-                columns.emit(np.ascontiguousarray(rows[:, BASES]), kept)
-            geometry.add(rows if kept is None else rows[kept], fastq=scanning.format == "fastq")
-        blocks.add(scanning.stream)
-        progress(scanning.stream.raw)
-    blocks.add(scanning.stream)
-    geometry.finish(scanning.end, fastq=scanning.format == "fastq")
-    stored = columns.finish() if columns else []
+            columns.emit(np.ascontiguousarray(rows[:, BASES]), kept)
+            geometry.add(rows if kept is None else rows[kept], fastq=source.format == "fastq")
+        blocks.add(source.stream)
+        progress(source.stream.raw)
+    blocks.add(source.stream)
+    geometry.finish(source.end, fastq=source.format == "fastq")
+    stored = columns.finish()
     names.finish(sections)
-    if mismatches.count:
-        what = "skipped" if skips else "kept without values"
-        shown = "; ".join(mismatches.examples)
-        notify(f"{scanning.path}: {mismatches.count} headers do not match header_regex and were {what}, e.g. {shown}")
-    if scanning.stream.warning:
-        notify(f"{scanning.path}: {scanning.stream.warning}")
-    if scanning.damage:
-        notify(f"{scanning.path}: {scanning.damage.reason}. Indexed the {geometry.records} records before it")
+    columns.mismatches.report(lambda text: notify(f"{source.path}: {text}"))
+    if source.stream.warning:
+        notify(f"{source.path}: {source.stream.warning}")
+    if source.damage:
+        notify(f"{source.path}: {source.damage.reason}. Indexed the {geometry.records} records before it")
     return {
-        "file": scanning.path.name,
-        "kind": scanning.kind,
-        "format": scanning.format,
+        "file": source.path.name,
+        "kind": source.kind,
+        "format": source.format,
         "records": geometry.records,
         "bases": geometry.bases,
         "longest": geometry.longest,
-        "text_bytes": scanning.end,
-        "settings": asdict(replace(settings, columns=wanted)),
+        "text_bytes": source.end,
+        "settings": asdict(settings),
         "columns": [asdict(column) for column in stored],
-        "mismatches": {"count": mismatches.count, "examples": mismatches.examples},
-        "damage": scanning.damage.reason if scanning.damage else None,
+        "mismatches": columns.mismatches.meta(),
+        "damage": source.damage.reason if source.damage else None,
     }
-
-
-def _wanted(headers: Headers | None, columns: tuple[str, ...] | None) -> tuple[str, ...]:
-    groups = tuple(column.name for column in headers.columns) if headers else ()
-    unknown = [name for name in columns or () if name not in groups]
-    if unknown:
-        has = f"header_regex has {', '.join(groups)}" if headers else "no header_regex given"
-        raise BadSource(f"columns {', '.join(unknown)}: {has}")
-    return groups if columns is None else columns
 
 
 class _Geometry:

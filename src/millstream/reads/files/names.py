@@ -1,6 +1,7 @@
 """Names of reads -> record numbers: a hash table on disk, sorted in bounded memory."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,10 +24,11 @@ def name_of(header: bytes) -> bytes:
     return words[0] if words and not header[:1].isspace() else b""
 
 
-def hash_name(name: bytes) -> int:
-    """The hash of one name."""
-    text = np.frombuffer(bytearray(name), np.uint8)  # writable, as buffers are: one compilation
-    return int(hash_names(text, np.zeros(1, np.int64), np.array([len(text)], np.int64))[0])
+def names_in(text: Bytes, starts: Numbers, ends: Numbers) -> list[str]:
+    """The names in the header lines text[starts[i]:ends[i]]."""
+    data = text.tobytes()
+    spans = zip(starts.tolist(), ends.tolist(), strict=True)
+    return [name_of(data[start:end]).decode(errors="replace") for start, end in spans]
 
 
 def hash_names(text: Bytes, starts: Numbers, ends: Numbers) -> Numbers:
@@ -114,7 +116,7 @@ class NameTableWriter:
 
 
 class NameTable:
-    """Looks up candidates; the caller compares their names."""
+    """The name table of an index or a pack."""
 
     def __init__(self, sections: Sections) -> None:
         self._starts = sections.column("names.starts")
@@ -123,9 +125,16 @@ class NameTable:
         self._sections = sections
         self._bits = (self._starts.rows - 1).bit_length() - 1
 
-    def candidates(self, name: bytes) -> list[int]:
+    def find(self, name: str, names_of: Callable[[Numbers], list[str]]) -> list[int]:
+        """The records with this name, in order; `names_of` reads the names of records."""
+        candidates = self._candidates(name.encode())
+        found = names_of(np.array(candidates, np.int64)) if candidates else []
+        return [row for row, other in zip(candidates, found, strict=True) if other == name]
+
+    def _candidates(self, name: bytes) -> list[int]:
         """Records whose names have the same hash, in order: nearly always those with this name."""
-        key = hash_name(name)
+        text = np.frombuffer(bytearray(name), np.uint8)  # writable, as buffers are: one compilation
+        key = int(hash_names(text, np.zeros(1, np.int64), np.array([len(text)], np.int64))[0])
         bucket = key >> (_HASH_BITS - self._bits)
         start, end = self._starts.take(np.array([bucket, bucket + 1], np.int64)).tolist()
         place, _ = self._sections.place("names.tags")

@@ -15,11 +15,10 @@ from millstream.core.console import quoted
 from millstream.core.files import publish
 from millstream.core.record import Bytes
 from millstream.errors import BadSource, StaleIndex
-from millstream.reads.files.bit_columns import sums_before
-from millstream.reads.files.columns import HeaderColumnReader
-from millstream.reads.files.headers import Headers, Integers, Texts
-from millstream.reads.files.index import add_names, stored_columns
-from millstream.reads.files.names import NameTable, name_of
+from millstream.reads.files.columns import HeaderColumns
+from millstream.reads.files.encodings import sums_before
+from millstream.reads.files.index import add_names
+from millstream.reads.files.names import NameTable, names_in
 from millstream.reads.files.scanner import IRREGULAR
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import Fingerprint, file_crc32c
@@ -66,7 +65,7 @@ class ReadFile:
         self._stat = self._state()
         self.text: Text = open_text(path, sections, memory=memory)
         self._place = lru_cache(maxsize=1024)(self._find_place)
-        self.columns = {stored.name: HeaderColumnReader(stored, sections) for stored in stored_columns(sections)}
+        self.columns = HeaderColumns(sections)
 
     @property
     def format(self) -> str:
@@ -120,20 +119,16 @@ class ReadFile:
             return None
         return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
-    @property
-    def column_names(self) -> list[str]:
-        return list(self.columns)
-
-    def is_indexed(self, name: str) -> bool:
-        """Whether a column is in the index, not only in the headers."""
-        return self.columns[name].stored.kept != "header"
-
     def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
         """Sequences of these rows, and the qualities, names and columns among `fields`."""
         places = self.places(rows)
-        columns = {name: self.column(name, rows, places) for name in fields if name in self.columns}
+        columns = {
+            name: self.columns.take(name, rows, lengths=lambda _: places.bases, headers=lambda _: self.headers(places))
+            for name in fields
+            if name in self.columns
+        }
         if NAME in fields and NAME not in self.columns:
-            columns[NAME] = pa.array(self.names(places), pa.string())
+            columns[NAME] = pa.array(names_in(*self.headers(places)), pa.string())
         needs_bases = SEQUENCE in fields or QUALITY in fields
         flat, offsets = self.sequences(places) if needs_bases else (_NO_BASES, np.zeros(len(rows) + 1, np.int64))
         quality = self.qualities(places) if QUALITY in fields and self.has_quality else None
@@ -181,27 +176,11 @@ class ReadFile:
 
     def names_of(self, rows: Numbers) -> list[str]:
         """The first words of their headers."""
-        return self.names(self.places(rows))
+        return names_in(*self.headers(self.places(rows)))
 
-    def names(self, places: Places) -> list[str]:
-        flat, starts, ends = self.headers(places)
-        text = flat.tobytes()
-        spans = zip(starts.tolist(), ends.tolist(), strict=True)
-        return [name_of(text[start:end]).decode(errors="replace") for start, end in spans]
-
-    def column(self, name: str, rows: Numbers, places: Places | None = None) -> pa.Array:
+    def column(self, name: str, rows: Numbers) -> pa.Array:
         """A column of these rows; parsed from their headers if it is not stored."""
-        column = self.columns[name]
-        if column.stored.kept != "header":
-            return column.take(rows, self.lengths(rows) if column.needs_lengths else rows)
-        parsed = self._headers.parse(*self.headers(places or self.places(rows))).columns[name]
-        if isinstance(parsed, Integers):
-            return pa.array(parsed.values, mask=~parsed.valid)
-        return pa.array(_texts(parsed), pa.string())
-
-    @cached_property
-    def _headers(self) -> Headers:
-        return Headers(self.sections.meta["settings"]["header_regex"])  # pyright: ignore
+        return self.columns.take(name, rows, lengths=self.lengths, headers=lambda rows: self.headers(self.places(rows)))
 
     @cached_property
     def _name_table(self) -> NameTable:
@@ -216,11 +195,6 @@ class ReadFile:
         index = add_names(self.path, self.sections)
         return ReadFile(self.path, index, memory=self._memory)
 
-    def distinct(self, name: str) -> Numbers | None:
-        """The distinct values of an integer column, if they are in the index."""
-        values = self.columns[name].distinct
-        return None if values is None or isinstance(values, pa.Array) else values
-
     @property
     def held_bytes(self) -> int:
         return self.text.held_bytes()
@@ -231,11 +205,7 @@ class ReadFile:
 
     def find(self, name: str) -> list[int]:
         """Rows with this name, in order."""
-        candidates = self._name_table.candidates(name.encode())
-        if not candidates:
-            return []
-        found = self.names_of(np.array(candidates, np.int64))
-        return [row for row, other in zip(candidates, found, strict=True) if other == name]
+        return self._name_table.find(name, self.names_of)
 
     def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
         """Bases [start, end) of records; where the line layout is regular, only those bytes are read."""
@@ -287,16 +257,10 @@ def write_fai(file: ReadFile) -> list[Path]:
     return [fai, gzi]
 
 
-def _texts(parsed: Texts) -> Sequence[str | None]:
-    text = parsed.flat.tobytes()
-    rows = zip(parsed.starts.tolist(), parsed.ends.tolist(), parsed.valid.tolist(), strict=True)
-    return [text[start:end].decode(errors="replace") if valid else None for start, end, valid in rows]
-
-
 def _lines(file: ReadFile, first: int) -> bytes:
     places = file.places(np.arange(first, min(first + _ROWS, file.records), dtype=np.int64))
     (wrong,) = np.nonzero(places.line == IRREGULAR)
-    names = file.names(places)
+    names = names_in(*file.headers(places))
     if len(wrong):
         raise BadSource(
             f"{file.path}: record {first + int(wrong[0])} ({names[int(wrong[0])]}) has lines of different lengths, "

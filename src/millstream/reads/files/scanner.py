@@ -43,6 +43,7 @@ _WHY = {
 class Scanned(NamedTuple):
     """What was found in a buffer. Positions of headers and segments are in the buffer, those of `rows` in the text."""
 
+    buffer: Bytes
     rows: Numbers  # [n, 6] records that end here
     header_starts: Numbers  # headers that start here, without '>' or '@'
     header_ends: Numbers
@@ -87,6 +88,7 @@ class Scanner:
             self._fail(buffer, at)
         rows, headers, segments, qualities, consumed = self._counts.tolist()
         return Scanned(
+            buffer,
             self._rows[:rows],
             self._headers[:headers, 0],
             self._headers[:headers, 1],
@@ -106,9 +108,8 @@ class Scanner:
 
     def _fail(self, buffer: Bytes, at: int) -> None:
         place = int(self._state[_ERROR_AT])
-        why = _WHY[int(self._state[_ERROR])].format(
-            byte=int(buffer[place - at]) if 0 <= place - at < len(buffer) else "?"
-        )
+        byte = int(buffer[place - at]) if 0 <= place - at < len(buffer) else "?"
+        why = _WHY[int(self._state[_ERROR])].format(byte=byte)
         raise ScanError(why, place, max(int(self._state[_R_NUMBER]) - 1, 0))
 
 

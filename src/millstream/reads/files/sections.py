@@ -23,7 +23,7 @@ from millstream.core.files import no_space, publishing, sync_folder
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadIndex
-from millstream.reads.files.bit_columns import BitColumn, BitColumnWriter
+from millstream.reads.files.encodings import BitColumn, BitColumnWriter
 
 MAGIC = b"MILLSIDX"
 VERSION = 1

@@ -1,4 +1,4 @@
-"""A read file from front to back, buffer by buffer, with the records found in each; and the file's fingerprint.
+"""The file that reads come from: scanned from front to back, buffer by buffer; and its fingerprint.
 
 FASTA and FASTQ are recognised by content. The fingerprint (size, modification time, checksums) shows whether a file
 has changed.
@@ -8,13 +8,13 @@ import os
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
 from millstream.core.console import quoted
 from millstream.core.record import Bytes, crc32c
-from millstream.errors import BadSource
+from millstream.errors import BadSource, StaleIndex
 from millstream.reads.files.containers import (
     MAX_FRAME_BYTES,
     POINT_BYTES,
@@ -42,43 +42,49 @@ class ScanLimits:
     point_bytes: int = POINT_BYTES
 
 
-class Scan(NamedTuple):
-    """One buffer of a file's text, and what was found in it."""
-
-    buffer: Bytes
-    found: Scanned
-
-
-class Scanning:
+class SourceScan:
     """Scans a file buffer by buffer. `format`, `end` and `damage` are final once it is exhausted."""
 
     def __init__(
-        self,
-        path: Path,
-        fd: int,
-        kind: Kind,
-        *,
-        salvage: bool,
-        points: bool = True,
-        limits: ScanLimits | None = None,
+        self, path: Path, kind: Kind, *, salvage: bool, points: bool = True, limits: ScanLimits | None = None
     ) -> None:
         limits = limits or ScanLimits()
         self.path = path
         self.kind: Kind = kind
-        self.stream: Stream = open_stream(
-            path, kind, fd, points=points, point_bytes=limits.point_bytes, frame_bytes=limits.frame_bytes
-        )
         self.damage: Damage | None = None
         self.format: Format = "fasta"
         self.end = 0  # of the text with records
         self._salvage = salvage
         self._buffer_bytes = limits.buffer_bytes
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._before = os.fstat(self._fd)
+        self.stream = open_stream(
+            path, kind, self._fd, points=points, point_bytes=limits.point_bytes, frame_bytes=limits.frame_bytes
+        )
+        self._scans: Generator[Scanned] | None = None
 
-    def __iter__(self) -> Generator[Scan]:
+    def __iter__(self) -> Generator[Scanned]:
         """Read and scan in a thread; a buffer stays valid while the next three are filled."""
-        yield from ahead(self._scan(), depth=2)
+        self._scans = ahead(self._scan(), depth=2)
+        return self._scans
 
-    def _scan(self) -> Generator[Scan]:
+    def __enter__(self) -> "SourceScan":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._scans is not None:
+            self._scans.close()  # stops the thread that reads ahead
+        self.stream.close()
+        os.close(self._fd)
+
+    def fingerprint(self) -> "Fingerprint":
+        """The fingerprint of the file, once all of it has been read; StaleIndex if it has changed since."""
+        before, after = self._before, os.stat(self.path)
+        if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
+            raise StaleIndex(f"{self.path}: changed while it was being read. Try again once it is complete")
+        return Fingerprint(after.st_size, after.st_mtime_ns, samples_crc32c(self.path), self.stream.crc32c)
+
+    def _scan(self) -> Generator[Scanned]:
         ring = [np.empty(self._buffer_bytes, np.uint8) for _ in range(5)]
         carried, at, turn = 0, 0, 0
         scanner: Scanner | None = None
@@ -96,7 +102,7 @@ class Scanning:
             cut = (self.damage and not self.damage.whole) or scanner.unfinished() is not None
             if count == 0 and cut:
                 found = _without_last(found, fastq=self.format == "fastq")
-            yield Scan(buffer, _copied(found))
+            yield _copied(found)
             if count == 0:
                 self.end = at + filled
                 return
@@ -212,8 +218,8 @@ def _without_last(found: Scanned, *, fastq: bool) -> Scanned:
 
 def _copied(found: Scanned) -> Scanned:
     """The scanner reuses its arrays."""
-    rows, starts, ends, segments, qualities, consumed = found
-    return Scanned(rows.copy(), starts.copy(), ends.copy(), segments.copy(), qualities.copy(), consumed)
+    buffer, rows, starts, ends, segments, qualities, consumed = found
+    return Scanned(buffer, rows.copy(), starts.copy(), ends.copy(), segments.copy(), qualities.copy(), consumed)
 
 
 def _sniff_format(path: Path, head: Bytes, stream: Stream) -> Format:

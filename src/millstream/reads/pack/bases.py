@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from millstream.core.collection import Numbers
 from millstream.core.kernels import kernel
 from millstream.core.record import Bytes
-from millstream.reads.files.bit_columns import CHUNK, BitColumn, Words
+from millstream.reads.files.encodings import CHUNK, BitColumn, Words
 from millstream.reads.files.pieces import join
 from millstream.reads.files.sections import Column, Sections, SectionsWriter
 

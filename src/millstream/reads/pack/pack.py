@@ -1,34 +1,36 @@
-"""FASTA or FASTQ -> one packed file in one pass. Killed at any instant, the same command resumes.
+"""FASTA or FASTQ -> a pack, in one pass. Killed at any instant, the same command resumes.
 
 Parts grow in `OUT.partial`. Every two seconds they are flushed to disk, and the journal records how far they are
 complete, at the start of a record. A resumed run scans the text again, which also rebuilds the header columns, and
 packs from that record on; the resulting file is identical.
 """
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from millstream.core.collection import Numbers
 from millstream.core.console import Progress, say, silent
 from millstream.core.files import RESUME, PartialOutput, no_space, partial_folder
-from millstream.core.record import crc32c
-from millstream.errors import BadSource, SourceError, StaleIndex, StoreExists
-from millstream.reads.files.columns import ColumnsWriter, Mismatches, Pending
+from millstream.core.record import Bytes, crc32c
+from millstream.errors import BadSource, SourceError, StoreExists
+from millstream.reads.files.columns import ColumnsWriter, Pending
 from millstream.reads.files.containers import Kind, MixedGzip, sniff
-from millstream.reads.files.headers import Headers
-from millstream.reads.files.index import IndexLimits, IndexSettings
+from millstream.reads.files.encodings import ANCHOR
+from millstream.reads.files.index import IndexLimits, IndexSettings, settings_of
 from millstream.reads.files.names import NameTableWriter, hash_names
-from millstream.reads.files.scanner import BASES, Format
+from millstream.reads.files.scanner import BASES, Format, Scanned
 from millstream.reads.files.sections import SectionsWriter
-from millstream.reads.files.source import Fingerprint, Scan, Scanning, samples_crc32c
+from millstream.reads.files.source import Fingerprint, SourceScan, samples_crc32c
+from millstream.reads.pack.bases import QualitiesWriter, TwoBitWriter
 from millstream.reads.pack.header_blocks import HeaderBlocksWriter, best_codec
+from millstream.reads.pack.layout import LayoutCheck, LineLayout
 from millstream.reads.pack.pack_file import VERSION, WHAT, describe_fidelity, is_pack, load_pack
-from millstream.reads.pack.pack_writer import PackWriter, ScannedText
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,10 @@ def pack(
     also builds a name table for many records. `rebuild` starts over and replaces `out`. Progress is saved every
     `commit_s` seconds.
     """
-    chosen = settings or IndexSettings()
+    chosen = (settings or IndexSettings()).complete()
     terms = _terms(sources, chosen, names=names, quality=quality)
     if out.exists() and not rebuild:
-        return _done(sources, out, terms, notify)
+        return _done(sources, out, terms, chosen, notify)
     out.parent.mkdir(parents=True, exist_ok=True)
     kinds: list[Kind] = [sniff(path) for path in sources]
     with _partial(out, terms, rebuild=rebuild) as journal, no_space(out, RESUME):
@@ -98,29 +100,25 @@ def _terms(sources: Sequence[Path], settings: IndexSettings, *, names: bool, qua
         file = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "samples_crc32c": samples_crc32c(path)}
         files[f"source {number} {path.name}"] = file
     shape = {"pack_version": VERSION, "names": names, "quality": quality, "codec": best_codec() if names else None}
-    return {**files, **shape, "settings": asdict(replace(settings, columns=_wanted(settings)))}
-
-
-def _wanted(settings: IndexSettings) -> tuple[str, ...]:
-    groups = tuple(column.name for column in Headers(settings.header_regex).columns) if settings.header_regex else ()
-    unknown = [name for name in settings.columns or () if name not in groups]
-    if unknown:
-        raise BadSource(f"columns {', '.join(unknown)}: header_regex has {', '.join(groups) or 'no groups'}")
-    return groups if settings.columns is None else settings.columns
+    return {**files, **shape, "settings": asdict(settings)}
 
 
 def _done(
-    sources: Sequence[Path], out: Path, terms: Mapping[str, object], notify: Callable[[str], None]
+    sources: Sequence[Path],
+    out: Path,
+    terms: Mapping[str, object],
+    settings: IndexSettings,
+    notify: Callable[[str], None],
 ) -> PackSummary:
     """`out` exists: nothing to do if it is what would be written."""
-    why = "it is not a packed file" if not is_pack(out) else None
+    why = "it is not a pack" if not is_pack(out) else None
     if why is None:
-        meta: dict[str, Any] = load_pack(out).meta
+        sections = load_pack(out)
+        meta: dict[str, Any] = sections.meta
         made: list[dict[str, Any]] = meta["sources"]
-        wanted = {key: terms[key] for key in ("names", "quality", "settings")}
         if len(made) != len(sources):
             why = f"it was packed from {len(made)} files, not {len(sources)}"
-        elif {key: meta[key] for key in wanted} != {**wanted, "settings": _as_json(terms["settings"])}:
+        elif settings_of(sections) != settings or any(meta[key] != terms[key] for key in ("names", "quality")):
             why = "it was packed with other settings"
         for path, source in zip(sources, made, strict=False):
             difference = Fingerprint.of_json(source["fingerprint"]).difference(path) if why is None else None
@@ -134,15 +132,127 @@ def _done(
     return _summary(out)
 
 
-def _as_json(settings: object) -> object:
-    assert isinstance(settings, dict)
-    return {**settings, "columns": list(settings["columns"])}  # pyright: ignore
-
-
 def _summary(out: Path) -> PackSummary:
     meta: dict[str, Any] = load_pack(out).meta
     size = out.stat().st_size
     return PackSummary(out, meta["records"], meta["bases"], size, meta["exact"], describe_fidelity(meta))
+
+
+@dataclass(frozen=True)
+class ScannedText:
+    """buffer[begin:end] and its content: headers that start in it, bases, qualities, records that end in it."""
+
+    buffer: Bytes
+    text: tuple[int, int]
+    headers: Numbers
+    kept: NDArray[np.bool_]
+    segments: Numbers
+    qualities: Numbers
+    bases: Numbers  # of each record that ends here
+    kept_rows: NDArray[np.bool_]
+
+    def part(self, headers: tuple[int, int], text: tuple[int, int], rows: tuple[int, int]) -> "ScannedText":
+        """Only these headers, this range of the text, and these records."""
+        return ScannedText(
+            self.buffer,
+            text,
+            self.headers[slice(*headers)],
+            self.kept[slice(*headers)],
+            _between(self.segments, *text),
+            _between(self.qualities, *text),
+            self.bases[slice(*rows)],
+            self.kept_rows[slice(*rows)],
+        )
+
+
+class PackWriter:
+    """Appends scanned text to the parts. Text must come in order, in pieces of any size."""
+
+    def __init__(self, sections: SectionsWriter, format: Format, *, names: bool, quality: bool) -> None:
+        fastq = format == "fastq"
+        self._sections = sections
+        self._lengths, self._anchors = sections.column("bases"), sections.column("anchor")
+        self._twobit = TwoBitWriter(sections)
+        self._qualities = QualitiesWriter(sections) if fastq and quality else None
+        self._check = LayoutCheck(fastq=fastq) if quality or not fastq else None  # else it becomes plain FASTA
+        self.headers = HeaderBlocksWriter(sections, best_codec()) if names else None
+        self._own = sections.part_names
+        self._skipping = False  # the last text ended in a record that is skipped
+        self.records = self.bases = self.longest = 0
+
+    def add(self, found: ScannedText) -> None:
+        buffer, headers = found.buffer, found.headers
+        segments, qualities = found.segments, found.qualities
+        if self._check:
+            self._check.add(buffer, found.text, headers, segments, qualities)
+        if self._skipping or not found.kept.all():
+            of_record = np.append(not self._skipping, found.kept)
+            segments = segments[of_record[np.searchsorted(headers[:, 0], segments[:, 0])]]
+            qualities = qualities[of_record[np.searchsorted(headers[:, 0], qualities[:, 0])]]
+            self._skipping = not of_record[-1]
+            headers = headers[found.kept]
+        if self.headers and len(headers):
+            self.headers.add(buffer, headers)
+        self._twobit.add(buffer, segments)
+        if self._qualities:
+            self._qualities.add(buffer, qualities)
+        self._add_lengths(found.bases if found.kept_rows.all() else found.bases[found.kept_rows])
+
+    def finish(self) -> None:
+        self._twobit.finish()
+        if self._check:
+            self._check.finish()
+        if self.headers:
+            self.headers.finish()
+
+    def close(self) -> None:
+        if self.headers:
+            self.headers.close()
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Whether the records in their layout are the exact text, if none was skipped."""
+        return self._check is not None and self._check.irregular_record is None
+
+    def meta(self) -> dict[str, object]:
+        """The description of the parts, after `finish`."""
+        layout = self._check.layout if self._check and self.keeps_layout else LineLayout()
+        return {
+            "records": self.records,
+            "bases": self.bases,
+            "longest": self.longest,
+            "layout": vars(layout),
+            "irregular_record": self._check.irregular_record if self._check else None,
+            "grades": self._qualities.values if self._qualities else [],
+        }
+
+    def state(self, *, sync: bool) -> dict[str, object]:
+        """From where another writer can resume; `sync`: the parts are on disk."""
+        counts = [self.records, self.bases, self.longest, int(self._skipping)]
+        states = {name: writer.state() for name, writer in self._writers()}  # before the sections': blocks get written
+        return {"counts": counts, "sections": self._sections.state(self._own, sync=sync), **states}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state: drop what was written after it."""
+        self.records, self.bases, self.longest, skipping = state["counts"]
+        self._skipping = bool(skipping)
+        self._sections.restore(state["sections"])
+        for name, writer in self._writers():
+            writer.restore(state[name])
+
+    def _writers(self) -> list[tuple[str, Any]]:
+        writers = {"twobit": self._twobit, "qualities": self._qualities, "layout": self._check, "headers": self.headers}
+        return [(name, writer) for name, writer in writers.items() if writer is not None]
+
+    def _add_lengths(self, bases: Numbers) -> None:
+        if not len(bases):
+            return
+        starts = self.bases + np.cumsum(bases) - bases
+        self._anchors.append(starts[-self.records % ANCHOR :: ANCHOR])
+        self._lengths.append(bases)
+        self.records += len(bases)
+        self.bases += int(bases.sum())
+        self.longest = max(self.longest, int(bases.max()))
 
 
 class Packer:
@@ -162,17 +272,19 @@ class Packer:
         self._limits = limits
         self._commit_s = commit_s
         self._progress = progress
-        self._headers = Headers(settings.header_regex) if settings.header_regex else None
-        self._wanted = _wanted(settings)
-        self._columns: ColumnsWriter | None = None
+        self._columns = ColumnsWriter(
+            settings.header_regex,
+            settings.columns or (),
+            sections,
+            on_mismatch=settings.on_mismatch,
+            distinct=limits.distinct,
+        )
         self._writer: PackWriter | None = None
         self._format: Format | None = None
         self._resume_from = journal.load()  # None once it is reached
-        self._all_kept = np.empty(0, np.bool_)
         self._kept_rows = Pending[np.bool_]()
         self._sources: list[dict[str, object]] = []
         self._damages: list[str] = []
-        self._mismatches: list[Mismatches] = []
         self._num_headers = self._num_rows = 0  # of this source
         self._is_cut = False  # the last record of this source is truncated
         self._raw = self._text_bytes = self._text_crc = 0
@@ -196,56 +308,40 @@ class Packer:
 
     def _add(self, path: Path, kind: Kind) -> None:
         """Scan a source and pack its records."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        salvage = self._settings.salvage
-        scanning = Scanning(path, fd, kind, salvage=salvage, points=salvage, limits=self._limits)
-        self._mismatches.append(Mismatches(self._settings.header_regex or "", self._settings.on_mismatch, path))
         self._num_headers = self._num_rows = 0
         self._is_cut = False
-        scans = iter(scanning)
-        try:
-            before = os.fstat(fd)
-            for scan, is_last in _with_last_marked(scans):
-                self._scan(scanning, scan, is_last=is_last)
-                self._progress(self._raw + scanning.stream.raw)
+        salvage = self._settings.salvage
+        with SourceScan(path, kind, salvage=salvage, points=salvage, limits=self._limits) as source:
+            for found, is_last in _with_last_marked(iter(source)):
+                self._scan(source, found, is_last=is_last)
+                self._progress(self._raw + source.stream.raw)
             if self._num_rows < self._num_headers:
                 self._drop_last()
                 self._is_cut = True
-            if self._is_cut and not scanning.damage:
+            if self._is_cut and not source.damage:
                 self._damages.append(f"{path}: ends in the middle of record {self._num_rows}")
-            after = os.stat(path)
-            if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
-                raise StaleIndex(f"{path}: changed while it was packed. Once it is complete, run the command again")
-            whole = Fingerprint(after.st_size, after.st_mtime_ns, samples_crc32c(path), scanning.stream.crc32c)
-            self._sources.append({"file": path.name, "kind": kind, "fingerprint": whole.to_json()})
-            self._raw += after.st_size
-            if scanning.damage:
-                self._damages.append(f"{path}: {scanning.damage.reason}")
-        finally:
-            scans.close()  # stops the thread that reads ahead
-            scanning.stream.close()
-            os.close(fd)
+            fingerprint = source.fingerprint()
+            self._sources.append({"file": path.name, "kind": kind, "fingerprint": fingerprint.to_json()})
+            self._raw += fingerprint.size
+            if source.damage:
+                self._damages.append(f"{path}: {source.damage.reason}")
 
     def _finish(self, notify: Callable[[str], None]) -> dict[str, object]:
         """Complete all parts; returns their description."""
-        writer, terms = self._writer, self._terms
+        writer, terms, mismatches = self._writer, self._terms, self._columns.mismatches
         assert writer is not None
         writer.finish()
-        stored = self._columns.finish() if self._columns else []
+        stored = self._columns.finish()
         if not terms["names"]:
             for lost in (column.name for column in stored if column.kept == "header"):
                 notify(f"column {lost!r} has too many distinct values to be stored without the names; it is dropped")
             stored = [column for column in stored if column.kept != "header"]
         if writer.headers and (writer.records <= self._limits.names or self._settings.names):
             self._write_names(writer.headers)
-        mismatches = sum(found.count for found in self._mismatches)
-        skipped = self._settings.on_mismatch == "skip" and mismatches > 0
-        examples = [example for found in self._mismatches for example in found.examples]
-        if mismatches:
-            what = "skipped" if skipped else "kept without values"
-            notify(f"{mismatches} headers do not match header_regex and were {what}, e.g. {'; '.join(examples[:5])}")
+        mismatches.report(notify)
         for damage in self._damages:
             notify(f"{damage}. Packed the records before it")
+        skipped = mismatches.skips and mismatches.count > 0
         return {
             "what": WHAT,
             "pack_version": VERSION,
@@ -258,45 +354,35 @@ class Packer:
             "names": terms["names"],
             "quality": terms["quality"],
             "codec": terms["codec"],
-            "settings": asdict(replace(self._settings, columns=self._wanted)),
+            "settings": asdict(self._settings),
             "columns": [asdict(column) for column in stored],
-            "mismatches": {"count": mismatches, "examples": examples[:5]},
+            "mismatches": mismatches.meta(),
             "damage": self._damages,
         }
 
-    def _scan(self, scanning: Scanning, scan: Scan, *, is_last: bool) -> None:
-        buffer, found = scan.buffer, scan.found
+    def _scan(self, source: SourceScan, found: Scanned, *, is_last: bool) -> None:
         if self._writer is None:
-            self._writer = self._begin(scanning.format)
-        if scanning.format != self._format:
+            self._writer = self._begin(source.format)
+        if source.format != self._format:
             raise BadSource(
-                f"{scanning.path}: {scanning.format}, but other sources are {self._format}. Pack them separately"
+                f"{source.path}: {source.format}, but other sources are {self._format}. Pack them separately"
             )
-        self._text_crc = crc32c(buffer[: found.consumed], self._text_crc)
+        self._text_crc = crc32c(found.buffer[: found.consumed], self._text_crc)
         self._text_bytes += found.consumed
-        starts, ends, rows = found.header_starts, found.header_ends, found.rows
-        if len(starts) > len(self._all_kept):
-            self._all_kept = np.ones(2 * len(starts), np.bool_)
-        kept = self._all_kept[: len(starts)]
-        if self._columns and len(starts):
-            try:
-                matched = self._columns.add(buffer, starts, ends)
-            except BadSource as error:
-                raise BadSource(f"{scanning.path}: {error}") from None
-            if not matched.all():
-                self._mismatches[-1].add(buffer, starts, ends, np.nonzero(~matched)[0], self._num_headers)
-                kept = matched if self._settings.on_mismatch == "skip" else kept
+        starts, rows = found.header_starts, found.rows
+        kept = self._columns.add(source.path, found, first=self._num_headers)
         self._kept_rows.add(kept)
         kept_rows = self._kept_rows.take(len(rows))
         bases = np.ascontiguousarray(rows[:, BASES])
-        if self._columns and len(rows):
-            self._columns.emit(bases, None if kept_rows.all() else kept_rows)
+        self._columns.emit(bases, None if kept_rows.all() else kept_rows)
         # The last scan has a header line without newline, or nothing. Without a header it is truncated, and is skipped.
         is_cut = is_last and not len(starts) and found.consumed > 0
         self._is_cut |= is_cut
-        headers = np.stack([starts, ends], axis=1)
+        headers = np.stack([starts, found.header_ends], axis=1)
         end = 0 if is_cut else found.consumed
-        self._write(ScannedText(buffer, (0, end), headers, kept, found.segments, found.qualities, bases, kept_rows))
+        self._write(
+            ScannedText(found.buffer, (0, end), headers, kept, found.segments, found.qualities, bases, kept_rows)
+        )
         self._num_headers += len(starts)
         self._num_rows += len(rows)
 
@@ -337,8 +423,6 @@ class Packer:
         writer = PackWriter(self._sections, format, names=self._terms["names"], quality=self._terms["quality"])
         if self._resume_from is not None:
             writer.restore(self._resume_from)
-        if self._headers:
-            self._columns = ColumnsWriter(self._headers, self._wanted, self._sections, distinct=self._limits.distinct)
         return writer
 
     def _write_names(self, headers: HeaderBlocksWriter) -> None:
@@ -351,7 +435,12 @@ class Packer:
             names.close()
 
 
-def _with_last_marked(scans: Iterator[Scan]) -> Generator[tuple[Scan, bool]]:
+def _between(pieces: Numbers, start: int, end: int) -> Numbers:
+    low, high = np.searchsorted(pieces[:, 0], [start, end])
+    return pieces[low:high]
+
+
+def _with_last_marked(scans: Iterator[Scanned]) -> Generator[tuple[Scanned, bool]]:
     """Each scan, and whether it is the last: known when there is no next one. Two buffers are valid at once."""
     held = next(scans, None)
     while held is not None:

@@ -12,24 +12,22 @@ from millstream.core.collection import Medium, Numbers
 from millstream.core.console import quoted, say
 from millstream.core.record import Bytes
 from millstream.errors import BadIndex
-from millstream.reads.files.bit_columns import sums_before
-from millstream.reads.files.columns import HeaderColumnReader
-from millstream.reads.files.headers import Headers, Integers
-from millstream.reads.files.index import index_places, stored_columns
-from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, name_of
+from millstream.reads.files.columns import HeaderColumns
+from millstream.reads.files.encodings import sums_before
+from millstream.reads.files.index import index_paths, write_index
+from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, names_in
 from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
 from millstream.reads.files.texts import PAGE_BYTES
 from millstream.reads.pack.bases import GRADES, STREAM, Qualities, TwoBit
 from millstream.reads.pack.header_blocks import HeaderBlocks
-from millstream.reads.pack.pack_writer import LineLayout
+from millstream.reads.pack.layout import LineLayout
 
 WHAT = "packed reads"
 VERSION = 2  # 1 had another description of the line layout, and is read without it
 _NAMES = "names of packed reads"
 _GRANULE = 16  # log2 of 64 kB: what the kernel maps around a page that is touched
 _ROWS_AT_ONCE = 1 << 16
-_READ_ONLY = {13, 30}  # EACCES, EROFS
 
 
 def is_pack(path: Path) -> bool:
@@ -80,11 +78,6 @@ def load_pack(path: Path) -> Sections:
     return sections
 
 
-def open_pack(path: Path, memory: int) -> "PackFile":
-    """A packed read store, open for reading; it keeps at most `memory` bytes of pages mapped."""
-    return PackFile(path, memory=memory)
-
-
 class PackFile:
     """One packed part of a collection of reads. `rows` are record numbers within it."""
 
@@ -102,7 +95,7 @@ class PackFile:
         self.lines: HeaderBlocks | None = None  # header lines, if they were kept
         if self.meta["codec"] is not None:
             self.lines = HeaderBlocks(sections, self.meta["codec"], memory=max(memory // 8, 1 << 20))
-        self.columns = {stored.name: HeaderColumnReader(stored, sections) for stored in stored_columns(sections)}
+        self.columns = HeaderColumns(sections)
         self._names = sections if "names.tags" in sections else self._names_beside()
 
     @property
@@ -124,10 +117,6 @@ class PackFile:
     def fidelity(self) -> str:
         """What `unpack` restores of the packed text, in words."""
         return describe_fidelity(self.meta)
-
-    @property
-    def column_names(self) -> list[str]:
-        return list(self.columns)
 
     @property
     def has_names(self) -> bool:
@@ -159,15 +148,6 @@ class PackFile:
 
     def release(self, first: Numbers, last: Numbers) -> None:
         """Pages are dropped when there are too many."""
-
-    def is_indexed(self, name: str) -> bool:
-        """Whether a column is stored by itself, not only in the headers."""
-        return self.columns[name].stored.kept != "header"
-
-    def distinct(self, name: str) -> Numbers | None:
-        """The distinct values of an integer column, if they are stored."""
-        values = self.columns[name].distinct
-        return None if values is None or isinstance(values, pa.Array) else values
 
     def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
         """Sequences of these rows, and the qualities, names and columns among `fields`."""
@@ -231,28 +211,11 @@ class PackFile:
 
     def names_of(self, rows: Numbers) -> list[str]:
         """The first words of their headers."""
-        flat, starts, ends = self.headers(rows)
-        text = flat.tobytes()
-        spans = zip(starts.tolist(), ends.tolist(), strict=True)
-        return [name_of(text[start:end]).decode(errors="replace") for start, end in spans]
+        return names_in(*self.headers(rows))
 
     def column(self, name: str, rows: Numbers) -> pa.Array:
         """A column of these rows; parsed from their headers if it is not stored."""
-        column = self.columns[name]
-        if column.stored.kept != "header":
-            return column.take(rows, self.lengths(rows) if column.needs_lengths else rows)
-        order = np.argsort(rows, kind="stable")  # the parser needs headers in ascending order
-        parsed = self._header_regex.parse(*self.headers(rows[order])).columns[name]
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        if isinstance(parsed, Integers):
-            return pa.array(parsed.values[back], mask=~parsed.valid[back])
-        text = parsed.flat.tobytes()
-        spans = (values[back].tolist() for values in (parsed.starts, parsed.ends, parsed.valid))
-        return pa.array(
-            [text[a:b].decode(errors="replace") if valid else None for a, b, valid in zip(*spans, strict=True)],
-            pa.string(),
-        )
+        return self.columns.take(name, rows, lengths=self.lengths, headers=self.headers)
 
     def find(self, name: str) -> list[int]:
         """Rows with this name, in order."""
@@ -260,31 +223,22 @@ class PackFile:
             known = name.isascii() and name.isdigit() and name == str(int(name)) and int(name) < self.records
             return [int(name)] if known else []
         assert self._names is not None
-        candidates = NameTable(self._names).candidates(name.encode())
-        found = self.names_of(np.array(candidates, np.int64)) if candidates else []
-        return [row for row, other in zip(candidates, found, strict=True) if other == name]
+        return NameTable(self._names).find(name, self.names_of)
 
     def with_names(self) -> "PackFile":
         """The same file, with a name table, built now in a file of its own."""
         say(f"{self.path}: building a table of its {self.records} names, once")
-        for place in index_places(self.path):
-            try:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                self._write_names(place)
-                return PackFile(self.path, memory=self._memory)
-            except OSError as error:
-                if error.errno not in _READ_ONLY or place is index_places(self.path)[-1]:
-                    raise
-        raise AssertionError
+        write_index(self.path, self._write_names)
+        return PackFile(self.path, memory=self._memory)
 
     def verify(self) -> Iterator[str]:
         """Verify the checksums of the file; yields every damage."""
         yield from self.sections.damages()
 
-    def _write_names(self, place: Path) -> None:
-        names = NameTableWriter(place.parent, large=True)
+    def _write_names(self, path: Path) -> None:
+        names = NameTableWriter(path.parent, large=True)
         try:
-            with SectionsWriter(place) as sections:
+            with SectionsWriter(path) as sections:
                 for start in range(0, self.records, _ROWS_AT_ONCE):
                     rows = np.arange(start, min(start + _ROWS_AT_ONCE, self.records), dtype=np.int64)
                     names.append(hash_names(*self.headers(rows)))
@@ -295,10 +249,10 @@ class PackFile:
 
     def _names_beside(self) -> Sections | None:
         """The name table that was built later, if there is one for this file."""
-        for place in index_places(self.path):
-            if place.exists():
+        for path in index_paths(self.path):
+            if path.exists():
                 try:
-                    sections = Sections(place)
+                    sections = Sections(path)
                 except BadIndex:
                     continue
                 if sections.meta.get("what") == _NAMES and sections.meta["of"] == self._identity():
@@ -315,10 +269,6 @@ class PackFile:
     @cached_property
     def _qualities(self) -> Qualities:
         return Qualities(self.sections.column(GRADES), self.meta["grades"])
-
-    @cached_property
-    def _header_regex(self) -> Headers:
-        return Headers(self.meta["settings"]["header_regex"])
 
 
 class _Pages:

@@ -34,7 +34,7 @@ class Records:
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
-        self._columns = [name for name in reads.column_names if all(p.is_indexed(name) for p in reads.parts)]
+        self._columns = [name for name in reads.column_names if all(p.columns.is_indexed(name) for p in reads.parts)]
         self._naming = Later(lambda: reads.find(""))  # builds the name table if there is none
 
     def page(self, first: int, count: int) -> list[dict[str, object]]:
@@ -368,4 +368,4 @@ class _Reads:
         return typed_tokenizer(wanted) if wanted else None
 
     def _is_indexed(self, name: str) -> bool:
-        return all(part.is_indexed(name) for part in self._reads.parts)
+        return all(part.columns.is_indexed(name) for part in self._reads.parts)

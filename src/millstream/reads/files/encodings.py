@@ -1,12 +1,13 @@
-"""Columns of integers with as many bits per value as they need, and random access.
+"""How columns are stored small: integers in as few bits as they need, repeated values as codes of a dictionary.
 
-Every 4096 values are stored as their minimum and `width`-bit differences to it, so a constant column takes no space and
-lengths of short reads take six bits. A column is two arrays: `directory` int64 [chunks, 2] of minimum and
+Every 4096 integers are stored as their minimum and `width`-bit differences to it, so a constant column takes no space
+and lengths of short reads take six bits. A bit column is two arrays: `directory` int64 [chunks, 2] of minimum and
 `first word << 8 | width`, and `words` uint64.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -14,10 +15,13 @@ from numpy.typing import NDArray
 
 from millstream.core.collection import Numbers
 from millstream.core.kernels import kernel
+from millstream.core.record import Bytes
 
 Words = NDArray[np.uint64]
 CHUNK = 4096
 ANCHOR = 32  # rows per stored prefix sum
+LIMIT = 65536  # distinct values of a column with codes
+_at = np.uint64  # an unsigned index needs no check for being negative
 
 
 class BitColumnWriter:
@@ -136,6 +140,81 @@ def sums_before(anchors: BitColumn, column: BitColumn, rows: Numbers) -> Numbers
     return out
 
 
+class IntegerDictionary:
+    """Distinct integers in order of first appearance.
+
+    dictionary = IntegerDictionary()
+    dictionary.encode(np.array([562, 9606, 562]), np.array([True, True, True]))  # array([0, 1, 0])
+    dictionary.values  # array([562, 9606])
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit = limit
+        self.overflowed = False
+        self._allocate(limit)
+
+    @property
+    def values(self) -> Numbers:
+        """The value of each code; none after an overflow."""
+        return self._values[: self._num_values].copy()
+
+    def encode(self, values: Numbers, valid: NDArray[np.bool_]) -> Numbers | None:
+        """The code of each value, 0 where it is not valid; None once there are too many distinct values."""
+        if self.overflowed:
+            return None
+        codes = np.empty(len(values), np.int64)
+        count = int(_encode_integers(values, valid, self._values, self._slots, self._num_values, codes))
+        if count < 0:
+            self.overflowed = True
+            self._allocate(0)
+            return None
+        self._num_values = count
+        return codes
+
+    def _allocate(self, limit: int) -> None:
+        self._num_values = 0
+        self._values = np.empty(limit, np.int64)
+        self._slots = _empty_slots(limit)
+
+
+class TextDictionary:
+    """Distinct texts in order of first appearance, at most `limit` of them and `limit_bytes` in total."""
+
+    def __init__(self, limit: int = LIMIT, *, limit_bytes: int = 4 << 20) -> None:
+        self.limit = limit
+        self.limit_bytes = limit_bytes
+        self.overflowed = False
+        self._allocate(limit, limit_bytes)
+
+    @property
+    def values(self) -> list[bytes]:
+        """The text of each code; none after an overflow."""
+        ends = self._ends[: self._num_values + 1].tolist()
+        pool = self._pool[: ends[-1]].tobytes()
+        return [pool[start:end] for start, end in pairwise(ends)]
+
+    def encode(self, flat: Bytes, starts: Numbers, ends: Numbers, valid: NDArray[np.bool_]) -> Numbers | None:
+        """The code of each text flat[starts[i]:ends[i]], 0 if it is not valid; None once there are too many texts."""
+        if self.overflowed:
+            return None
+        codes = np.empty(len(starts), np.int64)
+        known = self._ends, self._hashes, self._pool, self._slots
+        count = int(_encode_texts(flat, starts, ends, valid, *known, self._num_values, codes))
+        if count < 0:
+            self.overflowed = True
+            self._allocate(0, 0)
+            return None
+        self._num_values = count
+        return codes
+
+    def _allocate(self, limit: int, limit_bytes: int) -> None:
+        self._num_values = 0
+        self._ends = np.zeros(limit + 1, np.int64)  # text i is pool[ends[i]:ends[i + 1]]
+        self._hashes = np.empty(limit, np.int64)
+        self._pool = np.empty(limit_bytes, np.uint8)  # pages are only allocated as it fills
+        self._slots = _empty_slots(limit)
+
+
 @kernel
 def _get(directory: Numbers, words: Words, row: int) -> int:
     chunk = row >> 12
@@ -230,3 +309,107 @@ def _encode(values: Numbers, directory: Numbers, words: Words, first_word: int) 
             bit += width
         used += (bit + 63) >> 6
     return used
+
+
+def _empty_slots(limit: int) -> Numbers:
+    """An open-addressing table of codes, at most half full; its size is a power of two."""
+    return np.full(2 << max(limit, 1).bit_length(), -1, np.int64)
+
+
+@kernel
+def _encode_integers(
+    values: Numbers,
+    valid: NDArray[np.bool_],
+    known: Numbers,
+    slots: Numbers,
+    num_known: int,
+    codes: Numbers,
+) -> int:
+    """Fill `codes` and add new values to `known`; returns how many are known, or -1 if there is no room."""
+    mask = len(slots) - 1
+    for i in range(len(values)):
+        if not valid[i]:
+            codes[i] = 0
+            continue
+        value = int(values[i])
+        # Products stay below 2**63: nothing overflows.
+        mixed = (value ^ (value >> 31) ^ (value >> 62)) & 0x7FFFFFFF
+        slot = (((mixed ^ (mixed >> 15)) * 0x9E3779B1) >> 16) & mask
+        code = slots[_at(slot)]
+        while code >= 0 and known[_at(code)] != value:
+            slot = (slot + 1) & mask
+            code = slots[_at(slot)]
+        if code < 0:
+            if num_known == len(known):
+                return -1
+            code = num_known
+            slots[slot] = code
+            known[code] = value
+            num_known += 1
+        codes[i] = code
+    return num_known
+
+
+@kernel
+def _hash(flat: Bytes, start: int, size: int) -> int:
+    """31 bits of hash, four bytes at a time; products stay below 2**63 here too."""
+    hashed, p = size & 0x7FFFFFFF, start
+    for _ in range(size >> 2):
+        low = int(flat[_at(p)]) | int(flat[_at(p + 1)]) << 8
+        high = int(flat[_at(p + 2)]) | int(flat[_at(p + 3)]) << 8
+        product = (hashed ^ low ^ high << 16) * 0x5BD1E995
+        hashed = (product ^ (product >> 24)) & 0x7FFFFFFF
+        p += 4
+    for _ in range(size & 3):
+        product = (hashed ^ int(flat[_at(p)])) * 0x5BD1E995
+        hashed = (product ^ (product >> 24)) & 0x7FFFFFFF
+        p += 1
+    return hashed
+
+
+@kernel
+def _encode_texts(
+    flat: Bytes,
+    starts: Numbers,
+    ends: Numbers,
+    valid: NDArray[np.bool_],
+    known_ends: Numbers,
+    known_hashes: Numbers,
+    pool: Bytes,
+    slots: Numbers,
+    num_known: int,
+    codes: Numbers,
+) -> int:
+    """Fill `codes` and add new texts to `pool`; returns how many are known, or -1 if there is no room."""
+    mask = len(slots) - 1
+    for i in range(len(starts)):
+        if not valid[i]:
+            codes[i] = 0
+            continue
+        start, size = int(starts[i]), int(ends[i] - starts[i])
+        hashed = _hash(flat, start, size)
+        slot = (hashed ^ (hashed >> 15)) & mask
+        code = slots[_at(slot)]
+        while code >= 0:
+            first = known_ends[_at(code)]
+            if known_hashes[_at(code)] == hashed and known_ends[_at(code + 1)] - first == size:
+                same = 0
+                while same < size and pool[_at(first + same)] == flat[_at(start + same)]:
+                    same += 1
+                if same == size:
+                    break
+            slot = (slot + 1) & mask
+            code = slots[_at(slot)]
+        if code < 0:
+            end = int(known_ends[num_known])
+            if num_known == len(known_hashes) or end + size > len(pool):
+                return -1
+            code = num_known
+            slots[slot] = code
+            known_hashes[code] = hashed
+            for k in range(size):
+                pool[end + k] = flat[start + k]
+            num_known += 1
+            known_ends[num_known] = end + size
+        codes[i] = code
+    return num_known
