@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import cast
@@ -22,7 +22,7 @@ from millstream.traces.convert import PROGRESS, convert
 from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.traces import Traces
 
-SUBFOLDERS = {"lstm": "lstm_solo", "gnn": "gnn"}  # as the old preprocessing script wrote them
+SUBFOLDERS: Mapping[Kind, str] = {"lstm": "lstm_solo", "gnn": "gnn"}  # as the old preprocessing script wrote them
 PATTERNS = ("preprocessed_*.pt", "batch_*.pt")
 SOURCES = ".sources.json"  # in a converted store: name, size and mtime of its files, and whether all are converted
 
