@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import millstream as ms
-from millstream.traces import label as label_file
 from millstream.traces.kind import LabelSettings
 from millstream.traces.label import label, parse_rule, rule_of, score_chunk
 from support.commands import run_here
@@ -274,16 +273,15 @@ def test_settings_that_do_not_go_together_are_refused(settings: LabelSettings):
 
 
 @pytest.mark.parametrize("shard_records", [1, 3, 100])
-def test_chunks_and_shards_make_no_difference_and_chunks_can_be_scored_elsewhere(
-    shard_records: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_labels_depend_neither_on_chunks_nor_on_shards_nor_on_where_chunks_are_scored(
+    shard_records: int, tmp_path: Path
 ):
     rows = answered(*ANSWERS * 3)
     write(tmp_path / "s", rows, shard_records)
     label(tmp_path / "s")
     whole = pq.read_table(tmp_path / "s" / "labels.parquet")
-    monkeypatch.setattr(label_file, "CHUNK_RECORDS", 4)
     sizes: list[int] = []
-    told: list[int] = []
+    reported: list[int] = []
 
     def elsewhere(function: object, chunks: Iterable[pa.Table]) -> Iterable[pa.Table]:
         assert function is score_chunk
@@ -291,10 +289,10 @@ def test_chunks_and_shards_make_no_difference_and_chunks_can_be_scored_elsewhere
             sizes.append(chunk.num_rows)
             yield score_chunk(chunk)
 
-    label(tmp_path / "s", map=elsewhere, progress=lambda done, note="": told.append(done))
+    label(tmp_path / "s", chunk_records=4, map=elsewhere, progress=lambda done, note="": reported.append(done))
     assert pq.read_table(tmp_path / "s" / "labels.parquet").equals(whole)
     assert max(sizes) <= 4 and sum(sizes) == len(rows)
-    assert told == [0, *np.cumsum(sizes).tolist()]
+    assert reported == [0, *np.cumsum(sizes).tolist()]
 
 
 @pytest.mark.parametrize("step", ["rename", "fsync"])

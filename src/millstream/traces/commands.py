@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,8 @@ from millstream.cli.app import (
     with_settings,
 )
 from millstream.core.config import list_settings, read_settings
+from millstream.core.console import format_bytes, progress, say
+from millstream.core.engine import Engine
 from millstream.traces.kind import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
 
 PANEL = "Language models: from questions to labelled traces"
@@ -48,9 +51,6 @@ def add_commands(app: typer.Typer) -> None:
 
 def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> None:
     """Print a summary of a store; with another one, of both and of their differences."""
-    from dataclasses import asdict
-
-    from millstream.core.console import progress
     from millstream.traces.store.inspect import compare, show_comparison, show_summary, summarise
     from millstream.traces.store.traces import Traces
 
@@ -75,9 +75,6 @@ def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> 
 
 def verify(path: Path, *, fast: bool, as_json: bool) -> None:
     """Print the shard, record and field of all damage in a store; exit with code 1 if there is any."""
-    from dataclasses import asdict
-
-    from millstream.core.console import format_bytes, progress, say
     from millstream.traces.store.manifest import list_shards
     from millstream.traces.store.repair import verify as find_damage
     from millstream.traces.store.traces import Traces
@@ -130,14 +127,9 @@ def extract(
 
     Example: millstream extract questions.jsonl traces model=Qwen/Qwen3-4B tier=probe
     """
-    from dataclasses import asdict
-
-    from millstream.core.console import format_bytes
-    from millstream.core.engine import Engine
-
     given = read_settings(ExtractSettings, settings or [])
     where = Engine(engine, address, workers)
-    from millstream.traces.extract import extract as trace
+    from millstream.traces.extract import extract as trace  # slow to import: after the settings are checked
 
     options = {"shuffle_seed": shuffle_seed, "retry_errors": retry_errors, "engine": where}
     with redirect_stdout(sys.stderr):  # Ray reports dead workers on stdout, which is for data
@@ -165,10 +157,6 @@ def label(
     Writes labels.parquet: right, wrong, ambiguous or refused.
     An answer that cannot be judged has no label.
     """
-    from dataclasses import asdict
-
-    from millstream.core.console import progress, say
-    from millstream.core.engine import Engine
     from millstream.traces.label import label as write_labels
     from millstream.traces.label import rule_of
     from millstream.traces.store.traces import Traces
@@ -203,10 +191,6 @@ def featurize(
 
     Run the same command again to resume.
     """
-    from dataclasses import asdict
-
-    from millstream.core.console import format_bytes, progress
-    from millstream.core.engine import Engine
     from millstream.core.memory import usage_within
     from millstream.traces.features import featurize as compute
     from millstream.traces.store.traces import Traces
@@ -237,7 +221,6 @@ def convert(
     Reads traces and preprocessed files without running any code in them.
     Run the same command again to resume.
     """
-    from millstream.core.console import progress, say
     from millstream.traces.convert import convert as import_files
     from millstream.traces.convert import expand
 
@@ -256,8 +239,6 @@ def evaluate(run: RunFolder, settings: Settings = None, as_json: Json = False) -
     Scores the test split of the run again, or another store (data=STORE).
     Nothing is fitted.
     """
-    from dataclasses import asdict
-
     from millstream.traces.study import evaluate as score
 
     show_report(score(run, **asdict(read_settings(EvaluateSettings, settings or []))), as_json)
@@ -269,9 +250,6 @@ def repair(path: Store, as_json: Json = False) -> None:
     Damaged shards are rebuilt without the lost records.
     The ids of lost records are in damaged/lost.jsonl.
     """
-    from dataclasses import asdict
-
-    from millstream.core.console import progress, say
     from millstream.traces.store.repair import repair as repair_store
     from millstream.traces.store.traces import Traces
 
@@ -305,7 +283,6 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge several stores into one by copying their shards."""
-    from millstream.core.console import progress
     from millstream.traces.store.rewrite import merge as merge_stores
     from millstream.traces.store.traces import Traces
 
@@ -327,7 +304,6 @@ def subset(
     as_json: Json = False,
 ) -> None:
     """Copy some shards or records of a store into a new one."""
-    from millstream.core.console import progress
     from millstream.traces.store.rewrite import find_ids, select_where, subset_records, subset_shards
     from millstream.traces.store.traces import Traces
 
@@ -360,7 +336,6 @@ def _parse_numbers(text: str) -> list[int]:
 
 
 def _finish_store(written: Any, as_json: bool) -> None:
-    from millstream.core.console import format_bytes
 
     if as_json:
         print_json({"path": str(written.path), "records": written.records, "bytes": written.bytes})

@@ -30,6 +30,7 @@ from millstream.traces.scores import (
     values_of,
     whole_numbers,
 )
+from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.traces import LABELS_FILE, Traces
 
 RIGHT, WRONG, AMBIGUOUS, REFUSED = "right", "wrong", "ambiguous", "refused"
@@ -41,11 +42,10 @@ MIN_F1 = 0.5
 MIN_SCORE = 0.5  # of the `scores` rule, when no threshold is given
 _VERSION = 1  # of the rules: increase it when one of them decides differently
 
-Verdicts = NDArray[np.int8]
-"""Places in VERDICTS, -1 for none."""
-ID, STATUS = "question_id", "status"
+Verdicts = NDArray[np.int8]  # positions in VERDICTS, or NONE
+STATUS = "status"
 UNLABELLED = "unlabelled"
-CHUNK_RECORDS = 20_000
+CHUNK_RECORDS = 20_000  # records per job
 
 Map = Callable[[Callable[[pa.Table], pa.Table], Iterable[pa.Table]], Iterable[pa.Table]]
 
@@ -81,6 +81,7 @@ def label(
     scores: str | Path | None = None,
     column: str | None = None,
     threshold: float | None = None,
+    chunk_records: int = CHUNK_RECORDS,
     map: Map = map,
     progress: Progress = silent,
 ) -> Labelling:
@@ -89,24 +90,25 @@ def label(
     Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3` and `scores`, which labels an answer right if its score in a CSV
     or Parquet file with a `question_id` is at least `threshold`. With other rules the file is only joined. A record has
     no verdict if its answer, all aliases or the score is missing, if `status` is not "ok", or if records with the same
-    question_id would get different verdicts, because labels are joined by id. `map` runs `score_chunk` over chunks, in
-    order, possibly in other processes.
+    question_id would get different verdicts, because labels are joined by id. `map` runs `score_chunk` over chunks of
+    at most `chunk_records` records, in order, possibly in other processes.
 
     >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
     settings = LabelSettings(rule, None if scores is None else str(scores), column, threshold)
     chosen = rule_of(settings)
     traces = Traces(store)
-    if ID not in traces.fields:
-        raise BadSource(
-            f"{store}: labels need the field {ID!r}; its records have only {', '.join(traces.fields) or 'nothing'}"
-        )
+    if ID_FIELD not in traces.fields:
+        found = ", ".join(traces.fields) or "no fields"
+        raise BadSource(f"{store}: labels need the field {ID_FIELD!r}; its records have only {found}")
     ids = [str(name) for name in traces.ids]  # as `ms.labelled` compares them
-    file = read_scores(Path(scores), key=ID, column=column) if scores is not None else None
+    file = read_scores(Path(scores), key=ID_FIELD, column=column) if scores is not None else None
     is_by_score = chosen.name == "scores"
     by_id = file.numbers(ids) if file and is_by_score else np.full(len(ids), np.nan)
     is_usable = _is_usable(traces)
-    scored = _score(traces, is_usable, needed=not is_by_score, map=map, progress=progress)
+    answer, aliases = _text_fields(traces, needed=not is_by_score)
+    chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, chunk_records=chunk_records)
+    scored = _score(chunks, len(traces), map=map, progress=progress)
     verdicts = decide(chosen, _evidence(traces, scored, is_usable, by_id))
     verdicts, conflicting = _without_conflicts(ids, verdicts)
     counts = {name: int((verdicts == code).sum()) for code, name in [*enumerate(VERDICTS), (NONE, UNLABELLED)]}
@@ -151,10 +153,10 @@ def rule_of(settings: LabelSettings) -> Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of each answer. Without an answer or an alias the rest is undefined; NaN is no score."""
+    """What verdicts are based on. Without an answer or a reference the rest is undefined; NaN is no score."""
 
     has_answer: Bools
-    has_truth: Bools
+    has_reference: Bools
     em: Bools
     f1: NDArray[np.float32]
     rouge_l: NDArray[np.float32]
@@ -188,7 +190,7 @@ def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
 
 
 def decide(rule: Rule, known: Evidence) -> Verdicts:
-    """The verdict on every answer; none where the answer, the truth or the score it needs is missing."""
+    """The verdict on every answer; none where the answer, the reference or the score it needs is missing."""
     right, wrong, ambiguous, refused = range(len(VERDICTS))
     if rule.name == "scores":
         verdicts = np.where(known.score < np.float64(rule.threshold or 0), wrong, right)
@@ -204,7 +206,7 @@ def decide(rule: Rule, known: Evidence) -> Verdicts:
         # In single precision on both sides: 7/10 is not below a threshold of 0.7.
         reached = (known.f1 if rule.name == "f1" else known.rouge_l) >= np.float32(rule.threshold or 0)
         verdicts = np.where(reached, right, wrong)
-    return np.where(known.has_answer & known.has_truth, verdicts, NONE).astype(np.int8)
+    return np.where(known.has_answer & known.has_reference, verdicts, NONE).astype(np.int8)
 
 
 def score_chunk(chunk: pa.Table) -> pa.Table:
@@ -242,47 +244,54 @@ def references_of(values: Sequence[object]) -> list[str]:
     return list(dict.fromkeys(str(text) for text in flat if text not in (None, "")))
 
 
-def _score(traces: Traces, is_usable: Bools, *, needed: bool, map: Map, progress: Progress) -> pa.Table:
-    """The scores of all records, computed chunk by chunk."""
-    names = answer_fields(), alias_fields()
-    fields = [_first(traces, choices) for choices in names]
-    for field, choices in zip(fields, names, strict=True):
-        if needed and field is None:
+def _text_fields(traces: Traces, *, needed: bool) -> list[str | None]:
+    """The fields of a store with the answers and the accepted answers; None if it has none."""
+    fields: list[str | None] = []
+    for names in (answer_fields(), alias_fields()):
+        fields.append(_first(traces, names))
+        if needed and fields[-1] is None:
             raise BadSource(
-                f"{traces.path}: labels need a field {' or '.join(choices)}; its records have only "
+                f"{traces.path}: labels need a field {' or '.join(names)}; its records have only "
                 f"{', '.join(traces.fields)}. Or take verdicts from a file: rule=scores scores=FILE"
             )
+    return fields
+
+
+def _score(chunks: Iterable[pa.Table], num_records: int, *, map: Map, progress: Progress) -> pa.Table:
+    """The scores of all records, computed chunk by chunk."""
     parts = [_SCORED.empty_table()]
     done = 0
     progress(done)
-    for part in map(score_chunk, _chunks(traces, is_usable, answer=fields[0], aliases=fields[1])):
+    for part in map(score_chunk, chunks):
         parts.append(part)
         progress(done := done + part.num_rows)
-    assert done == len(traces), f"map returned {done} of {len(traces)} records"
+    assert done == num_records, f"map returned {done} of {num_records} records"
     return pa.concat_tables(parts)
 
 
-def _chunks(traces: Traces, is_usable: Bools, *, answer: str | None, aliases: str | None) -> Iterator[pa.Table]:
-    """Answers and aliases, CHUNK_RECORDS at a time; only one chunk or one shard is in memory."""
+def _chunks(
+    traces: Traces, is_usable: Bools, *, answer: str | None, aliases: str | None, chunk_records: int
+) -> Iterator[pa.Table]:
+    """Answers and aliases, `chunk_records` at a time; only one chunk or one shard is in memory."""
     start = 0
-    for numbers in _groups(traces):
+    for numbers in _groups(traces, chunk_records):
         part = Traces(traces.path, shards=numbers)
         rows = pa.array(np.arange(len(part)), mask=~is_usable[start : start + len(part)])
         answers = pa.nulls(len(part), pa.string()) if answer is None else _column(part, answer).cast(pa.string())
         accepted = pa.nulls(len(part), _TEXTS) if aliases is None else _as_lists(_column(part, aliases))
         table = pa.table({"answer": answers.take(rows), "aliases": accepted})
-        for first in range(0, len(part), CHUNK_RECORDS):
+        for first in range(0, len(part), chunk_records):
             # Taken, not sliced: pickling a slice pickles the whole table.
-            yield table.take(np.arange(first, min(first + CHUNK_RECORDS, len(part))))
+            yield table.take(np.arange(first, min(first + chunk_records, len(part))))
         start += len(part)
 
 
-def _groups(traces: Traces) -> Iterator[list[int]]:
-    """Numbers of consecutive shards that together have about CHUNK_RECORDS records."""
+def _groups(traces: Traces, chunk_records: int) -> Iterator[list[int]]:
+    """Numbers of consecutive shards that together have at most `chunk_records` records, or of one larger shard."""
     group: list[int] = []
     records = 0
     for shard in traces.shards:
-        if group and records + shard.records > CHUNK_RECORDS:
+        if group and records + shard.records > chunk_records:
             yield group
             group, records = [], 0
         group.append(shard.number)
@@ -296,7 +305,7 @@ def _evidence(traces: Traces, scored: pa.Table, is_usable: Bools, by_id: NDArray
     values = {name: _numbers(scored.column(name)) for name in scored.column_names}
     return Evidence(
         has_answer=~np.isnan(values["num_tokens"]) if has_texts else is_usable,
-        has_truth=~np.isnan(values["em"]),
+        has_reference=~np.isnan(values["em"]),
         em=values["em"] == 1,
         f1=values["f1"].astype(np.float32),
         rouge_l=values["rouge_l"].astype(np.float32),
@@ -321,7 +330,7 @@ def _join(traces: Traces, verdicts: Verdicts, scored: pa.Table, file: ScoreFile 
     """The rows of `labels.parquet`."""
     right, wrong = VERDICTS.index(RIGHT), VERDICTS.index(WRONG)
     columns: dict[str, pa.Array | pa.ChunkedArray] = {
-        ID: traces.column(ID),
+        ID_FIELD: traces.column(ID_FIELD),
         "verdict": pa.array(VERDICTS).take(pa.array(verdicts.astype(np.int64), mask=verdicts == NONE)),
         LABEL: pa.array((verdicts == wrong).astype(np.int8), mask=(verdicts != right) & (verdicts != wrong)),
         **{name: scored.column(name) for name in scored.column_names if name != "refused"},

@@ -30,8 +30,8 @@ _PLAIN[list(string.punctuation.encode() + b"\t\n\v\f\r\x1c\x1d\x1e\x1f")] = _SPA
 _IS_ODD = np.ones(256, np.bool_)
 _IS_ODD[list(string.printable.encode() + b"\x1c\x1d\x1e\x1f")] = False
 
-# In normalised form: "an AI" has lost its article, "don't" is two words. Song titles are answers, and many of them
-# begin with "I can't", so that opening needs the verb of a refusal.
+# In normalised form: "an AI" has lost its article, "don't" is two words. Many song titles, which are answers, start
+# with "I can't", so this opening counts only with a verb that refuses.
 _ALONE = (
     "unknown|unsure|not sure|not known|no answer|no idea|idk|dunno|don t know|do not know|not applicable|"
     "no information|not enough information|insufficient information|cannot answer|cannot be determined"
@@ -62,7 +62,7 @@ USUAL = "bleurt_score"  # column of ground_truth_scores.csv
 
 @dataclass(frozen=True)
 class Words:
-    """The words of many normalised texts: those of text i are `flat[offsets[i]:offsets[i + 1]]`."""
+    """The words of many normalised texts; text i has `flat[offsets[i]:offsets[i + 1]]`."""
 
     flat: pa.Array
     offsets: NDArray[np.int64]
@@ -85,7 +85,7 @@ def normalise_all(texts: Sequence[str]) -> list[str]:
 
 
 def split_words(texts: pa.Array) -> Words:
-    """The words of `normalise(text)` for an Arrow array of texts without nulls, all texts at once."""
+    """The words of `normalise(text)` for every text of an Arrow array without nulls."""
     data, offsets = _bytes_of(_with_plain(texts))
     data = _PLAIN[data]
     is_word = data != _SPACE
@@ -123,7 +123,7 @@ def is_refusal(normalised: str) -> bool:
 
 @dataclass(frozen=True)
 class Scores:
-    """One value per answer. `best` is the index of the alias with the highest F1, or -1 if all are 0."""
+    """One value per answer, of the alias that matches it best."""
 
     em: Bools
     f1: NDArray[np.float32]
@@ -131,7 +131,6 @@ class Scores:
     contains: Bools
     num_tokens: Ints
     num_aliases: Ints
-    best: Ints
 
 
 def score(answers: Sequence[str] | pa.Array, aliases: Sequence[Sequence[str]] | pa.Array) -> Scores:
@@ -141,18 +140,15 @@ def score(answers: Sequence[str] | pa.Array, aliases: Sequence[Sequence[str]] | 
     array([0.6666667], dtype=float32)
     """
     answer_words = split_words(_array(answers, pa.string()))
-    texts, row, place = _flatten(_array(aliases, pa.list_(pa.string())))
+    texts, row = _flatten(_array(aliases, pa.list_(pa.string())))
     alias_words = split_words(texts)
     answer_len, alias_len = np.diff(answer_words.offsets), np.diff(alias_words.offsets)
     encoded = pa.concat_arrays([answer_words.flat, alias_words.flat]).dictionary_encode()
     answer_id, alias_id = np.split(whole_numbers(encoded.indices), [len(answer_words.flat)])
-    answer_row, word_alias = (
-        np.repeat(np.arange(answer_len.size), answer_len),
-        np.repeat(np.arange(row.size), alias_len),
-    )
-    words = _Words(
-        answer_row, answer_id, np.arange(answer_row.size) - answer_words.offsets[answer_row], len(encoded.dictionary)
-    )
+    answer_row = np.repeat(np.arange(answer_len.size), answer_len)
+    word_alias = np.repeat(np.arange(row.size), alias_len)
+    position = np.arange(answer_row.size) - answer_words.offsets[answer_row]
+    words = _Occurrences(answer_row, answer_id, position, len(encoded.dictionary))
     shared = _compare(words, word_alias, row[word_alias], alias_id, answer_len > MAX_BITS)
 
     alias, at = shared.alias, row[shared.alias]
@@ -167,10 +163,6 @@ def score(answers: Sequence[str] | pa.Array, aliases: Sequence[Sequence[str]] | 
     em[row[(alias_len == 0) & (answer_len[row] == 0)]] = True  # as in the official script: empty equals empty
     characters = whole_numbers(pc.utf8_length(encoded.dictionary))[alias_id[alias_words.offsets[alias]]]
     contains[at[is_inside & ((characters >= MIN_CHARACTERS) | (alias_len[alias] > 1))]] = True
-
-    best = np.full(answer_len.size, -1)
-    is_best = 2 * shared.num_same / total == f1[at]
-    best[at[is_best][::-1]] = place[alias[is_best]][::-1]  # of ties the first alias is written last
     return Scores(
         em=em,
         f1=f1.astype(np.float32),
@@ -178,7 +170,6 @@ def score(answers: Sequence[str] | pa.Array, aliases: Sequence[Sequence[str]] | 
         contains=contains,
         num_tokens=answer_len,
         num_aliases=np.bincount(row, minlength=answer_len.size),
-        best=best,
     )
 
 
@@ -264,8 +255,8 @@ def _bytes_of(texts: pa.Array) -> tuple[Bytes, NDArray[np.int64]]:
 
 
 @dataclass(frozen=True)
-class _Words:
-    """Words of answers: the answer, the id of the word and its position; and the number of distinct words."""
+class _Occurrences:
+    """Every word of every answer: its answer, its id and its position; and the number of distinct ids."""
 
     row: Ints
     id: Ints
@@ -286,13 +277,13 @@ class _Shared:
     is_run: Bools
 
 
-def _compare(words: _Words, alias: Ints, row: Ints, word: Ints, is_long: Bools) -> _Shared:
+def _compare(words: _Occurrences, alias: Ints, row: Ints, word: Ints, is_long: Bools) -> _Shared:
     """Compare the words of aliases with those of the answer in the same row."""
     parts: list[_Shared] = []
     for long in (False, True):
         ours, theirs = is_long[words.row] == long, is_long[row] == long
         if ours.any() and theirs.any():
-            some = _Words(words.row[ours], words.id[ours], words.position[ours], words.num_ids)
+            some = _Occurrences(words.row[ours], words.id[ours], words.position[ours], words.num_ids)
             parts.append(
                 _compare_bits(some, alias[theirs], row[theirs], word[theirs], dtype=object if long else np.uint64)
             )
@@ -301,7 +292,7 @@ def _compare(words: _Words, alias: Ints, row: Ints, word: Ints, is_long: Bools) 
     return _Shared(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
 
 
-def _compare_bits(words: _Words, alias: Ints, row: Ints, word: Ints, *, dtype: Any) -> _Shared:
+def _compare_bits(words: _Occurrences, alias: Ints, row: Ints, word: Ints, *, dtype: Any) -> _Shared:
     key = words.row * words.num_ids + words.id
     order = np.argsort(key, kind="stable")
     key = key[order]
@@ -331,16 +322,15 @@ def _compare_bits(words: _Words, alias: Ints, row: Ints, word: Ints, *, dtype: A
     return _Shared(alias[first], count, num_same.astype(np.int64), num_in_order.astype(np.int64), run != 0)
 
 
-def _flatten(aliases: pa.Array) -> tuple[pa.Array, Ints, Ints]:
-    """All aliases, concatenated; for each, its answer and its index in the answer's list."""
+def _flatten(aliases: pa.Array) -> tuple[pa.Array, Ints]:
+    """All aliases, concatenated, and the answer that each belongs to."""
     lists = cast(pa.ListArray, aliases)
     offsets, values = whole_numbers(lists.offsets), lists.values
     lengths = np.diff(offsets)
     row = np.repeat(np.arange(lengths.size), lengths)
-    place = np.arange(row.size) - (offsets[:-1] - offsets[0])[row]
     is_some = whole_numbers(pc.binary_length(values).fill_null(0))[offsets[0] : offsets[-1]] > 0
     kept = np.flatnonzero(is_some & (whole_numbers(lists.is_valid()) > 0)[row])
-    return values.take(kept + offsets[0]), row[kept], place[kept]
+    return values.take(kept + offsets[0]), row[kept]
 
 
 def _array(values: Sequence[object] | pa.Array, kind: pa.DataType) -> pa.Array:
