@@ -25,8 +25,13 @@ def epoch(model: str, number: int, *, seed: int = 0, auroc: float = 0.7) -> Line
 
 
 def fit(model: str, *, seed: int = 0, family: str = "trained") -> Line:
-    about = {"family": family, "title": f"a {model}", "parameters": 12, "fit_s": 3.5, "score_s": 0.5, "num_scored": 9}
-    return {"kind": "fit", "time_s": 9.0, "model": model, "seed": seed, **about}
+    rest = {"trace_bytes": 0, "extra_forwards": 0, "probabilities": True, "chosen": {}}
+    return {"kind": "fit", "time_s": 9.0, **shown_fit(model, seed=seed, family=family), **rest}
+
+
+def shown_fit(model: str, *, seed: int = 0, family: str = "trained") -> Line:
+    cost = {"parameters": 12, "fit_s": 3.5, "score_s": 0.5, "num_scored": 9}
+    return {"model": model, "seed": seed, "family": family, "title": f"a {model}", **cost}
 
 
 def memory(second: int, size: int) -> Line:
@@ -70,7 +75,7 @@ def ask(view: Any, name: str = "state", **values: object) -> Mapping[str, Any]:
 def known(log: RunLog) -> object:
     curves = {job: (curve.columns(), curve.best()) for job, curve in log.curves.items()}
     peaks = log.memory.times, log.memory.values, log.budget
-    return repr((log.num_lines, log.num_damaged, curves, log.fits, log.missing, peaks, log.at_work))
+    return repr((log.num_lines, log.num_damaged, curves, log.metrics, peaks, log.at_work))
 
 
 @settings(max_examples=num_examples(30), deadline=None)
@@ -141,7 +146,7 @@ def test_a_model_is_told_with_its_best_epoch_and_what_it_cost(tmp_path: Path):
     state = ask(run_view(run_of(tmp_path / "run", LINES)))
     lstm = state["curves"][0]
     assert (lstm["best"], lstm["best_epoch"], lstm["measure"], lstm["num_epochs"]) == (0.8, 1, "val_auroc", 3)
-    assert state["fits"] == [{"model": "lstm", "seed": 0, **{k: fit("lstm")[k] for k in list(fit("lstm"))[4:]}}]
+    assert state["fits"] == [shown_fit("lstm")]
     assert state["missing"] == [{"model": "p_true", "why": "the store has no p_true"}]
 
 
@@ -215,7 +220,7 @@ def test_settings_and_data_are_names_and_texts(tmp_path: Path):
     card = {"kind": "reads", "files": {"train": ["a.fa", "b.fa"]}, "classes": [{"name": "x"}] * 5000, "mates": 1}
     (run / "data.json").write_text(json.dumps(card))
     told = ask(run_view(run), "settings")
-    assert ["lr", "–"] in told["tables"]["Settings"] and told["compared"] == "classifiers" and told["epochs"] == 30
+    assert ["lr", "–"] in told["tables"]["Settings"] and told["epochs"] == 30
     data = [["kind", "reads"], ["files.train", "a.fa, b.fa"], ["classes", "5000 entries"], ["mates", "1"]]
     assert told["tables"]["Data"] == data
 

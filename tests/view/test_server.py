@@ -117,6 +117,13 @@ def test_pages_name_no_other_site_and_have_no_script_of_their_own():
         assert file.suffix != ".html" or not re.search(r"<script(?![^>]*src=)|\son\w+=|style=", text), file.name
 
 
+def test_the_explorer_and_its_pages_start_without_torch():
+    pages = "millstream.view.server, millstream.traces.view, millstream.reads.view"
+    code = f"import sys, {pages}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_a_path_that_cannot_be_shown_is_a_line_with_the_remedy(tmp_path: Path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n")
     for path in (tmp_path / "nowhere", tmp_path / "picture.png"):

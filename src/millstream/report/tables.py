@@ -184,7 +184,10 @@ def _value_text(value: object) -> str:
     if isinstance(value, float):
         return shown(value, ".6g")
     if isinstance(value, list | tuple):
-        return ", ".join(_value_text(item) for item in cast(Sequence[object], value))
+        items = cast(Sequence[object], value)
+        if any(isinstance(item, Mapping) for item in items):
+            return f"{len(items)} entries"
+        return ", ".join(map(_value_text, items))
     return str(value)
 
 

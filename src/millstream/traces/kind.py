@@ -14,9 +14,8 @@ from millstream.training import LoopSettings
 if TYPE_CHECKING:
     from millstream.traces.store.traces import Traces
 
-
-MODELS = "detectors"  # what a run on traces compares
 MODEL_GROUPS = ("baselines",)  # names that stand for several models
+POSITIONS = ("last_prompt", "first_answer", "last_answer", "mean_answer")  # of the field `states`
 
 
 def is_at(path: Path) -> bool:

@@ -1,4 +1,9 @@
-"""The files of a run folder: settings, data card, checkpoints, and metrics.jsonl with one line per event."""
+"""The files of a run folder: settings, data card, checkpoints, and metrics.jsonl with one line per event.
+
+Imports torch only to write and load checkpoints: the report and the explorer read runs without it.
+"""
+
+from __future__ import annotations
 
 import json
 import os
@@ -11,17 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
 import yaml
-from torch import Tensor
 
 from millstream.core.console import quoted
 from millstream.core.files import publishing, sync_folder
 from millstream.core.memory import available_bytes, tree_bytes
 from millstream.core.registry import KINDS
 from millstream.errors import BadSource, MissingExtra
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 CONFIG = "config.yaml"
 DATA = "data.json"  # the data card
@@ -88,6 +95,8 @@ def finished_jobs(run: Path) -> list[tuple[str, int]]:
 
 def environment() -> dict[str, object]:
     """Versions and hardware, for env.json."""
+    import torch
+
     found: dict[str, object] = {
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "python": platform.python_version(),
@@ -128,7 +137,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object])
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
     """The tensors by name, and `about`."""
     with _opened(path) as file:
-        tensors = {name: cast(Tensor, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: cast("Tensor", file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
         return tensors, cast("dict[str, object]", json.loads(file.metadata()[ABOUT]))
 
 
@@ -297,6 +306,20 @@ class Metrics:
     def history(self) -> Sequence[Line]:
         return list(self.epochs.values())
 
+    def take(self, line: Line) -> None:
+        """Add a line; raises AttributeError, KeyError, TypeError or ValueError if it is damaged."""
+        kind = line.get("kind")
+        if kind == "epoch":
+            self.epochs[str(line["model"]), _int(line["seed"]), _int(line["epoch"])] = line
+        elif kind == "fit":
+            self.fits[str(line["model"]), _int(line["seed"])] = _fit(line)
+            self.missing.pop(str(line["model"]), None)
+        elif kind == "memory":
+            self.memory.append((_float(line["time_s"]), _int(line["bytes"])))
+            self.budget = self.budget if line.get("budget") is None else _int(line["budget"])
+        elif kind == "missing":
+            self.missing[str(line["model"])] = str(line["why"])
+
 
 def read_metrics(file: Path) -> Metrics:
     """The metrics of a run that is training, was resumed, or is finished. An incomplete last line is left out."""
@@ -306,7 +329,7 @@ def read_metrics(file: Path) -> Metrics:
         if isinstance(line, ValueError):
             raise _damaged(file, number, f"not valid JSON: {line}")
         try:
-            _take(metrics, cast(Line, line))
+            metrics.take(cast(Line, line))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise _damaged(file, number, f"{type(error).__name__}: {error}") from None
     return metrics
@@ -341,20 +364,6 @@ class Clock:
                 return
             yield batch
             del batch
-
-
-def _take(metrics: Metrics, line: Line) -> None:
-    kind = line.get("kind")
-    if kind == "epoch":
-        metrics.epochs[str(line["model"]), _int(line["seed"]), _int(line["epoch"])] = line
-    elif kind == "fit":
-        metrics.fits[str(line["model"]), _int(line["seed"])] = _fit(line)
-        metrics.missing.pop(str(line["model"]), None)
-    elif kind == "memory":
-        metrics.memory.append((_float(line["time_s"]), _int(line["bytes"])))
-        metrics.budget = metrics.budget if line.get("budget") is None else _int(line["budget"])
-    elif kind == "missing":
-        metrics.missing[str(line["model"])] = str(line["why"])
 
 
 def _fit(line: Line) -> Fit:

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +11,8 @@ from typing import Any, cast
 from millstream.core.console import format_seconds
 from millstream.core.registry import plug
 from millstream.errors import BadSource, MillstreamError
-from millstream.report import read_mapping
+from millstream.report import read_mapping, report_of
+from millstream.report.tables import clipped, flat
 from millstream.training.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -20,6 +21,8 @@ from millstream.training.folder import (
     METRICS,
     PREDICTIONS,
     SCORES,
+    Fit,
+    Metrics,
     Tail,
     kind_of,
 )
@@ -34,7 +37,7 @@ Line = Mapping[str, Any]
 
 
 class RunLog:
-    """The contents of a metrics.jsonl so far. `refresh` reads what was added."""
+    """The metrics of a run so far. `refresh` reads what was added to its metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -63,11 +66,10 @@ class RunLog:
     def _reset(self) -> None:
         self.num_lines = self.num_damaged = 0
         self.last_s: float | None = None
-        self.curves: dict[Job, Curve] = {}
-        self.fits: dict[Job, Line] = {}
-        self.missing: dict[str, str] = {}
+        self.metrics = Metrics()  # without memory, of which only the peaks are kept
         self.memory = Peaks()
         self.budget: int | None = None
+        self.curves: dict[Job, Curve] = {}
         self.at_work: Job | None = None  # the last job that logged something and is not finished
 
     def _take(self, line: Line) -> None:
@@ -77,24 +79,12 @@ class RunLog:
             self.memory.add(self.last_s, int(line["bytes"]))
             self.budget = line.get("budget") or self.budget
             return
-        if kind == "missing":
-            self.missing[str(line["model"])] = str(line["why"])
-            return
-        if kind not in ("look", "epoch", "fit"):
-            return
-        job = str(line["model"]), int(line["seed"])
-        self.at_work = None if kind == "fit" else job
-        if kind == "fit":
-            self.fits[job] = line
-            self.missing.pop(job[0], None)
-        elif kind == "epoch":
-            curve = self.curves.setdefault(job, Curve())
-            curve.epochs[int(line["epoch"])] = {
-                name: value
-                for name, value in line.items()
-                if name not in _NOT_MEASURED and (value is None or isinstance(value, int | float))
-            }
-            curve.changed = self.num_lines
+        self.metrics.take(line)
+        if kind in ("look", "epoch", "fit"):
+            job = str(line["model"]), int(line["seed"])
+            self.at_work = None if kind == "fit" else job
+            if kind == "epoch":
+                self.curves.setdefault(job, Curve()).add(line, at=self.num_lines)
 
 
 class RunState:
@@ -149,13 +139,13 @@ class RunState:
         first, seeds = _integer(config.get("seed"), 0), _integer(config.get("seeds"), 1)
         left: list[str] = []
         for name in dict.fromkeys(names):
-            if name in log.missing:
+            if name in log.metrics.missing:
                 continue
-            families = {fit.get("family") for (model, _), fit in log.fits.items() if model == name}
-            is_net = any(model == name for model, _ in log.curves)
-            if families and not is_net:  # a baseline is fitted only once
+            fits = log.metrics.fits
+            is_fitted, is_net = (any(model == name for model, _ in jobs) for jobs in (fits, log.curves))
+            if is_fitted and not is_net:  # a baseline is fitted only once
                 continue
-            undone = [seed for seed in range(first, first + seeds) if (name, seed) not in log.fits]
+            undone = [seed for seed in range(first, first + seeds) if (name, seed) not in fits]
             if undone:
                 left.append(name if len(undone) == seeds else f"{name} (seed {', '.join(map(str, undone))})")
         return left
@@ -181,7 +171,7 @@ class RunState:
             if newest is None:
                 return None
             name, _, seed = newest.name.rpartition("-")
-            if not seed.isdigit() or (name, int(seed)) in log.fits:
+            if not seed.isdigit() or (name, int(seed)) in log.metrics.fits:
                 return None
             job = name, int(seed)
         return {"model": job[0], "seed": job[1], "epoch": epoch}
@@ -193,6 +183,14 @@ class Curve:
 
     epochs: dict[int, Line] = field(default_factory=dict[int, Line])
     changed: int = 0  # number of log lines at its last change
+
+    def add(self, line: Line, *, at: int) -> None:
+        self.epochs[int(line["epoch"])] = {
+            name: value
+            for name, value in line.items()
+            if name not in _NOT_MEASURED and (value is None or isinstance(value, int | float))
+        }
+        self.changed = at
 
     def columns(self) -> dict[str, list[Any]]:
         """Each measure over the epochs, thinned if there are many; the first, last and best epoch are kept."""
@@ -250,7 +248,7 @@ def _integer(value: object, default: int) -> int:
 
 
 PAGE = "report.html"
-_LISTED = 40  # entries shown of a list
+_MAX_TEXT = 2000  # characters of a setting
 _FIT = ("family", "title", "parameters", "fit_s", "score_s", "num_scored")
 
 
@@ -306,8 +304,6 @@ class RunReport:
             self._making.join()
 
     def _make(self) -> None:
-        from millstream.report import report_of
-
         try:
             report_of(self._run).write(self.path)
         except (MillstreamError, OSError) as error:
@@ -343,8 +339,8 @@ class _Run:
                 "damaged": log.num_damaged,
                 "elapsed_s": log.last_s,
                 "curves": [_curve(job, log) for job, curve in log.curves.items() if curve.changed > since or begins],
-                "fits": [{"model": m, "seed": s, **_fit(fit)} for (m, s), fit in log.fits.items()],
-                "missing": [{"model": model, "why": why} for model, why in log.missing.items()],
+                "fits": [_fit(job, fit) for job, fit in log.metrics.fits.items()],
+                "missing": [{"model": model, "why": why} for model, why in log.metrics.missing.items()],
                 "memory": {"time_s": list(log.memory.times), "bytes": list(log.memory.values), "budget": log.budget}
                 if begins or log.num_lines > since
                 else None,
@@ -352,14 +348,12 @@ class _Run:
             }
 
     def settings(self, query: Query) -> object:
-        """What the run compares, and its settings, data and environment as names and texts."""
+        """The settings, data and environment of the run as names and texts."""
         tables: dict[str, list[tuple[str, str]]] = {}
         for title, name in (("Settings", CONFIG), ("Data", DATA), ("Environment", ENVIRONMENT)):
             if (self._run / name).is_file():
-                tables[title] = list(_facts(read_mapping(self._run / name)))
-        config = self._config()
-        compared = plug(kind_of(self._run), "kind").MODELS
-        return {"path": str(self._run), "compared": compared, "epochs": config.get("epochs"), "tables": tables}
+                tables[title] = [(key, clipped(text, _MAX_TEXT)) for key, text in flat(read_mapping(self._run / name))]
+        return {"epochs": self._config().get("epochs"), "tables": tables}
 
     def make_report(self, query: Query) -> object:
         """Start making report.html; `state` reports when it is ready."""
@@ -376,7 +370,7 @@ def _modified(path: Path) -> int | None:
         return None
 
 
-def _curve(job: tuple[str, int], log: RunLog) -> dict[str, object]:
+def _curve(job: Job, log: RunLog) -> dict[str, object]:
     curve = log.curves[job]
     best = curve.best()
     return {
@@ -390,28 +384,5 @@ def _curve(job: tuple[str, int], log: RunLog) -> dict[str, object]:
     }
 
 
-def _fit(fit: Mapping[str, object]) -> dict[str, object]:
-    return {name: fit.get(name) for name in _FIT}
-
-
-def _facts(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
-    """Nested names joined with dots, and each value as one line."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _facts(cast("Mapping[str, object]", value), f"{before}{name}.")
-        else:
-            yield f"{before}{name}", _text(cast(object, value))
-
-
-def _text(value: object) -> str:
-    if value is None or value == "" or value == {} or value == []:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        some = cast("Sequence[object]", value)
-        if any(isinstance(one, Mapping | list) for one in some):
-            return f"{len(some)} entries"
-        more = f" and {len(some) - _LISTED} more" if len(some) > _LISTED else ""
-        return ", ".join(map(str, some[:_LISTED])) + more
-    return str(value)
+def _fit(job: Job, fit: Fit) -> dict[str, object]:
+    return {"model": job[0], "seed": job[1], **{name: getattr(fit, name) for name in _FIT}}

@@ -22,8 +22,7 @@ from millstream.traces.detectors.logistic import Detector, Scores
 from millstream.traces.detectors.net import DetectorNet, LayerLSTM, Net, match_width, score_of
 from millstream.traces.features import Token, layers, token_stats
 from millstream.traces.graphs import STORED, HeadGraphFeature, Wiring, graphs
-from millstream.traces.kind import TrainSettings
-from millstream.traces.llm.fields import POSITIONS
+from millstream.traces.kind import POSITIONS, TrainSettings
 from millstream.training.study import Built, Kit, NetModel, Workplace
 from millstream.training.task import FitResources, Labels, Model, Outcome, Task
 

@@ -27,7 +27,7 @@ from millstream.traces.detectors.logistic import (
     score_logistic,
 )
 from millstream.traces.features import layers, token_stats
-from millstream.traces.llm.fields import POSITIONS
+from millstream.traces.kind import POSITIONS
 from millstream.training.task import Arrays, FitResources
 
 # B batch, L layers, H heads, R rows (the last prompt token, then those generated), E eigenvalues, F features

@@ -10,6 +10,7 @@ from torch import nn
 
 from millstream.core.record import Tensor
 from millstream.errors import BadSetting
+from millstream.traces.kind import POSITIONS
 
 # B batch, L layers, H heads, R rows of a pass, K keys, T tokens, D hidden
 
@@ -17,7 +18,6 @@ TOP_K = 20  # most likely tokens kept per step
 NUM_EDGES = 8  # strongest attention edges kept per token and layer
 NODE_DIM = 64  # width of the random projection of hidden states
 NUM_EIGENVALUES = 10
-POSITIONS = ("last_prompt", "first_answer", "last_answer", "mean_answer")  # of the field `states`
 
 TIERS = {
     "stats": ("heads", "laplacian"),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from millstream.core.record import Tensor
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.traces.convert import importers, names_of
-from millstream.traces.llm.fields import POSITIONS
+from millstream.traces.kind import POSITIONS
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.traces import Traces
 from millstream.training.folder import CHECKPOINTS, WEIGHTS
