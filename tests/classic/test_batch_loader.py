@@ -1,4 +1,4 @@
-"""The old vocabulary, and the code examples of the old documentation run as they were printed."""
+"""The old vocabulary, and the code examples of the old documentation as they were printed."""
 
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def test_example_3_makes_three_stores_and_can_be_run_again(here: Path):
     assert len(TraceBatchLoader()) == BATCHES  # the splits inside the folder do not count as batches
 
 
-def test_batch_info_needs_no_trace(here: Path):
+def test_batch_info_reads_no_trace(here: Path):
     for file in (here / "traces_data").glob("*.parquet"):
         file.unlink()
     info = TraceBatchLoader().get_batch_info()
@@ -117,7 +117,7 @@ def test_batch_info_needs_no_trace(here: Path):
     assert info[3]["size_mb"] == (here / "traces_data" / "shard-00003.arrow").stat().st_size / 2**20
 
 
-def test_traces_carry_the_old_keys(here: Path):
+def test_traces_have_the_old_keys(here: Path):
     loader = TraceBatchLoader("./traces_data")
     got = loader.get_trace_by_global_id(13)
     assert got is not None
@@ -128,7 +128,7 @@ def test_traces_carry_the_old_keys(here: Path):
     assert loader.get_total_traces() == BATCHES * SIZE
 
 
-def test_ids_given_at_extraction_win_over_the_place_in_the_store(tmp_path: Path):
+def test_ids_from_the_old_files_take_precedence_over_positions_in_the_store(tmp_path: Path):
     with ms.TraceWriter(tmp_path / "part", shard_records=2) as writer:
         writer.extend({**trace(g), "global_example_id": g, "batch_number": 2} for g in range(10, 15))
     loader = TraceBatchLoader(tmp_path / "part")
@@ -138,7 +138,7 @@ def test_ids_given_at_extraction_win_over_the_place_in_the_store(tmp_path: Path)
     assert loader.get_trace_by_global_id(3) is None
 
 
-def test_a_batch_is_a_sequence_that_holds_no_trace(here: Path):
+def test_a_batch_is_a_sequence_that_keeps_no_trace_in_memory(here: Path):
     loader = TraceBatchLoader()
     batch = loader.get_batch(4)
     assert len(batch) == SIZE
@@ -146,7 +146,7 @@ def test_a_batch_is_a_sequence_that_holds_no_trace(here: Path):
     assert [t["example_id"] for t in batch[1:3]] == [1, 2]
     assert sum(1 for _ in loader.iter_batches()) == len(loader) == BATCHES
     for wrong in (-1, BATCHES):
-        with pytest.raises(IndexError, match=f"batch {wrong} of 10"):
+        with pytest.raises(IndexError, match=f"batch {wrong} of {BATCHES}"):
             loader.get_batch(wrong)
 
 
@@ -168,7 +168,7 @@ def test_an_output_that_is_not_a_store_is_never_replaced(here: Path):
     assert not (here / "out").exists()
 
 
-def test_no_traces_folder_is_a_file_not_found_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_traces_folder_is_a_file_not_found_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="traces_data"):
         TraceBatchLoader()

@@ -1,4 +1,4 @@
-"""Old trace files: every trace comes back exactly, one at a time, and no file ever gets to run anything."""
+"""Old trace files: every trace is read exactly, one at a time, and nothing in a file is ever run."""
 
 import copyreg
 import gzip
@@ -36,7 +36,7 @@ def f16(*shape: int) -> np.ndarray:
 
 
 def new_trace(number: int, *, num_tokens: int = 6, num_layers: int = 3) -> dict[str, object]:
-    """What the later scripts wrote: one array a layer."""
+    """As the later scripts wrote it: one array per layer."""
     return {
         "question": f"Who wrote book {number}?",
         "hidden_states": [f16(num_tokens, 8) for _ in range(num_layers)],
@@ -49,7 +49,7 @@ def new_trace(number: int, *, num_tokens: int = 6, num_layers: int = 3) -> dict[
 
 
 def old_trace(number: int, *, num_steps: int = 4, hidden: int = 8) -> dict[str, object]:
-    """What the first scripts wrote: [layer][step], where step 0 covers the prompt of 5 tokens."""
+    """As the first scripts wrote it: [layer][step], where step 0 is the prompt of 5 tokens."""
     lengths = [5] + [1] * (num_steps - 1)
     return {
         "question": f"Who wrote book {number}?",
@@ -81,7 +81,7 @@ def traces_of_all_kinds() -> list[dict[str, object]]:
 
 
 def write(folder: Path, data: bytes) -> Path:
-    path = folder / "traces.bin"  # the name says nothing: content decides
+    path = folder / "traces.bin"  # the kind is detected from the content
     path.write_bytes(data)
     return path
 
@@ -130,7 +130,7 @@ def test_a_torch_file_comes_back_exactly_and_streams(tmp_path, legacy, wrap):
 
 
 @pytest.mark.parametrize("save", [pickle.dumps, torch_bytes, lambda t: torch_bytes(t, legacy=True)])
-def test_one_dict_by_itself_is_one_trace(tmp_path, save):
+def test_a_single_dict_is_one_trace(tmp_path, save):
     trace = old_trace(0) | torch_trace(0)
     assert same(list(read_traces(write(tmp_path, save(trace)))), [trace])
 
@@ -150,28 +150,28 @@ values = st.recursive(
     traces=st.lists(st.dictionaries(names, values, max_size=4), max_size=5),
     protocol=st.sampled_from([2, 3, 4, 5]),
 )
-def test_reading_is_unpickling(tmp_path_factory, traces, protocol):
+def test_reading_gives_what_pickle_loads_gives(tmp_path_factory, traces, protocol):
     data = pickle.dumps(traces, protocol)
     assert same(list(read_traces(write(tmp_path_factory.getbasetemp(), data))), pickle.loads(data))
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, pickle._dumps], ids=["C", "Python"])
 @pytest.mark.parametrize("sizes", [[], [0], [1], [0, 0, 1, 1, 0], [1001, 1000, 2001, 1], [1] * 1001, [2] * 2001])
-def test_dicts_and_lists_of_any_size_are_cut_at_the_right_place(tmp_path, dumps, sizes):
+def test_dicts_and_lists_of_any_size_are_split_into_the_right_traces(tmp_path, dumps, sizes):
     traces = [{f"field{i}": {"a": i} for i in range(size)} for size in sizes]
     for value in (traces, {"traces": traces}):
         path = write(tmp_path, dumps(value, 4))
         assert same(list(read_traces(path, notify=never)), traces)
 
 
-def test_names_of_numpy_1_are_known(tmp_path):
+def test_files_written_with_numpy_1_are_read(tmp_path):
     trace = {"x": f16(3, 4), "s": np.int64(3)}
     old = pickle.dumps([trace], 2).replace(b"numpy._core.", b"numpy.core.")
     assert b"numpy.core.multiarray" in old
     assert same(list(read_traces(write(tmp_path, old))), [trace])
 
 
-def test_tensors_that_are_parts_of_one_large_storage_are_read_alone(tmp_path):
+def test_views_of_one_large_storage_are_read_without_the_rest_of_it(tmp_path):
     whole = torch.arange(24.0).reshape(4, 6)
     path = write(tmp_path, torch_bytes([{"row": row, "column": row[::2]} for row in whole]))
     traces = list(read_traces(path, notify=never))
@@ -202,7 +202,7 @@ def large_traces(layout: str) -> list[dict[str, object]]:
     ids=["protocol 2", "protocol 4", "protocol 5", "gzip", "torch"],
 )
 @pytest.mark.parametrize("layout", ["few large arrays", "many small arrays"])
-def test_reading_holds_fewer_than_three_traces(tmp_path, save, layout):
+def test_reading_keeps_fewer_than_three_traces_in_memory(tmp_path, save, layout):
     traces = large_traces(layout)
     one, path = pickle.dumps(traces[0]), write(tmp_path, save(traces))
     tracemalloc.start()
@@ -218,21 +218,21 @@ def test_reading_holds_fewer_than_three_traces(tmp_path, save, layout):
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_a_trace_the_caller_lets_go_is_gone_before_the_next_is_read(tmp_path, protocol):
+def test_a_trace_the_caller_drops_is_freed_before_the_next_is_read(tmp_path, protocol):
     reading = read_traces(write(tmp_path, pickle.dumps([new_trace(i) for i in range(3)], protocol)))
     array = weakref.ref(next(reading)["tokens"])
     next(reading)
     assert array() is None
 
 
-def test_settings_shared_by_all_traces_do_not_stop_the_streaming(tmp_path):
+def test_settings_shared_by_all_traces_do_not_prevent_streaming(tmp_path):
     config, shape = {"model": "llama", "beams": 5}, (32, 4096)
     traces = [new_trace(i) | {"config": config, "shape": shape, "batch": np.int64(3)} for i in range(4)]
     assert same(list(read_traces(write(tmp_path, pickle.dumps(traces)), notify=never)), traces)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_an_array_shared_between_traces_is_found_and_every_trace_comes_once(tmp_path, protocol):
+def test_an_array_shared_between_traces_is_detected_and_every_trace_is_read_once(tmp_path, protocol):
     array = f16(50, 50)
     traces = [new_trace(i) | ({"shared": array} if i in (1, 3) else {}) for i in range(6)]
     messages: list[str] = []
@@ -244,13 +244,13 @@ def test_an_array_shared_between_traces_is_found_and_every_trace_comes_once(tmp_
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_sharing_is_found_in_torch_files_too(tmp_path, legacy):
+def test_sharing_is_detected_in_torch_files_too(tmp_path, legacy):
     array = f16(50, 50)
     traces = [torch_trace(i) | {"shared": array} for i in range(3)]
     assert same(list(read_traces(write(tmp_path, torch_bytes(traces, legacy=legacy)))), traces)
 
 
-def test_the_same_dict_twice_and_the_list_inside_of_itself_are_read(tmp_path):
+def test_a_repeated_dict_and_a_list_that_contains_itself_are_read(tmp_path):
     trace = new_trace(0)
     assert same(list(read_traces(write(tmp_path, pickle.dumps([trace] * 4)))), [trace] * 4)
     listed = [{"a": 1}, {"b": 2}]
@@ -283,7 +283,7 @@ FILES = kinds_of_files(WHOLE)
 @pytest.mark.parametrize("kind", FILES)
 @SETTINGS
 @given(data=st.data())
-def test_a_truncated_file_gives_its_first_traces_and_then_says_where_it_broke(tmp_path_factory, kind, data):
+def test_a_truncated_file_gives_its_whole_traces_and_then_names_the_broken_one(tmp_path_factory, kind, data):
     whole = [trace | {"shared": SHARED} for trace in WHOLE] if kind == "shared" else WHOLE
     cut = data.draw(st.integers(0, len(FILES[kind]) - 1))
     path = write(tmp_path_factory.getbasetemp(), FILES[kind][:cut])
@@ -294,16 +294,16 @@ def test_a_truncated_file_gives_its_first_traces_and_then_says_where_it_broke(tm
         except BadSource as error:
             broken = str(error)
             break
-    assert broken.startswith(f"{path}: broken in trace {number}: ")
+    assert broken.startswith(f"{path}: ") and f"trace {number}: " in broken
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_all_traces_before_the_cut_are_given(tmp_path, protocol):
+def test_every_trace_before_the_cut_is_read(tmp_path, protocol):
     data = pickle.dumps(WHOLE, protocol)
     cut = data.index(b"Who wrote book 3")
     reading = read_traces(write(tmp_path, data[:cut]))
     assert same([next(reading) for _ in range(3)], WHOLE[:3])
-    with pytest.raises(BadSource, match="broken in trace 3: the file ends too early"):
+    with pytest.raises(BadSource, match="trace 3"):
         next(reading)
 
 
@@ -342,19 +342,19 @@ def test_what_is_not_a_list_of_dicts_is_a_bad_source(tmp_path, data):
 def test_a_zip_that_torch_did_not_write_is_a_bad_source(tmp_path):
     path = tmp_path / "arrays.npz"
     np.savez(path, x=np.zeros(3))
-    with pytest.raises(BadSource, match=r"not one that torch.save writes"):
+    with pytest.raises(BadSource, match=r"arrays\.npz"):
         list(read_traces(path))
 
 
 @pytest.mark.parametrize("opcode", [b"B" + struct.pack("<I", 2**32 - 1), b"X" + struct.pack("<I", 2**32 - 1)]
                          + [code + struct.pack("<Q", 2**40) for code in (b"\x8e", b"\x8d", b"\x96")])  # fmt: skip
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
-def test_a_length_that_the_file_does_not_have_takes_no_memory(tmp_path, opcode, zipped):
+def test_a_length_beyond_the_end_of_the_file_allocates_no_memory(tmp_path, opcode, zipped):
     data = b"\x80\x04]}\x8c\x01x" + opcode + b"abc"
     path = write(tmp_path, gzip.compress(data) if zipped else data)
     tracemalloc.start()
     try:
-        with pytest.raises(BadSource, match="ends too early"):
+        with pytest.raises(BadSource, match=str(path)):
             list(read_traces(path))
         assert tracemalloc.get_traced_memory()[1] < 2e6
     finally:
@@ -383,8 +383,8 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
-def bombs(command: str) -> dict[str, tuple[bytes, str]]:
-    """Pickles that run `command` in a trace after a harmless one, and the name each has to be refused by."""
+def malicious(command: str) -> dict[str, tuple[bytes, str]]:
+    """Pickles that run `command` in a trace after a harmless one, and the name in the refusal of each."""
     code = f"__import__('os').system({command!r})"
     head = b"\x80\x04](}" + text("fine") + b"\x88s}" + text("x")
     tail = b"se."
@@ -417,11 +417,11 @@ def bombs(command: str) -> dict[str, tuple[bytes, str]]:
         ),
         "array of objects": (of(np.array([Call(os.system, command)])), "'numpy.dtype'"),
         "array of objects, protocol 2": (of(np.array([Call(os.system, command)]), 2), "'numpy.dtype'"),
-        "inside of a tensor": (
+        "inside a tensor": (
             of(Call(torch.storage._load_from_bytes, torch_bytes(Call(os.system, command), legacy=True))),
             posix,
         ),
-        "inside of a tensor inside of a tensor": (
+        "a tensor inside a tensor": (
             of(
                 Call(
                     torch.storage._load_from_bytes,
@@ -448,26 +448,26 @@ def extension_240():
         copyreg.remove_extension("posix", "system", 240)
 
 
-@pytest.mark.parametrize("name", bombs("true"))
-def test_a_bomb_does_not_go_off_and_is_named(tmp_path, name):
+@pytest.mark.parametrize("name", malicious("true"))
+def test_malicious_code_is_not_run_and_is_named(tmp_path, name):
     marker = tmp_path / "ran"
-    data, culprit = bombs(f"touch {marker}")[name]
+    data, refused = malicious(f"touch {marker}")[name]
     path = write(tmp_path, data)
     with extension_240():
         reading = read_traces(path)
-        if name != "torch legacy":  # which has to be looked through once before the first trace
+        if name != "torch legacy":  # it is scanned once before the first trace
             assert next(reading) == {"fine": True}
-        with pytest.raises(UnsafePickle, match="Nothing was run") as caught:
+        with pytest.raises(UnsafePickle) as caught:
             list(reading)
-    assert str(caught.value).startswith(f"{path}: refused: ")
-    assert culprit in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert refused in str(caught.value)
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", bombs("true"))
-def test_these_bombs_do_go_off_elsewhere(tmp_path, name):
+@pytest.mark.parametrize("name", malicious("true"))
+def test_pickle_and_torch_do_run_this_malicious_code(tmp_path, name):
     marker = tmp_path / "ran"
-    data, _ = bombs(f"touch {marker}")[name]
+    data, _ = malicious(f"touch {marker}")[name]
     with extension_240():
         if name.startswith("torch"):
             torch.load(io.BytesIO(data), weights_only=False)
@@ -482,7 +482,7 @@ ARRAY = b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01
 
 
 @pytest.mark.parametrize(
-    ("program", "culprit"),
+    ("program", "refused"),
     [
         (DTYPE + b"}" + text("evil") + b"Nsb", "'numpy.dtype'"),
         (b"}}" + text("__class__") + b"Nsb", "a dict"),
@@ -503,11 +503,11 @@ ARRAY = b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01
         (text("posix.system") + text("x") + b"\x85R", "call 'posix.system'"),
     ],
 )
-def test_what_is_allowed_cannot_be_turned_against_us(tmp_path, program, culprit):
+def test_allowed_globals_cannot_be_misused(tmp_path, program, refused):
     path = write(tmp_path, b"\x80\x04]}" + text("x") + program + b"sa.")
     with pytest.raises(UnsafePickle) as caught:
         list(read_traces(path))
-    assert culprit in str(caught.value)
+    assert refused in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -526,12 +526,12 @@ def test_what_is_allowed_cannot_be_turned_against_us(tmp_path, program, culprit)
         b"2",
     ],
 )
-def test_nonsense_is_a_bad_source(tmp_path, program):
-    with pytest.raises(BadSource, match="broken in trace 0"):
+def test_an_invalid_program_is_a_bad_source(tmp_path, program):
+    with pytest.raises(BadSource, match="trace 0"):
         list(read_traces(write(tmp_path, b"\x80\x04]}" + text("x") + program + b"sa.")))
 
 
-def test_flags_of_a_dtype_in_the_file_are_not_believed(tmp_path):
+def test_dtype_flags_in_the_file_are_ignored(tmp_path):
     state = b"(K\x03" + text("|") + b"NNNK\x08K\x01K\x3ft"  # flags 63: "these are object pointers"
     dtype = DTYPE + text("S8") + b"\x89\x88\x87R" + state + b"b"
     path = write(tmp_path, b"\x80\x04]}" + text("x") + ARRAY + b"(K\x01K\x01\x85" + dtype + b"\x89C\x08AAAAAAAAtbsa.")
@@ -545,7 +545,7 @@ def test_a_zip_member_beyond_the_end_is_a_bad_source(tmp_path):
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", pickle.dumps([{}], 2))
-    with pytest.raises(BadSource, match="compressed or beyond the end"):
+    with pytest.raises(BadSource, match=r"a/data\.pkl"):
         list(read_traces(path))
 
 
@@ -564,7 +564,7 @@ def test_layers_are_stacked_and_values_made_storable():
     assert record["question_id"] == "tc_5"
 
 
-def test_steps_of_different_shapes_become_one_row_a_layer():
+def test_steps_of_different_shapes_become_one_row_per_layer():
     trace = old_trace(7)
     record = to_record(trace)
     assert record["hidden_states"].shape == (3, 8 * 8)
@@ -600,7 +600,7 @@ def test_steps_come_back_bit_for_bit(shapes, dtype, num_layers, use_torch, seed)
 
     def step(shape: tuple[int, ...]) -> np.ndarray | torch.Tensor:
         bits = rng.integers(0, 2 if dtype == "?" else 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
-        array = bits.view(dtype).reshape(shape)  # of any bits, so NaNs with a payload are among them
+        array = bits.view(dtype).reshape(shape)  # any bits, so NaNs with a payload too
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) if use_torch else array
 
     trace = {"x": [[step(shape) for shape in shapes] for _ in range(num_layers)]}
@@ -625,7 +625,7 @@ def test_steps_come_back_bit_for_bit(shapes, dtype, num_layers, use_torch, seed)
         "\ud800",
     ],
 )
-def test_what_cannot_be_stored_names_its_field(value):
+def test_a_value_that_cannot_be_stored_is_reported_by_field(value):
     with pytest.raises(BadSource, match="field 'strange'"):
         to_record({"strange": value})
 
@@ -637,11 +637,11 @@ def test_a_list_nested_without_end_is_a_bad_source():
         to_record({"strange": endless})
 
 
-def test_a_record_without_steps_is_restored_as_it_is():
+def test_restoring_a_record_without_steps_changes_nothing():
     record = to_record(new_trace(1) | {"tokens_steps": 5})
     assert same(restore_steps(record), record)
 
 
-def test_the_field_for_steps_must_be_free():
-    with pytest.raises(BadSource, match="'hidden_states_steps', which is taken"):
+def test_a_field_that_has_the_name_of_the_steps_is_refused():
+    with pytest.raises(BadSource, match="'hidden_states_steps'"):
         to_record(old_trace(0) | {"hidden_states_steps": 4})

@@ -1,4 +1,4 @@
-"""Old preprocessed files: every trace comes back exactly, one at a time, without torch_geometric or running code."""
+"""Old preprocessed files: every trace is read exactly, one at a time, without torch_geometric, and nothing is run."""
 
 import os
 import pickle
@@ -95,7 +95,7 @@ def split_graphs(record: dict[str, object]) -> list[dict[str, torch.Tensor]]:
 
 
 def assert_is(record: dict[str, object], content: dict[str, object], number: int) -> None:
-    """The record is the file's trace of that number, exactly."""
+    """The record equals the trace with this number in the file."""
     assert record["question_id"] == content["question_ids"][number]
     label = content["labels"][number]
     assert record["label"] == label
@@ -128,7 +128,7 @@ def test_every_trace_comes_back_exactly(tmp_path, kind, legacy):
         assert_is(record, content, number)
 
 
-def test_the_edges_of_all_layers_stand_one_after_another_and_keep_their_node_numbers(tmp_path):
+def test_the_edges_of_all_layers_are_concatenated_and_keep_their_node_numbers(tmp_path):
     graphs = [Data(x=torch.zeros(3, D).half(), edge_index=torch.tensor(edges), edge_attr=torch.ones(len(edges[0]), 1))
               for edges in ([[0, 1], [1, 2]], [[2], [0]], [[0, 0, 1], [0, 1, 1]])]  # fmt: skip
     path = write(tmp_path, {"graphs_by_layer": [graphs], "labels": [1], "question_ids": ["q"]})
@@ -163,7 +163,7 @@ def test_graphs_without_edges_or_without_edge_attr_are_read(tmp_path):
         None,
     ],
 )
-def test_labels_are_as_they_were_written_and_never_made_up(tmp_path, kind, labels):
+def test_labels_are_unchanged_and_missing_ones_stay_missing(tmp_path, kind, labels):
     content = content_of(kind, count=3) | {"labels": labels}
     if labels is None:
         del content["labels"]
@@ -174,7 +174,7 @@ def test_labels_are_as_they_were_written_and_never_made_up(tmp_path, kind, label
     assert str([ms.open(tmp_path / "new")[number]["label"] for number in range(3)]) == str(want)
 
 
-def test_traces_and_other_files_are_no_preprocessed_ones(tmp_path):
+def test_traces_and_other_files_are_not_preprocessed_files(tmp_path):
     trace = {"hidden_states": [torch.zeros(2, 3)], "sequences": torch.zeros(1, 2)}
     for legacy in (False, True):
         for value in ([trace], {"traces": [trace]}, {"n": 1, "traces": [trace], "labels": [0]}, trace, 3):
@@ -184,17 +184,17 @@ def test_traces_and_other_files_are_no_preprocessed_ones(tmp_path):
     assert is_preprocessed(tmp_path / "traces.pkl") is None
     assert is_preprocessed(tmp_path / "labels.csv") is None
     path = write(tmp_path, [trace])
-    with pytest.raises(BadSource, match="neither 'sequences' nor 'graphs'"):
+    with pytest.raises(BadSource, match=str(path)):
         list(read_preprocessed(path))
 
 
-def test_fields_that_records_do_not_have_are_named_once(tmp_path):
+def test_each_field_that_is_left_out_is_named_once(tmp_path):
     content = gnn_content() | {"model": "llama"}
     content["graphs"][3][1]._store._mapping["y"] = torch.zeros(1)
     content["graphs"][4][1]._store._mapping["y"] = torch.zeros(1)
-    said: list[str] = []
-    assert len(list(read_preprocessed(write(tmp_path, content), notify=said.append))) == 5
-    assert [text.split(": ")[-1] for text in said] == ["model", "y"]
+    messages: list[str] = []
+    assert len(list(read_preprocessed(write(tmp_path, content), notify=messages.append))) == 5
+    assert [text.split(": ")[-1] for text in messages] == ["model", "y"]
 
 
 # -- memory
@@ -202,7 +202,7 @@ def test_fields_that_records_do_not_have_are_named_once(tmp_path):
 
 @KINDS
 @FORMATS
-def test_only_the_trace_that_is_due_is_read_and_the_one_before_is_gone(tmp_path, kind, legacy, monkeypatch):
+def test_only_the_requested_trace_is_read_and_it_is_freed_when_dropped(tmp_path, kind, legacy, monkeypatch):
     sizes: list[int] = []
     preadv = os.preadv
 
@@ -250,7 +250,7 @@ def test_a_store_has_every_trace_and_names_the_axes(tmp_path, kind):
 
 
 @KINDS
-def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path, kind):
+def test_an_interrupted_conversion_resumes(tmp_path, kind):
     files = write_both(tmp_path / "old", kind)
 
     def stop(done: int, note: str) -> None:
@@ -288,7 +288,7 @@ def test_traces_without_question_ids_are_named_after_the_file(tmp_path):
 
 
 @KINDS
-def test_lengths_that_disagree_are_named(tmp_path, kind):
+def test_lengths_that_differ_are_reported(tmp_path, kind):
     content = content_of(kind) | {"labels": torch.zeros(4), "question_ids": ["a", "b"]}
     path = write(tmp_path, content)
     name = "sequences" if kind == "lstm" else "graphs"
@@ -297,44 +297,44 @@ def test_lengths_that_disagree_are_named(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
-        ({"x": torch.zeros(6, D).half()}, r"x has shape \(5, 8\) in layer 0 and \(6, 8\) in layer 1"),
-        ({"x": torch.zeros(5, D)}, "x is torch.float16 in layer 0 and torch.float32 in layer 1"),
-        ({"x": None}, "expected x of layer 1 to be a tensor, found a NoneType"),
-        ({"edge_index": torch.tensor([[0, 5], [0, 0]])}, "edges of layer 1 join nodes 0 to 5, but it has 5"),
-        ({"edge_index": torch.tensor([[0, -1], [0, 0]])}, "edges of layer 1 join nodes -1 to 0"),
-        ({"edge_index": torch.zeros(3, 2, dtype=torch.int64)}, r"expected edge_index of layer 1 .* \(3, 2\)"),
-        ({"edge_attr": torch.zeros(9).half()}, r"layer 1 has 2 edges, but edge_attr of shape \(9,\)"),
-        ({"edge_attr": torch.zeros(2, 3).half()}, r"layer 1 has 2 edges, but edge_attr of shape \(2, 3\)"),
-        ({"edge_attr": None}, "expected edge_attr of layer 1 to be a tensor"),
+        ({"x": torch.zeros(6, D).half()}, r"\(5, 8\) .* \(6, 8\) in layer 1"),
+        ({"x": torch.zeros(5, D)}, "torch.float16 .* torch.float32 in layer 1"),
+        ({"x": None}, "x of layer 1"),
+        ({"edge_index": torch.tensor([[0, 5], [0, 0]])}, "layer 1 .* 0 to 5"),
+        ({"edge_index": torch.tensor([[0, -1], [0, 0]])}, "layer 1 .* -1 to 0"),
+        ({"edge_index": torch.zeros(3, 2, dtype=torch.int64)}, r"edge_index of layer 1 .* \(3, 2\)"),
+        ({"edge_attr": torch.zeros(9).half()}, r"layer 1 .* edge_attr .* \(9,\)"),
+        ({"edge_attr": torch.zeros(2, 3).half()}, r"layer 1 .* edge_attr .* \(2, 3\)"),
+        ({"edge_attr": None}, "edge_attr of layer 1"),
     ],
 )
-def test_layers_that_do_not_go_together_are_named(tmp_path, changed, said):
+def test_layers_that_do_not_match_are_reported(tmp_path, changed, message):
     edges = torch.tensor([[0, 1], [1, 2]])
     weights = torch.ones(2).half()
     layers = [graph(1, 0), graph(1, 1, **{"edge_index": edges, "edge_attr": weights} | changed)]
     path = write(tmp_path, gnn_content(count=2) | {"graphs": [[graph(0, 0)], layers]})
-    with pytest.raises(BadSource, match=f"^{path}: broken in trace 1: {said}"):
+    with pytest.raises(BadSource, match=f"^{path}: .* trace 1: .*{message}"):
         list(read_preprocessed(path))
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        (lstm_content() | {"sequences": torch.zeros(5, 8)}, r"expected 'sequences' .* shape \(5, 8\)"),
-        (lstm_content() | {"labels": torch.zeros(5, 1)}, "expected 'labels' to be a list"),
-        (lstm_content() | {"labels": ["yes"] * 5}, "its label is 'yes', not a number"),
-        (lstm_content() | {"question_ids": [b"a"] * 5}, "its question_id is b'a'"),
-        (lstm_content() | {"question_ids": ["\ud800"] * 5}, "surrogates not allowed"),
-        (gnn_content() | {"graphs": torch.zeros(5)}, "expected 'graphs' to be lists of graphs"),
-        (gnn_content() | {"graphs": [[]] * 5}, "it has no layers"),
-        (gnn_content() | {"graphs": [[torch.zeros(2)]] * 5}, "expected one graph per layer"),
+        (lstm_content() | {"sequences": torch.zeros(5, 8)}, r"'sequences' .* \(5, 8\)"),
+        (lstm_content() | {"labels": torch.zeros(5, 1)}, "'labels'"),
+        (lstm_content() | {"labels": ["yes"] * 5}, "'yes'"),
+        (lstm_content() | {"question_ids": [b"a"] * 5}, "b'a'"),
+        (lstm_content() | {"question_ids": ["\ud800"] * 5}, "surrogates"),
+        (gnn_content() | {"graphs": torch.zeros(5)}, "'graphs'"),
+        (gnn_content() | {"graphs": [[]] * 5}, "trace 0: .*layers"),
+        (gnn_content() | {"graphs": [[torch.zeros(2)]] * 5}, "trace 0: .*graph"),
     ],
 )
-def test_what_is_not_as_the_scripts_wrote_it_is_a_bad_source(tmp_path, content, said):
+def test_content_of_another_layout_is_a_bad_source(tmp_path, content, message):
     path = write(tmp_path, content)
-    with pytest.raises(BadSource, match=said):
+    with pytest.raises(BadSource, match=message):
         list(read_preprocessed(path))
 
 
@@ -344,11 +344,11 @@ FILES = {(kind, old): torch_bytes(content_of(kind), legacy=old) for kind in ("ls
 @KINDS
 @FORMATS
 @pytest.mark.parametrize("share", [0, 0.02, 0.3, 0.6, 0.9, 0.999])
-def test_a_truncated_file_is_a_bad_source_that_names_it(tmp_path, kind, legacy, share):
+def test_a_truncated_file_is_a_bad_source(tmp_path, kind, legacy, share):
     data = FILES[kind, legacy]
     path = tmp_path / "preprocessed_0.pt"
     path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(BadSource, match=f"^{path}: broken"):
+    with pytest.raises(BadSource, match=f"^{path}: "):
         convert([path], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -371,14 +371,14 @@ def test_flipped_bits_give_data_or_one_of_our_errors(tmp_path_factory, kind_and_
 
 
 def hostile(command: str) -> dict[str, tuple[dict[str, object], str]]:
-    """Files that would run something, and the name each has to be refused by."""
+    """Files that would run something, and the name in the refusal of each."""
     run = Call(os.system, command)
     system = f"'{os.system.__module__}.system'"
     return {
         "in place of sequences": (lstm_content() | {"sequences": run}, system),
         "in place of a label": (lstm_content() | {"labels": [run]}, system),
         "after the graphs": (gnn_content() | {"more": run}, system),
-        "inside of a graph": (gnn_content(count=1) | {"graphs": [[graph(0, 0, x=run)]]}, system),
+        "inside a graph": (gnn_content(count=1) | {"graphs": [[graph(0, 0, x=run)]]}, system),
         "in place of a graph": (gnn_content(count=1) | {"graphs": [[run]]}, system),
         "another class of torch_geometric": (
             gnn_content(count=1) | {"graphs": [[Batch()]]},
@@ -392,15 +392,15 @@ def hostile(command: str) -> dict[str, tuple[dict[str, object], str]]:
 
 @pytest.mark.parametrize("name", hostile("true"))
 @FORMATS
-def test_a_bomb_does_not_go_off_and_is_named(tmp_path, name, legacy):
+def test_malicious_code_is_not_run_and_is_named(tmp_path, name, legacy):
     marker = tmp_path / "ran"
-    content, culprit = hostile(f"touch {marker}")[name]
+    content, refused = hostile(f"touch {marker}")[name]
     path = write(tmp_path, content, legacy=legacy)
     for read in (read_preprocessed, lambda path: convert([path], tmp_path / "new")):
-        with pytest.raises(UnsafePickle, match="Nothing was run") as caught:
+        with pytest.raises(UnsafePickle) as caught:
             list(read(path))
-        assert str(caught.value).startswith(f"{path}: refused: ")
-        assert culprit in str(caught.value)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert refused in str(caught.value)
     assert not marker.exists()
     assert not (tmp_path / "new").exists()
 
@@ -409,7 +409,7 @@ GRAPH = b"ctorch_geometric.data.data\nData\n"
 
 
 @pytest.mark.parametrize(
-    ("program", "culprit"),
+    ("program", "refused"),
     [
         (GRAPH + b"}b", "set the state of a GraphClass"),
         (GRAPH + b")\x81]b", "set the state of a graph to a list"),
@@ -420,13 +420,13 @@ GRAPH = b"ctorch_geometric.data.data\nData\n"
         (b"ctorch.storage\n_load_from_bytes\nC\x01a\x85R", "'torch.storage._load_from_bytes'"),
     ],
 )
-def test_what_is_allowed_cannot_be_turned_against_us(tmp_path, program, culprit):
+def test_allowed_globals_cannot_be_misused(tmp_path, program, refused):
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/data.pkl", b"\x80\x02}X\x04\x00\x00\x00more" + program + b"s.")
     with pytest.raises(UnsafePickle) as caught:
         list(read_preprocessed(path))
-    assert culprit in str(caught.value)
+    assert refused in str(caught.value)
 
 
 def test_graphs_in_a_file_of_traces_are_still_refused(tmp_path):

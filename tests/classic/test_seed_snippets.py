@@ -1,4 +1,4 @@
-"""The snippets of the old guides (lazy loading, IterableDataset, its architecture) run on small data, and hold."""
+"""The snippets of the old guides (lazy loading, IterableDataset, its architecture) run on small data."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create", "ignore:This process .* is multi-threaded"
 )
 L, D = 4, 16
-NUM_FILES, TRACES = 44, 3  # the guide's: 44 files; of 250 traces
+NUM_FILES, TRACES = 44, 3  # 44 files as in the guide, which have 250 traces each
 
 
 def write_files(folder: Path, num_files: int, traces: int) -> list[Path]:
@@ -35,7 +35,7 @@ def dir(tmp_path: Path) -> Path:
 
 
 def collate_lstm_batch(batch: list[tuple[torch.Tensor, torch.Tensor, str]]):
-    """The old script's."""
+    """As in the old script."""
     return torch.stack([item[0] for item in batch]), torch.stack([item[1] for item in batch]), [i[2] for i in batch]
 
 
@@ -51,7 +51,7 @@ def every(count: int) -> set[str]:
 
 
 @pytest.mark.parametrize("max_cache_batches", [1, 2, 4])
-def test_001_every_size_of_the_cache_gives_the_same_traces_at_random_too(dir, max_cache_batches):
+def test_001_every_cache_size_gives_the_same_traces_in_random_order(dir, max_cache_batches):
     dataset = PreprocessedLSTMDataset(dir, max_cache_batches=max_cache_batches)
     assert len(dataset) == 4 * TRACES
     loader = DataLoader(dataset, batch_size=5, shuffle=True, collate_fn=collate_lstm_batch)
@@ -63,7 +63,7 @@ def test_001_every_size_of_the_cache_gives_the_same_traces_at_random_too(dir, ma
     assert seen == {f"tc_{number}": float(number // TRACES) for number in range(4 * TRACES)}
 
 
-def test_001_the_index_is_there_before_any_tensor_is_read(dir):
+def test_001_ids_and_labels_are_known_without_reading_a_tensor(dir):
     dataset = PreprocessedLSTMDataset(dir)
     for shard in (dir / "lstm_solo" / "millstream-lstm").glob("shard-*.arrow"):
         shard.unlink()
@@ -74,13 +74,13 @@ def test_001_the_index_is_there_before_any_tensor_is_read(dir):
 # -- 002: IterableDataset
 
 
-def test_002_before_one_process_loads(dir):
+def test_002_before_a_single_process_loads(dir):
     dataset = PreprocessedLSTMDataset(dir)
     loader = DataLoader(dataset, num_workers=0)
     assert ids_of(loader) == [f"tc_{number}" for number in range(4 * TRACES)]
 
 
-def test_002_now_four_workers_load_and_len_is_known(dir):
+def test_002_now_four_workers_load_and_len_works(dir):
     dataset = PreprocessedLSTMDataset(dir, shuffle_buffer_size=1000)
     loader = DataLoader(dataset, num_workers=4)
     assert isinstance(dataset, IterableDataset)
@@ -96,13 +96,13 @@ def test_002_validation_is_not_shuffled(dir):
     assert ids_of(DataLoader(dataset)) == ids_of(DataLoader(dataset)) == [f"tc_{n}" for n in range(4 * TRACES)]
 
 
-def test_002_the_number_of_workers_is_that_of_files_cpus_or_4():
+def test_002_the_number_of_workers_is_the_minimum_of_files_cpus_and_4():
     num_cpus = len(os.sched_getaffinity(0))
     for num_files in (1, 2, 30):
         assert num_workers_for(num_files) == min(num_files, num_cpus, 4)
 
 
-# -- 003: 44 files, split 70/15/15, dealt out to workers
+# -- 003: 44 files, split 70/15/15, distributed over workers
 
 
 def test_003_44_files_split_by_file_and_loaded_by_workers(tmp_path):

@@ -1,4 +1,4 @@
-"""The old extractor's flags: 500 traces a batch, the old names of files and fields, and a resume that is one."""
+"""The old extractor's flags: 500 traces per batch, the old names of files and fields, and resuming."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("gpt2", tmp_path_factory.mktemp("model") / "gpt2")
 
 
-def test_a_run_goes_on_and_the_old_loader_reads_it(model, tmp_path, monkeypatch, capsys):
+def test_an_extraction_resumes_and_the_old_loader_reads_it(model, tmp_path, monkeypatch, capsys):
     from millstream.classic import TraceBatchLoader
     from millstream.classic.trace_extractor import main
 
@@ -28,8 +28,8 @@ def test_a_run_goes_on_and_the_old_loader_reads_it(model, tmp_path, monkeypatch,
     main([*flags, "--num-samples", "20"])
     sealed = {file.name: file.stat().st_mtime_ns for file in Path("traces_data").glob("*.arrow")}
     main(flags)
-    assert "20 of 25 done already" in capsys.readouterr().err
-    for name, written in sealed.items():  # saved batches are not written again
+    assert "20 of 25" in capsys.readouterr().err
+    for name, written in sealed.items():  # saved batches are not rewritten
         assert (Path("traces_data") / name).stat().st_mtime_ns == written
     assert [f"trivia_qa_traces_batch_{n:04d}.arrow" for n in range(3)] == sorted(
         file.name for file in Path("traces_data").glob("trivia_qa*")

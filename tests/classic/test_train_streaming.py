@@ -1,4 +1,4 @@
-"""The command of the old guide to streaming runs on small data, with the old YAML keys, and ends in a report."""
+"""The command of the old streaming guide runs on small data, with the old YAML keys, and writes a report."""
 
 import gzip
 import io
@@ -43,14 +43,14 @@ OLD = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that the guide names, small: genomes differ so much that few reads are enough for `cnn`."""
+    """The files that the guide names, small: genomes differ enough for `cnn` to learn from few reads."""
     path = tmp_path_factory.mktemp("guide")
     rng = np.random.default_rng(1)
     genomes: list[Path] = []
-    for tax_id, gc_share in ((562, 0.1), (573, 0.9)):
+    for tax_id, gc in ((562, 0.1), (573, 0.9)):
         genomes.append(path / f"{tax_id}_x.fna")
-        chances = [(1 - gc_share) / 2, gc_share / 2, gc_share / 2, (1 - gc_share) / 2]
-        genome = rng.choice(np.frombuffer(b"ACGT", np.uint8), 5000, p=chances)
+        frequencies = [(1 - gc) / 2, gc / 2, gc / 2, (1 - gc) / 2]
+        genome = rng.choice(np.frombuffer(b"ACGT", np.uint8), 5000, p=frequencies)
         genomes[-1].write_text(f">{tax_id}\n{genome.tobytes().decode()}\n")
     for seed, (name, count) in enumerate({TRAIN: 48, VAL: 20}.items()):
         (path / name).parent.mkdir()
@@ -63,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with the files of the guide."""
+    """A working folder with the files of the guide."""
     for file in made.iterdir():
         (tmp_path / file.name).symlink_to(file)
     monkeypatch.chdir(tmp_path)
@@ -72,7 +72,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what draws a report: that takes seconds."""
+    """Replaces the drawing of reports, which takes seconds."""
     import millstream.report as reported
 
     def report_of(run: Path) -> SimpleNamespace:
@@ -82,14 +82,14 @@ def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(command: str) -> None:
-    """A command of the guide, with one model: kmer-linear would write as much as it was given memory."""
+    """A command of the guide, with one model: kmer-linear would write a file as large as the memory limit."""
     words = shlex.split(command)
     assert words[:2] == ["python", "train_streaming.py"]
     main([*words[2:], "--model", "cnn"])
 
 
 def flags(**others: object) -> list[str]:
-    """The flags that are needed, and others."""
+    """The required flags, and others."""
     needed = {"train_fasta": TRAIN, "val_fasta": VAL, "mapping_tsv": "species_mapping_converted.tsv"}
     quick = {"model": "cnn", "max_epochs": 1, "batch_size": 16, "output_dir": "out"}
     given = {**needed, **quick, **others}
@@ -102,7 +102,7 @@ def config_of(run: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def guided(made: Path) -> tuple[Path, str, str]:
-    """The folder that the command of the guide leaves, what it prints and what it says."""
+    """The run folder of the guide's command, its stdout and its stderr."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(made)
@@ -132,12 +132,12 @@ def test_004_batches_of_one_read_are_enough_to_learn(guided: tuple[Path, str, st
 
 
 @pytest.mark.usefixtures("without_report")
-def test_the_same_command_again_trains_nothing_and_gzipped_files_do_as_well(here: Path, capsys):
+def test_the_same_command_trains_nothing_again_and_gzipped_files_give_the_same_weights(here: Path, capsys):
     main(flags())
     assert "report of out" in capsys.readouterr().out
     before = {file: file.stat().st_mtime_ns for file in Path("out/checkpoints").glob("*/*")}
     assert before
-    main(flags(cache_size=50_000))  # memory is no part of what was asked
+    main(flags(cache_size=50_000))  # memory is not one of the settings of a run
     assert "--cache_size 50000: memory=5.0 GB" in capsys.readouterr().err
     assert {file: file.stat().st_mtime_ns for file in Path("out/checkpoints").glob("*/*")} == before
     Path("train.fa.gz").write_bytes(gzip.compress(Path(TRAIN).read_bytes()))
@@ -147,12 +147,12 @@ def test_the_same_command_again_trains_nothing_and_gzipped_files_do_as_well(here
 
 
 @pytest.mark.usefixtures("without_report")
-def test_flags_win_over_the_configuration_and_small_caches_get_what_is_needed(here: Path, capsys):
+def test_flags_override_the_configuration_and_a_small_cache_still_gets_enough_memory(here: Path, capsys):
     Path("own.yaml").write_text(yaml.safe_dump({"training": {"batch_size": 24, "max_epochs": 1, "optimizer": "adam"}}))
     main(flags(config="own.yaml", batch_size=None, max_epochs=None, cache_size=5, model=None))
-    said = capsys.readouterr().err
-    assert f"--cache_size 5: memory={LEAST_MEMORY / 1e6:.1f} MB" in said
-    assert "own.yaml: training.optimizer has" in said
+    printed = capsys.readouterr().err
+    assert f"--cache_size 5: memory={LEAST_MEMORY / 1e6:.1f} MB" in printed
+    assert "own.yaml: training.optimizer has" in printed
     config = config_of("out")
     assert (config["batch_size"], config["epochs"], config["memory"]) == (24, 1, LEAST_MEMORY)
     assert config["data"]["header_regex"] == HEADERS and config["max_length"] is None
@@ -169,7 +169,7 @@ def test_the_old_header_regex_and_tokenizer_are_used(here: Path, capsys):
     own = {"data": {"header_regex": r"^species\|(?P<class_id>\d+)\|"}, "tokenizer": {"tokenizer_path": "nowhere"}}
     Path("own.yaml").write_text(yaml.safe_dump(own))
     files = {"train_fasta": Path(TRAIN).name, "val_fasta": Path(VAL).name}
-    main(flags(config="own.yaml", **files))  # it has no choice of tokens
+    main(flags(config="own.yaml", **files))  # cnn does not use the tokenizer
     assert json.loads(Path("out/data.json").read_text())["no_class"] == {"train": 0, "val": 0}
     assert config_of("out")["tokenizer"] == "hf(nowhere)"
     capsys.readouterr()
@@ -178,7 +178,7 @@ def test_the_old_header_regex_and_tokenizer_are_used(here: Path, capsys):
     assert ended.value.code == 1 and "nowhere: no such file" in capsys.readouterr().err
 
 
-def test_every_old_key_sets_something_that_there_is():
+def test_every_old_key_sets_an_existing_setting():
     known = {"data.header_regex", *ReadSettings.__dataclass_fields__}
     assert set(KEYS.values()) <= known
     assert {"data.header_regex", "tokenizer.max_length", "training.batch_size"} <= set(KEYS)
@@ -200,39 +200,39 @@ def test_every_old_key_sets_something_that_there_is():
         ({"output_dir": "configs"}, 1, "configs: "),
     ],
 )
-def test_wrong_use_is_one_line(here: Path, capsys, others: dict[str, object], code: int, message: str):
+def test_a_usage_error_is_one_line(here: Path, capsys, others: dict[str, object], code: int, message: str):
     Path("one.tsv").write_text("class_id\tspecies\n0\tx\n")
     Path("broken.yaml").write_text("a: [")
     Path("wrong.yaml").write_text("training: {batch_size: many}")
     without = {"batch_size": None} if others.get("config") == "wrong.yaml" else {}
     with pytest.raises(SystemExit) as ended:
         main(flags(**{**without, **others}))
-    said = capsys.readouterr().err
-    assert ended.value.code == code, said
-    last = said[said.index("train_streaming: ") :]
-    assert message in last and "Traceback" not in said and not Path("out").exists()
+    printed = capsys.readouterr().err
+    assert ended.value.code == code, printed
+    last = printed[printed.index("train_streaming: ") :]
+    assert message in last and "Traceback" not in printed and not Path("out").exists()
 
 
-def test_a_report_that_cannot_be_drawn_is_one_line_too(here: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_report_package_is_one_line_too(here: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.delitem(sys.modules, "millstream.reads.report", raising=False)
     monkeypatch.delitem(sys.modules, "millstream.report.page", raising=False)
     with pytest.raises(SystemExit) as ended:
         main(flags())
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and "train_streaming: " in said and "pip install" in said
+    printed = capsys.readouterr().err
+    assert ended.value.code == 1 and "train_streaming: " in printed and "pip install" in printed
     assert Path("out/predictions.parquet").exists()
 
 
 @pytest.mark.parametrize("others", [{"config": "rtx4090.json"}, {"cache_size": "many"}, {"train_fasta": None}])
-def test_flags_that_make_no_sense_are_told_with_the_usage(here: Path, capsys, others: dict[str, object]):
+def test_an_invalid_flag_prints_the_usage(here: Path, capsys, others: dict[str, object]):
     with pytest.raises(SystemExit) as ended:
         main(flags(**others))
     assert ended.value.code == 2
     assert f"--{next(iter(others))}" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_help_says_what_the_flags_are(capsys):
+def test_help_lists_every_flag(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
