@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from millstream.core.batches import arrays_of, join_columns, pad_bytes
 from millstream.core.record import Array, Bytes
-from millstream.reads.files.pieces import gather
+from millstream.reads.files.texts import gather
 
 ColumnValues = NDArray[np.int64] | list[object]
 

@@ -137,7 +137,7 @@ class NameTable:
         key = int(hash_names(text, np.zeros(1, np.int64), np.array([len(text)], np.int64))[0])
         bucket = key >> (_HASH_BITS - self._bits)
         start, end = self._starts.take(np.array([bucket, bucket + 1], np.int64)).tolist()
-        place, _ = self._sections.place("names.tags")
+        place, _ = self._sections.span("names.tags")
         self._sections.check(place + start, place + end)
         (hits,) = np.nonzero(self._tags[start:end] == key & 255)
         return sorted(self._numbers.take(hits + start).tolist())

@@ -2,7 +2,7 @@
 
 Bytes up to 32 and from 127 on are *events*, found eight at a time; all others are bases or qualities and are not
 inspected one by one. Each record becomes a row. Records with an irregular line layout (ragged lines, blanks, comments,
-wrapped FASTQ) are marked, and fetched character by character later (`gather` in pieces.py).
+wrapped FASTQ) are marked, and fetched character by character later (`gather` in texts.py).
 """
 
 from typing import Literal, NamedTuple

@@ -205,7 +205,7 @@ class Sections:
         """A packed column; a large one is verified where it is used."""
         return Column(self, name)
 
-    def place(self, name: str) -> tuple[int, int]:
+    def span(self, name: str) -> tuple[int, int]:
         """Where an array is in the file: first byte, number of bytes."""
         return self._places[name]
 
@@ -266,8 +266,8 @@ class Column:
         directory = sections.view(f"{name}.directory").view(np.int64).reshape(-1, 2)
         words = sections.view(f"{name}.words").view(np.uint64)
         self._packed = BitColumn(self.rows, directory, words)
-        self._directory_at, directory_bytes = sections.place(f"{name}.directory")
-        self._words_at, words_bytes = sections.place(f"{name}.words")
+        self._directory_at, directory_bytes = sections.span(f"{name}.directory")
+        self._words_at, words_bytes = sections.span(f"{name}.words")
         self._lazy = directory_bytes + words_bytes > sections.eager_bytes
         if not self._lazy:
             sections.check(self._directory_at, self._directory_at + directory_bytes)

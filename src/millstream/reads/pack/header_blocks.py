@@ -14,8 +14,9 @@ import numpy as np
 from millstream.core.collection import Numbers
 from millstream.core.record import Bytes
 from millstream.reads.files.containers import decode_frame
-from millstream.reads.files.pieces import copy_pieces, join_lines
 from millstream.reads.files.sections import Sections, SectionsWriter
+from millstream.reads.files.texts import copy_pieces
+from millstream.reads.pack.bases import join_lines
 
 Codec = Literal["zstd", "zlib"]
 SECTION, ROW, START = "headers", "headers.row", "headers.start"
@@ -119,7 +120,7 @@ class HeaderBlocks:
         self._memory = memory
         rows, starts = sections.column(ROW).whole(), sections.column(START).whole()
         numbers = np.arange(rows.rows, dtype=np.int64)
-        self._place, num_bytes = sections.place(SECTION)
+        self._place, num_bytes = sections.span(SECTION)
         self._rows, self._starts = rows.take(numbers), np.append(starts.take(numbers), num_bytes)  # 16 bytes per block
         self._view = sections.view(SECTION)
         self._start()

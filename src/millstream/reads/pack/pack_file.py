@@ -21,7 +21,6 @@ from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, Sections
 from millstream.reads.files.texts import PAGE_BYTES
 from millstream.reads.pack.bases import GRADES, STREAM, Qualities, TwoBit
 from millstream.reads.pack.header_blocks import HeaderBlocks
-from millstream.reads.pack.layout import LineLayout
 
 WHAT = "packed reads"
 VERSION = 2  # 1 had another description of the line layout, and is read without it
@@ -91,7 +90,7 @@ class PackFile:
         self.has_quality = GRADES in sections
         self._anchors, self._lengths = sections.column("anchor"), sections.column("bases")
         self._pages = _Pages(sections, memory)
-        self._stream_at = sections.place(STREAM)[0]
+        self._stream_at = sections.span(STREAM)[0]
         self.lines: HeaderBlocks | None = None  # header lines, if they were kept
         if self.meta["codec"] is not None:
             self.lines = HeaderBlocks(sections, self.meta["codec"], memory=max(memory // 8, 1 << 20))
@@ -102,11 +101,6 @@ class PackFile:
     def format(self) -> str:
         """Of the text it was packed from."""
         return f"packed {self.meta['format']}"
-
-    @property
-    def layout(self) -> LineLayout:
-        """How `unpack` breaks the text into lines."""
-        return LineLayout(**self.meta.get("layout", {}))
 
     @property
     def is_exact(self) -> bool:
@@ -181,7 +175,7 @@ class PackFile:
     def qualities(self, starts: Numbers, offsets: Numbers) -> Bytes:
         """The same for base qualities."""
         flat = self._qualities.take(starts, offsets)
-        place, num_bytes = self.sections.place(f"{GRADES}.words")
+        place, num_bytes = self.sections.span(f"{GRADES}.words")
         at = place + (starts * (num_bytes / max(self.bases, 1))).astype(np.int64)  # about
         self._pages.count(np.minimum(at, place + num_bytes - 1))
         self._pages.release()
