@@ -1,4 +1,4 @@
-"""Any number of reads -> one row each, with a trained classifier of a run. Progress is saved while it runs."""
+"""Reads -> one row each, with a trained classifier of a run. Progress is saved while it runs."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -77,8 +77,12 @@ class TrainedClassifier:
 
 def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
     """The first finished seed of this model, or of the best one on validation."""
-    settings, card = _load_classifier_run(run)
-    classes = classes_from_card(card)
+    found, card = load_run(run, remedy="Next: millstream train data.train=FILE mapping=TABLE")
+    if card_kind(card) != "reads":
+        raise BadSource(
+            f"{run}: this run contains detectors, not read classifiers. Next: millstream evaluate {quoted(run)}"
+        )
+    settings, classes = read_settings(ReadSettings, found), classes_from_card(card)
     seeds: dict[str, int] = {}
     for model, seed in sorted(finished_jobs(run), key=lambda job: job[1]):
         if (job_folder(run, model, seed) / WEIGHTS).exists():
@@ -133,7 +137,7 @@ def classify(
 ) -> Classified:
     """Classify reads with a run's classifier: a TSV of read, class, tax_id, taxon, rank and probability.
 
-    Read pairs, either neighbours (`paired`) or with the second reads in files of their own (`mates`), get one row each.
+    Read pairs, either neighbours (`paired`) or with the second mates in other files (`mates`), get one row each.
     A read whose class is less likely than `threshold` is assigned to the lowest taxon above that reaches it, or to
     none. The same call resumes where it was interrupted, and ends with the same bytes; progress is saved every `save_s`
     seconds. `batch_size` is as large as the net and the memory allow if not given.
@@ -169,7 +173,9 @@ def classify(
             check_new(report)
         work = _Work(trained, collection, file, num_mates, threshold, where=first_of(reads))
         if not file.is_finished:
-            _say_which(trained, given=model is not None)
+            why = "the best on validation" if model is None else "as given"
+            score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
+            say(f"{run}: {trained.name} seed {trained.seed}, {why}{score}")
             budget, names = parse_bytes(memory), name_feature(parts)
             if not work.run(names, watch, stop, memory=budget, batch_size=batch_size, save_s=save_s):
                 return work.summary(interrupted=True)
@@ -179,17 +185,8 @@ def classify(
     return work.summary()
 
 
-def _load_classifier_run(run: Path) -> tuple[ReadSettings, Mapping[str, Any]]:
-    found, card = load_run(run, remedy="Next: millstream train data.train=FILE mapping=TABLE")
-    if card_kind(card) != "reads":
-        raise BadSource(
-            f"{run}: this run contains detectors, not read classifiers. Next: millstream evaluate {quoted(run)}"
-        )
-    return read_settings(ReadSettings, found), card
-
-
 class _Work:
-    """From the reads to the file, batch by batch."""
+    """Writes the rows of all reads, batch by batch, and counts them per taxon."""
 
     def __init__(
         self,
@@ -207,9 +204,11 @@ class _Work:
         self.counts: NDArray[np.int64] = np.array(saved["counts"], np.int64)
         self._loaded: Mapping[str, object] | None = saved["loader"]
         self._before = int(self.counts.sum())
-        self._begun = time.perf_counter()
+        self._started = time.perf_counter()
         rows = zip(assignments.class_ids, assignments.taxa, assignments.ranks, strict=True)
-        self._middles = [f"\t{own}\t{taxon.tax_id}\t{_cell(taxon.name)}\t{rank}\t" for own, taxon, rank in rows]
+        self._middles = [  # of a row, from class to rank
+            f"\t{own}\t{taxon.tax_id}\t{' '.join(taxon.name.split())}\t{rank}\t" for own, taxon, rank in rows
+        ]
 
     def run(
         self,
@@ -241,7 +240,7 @@ class _Work:
             self.file.write(HEAD)
         else:
             loader.load_state_dict(self._loaded)
-        self._begun = saved = time.perf_counter()
+        self._started = saved = time.perf_counter()
         with torch.inference_mode(), watch(len(self.collection)) as progress:
             progress(self.num_rows * self.mates)
             for batch in loader:
@@ -263,21 +262,18 @@ class _Work:
     def num_rows(self) -> int:
         return int(self.counts.sum())
 
-    @property
-    def reads_per_s(self) -> float:
-        return (self.num_rows - self._before) * self.mates / max(time.perf_counter() - self._begun, 1e-9)
-
     def summary(self, *, interrupted: bool = False) -> Classified:
-        none = int(self.counts[self.assignments.unclassified])
+        num_unclassified = int(self.counts[self.assignments.unclassified])
+        num_new = (self.num_rows - self._before) * self.mates
         return Classified(
             out=str(self.file.out),
             model=str(self.file.terms["model"]),
             num_reads=self.num_rows * self.mates,
             num_rows=self.num_rows,
-            num_classified=self.num_rows - none,
-            num_unclassified=none,
+            num_classified=self.num_rows - num_unclassified,
+            num_unclassified=num_unclassified,
             num_resumed=self._before,
-            reads_per_s=round(self.reads_per_s, 1),
+            reads_per_s=round(num_new / max(time.perf_counter() - self._started, 1e-9), 1),
             interrupted=interrupted,
         )
 
@@ -293,13 +289,3 @@ class _Work:
 
     def _state(self) -> dict[str, object]:
         return {"counts": self.counts.tolist(), "loader": self._loaded}
-
-
-def _say_which(trained: TrainedClassifier, *, given: bool) -> None:
-    why = "as given" if given else "the best on validation"
-    score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
-    say(f"{trained.run}: {trained.name} seed {trained.seed}, {why}{score}")
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split())

@@ -58,7 +58,7 @@ def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> 
 
 
 def verify(path: Path, *, fast: bool, as_json: bool) -> None:
-    """Print every damage in reads and their index; exit code 1 if there is any."""
+    """Print all damage found in reads and their index; exit code 1 if there is any."""
     from millstream.core.console import format_bytes, progress
     from millstream.reads.inspect import verify_reads
     from millstream.reads.kind import open as open_reads
@@ -69,8 +69,8 @@ def verify(path: Path, *, fast: bool, as_json: bool) -> None:
         damages = list(verify_reads(reads, progress=update))
     if as_json:
         print_json({"records": len(reads), "bytes": reads.num_bytes, "damages": damages})
-    for damage in damages if not as_json else ():
-        print(damage)
+    elif damages:
+        print(*damages, sep="\n")
     if damages:
         found = f"{path}: {len(damages)} damage(s) in {len(reads):,} reads"
         if is_pack(path):

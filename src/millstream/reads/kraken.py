@@ -1,8 +1,9 @@
 """The taxa a read can be assigned to, and the number of reads per taxon as a Kraken 2-style report."""
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,21 +11,12 @@ from torch import Tensor
 
 from millstream.errors import BadSource
 from millstream.reads.classifiers.nets import CLASS, PROBABILITY
-from millstream.reads.mapping import ROOT, Classes, Taxon, prediction_column
+from millstream.reads.mapping import RANKS, ROOT, Classes, Taxon, prediction_column
 
 SPECIES, NO_RANK = "species", "no rank"
 UNCLASSIFIED = Taxon("unclassified", 0)
 Numbers = NDArray[np.int64]
-CODES = {
-    "domain": "D",
-    "kingdom": "K",
-    "phylum": "P",
-    "class": "C",
-    "order": "O",
-    "family": "F",
-    "genus": "G",
-    "species": "S",
-}
+CODES = {rank: rank[0].upper() for rank in RANKS}
 
 
 class Assignments:
@@ -33,7 +25,8 @@ class Assignments:
     def __init__(self, classes: Classes) -> None:
         self.classes = classes
         size = len(classes)
-        self.starts = np.cumsum([size, *(len(rank.taxa) for rank in classes.ranks)]).tolist()  # of each rank
+        sizes = [size, *(len(rank.taxa) for rank in classes.ranks)]
+        self.starts: list[int] = np.cumsum(sizes)[:-1].tolist()  # of each rank
         self.taxa: Sequence[Taxon] = [*classes.taxa, *(t for r in classes.ranks for t in r.taxa), UNCLASSIFIED]
         above = [rank.name for rank in classes.ranks for _ in rank.taxa]
         self.ranks: Sequence[str] = [*(rank_of(classes, label) for label in range(size)), *above, ""]
@@ -47,12 +40,23 @@ class Assignments:
         """The number for unclassified reads."""
         return len(self) - 1
 
+    def lineage(self, number: int) -> list[int]:
+        """The numbers of the taxa above an assignment, from the highest, and its own."""
+        ranks = self.classes.ranks
+        label, own = number, [number]
+        if number >= len(self.classes):  # a taxon, whose lineage is that of any of its classes
+            place = bisect_right(self.starts, number) - 1
+            label, own = int(np.argmax(ranks[place].of_class == number - self.starts[place])), []
+        of_class = [int(rank.of_class[label]) for rank in ranks]
+        above = [start + taxon for start, taxon in zip(self.starts, of_class, strict=True) if taxon >= 0]
+        return [*(taxon for taxon in reversed(above) if taxon >= number), *own]
+
     def choose(self, predictions: Mapping[str, Tensor], threshold: float) -> tuple[Numbers, NDArray[np.float32]]:
         """For each read the lowest taxon that reaches the threshold, and its probability; if none, the class's."""
         found = {name: values.cpu().numpy() for name, values in predictions.items()}
         probability = found[PROBABILITY].astype(np.float32)
         numbers = np.where(probability >= threshold, found[CLASS].astype(np.int64), self.unclassified)
-        for start, rank in zip(self.starts[:-1], self.classes.ranks, strict=True):
+        for start, rank in zip(self.starts, self.classes.ranks, strict=True):
             column = prediction_column(rank.name)
             taxon, likely = found[column], found[f"{column}_{PROBABILITY}"]
             here = (numbers == self.unclassified) & (likely >= threshold)
@@ -70,9 +74,8 @@ def rank_of(classes: Classes, label: int) -> str:
     return SPECIES if own.tax_id and classes.rank(SPECIES) is None else NO_RANK
 
 
-@dataclass(frozen=True)
-class Node:
-    """A taxon of the tree."""
+class Node(NamedTuple):
+    """A taxon of the tree; `parent` is a tax id."""
 
     name: str
     rank: str
@@ -85,11 +88,39 @@ def kraken_report(assignments: Assignments, counts: Sequence[int]) -> str:
     A line is `percent, reads of the clade, reads of the taxon itself, rank code, tax id, name`; names are indented by
     two blanks per level. Taxa without a tax id are not in the tree: their reads count for the next taxon above.
     """
-    tree = _Tree(assignments)
-    own: defaultdict[int, int] = defaultdict(int)
+    tree = {ROOT: Node("root", "root", ROOT)}
+    own: Counter[int] = Counter()
+    clades: Counter[int] = Counter()
     for number, count in enumerate(counts[: assignments.unclassified]):
-        own[tree.tax_id_of(number)] += count
-    return "".join(tree.lines(own, unclassified=counts[assignments.unclassified]))
+        at = ROOT
+        for above in assignments.lineage(number):
+            taxon = assignments.taxa[above]
+            if taxon.tax_id > 0:
+                tree.setdefault(taxon.tax_id, Node(taxon.name, assignments.ranks[above], at))
+                at = taxon.tax_id
+        own[at] += count
+        clades[at] += count
+        while at != ROOT:
+            at = tree[at].parent
+            clades[at] += count
+    unclassified = counts[assignments.unclassified]
+    total = clades[ROOT] + unclassified
+    lines = [_line(total, unclassified, unclassified, "U", 0, "unclassified")] if unclassified else []
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for tax_id, node in tree.items():
+        if tax_id != ROOT and clades[tax_id]:
+            children[node.parent].append(tax_id)
+    left = [(ROOT, "R", 0, 0)] if clades[ROOT] else []  # tax id, code of the rank at or above it, steps below, depth
+    while left:
+        tax_id, code, steps, depth = left.pop()
+        node = tree[tax_id]
+        if node.rank in CODES:
+            code, steps = CODES[node.rank], 0
+        name = "  " * depth + node.name
+        lines.append(_line(total, clades[tax_id], own[tax_id], f"{code}{steps or ''}", tax_id, name))
+        below = sorted(children[tax_id], key=lambda child: (clades[child], -child))
+        left += [(child, code, steps + 1, depth + 1) for child in below]
+    return "".join(lines)
 
 
 def check_tax_ids(classes: Classes, where: str) -> None:
@@ -100,68 +131,6 @@ def check_tax_ids(classes: Classes, where: str) -> None:
             f"{where}: a Kraken report needs tax ids, and {len(missing)} of {len(classes)} classes have none, "
             f"such as {missing[0]}. Train with a mapping that has a column tax_id"
         )
-
-
-class _Tree:
-    """The taxa of all classes by tax id, each below its lowest known ancestor."""
-
-    def __init__(self, assignments: Assignments) -> None:
-        self._assignments = assignments
-        self._nodes = {ROOT: Node("root", "root", ROOT)}
-        self._children: defaultdict[int, list[int]] = defaultdict(list)
-        for label in range(len(assignments.classes)):
-            self._add(label)
-
-    def _add(self, label: int) -> None:
-        at = ROOT
-        for number in [*reversed(self._above(label)), label]:
-            tax_id = self._assignments.taxa[number].tax_id
-            if tax_id <= 0:
-                continue
-            if tax_id not in self._nodes:
-                self._nodes[tax_id] = Node(self._assignments.taxa[number].name, self._assignments.ranks[number], at)
-                self._children[at].append(tax_id)
-            at = tax_id
-
-    def _above(self, label: int) -> list[int]:
-        """The numbers of the taxa above a class, from the lowest."""
-        assignments = self._assignments
-        of = [int(rank.of_class[label]) for rank in assignments.classes.ranks]
-        return [start + taxon for start, taxon in zip(assignments.starts[:-1], of, strict=True) if taxon >= 0]
-
-    def tax_id_of(self, number: int) -> int:
-        """The tax id that reads with this assignment count for."""
-        assignments = self._assignments
-        if number < len(assignments.classes):
-            return assignments.taxa[number].tax_id
-        place = next(place for place, start in enumerate(assignments.starts[1:]) if number < start)
-        members = (assignments.classes.ranks[place].of_class == number - assignments.starts[place]).nonzero()[0]
-        above = [one for one in self._above(int(members[0])) if one >= number]
-        return next((assignments.taxa[one].tax_id for one in above if assignments.taxa[one].tax_id > 0), ROOT)
-
-    def lines(self, own: dict[int, int], unclassified: int) -> list[str]:
-        clades: defaultdict[int, int] = defaultdict(int)
-        for tax_id, count in own.items():
-            at = tax_id
-            clades[at] += count
-            while at != ROOT:
-                at = self._nodes[at].parent
-                clades[at] += count
-        total = clades[ROOT] + unclassified
-        lines = [_line(total, unclassified, unclassified, "U", 0, "unclassified")] if unclassified else []
-        left = [(ROOT, "R", 0, 0)]  # tax id, code of the rank at or above it, steps from that, depth
-        while left:
-            tax_id, code, steps, depth = left.pop()
-            if not clades[tax_id]:
-                continue
-            node = self._nodes[tax_id]
-            if node.rank in CODES:
-                code, steps = CODES[node.rank], 0
-            name = "  " * depth + node.name
-            lines.append(_line(total, clades[tax_id], own.get(tax_id, 0), f"{code}{steps or ''}", tax_id, name))
-            below = sorted(self._children[tax_id], key=lambda child: (clades[child], -child))
-            left += [(child, code, steps + 1, depth + 1) for child in below]
-        return lines
 
 
 def _line(total: int, clade: int, own: int, code: str, tax_id: int, name: str) -> str:

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +67,7 @@ class Genome:
 
     path: Path
     class_id: int
-    tax_id: int
+    tax_id: int  # 0 if it is not known
     names: Sequence[str]
     starts: Numbers
     lengths: Numbers
@@ -120,7 +119,7 @@ def simulate(
             for write, text in zip(writers, texts, strict=True):
                 write(text)
             progress(min(first + CHUNK, made.num_fragments) * settings.mates)
-    return Simulated(settings.reads, settings.reads * settings.length, made.coverage)
+    return Simulated(settings.reads, settings.reads * settings.length, made.coverage())
 
 
 class _Fragments:
@@ -140,7 +139,6 @@ class _Fragments:
         self.ends = np.cumsum(_apportioned(self.num_fragments, self._weights()))
         self.order = Permutation(self.num_fragments, mix(settings.seed, 1))
 
-    @cached_property
     def coverage(self) -> dict[str, float]:
         """Mean coverage of each genome."""
         counts = np.diff(self.ends, prepend=0) * self.settings.mates * self.settings.length
@@ -209,8 +207,8 @@ class _Fragments:
         bases[is_reverse] = COMPLEMENT[bases[is_reverse]]
         if settings.error or settings.indel:
             wrong = rng.random(shape, np.float32) < settings.error
-            _replace(bases, np.flatnonzero((wrong & ~inserted).reshape(-1)), rng, other=True)
-            _replace(bases, np.flatnonzero(inserted.reshape(-1)), rng, other=False)
+            _randomise(bases, np.flatnonzero((wrong & ~inserted).reshape(-1)), rng, other=True)
+            _randomise(bases, np.flatnonzero(inserted.reshape(-1)), rng, other=False)
         return bases
 
     def _headers(
@@ -222,7 +220,7 @@ class _Fragments:
         is_reverse: NDArray[np.bool_],
         mate: int,
     ) -> list[str]:
-        """`lbl|class|tax|len|name/mate`; the name tells where the fragment is from."""
+        """`lbl|class|tax|len|name/mate`; the name has the position of the fragment."""
         tails = (f"+/{mate + 1}", f"-/{mate + 1}")
         heads = [f"lbl|{genome.class_id}|{genome.tax_id}|{self.settings.length}|r" for genome in self.genomes]
         rows = zip(
@@ -236,7 +234,7 @@ class _Fragments:
         ]
 
 
-def _replace(bases: Bases, at: Numbers, rng: np.random.Generator, *, other: bool) -> None:
+def _randomise(bases: Bases, at: Numbers, rng: np.random.Generator, *, other: bool) -> None:
     """Put random bases at these positions; with `other`, always different ones."""
     flat = bases.reshape(-1)
     if not other:
@@ -260,75 +258,68 @@ def _text(headers: Sequence[list[str]], mates: Sequence[Bases], *, fastq: bool) 
     return "".join(lines).encode("latin-1")
 
 
-def _load_genomes(genomes: Sequence[Path], mapping: Path | None, index_dir: Path | None) -> tuple[Bases, list[Genome]]:
+def _load_genomes(paths: Sequence[Path], mapping: Path | None, index_dir: Path | None) -> tuple[Bases, list[Genome]]:
     """The bases of all genomes, in upper case, and the genomes."""
     pieces: list[Bases] = []
-    found: list[tuple[Path, int | None, list[str], Numbers, Numbers]] = []
+    genomes: list[Genome] = []
     at = 0
-    for path in genomes:
+    for path in paths:
         reads = open_reads([path], index_dir=index_dir)
         batch = reads.fetch(np.arange(len(reads)), ["sequence", "name"])
         names = [str(name) for name in batch.columns["name"]]
         pieces.append(UPPER[batch.flat])
         if bad := np.setdiff1d(pieces[-1], np.flatnonzero(COMPLEMENT)).tolist():
             raise BadSource(f"{path}: {chr(bad[0])!r} is not a nucleotide; reads can only be simulated from DNA")
-        found.append(
-            (path, _taxon(path, names), [_plain(name) for name in names], batch.offsets[:-1] + at, batch.lengths)
-        )
+        ascii_names = [re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII) for name in names]
+        genomes.append(Genome(path, 0, _taxon(path, names), ascii_names, batch.offsets[:-1] + at, batch.lengths))
         at += batch.flat.size
-    classes = _classes([(path, taxon) for path, taxon, *_ in found], mapping)
-    return np.concatenate(pieces), [
-        Genome(path, *classes[path], names, starts, lengths) for path, _, names, starts, lengths in found
-    ]
+    class_ids = _class_ids(genomes, mapping)
+    return np.concatenate(pieces), [replace(g, class_id=own) for g, own in zip(genomes, class_ids, strict=True)]
 
 
-def _taxon(path: Path, names: Sequence[str]) -> int | None:
+def _taxon(path: Path, names: Sequence[str]) -> int:
     match = re.match(r"(\d+)[_.]", path.name) or re.search(r"kraken:taxid\|(\d+)", names[0] if names else "")
-    return int(match[1]) if match else None
+    return int(match[1]) if match else 0
 
 
-def _name(path: Path) -> str:
+def _species(path: Path) -> str:
     """The species in the name of a file, as in `562_Escherichia_coli_K12.fna`; otherwise the whole name."""
     stem = re.sub(r"^\d+[_.]", "", path.name.split(".")[0])
     return " ".join(stem.split("_")[:2]) if BINOMIAL.match(stem) else stem or path.name
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)
-
-
-def _classes(genomes: Sequence[tuple[Path, int | None]], mapping: Path | None) -> dict[Path, tuple[int, int]]:
-    """The class and the taxon of each genome."""
+def _class_ids(genomes: Sequence[Genome], mapping: Path | None) -> list[int]:
+    """The class of each genome: from the mapping, or one per taxon, which are written to it if it does not exist."""
     if mapping is not None and mapping.exists():
         known = load_mapping(mapping)
         if "tax_id" not in known.labels:
             raise BadSource(f"{mapping}: has no column tax_id to look up the genomes by")
-        of_taxon = dict(zip(known.column("tax_id").to_pylist(), known.ids.tolist(), strict=True))
-        species = known.column(SPECIES).to_pylist() if SPECIES in known.labels else []
-        of_name = dict(zip(species, known.ids.tolist(), strict=False))
-        found = {path: of_name.get(_name(path)) if taxon is None else of_taxon.get(taxon) for path, taxon in genomes}
-        unknown = [path.name for path, class_id in found.items() if class_id is None]
+        ids = known.ids.tolist()
+        of_taxon = dict(zip(known.column("tax_id").to_pylist(), ids, strict=True))
+        of_species = dict(zip(known.column(SPECIES).to_pylist(), ids, strict=True)) if SPECIES in known.labels else {}
+        found = [of_taxon.get(g.tax_id) if g.tax_id else of_species.get(_species(g.path)) for g in genomes]
+        unknown = [genome.path.name for genome, own in zip(genomes, found, strict=True) if own is None]
         if unknown:
             raise BadSource(
                 f"{unknown[0]}: its taxon is not in {mapping}. Add it, or start the file name with its taxon: 562_..."
             )
-        return {path: (found[path] or 0, taxon or 0) for path, taxon in genomes}
-    keys = [taxon if taxon is not None else -1 - place for place, (_, taxon) in enumerate(genomes)]
+        return [own for own in found if own is not None]
+    keys = [genome.tax_id or -1 - place for place, genome in enumerate(genomes)]  # without a taxon, one class each
     classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     if mapping is not None:
-        _write_mapping(mapping, {classes[key]: (taxon, path) for key, (path, taxon) in zip(keys, genomes, strict=True)})
-    return {path: (classes[key], taxon or 0) for key, (path, taxon) in zip(keys, genomes, strict=True)}
+        _write_mapping(mapping, {classes[key]: genome for key, genome in zip(keys, genomes, strict=True)})
+    return [classes[key] for key in keys]
 
 
-def _write_mapping(out: Path, rows: dict[int, tuple[int | None, Path]]) -> None:
+def _write_mapping(out: Path, genomes: dict[int, Genome]) -> None:
     """`class_id tax_id species genus`, from the names of the files."""
     lines = [f"class_id\ttax_id\t{SPECIES}\tgenus"]
-    for class_id, (taxon, path) in rows.items():
-        name = _name(path)
+    for class_id, genome in genomes.items():
+        name = _species(genome.path)
         genus = name.split()[0] if " " in name else ""
-        lines.append(f"{class_id}\t{taxon or 0}\t{name}\t{genus}")
+        lines.append(f"{class_id}\t{genome.tax_id}\t{name}\t{genus}")
     publish(out, ("\n".join(lines) + "\n").encode())
-    say(f"{out}: {len(rows)} classes")
+    say(f"{out}: {len(genomes)} classes")
 
 
 def _apportioned(count: int, weights: NDArray[np.float64]) -> Numbers:
