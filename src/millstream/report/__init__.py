@@ -75,7 +75,7 @@ class Report:
 
     @property
     def compared(self) -> str:
-        """Such as "5 detectors"."""
+        """Such as "5 models"."""
         return counted(self.num_models, self.comparison.what)
 
     @property

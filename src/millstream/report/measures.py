@@ -33,31 +33,21 @@ class Curve:
 # -- ranking
 
 
-def auroc(labels: Counts, scores: Counts, weights: Counts | None = None) -> float:
+def auroc(labels: Counts, scores: Counts) -> float:
     """The probability that a record of label 1 scores above one of label 0; ties count half. NaN with one class."""
-    drawn = np.ones((1, len(labels))) if weights is None else np.asarray(weights, np.float64)[None]
-    return float(aurocs(labels, scores, drawn)[0])
+    return float(aurocs(labels, scores, _once(labels))[0])
 
 
-def aurocs(labels: Counts, scores: Counts, weights_RN: Counts) -> Floats:
-    order = np.argsort(scores, kind="stable")
-    ranked = np.asarray(scores, np.float64)[order]
-    positive = np.asarray(labels)[order] == 1
-    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], len(ranked) > 0))  # the end of each group of ties
-    weights = np.asarray(weights_RN)[:, order].astype(np.float64)
-    ones = np.diff(np.cumsum(weights * positive, axis=1)[:, last], axis=1, prepend=0)
-    below = np.cumsum(weights * ~positive, axis=1)[:, last]
-    zeros = np.diff(below, axis=1, prepend=0)
+def aurocs(labels: Counts, scores: Counts, counts_RN: Counts) -> Floats:
+    found_RG, total_RG = _tally(labels, scores, counts_RN)
+    below_RG = total_RG - found_RG
+    ones_RG, zeros_RG = np.diff(found_RG, axis=1, prepend=0), np.diff(below_RG, axis=1, prepend=0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (ones * (below - zeros / 2)).sum(axis=1) / (ones.sum(axis=1) * zeros.sum(axis=1))
-
-
-def average_precision(labels: Labels, scores: Floats) -> float:
-    """The area under the precision-recall curve, as a step function (AUPR)."""
-    return float(average_precisions(labels, scores, _once(labels))[0])
+        return (ones_RG * (below_RG - zeros_RG / 2)).sum(axis=1) / (ones_RG.sum(axis=1) * zeros_RG.sum(axis=1))
 
 
 def average_precisions(labels: Labels, scores: Floats, counts_RN: Counts) -> Floats:
+    """The area under the precision-recall curve, as a step function (AUPR)."""
     found_RG, total_RG = _tally(labels, -scores, counts_RN)
     precision_RG = found_RG / np.maximum(total_RG, 1)
     return (np.diff(found_RG, axis=1, prepend=0) * precision_RG).sum(axis=1) / found_RG[:, -1]
@@ -244,17 +234,17 @@ def ratio(part: Counts, whole: Counts) -> Floats:
     return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole > 0)
 
 
-def _once(labels: Labels) -> Counts:
+def _once(labels: Counts) -> Counts:
     return np.ones((1, len(labels)), np.int64)
 
 
-def _tally(labels: Labels, scores: Floats, counts_RN: Counts) -> tuple[Floats, Floats]:
+def _tally(labels: Counts, scores: Counts, counts_RN: Counts) -> tuple[Floats, Floats]:
     """Records of label 1, and all records, up to and including each group of equal scores, lowest score first."""
     order, last = _groups(scores)
     counts = np.asarray(counts_RN)[:, order].astype(np.float64)
     ends = slice(None) if len(last) == len(scores) else last  # without ties, all positions
     total_RG = np.cumsum(counts, axis=1)[:, ends]
-    counts *= labels[order]
+    counts *= np.asarray(labels, np.float64)[order]
     return np.cumsum(counts, axis=1)[:, ends], total_RG
 
 
@@ -264,10 +254,10 @@ def _sweep(labels: Labels, scores: Floats) -> tuple[Floats, Floats, NDArray[np.i
     return found_RG[0], total_RG[0], _groups(-scores)[1]
 
 
-def _groups(scores: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _groups(scores: Counts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     order = np.argsort(scores, kind="stable")
     ranked = scores[order]
-    return order, np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
+    return order, np.flatnonzero(np.append(ranked[1:] != ranked[:-1], len(ranked) > 0))
 
 
 def _curve(x: Floats, y: Floats) -> Curve:

@@ -192,7 +192,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The contents of a report. `what` is the kind of model that is compared, such as "classifier"."""
+    """The contents of a report. `what` is the kind of model that is compared."""
 
     what: str
     title: str  # the data they were compared on

@@ -104,7 +104,7 @@ def titled(columns: Sequence[Column[Row]], titles: Mapping[str, str]) -> list[Co
 
 @dataclass(frozen=True)
 class Comparison:
-    """Which kind of model is compared, and by which measure: `Comparison("detector", "auroc", "AUROC")`."""
+    """Which kind of model is compared, and by which measure: `Comparison("model", "auroc", "AUROC")`."""
 
     what: str
     key: str  # of the measure, in files
@@ -164,7 +164,7 @@ def branch(value: object) -> Mapping[str, object]:
 
 
 def chosen_text(chosen: Mapping[str, object]) -> str:
-    """`layer 12, C 0.01`: what was chosen on the validation split, without curves."""
+    """`depth 12, C 0.01`: what was chosen on the validation split, without curves."""
     plain = {name: value for name, value in chosen.items() if isinstance(value, str | int | float)}
     return ", ".join(f"{name} {_value_text(value)}" for name, value in plain.items())
 

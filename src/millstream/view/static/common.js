@@ -61,12 +61,20 @@ export function showTiles(place, tiles) {
   place.replaceChildren(...tiles.map(([value, what]) => make("li", {}, make("b", {}, value), make("span", {}, what))));
 }
 
+// A bar whose length is a share of its box.
+export function meter(share, mark = null) {
+  const bar = make("i");
+  bar.style.setProperty("--share", Math.min(1, Math.max(0, share ?? 0)));
+  if (mark) bar.style.setProperty("--mark", mark);
+  return make("span", { class: "meter", "aria-hidden": "true" }, bar);
+}
+
 // Replaces the content of an element with an error message.
 export function showError(element, error) {
   element.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
 }
 
-// lines: [{ name, x: [...], y: [... or null], colour?, dash? }]. whole: ticks on the x axis are integers (layers, epochs).
+// lines: [{ name, x: [...], y: [... or null], colour?, dash? }]. whole: ticks on the x axis are integers (epochs).
 export function lineChart({ lines, label, xLabel = "", yLabel = "", width = 560, height = 180, yMin = null, yMax = null, mark = null, points = false, whole = false }) {
   const left = 48, right = 10, top = 10, bottom = 32;
   const xs = lines.flatMap((line) => line.x), ys = lines.flatMap((line) => line.y).filter((y) => y !== null);

@@ -107,7 +107,7 @@ function chooseModels() {
 
 function drawCurves() {
   if (!curves.size) return;
-  const measure = [...curves.values()].map((curve) => curve.measure).find((name) => name) ?? "val_auroc";
+  const measure = [...curves.values()].map((curve) => curve.measure).find((name) => name) ?? "loss";
   at("first-title").textContent = title(measure);
   draw(at("first-chart"), measure);
   draw(at("second-chart"), at("second").value);

@@ -1,5 +1,5 @@
 // Reads: statistics of all of them, and any single one with its tokens. Queries only what is shown.
-import { query, bytes, compact, showError, count, histogram, legend, lineChart, make, short, showTiles, startPage, widthOf } from "./common.js";
+import { query, bytes, compact, showError, count, histogram, legend, lineChart, make, meter, short, showTiles, startPage, widthOf } from "./common.js";
 import { Sequence } from "./sequence.js";
 
 const WINDOW = 1200, PAGE = 15, CLASSES = 12;
@@ -253,13 +253,6 @@ function drawAs(place, draw) {
 
 function barsOf({ from, to, count: counts }) {
   return from.map((low, place) => ({ from: low, to: to[place], count: counts[place] }));
-}
-
-function meter(share, mark = null) {
-  const bar = make("i", {});
-  bar.style.setProperty("--share", Math.min(1, Math.max(0, share)));
-  if (mark) bar.style.setProperty("--mark", mark);
-  return make("span", { class: "meter", "aria-hidden": "true" }, bar);
 }
 
 function percent(share) {

@@ -1,5 +1,5 @@
 // One trace: the answer and its alternatives per token, attention, hidden states, detector scores.
-import { query, showError, count, legend, lineChart, make, short } from "./common.js";
+import { query, showError, count, legend, lineChart, make, meter, short } from "./common.js";
 import { drawArcs } from "./arcs.js";
 
 const HEATS = {
@@ -110,11 +110,8 @@ function hint(button, tokens, place) {
   if (rank !== null) facts.push(rank === 0 ? "first choice" : `choice ${count(rank + 1)}`);
   box.replaceChildren(make("strong", { class: "mono" }, printed(tokens.texts[place])), make("div", { class: "soft" }, facts.join(", ")));
   const others = step >= 0 ? tokens.alternatives[step] : null;
-  if (others) box.append(make("table", {}, make("tbody", {}, ...others.map((other) => {
-    const meter = make("span", { class: "meter" }, make("i"));
-    meter.style.setProperty("--share", other.probability ?? 0);
-    return make("tr", { class: other.id === tokens.ids[place] ? "chosen" : null }, make("td", { class: "mono" }, printed(other.text)), make("td", {}, percent(other.probability)), make("td", {}, meter));
-  }))));
+  if (others) box.append(make("table", {}, make("tbody", {}, ...others.map((other) =>
+    make("tr", { class: other.id === tokens.ids[place] ? "chosen" : null }, make("td", { class: "mono" }, printed(other.text)), make("td", {}, percent(other.probability)), make("td", {}, meter(other.probability)))))));
   box.hidden = false;
   button.setAttribute("aria-describedby", "hint");
   const at = button.getBoundingClientRect();
@@ -132,7 +129,7 @@ const percent = (share) => share === null ? "–" : share >= 0.1 ? `${(100 * sha
 function attentionPanel(trace, chosen, isCurrent) {
   if (!trace.num_layers) return null;
   kept.layer = Math.min(kept.layer ?? Math.floor(trace.num_layers / 2), trace.num_layers - 1);
-  const box = make("div", { class: "arcs" }), note = make("p", { class: "soft note" });
+  const box = make("div", { class: "arcs" }), note = make("p", { class: "note" });
   const slider = make("input", { type: "range", id: "layer", min: 0, max: trace.num_layers - 1, value: kept.layer, "aria-label": "Layer" });
   const output = make("output", { for: "layer" });
   const heads = make("select", { id: "head" }, make("option", { value: "mean" }, "mean of all"));
@@ -238,7 +235,7 @@ function scoresPanel(trace) {
   const shown = (value) => typeof value === "number" ? short(value) : String(value);
   return make("section", { class: "panel" }, make("h2", {}, "Scores"),
     labels.length ? table(labels.map(([name, value]) => [name, shown(value)])) : make("p", { class: "soft" }, "Not labelled. Next: millstream label STORE"),
-    scores.length ? make("details", { open: true }, make("summary", {}, `${scores.length} detectors; higher: more likely wrong`), table(scores.map(([name, score]) => [name, shown(score)])))
+    scores.length ? make("details", { open: true }, make("summary", {}, `${scores.length} ${scores.length === 1 ? "detector" : "detectors"}; higher: more likely wrong`), table(scores.map(([name, score]) => [name, shown(score)])))
       : make("p", { class: "soft" }, "Not scored: detectors score only the validation and test splits of a run."));
 }
 

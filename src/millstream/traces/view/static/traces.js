@@ -1,5 +1,5 @@
 // The records of a store; the hash of the address is the number of the open record.
-import { query, bytes, showError, count, make, startPage } from "./common.js";
+import { query, bytes, showError, count, make, meter, startPage } from "./common.js";
 import { closeTrace, showTrace } from "./trace.js";
 
 const byId = (id) => document.getElementById(id);
@@ -98,11 +98,7 @@ function row(record) {
   const score = make("td", { class: "score", hidden: !about.detectors.length });
   if (record.score !== null && record.score !== undefined) {
     score.append(record.score.toFixed(3));
-    if (record.score >= 0 && record.score <= 1) {
-      const bar = make("span", { class: "meter", "aria-hidden": "true" }, make("i"));
-      bar.style.setProperty("--share", record.score);
-      score.append(bar);
-    }
+    if (record.score >= 0 && record.score <= 1) score.append(meter(record.score));
   }
   return make("tr", { "data-number": record.number },
     make("td", { class: "number" }, count(record.number)),
