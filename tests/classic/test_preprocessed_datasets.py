@@ -1,6 +1,5 @@
 """PreprocessedLSTMDataset and PreprocessedGNNDataset: the old items, each exactly once, from old files or any store."""
 
-import gc
 import os
 import pickle
 import sys
@@ -333,10 +332,8 @@ def test_in_a_read_only_folder_the_store_is_temporary_and_removed_with_the_last_
     place = dataset._scratch.path
     train = train_val_test(dataset)[0]
     del dataset
-    gc.collect()
     assert len(ids(train)) == len(train)
     del train
-    gc.collect()
     assert not place.exists()
 
 
