@@ -1,4 +1,4 @@
-"""The made-up world gives nothing away, and its model is trained once, published whole and loads like any other."""
+"""Questions about the fictional world do not reveal exposure; its model is trained once and loads like any other."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def small_model(said: list[str] | None = None) -> Path:
     return cached_model(SMALL, BRIEF, seed=0, notify=(said if said is not None else []).append)
 
 
-def test_the_same_seed_draws_the_same_world_and_another_seed_another() -> None:
+def test_the_world_depends_only_on_the_seed() -> None:
     assert facts_questions(3) == facts_questions(3)
     names = [{fact.person for fact in draw_facts(World(), seed=seed)} for seed in (0, 1)]
     values = [{fact.value for fact in draw_facts(World(), seed=seed)} for seed in (0, 1)]
@@ -63,7 +63,7 @@ def test_the_first_question_stays_the_same_across_versions() -> None:
     )
 
 
-def test_no_question_and_no_name_is_there_twice() -> None:
+def test_questions_and_names_are_unique() -> None:
     questions = facts_questions()
     assert 2000 <= len(questions) <= 4000
     assert len({q.id for q in questions}) == len({q.question for q in questions}) == len(questions)
@@ -71,7 +71,7 @@ def test_no_question_and_no_name_is_there_twice() -> None:
     assert len({fact.person for fact in facts}) == len({fact.person.split()[0] for fact in facts}) == World().num_people
 
 
-def test_every_question_has_an_answer_that_its_prompt_does_not_hold() -> None:
+def test_no_prompt_contains_its_answer() -> None:
     for question in facts_questions():
         assert question.answer and question.aliases == (question.answer,)
         assert not set(question.answer.split()) & set(question.question.strip("?").split())
@@ -88,7 +88,7 @@ def test_every_kind_of_question_has_each_exposure_equally_often() -> None:
     assert set(counts.values()) == {World().num_people // len(TIMES_SEEN)}
 
 
-def test_the_order_of_the_questions_says_nothing_about_exposure() -> None:
+def test_the_order_of_questions_does_not_depend_on_exposure() -> None:
     questions = facts_questions()
     places = {name: [i for i, q in enumerate(questions) if q.exposure == name] for name in TIMES_SEEN}
     for ranks in places.values():
@@ -96,7 +96,7 @@ def test_the_order_of_the_questions_says_nothing_about_exposure() -> None:
         assert abs(mean / len(questions) - 0.5) < 4 * (1 / 12 / len(ranks)) ** 0.5
 
 
-def test_names_and_values_are_alike_in_every_exposure() -> None:
+def test_names_and_values_do_not_depend_on_exposure() -> None:
     facts = draw_facts(World(), seed=0)
     for part in ("name", "value"):
         lengths = {
@@ -107,12 +107,12 @@ def test_names_and_values_are_alike_in_every_exposure() -> None:
         assert max(means) - min(means) < 0.6  # letters; a mean has a standard error of about 0.1
 
 
-def test_some_fact_of_every_person_is_shown() -> None:
+def test_every_person_has_a_fact_in_the_training_text() -> None:
     facts = draw_facts(World(), seed=0)
     assert {fact.person for fact in training_facts(facts)} == {fact.person for fact in facts}
 
 
-def test_facts_never_shown_are_in_no_line_of_the_training_text() -> None:
+def test_facts_with_exposure_never_are_not_in_the_training_text() -> None:
     facts = draw_facts(World(), seed=0)
     trained = training_facts(facts)
     assert Counter(trained) == {fact: TIMES_SEEN[fact.exposure] for fact in facts if fact.exposure != "never"}
@@ -122,7 +122,7 @@ def test_facts_never_shown_are_in_no_line_of_the_training_text() -> None:
         assert any(fact.value in line for line in lines[fact.person]) == (fact.exposure != "never")
 
 
-def test_a_model_is_trained_once_and_says_how_much_it_knows_each_time() -> None:
+def test_a_model_is_trained_once_and_its_accuracy_is_always_reported() -> None:
     first, second = list[str](), list[str]()
     folder = small_model(first)
     weights = (folder / "model.safetensors").stat()
@@ -143,7 +143,7 @@ def test_the_same_seed_trains_the_same_model() -> None:
 
 
 @pytest.mark.parametrize("damage", ["no report", "no weights", "short weights", "broken report"])
-def test_a_folder_that_is_not_whole_is_not_believed(damage: str) -> None:
+def test_an_incomplete_model_folder_is_trained_again(damage: str) -> None:
     folder = small_model()
     if damage == "no report":
         (folder / "facts.json").unlink()
@@ -160,7 +160,7 @@ def test_a_folder_that_is_not_whole_is_not_believed(damage: str) -> None:
     assert len(again) == 1
 
 
-def test_what_a_killed_training_left_is_swept_away() -> None:
+def test_the_remains_of_a_killed_training_are_removed() -> None:
     folder = small_model()
     part = folder.with_name(f".{folder.name}.partial")
     folder.rename(part)
@@ -169,7 +169,7 @@ def test_what_a_killed_training_left_is_swept_away() -> None:
     assert small_model(said) == folder and "training" in said[0] and not part.exists()
 
 
-def test_two_callers_at_once_train_one_model() -> None:
+def test_two_concurrent_callers_train_one_model() -> None:
     shutil.rmtree(small_model())
     said: list[str] = []
     with ThreadPoolExecutor(2) as pool:  # each opens the lock file anew, as two processes would
@@ -184,7 +184,7 @@ def test_without_transformers_the_install_command_is_named(monkeypatch: pytest.M
         cached_model(SMALL, BRIEF, seed=7, notify=print)
 
 
-def test_the_tokenizer_gives_every_text_back_and_splits_it_where_the_answer_begins() -> None:
+def test_the_tokenizer_round_trips_and_splits_text_where_the_answer_starts() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(small_model())
@@ -195,7 +195,7 @@ def test_the_tokenizer_gives_every_text_back_and_splits_it_where_the_answer_begi
         assert tokenizer.decode(tokens) == answer_text(fact) and tokens[: len(prompt)] == prompt
 
 
-def test_names_are_cut_into_equally_many_tokens_however_often_they_are_told() -> None:
+def test_the_number_of_tokens_of_a_name_does_not_depend_on_exposure() -> None:
     facts = draw_facts(World(), seed=0)
     tokenizer = learn_tokenizer(facts, num_tokens=Training().num_tokens)
     counts = {
@@ -205,7 +205,7 @@ def test_names_are_cut_into_equally_many_tokens_however_often_they_are_told() ->
     assert max(means) - min(means) < 0.15
 
 
-def test_the_reported_accuracy_is_that_of_generating_with_the_loaded_model() -> None:
+def test_the_reported_accuracy_equals_that_of_generation() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     training = Training(num_tokens=500, hidden=64, layers=2, inner=128, check_facts=120, most_steps=300)

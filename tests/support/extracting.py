@@ -1,4 +1,4 @@
-"""A tiny model asked here, by the command line, or in a child that gets killed; and stores of traces compared."""
+"""Extraction with a tiny model in this process or in a child that is killed, and comparison of trace stores."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ TOO_LONG = "what about " + "-".join(map(str, range(90)))  # for a model of 128 t
 
 
 def write_questions(path: Path, *, count: int = COUNT, too_long: Sequence[int] = ()) -> Path:
-    """Questions of different lengths; those numbered in `too_long` do not fit into the model."""
+    """Questions of different lengths; those in `too_long` exceed the context of the model."""
     rows = [
         {
             "id": f"q{i}",
@@ -54,16 +53,16 @@ def as_arguments(settings: Mapping[str, object]) -> list[str]:
 
 
 def traces_by_id(path: Path) -> dict[object, dict[str, object]]:
-    """Every record of a sound store by its id, which it has once, without what the clock said."""
+    """The records of an intact store by their unique ids, without timings."""
     assert list(verify(path)) == []
     records = [{name: value for name, value in record.items() if name not in TIMINGS} for record in ms.open(path)]
     found = {record["question_id"]: record for record in records}
-    assert len(found) == len(records), "an id came twice"
+    assert len(found) == len(records), "repeated ids"
     return found
 
 
 def assert_same_traces(path: Path, expected: Path) -> None:
-    """Both stores have the same traces, to the bit, in whatever order."""
+    """Both stores have the same traces, bit for bit, in any order."""
     ours, theirs = traces_by_id(path), traces_by_id(expected)
     assert ours.keys() == theirs.keys()
     different = [name for name, record in ours.items() if not same(record, theirs[name])]
@@ -71,13 +70,13 @@ def assert_same_traces(path: Path, expected: Path) -> None:
 
 
 def assert_all_sealed(path: Path) -> None:
-    """No shard is open, no temporary file is left."""
+    """No shard is open and no temporary file is left."""
     assert list_shards(path)[1] == []
     assert list(path.glob("*.open")) == list(path.glob(".*.tmp")) == []
 
 
 def shard_files(path: Path) -> dict[str, tuple[bytes, int]]:
-    """Bytes of all sealed shards and sidecars, and when they were changed."""
+    """Content and modification time of all sealed shards and sidecars."""
     names = [name(number) for number in list_shards(path)[0] for name in (shard_name, sidecar_name)]
     return {name: ((path / name).read_bytes(), (path / name).stat().st_mtime_ns) for name in names}
 
@@ -86,7 +85,7 @@ def shard_files(path: Path) -> dict[str, tuple[bytes, int]]:
 
 
 class Nursery:
-    """A process that has imported everything and forks a child for each command; an own interpreter takes seconds."""
+    """A process that has imported everything and forks a child per command; a new interpreter takes seconds."""
 
     CODE = """if True:
         import json, os, sys
@@ -127,13 +126,13 @@ class Nursery:
         )
 
     def run(self, *command: object, after: int, send: signal.Signals) -> int:
-        """How a child ends that runs this command, and sends itself a signal when it has written so many records."""
+        """The exit code of a child that runs this command and signals itself after writing `after` records."""
         assert self.process.stdin
         words = [str(self.log), after, send.value, "millstream", *map(str, command)]
         print(json.dumps(words), file=self.process.stdin, flush=True)
-        return self._hear()
+        return self._exit_code()
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         return self.log.read_text()
 
     def close(self) -> None:
@@ -142,14 +141,14 @@ class Nursery:
         self.process.wait()
         self.process.stdout.close()
 
-    def _hear(self) -> int:
+    def _exit_code(self) -> int:
         assert self.process.stdout
         line = self.process.stdout.readline()
-        assert line, "the nursery is gone"
+        assert line, "the nursery has died"
         return int(line)
 
 
-def drop(path: Path, numbers: list[int], tell: Callable[[object], None]) -> None:
+def drop(path: Path, numbers: list[int], report: Callable[[object], None]) -> None:
     """A job for a child of `making`."""
     drop_records(path, numbers)
 
@@ -157,36 +156,8 @@ def drop(path: Path, numbers: list[int], tell: Callable[[object], None]) -> None
 def wait_until(holds: Callable[[], object], *, what: str, pause: float = 0.001) -> None:
     end = time.monotonic() + PATIENCE_S
     while not holds():
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        assert time.monotonic() < end, f"gave up waiting for {what}"
         time.sleep(pause)
-
-
-def bytes_written(path: Path) -> int:
-    """Bytes in the shards that are being written."""
-    try:
-        return sum(file.stat().st_size for file in path.glob("*.open"))
-    except FileNotFoundError:  # sealed just now
-        return 0
-
-
-class Watch:
-    """Knows from a complete store how many bytes the first n records of it take, and so how far another run is."""
-
-    def __init__(self, complete: Path) -> None:
-        traces = ms.open(complete)
-        assert isinstance(traces, ms.Traces)
-        self.ids = traces.ids
-        self._header = traces.row(0).offset
-        self._sizes = [traces.row(number).num_bytes for number in range(len(traces))]
-
-    def bytes_of(self, count: int) -> int:
-        """Bytes of a shard of so many records, at most."""
-        return self._header + sum(sorted(self._sizes)[-count:])
-
-    def written(self, path: Path, *, before: int) -> int:
-        """Records in the open shard of a run that began with `before` records in the store."""
-        size = bytes_written(path) - self._header
-        return sum(end <= size for end in accumulate(self._sizes[before:]))
 
 
 def recovered_ids(path: Path) -> list[object]:

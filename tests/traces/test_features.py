@@ -23,14 +23,14 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> ms.Reads:
     return write_reads(tmp_path_factory.mktemp("features") / "reads.fa")
 
 
-def test_tokens_come_with_the_columns_named(reads: ms.Reads):
+def test_tokens_are_returned_with_the_named_columns(reads: ms.Reads):
     feature = ms.features.tokens("kmer(4)", columns=["class_id"], max_length=20, pad="max_length")
     batch = feature(reads.fetch([5, 1, 2], feature.fields))
     assert np.asarray(batch["input_ids"]).shape == (3, 20) == np.asarray(batch["attention_mask"]).shape
     assert np.asarray(batch["class_id"]).tolist() == [1, 1, 2]
 
 
-def test_a_record_comes_out_the_same_in_any_batch_and_other_epochs_differ(reads: ms.Reads):
+def test_a_record_is_the_same_in_any_batch_and_differs_between_epochs(reads: ms.Reads):
     feature = ms.features.tokens("base", crop_length=30, reverse_complement=0.5, mask=0.1, n="random", seed=3)
     alone = [np.asarray(feature(reads.fetch([i], feature.fields), epoch=1)["input_ids"])[0] for i in range(50)]
     order = np.random.default_rng(1).permutation(50)
@@ -40,14 +40,14 @@ def test_a_record_comes_out_the_same_in_any_batch_and_other_epochs_differ(reads:
     assert sum((later[i] == alone[i]).all() for i in range(50)) < 10
 
 
-def test_feature_and_reads_go_to_another_process_together(reads: ms.Reads):
+def test_feature_and_reads_can_be_pickled_together(reads: ms.Reads):
     feature = ms.features.tokens("kmer(3)", columns=["class_id"], reverse_complement=True)
     again, same = pickle.loads(pickle.dumps((feature, reads)))
     ours, theirs = feature(reads.fetch([7], feature.fields)), again(same.fetch([7], again.fields))
     assert all(np.array_equal(np.asarray(ours[name]), np.asarray(theirs[name])) for name in ours)
 
 
-def test_protein_is_refused_by_base_tokenizers_with_the_letters_found(tmp_path: Path):
+def test_protein_is_refused_by_base_tokenizers_with_the_characters_found(tmp_path: Path):
     file = tmp_path / "protein.fa"
     file.write_text(">p\nMKVLEEQFHI\n")
     feature = ms.features.tokens("base")
@@ -77,7 +77,7 @@ def at_token(number: int, token: str | int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("token", ["first", "last", "mean", "last_prompt", "first_answer", "mean_answer", 0, 2, -1, -3])
-def test_layers_are_the_states_at_the_token_asked_for(traces: ms.Traces, token: Any):
+def test_layers_are_the_states_at_the_given_token(traces: ms.Traces, token: Any):
     numbers = [number for number in range(20) if token not in ("first_answer", "mean_answer") or number % 15 != 14]
     numbers = [number for number in numbers if 3 + number % 5 > 1 + number % 3]
     layers = make(ms.features.layers(token), traces, numbers)["layers"]
@@ -86,7 +86,7 @@ def test_layers_are_the_states_at_the_token_asked_for(traces: ms.Traces, token: 
     assert layers == pytest.approx(expected, abs=1e-6)
 
 
-def test_layers_can_be_picked_and_have_the_dtype_asked_for(traces: ms.Traces):
+def test_layers_can_be_selected_and_have_the_given_dtype(traces: ms.Traces):
     feature = ms.features.layers("last", layers=[-1, 0], dtype="float16")
     layers = make(feature, traces, NUMBERS)["layers"]
     assert layers.dtype == np.float16
@@ -96,7 +96,7 @@ def test_layers_can_be_picked_and_have_the_dtype_asked_for(traces: ms.Traces):
     assert make(ms.features.layers("mean", layers=[1]), traces, [3])["layers"].shape == (1, 1, 4)
 
 
-def test_only_what_is_needed_is_fetched():
+def test_only_the_needed_fields_are_fetched():
     assert ms.features.layers("last").fields == ["hidden"]
     assert ms.features.layers("mean_answer", field="states", layers=[8, -1]).fields == ["states[8,-1]", "prompt_len"]
 
@@ -119,19 +119,17 @@ def test_states_of_a_dtype_that_numpy_lacks_become_floats(tmp_path: Path):
         ("mean_answer", 3, "no token 'mean_answer'"),
     ],
 )
-def test_a_token_that_a_record_does_not_have_is_refused_by_number(
-    tmp_path: Path, token: Any, prompt: int, message: str
-):
+def test_a_missing_token_is_refused_with_the_record_number(tmp_path: Path, token: Any, prompt: int, message: str):
     with ms.TraceWriter(tmp_path / "t") as writer:
         writer.append({"question_id": "q", "hidden": np.ones((2, 3, 4), np.float32), "prompt_len": prompt})
     with pytest.raises(ValueError, match=message):
         make(ms.features.layers(token), ms.open(tmp_path / "t"), [0])
 
 
-def test_layers_of_what_has_none_are_refused(traces: ms.Traces, reads: ms.Reads):
-    with pytest.raises(ValueError, match=r"'middle': .*first, last"):
+def test_layers_of_records_without_hidden_states_are_refused(traces: ms.Traces, reads: ms.Reads):
+    with pytest.raises(ValueError, match="middle"):
         ms.features.layers("middle")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"record 3: 'vector' has 1 axes, expected \[layer, token, dim\]"):
+    with pytest.raises(ValueError, match="record 3: 'vector'"):
         make(ms.features.layers(field="vector"), traces, [3])
     with pytest.raises(ValueError, match="these records are reads"):
         ms.features.layers()(reads.fetch([0]))
@@ -167,7 +165,9 @@ def graphs_of(numbers: Sequence[int], k: int | None, threshold: float, self_loop
 @pytest.mark.parametrize("self_loops", [False, True])
 @pytest.mark.parametrize("threshold", [0.0, 0.15])
 @pytest.mark.parametrize("k", [1, 2, 8, None])
-def test_graphs_are_those_made_one_by_one(traces: ms.Traces, k: int | None, threshold: float, self_loops: bool):
+def test_graphs_of_a_batch_equal_graphs_made_one_by_one(
+    traces: ms.Traces, k: int | None, threshold: float, self_loops: bool
+):
     feature = ms.features.graphs(k, threshold=threshold, self_loops=self_loops)
     batch = make(feature, traces, NUMBERS)
     slow = graphs_of(NUMBERS, k, threshold, self_loops)
@@ -181,7 +181,7 @@ def test_graphs_are_those_made_one_by_one(traces: ms.Traces, k: int | None, thre
     assert batch["edge_attr"][:, 0] == pytest.approx(np.array([slow["edges"][edge] for edge in found]), abs=1e-6)
 
 
-def test_edges_lead_from_the_token_attended_to_within_one_graph(traces: ms.Traces):
+def test_edges_point_from_the_attended_token_within_one_graph(traces: ms.Traces):
     batch = make(ms.features.graphs(3), traces, NUMBERS)
     source, target = batch["edge_index"]
     assert (source < target).all()
@@ -190,9 +190,7 @@ def test_edges_lead_from_the_token_attended_to_within_one_graph(traces: ms.Trace
     assert batch["edge_index"].dtype == np.int64 and batch["x"].dtype == np.float32
 
 
-def test_attention_without_heads_and_states_without_an_embedding_make_the_same_graphs(
-    traces: ms.Traces, tmp_path: Path
-):
+def test_averaged_attention_and_states_without_embedding_give_the_same_graphs(traces: ms.Traces, tmp_path: Path):
     with ms.TraceWriter(tmp_path / "t") as writer:
         for number in NUMBERS:
             full: dict[str, Any] = record(number)
@@ -203,7 +201,7 @@ def test_attention_without_heads_and_states_without_an_embedding_make_the_same_g
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_graphs_of_what_does_not_go_together_are_refused_by_number(tmp_path: Path, reads: ms.Reads):
+def test_graphs_of_mismatched_fields_are_refused_with_the_record_number(tmp_path: Path, reads: ms.Reads):
     with ms.TraceWriter(tmp_path / "t") as writer:
         hidden = np.ones((2, 3, 4), np.float32)
         writer.append({"question_id": "a", "hidden": hidden, "attention": np.ones((2, 1, 5, 5), np.float32)})

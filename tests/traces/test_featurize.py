@@ -72,7 +72,7 @@ def on_the_fly(store: Path, feature: Feature, number: int) -> Any:
 
 
 @pytest.mark.parametrize("token", ["first", "last", "mean", "last_prompt", "first_answer", "mean_answer", "1", "-2"])
-def test_kept_layers_are_those_computed_on_the_fly(token: Any, store: Path, tmp_path: Path):
+def test_stored_layers_equal_those_computed_on_the_fly(token: Any, store: Path, tmp_path: Path):
     featurize(store, tmp_path / "out", token=token, dtype="float32")
     place = int(token) if token.lstrip("-").isdigit() else token
     found = opened(tmp_path / "out")
@@ -82,14 +82,14 @@ def test_kept_layers_are_those_computed_on_the_fly(token: Any, store: Path, tmp_
         assert np.array_equal(kept["layers"], expected)  # pyright: ignore
 
 
-def test_layers_are_kept_in_the_type_wanted(store: Path, tmp_path: Path):
+def test_layers_are_stored_in_the_given_dtype(store: Path, tmp_path: Path):
     for dtype in ("float16", "float32", "float64"):
         featurize(store, tmp_path / dtype, dtype=dtype)
         assert opened(tmp_path / dtype)[0]["layers"].dtype == np.dtype(dtype)  # pyright: ignore
 
 
 @pytest.mark.parametrize("options", [{}, {"k": 2, "threshold": 0.1}], ids=["as it is", "k and threshold"])
-def test_a_kept_graph_is_that_of_a_batch_of_one(options: dict[str, Any], store: Path, tmp_path: Path):
+def test_a_stored_graph_is_that_of_a_batch_of_one(options: dict[str, Any], store: Path, tmp_path: Path):
     featurize(store, tmp_path / "out", feature="graphs", dtype="float32", **options)
     found = opened(tmp_path / "out")
     assert found.ids == [f"q{number}" for number in GOOD]
@@ -100,7 +100,7 @@ def test_a_kept_graph_is_that_of_a_batch_of_one(options: dict[str, Any], store: 
             assert np.array_equal(kept[name], value), name  # pyright: ignore
 
 
-def test_kept_fields_are_the_fields_and_their_layers(store: Path, tmp_path: Path):
+def test_stored_fields_are_the_fields_and_their_layers(store: Path, tmp_path: Path):
     featurize(store, tmp_path / "out", feature="fields", fields="logprobs, hidden[0,-1]")
     for kept, number in zip(opened(tmp_path / "out"), GOOD, strict=True):
         whole: Any = record(number)
@@ -110,7 +110,7 @@ def test_kept_fields_are_the_fields_and_their_layers(store: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("memory", ["1GB", "2kB", 1])
-def test_the_memory_given_makes_no_difference_to_what_is_kept(memory: Any, store: Path, tmp_path: Path):
+def test_the_memory_budget_does_not_change_the_result(memory: Any, store: Path, tmp_path: Path):
     featurize(store, tmp_path / "one", token="mean")
     featurize(store, tmp_path / "other", token="mean", memory=memory)
     ours, theirs = opened(tmp_path / "one"), opened(tmp_path / "other")
@@ -119,7 +119,7 @@ def test_the_memory_given_makes_no_difference_to_what_is_kept(memory: Any, store
 
 
 @pytest.mark.parametrize("feature", ["layers", "graphs"])
-def test_numbers_and_texts_of_a_record_go_with_its_features(feature: str, store: Path, tmp_path: Path):
+def test_scalars_of_a_record_are_stored_with_its_features(feature: str, store: Path, tmp_path: Path):
     featurize(store, tmp_path / "out", feature=feature)
     for kept, number in zip(opened(tmp_path / "out"), GOOD, strict=True):
         expected = record(number)
@@ -143,7 +143,7 @@ def shard_files(path: Path) -> dict[str, tuple[bytes, int]]:
     return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in sorted(path.glob("shard-*"))}
 
 
-def test_run_again_it_does_nothing(store: Path, tmp_path: Path):
+def test_running_again_changes_nothing(store: Path, tmp_path: Path):
     first = featurize(store, tmp_path / "out")
     before = shard_files(tmp_path / "out")
     assert featurize(store, tmp_path / "out") == first
@@ -156,7 +156,7 @@ def test_progress_is_reported_after_every_chunk(store: Path, tmp_path: Path):
     assert reported == [0, 15, 30, 40]
 
 
-def test_killed_amid_its_work_it_goes_on_to_the_same_store(store: Path, tmp_path: Path):
+def test_after_a_kill_it_resumes_to_the_same_store(store: Path, tmp_path: Path):
     code = (
         "import os, signal, sys\n"
         "from millstream.traces.features import featurize\n"
@@ -184,7 +184,7 @@ def test_killed_amid_its_work_it_goes_on_to_the_same_store(store: Path, tmp_path
 
 
 @pytest.mark.parametrize("changed", [{"token": "mean"}, {"feature": "graphs"}, {"dtype": "float32"}])
-def test_another_feature_is_refused_and_named(changed: dict[str, Any], store: Path, tmp_path: Path):
+def test_another_feature_is_refused_with_the_changed_setting(changed: dict[str, Any], store: Path, tmp_path: Path):
     featurize(store, tmp_path / "out")
     before = shard_files(tmp_path / "out")
     (name,) = changed
@@ -193,7 +193,7 @@ def test_another_feature_is_refused_and_named(changed: dict[str, Any], store: Pa
     assert shard_files(tmp_path / "out") == before
 
 
-def test_a_store_that_has_changed_since_is_refused(store: Path, tmp_path: Path):
+def test_a_source_that_has_changed_is_refused(store: Path, tmp_path: Path):
     source = Path(shutil.copytree(store, tmp_path / "source"))
     featurize(source, tmp_path / "out")
     with ms.TraceWriter(source) as writer:
@@ -213,7 +213,7 @@ def test_records_without_an_id_are_refused(tmp_path: Path):
 # -- used
 
 
-def test_a_loader_takes_kept_features_as_it_takes_any_store(store: Path, tmp_path: Path):
+def test_a_loader_reads_stored_features(store: Path, tmp_path: Path):
     featurize(store, tmp_path / "out")
     feature = ms.features.fields("question_id", "layers")
     loader = ms.Loader(opened(tmp_path / "out"), features=feature, batch_size=8, seed=1)
@@ -233,7 +233,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return run_here("featurize", *arguments)
 
 
-def test_the_command_says_what_was_kept_and_what_was_left_out(store: Path, tmp_path: Path):
+def test_the_command_prints_how_many_records_were_written_and_left_out(store: Path, tmp_path: Path):
     code, out, err = run(store, tmp_path / "out", "token=mean")
     assert (code, out) == (0, "")
     lines = err.splitlines()
@@ -261,7 +261,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_setting_is_one_line_and_exit_code_two_and_leaves_nothing(case: str, store: Path, tmp_path: Path):
+def test_a_bad_setting_prints_one_line_exits_with_2_and_writes_nothing(case: str, store: Path, tmp_path: Path):
     code, out, err = run(store, tmp_path / "out", *WRONG[case])
     assert (code, out) == (2, "")
     assert err.startswith("millstream: ") and err.count("\n") == 1
@@ -271,6 +271,6 @@ def test_a_wrong_setting_is_one_line_and_exit_code_two_and_leaves_nothing(case: 
 @pytest.mark.parametrize(
     "wrong", [{"token": "99"}, {"field": "logprobs"}, {"feature": "fields", "fields": "hidden[7]"}], ids=range(3)
 )
-def test_what_a_record_does_not_have_is_said_with_its_number(wrong: dict[str, Any], store: Path, tmp_path: Path):
+def test_a_missing_token_is_a_bad_setting_with_the_record_number(wrong: dict[str, Any], store: Path, tmp_path: Path):
     with pytest.raises(BadSetting, match="record 0"):
         featurize(store, tmp_path / "out", **wrong)

@@ -142,7 +142,7 @@ def assert_is(graph: Graph, nodes: list[int], x: np.ndarray, edges: Edges) -> No
     self_loops=st.booleans(),
     tokens=st.sampled_from(["all", "answer"]),
 )
-def test_graphs_of_attention_are_those_made_token_by_token(
+def test_graphs_of_attention_equal_those_made_token_by_token(
     given_records: list[dict[str, Any]], k: int | None, threshold: float, self_loops: bool, tokens: Any
 ):
     feature = ms.features.graphs(k, threshold=threshold, self_loops=self_loops, tokens=tokens)
@@ -165,7 +165,7 @@ def test_graphs_of_attention_are_those_made_token_by_token(
     threshold=st.sampled_from([0.0, 0.1]),
     tokens=st.sampled_from(["all", "answer"]),
 )
-def test_graphs_of_stored_edges_are_those_of_the_attention_they_were_kept_of(
+def test_graphs_of_stored_edges_equal_those_of_the_attention(
     given_records: list[dict[str, Any]], k: int | None, threshold: float, tokens: Any
 ):
     """With `k=None` all that are stored: eight."""
@@ -205,9 +205,7 @@ def test_a_store_with_edges_gives_the_graphs_of_one_with_all_attention(
     ],
 )
 @pytest.mark.parametrize("feature", [ms.features.graphs(tokens="answer"), stored(tokens="answer")])
-def test_the_answer_and_its_last_token_are_where_they_are(
-    feature: Feature, prompt: int, answer: int, tokens: int, nodes: list[int]
-):
+def test_answer_and_last_token_are_marked(feature: Feature, prompt: int, answer: int, tokens: int, nodes: list[int]):
     record = record_of(5, tokens=tokens, prompt=prompt, answer=answer)
     graphs = list(each_graph(batch_of(feature, [record])))
     assert len(graphs) == 2
@@ -220,7 +218,7 @@ def test_the_answer_and_its_last_token_are_where_they_are(
 
 
 @pytest.mark.parametrize(("prompt", "answer", "tokens"), [(3, 2, 6), (3, 2, 5), (3, 0, 4), (3, 0, 5), (1, 0, 3)])
-def test_the_last_token_of_a_graph_is_the_one_that_the_lstm_reads(prompt: int, answer: int, tokens: int):
+def test_the_last_token_of_a_graph_is_the_one_the_lstm_reads(prompt: int, answer: int, tokens: int):
     """Also of an empty answer that was ended by a stop string of several tokens."""
     record = record_of(5, tokens=tokens, prompt=prompt, answer=answer)
     read = batch_of(ms.features.layers("last_answer"), [record])["layers"][0, 1:]
@@ -245,7 +243,7 @@ def test_a_record_has_the_same_graphs_in_any_batch(make_feature: Any, full: ms.C
         assert [graph[1:] for graph in each_graph(taken)] == [graph[1:] for graph in singles[1]]
 
 
-def test_a_batch_of_nothing_has_no_graphs():
+def test_an_empty_batch_has_no_graphs():
     batch = batch_of(ms.features.graphs(tokens="answer"), [])
     assert batch["ptr"].tolist() == [0] and batch["edge_index"].shape == (2, 0) and len(batch["answer"]) == 0
 
@@ -253,7 +251,7 @@ def test_a_batch_of_nothing_has_no_graphs():
 # -- null graphs
 
 
-def test_unwired_graphs_have_the_answer_and_no_edges(full: ms.Collection, probe: ms.Collection):
+def test_unwired_graphs_have_answer_nodes_and_no_edges(full: ms.Collection, probe: ms.Collection):
     for feature, collection in (
         (ms.features.graphs(tokens="answer", wiring="none"), full),
         (stored(tokens="answer", wiring="none"), probe),
@@ -272,7 +270,7 @@ def tokens_of(record: Mapping[str, Any], layer: int, graph: Graph) -> list[int]:
 
 @FEW
 @given(record=records(), tokens=st.sampled_from(["all", "answer"]), from_stored=st.booleans())
-def test_shuffled_graphs_have_as_many_edges_of_the_same_weights_from_tokens_before(
+def test_shuffled_graphs_have_as_many_edges_with_the_same_weights_from_earlier_tokens(
     record: dict[str, Any], tokens: Any, from_stored: bool
 ):
     kind = stored if from_stored else ms.features.graphs
@@ -289,7 +287,7 @@ def test_shuffled_graphs_have_as_many_edges_of_the_same_weights_from_tokens_befo
         assert kept == {node for node, is_answer in zip(before, ours.answer, strict=False) if is_answer}
 
 
-def test_shuffled_edges_come_from_every_token_before_about_as_often():
+def test_shuffled_sources_are_uniform_over_earlier_tokens():
     record = record_of(0, tokens=7, prompt=5, answer=1, layers=1)
     counts = np.zeros((7, 7))
     feature = ms.features.graphs(2, wiring="shuffled")
@@ -302,7 +300,7 @@ def test_shuffled_edges_come_from_every_token_before_about_as_often():
         assert counts[target, :target] == pytest.approx(1200 / target, rel=0.25)
 
 
-def test_records_are_shuffled_differently_and_every_time_the_same():
+def test_shuffling_differs_between_records_and_is_reproducible():
     record = record_of(0, tokens=12, prompt=8, answer=3)
     feature = ms.features.graphs(4, wiring="shuffled")
     one, other, again = (batch_of(feature, [record], [number])["edge_index"] for number in (3, 4, 3))
@@ -312,14 +310,14 @@ def test_records_are_shuffled_differently_and_every_time_the_same():
 # -- what does not fit
 
 
-def test_what_graphs_are_not_made_of_is_refused_when_it_is_asked_for():
+def test_unknown_options_of_graphs_are_refused():
     with pytest.raises(ValueError, match="'shuffle'"):
         ms.features.graphs(wiring="shuffle")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'answers'"):
         ms.features.graphs(tokens="answers")  # pyright: ignore[reportArgumentType]
 
 
-def test_edges_stored_of_other_tokens_are_refused_by_number():
+def test_mismatched_stored_edges_are_refused_with_the_record_number():
     record = record_of(0, tokens=6, prompt=3, answer=2) | {"nodes": np.ones((3, 5, 4), np.float32)}
     with pytest.raises(ValueError, match=r"record 9: 'nodes' .*'edges'"):
         batch_of(stored(), [record], [9])
@@ -356,7 +354,7 @@ def slow_head_graph(record: Mapping[str, Any], *, from_attention: bool) -> Any:
 
 @FEW
 @given(given_records=st.lists(records(), min_size=1, max_size=3), from_attention=st.booleans())
-def test_graphs_over_heads_are_those_made_value_by_value(given_records: list[dict[str, Any]], from_attention: bool):
+def test_graphs_over_heads_equal_those_made_value_by_value(given_records: list[dict[str, Any]], from_attention: bool):
     batch = batch_of(HeadGraphFeature(from_attention), given_records)
     ptr, (source, target) = batch["ptr"].tolist(), batch["edge_index"]
     assert batch["edge_attr"].shape == (len(source), 4 if from_attention else 2)
@@ -372,7 +370,7 @@ def test_graphs_over_heads_are_those_made_value_by_value(given_records: list[dic
             assert found[edge] == pytest.approx(np.array(values), abs=1e-6)
 
 
-def test_graphs_over_heads_are_made_of_both_kinds_of_store(full: ms.Collection, probe: ms.Collection):
+def test_graphs_over_heads_can_be_made_from_attention_and_from_edges(full: ms.Collection, probe: ms.Collection):
     """The mean over heads is what edges keep of attention; attention of a token to itself is kept of every head."""
     whole = make(HeadGraphFeature(from_attention=True), full, range(NUM))
     kept = make(HeadGraphFeature(from_attention=False), probe, range(NUM))

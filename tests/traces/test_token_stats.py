@@ -71,19 +71,19 @@ def slowly(trace: dict) -> list[float]:
     ]
 
 
-def test_they_are_those_of_the_answer_token_by_token_without_the_stop_token(traces: ms.Collection):
+def test_statistics_cover_the_answer_without_the_stop_token(traces: ms.Collection):
     found = stats_of(traces, NUMBERS)
     assert found.shape == (len(NUMBERS), len(STATS)) and found.dtype == np.float32
     np.testing.assert_allclose(found, [slowly(record(number)) for number in NUMBERS.tolist()], rtol=2e-5, atol=2e-6)
 
 
-def test_a_record_has_the_same_in_any_batch(traces: ms.Collection):
+def test_a_record_has_the_same_statistics_in_any_batch(traces: ms.Collection):
     together = stats_of(traces, NUMBERS)
     for row, number in zip(together, NUMBERS, strict=True):
         np.testing.assert_array_equal(stats_of(traces, np.array([number]))[0], row)
 
 
-def test_some_of_them_are_the_same_columns_and_need_fewer_fields(traces: ms.Collection):
+def test_a_subset_of_statistics_has_the_same_values_and_needs_fewer_fields(traces: ms.Collection):
     names = ("min_logprob", "num_words", "num_tokens")
     assert set(ms.features.token_stats(*names).fields) == {"logprobs", "answer_len", "generated_answer"}
     everything = stats_of(traces, NUMBERS)
@@ -103,7 +103,7 @@ def columns(counts: list[int], lengths: list[int | None]) -> ColumnBatch:
     return ColumnBatch(np.arange(len(counts)) + 30, {**values, "answer_len": lengths, "generated_answer": texts})
 
 
-def test_an_answer_without_tokens_has_zeros_and_its_neighbours_keep_theirs():
+def test_an_answer_without_tokens_has_zeros_and_does_not_affect_others():
     found = np.asarray(ms.features.token_stats()(columns([0, 2, 0, 0, 3, 0], [0, 1, 0, None, None, 4]))["stats"])
     assert not found[[0, 2, 3, 5]].any()
     assert found[:, STATS.index("num_tokens")].tolist() == [0, 1, 0, 0, 3, 0]
@@ -119,22 +119,22 @@ def test_a_token_that_was_ruled_out_gives_no_nan():
     np.testing.assert_allclose(found[:, STATS.index("mean_margin")], np.exp(-1.5), rtol=1e-6)
 
 
-def test_what_is_missing_or_not_a_number_is_named_with_its_record():
+def test_missing_and_nan_values_are_refused_with_the_record_number():
     batch = columns([2, 2, 2], [1, 1, 1])
     batch.columns["entropy"][1] = np.array([np.nan, 1], np.float32)
-    with pytest.raises(ValueError, match=r"record 31: mean_entropy, max_entropy, first_entropy is NaN"):
+    with pytest.raises(ValueError, match="record 31: mean_entropy, max_entropy, first_entropy"):
         ms.features.token_stats()(batch)
     batch.columns["entropy"][1] = None
     with pytest.raises(ValueError, match=r"record 31 has no 'entropy'"):
         ms.features.token_stats()(batch)
-    with pytest.raises(ValueError, match=r"'mean_luck': .*num_tokens"):
+    with pytest.raises(ValueError, match="mean_luck"):
         ms.features.token_stats("mean_luck")
 
 
-def test_a_loader_takes_them_and_a_store_without_the_fields_is_refused(traces: ms.Collection, tmp_path: Path):
+def test_a_loader_computes_them_and_a_store_without_the_fields_is_refused(traces: ms.Collection, tmp_path: Path):
     (batch,) = ms.Loader(traces, batch_size=12, features=ms.features.token_stats(), order="none", threads=0)
     assert tuple(batch["stats"].shape) == (12, len(STATS))
     with ms.TraceWriter(tmp_path / "bare") as writer:
         writer.append({"question_id": "q", "logprobs": np.zeros(2, np.float32)})
-    with pytest.raises(ValueError, match="no field 'answer_len'"):
+    with pytest.raises(ValueError, match="answer_len"):
         ms.Loader(ms.open(tmp_path / "bare"), batch_size=1, features=ms.features.token_stats())

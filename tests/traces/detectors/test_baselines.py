@@ -41,9 +41,7 @@ def labels_of(collection: ms.Collection) -> np.ndarray:
     return collection.column("label").to_numpy()
 
 
-def test_those_that_see_the_doubt_tell_wrong_from_right_and_the_others_do_not_by_much(
-    fitted: Mapping[str, Detector], parts: Parts
-):
+def test_only_baselines_that_see_the_signal_separate_wrong_from_right(fitted: Mapping[str, Detector], parts: Parts):
     test = parts[2]
     found = {name: auroc(labels_of(test), detector.score(test)) for name, detector in fitted.items()}
     probes = [f"probe_{position}" for position in ("last_prompt", "first_answer", "last_answer", "mean_answer")]
@@ -53,16 +51,14 @@ def test_those_that_see_the_doubt_tell_wrong_from_right_and_the_others_do_not_by
     assert all(0.25 < found[name] < 0.75 for name in ("length", "words")), found
 
 
-def test_a_baseline_names_the_fields_it_reads_and_has_a_short_title(
-    traces: ms.Collection, fitted: Mapping[str, Detector]
-):
+def test_a_baseline_lists_its_fields_and_has_a_short_title(traces: ms.Collection, fitted: Mapping[str, Detector]):
     for name, baseline in BASELINES.items():
         assert fitted[name].fields and set(fitted[name].fields) <= set(traces.field_names), name
         assert len(baseline.title.split()) <= 6
     assert [name for name in BASELINES if BASELINES[name].extra_forwards] == ["p_true"]
 
 
-def test_scores_come_in_the_order_of_the_collection_from_what_was_kept(
+def test_restored_baselines_score_in_the_order_of_the_collection(
     traces: ms.Collection, fitted: Mapping[str, Detector], parts: Parts
 ):
     backwards = traces.subset(range(160, 220))
@@ -85,7 +81,7 @@ def test_regressions_give_probabilities_and_single_numbers_do_not(fitted: Mappin
         assert json.loads(json.dumps(detector.chosen)) == detector.chosen
 
 
-def test_the_direction_is_that_of_the_training_part(parts: Parts):
+def test_the_direction_is_chosen_on_the_training_split(parts: Parts):
     directions = {"mean_logprob": -1, "entropy": 1, "margin": -1, "p_true": -1}
     for name, direction in directions.items():
         detector = BASELINES[name].make(FitResources(), [])
@@ -122,7 +118,7 @@ def test_a_single_number_is_the_statistic_itself(traces: ms.Collection, fitted: 
         assert abs(fitted[name].score(parts[2])[0]) == pytest.approx(abs(value), rel=1e-5), name
 
 
-def test_a_probe_says_which_layer_it_took_and_how_good_the_others_are(fitted: Mapping[str, Detector]):
+def test_a_probe_reports_the_chosen_layer_and_the_auroc_of_all(fitted: Mapping[str, Detector]):
     for position in ("last_prompt", "first_answer", "last_answer", "mean_answer"):
         chosen = fitted[f"probe_{position}"].chosen
         by_layer = chosen["auroc_by_layer"]
@@ -130,7 +126,7 @@ def test_a_probe_says_which_layer_it_took_and_how_good_the_others_are(fitted: Ma
         assert chosen["layer"] == TOLD_BY == int(np.argmax(by_layer)) and max(by_layer) == chosen["val_auroc"]
 
 
-def test_a_probe_on_whole_hidden_states_sees_what_one_on_stored_positions_sees(tmp_path: Path):
+def test_a_probe_on_hidden_equals_a_probe_on_states(tmp_path: Path):
     states, hidden = (labelled(make_traces(tmp_path / tier, num=60, tier=tier)) for tier in ("probe", "full"))
     rng = np.random.default_rng(0)
     arrays = {"group": np.array(1), "bias": np.array(0.1), "mean": np.zeros(16), "factor": np.ones(16)}
@@ -147,7 +143,7 @@ def test_a_probe_on_whole_hidden_states_sees_what_one_on_stored_positions_sees(t
         np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5)
 
 
-def test_looking_back_is_the_mean_over_the_answer_without_the_prompt_and_the_stop_token(traces: ms.Collection):
+def test_lookback_is_the_mean_over_the_answer_without_prompt_and_stop_token(traces: ms.Collection):
     names = ("prompt_attention", "answer_len")
     (batch,) = ms.Loader(
         traces.subset(range(30)), batch_size=30, features=ms.features.fields(*names), order="none", threads=0
@@ -166,7 +162,7 @@ def test_looking_back_is_the_mean_over_the_answer_without_the_prompt_and_the_sto
     )
 
 
-def test_a_record_without_p_true_gets_the_mean_of_the_training_part(tmp_path: Path):
+def test_a_record_without_p_true_gets_the_mean_of_the_training_split(tmp_path: Path):
     with ms.TraceWriter(tmp_path / "s", schema={"p_true": "float32"}) as writer:
         for number in range(12):
             writer.append(
@@ -180,7 +176,7 @@ def test_a_record_without_p_true_gets_the_mean_of_the_training_part(tmp_path: Pa
     np.testing.assert_allclose(scores[[1, 7, 11]], np.array([1, 7, 11]) / 16)
 
 
-def test_one_process_of_a_job_reads_everything(
+def test_in_a_distributed_job_a_baseline_reads_all_records(
     fitted: Mapping[str, Detector], parts: Parts, monkeypatch: pytest.MonkeyPatch
 ):
     whole = fitted["token_stats"].score(parts[2])
@@ -189,7 +185,7 @@ def test_one_process_of_a_job_reads_everything(
     np.testing.assert_array_equal(fitted["token_stats"].score(parts[2]), whole)
 
 
-def test_eigenvalues_keep_the_components_of_the_choice_and_need_scikit_learn(
+def test_lapeigvals_keeps_the_chosen_components_and_needs_scikit_learn(
     traces: ms.Collection, fitted: Mapping[str, Detector], parts: Parts, monkeypatch: pytest.MonkeyPatch
 ):
     found = fitted["lapeigvals"]

@@ -68,7 +68,7 @@ def random_graph(num_nodes: int, num_edges: int, width: int, edge_dim: int = 1) 
 # -- one call for all graphs
 
 
-def test_all_graphs_in_one_call_are_each_graph_alone(graphs: Batch):
+def test_encoding_all_graphs_at_once_equals_encoding_each_alone(graphs: Batch):
     encoder = net_of("gnn", graphs).encoder
     with torch.inference_mode():
         together = encoder(graphs["x"], graphs["edge_index"], graphs["edge_attr"])
@@ -79,7 +79,7 @@ def test_all_graphs_in_one_call_are_each_graph_alone(graphs: Batch):
     assert len(graphs["ptr"]) == NUM * LAYERS + 1
 
 
-def test_a_node_hears_of_those_that_lead_to_it_and_not_of_those_it_leads_to():
+def test_messages_flow_from_source_to_target_only():
     """Along 0 -> 1 -> 2 -> 3 -> 4, as far as there are rounds."""
     x, index = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_a_node_hears_of_those_that_lead_to_it_and_not_of_those_it_leads_to():
     assert heard.nonzero().flatten().tolist() == list(range(1, 2 + NUM_ROUNDS))
 
 
-def test_messages_over_heads_are_the_mean_of_what_edges_say():
+def test_messages_over_heads_are_the_mean_over_edges():
     x, index, values = random_graph(5, 9, 8, edge_dim=4)
     torch.manual_seed(0)
     messages = HeadMessages(8, 4)
@@ -105,7 +105,7 @@ def test_messages_over_heads_are_the_mean_of_what_edges_say():
             assert found[node].numpy() == pytest.approx(expected.numpy(), abs=1e-5)
 
 
-def test_what_is_read_of_a_graph_is_its_last_token_and_the_mean_of_its_answer(graphs: Batch):
+def test_a_graph_is_pooled_to_its_last_token_and_the_mean_of_its_answer(graphs: Batch):
     nodes = torch.randn(len(graphs["x"]), 4, generator=torch.Generator().manual_seed(0))
     whole = {key: value for key, value in graphs.items() if key != "answer"}
     read, read_whole = pool_layers(nodes, graphs, LAYERS), pool_layers(nodes, whole, LAYERS)
@@ -127,9 +127,7 @@ def edges_of(batch: Batch, record: int, num_graphs: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "num_graphs"), [("gnn", LAYERS), ("gvae", LAYERS), ("charm", 1)])
-def test_other_weights_of_edges_change_the_score_of_their_record_alone(
-    name: str, num_graphs: int, traces: ms.Collection
-):
+def test_edge_weights_change_the_score_of_their_record_only(name: str, num_graphs: int, traces: ms.Collection):
     batch = batch_of(traces, name)
     net = net_of(name, batch)
     before = scores(net, batch)
@@ -142,7 +140,7 @@ def test_other_weights_of_edges_change_the_score_of_their_record_alone(
 
 
 @pytest.mark.parametrize(("name", "sees"), [("gnn", True), ("gnn_shuffled", True), ("gnn_unwired", False)])
-def test_a_net_without_edges_sees_nothing_of_attention(name: str, sees: bool, traces: ms.Collection):
+def test_a_net_without_edges_ignores_attention(name: str, sees: bool, traces: ms.Collection):
     def altered(fetched: ColumnBatch) -> ColumnBatch:
         if "edge_weight" not in fetched.columns:
             return fetched
@@ -155,7 +153,7 @@ def test_a_net_without_edges_sees_nothing_of_attention(name: str, sees: bool, tr
     assert sees or len(batch["edge_attr"]) == 0
 
 
-def test_null_graphs_are_read_by_nets_of_the_same_size(traces: ms.Collection):
+def test_null_models_have_the_size_of_the_detector(traces: ms.Collection):
     for kind in ("gnn", "gvae"):
         nets = [net_of(name, batch_of(traces, name)) for name in (kind, f"{kind}_shuffled", f"{kind}_unwired")]
         shapes = [{key: value.shape for key, value in net.state_dict().items()} for net in nets]
@@ -181,7 +179,7 @@ def vae(untouched: GraphVAE) -> GraphVAE:
     return deepcopy(untouched)
 
 
-def test_scores_of_the_vae_are_without_chance_and_training_is_not(vae: GraphVAE, graphs: Batch):
+def test_the_vae_samples_in_training_but_scores_deterministically(vae: GraphVAE, graphs: Batch):
     assert np.array_equal(scores(vae, graphs), scores(vae, graphs))
     assert vae.logits(graphs)[1] == {}
     one, other = parts_of(vae, graphs, 0), parts_of(vae, graphs, 1)
@@ -200,13 +198,13 @@ def with_posterior(net: GraphVAE, mean: float, logvar: float) -> GraphVAE:
 
 
 @pytest.mark.parametrize(("mean", "logvar"), [(0.0, -2.0), (1.5, 0.0), (0.5, 1.0), (0.0, 20.0)])
-def test_the_kl_is_that_of_a_normal_to_the_standard_one(vae: GraphVAE, graphs: Batch, mean: float, logvar: float):
+def test_the_kl_is_that_of_a_gaussian_to_the_standard_normal(vae: GraphVAE, graphs: Batch, mean: float, logvar: float):
     found = parts_of(with_posterior(vae, mean, logvar), graphs)["kl"]
     logvar = min(logvar, LOGVAR_LIMIT)
     assert found == pytest.approx(0.1 * (mean**2 + math.exp(logvar) - 1 - logvar) / 2, rel=1e-5)
 
 
-def test_the_first_free_bits_of_a_unit_pull_at_nothing(vae: GraphVAE, graphs: Batch):
+def test_units_below_the_free_bits_get_no_kl_gradient(vae: GraphVAE, graphs: Batch):
     with_posterior(vae, 0.1, 0.0).train()
     assert parts_of(vae, graphs)["kl"] == pytest.approx(0.1 * 0.05)
     torch.manual_seed(0)
@@ -220,7 +218,7 @@ def test_the_first_free_bits_of_a_unit_pull_at_nothing(vae: GraphVAE, graphs: Ba
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_kl_counts_by_its_share(vae: GraphVAE, graphs: Batch, share: float):
+def test_the_kl_is_weighted_by_its_warm_up_share(vae: GraphVAE, graphs: Batch, share: float):
     whole = parts_of(vae, graphs)
     vae.kl_share.fill_(share)
     part = parts_of(vae, graphs)
@@ -228,7 +226,7 @@ def test_the_kl_counts_by_its_share(vae: GraphVAE, graphs: Batch, share: float):
     assert {**part, "kl": 0} == {**whole, "kl": 0}
 
 
-def test_explaining_the_graph_counts_by_its_weight(graphs: Batch):
+def test_the_vae_loss_is_scaled_by_its_weight(graphs: Batch):
     once, twice = (
         parts_of(net_of("gvae", graphs, replace(RECIPE, kl_weight=weight, free_bits=0.0)), graphs)
         for weight in (0.1, 0.2)
@@ -263,7 +261,7 @@ def test_gradients_reach_every_parameter_where_no_node_is_masked(vae: GraphVAE, 
     assert [name for name, parameter in vae.named_parameters() if parameter.grad is None] == []
 
 
-def test_pairs_to_tell_from_edges_are_of_the_same_graph(vae: GraphVAE, graphs: Batch):
+def test_negative_pairs_are_of_the_same_graph(vae: GraphVAE, graphs: Batch):
     """With latents that are alike within a graph and unlike between graphs, edges and pairs look the same."""
     latent = vae.posterior.out_features // 2
     chance = torch.Generator().manual_seed(0)
@@ -273,7 +271,7 @@ def test_pairs_to_tell_from_edges_are_of_the_same_graph(vae: GraphVAE, graphs: B
     assert vae._edge_loss(z, graphs).item() == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_what_is_told_of_nodes_and_edges_gets_better_with_training(vae: GraphVAE, graphs: Batch):
+def test_training_improves_the_reconstruction_of_nodes_and_edges(vae: GraphVAE, graphs: Batch):
     def told() -> dict[str, float]:
         found = [parts_of(vae, graphs, seed) for seed in range(5)]
         return {name: sum(parts[name] for parts in found) / 5 for name in found[0]}
@@ -292,7 +290,7 @@ def test_what_is_told_of_nodes_and_edges_gets_better_with_training(vae: GraphVAE
     assert after["edge_loss"] < 0.9 * before["edge_loss"]
 
 
-def test_units_that_differ_between_nodes_are_counted_as_active(vae: GraphVAE, graphs: Batch):
+def test_active_units_are_those_that_vary_between_nodes(vae: GraphVAE, graphs: Batch):
     with torch.inference_mode():
         mu, _ = vae.encode(vae.scaled_nodes(graphs), graphs)
     found = float(vae.measures(graphs)["active_units"])

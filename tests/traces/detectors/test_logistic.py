@@ -37,7 +37,7 @@ def draw(rng: np.random.Generator, num: int, way_F: np.ndarray, mix_FF: np.ndarr
 
 
 @pytest.mark.parametrize(("num", "width"), [(1200, 20), (150, 300)])
-def test_on_test_it_is_as_good_as_scikit_learn_with_the_same_choice(tmp_path: Path, num: int, width: int):
+def test_it_matches_scikit_learn_on_the_test_split(tmp_path: Path, num: int, width: int):
     rng = np.random.default_rng(num)
     way = rng.normal(size=width) * (rng.random(width) < 0.3)
     way /= np.linalg.norm(way)
@@ -83,7 +83,7 @@ def fitted(small: tuple[ms.Collection, ms.Collection, Part]) -> Logistic:
     return found
 
 
-def test_the_group_is_chosen_on_validation_not_on_training(
+def test_the_group_is_chosen_on_the_validation_split(
     small: tuple[ms.Collection, ms.Collection, Part], fitted: Logistic
 ):
     by_layer = fitted.chosen["auroc_by_layer"]
@@ -93,7 +93,7 @@ def test_the_group_is_chosen_on_validation_not_on_training(
     assert fitted.chosen["val_auroc"] == pytest.approx(auroc(_labels(small[1]), fitted.score(small[1])), abs=1e-3)
 
 
-def test_inputs_are_scaled_by_the_training_part_alone(
+def test_inputs_are_scaled_by_the_training_split_only(
     small: tuple[ms.Collection, ms.Collection, Part], fitted: Logistic
 ):
     x = small[2][0][:, 0]
@@ -122,7 +122,7 @@ def test_the_same_seed_gives_the_same_regression(small: tuple[ms.Collection, ms.
     assert all(np.array_equal(again.arrays[name], fitted.arrays[name]) for name in fitted.arrays)
 
 
-def test_the_scale_of_the_inputs_does_not_matter_and_constants_do_no_harm(tmp_path: Path):
+def test_the_scale_of_inputs_and_constant_inputs_make_no_difference(tmp_path: Path):
     rng = np.random.default_rng(1)
     x, labels = draw(rng, 300, np.array([1.0, 0, 0]), np.eye(3))
     x[..., 2] = 1e4
@@ -136,7 +136,7 @@ def test_the_scale_of_the_inputs_does_not_matter_and_constants_do_no_harm(tmp_pa
     assert auroc(labels[250:], scores[0]) > 0.75
 
 
-def test_rare_classes_weigh_as_much_as_frequent_ones(tmp_path: Path):
+def test_rare_classes_have_the_same_total_weight_as_frequent_ones(tmp_path: Path):
     rng = np.random.default_rng(2)
     labels = (np.arange(600) % 12 == 0).astype(int)
     x = rng.normal(size=(600, 1, 2)) + labels[:, None, None]
@@ -146,16 +146,16 @@ def test_rare_classes_weigh_as_much_as_frequent_ones(tmp_path: Path):
     assert 0.3 < found.score(part).mean() < 0.6  # without, it would be near the share of one in twelve
 
 
-def test_a_part_of_one_class_is_refused_and_so_is_what_is_not_a_number(tmp_path: Path):
+def test_a_split_with_one_class_and_nan_inputs_are_refused(tmp_path: Path):
     x = np.zeros((6, 1, 2))
     part = write(tmp_path / "one", x, np.array([0, 1, 0, 0, 0, 1]))
-    with pytest.raises(ValueError, match=r"validation split has 2 records with the labels \[0\]"):
+    with pytest.raises(ValueError, match=r"validation.*\[0\]"):
         detector().fit(part.subset([0, 1, 5]), part.subset([2, 3]))
-    with pytest.raises(ValueError, match=r"the training split has 0 records"):
+    with pytest.raises(ValueError, match="training"):
         detector().fit(part.subset([]), part)
     x[1] = np.nan
     bad = write(tmp_path / "bad", x, np.array([0, 1, 0, 0, 0, 1]))
-    with pytest.raises(ValueError, match="NaN or infinity"):
+    with pytest.raises(ValueError, match="NaN"):
         detector().fit(bad, bad)
 
 

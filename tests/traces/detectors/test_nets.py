@@ -92,7 +92,7 @@ def test_gradients_reach_every_parameter(name: str, size: int, zoo: Zoo):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_loss_is_the_weighted_cross_entropy_and_the_terms_told(name: str, zoo: Zoo):
+def test_the_loss_is_the_weighted_cross_entropy_plus_the_reported_terms(name: str, zoo: Zoo):
     net = zoo.net(name).train()
     batch = zoo.batch(name, range(6))
     target, weight = torch.tensor([0.0, 1, 1, 0, 1, 0]), torch.tensor([0.5, 2, 2, 0.5, 2, 0.5])
@@ -120,7 +120,7 @@ def test_half_precision_gives_about_the_same_scores_and_a_loss(name: str, zoo: Z
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_inputs_come_scaled_to_mean_0_and_deviation_1_of_each_layer(name: str, zoo: Zoo):
+def test_inputs_are_scaled_to_mean_0_and_deviation_1_per_layer(name: str, zoo: Zoo):
     net, batch = zoo.net(name), zoo.batch(name)
     if net.stats is not None:
         is_scaled(net.stats(batch["stats"]))
@@ -145,7 +145,7 @@ def is_scaled(rows: Tensor) -> None:
     assert rows[:, varies].std(dim=0, correction=0).numpy() == pytest.approx(1, abs=0.05)
 
 
-def test_the_lstm_reads_layers_in_their_order_and_statistics_beside_them(zoo: Zoo):
+def test_the_lstm_uses_the_order_of_layers_and_the_token_statistics(zoo: Zoo):
     net, batch = zoo.net("lstm"), zoo.batch("lstm")
     before = scores(net, batch)
     swapped = net.layers.mean.flip(0), net.layers.factor.flip(0)  # pyright: ignore
@@ -158,7 +158,7 @@ def test_the_lstm_reads_layers_in_their_order_and_statistics_beside_them(zoo: Zo
 
 
 @pytest.mark.parametrize("place", ["last_prompt", "first_answer", "last_answer", "mean_answer"])
-def test_the_lstm_sees_the_token_asked_for(place: str, zoo: Zoo):
+def test_the_lstm_reads_the_token_in_the_settings(place: str, zoo: Zoo):
     feature = net_features("lstm", zoo.collection.field_names, Recipe(token=place))[0]
     found = np.asarray(feature(fetch_batch(zoo.collection, np.array([3, 9]), feature.fields))["layers"])
     states = [np.asarray(zoo.collection[number]["states"]) for number in (3, 9)]  # pyright: ignore
@@ -181,7 +181,7 @@ def family_of(name: str) -> Any:
 
 @pytest.mark.parametrize("dim", [16, 768, 4096])
 @pytest.mark.parametrize("name", ["lstm", "gnn", "gvae"])
-def test_nets_have_the_parameters_asked_for_within_a_tenth(name: str, dim: int):
+def test_nets_have_the_requested_number_of_parameters_within_a_tenth(name: str, dim: int):
     build = partial(family_of(name), num_layers=33, dim=dim, num_stats=20, dropout=0.2)
     with torch.device("meta"):
         found = count_parameters(build(match_width(build, 100_000)))
@@ -189,7 +189,7 @@ def test_nets_have_the_parameters_asked_for_within_a_tenth(name: str, dim: int):
 
 
 @pytest.mark.parametrize("parameters", [1, 2000, 31_234, 100_000, 1_000_000])
-def test_the_width_found_is_the_nearest_there_is(parameters: int):
+def test_the_width_found_is_the_nearest_possible(parameters: int):
     def build(width: int) -> nn.Module:
         return nn.Linear(width, width)
 
@@ -202,7 +202,7 @@ def test_the_width_found_is_the_nearest_there_is(parameters: int):
 # -- scales
 
 
-def test_a_scale_leaves_constants_at_zero_and_bounds_what_is_far_away():
+def test_a_scale_maps_constants_to_zero_and_clips_outliers():
     rows = torch.tensor([[3.0, 0.0], [3.0, 2.0]])
     moments = Moments()
     moments.add(rows)
@@ -212,7 +212,7 @@ def test_a_scale_leaves_constants_at_zero_and_bounds_what_is_far_away():
     assert scale(torch.tensor([[3.0, 1e6], [3.5, -1e6]])).tolist() == [[0.0, LIMIT], [0.5, -LIMIT]]
 
 
-def test_a_scale_takes_the_group_of_each_row_or_the_last_axis_but_one():
+def test_a_scale_takes_the_group_of_each_row_or_the_second_to_last_axis():
     scale = Scale(2, 1)
     moments = Moments()
     rows = torch.tensor([[1.0], [100.0], [3.0], [300.0]])
@@ -222,7 +222,7 @@ def test_a_scale_takes_the_group_of_each_row_or_the_last_axis_but_one():
     assert scale(rows.reshape(2, 2, 1)).flatten().tolist() == pytest.approx([-1, -1, 1, 1])
 
 
-def test_scales_are_kept_with_the_weights(zoo: Zoo):
+def test_scales_are_saved_with_the_weights(zoo: Zoo):
     net = zoo.net("lstm")
     torch.manual_seed(1)
     other = build_net("lstm", zoo.batch("lstm", (0,)), RECIPE)
@@ -238,7 +238,7 @@ def test_scales_are_kept_with_the_weights(zoo: Zoo):
     num_groups=st.integers(1, 3),
     offset=st.sampled_from([0.0, 1e3, -1e7]),
 )
-def test_moments_are_those_of_numpy_however_rows_are_split(seed: int, sizes: list[int], num_groups: int, offset: float):
+def test_moments_equal_numpy_however_rows_are_batched(seed: int, sizes: list[int], num_groups: int, offset: float):
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(sum(sizes) + 1, 3)) * [1e-2, 1.0, 50.0] + offset
     group = rng.integers(0, num_groups, len(rows))
@@ -260,7 +260,7 @@ def test_moments_are_those_of_numpy_however_rows_are_split(seed: int, sizes: lis
             assert mean[number].tolist() == [0, 0, 0] and factor[number].tolist() == [1, 1, 1]
 
 
-def test_moments_of_half_precision_are_added_up_in_full():
+def test_moments_of_half_precision_inputs_are_accumulated_in_full_precision():
     rows = torch.full((5000, 1), 60000.0, dtype=torch.float16)
     moments = Moments()
     moments.add(rows)

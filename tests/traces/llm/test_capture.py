@@ -39,12 +39,12 @@ def test_hidden_is_the_embedding_and_the_raw_output_of_every_layer(pairs: Pairs)
         torch.testing.assert_close(record["hidden"], seen.hidden, **CLOSE)
 
 
-def test_post_norm_is_what_the_head_sees(pairs: Pairs):
+def test_post_norm_is_the_input_of_the_lm_head(pairs: Pairs):
     for record, seen in pairs:
         torch.testing.assert_close(record["post_norm"], seen.post_norm, **CLOSE)
 
 
-def test_attention_is_that_of_every_head_over_prompt_and_answer(pairs: Pairs):
+def test_attention_covers_every_head_prompt_and_answer(pairs: Pairs):
     for record, seen in pairs:
         torch.testing.assert_close(record["attention"], seen.attention, **CLOSE)
 
@@ -91,7 +91,7 @@ def test_edges_are_the_strongest_earlier_tokens_in_the_mean_over_heads(pairs: Pa
         torch.testing.assert_close(record["edge_rest"], 1 - weights.sum(-1), **CLOSE)
 
 
-def test_edge_sources_are_places_in_the_unpadded_sequence_or_minus_one(pairs: Pairs):
+def test_edge_sources_are_positions_in_the_unpadded_sequence_or_minus_one(pairs: Pairs):
     for record, seen in pairs:
         mean, source = seen.attention.mean(1), record["edge_source"]
         assert source.dtype == torch.int16
@@ -105,7 +105,7 @@ def test_edge_sources_are_places_in_the_unpadded_sequence_or_minus_one(pairs: Pa
                 torch.testing.assert_close(record["edge_weight"][layer, token, : len(there)], named, **CLOSE)
 
 
-def test_heads_are_summarised_from_the_last_prompt_token_on(pairs: Pairs):
+def test_heads_are_summarised_from_the_last_prompt_token_onwards(pairs: Pairs):
     for record, seen in pairs:
         prompt = record["prompt_len"]
         rows = seen.attention[:, :, prompt - 1 :]
@@ -116,7 +116,7 @@ def test_heads_are_summarised_from_the_last_prompt_token_on(pairs: Pairs):
         torch.testing.assert_close(record["prompt_attention"], rows[..., :prompt].sum(-1), **CLOSE)
 
 
-def test_laplacian_holds_the_largest_eigenvalues_of_every_head(pairs: Pairs):
+def test_laplacian_contains_the_largest_eigenvalues_of_every_head(pairs: Pairs):
     for record, seen in pairs:
         num_tokens = seen.attention.shape[-1]
         received = torch.stack([seen.attention[..., j:, j].mean(-1) for j in range(num_tokens)], dim=-1)
@@ -126,7 +126,7 @@ def test_laplacian_holds_the_largest_eigenvalues_of_every_head(pairs: Pairs):
         torch.testing.assert_close(record["laplacian"], expected, **CLOSE)
 
 
-def test_logdet_is_the_mean_log_of_attention_to_oneself(pairs: Pairs):
+def test_logdet_is_the_mean_log_self_attention(pairs: Pairs):
     for record, seen in pairs:
         expected = seen.attention.diagonal(dim1=2, dim2=3).log().mean(-1)
         torch.testing.assert_close(record["attention_logdet"], expected, **CLOSE)
@@ -145,7 +145,7 @@ def test_the_eigenvalues_are_those_of_the_laplacian_matrix(tiny: TinyModels):
 
 
 @pytest.mark.parametrize("name", ["attention", "edges", "heads", "hidden", "laplacian", "nodes", "post_norm", "states"])
-def test_each_field_comes_alone_as_it_comes_with_the_others(tiny: TinyModels, name: str):
+def test_each_field_is_the_same_alone_and_with_the_others(tiny: TinyModels, name: str):
     tracer = make_tracer(tiny.loaded("llama"), fields=name)
     together: Any = tiny.traced("llama", 1, 5)
     for record, other in zip(tracer.trace(tracer.encode(QUESTIONS)), together, strict=True):
@@ -154,7 +154,7 @@ def test_each_field_comes_alone_as_it_comes_with_the_others(tiny: TinyModels, na
             torch.testing.assert_close(record[field], other[field], **CLOSE)
 
 
-def test_chosen_layers_come_in_the_order_of_layers(tiny: TinyModels):
+def test_chosen_layers_are_stored_in_the_order_of_layers(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="hidden[-1,0],attention[2,1]")
     together: Any = tiny.traced("llama", 1, 5)
     for record, other in zip(tracer.trace(tracer.encode(QUESTIONS)), together, strict=True):
@@ -163,7 +163,7 @@ def test_chosen_layers_come_in_the_order_of_layers(tiny: TinyModels):
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
-def test_halves_are_the_float32_values_rounded_once(tiny: TinyModels, stored: str):
+def test_half_precision_values_are_the_float32_values_rounded_once(tiny: TinyModels, stored: str):
     tracer = make_tracer(tiny.loaded("gpt2"), stored=stored)
     together: Any = tiny.traced("gpt2", 1, 5)
     for record, other in zip(tracer.trace(tracer.encode(QUESTIONS)), together, strict=True):
@@ -194,7 +194,7 @@ def test_the_last_hidden_state_is_raw_and_the_final_norm_makes_post_norm_of_it(t
         assert (last - record["post_norm"]).abs().max() > 0.1
 
 
-def test_sdpa_computes_what_nobody_looks_at(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+def test_sdpa_computes_attention_that_is_not_captured(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     from transformers.integrations import sdpa_attention
 
     calls: list[int] = []
@@ -227,7 +227,7 @@ def test_a_tracer_of_hidden_states_never_computes_attention_weights(tiny: TinyMo
     assert not taken
 
 
-def test_rows_without_a_mask_are_the_last_ones_and_see_no_later_token():
+def test_rows_without_a_mask_are_the_last_ones_and_attention_is_causal():
     taken: list[torch.Tensor] = []
     module = torch.nn.Module()
     setattr(module, TAP, SimpleNamespace(wanted=True, take=taken.append))
@@ -259,7 +259,7 @@ def test_without_its_mask_function_left_padding_would_be_attended_to(
 
 
 @pytest.mark.parametrize("stored", ["float16", "float32"])
-def test_what_is_kept_of_a_layer_does_not_keep_the_layer_alive(stored: str, tiny: TinyModels):
+def test_captured_values_do_not_keep_the_activations_of_a_layer_alive(stored: str, tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads,laplacian,edges,nodes,states", stored=stored)
     asked = tracer.encode(QUESTIONS)
     ids, mask = tracer._pad([one.ids for one in asked])
@@ -273,7 +273,7 @@ def test_what_is_kept_of_a_layer_does_not_keep_the_layer_alive(stored: str, tiny
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def test_two_tracers_of_one_model_do_not_blind_each_other(tiny: TinyModels):
+def test_two_tracers_of_one_model_both_capture(tiny: TinyModels):
     loaded = load(tiny.folder("llama"))
     first, second = make_tracer(loaded, fields="attention"), make_tracer(loaded, fields="edges")
     asked = first.encode(QUESTIONS[:2])

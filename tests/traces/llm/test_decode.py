@@ -19,7 +19,7 @@ TOKENIZER = make_tokenizer()
 
 
 def ids_of(*texts: str) -> list[int]:
-    """Texts as tokens, each by itself."""
+    """The tokens of each text."""
     return [token for text in texts for token in TOKENIZER(text)["input_ids"]]
 
 
@@ -36,12 +36,12 @@ def test_an_answer_ends_before_the_end_of_text_token_which_is_kept():
     )
 
 
-def test_an_answer_cut_off_is_everything_generated():
+def test_an_answer_that_hits_the_length_limit_is_everything_generated():
     ids = ids_of(" the", " capital")
     assert cut(ids, "\n") == Answer(ids, 2, "the capital", " the capital", "length")
 
 
-def test_an_answer_of_the_end_of_text_alone_is_empty():
+def test_an_answer_that_is_only_the_end_of_text_token_is_empty():
     assert cut([EOS, PAD]) == Answer([EOS], 0, "", "", "eos")
 
 
@@ -66,7 +66,7 @@ def test_a_stop_string_at_the_start_leaves_an_empty_answer():
     assert cut(ids_of("\n", "the"), "\n") == Answer(ids_of("\n"), 0, "", "\n", "stop")
 
 
-def test_of_several_stop_strings_the_first_one_found_counts():
+def test_the_first_of_several_stop_strings_ends_the_answer():
     ids = ids_of("the", " of", "\n", " is")
     assert cut(ids, " is", "\n") == cut(ids, "\n", " is") == Answer(ids[:3], 2, "the of", "the of\n", "stop")
 
@@ -76,7 +76,7 @@ def test_a_longer_stop_string_completed_later_does_not_shorten_the_answer():
     assert cut(ids, "B", "ABC") == Answer(ids[:2], 1, "A", "AB", "stop")
 
 
-def test_a_stop_string_after_the_end_of_text_does_not_count():
+def test_a_stop_string_after_the_end_of_text_is_ignored():
     assert cut([*ids_of("the"), EOS, *ids_of("\n")], "\n").finish == "eos"
 
 
@@ -90,7 +90,7 @@ def test_a_padding_token_that_was_generated_is_kept():
     assert cut(ids, "\n") == Answer(ids, 2, "the", "the", "length")
 
 
-def test_letters_of_several_bytes_are_counted_in_tokens():
+def test_multibyte_characters_are_counted_in_tokens():
     ids = ids_of("ë", "🚁", "\n", "the")
     assert cut(ids, "\n") == Answer(ids[:7], 6, "ë🚁", "ë🚁\n", "stop")
 
@@ -100,12 +100,12 @@ def test_a_stop_string_of_several_bytes_ends_with_its_last_byte():
     assert cut(ids, "ë") == Answer(ids[:3], 1, "the", "theë", "stop")
 
 
-def test_half_a_letter_at_the_end_is_no_stop_string():
+def test_an_incomplete_character_at_the_end_is_not_a_stop_string():
     assert cut(ids_of("the", "ë")[:2], "ë").finish == "length"
 
 
 @given(st.lists(st.integers(0, 299), min_size=1, max_size=12), st.lists(st.sampled_from(["the", "e", " ", "\n", "is"])))
-def test_an_answer_is_a_beginning_of_what_was_generated_without_stop_strings(ids: list[int], stop: list[str]):
+def test_an_answer_is_a_prefix_of_the_generated_text_without_stop_strings(ids: list[int], stop: list[str]):
     answer = cut(ids, *stop)
     assert answer.ids == ids[: len(answer.ids)] and 0 <= answer.length <= len(answer.ids)
     assert answer.text in answer.whole_text and not any(mark in answer.text for mark in stop)
@@ -113,7 +113,7 @@ def test_an_answer_is_a_beginning_of_what_was_generated_without_stop_strings(ids
     assert answer.length == len(answer.ids) or answer.finish != "length"
 
 
-# -- and generation with it
+# -- where generation ends
 
 
 def recited(tiny: TinyModels, text: str, **how: Any) -> Any:
@@ -151,17 +151,17 @@ def test_generation_ends_at_a_stop_string_of_many_bytes(tiny: TinyModels, monkey
     assert record["generated_answer"] == "the" and widths == [1 + len(ids_of(f"the{stop}"))]
 
 
-def test_a_stop_string_in_the_prompt_does_not_count(tiny: TinyModels):
+def test_a_stop_string_in_the_prompt_is_ignored(tiny: TinyModels):
     loaded = reciting(load(tiny.folder("llama")), [*ids_of("?the fox"), EOS])
     tracer = make_tracer(loaded, fields="post_norm", stop=("\n",))
     record = tracer.trace(tracer.encode([Question("q", "\n\n?")]))[0]
     assert (record["generated_text"], record["finish"]) == ("the fox", "eos")
 
 
-# -- how tokens are chosen
+# -- sampling
 
 
-def test_drawing_among_the_most_likely_draws_none_of_the_others(tiny: TinyModels):
+def test_top_k_and_top_p_sample_only_from_the_most_likely_tokens(tiny: TinyModels):
     scores = torch.linspace(-2, 2, 50).expand(200, -1)
     names = [f"q{number}" for number in range(200)]
 
@@ -173,13 +173,13 @@ def test_drawing_among_the_most_likely_draws_none_of_the_others(tiny: TinyModels
     assert len(drawn(top_p=0.5)) < len(drawn())
 
 
-def test_a_low_temperature_draws_the_most_likely(tiny: TinyModels):
+def test_a_low_temperature_samples_the_most_likely_token(tiny: TinyModels):
     steps = Decoding(temperature=0.01).processors(["a", "b"], torch.device("cpu"))
     scores = torch.tensor([[0.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
     assert steps(torch.zeros(2, 1, dtype=torch.int64), scores).argmax(-1).tolist() == [1, 0]
 
 
-def test_every_step_draws_anew():
+def test_every_step_uses_new_noise():
     draw = Draw(0, ["a"], torch.device("cpu"))
     scores = torch.zeros(1, 100)
     ids = torch.zeros(1, 1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""p(true): both orders of the choices, each as a forward pass alone would have it."""
+"""P(True) averages both orders of the choices, each equal to a separate forward pass."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_p_true_is_the_mean_over_both_orders_of_the_choices(tiny: TinyModels, ki
         assert abs(as_a - as_b) > 1e-3
 
 
-def test_a_model_that_likes_a_letter_and_knows_nothing_is_undecided(tiny: TinyModels):
+def test_a_model_that_always_prefers_one_letter_is_undecided(tiny: TinyModels):
     loaded = load(tiny.folder("llama"))
     head = torch.nn.Linear(32, 300)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def test_a_model_that_likes_a_letter_and_knows_nothing_is_undecided(tiny: TinyMo
     assert record["p_true"] == pytest.approx(0.5, abs=1e-6)
 
 
-def test_a_record_asks_about_its_own_answer(tiny: TinyModels):
+def test_p_true_of_a_record_is_about_its_own_answer(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads", p_true=True)
     records: Any = tracer.trace(tracer.encode(QUESTIONS))
     assert [name for name in tracer.schema() if name.startswith("p_true")] == ["p_true", "p_true_a", "p_true_b"]
@@ -62,6 +62,6 @@ def test_a_record_asks_about_its_own_answer(tiny: TinyModels):
         assert record["p_true_a"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_nobody_asks_unless_told_to(tiny: TinyModels):
+def test_p_true_is_off_by_default(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads")
     assert not any("p_true" in name for name in tracer.trace(tracer.encode(QUESTIONS[:1]))[0])

@@ -1,4 +1,4 @@
-"""A record depends on its question alone: not on its batch, nor on what failed beside it, nor on a model's habits."""
+"""A record depends only on its question, not on its batch, on failures in it or on the model's generation config."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def assert_same(record: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_ids_are_those_of_a_loop_over_the_full_forward(tiny: TinyModels, kind: str, batch_size: int):
+def test_greedy_ids_equal_those_of_a_loop_of_full_forward_passes(tiny: TinyModels, kind: str, batch_size: int):
     expected = [ids for ids, _ in tiny.expected(kind, 1)]
     assert [generated(record) for record in tiny.traced(kind, 1, batch_size)] == expected
     assert len({token for ids in expected for token in ids}) > 3
@@ -57,15 +57,13 @@ def test_greedy_ids_are_those_of_a_loop_over_the_full_forward(tiny: TinyModels, 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_beams_find_what_transformers_finds_for_each_prompt_alone(tiny: TinyModels, kind: str, batch_size: int):
+def test_beam_search_in_a_batch_equals_transformers_on_each_prompt_alone(tiny: TinyModels, kind: str, batch_size: int):
     expected = [ids for ids, _ in tiny.expected(kind, 3)]
     assert [generated(record) for record in tiny.traced(kind, 3, batch_size)] == expected
 
 
 @pytest.mark.parametrize(("kind", "end"), [("llama", 20), ("llama", 287), ("qwen", 255), ("qwen", 283)])
-def test_beams_that_end_early_end_as_in_transformers_whatever_goes_on_beside_them(
-    tiny: TinyModels, kind: str, end: int
-):
+def test_beams_that_end_early_equal_transformers_whatever_the_other_rows_do(tiny: TinyModels, kind: str, end: int):
     expected = [
         generate_beams(tiny.eager(kind), prompt, count=NEW, beams=3, eos=end, pad=PAD) for prompt in tiny.prompts()
     ]
@@ -78,7 +76,7 @@ def test_beams_that_end_early_end_as_in_transformers_whatever_goes_on_beside_the
         torch.testing.assert_close(record["attention"], seen.attention, rtol=0, atol=1e-5)
 
 
-def test_the_trace_is_of_the_beam_that_won_not_of_the_greedy_one(tiny: TinyModels):
+def test_the_trace_is_of_the_best_beam_not_of_the_greedy_answer(tiny: TinyModels):
     greedy, beams = (tiny.traced("qwen", count, 5) for count in (1, 3))
     won = [(one, three) for one, three in zip(greedy, beams, strict=True) if generated(one) != generated(three)]
     assert len(won) >= 3
@@ -86,7 +84,7 @@ def test_the_trace_is_of_the_beam_that_won_not_of_the_greedy_one(tiny: TinyModel
     assert all(bool((three["rank"] > 0).any()) for _, three in won)  # pyright: ignore
 
 
-def test_ids_are_stored_as_generated_although_their_text_would_be_tokenised_otherwise(tiny: TinyModels):
+def test_ids_are_stored_as_generated_even_if_their_text_would_be_tokenised_differently(tiny: TinyModels):
     tokenizer = make_tokenizer()
     again = [tokenizer(record["generated_text"])["input_ids"] for record in tiny.traced("qwen", 1, 5)]
     expected = [ids for ids, _ in tiny.expected("qwen", 1)]
@@ -116,7 +114,7 @@ def test_the_end_of_text_token_is_in_the_trace_but_not_in_the_answer(tiny: TinyM
     torch.testing.assert_close(record["attention"], seen.attention, rtol=0, atol=1e-5)
 
 
-def test_an_answer_of_no_tokens_is_looked_at_where_it_ended(tiny: TinyModels):
+def test_the_states_of_an_empty_answer_are_those_of_its_end_of_text_token(tiny: TinyModels):
     end = tiny.expected("qwen", 1)[1][0][0]
     tracer = make_tracer(replace(tiny.loaded("qwen"), eos=frozenset({end})))
     record: Any = tracer.trace(tracer.encode(QUESTIONS))[1]
@@ -132,13 +130,13 @@ def test_generation_ends_at_a_stop_string_with_beams_too(tiny: TinyModels):
     assert [record["generated_answer"] for record in records[::2]] == ["the"] * 2
 
 
-def test_a_models_own_generation_config_does_not_count(tiny: TinyModels, tmp_path: Path):
+def test_the_generation_config_of_the_model_is_ignored(tiny: TinyModels, tmp_path: Path):
     folder = shutil.copytree(tiny.folder("llama"), tmp_path / "llama")
-    habits = {"repetition_penalty": 5.0, "do_sample": True, "top_k": 3, "temperature": 3.0, "no_repeat_ngram_size": 1}
-    (folder / "generation_config.json").write_text(json.dumps({**habits, "max_length": 9, "eos_token_id": [EOS]}))
+    defaults = {"repetition_penalty": 5.0, "do_sample": True, "top_k": 3, "temperature": 3.0, "no_repeat_ngram_size": 1}
+    (folder / "generation_config.json").write_text(json.dumps({**defaults, "max_length": 9, "eos_token_id": [EOS]}))
     tracer = make_tracer(load(folder), fields="heads")
     expected = [ids for ids, _ in tiny.expected("llama", 1)]
-    assert any(len(set(ids)) < len(ids) for ids in expected)  # which those habits would not allow
+    assert any(len(set(ids)) < len(ids) for ids in expected)  # which those defaults would not allow
     assert [generated(record) for record in tracer.trace(tracer.encode(QUESTIONS))] == expected
 
 
@@ -159,23 +157,23 @@ def test_a_tokenizer_without_padding_pads_with_the_end_of_text(tiny: TinyModels,
     "how", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "beams", "drawn"]
 )
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_a_record_is_the_same_in_any_order_and_any_company(tiny: TinyModels, kind: str, how: dict[str, Any]):
+def test_a_record_is_the_same_in_any_order_and_any_batch(tiny: TinyModels, kind: str, how: dict[str, Any]):
     tracer = make_tracer(tiny.loaded(kind), **how)
-    asked = tracer.encode(QUESTIONS)
-    together = tracer.trace(asked)
-    backwards = tracer.trace(asked[::-1])[::-1]
-    apart = tracer.trace(asked[2:3]) + tracer.trace([asked[4], asked[0]])
+    encoded = tracer.encode(QUESTIONS)
+    together = tracer.trace(encoded)
+    backwards = tracer.trace(encoded[::-1])[::-1]
+    apart = tracer.trace(encoded[2:3]) + tracer.trace([encoded[4], encoded[0]])
     for record, other in zip(together, backwards, strict=True):
         assert_same(record, other)
     for record, other in zip(apart, (together[2], together[4], together[0]), strict=True):
         assert_same(record, other)
 
 
-def test_another_seed_or_another_question_id_draws_another_answer(tiny: TinyModels):
+def test_another_seed_or_question_id_samples_another_answer(tiny: TinyModels):
     def answers(seed: int, prefix: str) -> list[list[int]]:
         tracer = make_tracer(tiny.loaded("llama"), fields="post_norm", temperature=1.0, seed=seed)
-        asked = tracer.encode([Question(f"{prefix}{number}", "who?") for number in range(5)])
-        return [generated(record) for record in tracer.trace(asked)]
+        encoded = tracer.encode([Question(f"{prefix}{number}", "who?") for number in range(5)])
+        return [generated(record) for record in tracer.trace(encoded)]
 
     first = answers(0, "a")
     assert first == answers(0, "a")
@@ -183,13 +181,13 @@ def test_another_seed_or_another_question_id_draws_another_answer(tiny: TinyMode
     assert len({tuple(ids) for ids in everything}) == 15
 
 
-def test_first_tokens_are_drawn_as_often_as_the_model_finds_them_likely(tiny: TinyModels):
+def test_first_tokens_are_sampled_with_the_probabilities_of_the_model(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="post_norm", temperature=1.0, max_new_tokens=1)
-    asked = tracer.encode([Question(f"id {number}", "who?") for number in range(1024)])
+    encoded = tracer.encode([Question(f"id {number}", "who?") for number in range(1024)])
     drawn = [
-        generated(record)[0] for start in range(0, 1024, 256) for record in tracer.trace(asked[start : start + 256])
+        generated(record)[0] for start in range(0, 1024, 256) for record in tracer.trace(encoded[start : start + 256])
     ]
-    likely = look(tiny.eager("llama"), asked[0].ids).logits[-1].softmax(-1)
+    likely = look(tiny.eager("llama"), encoded[0].ids).logits[-1].softmax(-1)
     order = likely.argsort(descending=True)
     group = (likely[order].cumsum(0) * 10).long().clamp_max(9)[order.argsort()]  # ten of about the same probability
     expected = torch.zeros(10).index_add_(0, group, likely) * 1024
@@ -202,7 +200,7 @@ def test_first_tokens_are_drawn_as_often_as_the_model_finds_them_likely(tiny: Ti
 # -- caches
 
 
-def test_a_cache_is_cut_back_to_exactly_the_length_asked_for(tiny: TinyModels):
+def test_a_cache_is_cut_to_exactly_the_given_length(tiny: TinyModels):
     cache = tiny.loaded("llama").model(input_ids=torch.arange(2, 22).reshape(2, 10)).past_key_values
     keys = [layer.keys.clone() for layer in cache.layers]
     assert _cut_back(cache, 7, rows=2)
@@ -210,7 +208,7 @@ def test_a_cache_is_cut_back_to_exactly_the_length_asked_for(tiny: TinyModels):
     assert all(torch.equal(layer.keys, before[:, :, :7]) for layer, before in zip(cache.layers, keys, strict=True))
 
 
-def test_a_cache_of_beams_is_cut_back_to_one_row_for_each_sample(tiny: TinyModels):
+def test_a_cache_of_beams_is_cut_to_one_row_per_sample(tiny: TinyModels):
     cache = tiny.loaded("llama").model(input_ids=torch.arange(2, 62).reshape(6, 10)).past_key_values
     keys = [layer.keys.clone() for layer in cache.layers]
     assert _cut_back(cache, 9, rows=2)
@@ -218,7 +216,7 @@ def test_a_cache_of_beams_is_cut_back_to_one_row_for_each_sample(tiny: TinyModel
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("gemma2", False), ("gptoss", False), ("llama", True), ("mistral", False)])
-def test_a_window_that_has_slid_takes_the_whole_forward_instead_of_the_cache(
+def test_a_sliding_window_that_is_full_forces_a_full_forward_pass(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, kind: str, cut: bool
 ):
     answers: list[bool] = []
@@ -235,7 +233,7 @@ def test_a_window_that_has_slid_takes_the_whole_forward_instead_of_the_cache(
         torch.testing.assert_close(record["attention"], seen.attention, rtol=0, atol=1e-5)
 
 
-def test_a_window_not_yet_full_still_uses_the_cache(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+def test_a_sliding_window_that_is_not_full_uses_the_cache(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
     answers: list[bool] = []
 
     def watched(*args: Any, **options: Any) -> bool:
@@ -252,7 +250,7 @@ def test_a_window_not_yet_full_still_uses_the_cache(tiny: TinyModels, monkeypatc
 # -- failures
 
 
-def test_a_prompt_longer_than_the_context_is_an_error_of_its_own(tiny: TinyModels):
+def test_a_prompt_longer_than_the_context_fails_alone(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"))
     long = Question("long", "what is the capital " * 40)
     records = tracer.trace(tracer.encode([QUESTIONS[0], long, QUESTIONS[1]]))
@@ -261,14 +259,14 @@ def test_a_prompt_longer_than_the_context_is_an_error_of_its_own(tiny: TinyModel
     assert_same(records[0], tiny.traced("llama", 1, 5)[0])
 
 
-def test_an_empty_prompt_is_an_error_of_its_own(tiny: TinyModels):
+def test_an_empty_prompt_fails_alone(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"))
     records = tracer.trace(tracer.encode([Question("empty", ""), QUESTIONS[1]]))
     assert [record["error"] for record in records] == ["the prompt has no tokens", None]
 
 
 class SmallMemory(Tracer):
-    """Runs out of memory above so many rows."""
+    """Runs out of memory with more than `rows` rows."""
 
     rows: int
     tried: list[int]
@@ -286,7 +284,7 @@ def with_memory_for(rows: int, tracer: Tracer) -> SmallMemory:
     return small
 
 
-def test_a_batch_too_large_for_memory_is_halved_and_its_records_are_the_same(tiny: TinyModels):
+def test_a_batch_that_runs_out_of_memory_is_halved_with_the_same_records(tiny: TinyModels):
     tracer = with_memory_for(2, make_tracer(tiny.loaded("llama")))
     records = tracer.trace(tracer.encode(QUESTIONS))
     assert tracer.tried[0] == 5 and max(tracer.tried[1:]) <= 3
@@ -296,21 +294,21 @@ def test_a_batch_too_large_for_memory_is_halved_and_its_records_are_the_same(tin
 
 def test_later_batches_are_split_before_they_fail(tiny: TinyModels):
     tracer = with_memory_for(2, make_tracer(tiny.loaded("llama"), fields="heads"))
-    asked = tracer.encode(QUESTIONS)
-    tracer.trace(asked)
+    encoded = tracer.encode(QUESTIONS)
+    tracer.trace(encoded)
     tracer.tried.clear()
-    assert all(record["status"] == "ok" for record in tracer.trace(asked))
+    assert all(record["status"] == "ok" for record in tracer.trace(encoded))
     assert max(tracer.tried) <= 2
 
 
-def test_a_question_too_large_alone_is_an_error_record(tiny: TinyModels):
+def test_a_question_that_alone_exceeds_memory_becomes_an_error_record(tiny: TinyModels):
     tracer = with_memory_for(0, make_tracer(tiny.loaded("llama"), fields="heads"))
     records = tracer.trace(tracer.encode(QUESTIONS[:2]))
     assert [record["error"] for record in records] == ["OutOfMemoryError: CUDA out of memory"] * 2
 
 
 def spoiled(tiny: TinyModels, word: str, *, value: float) -> Any:
-    """A llama that has this number in the embedding of one word."""
+    """A llama with this value in the embedding of one word."""
     loaded = load(tiny.folder("llama"))
     token = make_tokenizer()(word)["input_ids"][-1]
     with torch.no_grad():
@@ -318,7 +316,7 @@ def spoiled(tiny: TinyModels, word: str, *, value: float) -> Any:
     return loaded
 
 
-def test_numbers_that_are_none_are_an_error_of_the_question_alone(tiny: TinyModels):
+def test_a_question_with_nan_logits_fails_alone(tiny: TinyModels):
     tracer = make_tracer(spoiled(tiny, "fox", value=float("nan")))
     records = tracer.trace(tracer.encode(QUESTIONS))
     assert [record["error"] for record in records] == [None, None, "the model's logits are not finite", None, None]
@@ -326,14 +324,14 @@ def test_numbers_that_are_none_are_an_error_of_the_question_alone(tiny: TinyMode
 
 
 @pytest.mark.parametrize("fields", ["hidden", "nodes", "states"])
-def test_what_float16_cannot_hold_is_an_error_that_names_the_remedy(tiny: TinyModels, fields: str):
+def test_a_float16_overflow_is_an_error_that_names_the_remedy(tiny: TinyModels, fields: str):
     tracer = make_tracer(spoiled(tiny, "fox", value=1e6), fields=fields, stored="float16")
     records = tracer.trace(tracer.encode(QUESTIONS))
     assert [record["status"] for record in records] == ["ok", "ok", "error", "ok", "ok"]
     assert "stored=bfloat16" in str(records[2]["error"])
 
 
-def test_bfloat16_holds_what_float16_cannot(tiny: TinyModels):
+def test_bfloat16_stores_what_overflows_float16(tiny: TinyModels):
     tracer = make_tracer(spoiled(tiny, "fox", value=1e6), fields="hidden,nodes,states", stored="bfloat16")
     records = tracer.trace(tracer.encode(QUESTIONS))
     assert all(record["status"] == "ok" for record in records)
