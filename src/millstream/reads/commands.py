@@ -164,7 +164,7 @@ def index(
     """
     from functools import partial
 
-    from millstream.core.console import format_bytes, say
+    from millstream.core.console import format_bytes
     from millstream.reads.files.index import check_memory
     from millstream.reads.files.read_file import ReadFile, write_fai
     from millstream.reads.open import expand, open_reads, watch_index
@@ -177,7 +177,7 @@ def index(
     files = [file for path in paths for file in expand(path)]
     reads = open_reads(
         files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
-        watch=partial(watch_index, memory=memory), notify=say,
+        watch=partial(watch_index, memory=memory),
     )  # fmt: skip
     written = [str(out) for part in reads.parts if fai and isinstance(part, ReadFile) for out in write_fai(part)]
     if as_json:

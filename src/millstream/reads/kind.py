@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from millstream.reads.mapping import MappingSource
     from millstream.reads.reads import Reads
 
-
 MODEL_GROUPS = ()
+HEADERS = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
+BALANCES = ("weights", "sampling", "none")
 
 
 def is_at(path: Path) -> bool:
@@ -46,7 +47,6 @@ def open(
     **_others: object,
 ) -> Reads:
     """`ms.open` for reads; options of other kinds are ignored."""
-    from millstream.core.console import say
     from millstream.reads.files.index import IndexSettings
     from millstream.reads.open import expand, open_reads, watch_index
 
@@ -56,18 +56,12 @@ def open(
     if header_regex is not None or columns is not None or salvage:
         chosen = tuple(columns) if columns is not None else None
         settings = IndexSettings(header_regex=header_regex, columns=chosen, on_mismatch=on_mismatch, salvage=salvage)
-    return open_reads(
-        paths, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, watch=watch_index, notify=say
-    )
+    return open_reads(paths, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, watch=watch_index)
 
 
 def expand_models(names: Sequence[str]) -> list[str]:
     """Each name once; there are no groups of classifiers."""
     return list(dict.fromkeys(names))
-
-
-HEADERS = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
-BALANCES = ("weights", "sampling", "none")
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,6 @@ def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = Fal
         memory=memory,
         index_dir=settings.data.index_dir,
         watch=watch_index,
-        notify=say,
     )
 
 
