@@ -55,7 +55,7 @@ def test_version_and_help_go_to_stdout():
         assert command in shown.stdout
 
 
-def test_wrong_use_is_exit_code_two(tmp_path: Path, store: Path):
+def test_wrong_usage_is_exit_code_two(tmp_path: Path, store: Path):
     for arguments in (
         ["nonsense"],
         ["inspect"],
@@ -73,7 +73,7 @@ def test_wrong_use_is_exit_code_two(tmp_path: Path, store: Path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "repair"])
-def test_a_path_that_is_no_store_is_one_line_with_the_remedy(tmp_path: Path, command: str):
+def test_a_path_that_is_not_a_store_is_one_line_with_the_remedy(tmp_path: Path, command: str):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "trivia_qa_traces_batch_0000.pkl").write_bytes(b"")
     for path in (tmp_path / "nowhere", tmp_path / "old"):
@@ -100,7 +100,7 @@ def test_inspect_shows_counts_fields_and_examples_from_different_shards(store: P
     ]
 
 
-def test_inspect_as_json_is_readable_by_a_script(store: Path):
+def test_inspect_prints_json_for_scripts(store: Path):
     answer = json.loads(run("inspect", store, "--json", "--examples", "1").stdout)
     assert (answer["records"], answer["shards"]) == (10, 3)
     assert answer["fields"]["hidden"]["mean_shape"] == [3, 4.5, 1024]
@@ -172,7 +172,7 @@ def test_merge_and_subset_name_their_output_and_the_next_command(store: Path, tm
     assert not (tmp_path / "x").exists()
 
 
-def test_convert_refuses_a_bomb_and_says_what_it_asked_for(tmp_path: Path):
+def test_convert_refuses_an_unsafe_pickle_and_names_what_it_would_run(tmp_path: Path):
     class Bomb:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path / 'ran'}",)

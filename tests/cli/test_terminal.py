@@ -1,5 +1,6 @@
 """What a person sees and types: progress on a real pseudo-terminal, logs, help, completion, Ctrl-C, errors."""
 
+import errno
 import io
 import os
 import pty
@@ -81,7 +82,7 @@ def drawn(shown: str) -> list[str]:
 # Progress
 
 
-def test_on_a_terminal_progress_is_one_line_that_fits_and_goes():
+def test_on_a_terminal_progress_is_one_line_that_fits_and_disappears():
     code, shown = on_terminal(sys.executable, "-c", WORK, columns=60, NO_COLOR="1", FORCE_COLOR="")
     lines = drawn(shown)
     assert code == 0 and lines
@@ -135,14 +136,14 @@ def test_a_log_gets_a_line_per_interval_with_amount_time_left_memory_and_rate():
     assert re.fullmatch(facts, line), line
 
 
-def test_work_that_is_done_at_once_shows_nothing():
+def test_quick_work_shows_nothing():
     code, shown = on_terminal(
         sys.executable, "-c", "from millstream.core.console import progress\nwith progress('x', 3) as p: p(3)"
     )
     assert (code, shown) == (0, "")
 
 
-def test_jobs_that_run_at_the_same_time_share_the_terminal():
+def test_concurrent_jobs_share_the_terminal():
     nested = (
         "from millstream.core.console import progress\n"
         "with progress('outer job', 9) as outer, progress('inner job', 9) as inner:\n"
@@ -156,7 +157,7 @@ def test_jobs_that_run_at_the_same_time_share_the_terminal():
 # Help
 
 
-def test_millstream_alone_shows_the_commands_along_the_flow():
+def test_millstream_without_arguments_lists_the_commands_in_data_flow_order():
     code, out, err = run_here()
     assert (code, err) == (0, "") and out == run_here("--help")[1]
     lines = out.splitlines()
@@ -167,7 +168,7 @@ def test_millstream_alone_shows_the_commands_along_the_flow():
     assert "millstream demo" in " ".join(lines[-4:]) and "docs/" in " ".join(lines[-4:])
 
 
-def test_the_help_of_every_command_fits():
+def test_the_help_of_every_command_fits_in_80_columns():
     for name in GROUP.commands:
         code, out, err = run_here(name, "--help")
         assert (code, err) == (0, ""), name
@@ -230,11 +231,11 @@ def test_ctrl_c_is_not_lost_where_python_would_lose_it(moment: str, tmp_path: Pa
     (tmp_path / "lossy.py").write_text(f"import os, signal, time\n{text}\n")
     code = "import sys; sys.argv[1:] = ['pack']\nimport millstream.__main__, lossy\nlossy.work()\nprint('went on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    said = "millstream: interrupted; progress saved; run the same command to resume\n"
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert re.fullmatch(r"millstream: interrupted; .*\bresume\n", done.stderr)
 
 
-def test_ctrl_c_in_the_middle_leaves_a_sentence_and_no_file(tmp_path: Path):
+def test_ctrl_c_leaves_one_sentence_and_no_file(tmp_path: Path):
     genome = tmp_path / "562_Escherichia_coli.fna"
     genome.write_text(f">chromosome\n{'ACGTTGCA' * 500}\n")
     out = tmp_path / "out" / "reads.fa"
@@ -247,11 +248,11 @@ def test_ctrl_c_in_the_middle_leaves_a_sentence_and_no_file(tmp_path: Path):
         process.send_signal(signal.SIGINT)
         said = process.communicate()[1]
     assert process.returncode == 130
-    assert said.splitlines()[-1] == "millstream: interrupted; nothing was written; run the same command to start over"
+    assert said.splitlines()[-1].startswith("millstream: interrupted; nothing was written")
     assert "Traceback" not in said and list(out.parent.iterdir()) == []
 
 
-def test_a_demo_whose_command_was_interrupted_is_interrupted_too():
+def test_interrupting_a_command_of_the_demo_interrupts_the_demo():
     from millstream.demo.stories import child_decides
 
     before = signal.getsignal(signal.SIGINT)
@@ -261,7 +262,7 @@ def test_a_demo_whose_command_was_interrupted_is_interrupted_too():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_command_within_the_demo_leaves_what_comes_next_to_the_demo(tmp_path: Path):
+def test_a_command_inside_the_demo_does_not_print_the_next_step(tmp_path: Path):
     from millstream.demo.stories import child_decides
 
     reads = tmp_path / "reads.fa"
@@ -276,26 +277,26 @@ def test_a_command_within_the_demo_leaves_what_comes_next_to_the_demo(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "named"),
     [
-        (["nonsense"], "no such command 'nonsense'. See: millstream --help"),
-        (["trian"], "Did you mean 'train'? See: millstream --help"),
-        (["index"], "index: missing argument 'FILE'. See: millstream index --help"),
-        (["index", "a", "--nmaes"], "index: no such option: --nmaes (Possible options: --names). See: "),
-        (["simulate", "g", "-o", "x", "--reads", "many"], "simulate: invalid value for '--reads': "),
-        (["merge", "a"], "merge: give the stores to merge"),
-        (["train", "data=x", "modle=lstm"], "modle=lstm: unknown setting; did you mean model=?"),
+        (["nonsense"], "'nonsense'.* millstream --help"),
+        (["trian"], "'train'.* millstream --help"),
+        (["index"], "index: .*'FILE'.* millstream index --help"),
+        (["index", "a", "--nmaes"], "index: .*--nmaes.*--names"),
+        (["simulate", "g", "-o", "x", "--reads", "many"], "simulate: .*'--reads'"),
+        (["merge", "a"], "merge: "),
+        (["train", "data=x", "modle=lstm"], "modle=lstm.* model="),
     ],
-)  # fmt: skip
-def test_wrong_usage_is_one_line_with_a_hint(arguments: list[str], says: str):
+)
+def test_wrong_usage_is_one_line_with_a_hint(arguments: list[str], named: str):
     code, out, err = run_here(*arguments)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
-    assert line.startswith("millstream: ") and says in line
+    assert re.match(rf"millstream: .*{named}", line)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "index", "unpack", "label", "report", "subset"])
-def test_files_of_another_kind_are_refused_in_one_line_that_names_them(command: str, tmp_path: Path):
+def test_files_of_another_kind_are_an_error_of_one_line_that_names_them(command: str, tmp_path: Path):
     picture, empty, folder = tmp_path / "picture.png", tmp_path / "empty", tmp_path / "photos"
     picture.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     empty.touch()
@@ -308,7 +309,7 @@ def test_files_of_another_kind_are_refused_in_one_line_that_names_them(command: 
         assert (code, out) == (1, "") and line.startswith("millstream: ") and str(path) in line
 
 
-def test_a_path_with_spaces_can_be_pasted_from_what_is_said(tmp_path: Path):
+def test_paths_with_spaces_are_quoted_in_messages(tmp_path: Path):
     reads = tmp_path / "my reads.fa"
     reads.write_text(">a\nACGT\n")
     assert f"Next: millstream inspect '{reads}'\n" in run_here("index", reads)[2]
@@ -317,7 +318,7 @@ def test_a_path_with_spaces_can_be_pasted_from_what_is_said(tmp_path: Path):
     assert f"OLD... '{tmp_path}/no store'" in run_here("label", tmp_path / "no store")[2]
 
 
-def test_nobody_reading_on_is_no_error_and_a_full_disk_is_one_line(tmp_path: Path):
+def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(tmp_path: Path):
     reads = tmp_path / "reads.fa"
     reads.write_text(">a\nACGT\n")
     command = [sys.executable, "-m", "millstream", "inspect", str(reads)]
@@ -331,10 +332,10 @@ def test_nobody_reading_on_is_no_error_and_a_full_disk_is_one_line(tmp_path: Pat
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
-    assert done.stderr == "millstream: No space left on device. Free some space and run the same command again\n"
+    assert re.fullmatch(rf"millstream: .*{os.strerror(errno.ENOSPC)}.*\n", done.stderr)
 
 
-def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path):
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path):
     reads = tmp_path / "reads.fa"
     reads.write_text(">a\nACGT\n")
     taken = tmp_path / "file"

@@ -89,7 +89,7 @@ class Songbook(ms.Collection):
         return self
 
 
-def test_its_batches_are_joined_labelled_padded_and_numbered():
+def test_batches_of_another_kind_are_joined_labelled_padded_and_numbered():
     books = ms.labelled(ms.concat([Songbook(3, 10), Songbook(20, 10)]), column="song")
     train, test = ms.split(books, {"train": 0.7, "test": 0.3})
     seen: list[int] = []
@@ -110,6 +110,6 @@ def test_a_function_sees_every_field_of_each_record():
     assert lengths.tolist() == [3, 4, 5, 6]
 
 
-def test_two_kinds_do_not_go_into_one_batch(traces: ms.Traces):
-    with pytest.raises(ValueError, match="of different kinds"):
+def test_records_of_two_kinds_cannot_share_a_batch(traces: ms.Traces):
+    with pytest.raises(ValueError, match="kinds"):
         ms.concat([traces, Songbook(0, 3)]).fetch([0, len(traces)])

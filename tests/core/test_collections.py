@@ -58,7 +58,7 @@ def ids(collection: ms.Collection) -> list[str]:
 # -- subsets
 
 
-def test_a_subset_is_the_records_named_in_the_order_named(trivia: ms.Traces, reads: ms.Reads):
+def test_a_subset_has_the_given_records_in_the_given_order(trivia: ms.Traces, reads: ms.Reads):
     for collection in (trivia, reads):
         chosen = [70, 3, 3, 41, -1]
         part = collection.subset(chosen)
@@ -78,29 +78,29 @@ def test_columns_of_a_subset_are_those_of_its_records(trivia: ms.Traces, reads: 
     assert reads.subset([70, 3, 41]).column("tax_id").to_pylist() == ["g7", "g0", "g4"]
 
 
-def test_one_record_of_a_subset_is_as_its_collection_gives_it(trivia: ms.Traces, reads: ms.Reads):
+def test_a_record_of_a_subset_equals_that_of_its_collection(trivia: ms.Traces, reads: ms.Reads):
     record: Any = trivia.subset([5, 9])[1]
     assert record["question_id"] == "q9"
     assert reads.subset([5, 9])[-2] == reads[5]
 
 
-def test_a_subset_of_a_subset_leads_to_the_same_records(trivia: ms.Traces):
+def test_a_subset_of_a_subset_has_the_same_records(trivia: ms.Traces):
     inner = trivia.subset([9, 8, 7, 6]).subset([3, 0])
     assert ids(inner) == ["q6", "q9"]
     assert inner.record_numbers(np.arange(2)).tolist() == [6, 9]
 
 
-def test_numbers_that_are_not_there_are_index_errors(trivia: ms.Traces):
+def test_a_record_number_out_of_range_is_an_index_error(trivia: ms.Traces):
     for wrong in ([100], [-101], [0, 100]):
         with pytest.raises(IndexError, match="100"):
             trivia.subset(wrong)
     part = trivia.subset([1, 2, 3])
     for wrong in ([3], [-4]):
-        with pytest.raises(IndexError, match="a subset of 3"):
+        with pytest.raises(IndexError, match="3"):
             part.fetch(wrong)
 
 
-def test_an_empty_subset_is_a_collection_too(trivia: ms.Traces, reads: ms.Reads):
+def test_an_empty_subset_is_a_collection(trivia: ms.Traces, reads: ms.Reads):
     for collection in (trivia, reads):
         part = collection.subset([])
         assert len(part) == 0 and rows(part, []) == []
@@ -109,7 +109,7 @@ def test_an_empty_subset_is_a_collection_too(trivia: ms.Traces, reads: ms.Reads)
 
 
 @pytest.mark.parametrize("wrong", [np.arange(100) > 90, [1.5]])
-def test_what_is_no_number_chooses_nothing(trivia: ms.Traces, wrong: Any):
+def test_a_subset_takes_only_record_numbers(trivia: ms.Traces, wrong: Any):
     with pytest.raises((ValueError, TypeError, IndexError)):
         trivia.subset(wrong)
 
@@ -117,7 +117,7 @@ def test_what_is_no_number_chooses_nothing(trivia: ms.Traces, wrong: Any):
 # -- concatenations
 
 
-def test_a_concatenation_is_the_records_of_one_after_those_of_the_other(
+def test_a_concatenation_has_the_records_of_all_collections_in_turn(
     trivia: ms.Traces, popqa: ms.Traces, reads: ms.Reads, more: ms.Reads
 ):
     for one, other in ((trivia, popqa), (reads, more)):
@@ -133,7 +133,7 @@ def test_a_concatenation_is_the_records_of_one_after_those_of_the_other(
                 both.fetch([0, wrong])
 
 
-def test_columns_and_sizes_of_a_concatenation_are_those_of_its_parts(trivia: ms.Traces, popqa: ms.Traces):
+def test_columns_and_sizes_of_a_concatenation_are_those_of_its_collections(trivia: ms.Traces, popqa: ms.Traces):
     both = ms.concat([trivia, popqa])
     assert ids(both) == ids(trivia) + ids(popqa)
     sizes = both.sizes(np.array([120, 7]), ["tokens"]).tolist()
@@ -142,7 +142,7 @@ def test_columns_and_sizes_of_a_concatenation_are_those_of_its_parts(trivia: ms.
     assert both.default_key == "question_id"
 
 
-def test_narrow_and_wide_columns_go_together(tmp_path: Path):
+def test_columns_of_different_integer_types_are_concatenated(tmp_path: Path):
     """Class ids are kept in as few bytes as each file needs."""
     parts: list[ms.Reads] = []
     for name, labels in (("a", [1, 2]), ("b", [300, 70_000])):
@@ -157,7 +157,7 @@ def test_narrow_and_wide_columns_go_together(tmp_path: Path):
     assert sorted(ms.mix({parts[0]: 1, parts[1]: 1}).column("class_id").to_pylist()) == [1, 2, 300, 70_000]
 
 
-def test_collections_with_other_fields_share_those_they_both_have(tmp_path: Path, trivia: ms.Traces, reads: ms.Reads):
+def test_a_concatenation_has_the_fields_that_all_collections_have(tmp_path: Path, trivia: ms.Traces, reads: ms.Reads):
     bare = write_traces(tmp_path / "bare", ["q1"], lambda name: {"question_id": name, "score": 1.0})
     both = ms.concat([trivia, bare])
     assert both.field_names == ["question_id", "score"]
@@ -166,23 +166,23 @@ def test_collections_with_other_fields_share_those_they_both_have(tmp_path: Path
     assert ms.concat([reads, plain]).fetch([0, 81]).columns == {}  # pyright: ignore
 
 
-def test_a_batch_of_one_part_has_the_fields_of_a_batch_of_both(tmp_path: Path, trivia: ms.Traces):
+def test_a_batch_from_one_collection_has_the_same_fields_as_a_batch_from_both(tmp_path: Path, trivia: ms.Traces):
     bare = write_traces(tmp_path / "bare", ["q1"], lambda name: {"question_id": name, "score": 1.0})
     both = ms.concat([trivia, bare])
     assert rows(both, [0])[0].keys() == rows(both, [0, 100])[0].keys()
 
 
-def test_traces_and_reads_do_not_go_into_one_batch(trivia: ms.Traces, reads: ms.Reads):
+def test_traces_and_reads_cannot_share_a_batch(trivia: ms.Traces, reads: ms.Reads):
     both = ms.concat([trivia, reads])
-    with pytest.raises(ValueError, match="of different kinds"):
+    with pytest.raises(ValueError, match="kinds"):
         both.fetch([0, 150])
     mixture = ms.mix({trivia: 1, reads: 1})
-    with pytest.raises(ValueError, match="of different kinds"):
+    with pytest.raises(ValueError, match="kinds"):
         mixture.fetch(np.arange(10))
 
 
-def test_nothing_cannot_be_put_together(trivia: ms.Traces):
-    with pytest.raises(ValueError, match="at least one collection"):
+def test_concatenating_no_collection_is_an_error(trivia: ms.Traces):
+    with pytest.raises(ValueError, match="collection"):
         ms.concat([])
     assert rows(ms.concat([trivia.subset([]), trivia]), [0]) == rows(trivia, [0])
     assert rows(ms.concat([trivia]), []) == []
@@ -219,7 +219,7 @@ def test_a_mixture_has_its_shares_evenly_interleaved(
         assert mixture.counts[number] >= len(part) if repeat else mixture.counts[number] <= len(part)
 
 
-def test_a_mixture_takes_as_many_as_there_are_without_taking_one_twice(trivia: ms.Traces, popqa: ms.Traces):
+def test_a_mixture_is_as_large_as_possible_without_repeating_a_record(trivia: ms.Traces, popqa: ms.Traces):
     mixture = ms.mix({trivia: 0.75, popqa: 0.25}, seed=1)
     assert mixture.counts == [100, 33]
     names = ids(mixture)
@@ -227,7 +227,7 @@ def test_a_mixture_takes_as_many_as_there_are_without_taking_one_twice(trivia: m
     assert set(ids(trivia)) <= set(names)
 
 
-def test_with_repeat_every_record_comes_and_the_scarce_ones_several_times(trivia: ms.Traces, popqa: ms.Traces):
+def test_with_repeat_every_record_occurs_and_scarce_ones_several_times(trivia: ms.Traces, popqa: ms.Traces):
     mixture = ms.mix({trivia: 0.5, popqa: 0.5}, seed=1, repeat=True)
     assert mixture.counts == [100, 100]
     times = Counter(ids(mixture))
@@ -242,7 +242,7 @@ def test_rounding_leaves_out_no_record_of_a_mixture_with_repeat(trivia: ms.Trace
     assert set(mixture.record_numbers(np.arange(len(mixture))).tolist()) == set(range(25))
 
 
-def test_the_next_epoch_goes_on_with_other_records(trivia: ms.Traces, popqa: ms.Traces):
+def test_the_next_epoch_of_a_mixture_continues_with_other_records(trivia: ms.Traces, popqa: ms.Traces):
     small = popqa.subset(np.arange(10))
     mixture = ms.mix({trivia: 0.5, small: 0.5}, seed=4)
     assert mixture.counts == [10, 10]
@@ -255,7 +255,7 @@ def test_the_next_epoch_goes_on_with_other_records(trivia: ms.Traces, popqa: ms.
     assert len({epoch.fingerprint for epoch in epochs}) == 1
 
 
-def test_no_epoch_of_a_mixture_takes_a_record_twice(trivia: ms.Traces, popqa: ms.Traces):
+def test_no_epoch_of_a_mixture_repeats_a_record(trivia: ms.Traces, popqa: ms.Traces):
     mixture = ms.mix({trivia: 0.6, popqa: 0.4}, seed=1)
     for epoch in range(6):
         numbers = mixture.in_epoch(epoch).record_numbers(np.arange(len(mixture)))
@@ -269,7 +269,7 @@ def test_every_epoch_of_a_mixture_with_repeat_has_every_record(trivia: ms.Traces
         assert len(set(numbers.tolist())) == 140
 
 
-def test_records_of_a_mixture_are_those_of_its_parts(
+def test_records_of_a_mixture_are_those_of_its_collections(
     trivia: ms.Traces, popqa: ms.Traces, reads: ms.Reads, more: ms.Reads
 ):
     for one, other in ((trivia, popqa), (reads, more)):
@@ -281,7 +281,7 @@ def test_records_of_a_mixture_are_those_of_its_parts(
         key = "question_id" if one is trivia else "class_id"
         assert mixture.column(key).to_pylist() == [row[key] for row in rows(mixture, list(range(len(mixture))))]
         for wrong in (-len(mixture) - 1, len(mixture)):
-            with pytest.raises(IndexError, match=f"of a subset of {len(mixture)}"):
+            with pytest.raises(IndexError, match=str(len(mixture))):
                 mixture.fetch([wrong])
 
 
@@ -290,11 +290,11 @@ def test_a_mixture_depends_on_its_seed(trivia: ms.Traces, popqa: ms.Traces):
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_what_makes_no_mixture_is_refused(trivia: ms.Traces):
+def test_a_mixture_with_bad_weights_or_no_records_is_an_error(trivia: ms.Traces):
     for wrong in ({}, {trivia: 0.0}, {trivia: -1.0}):
-        with pytest.raises(ValueError, match="weights above 0"):
+        with pytest.raises(ValueError, match="weights"):
             ms.mix(wrong)
-    with pytest.raises(ValueError, match="has no records to mix"):
+    with pytest.raises(ValueError, match="Subset"):
         ms.mix({trivia: 1, trivia.subset([]): 1})
 
 
@@ -339,7 +339,7 @@ def test_a_fingerprint_changes_when_records_are_added(tmp_path: Path):
     assert all(one != other for one, other in zip(old, new, strict=True))
 
 
-def test_collections_go_to_another_process_as_they_are(
+def test_collections_can_be_pickled_to_another_process(
     folder: Path, trivia: ms.Traces, popqa: ms.Traces, reads: ms.Reads
 ):
     for name, collection in made(folder).items():
@@ -360,7 +360,7 @@ def test_less_memory_and_another_epoch_keep_length_and_records(
 
 
 @pytest.mark.parametrize("way", ["concat", "mix", "labelled"])
-def test_one_record_of_a_part_of_any_collection_can_be_had(trivia: ms.Traces, way: str):
+def test_every_collection_gives_single_records_of_its_subsets(trivia: ms.Traces, way: str):
     whole = {
         "concat": lambda: ms.concat([trivia]),
         "mix": lambda: ms.mix({trivia: 1}),
@@ -391,7 +391,7 @@ def labels_of(collection: ms.Collection) -> list[float]:
     return columns["label"].tolist()
 
 
-def test_labels_of_the_store_are_joined_by_question_whatever_their_order(store: ms.Traces):
+def test_labels_of_the_store_are_joined_by_question_in_any_order(store: ms.Traces):
     pq.write_table(label_table(list(range(25))[::-1]), store.path / "labels.parquet")
     labelled = ms.labelled(store)
     assert labels_of(labelled) == [number % 3 for number in range(20)]
@@ -414,10 +414,10 @@ def test_labels_come_from_a_table_a_file_or_a_field(store: ms.Traces, tmp_path: 
     assert labels_of(ms.labelled(store, column="score")) == [number / 2 for number in range(20)]
 
 
-def test_values_say_what_a_text_stands_for(store: ms.Traces):
+def test_values_map_texts_to_numbers(store: ms.Traces):
     labelled = ms.labelled(store, column="verdict", values={"right": 0, "wrong": 1})
     assert labels_of(labelled) == [number % 2 for number in range(20)]
-    with pytest.raises(ms.errors.BadSource, match="'right' is not a number"):
+    with pytest.raises(ms.errors.BadSource, match="'right'"):
         ms.labelled(store, column="verdict")
 
 
@@ -433,17 +433,17 @@ def test_reads_are_labelled_by_a_column(reads: ms.Reads):
     labelled = ms.labelled(reads, column="class_id")
     assert labels_of(labelled) == [number % 5 for number in range(80)]
     assert rows(labelled, [7], ["sequence", "label"]) == [{**rows(reads, [7], ["sequence"])[0], "label": 2}]
-    with pytest.raises(ms.errors.BadSource, match="no key"):
+    with pytest.raises(ms.errors.BadSource, match="column="):
         ms.labelled(reads, label_table(range(3)))
 
 
 def test_missing_labels_are_an_error_that_counts_them(store: ms.Traces):
-    with pytest.raises(ms.errors.MissingLabel, match=r"8 of 20 records have no 'label' in the table, .* record 12"):
+    with pytest.raises(ms.errors.MissingLabel, match=r"8 of 20 .*'label'.* 12\b"):
         ms.labelled(store, label_table(range(12)))
     some: list[object] = [1.0, None, float("nan"), *[0.5] * 17]
-    with pytest.raises(ms.errors.MissingLabel, match=r"2 of 20 records .* the first is record 1"):
+    with pytest.raises(ms.errors.MissingLabel, match=r"2 of 20 .* 1\b"):
         ms.labelled(store, label_table(range(20), some))
-    with pytest.raises(ms.errors.MissingLabel, match=r"10 of 20 .* \(or one that is not in \['right'\]\)"):
+    with pytest.raises(ms.errors.MissingLabel, match=r"10 of 20 .*'right'"):
         ms.labelled(store, column="verdict", values={"right": 0})
 
 
@@ -455,20 +455,20 @@ def test_records_without_a_label_can_be_left_out(store: ms.Traces):
         ms.labelled(store, missing="keep")  # pyright: ignore[reportArgumentType]
 
 
-def test_a_question_with_two_labels_is_refused_and_one_said_twice_is_not(store: ms.Traces):
+def test_a_question_with_two_different_labels_is_an_error_and_a_repeated_label_is_not(store: ms.Traces):
     twice = pa.concat_tables([label_table(range(20)), label_table([3])])
     assert labels_of(ms.labelled(store, twice))[3] == 0
-    with pytest.raises(ms.errors.BadSource, match="question_id 'q3' has two labels, 0 and 1"):
+    with pytest.raises(ms.errors.BadSource, match=r"'q3'.* 0 .*1"):
         ms.labelled(store, pa.concat_tables([label_table(range(20)), label_table([3], [1])]))
 
 
-def test_where_there_are_no_labels_it_says_where_it_looked(store: ms.Traces, tmp_path: Path):
-    with pytest.raises(ms.errors.BadSource, match="no field 'label'"):
+def test_missing_label_sources_are_errors_that_name_them(store: ms.Traces, tmp_path: Path):
+    with pytest.raises(ms.errors.BadSource, match="'label'"):
         ms.labelled(store)
-    with pytest.raises(ms.errors.BadSource, match="no such file"):
+    with pytest.raises(ms.errors.BadSource, match=r"none\.parquet"):
         ms.labelled(store, tmp_path / "none.parquet")
     (tmp_path / "text.parquet").write_text("no parquet")
     with pytest.raises(ms.errors.BadSource, match=r"text\.parquet"):
         ms.labelled(store, tmp_path / "text.parquet")
-    with pytest.raises(ms.errors.BadSource, match="expected the columns 'question_id' and 'grade'"):
+    with pytest.raises(ms.errors.BadSource, match=r"'question_id'.*'grade'"):
         ms.labelled(store, label_table(range(20)), column="grade")

@@ -1,5 +1,6 @@
 """Byte sizes as people write them, and configurations as a fingerprint and as a difference."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.core.config import config_diff, config_hash, parse_bytes, read_settings
+from millstream.errors import BadSetting
 
 
 @pytest.mark.parametrize(
@@ -26,22 +28,20 @@ from millstream.core.config import config_diff, config_hash, parse_bytes, read_s
         (".5kB", 500),
     ],
 )
-def test_a_size_is_read_as_people_write_it(text: int | str, num_bytes: int) -> None:
+def test_sizes_are_parsed_as_people_write_them(text: int | str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "MB", "12 apples", "1e6", "-5MB", "5MBB", "5 M B", "1,5GB", "1.5.2MB", "."])
-def test_what_is_no_size_is_refused_with_an_example_of_one(text: str) -> None:
-    with pytest.raises(ValueError, match="write for example '512MB'") as error:
+def test_an_invalid_size_is_an_error_that_quotes_it(text: str) -> None:
+    with pytest.raises(BadSetting, match=re.escape(repr(text))):
         parse_bytes(text)
-    assert repr(text) in str(error.value)
 
 
 @pytest.mark.parametrize("size", [0, -1, "0", "0MB", "0.4B"])
-def test_a_size_that_is_not_positive_is_refused(size: int | str) -> None:
-    with pytest.raises(ValueError, match="must be positive") as error:
+def test_a_size_that_is_not_positive_is_an_error(size: int | str) -> None:
+    with pytest.raises(BadSetting, match=re.escape(repr(size))):
         parse_bytes(size)
-    assert repr(size) in str(error.value)
 
 
 @given(st.integers(1, 2**50), st.sampled_from(["", "B", "kB", "KiB", "mb", "MiB"]))
@@ -73,7 +73,7 @@ def test_the_hash_of_a_configuration_never_changes_between_versions() -> None:
     assert config_hash({"model": "gpt2", "seed": 1, "layers": [0, 6]}) == "63227bf10abd632d"
 
 
-def test_a_difference_names_every_setting_that_changed_came_or_went_and_no_other() -> None:
+def test_a_difference_names_exactly_the_settings_that_were_changed_added_or_removed() -> None:
     old = {"model": "gpt2", "seed": 1, "same": [1, 2], "gone": True}
     new = {"model": "pythia", "seed": 1, "same": [1, 2], "came": 0.5}
     assert config_diff(old, new) == "model: 'gpt2' -> 'pythia', gone: True -> None, came: None -> 0.5"
@@ -81,13 +81,13 @@ def test_a_difference_names_every_setting_that_changed_came_or_went_and_no_other
 
 @settings(derandomize=True)
 @given(Configs, Configs)
-def test_there_is_a_difference_to_show_exactly_when_configurations_differ(
+def test_a_difference_is_empty_exactly_when_configurations_are_equal(
     a: dict[str, object], b: dict[str, object]
 ) -> None:
     assert (config_diff(a, b) == "") == (a == b)
 
 
-def test_a_setting_that_is_none_differs_from_one_that_is_not_there() -> None:
+def test_a_setting_of_none_differs_from_a_missing_one() -> None:
     assert "limit" in config_diff({"limit": None}, {})
 
 
@@ -111,15 +111,15 @@ def test_settings_are_read_from_texts_and_yaml_files_and_later_ones_win(tmp_path
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("beam=3", "did you mean beams="),
+        ("beam=3", "beams="),
         ("zzz=3", "model, beams"),
-        ("beams=many", "beams=many: expected int"),
-        ("loud=perhaps", "expected bool"),
+        ("beams=many", "beams=many"),
+        ("loud=perhaps", "loud=perhaps"),
         ("loud", "key=value"),
-        ("missing.yaml", "no such file"),
+        ("missing.yaml", "missing.yaml"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_name(given, message, tmp_path, monkeypatch):
+def test_a_wrong_setting_is_an_error_that_names_it(given, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(BadSetting, match=message):
         read_settings(Settings, [given])

@@ -31,12 +31,12 @@ def notes() -> list[str]:
     return []
 
 
-def test_jobs_are_done_in_their_order_by_one_worker_which_is_then_closed(notes: list[str]):
+def test_a_local_engine_does_all_jobs_in_order_with_one_worker_and_closes_it(notes: list[str]):
     assert list(Engine().run(lambda: Doubler(notes), [3, 1, 2])) == [6, 2, 4]
     assert notes == ["made", "do 3", "do 1", "do 2", "closed"]
 
 
-def test_a_worker_is_made_when_the_first_result_is_wanted_and_a_job_is_done_when_its_own_is(notes: list[str]):
+def test_workers_and_jobs_are_lazy(notes: list[str]):
     results = Engine().run(lambda: Doubler(notes), iter([3, 1, 2]))
     assert notes == []
     assert next(results) == 6
@@ -50,7 +50,7 @@ def test_stopping_early_closes_the_worker(notes: list[str]):
     assert notes == ["made", "do 3", "closed"]
 
 
-def test_what_a_worker_raises_comes_out_and_the_worker_is_closed(notes: list[str]):
+def test_an_error_in_a_worker_is_raised_and_the_worker_is_closed(notes: list[str]):
     results = Engine().run(lambda: Doubler(notes), [3, -1, 2])
     assert next(results) == 6
     with pytest.raises(BadSource, match="-1: too little"):
@@ -58,7 +58,7 @@ def test_what_a_worker_raises_comes_out_and_the_worker_is_closed(notes: list[str
     assert notes == ["made", "do 3", "closed"]
 
 
-def test_map_gives_results_in_the_order_of_the_items_and_takes_them_one_by_one():
+def test_map_is_lazy_and_keeps_the_order_of_the_items():
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -82,12 +82,12 @@ def test_map_gives_results_in_the_order_of_the_items_and_takes_them_one_by_one()
     ],
     ids=["name", "workers", "address", "count"],
 )
-def test_an_engine_that_cannot_be_is_refused(wrong: tuple[object, ...], said: str):
+def test_a_bad_engine_setting_is_an_error(wrong: tuple[object, ...], said: str):
     with pytest.raises(BadSetting, match=said):
         Engine(*wrong)  # pyright: ignore[reportArgumentType]
 
 
-def test_ray_that_is_not_installed_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch, notes: list[str]):
+def test_a_missing_ray_is_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch, notes: list[str]):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"pip install 'millstream\[ray\]'"):
         next(Engine("ray").run(lambda: Doubler(notes), [1]))

@@ -34,7 +34,7 @@ def test_fields_of_one_shape_are_stacked_and_texts_are_lists(traces: ms.Traces):
 
 
 @pytest.mark.parametrize("name", ["hidden", "map", "attention"])
-def test_fields_of_other_shapes_are_padded_with_a_mask_of_what_is_real(traces: ms.Traces, name: str):
+def test_fields_of_different_shapes_are_padded_and_have_a_mask(traces: ms.Traces, name: str):
     batch = make(ms.features.fields(name), traces, NUMBERS)
     arrays: list[Any] = [record(number)[name] for number in NUMBERS]
     assert batch[name].dtype == arrays[0].dtype
@@ -45,7 +45,7 @@ def test_fields_of_other_shapes_are_padded_with_a_mask_of_what_is_real(traces: m
     assert np.array_equal(batch[f"{name}_mask"], real)
 
 
-def test_what_was_in_memory_before_does_not_show_in_the_padding(traces: ms.Traces):
+def test_padding_is_zero_in_reused_memory(traces: ms.Traces):
     pool = Pool(64 << 20)
     wide = np.tile(np.float32(7), (300, 100))
     with pool.use():
@@ -65,7 +65,7 @@ def test_without_padding_arrays_stay_a_list(traces: ms.Traces):
     assert batch["vector"].shape == (5, 5)
 
 
-def test_dtypes_that_numpy_lacks_stay_as_they_are(traces: ms.Traces):
+def test_dtypes_that_numpy_lacks_are_kept(traces: ms.Traces):
     batch = make(ms.features.fields("grade"), traces, [3, 0, 5])
     assert batch["grade"].dtype == torch.bfloat16
     assert batch["grade"].float().tolist() == [[3, 4, 5, 6], [0, 0, 0, 0], [5, 6, 0, 0]]
@@ -76,27 +76,27 @@ def test_dtypes_that_numpy_lacks_stay_as_they_are(traces: ms.Traces):
     assert [row.float().tolist() for row in listed] == [[3, 4, 5, 6], [0]]
 
 
-def test_layers_of_a_field_can_be_picked(traces: ms.Traces):
+def test_layers_of_a_field_can_be_selected(traces: ms.Traces):
     batch = make(ms.features.fields("hidden[2,-3]"), traces, [4, 9])
     for row, number in enumerate([4, 9]):
         hidden: Any = record(number)["hidden"]
         assert np.array_equal(batch["hidden"][row], hidden[[2, 0]])
 
 
-def test_all_fields_come_when_none_is_named(traces: ms.Traces):
+def test_without_names_all_fields_are_returned(traces: ms.Traces):
     batch = make(ms.features.fields(), traces, [1, 2])
     assert set(traces.field_names) <= set(batch)
     assert set(batch) - set(traces.field_names) == {"hidden_mask", "attention_mask", "map_mask", "grade_mask"}
 
 
-def test_a_record_without_a_tensor_is_refused_by_number(traces: ms.Traces):
-    with pytest.raises(ValueError, match="record 4 has no 'maybe'"):
+def test_a_record_without_a_tensor_is_an_error_with_its_number(traces: ms.Traces):
+    with pytest.raises(ValueError, match=r"record 4 .*'maybe'"):
         make(ms.features.fields("maybe"), traces, [1, 4, 5])
-    with pytest.raises(ValueError, match="record 5 has no 'maybe'"):
+    with pytest.raises(ValueError, match=r"record 5 .*'maybe'"):
         make(ms.features.fields("maybe"), traces.subset([3, 5]), [0, 1])
 
 
-def test_letters_of_reads_come_as_bytes_a_row_a_read(reads: ms.Reads):
+def test_bases_of_reads_are_bytes_one_row_per_read(reads: ms.Reads):
     batch = make(ms.features.fields("sequence", "class_id"), reads, [3, 1, 33])
     for row, mask, number in zip(batch["sequence"], batch["sequence_mask"], [3, 1, 33], strict=True):
         text = reads[number].sequence.encode()
@@ -116,7 +116,7 @@ def noisy(given: dict[str, object], rng: np.random.Generator) -> dict[str, objec
     return {"noisy": vector + rng.normal(size=5), "cut": vector[: rng.integers(1, 5)], "id": given["question_id"]}
 
 
-def test_each_gives_what_the_function_makes_of_every_record(traces: ms.Traces):
+def test_each_returns_the_output_of_the_function_for_every_record(traces: ms.Traces):
     feature = ms.features.each(
         lambda given, rng: {"double": np.asarray(given["vector"]) * 2, "half": float(given["score"]) / 2},  # pyright: ignore
         fields=["vector", "score"],
@@ -125,7 +125,7 @@ def test_each_gives_what_the_function_makes_of_every_record(traces: ms.Traces):
     assert batch["double"].tolist() == [[16] * 5, [6] * 5] and batch["half"].tolist() == [1, 0.375]
 
 
-def test_each_draws_from_seed_epoch_and_record_alone(traces: ms.Traces):
+def test_random_draws_of_each_depend_only_on_seed_epoch_and_record(traces: ms.Traces):
     feature = ms.features.each(noisy, fields=["vector", "question_id"])
     whole = make(feature, traces, list(range(20)), seed=3, epoch=2)
     shuffled = np.random.default_rng(0).permutation(20)
@@ -140,7 +140,7 @@ def test_each_draws_from_seed_epoch_and_record_alone(traces: ms.Traces):
     assert len(np.unique(drawn.round(9))) == 100
 
 
-def test_each_pads_what_it_is_given_unless_told_not_to(traces: ms.Traces):
+def test_each_pads_unless_pad_is_false(traces: ms.Traces):
     padded_batch = make(ms.features.each(noisy, fields=["vector", "question_id"]), traces, [1, 2, 3, 4])
     assert padded_batch["cut"].shape == padded_batch["cut_mask"].shape
     listed = make(ms.features.each(noisy, fields=["vector", "question_id"], pad=False), traces, [1, 2, 3, 4])
@@ -148,7 +148,7 @@ def test_each_pads_what_it_is_given_unless_told_not_to(traces: ms.Traces):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_each_may_give_tensors_of_any_dtype_and_length(traces: ms.Traces, dtype: torch.dtype):
+def test_each_may_return_tensors_of_any_dtype_and_length(traces: ms.Traces, dtype: torch.dtype):
     def tensors(given: dict[str, Any], rng: np.random.Generator) -> dict[str, object]:
         return {"x": torch.ones(given["prompt_len"], 2, dtype=dtype), "one": torch.tensor(1, dtype=dtype)}
 
@@ -160,7 +160,7 @@ def test_each_may_give_tensors_of_any_dtype_and_length(traces: ms.Traces, dtype:
     assert batch["one"].tolist() == [1, 1, 1]
 
 
-def test_each_sees_the_letters_of_reads(reads: ms.Reads):
+def test_each_receives_the_bases_of_reads(reads: ms.Reads):
     feature = ms.features.each(
         lambda given, rng: {"gc": sum(map(str(given["sequence"]).count, "GC"))}, fields=["sequence", "class_id"]
     )

@@ -28,7 +28,7 @@ def loaders(traces: ms.Traces) -> list[DataLoader[Any]]:
 
 
 @pytest.mark.filterwarnings(*ITS_OWN)
-def test_lightnings_trainer_fits_on_a_dataset_and_a_stream(traces: ms.Traces, tmp_path: Path):
+def test_the_lightning_trainer_fits_on_a_dataset_and_a_stream(traces: ms.Traces, tmp_path: Path):
     lightning = pytest.importorskip(
         "pytorch_lightning", reason="Lightning is not installed: pip install pytorch-lightning"
     )

@@ -40,7 +40,7 @@ QUIET = {"order": "exact", "threads": 2}
 
 @settings(max_examples=num_examples(25))
 @given(n=st.integers(1, 101), batch_size=st.integers(1, 120), seed=st.integers(0, 9), epoch=st.integers(0, 3))
-def test_an_epoch_has_every_record_once_in_the_order_of_order(
+def test_an_epoch_has_every_record_once_in_the_order_of_ms_order(
     traces: ms.Traces, n: int, batch_size: int, seed: int, epoch: int
 ):
     loader = ms.Loader(traces.subset(range(n)), batch_size=batch_size, features=LABEL, seed=seed, **QUIET)
@@ -52,14 +52,14 @@ def test_an_epoch_has_every_record_once_in_the_order_of_order(
     assert len(batches) == len(loader) == -(-n // batch_size)
 
 
-def test_the_batches_are_those_written_and_the_same_for_any_number_of_threads(traces: ms.Traces):
+def test_batches_equal_what_was_written_for_any_number_of_threads(traces: ms.Traces):
     runs = [list(ms.Loader(traces, batch_size=9, seed=1, order="exact", threads=t)) for t in (0, 1, 4)]
     assert all(map(is_right, runs[0]))
     assert same(runs[1], runs[0]) and same(runs[2], runs[0])
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_batches_that_were_kept_do_not_change_when_others_come(tmp_path: Path, threads: int):
+def test_kept_batches_do_not_change_when_others_are_loaded(tmp_path: Path, threads: int):
     """Memory is used again: only that of batches nobody has any more."""
     big = write_records(tmp_path / "store", ({"big": np.full(40_000, n, np.float32)} for n in range(48)))
     loader = ms.Loader(big, batch_size=2, memory="40MB", order="exact", threads=threads)
@@ -79,13 +79,13 @@ def test_the_next_loop_is_the_next_epoch(traces: ms.Traces):
     assert loops == [ms.Order(101, 5, epoch)[:].tolist() for epoch in range(3)]
 
 
-def test_a_loop_that_was_left_begins_the_same_epoch_again(traces: ms.Traces):
+def test_after_leaving_a_loop_the_next_one_repeats_the_epoch(traces: ms.Traces):
     loader = ms.Loader(traces, batch_size=8, features=LABEL, **QUIET)
     begun = numbers_of(islice(loader, 3))
     assert loader.epoch == 0 and numbers_of(loader)[:24] == begun
 
 
-def test_len_is_the_epoch_and_remaining_what_is_left_of_it(traces: ms.Traces):
+def test_len_counts_the_epoch_and_remaining_the_rest_after_a_resume(traces: ms.Traces):
     loader = ms.Loader(traces, batch_size=8, features=LABEL, **QUIET)
     assert len(loader) == loader.remaining == 13
     list(islice(loader, 5))
@@ -110,7 +110,7 @@ def test_an_empty_collection_has_no_batches(traces: ms.Traces):
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
-def test_a_broken_record_is_named_at_its_batch_and_all_before_are_delivered(
+def test_a_damaged_record_is_named_at_its_batch_and_all_earlier_batches_are_delivered(
     traces: ms.Traces, tmp_path: Path, threads: int
 ):
     store = tmp_path / "store"
@@ -128,7 +128,7 @@ def test_a_broken_record_is_named_at_its_batch_and_all_before_are_delivered(
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
-def test_a_feature_that_raises_is_blamed_on_its_record_at_its_batch(traces: ms.Traces, threads: int):
+def test_an_error_in_a_feature_names_its_record_at_its_batch(traces: ms.Traces, threads: int):
     part = traces.subset(np.arange(50, 101))  # the record is named by its own number, not by the subset's
     at = ms.Order(51, 4)[:].tolist().index(10)
     loader = ms.Loader(part, batch_size=4, seed=4, features=ms.features.each(refuse_60), order="exact", threads=threads)
@@ -173,7 +173,7 @@ def test_no_thread_outlives_its_loop_however_it_ends(traces: ms.Traces):
     assert set(threading.enumerate()) == before, "the end"
 
 
-def test_two_loops_at_once_do_not_disturb_each_other(traces: ms.Traces):
+def test_two_simultaneous_loops_do_not_disturb_each_other(traces: ms.Traces):
     loader = ms.Loader(traces, batch_size=8, seed=2, **QUIET)
     other = ms.Loader(traces, batch_size=8, seed=3, **QUIET)
     alone = [list(ms.Loader(traces, batch_size=8, seed=seed, **QUIET)) for seed in (2, 3)]
@@ -182,9 +182,9 @@ def test_two_loops_at_once_do_not_disturb_each_other(traces: ms.Traces):
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_batch_that_cannot_fit_is_refused_with_the_numbers_and_what_to_do(traces: ms.Traces, threads: int):
+def test_a_batch_larger_than_the_budget_is_an_error_with_the_sizes(traces: ms.Traces, threads: int):
     loader = ms.Loader(traces, batch_size=64, memory="20kB", order="exact", threads=threads)
-    with pytest.raises(OverBudget, match=r"needs [\d.]+ kB, .* [\d.]+ kB: .* batch_size"):
+    with pytest.raises(OverBudget, match=r"[\d.]+ kB.* [\d.]+ kB.*batch_size"):
         next(iter(loader))
     with pytest.raises(MemoryError):
         list(loader)
@@ -202,21 +202,21 @@ def test_a_batch_that_cannot_fit_is_refused_with_the_numbers_and_what_to_do(trac
         ({"memory": "much"}, "'much'"),
     ],
 )
-def test_a_bad_argument_is_refused_when_the_loader_is_made(traces: ms.Traces, wrong: dict[str, object], message: str):
+def test_a_bad_argument_is_an_error_when_the_loader_is_made(traces: ms.Traces, wrong: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         ms.Loader(traces, **{"batch_size": 8, **wrong})  # pyright: ignore
 
 
-def test_two_features_of_one_name_are_refused(traces: ms.Traces):
+def test_two_features_with_the_same_output_name_are_an_error(traces: ms.Traces):
     loader = ms.Loader(traces, batch_size=8, features=[LABEL, ms.features.fields("label", "vector")], **QUIET)
-    with pytest.raises(ValueError, match="two features give 'label'"):
+    with pytest.raises(ValueError, match="'label'"):
         next(iter(loader))
 
 
 # -- what is said
 
 
-def test_the_plan_is_one_line_with_what_was_chosen_and_why(traces: ms.Traces):
+def test_the_plan_is_one_line_with_every_choice_and_its_reason(traces: ms.Traces):
     asked = ms.Loader(traces, batch_size=8, rank=1, world=2, **QUIET).plan
     assert re.fullmatch(
         r"101 records, 7 batches of 8 \([\d.]+ kB\), rank 1 of 2; order exact: as requested; 2 threads: as requested; "
@@ -228,7 +228,7 @@ def test_the_plan_is_one_line_with_what_was_chosen_and_why(traces: ms.Traces):
     assert "\n" not in chosen
 
 
-def test_one_line_is_said_with_defaults_and_none_when_order_and_threads_are_given(
+def test_the_plan_is_printed_once_unless_order_and_threads_are_given(
     traces: ms.Traces, capfd: pytest.CaptureFixture[str]
 ):
     loader = ms.Loader(traces, batch_size=8, features=LABEL)
@@ -244,7 +244,7 @@ def test_one_line_is_said_with_defaults_and_none_when_order_and_threads_are_give
 # -- features
 
 
-def test_a_transform_gives_a_record_the_same_in_any_batch_thread_and_order(traces: ms.Traces):
+def test_a_random_transform_of_a_record_is_the_same_in_any_batch_thread_and_order(traces: ms.Traces):
     feature = ms.features.each(draw, fields=["label"])
 
     def run(epoch: int = 1, seed: int = 8, **options: object) -> dict[int, object]:
@@ -261,33 +261,33 @@ def test_a_transform_gives_a_record_the_same_in_any_batch_thread_and_order(trace
     assert all(twice == 2 * number for number, (_, twice) in first.items())  # pyright: ignore
 
 
-def test_a_part_draws_for_a_record_what_the_whole_does(traces: ms.Traces):
+def test_random_draws_for_a_record_are_the_same_in_a_subset(traces: ms.Traces):
     feature = ms.features.each(draw, fields=["label"])
     whole = by_number(ms.Loader(traces, batch_size=8, features=feature, **QUIET), "noise")
     part = by_number(ms.Loader(traces.subset(range(30, 60)), batch_size=8, features=feature, **QUIET), "noise")
     assert part == {number: whole[number] for number in range(30, 60)}
 
 
-def test_features_that_want_different_layers_of_a_field_come_in_one_batch(traces: ms.Traces):
+def test_features_of_different_layers_of_a_field_share_a_batch(traces: ms.Traces):
     wanted = [ms.features.layers(token=0, layers=[1]), ms.features.fields("hidden[0,2]", "vector"), LABEL]
     (batch,) = ms.Loader(traces.subset([4, 9]), batch_size=2, features=wanted, order="none", threads=0)
     assert batch["layers"].shape == (2, 1, 4) and batch["hidden"].shape == (2, 2, 6, 4)
     assert batch["label"].tolist() == [4, 9] == batch["numbers"].tolist()
 
 
-def test_a_feature_sees_only_what_it_asked_for_though_others_asked_for_more(traces: ms.Traces):
+def test_a_feature_receives_only_its_own_fields(traces: ms.Traces):
     asked = [ms.features.layers(), LABEL, ms.features.each(lambda record, _: {"seen": len(record)}, fields=["vector"])]
     (batch,) = ms.Loader(traces.subset([4, 9]), batch_size=2, features=asked, **QUIET)
     assert list(batch) == ["layers", "label", "seen", "numbers"] and batch["seen"].tolist() == [1, 1]
 
 
-def test_texts_alone_do_not_count_as_more_memory_than_they_take(traces: ms.Traces):
+def test_the_cost_of_texts_is_not_overestimated(traces: ms.Traces):
     many = traces.subset(np.arange(5_000) % 101)
     loader = ms.Loader(many, batch_size=1_000, features=ms.features.fields("question_id"), memory="4MB", **QUIET)
     assert [len(batch["question_id"]) for batch in loader] == [1_000] * 5
 
 
-def test_tensors_that_are_not_padded_come_as_a_list_of_tensors(traces: ms.Traces):
+def test_without_padding_tensors_are_a_list(traces: ms.Traces):
     feature = ms.features.fields("hidden", "grade", pad=False)
     for batch in ms.Loader(traces, batch_size=8, features=feature, **QUIET):
         assert all(isinstance(tensor, torch.Tensor) for tensor in batch["hidden"])
@@ -344,7 +344,7 @@ def test_augmented_tokens_of_a_read_are_the_same_in_any_batch_thread_and_order(r
     assert first != run(batch_size=64, order="window", threads=2, epoch=2)
 
 
-def test_letters_are_read_with_the_regex_the_reads_were_opened_with(reads: ms.Reads):
+def test_a_loader_keeps_the_header_regex_of_its_reads(reads: ms.Reads):
     """A loader opens the files again, with its own memory: the same columns are there."""
     batch = next(iter(ms.Loader(reads, batch_size=4, order="none", threads=0, memory="1MB")))
     assert batch["class_id"].tolist() == [0, 1, 2, 3]
@@ -353,7 +353,7 @@ def test_letters_are_read_with_the_regex_the_reads_were_opened_with(reads: ms.Re
 # -- parts and mixtures
 
 
-def test_numbers_are_those_of_the_whole_collection(traces: ms.Traces):
+def test_numbers_refer_to_the_whole_collection(traces: ms.Traces):
     split = ms.split(traces, {"train": 0.6, "val": 0.4})
     found: list[int] = []
     for part in split:
@@ -384,7 +384,7 @@ def test_a_mixture_has_other_records_in_other_epochs_and_resumes_exactly(traces:
         assert same(list(resumed), epochs[epoch][done:])
 
 
-def test_a_program_may_end_while_a_loop_is_not_done(traces: ms.Traces):
+def test_a_program_may_end_in_the_middle_of_a_loop(traces: ms.Traces):
     code = (
         "import os, sys, torch, millstream as ms\n"
         "traces = ms.open(sys.argv[1])\n"

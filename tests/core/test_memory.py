@@ -17,7 +17,7 @@ def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-def test_memory_comes_back_when_the_last_view_of_it_is_gone():
+def test_memory_returns_to_the_pool_when_its_last_view_is_gone():
     pool = Pool(10 * MB)
     first = pool.take(MB)
     place = address(first)
@@ -29,7 +29,7 @@ def test_memory_comes_back_when_the_last_view_of_it_is_gone():
     assert address(pool.take(MB)) == place
 
 
-def test_a_torch_tensor_keeps_the_memory_as_a_view_does():
+def test_a_torch_tensor_keeps_memory_leased_like_a_view():
     pool = Pool(10 * MB)
     with pool.use():
         array = empty((512, 512), "float32")
@@ -48,7 +48,7 @@ def test_a_torch_tensor_keeps_the_memory_as_a_view_does():
         assert address(empty((512, 512), "float32")) == place
 
 
-def test_arrays_have_the_shape_and_dtype_asked_for_and_can_be_written():
+def test_arrays_have_the_requested_shape_and_dtype_and_are_writable():
     pool = Pool(100 * MB)
     with pool.use():
         for shape, dtype in (((300, 7, 11), "float64"), (123_457, "int16"), ((1_000, 0), "int8"), ((), "float32")):
@@ -72,7 +72,7 @@ def test_two_arrays_never_share_memory_while_both_live():
     assert all((array == mark).all() for mark, array in live)
 
 
-def test_batches_that_differ_a_little_use_the_same_memory():
+def test_batches_of_similar_sizes_reuse_the_same_memory():
     pool = Pool(100 * MB)
     places: set[int] = set()
     for size in (1_000_000, 990_000, 1_010_000, 1_000_001, 960_000):
@@ -84,7 +84,7 @@ def test_batches_that_differ_a_little_use_the_same_memory():
     assert pool.held_bytes < 1.25 * MB
 
 
-def test_small_arrays_and_those_outside_of_use_are_not_the_pools():
+def test_small_arrays_and_arrays_outside_of_use_do_not_come_from_the_pool():
     pool = Pool(10 * MB)
     with pool.use():
         empty(SMALL_BYTES - 1, np.uint8)
@@ -96,7 +96,7 @@ def test_small_arrays_and_those_outside_of_use_are_not_the_pools():
     del kept, outside
 
 
-def test_use_within_use_goes_back_to_the_pool_before():
+def test_nested_use_restores_the_outer_pool():
     outer, inner = Pool(10 * MB), Pool(10 * MB)
     with outer.use():
         with inner.use():
@@ -118,7 +118,7 @@ def test_an_error_ends_the_use_of_a_pool():
     assert pool.held_bytes == 0 < array.nbytes
 
 
-def test_held_bytes_count_what_is_leased_and_what_lies_unused():
+def test_held_bytes_count_leased_and_unused_memory():
     pool = Pool(10 * MB)
     assert pool.held_bytes == 0
     one, two = pool.take(MB), pool.take(2 * MB)
@@ -132,7 +132,7 @@ def test_held_bytes_count_what_is_leased_and_what_lies_unused():
     assert pool.held_bytes == 0
 
 
-def test_unused_memory_makes_room_for_what_is_taken_so_that_the_limit_holds():
+def test_unused_memory_is_freed_to_stay_within_the_limit():
     pool = Pool(8 * MB)
     for size in (1, 2, 4, 7, 1, 3, 6, 5, 8):
         array = pool.take(size * MB)
@@ -141,7 +141,7 @@ def test_unused_memory_makes_room_for_what_is_taken_so_that_the_limit_holds():
     assert pool.held_bytes <= 8 * MB
 
 
-def test_what_is_in_use_is_never_refused_or_taken_away_for_the_limit():
+def test_leased_memory_is_never_refused_or_freed_because_of_the_limit():
     pool = Pool(2 * MB)
     arrays = [pool.take(MB) for _ in range(4)]
     for mark, array in enumerate(arrays):
@@ -150,7 +150,7 @@ def test_what_is_in_use_is_never_refused_or_taken_away_for_the_limit():
     assert all((array == mark).all() for mark, array in enumerate(arrays))
 
 
-def test_what_comes_back_beyond_the_limit_is_let_go_of():
+def test_memory_returned_beyond_the_limit_is_freed():
     pool = Pool(2 * MB)
     arrays = [pool.take(MB) for _ in range(4)]
     del arrays
@@ -158,7 +158,7 @@ def test_what_comes_back_beyond_the_limit_is_let_go_of():
     assert pool.held_bytes <= 2 * MB
 
 
-def test_memory_of_the_wrong_size_does_not_pile_up():
+def test_unused_memory_of_other_sizes_does_not_accumulate():
     pool = Pool(1_000 * MB)
     for size in range(1, 60):
         array = pool.take(size * MB)
@@ -166,7 +166,7 @@ def test_memory_of_the_wrong_size_does_not_pile_up():
     assert pool.held_bytes <= 80 * MB  # one of the largest, and not all of them
 
 
-def test_a_block_that_another_process_still_uses_is_not_given_out():
+def test_a_block_that_another_process_still_uses_is_not_leased_again():
     class Away(HeapBlock):
         is_away = True
 
@@ -219,7 +219,7 @@ def test_a_thread_uses_its_own_pool_only():
     del array
 
 
-def test_memory_dropped_in_another_thread_comes_back():
+def test_memory_dropped_in_another_thread_returns_to_the_pool():
     pool = Pool(10 * MB)
     box = [pool.take(MB)]
     place = address(box[0])

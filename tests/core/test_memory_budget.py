@@ -99,7 +99,7 @@ def check(path: Path, budget: int) -> None:
         measured.close()
 
 
-def test_traces_of_twenty_times_the_memory_pass_through_it(tmp_path: Path):
+def test_traces_of_twenty_times_the_memory_budget_are_loaded_within_it(tmp_path: Path):
     budget = 24 * MB
     count = TIMES * budget // 250_000
     records = ({"label": number, "hidden": np.full(62_500, number, np.float32)} for number in range(count))
@@ -108,7 +108,7 @@ def test_traces_of_twenty_times_the_memory_pass_through_it(tmp_path: Path):
     check(tmp_path / "store", budget)
 
 
-def test_windows_of_compressed_reads_of_twenty_times_the_memory_pass_through_it(tmp_path: Path):
+def test_compressed_reads_of_twenty_times_the_memory_budget_are_loaded_within_it(tmp_path: Path):
     """The first dozen windows, not the epoch, which takes too long. One block is written many times."""
     path, budget = tmp_path / "reads.fa.gz", 12 * MB
     rng = np.random.default_rng(0)

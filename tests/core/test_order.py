@@ -53,7 +53,7 @@ def test_every_record_comes_exactly_once_with_any_blocks(n: int, seed: int, epoc
 
 @settings(max_examples=num_examples(30))
 @given(st.integers(1, 2**62), MODES, st.integers(1, 10**6), st.integers(1, 10**6), st.data())
-def test_record_and_position_lead_to_each_other_whatever_n_is(
+def test_inverse_returns_the_position_of_a_record_for_any_n(
     n: int, mode: Mode, block: int, window: int, data: st.DataObject
 ):
     order = Order(n, seed=5, epoch=2, mode=mode, block=block, window=window)
@@ -66,7 +66,7 @@ def test_record_and_position_lead_to_each_other_whatever_n_is(
 
 @pytest.mark.parametrize("mode", ["exact", "window", "none"])
 @pytest.mark.parametrize("n", [10**12, 10**12 + 1, 2**62])
-def test_a_trillion_records_have_an_order_at_once(mode: Mode, n: int):
+def test_an_order_of_a_trillion_records_needs_no_memory(mode: Mode, n: int):
     order = Order(n, seed=1, mode=mode)
     for start in (0, n // 3, n - 5):
         numbers = order[start : start + 5]
@@ -76,7 +76,7 @@ def test_a_trillion_records_have_an_order_at_once(mode: Mode, n: int):
 
 @settings(max_examples=num_examples(15))
 @given(st.integers(1, 400), MODES, st.integers(1, 50), st.integers(1, 20), st.data())
-def test_a_slice_is_its_positions_one_by_one(n: int, mode: Mode, block: int, window: int, data: st.DataObject):
+def test_a_slice_equals_its_positions_one_by_one(n: int, mode: Mode, block: int, window: int, data: st.DataObject):
     order = Order(n, seed=9, epoch=4, mode=mode, block=block, window=window)
     a, b = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
     b = min(b, a + 12)
@@ -86,7 +86,7 @@ def test_a_slice_is_its_positions_one_by_one(n: int, mode: Mode, block: int, win
     assert all(type(number) is int for number in alone)
 
 
-def test_slices_count_from_the_end_and_stop_there_as_those_of_a_list():
+def test_slices_work_like_those_of_a_list():
     order = Order(10, seed=3)
     whole = order[:].tolist()
     for part in (slice(-3, None), slice(4, 99), slice(7, 2), slice(0, 10, 3), slice(None, None, -1)):
@@ -94,7 +94,7 @@ def test_slices_count_from_the_end_and_stop_there_as_those_of_a_list():
 
 
 @pytest.mark.parametrize("mode", ["exact", "window", "none"])
-def test_what_is_outside_is_an_index_error(mode: Mode):
+def test_a_position_or_record_out_of_range_is_an_index_error(mode: Mode):
     order = Order(10, mode=mode, block=3, window=2)
     for wrong in (10, -1):
         with pytest.raises(IndexError):
@@ -106,7 +106,7 @@ def test_what_is_outside_is_an_index_error(mode: Mode):
     assert order[np.empty(0, np.int64)].tolist() == []
 
 
-def test_what_is_no_order_is_refused():
+def test_a_bad_mode_block_or_window_is_an_error():
     with pytest.raises(ValueError, match="mode='random'"):
         Order(10, mode="random")  # pyright: ignore[reportArgumentType]
     for block, window in ((0, 1), (1, 0)):
@@ -115,7 +115,7 @@ def test_what_is_no_order_is_refused():
 
 
 @pytest.mark.parametrize("mode", ["exact", "window"])
-def test_another_seed_or_epoch_is_another_order(mode: Mode):
+def test_another_seed_or_epoch_gives_another_order(mode: Mode):
     orders = [Order(1_000, seed, epoch, mode, 10, 10)[:] for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]]
     for number, one in enumerate(orders):
         for other in orders[:number]:
@@ -141,7 +141,7 @@ def test_the_blocks_of_a_window_are_the_records_at_its_positions(n: int, seed: i
     assert len(order.blocks_of(-(-n // (block * window)))[0]) == 0
 
 
-def test_the_short_block_may_fall_into_any_window():
+def test_the_short_block_may_be_in_any_window():
     found: set[int] = set()
     for seed in range(60):
         order = Order(95, seed, 0, "window", block=10, window=3)
@@ -155,7 +155,7 @@ def test_the_short_block_may_fall_into_any_window():
     assert found == {0, 1, 2, 3}
 
 
-def test_a_disk_reads_whole_blocks_and_holds_one_window_of_them():
+def test_window_order_uses_whole_blocks_of_one_window_at_a_time():
     order = Order(10_000, seed=1, mode="window", block=50, window=8)
     numbers = order[:]
     for start in range(0, 10_000, 400):
@@ -229,7 +229,7 @@ def test_window_is_close_to_a_true_shuffle(uniform: Numbers, seed: int):
     assert abs(np.corrcoef(np.arange(N), window)[0, 1]) < 0.1
 
 
-def test_a_buffer_of_a_thousand_is_far_from_a_shuffle_by_the_same_measures(uniform: Numbers, buffered: Numbers):
+def test_a_shuffle_buffer_of_a_thousand_fails_the_same_measures(uniform: Numbers, buffered: Numbers):
     assert sorted(buffered.tolist()) == list(range(N))
     assert distances(buffered).mean() < 0.02 * distances(uniform).mean()
     assert np.quantile(distances(buffered), 0.95) < 0.05 * np.quantile(distances(uniform), 0.95)
@@ -239,7 +239,7 @@ def test_a_buffer_of_a_thousand_is_far_from_a_shuffle_by_the_same_measures(unifo
 
 
 @pytest.mark.parametrize("mode", ["exact", "window"])
-def test_every_record_is_as_likely_as_any_other_to_come_first_or_last(mode: Mode):
+def test_every_record_is_equally_likely_to_be_first_or_last(mode: Mode):
     num_seeds, n = 500, 50
     ends = np.array([0, n - 1])
     found = np.stack([Order(n, seed, 0, mode, block=4, window=5)[ends] for seed in range(num_seeds)])
@@ -343,10 +343,10 @@ GOLDEN_ENDS = {
 
 
 @pytest.mark.parametrize("arguments", GOLDEN)
-def test_the_order_is_pinned_for_ever(arguments: tuple[int, int, int, Mode, int, int]):
+def test_the_order_never_changes_between_versions(arguments: tuple[int, int, int, Mode, int, int]):
     assert Order(*arguments)[:10].tolist() == GOLDEN[arguments]
 
 
 @pytest.mark.parametrize("arguments", GOLDEN_ENDS)
-def test_the_end_of_the_order_is_pinned_for_ever(arguments: tuple[int, int, int, Mode, int, int]):
+def test_the_end_of_the_order_never_changes_between_versions(arguments: tuple[int, int, int, Mode, int, int]):
     assert Order(*arguments)[-10:].tolist() == GOLDEN_ENDS[arguments]

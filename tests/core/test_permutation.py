@@ -30,7 +30,7 @@ def test_every_number_comes_exactly_once_for_any_n(n: int, key: int):
 
 @settings(max_examples=num_examples(30))
 @given(st.integers(1, 2**63 - 1), KEYS, st.data())
-def test_the_inverse_leads_back_in_both_directions_whatever_n_is(n: int, key: int, data: st.DataObject):
+def test_the_inverse_is_exact_in_both_directions_for_any_n(n: int, key: int, data: st.DataObject):
     places = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=20)), np.int64)
     shuffle = Permutation(n, key)
     numbers = shuffle(places)
@@ -49,7 +49,7 @@ def test_trillions_of_numbers_cost_no_more_than_a_few(n: int):
 
 @settings(max_examples=num_examples(20))
 @given(st.integers(1, 200_000), KEYS, st.data())
-def test_many_at_once_are_the_same_as_one_by_one(n: int, key: int, data: st.DataObject):
+def test_many_numbers_give_the_same_results_as_one_by_one(n: int, key: int, data: st.DataObject):
     places = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=10)), np.int64)
     shuffle = Permutation(n, key)
     alone = [int(shuffle(np.array([place]))[0]) for place in places]
@@ -57,7 +57,7 @@ def test_many_at_once_are_the_same_as_one_by_one(n: int, key: int, data: st.Data
     assert shuffle(np.arange(n))[places].tolist() == alone
 
 
-def test_a_place_or_number_that_is_not_there_is_an_index_error():
+def test_a_place_or_number_out_of_range_is_an_index_error():
     shuffle = Permutation(10, key=1)
     for wrong in ([10], [-1], [3, 10]):
         with pytest.raises(IndexError, match="10 numbers"):
@@ -72,7 +72,7 @@ def test_a_place_or_number_that_is_not_there_is_an_index_error():
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_every_order_of_a_few_numbers_comes_up_equally_often(n: int):
+def test_every_order_of_a_few_numbers_is_equally_likely(n: int):
     orders = list(itertools.permutations(range(n)))
     num_keys = 12 * len(orders)
     seen = Counter(tuple(Permutation(n, mix(0, key))(np.arange(n)).tolist()) for key in range(num_keys))
@@ -81,7 +81,7 @@ def test_every_order_of_a_few_numbers_comes_up_equally_often(n: int):
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
 
 
-def test_keys_that_differ_by_one_bit_give_orders_that_have_nothing_in_common():
+def test_keys_that_differ_by_one_bit_give_unrelated_orders():
     n = 5_000
     base = Permutation(n, key=12345)(np.arange(n))
     for bit in (0, 1, 17, 40, 63):
@@ -90,18 +90,18 @@ def test_keys_that_differ_by_one_bit_give_orders_that_have_nothing_in_common():
         assert abs(np.corrcoef(base, other)[0, 1]) < 0.05
 
 
-def test_the_hash_of_many_numbers_is_that_of_each():
+def test_the_vectorised_hash_equals_the_scalar_one():
     numbers = np.array([0, 1, 2, 255, 2**31, 2**62, 2**63 - 1])
     assert mix_words(numbers, 5, 9).tolist() == [mix(5, 9, int(number)) for number in numbers]
 
 
-def test_the_hash_tells_tuples_apart_and_its_bits_are_fair():
+def test_the_hash_distinguishes_tuples_and_its_bits_are_balanced():
     assert len({mix(), mix(0), mix(0, 0), mix(1, 2), mix(2, 1), mix(-1), mix(1)}) == 7
     bits = np.unpackbits(mix_words(np.arange(20_000)).view(np.uint8)).reshape(-1, 64)
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.02
 
 
-def test_numbers_are_pinned_for_ever():
+def test_the_permutation_never_changes_between_versions():
     """Splits, mixtures and orders of data in use depend on these: they must never change."""
     assert [mix(0), mix(7, 3), mix(1, 2, 3)] == MIXED
     assert {key: Permutation(*key)(np.arange(min(key[0], 10))).tolist() for key in PERMUTED} == PERMUTED

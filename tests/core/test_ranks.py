@@ -132,7 +132,7 @@ def test_after_the_last_batch_all_positions_count_as_used():
     assert layout.steps(10) == 0 == layout.steps(99)
 
 
-def test_a_layout_of_a_trillion_positions_is_as_quick_as_a_small_one():
+def test_a_layout_of_a_trillion_positions_needs_no_memory():
     layout = Layout(10**12, 1024, rank=5, world=8)
     assert layout.steps() == -(-(10**12) // 8192)
     assert layout.positions(0, layout.steps() - 1)[0] == 8192 * (layout.steps() - 1) + 5
@@ -147,12 +147,12 @@ def test_a_layout_of_a_trillion_positions_is_as_quick_as_a_small_one():
         ({"tail": "keep"}, "tail='keep'"),
     ],
 )
-def test_what_makes_no_layout_is_refused_with_the_value(wrong: dict[str, int], message: str):
+def test_a_bad_layout_is_an_error_with_the_value(wrong: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         Layout(**{"n": 10, "batch_size": 2, **wrong})
 
 
-def test_ranks_are_those_given_or_those_of_torchrun_or_one(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_come_from_the_arguments_torchrun_or_a_single_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert find_ranks(None, None) == (0, 1)

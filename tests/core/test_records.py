@@ -78,12 +78,12 @@ def test_the_kind_of_a_value_is_inferred(value: object, kind: str) -> None:
     ],
     ids=lambda value: str(value).split(" at 0x")[0],
 )
-def test_a_value_that_cannot_be_stored_is_refused_with_the_name_of_its_field(value: object) -> None:
-    with pytest.raises(SchemaMismatch, match=r"^field 'odd': expected .*, found "):
+def test_a_value_that_cannot_be_stored_is_an_error_that_names_its_field(value: object) -> None:
+    with pytest.raises(SchemaMismatch, match="field 'odd'"):
         infer_kind("odd", value)
 
 
-def test_text_that_is_not_unicode_is_refused_with_the_name_of_its_field() -> None:
+def test_text_that_is_not_unicode_is_an_error_that_names_its_field() -> None:
     with pytest.raises(SchemaMismatch, match="field 'odd'"):
         infer_kind("odd", "half a pair: \ud800")
 
@@ -96,7 +96,7 @@ def test_text_that_is_not_unicode_is_refused_with_the_name_of_its_field() -> Non
     ],
     ids=["float8_e4m3fnuz", "sparse"],
 )
-def test_a_torch_tensor_that_cannot_be_stored_is_refused_with_the_name_of_its_field(tensor: torch.Tensor) -> None:
+def test_a_torch_tensor_that_cannot_be_stored_is_an_error_that_names_its_field(tensor: torch.Tensor) -> None:
     with pytest.raises(SchemaMismatch, match="field 'odd'"):
         infer_kind("odd", tensor)
 
@@ -106,7 +106,7 @@ def test_the_shape_of_a_torch_tensor_is_a_list_of_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "_x", "_crc32c", "_offset"])
-def test_names_that_millstream_keeps_to_itself_are_refused(name: str) -> None:
+def test_reserved_field_names_are_an_error(name: str) -> None:
     with pytest.raises(SchemaMismatch, match="start with '_'") as error:
         infer_schema({"fine": 1, name: 2}, {})
     assert repr(name) in str(error.value)
@@ -114,7 +114,7 @@ def test_names_that_millstream_keeps_to_itself_are_refused(name: str) -> None:
         infer_schema({"fine": 1, name: 2}, parse_schema({name: "int64"}))
 
 
-def test_a_schema_given_wins_over_what_the_values_say_and_the_record_keeps_its_order() -> None:
+def test_a_given_schema_overrides_inferred_kinds_and_fields_keep_their_order() -> None:
     record = {"b": 1, "hidden": np.zeros((2, 3, 4), np.float16), "a": None}
     given = parse_schema({"a": "string", "b": "float32", "hidden": "float16[block, token, dim]"})
     schema = infer_schema(record, given)
@@ -123,7 +123,7 @@ def test_a_schema_given_wins_over_what_the_values_say_and_the_record_keeps_its_o
 
 
 def test_a_field_of_the_given_schema_that_the_first_record_lacks_is_named() -> None:
-    with pytest.raises(SchemaMismatch, match="field 'missing': in the given schema"):
+    with pytest.raises(SchemaMismatch, match="'missing'"):
         infer_schema({"here": 1}, parse_schema({"missing": "int64"}))
 
 
@@ -148,7 +148,7 @@ def test_a_field_of_the_given_schema_that_the_first_record_lacks_is_named() -> N
         (Tensor("int8", ("x",)), Tensor("int8", ("x",))),
     ],
 )
-def test_a_kind_is_read_from_its_string(text: str | Kind, kind: Kind) -> None:
+def test_a_kind_is_parsed_from_its_string(text: str | Kind, kind: Kind) -> None:
     assert parse_schema({"field": text}) == {"field": kind}
 
 
@@ -156,14 +156,14 @@ def test_a_kind_is_read_from_its_string(text: str | Kind, kind: Kind) -> None:
     "text",
     ["", "strin", "float17[x]", "list<strin>", "float16[x", "float16[a-b]", "str[x]", "object[x]"],
 )
-def test_a_string_that_is_no_kind_is_refused_with_the_name_of_its_field(text: str) -> None:
-    with pytest.raises(SchemaMismatch, match=r"field 'odd'.* write 'float16") as error:
+def test_an_invalid_kind_is_an_error_that_names_its_field(text: str) -> None:
+    with pytest.raises(SchemaMismatch, match="field 'odd'") as error:
         parse_schema({"fine": "int64", "odd": text})
     assert repr(text.removeprefix("list<").removesuffix(">")) in str(error.value)
 
 
 @pytest.mark.parametrize(("alias", "dtype"), [("float", "float64"), ("half", "float16"), ("f4", "float32")])
-def test_numpys_other_names_of_a_dtype_mean_that_dtype(alias: str, dtype: str) -> None:
+def test_numpy_aliases_of_a_dtype_are_accepted(alias: str, dtype: str) -> None:
     assert parse_schema({"x": f"{alias}[token]"}) == {"x": Tensor(dtype, ("token",))}
 
 
@@ -171,12 +171,12 @@ def test_numpys_other_names_of_a_dtype_mean_that_dtype(alias: str, dtype: str) -
     st.sampled_from(["float16", "bool", "uint8", "complex64", *TORCH_ONLY]),
     st.lists(st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True), max_size=4),
 )
-def test_the_string_of_a_tensor_kind_reads_back_as_that_kind(dtype: str, axes: list[str]) -> None:
+def test_the_string_of_a_tensor_kind_parses_to_the_same_kind(dtype: str, axes: list[str]) -> None:
     kind = Tensor(dtype, tuple(axes))
     assert parse_schema({"x": str(kind)}) == {"x": kind}
 
 
-def test_a_list_of_tensors_is_no_kind() -> None:
+def test_a_list_of_tensors_is_not_a_kind() -> None:
     with pytest.raises(SchemaMismatch, match=r"'list<float16\[x\]>'"):
         parse_schema({"odd": "list<float16[x]>"})
 
@@ -237,9 +237,7 @@ Types = st.recursive(
 
 
 @given(Types, st.data())
-def test_a_type_of_which_parts_were_unknown_is_refined_to_the_whole_type(
-    whole: pa.DataType, data: st.DataObject
-) -> None:
+def test_a_partly_unknown_type_is_refined_to_the_full_type(whole: pa.DataType, data: st.DataObject) -> None:
     def forget(kind: pa.DataType) -> pa.DataType:
         if data.draw(st.booleans()):
             return pa.null()
@@ -257,7 +255,7 @@ def test_a_type_of_which_parts_were_unknown_is_refined_to_the_whole_type(
 # -- tensors as bytes
 
 
-def test_a_contiguous_array_is_passed_on_and_only_others_are_copied() -> None:
+def test_only_arrays_that_are_not_contiguous_are_copied() -> None:
     array = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
     raw = as_tensor("x", array)
     assert raw is not None and raw.shape == (2, 3, 4) and raw.kind.dtype == "int32"
@@ -270,7 +268,7 @@ def test_a_contiguous_array_is_passed_on_and_only_others_are_copied() -> None:
         assert raw.data.tobytes() == other.astype("<i4").tobytes()
 
 
-def test_a_contiguous_torch_tensor_is_passed_on_too() -> None:
+def test_a_contiguous_torch_tensor_is_not_copied() -> None:
     tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     raw = as_tensor("x", tensor)
     assert raw is not None and raw.kind == Tensor("bfloat16", ("axis0", "axis1"))
@@ -311,7 +309,7 @@ def test_lazily_conjugated_and_negated_torch_tensors_are_stored_by_value() -> No
     [None, 1, 1.5, "text", b"bytes", [1, 2], {"a": 1}, np.float32(1)],
     ids=lambda value: repr(value).split(" at 0x")[0],
 )
-def test_what_is_no_array_is_no_tensor(value: object) -> None:
+def test_other_values_are_not_tensors(value: object) -> None:
     assert as_tensor("x", value) is None
 
 
@@ -321,7 +319,7 @@ def test_what_is_no_array_is_no_tensor(value: object) -> None:
     st.lists(st.integers(0, 3), max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_a_tensor_over_its_bytes_has_the_same_bytes_and_is_no_copy(dtype: str, shape: list[int], random) -> None:
+def test_a_tensor_made_from_bytes_shares_their_memory(dtype: str, shape: list[int], random) -> None:
     kind = Tensor(dtype, tuple(f"axis{i}" for i in range(len(shape))))
     size = int(np.prod(shape, dtype=int)) * kind.itemsize
     data = np.frombuffer(bytearray(random.choices([0, 1], k=size)), np.uint8)

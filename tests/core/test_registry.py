@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_stores_reads_and_files_to_import_are_told_apart_by_content(tmp_path: Path, store: Path):
+def test_stores_reads_and_files_to_import_are_recognised_by_content(tmp_path: Path, store: Path):
     (tmp_path / "reads").mkdir()
     (tmp_path / "reads" / "any.name").write_text(READ)
     (tmp_path / "gzipped").write_bytes(gzip.compress(READ.encode()))
@@ -46,7 +46,7 @@ def test_a_store_with_a_fasta_file_in_its_folder_is_a_store(store: Path):
     assert kind_at(store) == "traces" and isinstance(ms.open(store), ms.Traces)
 
 
-def test_what_is_not_there_is_refused_by_the_kind_its_name_suggests(tmp_path: Path):
+def test_a_missing_path_is_an_error_of_the_kind_its_name_suggests(tmp_path: Path):
     with pytest.raises(BadSource, match=r"none\.fa"):
         ms.open(tmp_path / "none.fa")
     with pytest.raises(BadSource, match=r"\*\.gz"):
@@ -55,7 +55,7 @@ def test_what_is_not_there_is_refused_by_the_kind_its_name_suggests(tmp_path: Pa
         ms.open(tmp_path / "nowhere")
 
 
-def test_a_file_of_neither_kind_and_a_list_of_stores_are_refused(tmp_path: Path, store: Path):
+def test_a_file_of_neither_kind_and_a_list_of_stores_are_errors(tmp_path: Path, store: Path):
     (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(BadSource, match=r"notes\.txt"):
         ms.open(tmp_path / "notes.txt")
@@ -65,7 +65,7 @@ def test_a_file_of_neither_kind_and_a_list_of_stores_are_refused(tmp_path: Path,
         ms.open([])
 
 
-def test_a_file_that_no_importer_recognises_names_what_can_be_imported(tmp_path: Path):
+def test_a_file_that_no_importer_recognises_is_an_error_that_lists_importable_files(tmp_path: Path):
     from millstream.traces.convert import convert
 
     (tmp_path / "notes.txt").write_text("notes")

@@ -1,6 +1,7 @@
 """A split depends on each record's key and on nothing else: not on order, on other records, or on when it is made."""
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> ms.Reads:
 # -- what is where
 
 
-def test_every_record_is_in_one_part_and_shares_are_about_those_asked_for(traces: ms.Traces):
+def test_every_record_is_in_one_split_and_shares_are_approximately_as_requested(traces: ms.Traces):
     train, val, test = split = ms.split(traces, SHARES)
     assert sorted(ids(train) + ids(val) + ids(test)) == sorted(QUESTIONS)
     for part, share in zip(split, SHARES.values(), strict=True):
@@ -50,7 +51,7 @@ def test_every_record_is_in_one_part_and_shares_are_about_those_asked_for(traces
         split["dev"]
 
 
-def test_a_part_has_its_records_in_the_order_of_the_store(traces: ms.Traces):
+def test_a_split_keeps_the_order_of_the_store(traces: ms.Traces):
     for part in ms.split(traces, SHARES):
         numbers = part.record_numbers(np.arange(len(part)))
         assert (np.diff(numbers) > 0).all()
@@ -86,7 +87,7 @@ def test_a_column_of_integers_keeps_its_values_together(reads: ms.Reads):
     assert sum(map(len, split)) == 3_000
 
 
-def test_reads_are_on_their_own_unless_a_column_is_named(reads: ms.Reads):
+def test_reads_are_split_independently_unless_a_column_is_given(reads: ms.Reads):
     split = ms.split(reads, SHARES)
     assert split.rule.by is None
     for part, share in zip(split, SHARES.values(), strict=True):
@@ -94,7 +95,7 @@ def test_reads_are_on_their_own_unless_a_column_is_named(reads: ms.Reads):
     assert len(set(split["test"].column("tax_id").to_pylist())) > 200
 
 
-def test_another_salt_is_another_split(traces: ms.Traces):
+def test_another_salt_gives_another_split(traces: ms.Traces):
     one, other = (set(ids(ms.split(traces, SHARES, salt=salt)["test"])) for salt in ("a", "b"))
     assert 0.05 < len(one & other) / len(one) < 0.3  # 0.15 expected of independent ones
     assert set(ids(ms.split(traces, SHARES, salt="a")["test"])) == one
@@ -103,7 +104,7 @@ def test_another_salt_is_another_split(traces: ms.Traces):
 # -- what it does not depend on
 
 
-def test_records_added_later_move_none_that_were_there(tmp_path: Path):
+def test_adding_records_moves_no_other_record(tmp_path: Path):
     few = ms.split(write_traces(tmp_path / "t", QUESTIONS[:300], scores), SHARES)
     before = {name: ids(few[name]) for name in SHARES}
     grown = ms.split(write_traces(tmp_path / "t", QUESTIONS[300:500], scores), SHARES)
@@ -113,7 +114,7 @@ def test_records_added_later_move_none_that_were_there(tmp_path: Path):
     assert sum(map(len, grown)) == 500
 
 
-def test_reads_added_later_move_none_that_were_there(tmp_path: Path):
+def test_adding_reads_moves_no_other_read(tmp_path: Path):
     few = ms.split(write_reads(tmp_path / "few.fa", range(400)), SHARES)
     many = ms.split(write_reads(tmp_path / "many.fa", range(700)), SHARES)
     for one, other in zip(few, many, strict=True):
@@ -128,7 +129,7 @@ def test_the_order_of_writing_does_not_matter(tmp_path: Path, traces: ms.Traces)
         assert set(ids(same)) == set(ids(part)) & set(shuffled)
 
 
-def test_a_key_is_where_it_is_in_any_collection(tmp_path: Path, traces: ms.Traces):
+def test_a_key_is_in_the_same_split_in_any_collection(tmp_path: Path, traces: ms.Traces):
     """Two models asked the same questions have the same test set, whatever else the stores hold."""
     other = write_traces(tmp_path / "t", [*QUESTIONS[500:700], "q9999"], scores)
     test = set(ids(ms.split(traces, SHARES)["test"]))
@@ -137,7 +138,7 @@ def test_a_key_is_where_it_is_in_any_collection(tmp_path: Path, traces: ms.Trace
     assert set(ids(ms.split(view, SHARES)["test"])) == test & set(QUESTIONS[500:700])
 
 
-def test_the_parts_of_records_are_pinned_for_ever(traces: ms.Traces, reads: ms.Reads):
+def test_splits_never_change_between_versions(traces: ms.Traces, reads: ms.Reads):
     """Results are compared on these: they must never change."""
     assert {name: ids(ms.split(traces, SHARES)[name])[:5] for name in SHARES} == BY_QUESTION
     assert {name: _numbers(ms.split(reads, SHARES)[name])[:5] for name in SHARES} == BY_NUMBER
@@ -171,12 +172,12 @@ def test_a_saved_split_is_the_same_when_loaded(tmp_path: Path, traces: ms.Traces
             assert np.array_equal(one.record_numbers(np.arange(len(one))), other.record_numbers(np.arange(len(other))))
 
 
-def test_a_split_of_a_part_is_loaded_for_that_part_only(tmp_path: Path, traces: ms.Traces):
+def test_a_saved_split_of_a_subset_applies_only_to_that_subset(tmp_path: Path, traces: ms.Traces):
     train, _, _ = ms.split(traces, SHARES)
     inner = ms.split(train, {"a": 0.5, "b": 0.5})
     inner.save(tmp_path / "inner.json")
     assert ids(ms.Split.load(tmp_path / "inner.json", train)["a"]) == ids(inner["a"])
-    with pytest.raises(ms.errors.BadSplit, match="not a whole collection"):
+    with pytest.raises(ms.errors.BadSplit, match=r"inner\.json"):
         ms.Split.load(tmp_path / "inner.json", traces)
 
 
@@ -191,7 +192,7 @@ def test_a_split_of_a_part_is_loaded_for_that_part_only(tmp_path: Path, traces: 
         ('{"millstream split": 99}', "version 99"),
     ],
 )
-def test_a_file_that_is_no_split_is_refused_by_name(tmp_path: Path, traces: ms.Traces, text: str, found: str):
+def test_a_file_that_is_not_a_split_is_an_error_that_names_it(tmp_path: Path, traces: ms.Traces, text: str, found: str):
     file = tmp_path / "split.json"
     file.write_text(text)
     with pytest.raises(ms.errors.BadSplit, match=rf"split\.json: .*{found}"):
@@ -201,13 +202,13 @@ def test_a_file_that_is_no_split_is_refused_by_name(tmp_path: Path, traces: ms.T
         ms.Split.load(file, traces)
 
 
-def test_a_file_that_is_not_there_is_refused_with_the_way_to_make_it(tmp_path: Path, traces: ms.Traces):
-    with pytest.raises(ms.errors.BadSplit, match=r"no such file. Make it with ms.split\(...\).save"):
+def test_a_missing_split_file_is_an_error_that_names_it(tmp_path: Path, traces: ms.Traces):
+    with pytest.raises(ms.errors.BadSplit, match=r"none\.json"):
         ms.Split.load(tmp_path / "none.json", traces)
 
 
 @pytest.mark.parametrize("parts", [None, 3, {}, {"a": "half"}, {"a": 2.0}])
-def test_a_split_whose_parts_are_missing_or_nonsense_is_refused(tmp_path: Path, traces: ms.Traces, parts: object):
+def test_a_split_file_with_missing_or_invalid_shares_is_an_error(tmp_path: Path, traces: ms.Traces, parts: object):
     file = tmp_path / "split.json"
     ms.split(traces, SHARES).save(file)
     saved = json.loads(file.read_text())
@@ -220,7 +221,7 @@ def test_a_split_whose_parts_are_missing_or_nonsense_is_refused(tmp_path: Path, 
 # -- folds, and parts of parts
 
 
-def test_folds_cover_everything_once_and_are_about_equal(traces: ms.Traces):
+def test_folds_cover_every_record_once_and_are_approximately_equal(traces: ms.Traces):
     split = ms.split(traces, folds=5)
     assert sorted(name for part in split for name in ids(part)) == sorted(QUESTIONS)
     assert all(len(part) / 2_000 == pytest.approx(0.2, abs=0.03) for part in split)
@@ -235,14 +236,14 @@ def test_pairs_train_on_everything_but_the_fold(traces: ms.Traces):
     assert sorted(held) == sorted(QUESTIONS)
 
 
-def test_pairs_leave_out_what_is_in_no_part(traces: ms.Traces):
+def test_pairs_leave_out_records_that_are_in_no_split(traces: ms.Traces):
     split = ms.split(traces, {"a": 0.3, "b": 0.3})
     known = set(ids(split["a"])) | set(ids(split["b"]))
     assert all(set(ids(rest)) | set(ids(part)) == known for rest, part in split.pairs())
 
 
 @pytest.mark.parametrize("by", ["question_id", None])
-def test_splitting_a_part_again_is_independent_of_the_first_time(traces: ms.Traces, reads: ms.Reads, by: str | None):
+def test_splitting_a_split_again_is_an_independent_draw(traces: ms.Traces, reads: ms.Reads, by: str | None):
     train = ms.split(traces if by else reads, SHARES)["train"]
     inner = ms.split(train, SHARES)
     for part, share in zip(inner, SHARES.values(), strict=True):
@@ -262,7 +263,7 @@ def test_folds_are_independent_of_a_split_of_the_same_records(traces: ms.Traces)
 @pytest.mark.parametrize(
     "put_together", [lambda parts: ms.concat(parts), lambda parts: ms.mix(dict.fromkeys(parts, 1))]
 )
-def test_splitting_parts_put_together_is_independent_of_the_first_time(traces: ms.Traces, put_together):
+def test_splitting_concatenated_splits_is_an_independent_draw(traces: ms.Traces, put_together):
     train = put_together([ms.split(traces, SHARES)["train"]])
     assert len(ms.split(train, {"a": 0.5, "b": 0.5})["a"]) / len(train) == pytest.approx(0.5, abs=0.05)
 
@@ -275,26 +276,26 @@ def test_records_without_a_key_are_an_error_that_counts_them(tmp_path: Path):
         return {"question_id": name, "topic": None if int(name[1:]) in (3, 5, 8) else "t"}
 
     traces = write_traces(tmp_path / "t", QUESTIONS[:20], some)
-    with pytest.raises(ms.errors.BadSplit, match=r"3 of 20 records have no 'topic' \(the first is record 3\)"):
+    with pytest.raises(ms.errors.BadSplit, match=r"3 of 20 .*'topic'.* 3\b"):
         ms.split(traces, SHARES, by="topic")
     assert sum(map(len, ms.split(traces, SHARES))) == 20
 
 
 @pytest.mark.parametrize("parts", [{}, {"a": 0.0, "b": 1.0}, {"a": -0.1}, {"a": 0.7, "b": 0.4}, {"a": 1.1}])
-def test_shares_that_are_none_are_refused_with_what_was_given(traces: ms.Traces, parts: dict[str, float]):
-    with pytest.raises(ValueError, match="shares of a split"):
+def test_invalid_shares_are_an_error(traces: ms.Traces, parts: dict[str, float]):
+    with pytest.raises(ValueError, match=re.escape(str(parts))):
         ms.split(traces, parts)
 
 
 def test_shares_and_folds_exclude_each_other(traces: ms.Traces):
     for wrong in ({}, {"parts": SHARES, "folds": 3}):
-        with pytest.raises(ValueError, match="and not both"):
+        with pytest.raises(ValueError, match="folds"):
             ms.split(traces, **wrong)
     with pytest.raises(ValueError, match="folds=1"):
         ms.split(traces, folds=1)
 
 
-def test_shares_that_add_up_to_one_by_rounding_leave_nothing_out(traces: ms.Traces):
+def test_shares_that_sum_to_one_after_rounding_leave_nothing_out(traces: ms.Traces):
     for num in (3, 7, 10):
         assert sum(map(len, ms.split(traces, {f"p{i}": 1 / num for i in range(num)}))) == 2_000
 
@@ -316,7 +317,7 @@ def test_the_report_counts_records_keys_and_classes(traces: ms.Traces):
     assert repr(split).startswith("Split of 2000 records by topic\n")
 
 
-def test_a_collection_without_records_has_parts_without_records(traces: ms.Traces, reads: ms.Reads):
+def test_an_empty_collection_has_empty_splits(traces: ms.Traces, reads: ms.Reads):
     for collection in (traces, reads):
         assert [len(part) for part in ms.split(collection.subset([]), SHARES)] == [0, 0, 0]
 
@@ -326,7 +327,7 @@ def test_a_collection_without_records_has_parts_without_records(traces: ms.Trace
 
 @settings(max_examples=num_examples(50))
 @given(st.integers(0, 2_000), st.floats(0, 1), st.integers(0, 100))
-def test_marked_numbers_are_taken_as_from_the_list_of_them(n: int, share: float, seed: int):
+def test_marked_numbers_are_the_same_as_listed_ones(n: int, share: float, seed: int):
     rng = np.random.default_rng(seed)
     mask = rng.random(n) < share
     numbers = np.flatnonzero(mask)
@@ -344,7 +345,7 @@ def test_marks_at_every_edge_are_found():
         assert Marked([mask], most_listed=0).take(np.arange(len(numbers))).tolist() == list(numbers)
 
 
-def test_masks_in_pieces_are_the_same_as_in_one():
+def test_masks_in_pieces_are_the_same_as_one_mask():
     mask = np.random.default_rng(0).random(3_000) < 0.3
     pieces, whole = Marked([mask[:1024], mask[1024:1536], mask[1536:]], most_listed=0), Marked([mask])
     assert pieces.digest() == whole.digest() and len(pieces) == len(whole)

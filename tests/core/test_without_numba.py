@@ -62,7 +62,7 @@ def test_opening_reads_names_the_extra_to_install(indexed: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("arguments", [["index", "reads.fa"], ["pack", "reads.fa", "reads.pack"]])
-def test_commands_for_reads_say_so_in_one_line(arguments: list[str], tmp_path: Path) -> None:
+def test_commands_for_reads_name_the_extra_in_one_line(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "reads.fa").write_text(">a\nACGT\n")
     done = run(f"sys.argv = ['millstream', *{arguments}]\nfrom millstream.__main__ import main\nmain()", tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -57,14 +57,14 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth(total: int, wa
 
 
 @pytest.mark.parametrize("total", [1, 2, 3])
-def test_a_run_of_few_steps_has_a_learning_rate_too(total: int):
+def test_a_run_of_few_steps_has_a_positive_learning_rate(total: int):
     assert all(0.1 <= learning_share(step, total, warmup) <= 1 for step in range(total) for warmup in (0.0, 0.05, 0.9))
 
 
 # -- classes
 
 
-def test_right_and_wrong_answers_weigh_the_same_in_all(traces: ms.Collection):
+def test_right_and_wrong_answers_have_the_same_total_weight(traces: ms.Collection):
     labels = traces.column("label").to_numpy()
     uneven = traces.subset([*np.flatnonzero(labels == 0)[:12], *np.flatnonzero(labels == 1)[:4]])
     weight = DETECTION.weights(uneven)[uneven.column("label").to_pylist()]
@@ -103,7 +103,7 @@ def scores_of(collection: ms.Collection, fabric: Any, at_once: int = 64) -> tupl
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 64])
-def test_scores_come_in_the_order_of_the_collection(traces: ms.Collection, fabric: Any, at_once: int):
+def test_scores_are_in_the_order_of_the_collection(traces: ms.Collection, fabric: Any, at_once: int):
     shuffled = np.random.default_rng(0).permutation(NUM)[:23]
     for collection in (traces, traces.subset(shuffled), traces.subset(shuffled).subset([9, 3, 4])):
         scores, measures = scores_of(collection, fabric, at_once)
@@ -112,7 +112,7 @@ def test_scores_come_in_the_order_of_the_collection(traces: ms.Collection, fabri
             assert measures["mean"] == pytest.approx(np.mean(collection.column("p_true").to_numpy()), abs=1e-6)
 
 
-def test_a_record_that_is_there_twice_has_its_score_twice(traces: ms.Collection, fabric: Any):
+def test_a_repeated_record_has_its_score_twice(traces: ms.Collection, fabric: Any):
     twice = traces.subset([5, 8, 5, 5])
     assert scores_of(twice, fabric)[0] == pytest.approx(expected_of(twice), abs=1e-6)
 
@@ -153,7 +153,7 @@ def test_weights_and_state_of_adamw_resume_bit_for_bit_from_a_checkpoint(tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
-def test_the_state_of_an_optimizer_that_has_not_stepped_is_empty_and_is_taken(tmp_path: Path):
+def test_the_state_of_an_optimizer_before_its_first_step_is_empty_and_loads(tmp_path: Path):
     net, optimizer = made()
     save(tmp_path / "c", {**net.state_dict(prefix="model."), **pack_optimizer(optimizer)}, {})
     again, other = made()
@@ -163,7 +163,7 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_is_empty_and_is_taken(tm
 
 
 @pytest.mark.parametrize("content", [b"", b"no tensors", bytes(64)])
-def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path, content: bytes):
+def test_a_file_that_is_not_a_checkpoint_is_an_error_that_names_it(tmp_path: Path, content: bytes):
     from safetensors.torch import save_file
 
     (tmp_path / "c.safetensors").write_bytes(content)
@@ -174,14 +174,14 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path, content: bytes
         load(tmp_path / "c.safetensors")
 
 
-def test_tensors_that_are_views_are_saved_as_they_are(tmp_path: Path):
+def test_tensors_that_are_views_are_saved(tmp_path: Path):
     whole = torch.arange(12.0).reshape(3, 4)
     save(tmp_path / "c", {"columns": whole.T, "number": torch.tensor(3.5)}, {})
     found, _ = load(tmp_path / "c")
     assert torch.equal(found["columns"], whole.T) and found["number"].shape == ()
 
 
-def test_a_full_disk_is_named_and_the_checkpoint_before_is_kept(tmp_path: Path):
+def test_on_a_full_disk_the_previous_checkpoint_is_kept(tmp_path: Path):
     save(tmp_path / "c", {"x": torch.ones(2)}, {})
     assert (tmp_path / "c").stat().st_mode & 0o777 == 0o666 & ~current_umask()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -216,12 +216,12 @@ def current_umask() -> int:
         ({"train": 0.0}, "train=0.0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str):
+def test_invalid_settings_are_an_error(settings: dict[str, Any], said: str):
     with pytest.raises(BadSetting, match=said):
         TrainSettings(data="traces", **settings).check()
 
 
-def test_settings_that_are_no_science_may_change_when_a_run_resumes():
+def test_settings_that_do_not_affect_results_may_change_when_a_run_resumes():
     one = TrainSettings(data="a", seeds=3, devices=1, checkpoint_minutes=5)
     assert one.science() == TrainSettings(data="b", seeds=5, devices=2, checkpoint_minutes=1).science()
     assert one.science() != TrainSettings(data="a", lr=0.1).science()
@@ -231,7 +231,7 @@ def test_settings_that_are_no_science_may_change_when_a_run_resumes():
 # -- memory
 
 
-def test_memory_is_logged_while_it_is_watched_and_not_after(tmp_path: Path):
+def test_memory_is_logged_only_inside_the_block(tmp_path: Path):
     log = Log(tmp_path)
     with log.memory(budget=1 << 30, interval_s=0.02):
         while len(read_lines(tmp_path)) < 3:
@@ -247,7 +247,7 @@ def test_memory_is_logged_while_it_is_watched_and_not_after(tmp_path: Path):
     assert times == sorted(times) and len(lines) == len(watched) + 1
 
 
-def test_a_failure_within_ends_the_watch_too(tmp_path: Path):
+def test_an_error_inside_the_block_ends_logging(tmp_path: Path):
     with pytest.raises(KeyError), Log(tmp_path).memory(budget=1):
         raise KeyError
     assert [line["kind"] for line in read_lines(tmp_path)] == ["memory"]
@@ -258,7 +258,7 @@ def own_bytes(name: str) -> int:
     return int(status.split(f"\n{name}:")[1].split()[0]) << 10
 
 
-def test_memory_is_what_the_process_takes():
+def test_measured_memory_follows_the_process():
     """Between what it has alone and what is mapped; a block more is a block more."""
     before = tree_bytes()
     assert 0.7 * own_bytes("RssAnon") < before < 1.3 * own_bytes("VmRSS")
@@ -266,7 +266,7 @@ def test_memory_is_what_the_process_takes():
     assert tree_bytes() - before == pytest.approx(block.nbytes, rel=0.3)
 
 
-def test_memory_of_children_counts():
+def test_measured_memory_includes_children():
     before = tree_bytes()
     code = "block = bytearray(b'x') * (64 << 20); print(len(block), flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -12,7 +12,7 @@ from support.commands import lean_environment
 from support.training import SHORT, losses_of, scores_of
 
 
-def test_two_processes_have_the_losses_and_scores_of_one(store: Path, tmp_path: Path):
+def test_two_processes_have_the_same_losses_and_scores_as_one(store: Path, tmp_path: Path):
     asked = {**SHORT, "epochs": 2, "model": "gnn,length", "dropout": 0.0, "accelerator": "cpu"}
     settings = [f"{name}={value}" for name, value in asked.items()]
     command = [

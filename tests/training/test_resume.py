@@ -66,7 +66,7 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     assert losses_of(out)[-3:] == losses_of(whole)[-3:]
 
 
-def test_a_torn_line_of_the_log_is_cut_off_and_time_goes_on(tmp_path: Path):
+def test_an_incomplete_line_of_the_log_is_cut_off_and_time_continues(tmp_path: Path):
     log = Log(tmp_path)
     log.write("epoch", model="lstm", seed=0, epoch=0, loss=1.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -80,7 +80,7 @@ def test_a_torn_line_of_the_log_is_cut_off_and_time_goes_on(tmp_path: Path):
     assert lines[1]["time_s"] >= lines[0]["time_s"]
 
 
-def test_a_damaged_checkpoint_is_named(store: Path, whole: Path, tmp_path: Path):
+def test_a_damaged_checkpoint_is_an_error_that_names_it(store: Path, whole: Path, tmp_path: Path):
     import shutil
 
     out = tmp_path / "run"

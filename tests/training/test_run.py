@@ -31,13 +31,13 @@ def run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_baselines_are_all_there_are_and_the_nulls_of_the_models_named():
+def test_baselines_stand_for_all_baselines_and_the_nulls_of_the_given_models():
     names = [spec.name for spec in detector_specs(TrainSettings(data="x", model="gnn,baselines"), [])]
     assert names[0] == "gnn" and {"length", "p_true", "lookback", "charm", "gnn_shuffled", "gnn_unwired"} <= set(names)
     assert len(names) == len(set(names)) == 1 + len(BASELINES) + 3 and "gvae_unwired" not in names
 
 
-def test_a_run_folder_has_all_that_is_promised(run: Path):
+def test_a_run_folder_has_all_documented_files(run: Path):
     for name in ("config.yaml", "metrics.jsonl", "predictions.parquet", "env.json", "split.json", "data.json"):
         assert (run / name).stat().st_size > 0
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -47,7 +47,7 @@ def test_a_run_folder_has_all_that_is_promised(run: Path):
     assert sum(part["records"] for part in card["parts"].values()) == 160
 
 
-def test_all_models_are_compared_on_the_same_questions_which_are_in_no_other_part(run: Path, store: Path):
+def test_all_models_are_compared_on_the_same_questions_which_are_in_no_other_split(run: Path, store: Path):
     asked = {tuple(sorted(scores)) for scores in scores_of(run).values()}
     assert len(asked) == 1
     rows = pq.read_table(run / "predictions.parquet").to_pylist()
@@ -61,14 +61,14 @@ def test_all_models_are_compared_on_the_same_questions_which_are_in_no_other_par
     assert all(row["label"] == labels[row["question_id"]] for row in rows)
 
 
-def test_models_are_trained_once_for_each_seed_and_differ_by_it(run: Path):
+def test_models_are_trained_once_per_seed_and_differ(run: Path):
     found = scores_of(run)
     assert {seed for name, seed in found if name == "lstm"} == {0, 1}
     assert {seed for name, seed in found if name == "mean_logprob"} == {0}
     assert found["lstm", 0] != found["lstm", 1]
 
 
-def test_parameters_of_the_three_models_are_within_a_fifth_of_each_other(store: Path, tmp_path: Path):
+def test_the_three_models_have_similar_numbers_of_parameters(store: Path, tmp_path: Path):
     fits = {line["model"]: line["parameters"] for line in lines_of(_briefly(store, tmp_path), "fit")}
     counts = [fits[name] for name in ("lstm", "gnn", "gvae")]
     assert max(counts) <= 1.2 * min(counts) and min(counts) > 80_000
@@ -80,7 +80,7 @@ def _briefly(store: Path, tmp_path: Path) -> Path:
     return out
 
 
-def test_what_can_be_known_is_learned(store: Path, tmp_path: Path):
+def test_detectors_learn_a_learnable_signal(store: Path, tmp_path: Path):
     out = tmp_path / "longer"
     ms.train(store, model="lstm,gnn", out=str(out), **{**SHORT, "epochs": 12, "lr": 3e-3})
     rows = pq.read_table(out / "predictions.parquet").to_pylist()
@@ -99,7 +99,7 @@ def test_a_finished_run_is_not_trained_again_and_more_models_can_be_added(run: P
     assert ("gvae", 1) in scores_of(run)
 
 
-def test_a_folder_of_another_run_is_refused_with_what_differs(run: Path, store: Path, tmp_path: Path):
+def test_a_folder_of_another_run_is_an_error_with_the_differences(run: Path, store: Path, tmp_path: Path):
     with pytest.raises(ConfigMismatch, match=r"lr: None -> 0\.01"):
         ms.train(store, model="lstm", out=str(run), **{**SHORT, "epochs": 1, "lr": 0.01})
     other = make_traces(tmp_path / "other", num=60, seed=5)
@@ -117,7 +117,7 @@ def test_a_folder_of_another_run_is_refused_with_what_differs(run: Path, store: 
         ms.train(store, model="lstm", out=str(tmp_path / "full"), **SHORT)
 
 
-def test_evaluating_a_run_gives_its_own_scores_again(run: Path):
+def test_evaluating_a_run_reproduces_its_scores(run: Path):
     again = scores_of(ms.evaluate(run))
     before = scores_of(run)
     assert set(again) == set(before)
@@ -125,7 +125,7 @@ def test_evaluating_a_run_gives_its_own_scores_again(run: Path):
         assert scores == pytest.approx(before[job], abs=1e-6), job
 
 
-def test_detectors_are_carried_to_another_store(run: Path, tmp_path: Path):
+def test_detectors_score_another_store(run: Path, tmp_path: Path):
     other = make_traces(tmp_path / "other", num=50, seed=3)
     out = ms.evaluate(run, data=str(other), model="lstm,mean_logprob")
     rows = pq.read_table(out / "predictions.parquet").to_pylist()
@@ -155,7 +155,7 @@ class ByNumber:
         return np.array(collection.column("answer_len").to_pylist()) * float(self.arrays["mean"][0])
 
 
-def test_a_detector_of_ones_own_is_one_class(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_custom_detector_is_one_class(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "own_detector", sys.modules[__name__])
@@ -166,7 +166,7 @@ def test_a_detector_of_ones_own_is_one_class(store: Path, tmp_path: Path, monkey
     assert scores_of(ms.evaluate(tmp_path / "run"))["own_detector:ByNumber", 0] == own
 
 
-def test_a_detector_that_a_store_has_no_fields_for_is_left_out_and_said(tmp_path: Path, capfd):
+def test_a_detector_that_lacks_fields_in_the_store_is_left_out_and_reported(tmp_path: Path, capfd):
     with ms.TraceWriter(tmp_path / "few", schema={"hidden": "float16[layer, token, dim]"}) as writer:
         for number in range(80):
             hidden = np.random.default_rng(number).normal(size=(3, 5, 8)).astype(np.float16)
@@ -189,23 +189,23 @@ def test_a_detector_that_a_store_has_no_fields_for_is_left_out_and_said(tmp_path
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "lstn"}, "did you mean lstm"),
-        ({"model": "nowhere:Class"}, "cannot be imported"),
+        ({"model": "lstn"}, "model=lstn.* lstm"),
+        ({"model": "nowhere:Class"}, "model=nowhere:Class"),
         ({"epochs": 0}, "epochs=0: "),
         ({"train": 0.9, "val": 0.2}, "train=0.9 val=0.2"),
         ({"token": "middle"}, "token=middle"),
-        ({"batch_size": 15, "devices": 2}, "multiple of devices"),
-        ({"lr": -1}, "above 0"),
-        ({"epoch": 3}, "did you mean epochs"),
+        ({"batch_size": 15, "devices": 2}, "batch_size=15.*devices=2"),
+        ({"lr": -1}, "lr=-1"),
+        ({"epoch": 3}, "epoch=3.* epochs="),
         ({"accelerator": "abacus"}, "accelerator=abacus"),
     ],
 )
-def test_a_wrong_setting_is_said_before_anything_is_made(store: Path, tmp_path: Path, settings: dict, said: str):
+def test_a_wrong_setting_is_an_error_before_any_work(store: Path, tmp_path: Path, settings: dict, said: str):
     with pytest.raises(BadSetting, match=said):
         ms.train(store, out=str(tmp_path / "run"), **{"model": "lstm", **SHORT, **settings})
 
 
-def test_answers_without_labels_or_of_one_kind_are_refused_with_the_next_command(tmp_path: Path):
+def test_answers_without_labels_or_with_a_single_label_are_an_error(tmp_path: Path):
     path = make_traces(tmp_path / "traces", num=40)
     (path / "labels.parquet").rename(tmp_path / "labels.parquet")
     with pytest.raises(MissingLabel, match="millstream label"):
@@ -213,11 +213,11 @@ def test_answers_without_labels_or_of_one_kind_are_refused_with_the_next_command
     table = pq.read_table(tmp_path / "labels.parquet").to_pydict()
     table["verdict"] = ["right"] * 40
     pq.write_table(pa.table(table), path / "labels.parquet")
-    with pytest.raises(BadSplit, match="a detector needs"):
+    with pytest.raises(BadSplit, match="split"):
         ms.train(path, model="length", out=str(tmp_path / "run"), **SHORT)
 
 
-def test_numbers_that_are_none_are_named_by_record(tmp_path: Path):
+def test_nan_inputs_are_an_error_that_names_the_record(tmp_path: Path):
     path = make_traces(tmp_path / "traces", num=60)
     records = [dict(record) for record in ms.open(path)]
     broken = next(iter(ms.split(ms.open(path), {"train": 0.7, "val": 0.15, "test": 0.15}))).record_numbers(
@@ -233,15 +233,13 @@ def test_numbers_that_are_none_are_named_by_record(tmp_path: Path):
         ms.train(tmp_path / "broken", model="lstm", out=str(tmp_path / "run"), **SHORT)
 
 
-def test_a_loss_that_is_no_number_stops_with_the_records_of_the_batch(store: Path, tmp_path: Path):
-    with pytest.raises(
-        NotFinite, match=r"the loss is (nan|inf) at epoch \d+, step \d+, in the batch of the records \d+, "
-    ):
+def test_a_loss_that_is_not_finite_is_an_error_with_the_records_of_the_batch(store: Path, tmp_path: Path):
+    with pytest.raises(NotFinite, match=r"(nan|inf) at epoch \d+, step \d+, .* \d+, "):
         ms.train(store, model="lstm", out=str(tmp_path / "run"), **{**SHORT, "lr": 1e30, "clip": 1e30})
 
 
 @pytest.mark.usefixtures("unrendered_figures")
-def test_the_commands_end_with_the_table_and_the_page(store: Path, tmp_path: Path):
+def test_the_commands_end_with_a_table_and_a_page(store: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     config = tmp_path / "detector.yaml"
     config.write_text(yaml.safe_dump({**SHORT, "model": "lstm,mean_logprob"}))

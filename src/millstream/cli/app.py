@@ -301,6 +301,7 @@ def _fail(message: str, code: int = 1) -> None:
 def _fail_usage(error: Any) -> None:
     """Report wrong usage in one line that names the help to read."""
     message = str(error.message if getattr(error, "param", 1) is None else error.format_message()).rstrip(".")
+    message = message.replace("Value error, ", "")  # which typer adds to a value that is not among the choices
     context = getattr(error, "ctx", None)
     command = "millstream" if context is None else context.command_path
     where = command.removeprefix("millstream").strip()

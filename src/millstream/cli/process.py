@@ -13,38 +13,35 @@ if TYPE_CHECKING:
 
 PART = "_MILLSTREAM_PART"  # set for a command run by another one, which then prints the next step itself
 
-_RESUME = "progress saved; run the same command to resume"
+RESUME = "progress saved; run the same command to resume"
 _NOTHING = "nothing was written; run the same command to start over"
 _RUN_UNCHANGED = "the run is unchanged; run the same command to start over"
-_UNCHANGED = "nothing was changed"
-_OUTCOMES = {  # by command or script; here, because Ctrl-C may come before the command is imported
+UNCHANGED = "nothing was changed"
+_OUTCOMES = {  # by command; here, because Ctrl-C may come before the command is imported
     "demo": "the demo will start over",
-    "extract": _RESUME,
+    "extract": RESUME,
     "label": "no labels were written; run the same command to start over",
-    "featurize": _RESUME,
-    "convert": _RESUME,
+    "featurize": RESUME,
+    "convert": RESUME,
     "train": "progress saved in the last checkpoint; run the same command to resume",
-    "classify": _RESUME,
-    "pack": _RESUME,
+    "classify": RESUME,
+    "pack": RESUME,
     "repair": "finished repairs are kept; run the same command to resume",
     "evaluate": _RUN_UNCHANGED,
     "report": _RUN_UNCHANGED,
-    "inspect": _UNCHANGED,
-    "verify": _UNCHANGED,
-    "view": _UNCHANGED,
-    "baseline": _RESUME,
-    "inspect_traces": _UNCHANGED,
-    "trace_extractor": _RESUME,
-    "train_streaming": _RESUME,
+    "inspect": UNCHANGED,
+    "verify": UNCHANGED,
+    "view": UNCHANGED,
 }
-_SCRIPTS = "millstream.classic."
 
 
-def handle_interrupts() -> None:
+def handle_interrupts(**outcomes: str) -> None:
     """Handle Ctrl-C from now on. In imports and callbacks from C, where KeyboardInterrupt would be lost, exit.
 
+    `outcomes` are sentences for scripts, by name: what is left after Ctrl-C.
     Exiting is safe because files are published complete: a killed command leaves none incomplete under its name.
     """
+    _OUTCOMES.update(outcomes)
     signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
 
@@ -128,7 +125,7 @@ def _unraisable(unraisable: "Any") -> None:
 
 
 def _exit() -> None:
-    scripts = [word.removeprefix(_SCRIPTS) for word in sys.orig_argv if word.startswith(_SCRIPTS)]
+    scripts = [word.rpartition(".")[2] for word in sys.orig_argv if word.startswith("millstream.")]
     report_interrupt(next((word for word in [*scripts, *sys.argv[1:]] if word in _OUTCOMES), None))
     os._exit(130)
 

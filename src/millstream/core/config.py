@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
+_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "none"}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -56,26 +57,30 @@ def read_settings(kind: type[T], given: Sequence[str] | Mapping[str, object]) ->
 
     >>> read_settings(LoopSettings, ["base.yaml", "epochs=5", "lr=0.001"])
     """
-    types = _types(kind)
-    known = list(types)
+    known = {setting.name: setting for setting in list_settings(kind)}
     values: dict[str, object] = {}
     for key, value in setting_pairs(given):
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}=?" if near else f"must be one of {', '.join(known)}"
             raise BadSetting(f"{key}={value}: unknown setting; {hint}")
-        values[key] = _typed(key, value, get_args(types[key]) or (types[key],))
+        values[key] = _typed(value, known[key])
     return _built(kind, values)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One `name=value` of a settings dataclass. `type` is in words, such as `int or none`."""
+    """One `name=value` of a settings dataclass."""
 
     name: str
-    type: str
+    types: tuple[Any, ...]
     default: object
     help: str
+
+    @property
+    def type(self) -> str:
+        """In words: `integer or none`."""
+        return " or ".join(_TYPES[kind] for kind in self.types)
 
 
 def list_settings(kind: type[Any], prefix: str = "") -> list[Setting]:
@@ -90,9 +95,8 @@ def list_settings(kind: type[Any], prefix: str = "") -> list[Setting]:
         if is_dataclass(hint):
             found += list_settings(cast("type[Any]", hint), f"{prefix}{field.name}.")
             continue
-        types = " or ".join("none" if part is type(None) else part.__name__ for part in get_args(hint) or (hint,))
         default = None if field.default is MISSING else field.default
-        found.append(Setting(prefix + field.name, types, default, texts.get(field.name, "")))
+        found.append(Setting(prefix + field.name, get_args(hint) or (hint,), default, texts.get(field.name, "")))
     return found
 
 
@@ -102,18 +106,6 @@ def _help_texts(kind: type[Any]) -> dict[str, str]:
     for base in reversed(kind.__mro__):
         hints: dict[str, Any] = get_type_hints(base, include_extras=True)
         found |= {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
-    return found
-
-
-def _types(kind: type[Any], prefix: str = "") -> dict[str, Any]:
-    """The type of every setting by its full name, nested ones included."""
-    hints: dict[str, Any] = get_type_hints(kind)
-    found: dict[str, Any] = {}
-    for field in fields(kind):
-        name = prefix + field.name
-        inner = hints[field.name]
-        if field.init:
-            found |= _types(cast("type[Any]", inner), f"{name}.") if is_dataclass(inner) else {name: inner}
     return found
 
 
@@ -163,15 +155,17 @@ def _read_yaml(path: Path) -> dict[str, object]:
     except FileNotFoundError:
         raise BadSetting(f"{path}: no such file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadSetting(f"{path}: is not valid YAML ({error})") from None
+        mark = getattr(error, "problem_mark", None)
+        reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
+        raise BadSetting(f"{path}: is not valid YAML ({reason})") from None
     if not isinstance(found, dict):
         raise BadSetting(f"{path}: expected a mapping of key: value, found {type(found).__name__}")
     return {str(key): value for key, value in cast("dict[object, object]", found).items()}
 
 
-def _typed(key: str, value: object, allowed: tuple[Any, ...]) -> object:
+def _typed(value: object, setting: Setting) -> object:
     """The value as one of the types its setting allows."""
-    text = str(value).strip()
+    text, allowed = str(value).strip(), setting.types
     if type(None) in allowed and (value is None or text.lower() in ("none", "null")):
         return None
     if bool in allowed and text.lower() in ("true", "false", "yes", "no", "1", "0"):
@@ -184,5 +178,4 @@ def _typed(key: str, value: object, allowed: tuple[Any, ...]) -> object:
                 pass
     if str in allowed and isinstance(value, str | int | float):
         return str(value)
-    names = " or ".join("none" if kind is type(None) else kind.__name__ for kind in allowed)
-    raise BadSetting(f"{key}={value}: expected {names}")
+    raise BadSetting(f"{setting.name}={value}: expected {setting.type}")

@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 import numpy as np
 
 from millstream.core.config import config_diff
-from millstream.core.console import say
+from millstream.core.console import quoted, say
 from millstream.errors import BadSetting, ConfigMismatch, StoreExists, StoreFull
 
 if TYPE_CHECKING:
@@ -64,8 +64,11 @@ def publishing(file: Path, advice: str = _OLD_KEPT) -> Generator[BinaryIO]:
             f.flush()
             os.fsync(f.fileno())
         os.rename(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            error.filename = str(file)  # the name that the user knows
         raise
 
 
@@ -83,8 +86,7 @@ def publish_table(file: Path, table: "pa.Table", advice: str = _OLD_KEPT) -> Non
 @contextmanager
 def publishing_text(out: Path) -> Generator[Write]:
     """Write a new text file in pieces, gzipped if its name ends in .gz."""
-    if out.exists():
-        raise already_exists(out)
+    check_new(out, resumable=False)
     with publishing(out, NOTHING_LEFT) as file:
         if out.name.endswith(".gz"):
             deflate = gzip_member()
@@ -409,13 +411,13 @@ class TextOutput:
         self._pending += state["pending"].encode("latin-1")
 
 
-def check_new(out: Path) -> None:
+def check_new(out: Path, *, resumable: bool = True) -> None:
     """Refuse, before anything is read, an output that already exists or whose folder does not."""
     if not out.absolute().parent.is_dir():
-        raise BadSetting(f"{out}: its folder does not exist. Make it: mkdir -p {out.parent}")
+        raise BadSetting(f"{out}: its folder does not exist. Make it: mkdir -p {quoted(out.parent)}")
     folder = partial_folder(out)
     was_published = (folder / _JOURNAL).exists() and not (folder / _TEXT).exists()  # killed just before the end
-    if out.exists() and not was_published:
+    if out.exists() and not (resumable and was_published):
         raise already_exists(out)
 
 
@@ -439,9 +441,7 @@ def _array_to_json(value: object) -> object:
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, np.dtype[Any]]", value)
         return {"dtype": array.dtype.str, "base64": base64.b64encode(array.tobytes()).decode()}
-    if isinstance(value, np.integer):
-        return int(cast(int, value))
-    raise TypeError(f"{value!r} in a journal")
+    return int(cast(np.integer, value))
 
 
 def _array_from_json(value: dict[str, Any]) -> object:

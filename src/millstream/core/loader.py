@@ -430,7 +430,7 @@ class State:
         if not any_order:  # its geometry depends on the memory, and is taken from the state
             theirs, mine = {**theirs, "order": mode}, {**mine, "order": self.plan.mode}
         if differs := config_diff(theirs, mine):
-            raise StateMismatch(f"the state was saved for something else (saved -> here): {differs}")
+            raise StateMismatch(f"the state does not fit this loader (saved -> here): {differs}")
         plan = Plan(mode, block, window, "as in the state resumed")
         return replace(self, epoch=cast(int, saved["epoch"]), samples=cast(int, saved["samples"]), plan=plan)
 

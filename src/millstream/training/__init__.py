@@ -53,17 +53,12 @@ class LoopSettings:
                 raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")
         if self.batch_size % self.devices:
             raise BadSetting(f"batch_size={self.batch_size}: must be a multiple of devices={self.devices}")
-        if (
-            (self.lr is not None and self.lr <= 0)
-            or not 0 <= self.dropout < 1
-            or not 0 <= self.warmup < 1
-            or self.checkpoint_minutes <= 0
-        ):
-            raise BadSetting(
-                f"lr={self.lr} dropout={self.dropout} warmup={self.warmup} "
-                f"checkpoint_minutes={self.checkpoint_minutes}: lr and checkpoint_minutes must be above 0, dropout and "
-                "warmup at least 0 and below 1"
-            )
+        for name in ("lr", "checkpoint_minutes"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise BadSetting(f"{name}={getattr(self, name)}: must be above 0")
+        for name in ("dropout", "warmup"):
+            if not 0 <= getattr(self, name) < 1:
+                raise BadSetting(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
         parse_bytes(self.memory)
 
     def science(self) -> dict[str, object]:
