@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import millstream as ms
-from millstream.classic import TraceBatchLoader, extract_batch_subset, inspect_traces, merge_batches
+from millstream.classic import TraceBatchLoader, batch_loader, extract_batch_subset, inspect_traces, merge_batches
 
 BATCHES, SIZE = 10, 5
 
@@ -186,3 +186,12 @@ def test_inspect_traces_shows_statistics_and_examples_of_different_batches(
     assert "identical  50" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="inspect_traces: nowhere"):
         inspect_traces.main(["nowhere"])
+
+
+def test_batch_loader_lists_the_batches_of_a_folder(here: Path, capsys: pytest.CaptureFixture[str]):
+    batch_loader.main([])
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert len(lines) == BATCHES and "shard-00009.arrow, 5 traces" in lines[9]
+    assert f"{BATCHES * SIZE} traces" in total
+    with pytest.raises(SystemExit, match="batch_loader: nowhere"):
+        batch_loader.main(["nowhere"])

@@ -23,9 +23,15 @@ if TYPE_CHECKING:
     from millstream.classic.sequence_datasets import CachedStreamingDataset, SequenceDataset, StreamingSequenceDataset
 
 if sys.argv[:1] == ["-m"]:  # `python -m` sets this while it locates the script; Ctrl-C may arrive during that import
-    from millstream.cli.process import handle_interrupts
+    from millstream.cli.process import RESUME, UNCHANGED, handle_interrupts
 
-    handle_interrupts()
+    handle_interrupts(
+        baseline=RESUME,
+        batch_loader=UNCHANGED,
+        inspect_traces=UNCHANGED,
+        trace_extractor=RESUME,
+        train_streaming=RESUME,
+    )
 
 __all__ = [
     "CachedStreamingDataset",

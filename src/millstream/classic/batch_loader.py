@@ -1,5 +1,6 @@
 """TraceBatchLoader and its helpers, as the old scripts knew them. A batch is a shard; nothing is loaded whole."""
 
+import argparse
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import TypedDict, cast, overload
 
 from millstream.classic.importer import NAMES, restore_steps
+from millstream.cli.process import run_script
+from millstream.errors import MillstreamError
 from millstream.traces.store.manifest import check_store, shard_name
 from millstream.traces.store.rewrite import subset_records, subset_shards
 from millstream.traces.store.traces import Traces
@@ -156,13 +159,18 @@ def _replace_store(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """List the batches of a folder."""
-    loader = TraceBatchLoader(sys.argv[1] if len(sys.argv) > 1 else TRACES_DIR)
+    parser = argparse.ArgumentParser(prog="batch_loader", description=main.__doc__)
+    parser.add_argument("traces_dir", nargs="?", default=TRACES_DIR, type=Path)
+    try:
+        loader = TraceBatchLoader(parser.parse_args(arguments).traces_dir)
+    except MillstreamError as error:
+        sys.exit(f"batch_loader: {error}")
     for info in loader.get_batch_info():
         print(f"Batch {info['batch_idx']}: {info['filename']}, {info['num_traces']} traces, {info['size_mb']:.2f} MB")
     print(f"Total: {loader.get_total_traces()} traces in {len(loader)} batches")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, "batch_loader")
