@@ -133,14 +133,14 @@ def _predictions(
     found = np.where(right, labels, np.where(labels < 0, rng.integers(num_classes, size=size), near))
     for label in made.never:
         found[found == label] = (label + 2) % num_classes
-    chance = np.clip(np.where(found == labels, 1 - rng.random(size) ** 2 / 2, 0.3 + 0.65 * rng.random(size)), 0, 1)
+    probability = np.clip(np.where(found == labels, 1 - rng.random(size) ** 2 / 2, 0.3 + 0.65 * rng.random(size)), 0, 1)
     taxa = {"species": found, "genus": found // 2}
     columns = {
         "part": pa.array([part] * size),
         "record": pa.array(np.arange(size)),
         "label": pa.array(labels),
         "class": pa.array(found.astype(np.int32)),
-        "probability": pa.array(chance.astype(np.float32)),
+        "probability": pa.array(probability.astype(np.float32)),
     }
     for rank in ranks:
         columns[rank] = pa.array(taxa[rank].astype(np.int32))
