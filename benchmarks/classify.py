@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +31,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from classify_peers import KrakenPeer, NaiveBayes
-from pss import peak_pss
+from measuring import RESULTS, Result, clock, peak_pss, save
 
-RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 CURVE = PAGE.with_name("classify.svg")
 MARK = "<!-- made by benchmarks/classify.py -->"
@@ -47,8 +45,6 @@ WAYS = {  # the file, and the memory limit
     "plain file": ("epoch.fa", LITTLE),
     "gzipped file": ("epoch.fa.gz", LITTLE),
 }
-PASSES = {"look": "counting", "learn": "training"}  # how the page calls them
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -98,18 +94,18 @@ def main() -> int:
     sizes = QUICK if quick else Sizes()
     folder = Path(options.get("dir") or tempfile.mkdtemp(prefix="classify-"))
     folder.mkdir(parents=True, exist_ok=True)
-    file = RESULTS / ("classify-quick.json" if quick else "classify.json")
-    file.parent.mkdir(exist_ok=True)
+    name = "classify-quick" if quick else "classify"
+    file = RESULTS / f"{name}.json"
     result: Result = json.loads(file.read_text()) if file.exists() else {}
     data = Data(genomes, folder, sizes)
     data.make()
     if "epoch" in parts:
         result["epoch"] = epochs(data)
-        file.write_text(json.dumps(result, indent=1))
+        save(name, result)
     if "compare" in parts:
-        for name, found in compare(data, options.get("models", "").split(",")):
-            result.setdefault("compare", {})[name] = found
-            file.write_text(json.dumps(result, indent=1))
+        for model, found in compare(data, options.get("models", "").split(",")):
+            result.setdefault("compare", {})[model] = found
+            save(name, result)
     if not quick and "compare" in result:
         write_page(result)
     if "dir" not in options:
@@ -213,9 +209,7 @@ def naive_bayes(data: Data) -> Result:
     """Trained on the same reads as kmer-linear."""
     peer = NaiveBayes(8, len(data.classes()))
     train_s, peak = measured(lambda: peer.fit(data.folder / "deep.fa.gz"))
-    started = time.perf_counter()
-    peer.classify(data.folder / "speed.fa")
-    speed = data.sizes.speed / (time.perf_counter() - started)
+    speed = data.sizes.speed / clock(lambda: peer.classify(data.folder / "speed.fa"))
     found: Result = {"reads": data.sizes.deep, "train_s": train_s, "reads_per_s": speed, "peak_bytes": peak}
     for part in PARTS:
         found[part] = scored(data.labels(part), *peer.classify(data.folder / f"{part}.fa"))
@@ -272,14 +266,14 @@ def epochs(data: Data) -> Result:
     from millstream.core.loader import Loader
     from millstream.core.split import LABEL
     from millstream.features import fields
-    from millstream.reads.classifiers import ReadRecipe, read_kit
+    from millstream.reads.classifiers import classifier_kit
     from millstream.reads.files.index import IndexSettings
-    from millstream.reads.kind import HEADERS
+    from millstream.reads.kind import HEADERS, ReadSettings
     from millstream.reads.open import open_reads
     from millstream.training.folder import Clock
 
     torch.set_num_threads(1)  # as `millstream train` does on two cores
-    kit = read_kit("kmer-linear", ReadRecipe(num_classes=len(data.classes()), memory=LITTLE // 2))
+    kit = classifier_kit("kmer-linear", ReadSettings(memory=LITTLE), len(data.classes()))
     opened = {
         name: open_reads([data.folder / name], settings=IndexSettings(header_regex=HEADERS), mapping=data.mapping)
         for name in ("epoch.fa", "epoch.fa.gz")
@@ -292,10 +286,10 @@ def epochs(data: Data) -> Result:
             notify=ignore_message, rank=0, world=1,
         )  # fmt: skip
 
-    def look(net: Any, some: Iterable[dict[str, Any]]) -> None:
+    def count(net: Any, some: Iterable[dict[str, Any]]) -> None:
         net.prepare(some)
 
-    def learn(net: Any, some: Iterable[dict[str, Any]]) -> None:
+    def train(net: Any, some: Iterable[dict[str, Any]]) -> None:
         optimizer = net.optimizer(0.02, 0.0)
         for batch in some:
             loss, _ = net(batch, batch[LABEL], torch.ones(len(batch[LABEL])))
@@ -304,8 +298,8 @@ def epochs(data: Data) -> Result:
             optimizer.zero_grad()
 
     works: Mapping[str, tuple[Callable[[Any, Iterable[dict[str, Any]]], None], str]] = {
-        "look": (look, "none"),
-        "learn": (learn, "auto"),
+        "counting": (count, "none"),
+        "training": (train, "auto"),
     }
     found: Result = {}
     for work, (do, order) in works.items():
@@ -317,12 +311,12 @@ def epochs(data: Data) -> Result:
         waiting: dict[str, list[float]] = {way: [] for way in (READY, *WAYS)}
         for turn in range(data.sizes.turns + 1):
             for way in seconds:
-                clock = Clock()
-                do(net, clock.watch(ready if way == READY else batches(way, order)))
-                clock.stop()
+                timing = Clock()
+                do(net, timing.watch(ready if way == READY else batches(way, order)))
+                timing.stop()
                 if turn:
-                    seconds[way].append(clock.seconds)
-                    waiting[way].append(clock.share)
+                    seconds[way].append(timing.seconds)
+                    waiting[way].append(timing.share)
         middle = {way: float(np.median(times)) for way, times in seconds.items()}
         found[work] = {
             way: {
@@ -378,10 +372,10 @@ def write_page(result: Result) -> None:
         "",
         "## Reads",
         "",
-        "`python benchmarks/classify.py GENOMES`: 20 species, reads of 150 bases with a 1 % error rate; 40,000 from "
-        "new positions of the training strains (known) and 40,000 from other strains of 10 of the species (heldout). "
-        f"Kraken 2 assigns a species or nothing, with a precision of {stated}; the others classify every read and are "
-        "compared with it at the threshold that gives the same precision.",
+        "`python benchmarks/classify.py GENOMES`: 20 species, 150 bp reads with a 1 % substitution rate; 40,000 from "
+        "new positions in the training strains (known) and 40,000 from other strains of 10 of the species (heldout). "
+        f"Kraken 2 classifies a read or leaves it unclassified, with a precision of {stated}; the other classifiers "
+        "assign every read, and are compared with it at the threshold that gives the same precision.",
         "",
         *lines,
         "",
@@ -390,7 +384,7 @@ def write_page(result: Result) -> None:
     ]
     if "epoch" in result:
         text += [
-            "kmer-linear under 300 MB, 2 million reads, two cores: one pass to count k-mers, then one to train.",
+            "kmer-linear with `memory=300MB`, 2 million reads, two cores: one pass counts k-mers, another one trains.",
             "",
             "| | s | of reads in RAM | of batches ready in RAM | waiting for data |",
             "|---|---|---|---|---|",
@@ -398,7 +392,7 @@ def write_page(result: Result) -> None:
         for work, ways in result["epoch"].items():
             for way, row in ways.items():
                 ratios = f"{row['of_reads_in_ram']:.2f} | {row['of_batches_in_ram']:.2f}"
-                text.append(f"| {PASSES[work]}, {way} | {row['seconds']:.1f} | {ratios} | {row['waiting']:.1%} |")
+                text.append(f"| {work}, {way} | {row['seconds']:.1f} | {ratios} | {row['waiting']:.1%} |")
         text.append("")
     text.append(MARK)
     before = PAGE.read_text()
@@ -428,9 +422,7 @@ def draw(rows: Mapping[str, Result]) -> None:
 def measured(work: Callable[[], object]) -> tuple[float, int]:
     """Seconds, and the peak PSS of this process tree."""
     with peak_pss() as memory:
-        started = time.perf_counter()
-        work()
-        seconds = time.perf_counter() - started
+        seconds = clock(work)
     return seconds, memory.peak_bytes
 
 

@@ -117,26 +117,31 @@ def _chunks(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 @njit(cache=False)
 def _count(codes, labels, k, counts):
+    kmers = np.empty(codes.shape[1], np.int64)
     for read in range(codes.shape[0]):
-        known = forward = backward = 0
-        for i in range(codes.shape[1]):
-            code = codes[read, i]
-            known = 0 if code > 3 else known + 1
-            forward = (forward << 2 | (code & 3)) & (4**k - 1)
-            backward = backward >> 2 | (3 - (code & 3)) << 2 * (k - 1)
-            if known >= k:
-                counts[min(forward, backward), labels[read]] += 1
+        for i in range(_canonical_kmers(codes[read], k, kmers)):
+            counts[kmers[i], labels[read]] += 1
 
 
 @njit(cache=False)
 def _score(codes, k, weights, scores):
+    kmers = np.empty(codes.shape[1], np.int64)
     for read in range(codes.shape[0]):
-        known = forward = backward = 0
-        for i in range(codes.shape[1]):
-            code = codes[read, i]
-            known = 0 if code > 3 else known + 1
-            forward = (forward << 2 | (code & 3)) & (4**k - 1)
-            backward = backward >> 2 | (3 - (code & 3)) << 2 * (k - 1)
-            if known >= k:
-                for c in range(scores.shape[1]):
-                    scores[read, c] += weights[min(forward, backward), c]
+        for i in range(_canonical_kmers(codes[read], k, kmers)):
+            for c in range(scores.shape[1]):
+                scores[read, c] += weights[kmers[i], c]
+
+
+@njit(cache=False)
+def _canonical_kmers(codes, k, kmers):
+    """Fill `kmers` with the canonical k-mers of a read that have no N; returns how many there are."""
+    count = known = forward = backward = 0
+    for i in range(codes.shape[0]):
+        code = np.int64(codes[i])
+        known = 0 if code > 3 else known + 1
+        forward = (forward << 2 | (code & 3)) & (4**k - 1)
+        backward = backward >> 2 | (3 - (code & 3)) << 2 * (k - 1)
+        if known >= k:
+            kmers[count] = min(forward, backward)
+            count += 1
+    return count

@@ -20,12 +20,12 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
+from measuring import save
 from millstream.core.record import Bytes, RawTensor, as_tensor, crc32c
 from millstream.traces.store.format import Stored, num_slices, store, unpack
 
 NUM_TRACES, NEW_TOKENS, ROUNDS = 24, 48, 10
 ITEMSIZE = 2  # fp16 and bf16
-RESULT = Path(__file__).parent / "results" / "compression.json"
 # How to store a tensor, and how to fill a slice's raw bytes (first argument) from its stored bytes (second).
 Way = tuple[Callable[[RawTensor], Stored], Callable[[Bytes, Bytes], None]]
 
@@ -48,8 +48,7 @@ def main(argv: Sequence[str]) -> None:
             cells = [f"{found['ratio']:.3f}", f"{found['compress']:.0f}"] if "compress" in found else ["", ""]
             print(f"| {data:14} | {way:29} | {cells[0]:>10} | {cells[1]:>13} | {found['decompress']:>15.0f} |")
     facts = {"model": args.model.resolve().name, "pyarrow": pa.__version__, "tokens": tokens, "results": results}
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(facts, indent=1) + "\n")
+    save("compression", facts)
 
 
 def make_traces(model_path: Path, questions: Sequence[str]) -> tuple[list[RawTensor], ...]:

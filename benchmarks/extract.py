@@ -8,11 +8,9 @@ writing to a store. Each peak is measured in its own process. Writes benchmarks/
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 import transformers
 
 from extract_peers import PEERS
+from measuring import clock, memory_bytes, reset_peak, save
 from millstream.errors import MillstreamError
 from millstream.traces.llm.fields import TIERS, parse_fields, plan_batches
 from millstream.traces.llm.model import Decoding, LoadedModel, ModelSettings, describe_model, load_model
@@ -29,7 +28,6 @@ from millstream.traces.llm.questions import Question, make_prompt
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
 from millstream.traces.store.writer import TraceWriter
 
-RESULTS = Path(__file__).parent / "results"
 SHAPES = {
     "B8 P32 N12": (8, 32, 12),
     "B8 P32 N48": (8, 32, 48),
@@ -133,9 +131,7 @@ def measure(model: str, shape: str, turns: int) -> dict[str, Any]:
                     continue
                 try:
                     run = bench.variant(name)  # rebuilt each time: hooks of one variant would slow down the next
-                    start = time.perf_counter()
-                    run()
-                    best[name] = min(best.get(name, float("inf")), time.perf_counter() - start)
+                    best[name] = min(best.get(name, float("inf")), clock(run))
                 except Exception as error:  # a failing peer is a result too
                     failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
                 bench.model.set_attn_implementation("millstream_trace")
@@ -155,7 +151,7 @@ def report_peak(model: str, name: str) -> None:
         run = bench.variant(name)
         run()
         run()
-    print(_status("VmHWM"))
+    print(memory_bytes("VmHWM"))
 
 
 def report_budget(model: str, tier: str, length: int, beams: int) -> None:
@@ -176,15 +172,10 @@ def report_budget(model: str, tier: str, length: int, beams: int) -> None:
             num_beams=beams,
             memory=BUDGET,
         )
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        reset_peak()
+        before = memory_bytes("VmRSS")
         tracer.trace([pool[place] for place in plan[0]])
-    print(len(plan[0]), _status("VmHWM") - before)
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+    print(len(plan[0]), memory_bytes("VmHWM") - before)
 
 
 def budgets(model: str) -> dict[str, tuple[int, int]]:
@@ -260,8 +251,7 @@ def main() -> None:
             peaks = {variant: peak_bytes(place, variant) for variant in ("bare", *TIERS, "generate with outputs")}
             results["models"][name] = {"shapes": shapes, "peaks": peaks, "budgets": budgets(place)}
             show(name, results["models"][name])
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "extract.json").write_text(json.dumps(results, indent=1))
+    print(f"\n{save('extract', results)}")
 
 
 if __name__ == "__main__":

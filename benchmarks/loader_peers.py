@@ -1,4 +1,4 @@
-"""The loader benchmark's peers: write a dataset with one of them, or read an epoch of it, each in its own process.
+"""One loader of the benchmark at a time: write a dataset with it, or read an epoch, each in its own process.
 
     python benchmarks/loader_peers.py write PEER A|B FOLDER [--count N]
     python benchmarks/loader_peers.py read PEER A|B FOLDER --workers N [--epochs 1] [--check] [--limit-s S] ...
@@ -17,29 +17,112 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 import loader_data
-from loader_millstream import Millstream, MillstreamPack, MillstreamReads
+import millstream as ms
 from loader_peers_reads import READ_PEERS
 from loader_peers_traces import TRACE_PEERS, Peer
-from pss import peak_pss, tree_pss
+from measuring import Result, clock, drop_cache, peak_pss, read_file, rounded, tree_pss
+from millstream.reads.files.index import IndexSettings
+from millstream.reads.kind import HEADERS
+from millstream.reads.pack.pack import pack
 
-PEERS: dict[str, dict[str, Callable[[], Peer]]] = {
-    "A": {"millstream": Millstream, **TRACE_PEERS},
-    "B": {"millstream": MillstreamReads, "millstream-pack": MillstreamPack, **READ_PEERS},
-}
 COUNTS = {"A": 600, "B": 2_000_000}
 BATCHES = {"A": 16, "B": 4096}
 SETTINGS = "loader_peers.json"  # next to the data: what was written
 DATA = "data"
 
-Result = dict[str, Any]
+
+# millstream, as a peer. Without workers it is `ms.Loader` with its default threads, with workers the stock DataLoader
+# over `collection.stream`.
+
+
+class Millstream:
+    """A trace store; all checksums are verified."""
+
+    name, shuffle, version = "millstream", "exact", ms.__version__
+    note = "checksums verified; 0 workers: ms.Loader; 2: DataLoader over collection.stream"
+
+    def write(self, folder: Path, *, count: int, seed: int) -> None:
+        with ms.TraceWriter(folder / "store", shard_bytes="64MB", schema=loader_data.SCHEMA) as writer:
+            for record in loader_data.traces(count, seed):
+                writer.append(record)
+
+    @staticmethod
+    def opened(folder: Path) -> tuple[Any, Any]:
+        return ms.open(folder / "store"), ms.features.fields("question_id", *loader_data.TENSORS, "label", pad=False)
+
+    def batches(self, folder: Path, *, workers: int, batch_size: int, seed: int) -> Iterable[list[loader_data.Record]]:
+        return map(_records, _batches(Millstream, folder, workers, batch_size, seed))
+
+
+class MillstreamReads:
+    """A FASTA file and its index."""
+
+    name, shuffle, version = "millstream", "exact", ms.__version__
+    note = "straight from FASTA; 0 workers: ms.Loader; 2: DataLoader over collection.stream"
+    file = "reads.fa"
+
+    def write(self, folder: Path, *, count: int, seed: int) -> None:
+        loader_data.write_fasta(folder / "reads.fa", count, seed)
+        ms.open(folder / "reads.fa", header_regex=HEADERS)
+
+    @classmethod
+    def opened(cls, folder: Path) -> tuple[Any, Any]:
+        return ms.open(folder / cls.file), ms.features.fields("sequence", "class_id")
+
+    def batches(self, folder: Path, *, workers: int, batch_size: int, seed: int) -> Iterable[tuple[Any, Any]]:
+        for batch in _batches(type(self), folder, workers, batch_size, seed):
+            yield batch["sequence"], batch["class_id"]
+
+
+class MillstreamPack(MillstreamReads):
+    name, note, file = "millstream-pack", "2 bits per base", "reads.pack"
+
+    def write(self, folder: Path, *, count: int, seed: int) -> None:
+        super().write(folder, count=count, seed=seed)
+        pack([folder / "reads.fa"], folder / self.file, settings=IndexSettings(header_regex=HEADERS))
+        (folder / "reads.fa").unlink()
+
+
+@lru_cache
+def _loader(kind: type, folder: Path, batch_size: int) -> ms.Loader:
+    """One loader for all epochs, as in training: it reuses its memory."""
+    collection, feature = kind.opened(folder)
+    return ms.Loader(collection, batch_size=batch_size, features=feature, seed=0, order="exact")
+
+
+def _batches(kind: type, folder: Path, workers: int, batch_size: int, seed: int) -> Iterator[Result]:
+    if not workers:
+        loader = _loader(kind, folder, batch_size)
+        loader.set_epoch(seed)
+        return iter(loader)
+    collection, feature = kind.opened(folder)
+    stream = collection.stream(feature, batch_size=batch_size, seed=seed, order="exact")
+    return iter(DataLoader(stream, batch_size=None, num_workers=workers))
+
+
+def _records(batch: Result) -> list[loader_data.Record]:
+    columns = [batch[name] for name in loader_data.TENSORS]
+    names, labels = batch["question_id"], batch["label"].tolist()
+    return [
+        dict(zip(("question_id", *loader_data.TENSORS, "label"), row, strict=True))
+        for row in zip(names, *columns, labels, strict=True)
+    ]
+
+
+PEERS: dict[str, dict[str, Callable[[], Peer]]] = {
+    "A": {"millstream": Millstream, **TRACE_PEERS},
+    "B": {"millstream": MillstreamReads, "millstream-pack": MillstreamPack, **READ_PEERS},
+}
 
 
 def write(name: str, workload: str, folder: Path, *, count: int, seed: int) -> Result:
@@ -197,10 +280,8 @@ def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
         for part in _parts(workload, count, seed):
             sizes.append(out.write(part))
     total, most = sum(sizes), max(sizes)
-    source, target = (
-        np.ones(max(most, min(total, 1 << 28)), np.uint8),
-        np.zeros(most, np.uint8),
-    )  # larger than the CPU caches
+    source = np.ones(max(most, min(total, 1 << 28)), np.uint8)  # larger than the CPU caches
+    target = np.zeros(most, np.uint8)
     view = memoryview(target)
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
     order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
@@ -211,9 +292,7 @@ def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
             target[:size] = source[start : start + size]
 
     def sequential() -> None:
-        with file.open("rb", buffering=0) as f:
-            while f.readinto(view):
-                pass
+        read_file(file)
 
     fd = os.open(file, os.O_RDONLY)
 
@@ -226,8 +305,7 @@ def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
         action()
         rates[f"{name}_bytes_per_s"] = total / median(clock(action) for _ in range(3))
     for name, action in (("read_cold", sequential), ("pread_cold", scattered)):
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_cache(file)
         rates[f"{name}_bytes_per_s"] = total / clock(action)
     os.close(fd)
     file.unlink()
@@ -251,12 +329,6 @@ def make(workload: str, count: int, seed: int) -> None:
             pass
     else:
         loader_data.reads(count, seed)
-
-
-def clock(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def _family(name: str) -> str:
@@ -337,16 +409,8 @@ def main() -> int:
     os.dup2(2, 1)  # progress bars and messages of the libraries and their processes
     with contextlib.redirect_stdout(sys.stderr):
         result = run(arguments)
-    print(json.dumps(_rounded(result)), file=output, flush=True)
+    print(json.dumps(rounded(result)), file=output, flush=True)
     return 0
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return {key: _rounded(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 if __name__ == "__main__":

@@ -16,8 +16,18 @@ import torch
 from torch.utils.data import DataLoader
 
 import loader_peers_traces as traces
-from loader_data import packed, reads, unpacked
-from loader_peers_shared import BUFFER_RECORDS, LanceRows, LastTwo, Rows, ShuffleBuffer, copied, shuffled
+from loader_data import (
+    BUFFER_RECORDS,
+    LanceRows,
+    LastTwo,
+    Rows,
+    ShuffleBuffer,
+    copied,
+    packed,
+    reads,
+    shuffled,
+    unpacked,
+)
 
 SHARD_READS = 20_000
 BUFFER_READS = 100_000  # webdataset: 16 MB of reads, for a better shuffle than with 1000

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from loader_data import TENSORS, Record, trace, traces
-from loader_peers_shared import (
+from loader_data import (
     BUFFER_RECORDS,
     DTYPES,
+    TENSORS,
     LanceRows,
     LastTwo,
+    Record,
     Rows,
     ShuffleBuffer,
     arrow_records,
@@ -39,6 +40,8 @@ from loader_peers_shared import (
     shuffled,
     take_traces,
     to_bytes,
+    trace,
+    traces,
 )
 
 SHARD_RECORDS = 24  # 65 MB: as many files for 600 records as the old scripts had for 11,000
@@ -142,9 +145,9 @@ class Mosaic:
     note = "each sample is read as a whole by open, seek, read"
 
     def __init__(self) -> None:
-        from peers import _streaming_base
+        from store_peers import streaming_base
 
-        self._base, self.version = _streaming_base(), version("mosaicml-streaming")
+        self._base, self.version = streaming_base(), version("mosaicml-streaming")
         from streaming.base.util import clean_stale_shared_memory
 
         clean_stale_shared_memory()

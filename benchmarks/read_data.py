@@ -202,7 +202,7 @@ def genomes_at(path: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
             headers.append(file.readline())
     names = [header[1:].split(maxsplit=1)[0].decode() for header in headers]
     starts = np.array(places) + [len(header) for header in headers]
-    num_bytes = np.append(places[1:], path.stat().st_size) - starts
+    num_bytes = np.array([*places[1:], path.stat().st_size]) - starts
     return names, starts, num_bytes + (-num_bytes // (LINE_BASES + 1))  # one newline per line
 
 

@@ -1,4 +1,4 @@
-"""The same reads with other libraries and programs, each used as documented. Knows nothing of millstream.
+"""Measurements of other libraries and programs on the same reads. Knows nothing of millstream.
 
     python benchmarks/read_peers.py check                                        # everything, on 5 MB, verified
     python benchmarks/read_peers.py index tool=pysam path=reads.fa folder=work  # one measurement, one line of JSON
@@ -11,289 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import pickle
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 import read_data
+from measuring import Absent, Result, Watch, clock, measure, memory_bytes, read_file, reset_peak, run
+from read_libraries import READERS, Reader, Wanted, decompressor, slice_of
 
 BATCH_READS = 4096
 NUM_READS = 10 * BATCH_READS  # fetched in random order
 LIMIT_S = 15  # a library that takes longer is measured on fewer reads
 SLOW = ("pyfaidx", "biopython")  # minutes and gigabytes on 13 M reads: indexed and opened on fewer
-HEADER = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
-
-Result = dict[str, Any]
-
-
-class Absent(Exception):
-    """A program that is not installed. A missing library raises ImportError, which means the same here."""
-
-
-class Wanted(NamedTuple):
-    """One read, by the keys that libraries use: its number, its name, the offsets of its bases in the plain text."""
-
-    number: int
-    name: str
-    start: int
-    end: int
-
-
-class Reader(Protocol):
-    """A library under test. Creating one imports it."""
-
-    suffix: str  # of its index
-
-    def build(self, path: Path, index: Path) -> None: ...
-
-    def open(self, path: Path, index: Path) -> None: ...
-
-    def read(self, batch: Sequence[Wanted]) -> list[str]:
-        """The bases of whole reads."""
-        ...
-
-    def close(self) -> None: ...
-
-
-# Readers
-
-
-class Pysam:
-    """Plain and BGZF; by name."""
-
-    suffix = ".fai"
-
-    def __init__(self) -> None:
-        import pysam
-
-        self._pysam = pysam
-
-    def build(self, path: Path, index: Path) -> None:
-        self._pysam.faidx(str(path), "--fai-idx", str(index), "--gzi-idx", f"{index}.gzi")
-
-    def open(self, path: Path, index: Path) -> None:
-        blocks = f"{index}.gzi" if path.suffix == ".bgz" else None
-        self._file = self._pysam.FastaFile(str(path), filepath_index=str(index), filepath_index_compressed=blocks)
-
-    def read(self, batch: Sequence[Wanted]) -> list[str]:
-        fetch = self._file.fetch
-        return [fetch(wanted.name) for wanted in batch]
-
-    def regions(self, batch: Sequence[tuple[str, int, int]]) -> list[str]:
-        fetch = self._file.fetch
-        return [fetch(name, start, end) for name, start, end in batch]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class Pyfaidx:
-    """By name: by number it iterates over its dictionary from the start."""
-
-    suffix = ".fai"
-
-    def __init__(self) -> None:
-        import pyfaidx
-
-        self._pyfaidx = pyfaidx
-
-    def build(self, path: Path, index: Path) -> None:
-        self._pyfaidx.Faidx(str(path), indexname=str(index)).close()
-
-    def open(self, path: Path, index: Path) -> None:
-        self._file = self._pyfaidx.Fasta(str(path), indexname=str(index), as_raw=True, rebuild=False)
-
-    def read(self, batch: Sequence[Wanted]) -> list[str]:
-        file = self._file
-        return [file[wanted.name][:] for wanted in batch]
-
-    def regions(self, batch: Sequence[tuple[str, int, int]]) -> list[str]:
-        file = self._file
-        return [file[name][start:end] for name, start, end in batch]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class Pyfastx:
-    """Plain and gzip; by number."""
-
-    suffix = ".fxi"
-
-    def __init__(self) -> None:
-        import pyfastx
-
-        self._pyfastx = pyfastx
-
-    def build(self, path: Path, index: Path) -> None:
-        self._pyfastx.Fasta(str(path), index_file=str(index))
-
-    def open(self, path: Path, index: Path) -> None:
-        self._file = self._pyfastx.Fasta(str(path), index_file=str(index))
-
-    def read(self, batch: Sequence[Wanted]) -> list[str]:
-        file = self._file
-        return [file[wanted.number].seq for wanted in batch]
-
-    def regions(self, batch: Sequence[tuple[str, int, int]]) -> list[str]:
-        fetch = self._file.fetch
-        return [fetch(name, (start + 1, end)) for name, start, end in batch]
-
-    def close(self) -> None:
-        del self._file
-
-
-class Biopython:
-    """SeqIO.index_db, its index for files larger than memory; by name."""
-
-    suffix = ".idx"
-
-    def __init__(self) -> None:
-        from Bio import SeqIO
-
-        self._seqio = SeqIO
-
-    def build(self, path: Path, index: Path) -> None:
-        self._seqio.index_db(str(index), [str(path)], "fasta").close()
-
-    def open(self, path: Path, index: Path) -> None:
-        self._file = self._seqio.index_db(str(index), [str(path)], "fasta")
-
-    def read(self, batch: Sequence[Wanted]) -> list[str]:
-        file = self._file
-        return [str(file[wanted.name].seq) for wanted in batch]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class Seed:
-    """The old scripts: a pickled list of offsets, seek, readline, `re`, a cache of 10,000 reads.
-
-    Written from their guide, in their favour: binary files, one handle, only offsets.
-    """
-
-    suffix = ".index.pkl"
-    cache_reads = 10_000
-
-    def build(self, path: Path, index: Path) -> None:
-        offsets: list[int] = []
-        with path.open("rb") as file:
-            offset = file.tell()
-            while line := file.readline():
-                if line.startswith(b">"):
-                    offsets.append(offset)
-                offset = file.tell()
-        with index.open("wb") as file:
-            pickle.dump(offsets, file)
-
-    def open(self, path: Path, index: Path) -> None:
-        with index.open("rb") as file:
-            self._offsets: list[int] = pickle.load(file)
-        self._file = path.open("rb")
-        self._header = re.compile(HEADER)
-        self._cache: OrderedDict[int, tuple[str, int]] = OrderedDict()
-
-    def read(self, batch: Sequence[Wanted]) -> list[str]:
-        return [self._item(wanted.number)[0] for wanted in batch]
-
-    def _item(self, number: int) -> tuple[str, int]:
-        if number in self._cache:
-            self._cache.move_to_end(number)
-            return self._cache[number]
-        self._file.seek(self._offsets[number])
-        match = self._header.match(self._file.readline().decode()[1:].strip())
-        assert match
-        item = self._file.readline().decode().strip(), int(match["class_id"])
-        self._cache[number] = item
-        if len(self._cache) > self.cache_reads:
-            self._cache.popitem(last=False)
-        return item
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class IndexedGzip:
-    """A gzip file with seek points; the offsets of the reads are given."""
-
-    suffix = ".gzidx"
-
-    def __init__(self) -> None:
-        import indexed_gzip
-
-        self._indexed_gzip = indexed_gzip
-
-    def build(self, path: Path, index: Path) -> None:
-        with self._indexed_gzip.IndexedGzipFile(str(path)) as file:
-            file.build_full_index()
-            file.export_index(str(index))
-
-    def open(self, path: Path, index: Path) -> None:
-        self._file = self._indexed_gzip.IndexedGzipFile(str(path), index_file=str(index))
-
-    def read(self, batch: Sequence[Wanted]) -> list[str]:
-        return [_slice(self._file, wanted) for wanted in batch]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class Rapidgzip:
-    """Like IndexedGzip. A file that is not closed aborts the interpreter at exit."""
-
-    suffix = ".rgzidx"
-
-    def __init__(self) -> None:
-        import rapidgzip
-
-        self._rapidgzip = rapidgzip
-
-    def build(self, path: Path, index: Path) -> None:
-        with self._rapidgzip.open(str(path), parallelization=1) as file:
-            file.export_index(str(index))
-
-    def open(self, path: Path, index: Path) -> None:
-        self._file = self._rapidgzip.open(str(path), parallelization=1)
-        self._file.import_index(str(index))
-
-    def read(self, batch: Sequence[Wanted]) -> list[str]:
-        return [_slice(self._file, wanted) for wanted in batch]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-READERS: dict[str, Callable[[], Reader]] = {
-    "pysam": Pysam,
-    "pyfaidx": Pyfaidx,
-    "pyfastx": Pyfastx,
-    "biopython": Biopython,
-    "seed": Seed,
-    "indexed_gzip": IndexedGzip,
-    "rapidgzip": Rapidgzip,
-}
-
-
-def _slice(file: Any, wanted: Wanted) -> str:
-    file.seek(wanted.start)
-    return file.read(wanted.end - wanted.start).decode()
 
 
 # Measurements: `measure` runs each in its own process, with the same keywords
@@ -307,7 +46,7 @@ def index(*, tool: str, path: Path, folder: Path, num_reads: int | None = None) 
     unfinished = file.with_name(f"unfinished-{file.name}")  # an interrupted build must not be taken for an index
     if tool == "samtools":
         command = [_program("samtools"), "faidx", source, "--fai-idx", unfinished]
-        _warm(source)
+        read_file(source)
         result = _run(command)
     else:
         reader = READERS[tool]()
@@ -349,16 +88,14 @@ def kmers(
     reader = READERS[tool]()
     batches, opened = _open_and_choose(reader, tool, path, folder, None, num_reads, count, BATCH_READS)
     del opened["source"]
+    # 0 pads, 1 is any k-mer with an N
     vocabulary = {"".join(kmer): number for number, kmer in enumerate(itertools.product("ACGT", repeat=k), start=2)}
 
     def tokenize(batch: Sequence[Wanted]) -> np.ndarray:
         rows = [
             [vocabulary.get(bases[i : i + k], 1) for i in range(len(bases) - k + 1)] for bases in reader.read(batch)
         ]
-        ids = np.zeros((len(rows), max(map(len, rows))), np.int64)  # 0 pads, 1 is any k-mer with an N
-        for number, row in enumerate(rows):
-            ids[number, : len(row)] = row
-        return ids
+        return _padded(rows)
 
     with contextlib.closing(reader):
         rates, answer = _timed(batches, tokenize)
@@ -393,12 +130,12 @@ def decompress(*, tool: str, path: Path, plain: Path) -> Result:
     programs = {"gzip": ["-dc"], "bgzip": ["-dc", "-@", threads or "1"]}
     if name in programs:
         command = [_program(name), *programs[name], path]
-        _warm(path)
+        read_file(path)
         turns = [_run(command) for _ in range(3)]
         result = {key: max(turn[key] for turn in turns) for key in ("peak_mb", "pss_mb", "base_mb")}
         result["seconds"] = median(turn["seconds"] for turn in turns)
     else:
-        make = _decompressor(name, path, int(threads or 1))
+        make = decompressor(name, path, int(threads or 1))
         result, seconds = {"base_mb": ready(path)}, []
         for _ in range(3):
             start, num_bytes = time.perf_counter(), 0
@@ -425,11 +162,7 @@ def bpe(*, tool: str, path: Path, tokenizer: Path, count: int = NUM_READS, threa
     encoder.encode_batch_fast(batches[0][:100])  # starts the threads
 
     def pad(batch: list[str]) -> np.ndarray:
-        rows = [encoding.ids for encoding in encoder.encode_batch_fast(batch)]
-        ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
-        for number, row in enumerate(rows):
-            ids[number, : len(row)] = row
-        return ids
+        return _padded([encoding.ids for encoding in encoder.encode_batch_fast(batch)])
 
     base_mb = ready()
     rates, _ = _timed(batches, encoder.encode_batch_fast)
@@ -442,7 +175,7 @@ def limit(*, tool: str, path: Path) -> Result:
     """Limits of the machine: `cat` of the file from the page cache; memcpy of 256 MB."""
     if tool == "cat":
         command = [_program("cat"), path]
-        _warm(path)
+        read_file(path)
         turns = [_run(command) for _ in range(5)]
         seconds, num_bytes = median(turn["seconds"] for turn in turns), path.stat().st_size
         result = turns[0] | {"seconds": seconds}
@@ -482,10 +215,10 @@ def jobs(
             few = {"num_reads": slow_reads} if kwargs["path"] == reads and tool in SLOW else {}
             every.append((measure, {"tool": tool, **few, **kwargs}))
 
-    add("index", "samtools pysam pyfaidx pyfastx biopython seed", path=reads, folder=folder)
-    add("index", "samtools pysam pyfaidx pyfastx biopython seed", path=genomes, folder=folder)
-    add("fetch", "pysam pyfaidx pyfastx biopython seed", path=reads, folder=folder)
-    add("kmers", "pysam seed", path=reads, folder=folder, num_reads=slow_reads)
+    add("index", "samtools pysam pyfaidx pyfastx biopython old-scripts", path=reads, folder=folder)
+    add("index", "samtools pysam pyfaidx pyfastx biopython old-scripts", path=genomes, folder=folder)
+    add("fetch", "pysam pyfaidx pyfastx biopython old-scripts", path=reads, folder=folder)
+    add("kmers", "pysam old-scripts", path=reads, folder=folder, num_reads=slow_reads)
     add("regions", "pysam pyfaidx pyfastx", path=genomes, folder=folder)
     few = {"folder": folder, "plain": packed["plain"], "count": 400, "batch_reads": 20}
     add("decompress", "gzip python isal rapidgzip-1 rapidgzip-2 indexed_gzip", path=packed["gz"], plain=packed["plain"])
@@ -501,39 +234,6 @@ def jobs(
         for threads in (1, 2):
             add("bpe", "tokenizers", path=reads, tokenizer=tokenizer, threads=threads)
     return every
-
-
-def measure(name: str, *, script: str = __file__, timeout_s: float = 600, **kwargs: Any) -> Result:
-    """Run one measurement in a new process: its result, or {"absent": reason}, {"timeout": s} or {"error": text}."""
-    command = [
-        sys.executable,
-        script,
-        name,
-        *(f"{key}={value}" for key, value in kwargs.items() if value is not None),
-    ]
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,  # so that its child processes can be killed with it
-    )
-    with _Watch(process.pid) as watch:
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return {"timeout": timeout_s}
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.communicate()
-    if process.returncode or not out.strip():
-        return {"error": f"exit {process.returncode}: {(err.strip().splitlines() or [''])[-1]}"}
-    result = json.loads(out.splitlines()[-1])
-    return result if "absent" in result else _rounded({"pss_mb": watch.pss_mb} | result)
 
 
 # Helpers
@@ -606,7 +306,7 @@ def _timed(batches: Sequence[Any], action: Callable[[Any], Any]) -> tuple[Result
 
 def _bases_of(path: Path, batch: Sequence[Wanted]) -> list[str]:
     with path.open("rb") as file:
-        return [_slice(file, wanted) for wanted in batch]
+        return [slice_of(file, wanted.start, wanted.end) for wanted in batch]
 
 
 def _compare(tool: str, found: list[str], truth: list[str]) -> None:
@@ -614,59 +314,23 @@ def _compare(tool: str, found: list[str], truth: list[str]) -> None:
         raise ValueError(f"{tool}: {sum(map(str.__ne__, found, truth))} of {len(truth)} results differ from the file")
 
 
-def _decompressor(name: str, path: Path, threads: int) -> Callable[[], Any]:
-    if name == "python":
-        import gzip
-
-        return lambda: gzip.open(path)
-    if name == "isal":
-        from isal import igzip
-
-        return lambda: igzip.open(path)
-    if name == "rapidgzip":
-        import rapidgzip
-
-        return lambda: rapidgzip.open(str(path), parallelization=threads)
-    if name == "indexed_gzip":
-        import indexed_gzip
-
-        return lambda: indexed_gzip.IndexedGzipFile(str(path))
-    if name == "pysam":
-        import pysam
-
-        return lambda: pysam.BGZFile(str(path), "r")
-    if name == "zstandard":
-        import zstandard
-
-        return lambda: zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-    raise ValueError(f"unknown decompressor {name!r}")
+def _padded(rows: list[list[int]]) -> np.ndarray:
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+    return ids
 
 
 def _cut(values: list[Any], size: int) -> list[list[Any]]:
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
-def clock(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def _warm(*paths: Path) -> None:
-    """Read the files once, into the page cache."""
-    buffer = bytearray(1 << 20)
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
 def ready(*paths: Path) -> float:
-    """Warm the files and reset the memory peak of this process; returns its MB before the work starts."""
-    _warm(*paths)
+    """Read files into the page cache and reset the memory peak of this process; returns its MB before the work."""
+    read_file(*paths)
     with contextlib.suppress(OSError):  # where /proc is read-only the peak includes the preparations
-        Path("/proc/self/clear_refs").write_text("5")
-    return memory_mb("VmRSS")
+        reset_peak()
+    return memory_bytes("VmRSS") / 1e6
 
 
 def _program(name: str) -> str:
@@ -679,48 +343,12 @@ def _run(command: Sequence[str | Path]) -> Result:
     """Seconds and memory of a program; its output is discarded."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with _Watch(process.pid) as watch:
+    with Watch(process.pid) as watch:
         code = process.wait()
         seconds = time.perf_counter() - start
     if code:
         raise subprocess.CalledProcessError(code, command)
     return {"seconds": seconds, "base_mb": 0.0, "peak_mb": watch.peak_mb, "pss_mb": watch.pss_mb}
-
-
-class _Watch:
-    """The memory of another process. Not ru_maxrss: after fork and exec it starts at the parent's."""
-
-    def __init__(self, pid: int) -> None:
-        self.peak_mb = self.pss_mb = 0.0
-        self._pid, self._done, self._thread = pid, threading.Event(), threading.Thread(target=self._sample)
-
-    def _sample(self) -> None:
-        pause = 0.0
-        while not self._done.wait(pause):
-            start = time.perf_counter()
-            try:
-                self.peak_mb = max(self.peak_mb, memory_mb("VmHWM", self._pid))
-                self.pss_mb = max(self.pss_mb, memory_mb("Pss", self._pid, "smaps_rollup"))
-            except (OSError, StopIteration):  # it has ended
-                return
-            pause = max(0.02, 50 * (time.perf_counter() - start))  # walking 4 GB of pages takes 20 ms
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-
-def memory_mb(what: str, pid: int | str = "self", file: str = "status") -> float:
-    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(f"{what}:"))
-
-
-def _rounded(result: Result) -> Result:
-    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in result.items()}
 
 
 def check(tokenizer: str | None = None) -> int:
@@ -737,30 +365,13 @@ def check(tokenizer: str | None = None) -> int:
         for measure_name, kwargs in jobs(
             reads=reads, genomes=genomes, packed=packed, folder=folder, tokenizer=path, slow_reads=10_000
         ):
-            result = measure(measure_name, timeout_s=60, **kwargs)
+            result = measure(__file__, measure_name, timeout_s=60, **kwargs)
             kind = {reads: "reads", genomes: "genomes"}.get(kwargs["path"], kwargs["path"].suffix[1:])
             title = f"{measure_name} {kind} {kwargs['tool']} {kwargs.get('threads', '')}"
             stop = next((f"{key}: {result[key]}" for key in ("absent", "timeout", "error") if key in result), None)
             failed += "error" in result or "timeout" in result
             print(f"{title:42}", stop or " ".join(f"{result.get(column, ''):>9}" for column in columns), flush=True)
     return int(failed > 0)
-
-
-def run(measures: dict[str, Callable[..., Result]], name: str, arguments: Sequence[str]) -> int:
-    """Run one measurement in this process, on behalf of `measure`; prints one line of JSON."""
-    kwargs: dict[str, Any] = dict(argument.split("=", 1) for argument in arguments)
-    for key, value in kwargs.items():
-        if key in ("path", "plain", "folder", "tokenizer"):
-            kwargs[key] = Path(value)
-        elif value.isdigit():
-            kwargs[key] = int(value)
-    try:
-        result = measures[name](**kwargs)
-        result = {"tool": kwargs["tool"], "peak_mb": memory_mb("VmHWM")} | result
-    except (ImportError, Absent) as error:
-        result = {"absent": str(error)}
-    print(json.dumps(result))
-    return 0
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ Every measurement runs in its own process, with its files in the page cache. MET
 `tokenizer=PATH` names its tokenizer.json. Compare ratios: the machine's speed cancels out.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -21,9 +20,10 @@ import numpy as np
 
 import read_data
 import read_peers
-from read_peers import BATCH_READS, HEADER, NUM_READS, Result, measure
+from measuring import Result, clock, measure, memory_bytes, run, save
+from read_libraries import HEADER, slice_of
+from read_peers import BATCH_READS, NUM_READS
 
-RESULTS = Path(__file__).parent / "results"
 WINDOW_READS = 65536  # about 10 MB of text: the window of window order
 BUDGET_MB = 300
 
@@ -37,7 +37,7 @@ def index(*, tool: str, path: Path) -> Result:
     settings = IndexSettings(header_regex=HEADER if tool == "millstream" else None)
     build_index(small, settings)  # compiles the kernels
     base_mb = read_peers.ready(path)
-    seconds = read_peers.clock(lambda: build_index(path, settings))
+    seconds = clock(lambda: build_index(path, settings))
     index_mb = path.with_name(path.name + ".millstream").stat().st_size / 1e6
     return {"seconds": seconds, "rate": path.stat().st_size / 1e6 / seconds, "unit": "MB/s", "base_mb": base_mb,
             "index_mb": index_mb}  # fmt: skip
@@ -56,7 +56,7 @@ def fetch(
     batch = reads.fetch(numbers[:BATCH_READS], ["sequence"])
     places = read_data.records_at(plain, numbers[:BATCH_READS])
     with plain.open("rb") as file:
-        truth = [_slice(file, start, end) for _, start, end in places.tolist()]
+        truth = [slice_of(file, start, end) for _, start, end in places.tolist()]
     if batch.sequences() != truth:
         raise ValueError(f"{path}: fetched reads differ from the file")
     return result | {"load_s": load_s, "decoded_blocks": reads.decoded_blocks}
@@ -114,7 +114,7 @@ def regions(*, tool: str, path: Path, count: int = NUM_READS, width: int = 150) 
     ]
     for region in wanted[:20]:
         reads.region(*region)
-    seconds = read_peers.clock(lambda: [reads.region(*region) for region in wanted])
+    seconds = clock(lambda: [reads.region(*region) for region in wanted])
     return {"seconds": seconds, "rate": count / seconds, "unit": "regions/s", "load_s": load_s}
 
 
@@ -126,7 +126,7 @@ def decode(*, tool: str, path: Path) -> Result:
     buffer = np.empty(1 << 20, np.uint8)
     fd = os.open(path, os.O_RDONLY)
     stream = open_stream(path, sniff(path), fd, points=False)
-    seconds = read_peers.clock(lambda: all(iter(lambda: stream.readinto(buffer), 0)))
+    seconds = clock(lambda: all(iter(lambda: stream.readinto(buffer), 0)))
     return {"seconds": seconds, "rate": stream.plain / 1e6 / seconds, "unit": "MB/s"}
 
 
@@ -141,9 +141,7 @@ def pack(*, tool: str, path: Path, plain: Path, folder: Path) -> Result:
     out = folder / f"{tool}.pack"
     read_peers.ready(path)
     names = tool == "millstream"
-    seconds = read_peers.clock(
-        lambda: put([path], out, settings=IndexSettings(header_regex=HEADER), names=names, rebuild=True)
-    )
+    seconds = clock(lambda: put([path], out, settings=IndexSettings(header_regex=HEADER), names=names, rebuild=True))
     size = plain.stat().st_size
     return {"seconds": seconds, "rate": size / 1e6 / seconds, "unit": "MB/s", "size": out.stat().st_size / size}
 
@@ -156,7 +154,7 @@ def memory(*, tool: str, path: Path) -> Result:
     feature = feature_of("kmer(6)", columns=["class_id"])
     small = ms.open(path, header_regex=None if tool == "millstream-packed" else HEADER, memory="1MB")
     feature(small.fetch(np.arange(100), feature.fields))
-    base = read_peers.memory_mb("Pss", file="smaps_rollup")
+    base = memory_bytes("Pss", file="smaps_rollup") / 1e6
     reads = ms.open(path, memory=f"{BUDGET_MB * 3 // 4}MB")
     most, done, start = 0.0, 0, time.perf_counter()
     for number, some in enumerate(_windows(len(reads), seed=2)):
@@ -164,7 +162,7 @@ def memory(*, tool: str, path: Path) -> Result:
             feature(reads.fetch(some[at : at + BATCH_READS], feature.fields))
         done += len(some)
         if number % 4 == 0:
-            most = max(most, read_peers.memory_mb("Pss", file="smaps_rollup") - base)
+            most = max(most, memory_bytes("Pss", file="smaps_rollup") / 1e6 - base)
     rate = done / (time.perf_counter() - start)
     return {"rate": rate, "unit": "reads/s", "above_libraries_mb": most, "libraries_mb": base}
 
@@ -220,14 +218,9 @@ def _timed(
     return {"seconds": seconds, "rate": len(numbers) / seconds, "unit": "reads/s", "num_reads": len(numbers)}
 
 
-def _slice(file: Any, start: int, end: int) -> str:
-    file.seek(start)
-    return file.read(end - start).decode()
-
-
 def ours(name: str, **kwargs: Any) -> Result:
     """One of our measurements in a new process."""
-    return measure(name, script=__file__, timeout_s=900, **{"tool": "millstream", **kwargs})
+    return measure(__file__, name, timeout_s=900, **{"tool": "millstream", **kwargs})
 
 
 def all_measurements(
@@ -281,13 +274,11 @@ def all_measurements(
             reads=plain, genomes=genomes, packed=packed, folder=work, tokenizer=Path(tokenizer) if tokenizer else None
         ):
             title = f"{name} {kwargs['threads']}" if "threads" in kwargs else name
-            add(title, kinds[kwargs["path"]], measure(name, **kwargs))
+            add(title, kinds[kwargs["path"]], measure(read_peers.__file__, name, **kwargs))
     summary = _summary(rows)
     for line, value in summary.items():
         print(f"{line:72} {value}")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "reads.json").write_text(json.dumps({"summary": summary, "rows": rows}, indent=1) + "\n")
-    print(f"\nwritten to {RESULTS / 'reads.json'}")
+    print(f"\n{save('reads', {'summary': summary, 'rows': rows})}")
     return 0
 
 
@@ -343,6 +334,6 @@ def _summary(rows: list[Result]) -> dict[str, str]:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in MEASURES:
-        sys.exit(read_peers.run(MEASURES, sys.argv[1], sys.argv[2:]))
+        sys.exit(run(MEASURES, sys.argv[1], sys.argv[2:]))
     arguments = dict(argument.split("=", 1) for argument in sys.argv[1:])
     sys.exit(all_measurements(**{key: int(value) if value.isdigit() else value for key, value in arguments.items()}))

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from peers import PEERS, TENSORS, D, L, Record, record_bytes, records
+from measuring import Result, clock, drop_cache, memory_bytes, read_file, reset_peak, save
+from store_data import TENSORS, D, L, Record, record_bytes, records
+from store_peers import PEERS
 
-RESULTS = Path(__file__).parent / "results"
 WARM_S = 15.0  # a peer that takes longer is measured on fewer records
 
 
@@ -78,12 +79,6 @@ FORMATS: dict[str, Callable[[], Any]] = {
 }
 
 
-def clock(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
 def copy_out(record: Record, out: np.ndarray) -> None:
     """Copy the bytes of a record, as any use does: an untouched view has not been read."""
     for name in TENSORS:
@@ -100,7 +95,7 @@ def plain_write(source: list[Record], file: Path) -> float:
     return seconds
 
 
-def measure_append(folder: Path, num: int, repeats: int) -> dict[str, Any]:
+def measure_append(folder: Path, num: int, repeats: int) -> Result:
     """Append against write(2), interleaved; sealing (footer, sidecar, fsync) is timed separately."""
     import millstream as ms
 
@@ -132,27 +127,27 @@ def measure_append(folder: Path, num: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def measure_memory(name: str, folder: Path, num: int) -> dict[str, Any]:
+def measure_memory(folder: Path, name: str, num: int) -> Result:
     """Peak memory of writing above that of only generating the same records, in records."""
     peer = FORMATS[name]()
     peer.write(records(2), folder / "warm")  # one-time code and buffers
     peaks = []
     for work in (lambda: [None for _ in records(num)], lambda: peer.write(records(num), folder / "memory")):
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+        reset_peak()
         work()
-        peaks.append(_status("VmHWM"))
+        peaks.append(memory_bytes("VmHWM"))
     mean = sum(map(record_bytes, records(20))) / 20
     return {"writer_records_over_start": round((peaks[1] - peaks[0]) / mean, 2)}
 
 
-def measure_format(name: str, folder: Path, num: int) -> dict[str, Any]:
+def measure_format(folder: Path, name: str, num: int) -> Result:
     """Write, then read: warm whole records, warm and cold layers, open."""
     peer = FORMATS[name]()
     path = folder / "data"
     source = list(records(num))
     total = sum(map(record_bytes, source))
-    result: dict[str, Any] = {"note": peer.note}
+    result: Result = {"note": peer.note}
     result["write_mb_s"] = round(total / clock(lambda: peer.write(source, path)) / 1e6)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     result["bytes_on_disk_ratio"] = round(size / total, 3)
@@ -219,7 +214,7 @@ def measure_format(name: str, folder: Path, num: int) -> dict[str, Any]:
     return result
 
 
-def measure_read2(folder: Path, num: int) -> dict[str, Any]:
+def measure_read2(folder: Path, num: int) -> Result:
     """read(2) of the same bytes, from the page cache and from disk."""
     file = folder / "plain"
     source = list(records(num))
@@ -228,28 +223,21 @@ def measure_read2(folder: Path, num: int) -> dict[str, Any]:
             for name in TENSORS:
                 f.write(record[name].data)
     size = file.stat().st_size
-    out = bytearray(4 << 20)
-
-    def read() -> None:
-        with open(file, "rb", buffering=0) as f:
-            while f.readinto(out):
-                pass
-
-    warm = median(clock(read) for _ in range(3))
+    warm = median(clock(lambda: read_file(file)) for _ in range(3))
     drop_cache(folder)
-    cold = clock(read)
+    cold = clock(lambda: read_file(file))
     return {"read2_warm_mb_s": round(size / warm / 1e6), "read2_cold_mb_s": round(size / cold / 1e6)}
 
 
-def measure_many(folder: Path, num_shards: int) -> dict[str, Any]:
+def measure_many(folder: Path, num_shards: int) -> Result:
     """A store of many shards: the cost of `open` and `by_id`. All shards are hard links to one file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     import millstream as ms
-    from millstream.core.collection import crc32c
+    from millstream.core.record import crc32c
+    from millstream.traces.store.ids import update_ids
     from millstream.traces.store.manifest import ShardInfo, read_manifest, shard_name, sidecar_name, write_manifest
-    from millstream.traces.store.table import update_ids
 
     path = folder / "many"
     with ms.TraceWriter(path) as writer:
@@ -295,21 +283,21 @@ def measure_many(folder: Path, num_shards: int) -> dict[str, Any]:
     return {"shards": num_shards, "id_index_built_s": round(build, 1), **json.loads(done.stdout)}
 
 
-def measure_start() -> dict[str, Any]:
+def measure_start(folder: Path) -> Result:
     """The time of `millstream --help`."""
     command = [str(Path(sys.executable).with_name("millstream")), "--help"]
     times = [clock(lambda: subprocess.run(command, capture_output=True, check=True)) for _ in range(7)]
     return {"help_s": round(median(times), 3)}
 
 
-def drop_cache(path: Path) -> None:
-    """Drop the files from the page cache, so that the next read comes from disk."""
-    os.sync()
-    for file in path.rglob("*"):
-        if file.is_file():
-            fd = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+MEASURES: dict[str, Callable[..., Result]] = {
+    "append": measure_append,
+    "memory": measure_memory,
+    "format": measure_format,
+    "read2": measure_read2,
+    "many": measure_many,
+    "start": measure_start,
+}
 
 
 def _layers(peer: Any, order: list[int], num: int) -> tuple[float, int]:
@@ -326,17 +314,12 @@ def _layers(peer: Any, order: list[int], num: int) -> tuple[float, int]:
     return (time.perf_counter() - start) / done * 1e6, done
 
 
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
 def _read_bytes() -> int:
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def in_process(what: str, *arguments: object) -> dict[str, Any]:
+def in_process(what: str, *arguments: object) -> Result:
     """Run one measurement of this file in a new process and a new folder."""
     base = os.environ.get("MILLSTREAM_BENCH_DIR")
     with tempfile.TemporaryDirectory(prefix="millstream-bench-", dir=base) as folder:
@@ -347,7 +330,7 @@ def in_process(what: str, *arguments: object) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def table(title: str, rows: dict[str, dict[str, Any]], columns: list[str]) -> None:
+def table(title: str, rows: dict[str, Result], columns: list[str]) -> None:
     print(f"\n{title}")
     width = max(map(len, rows))
     print(" " * width, *(f"{column:>18}" for column in columns))
@@ -364,22 +347,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
     if options.measure:
-        arguments = [int(a) if a.isdigit() else a for a in rest]
-        measures = {"append": measure_append, "read2": measure_read2, "many": measure_many, "start": measure_start}
-        named = {"memory": measure_memory, "format": measure_format}
-        if options.measure in named:
-            name, num = arguments
-            print(json.dumps(named[options.measure](name, options.folder, num)))
-        elif options.measure == "start":
-            print(json.dumps(measure_start()))
-        else:
-            print(json.dumps(measures[options.measure](options.folder, *arguments)))
+        arguments = [int(word) if word.isdigit() else word for word in rest]
+        print(json.dumps(MEASURES[options.measure](options.folder, *arguments)))
         return
 
     num = options.records
     names = options.only or list(FORMATS)
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    result: dict[str, Any] = {"records": num, "python": sys.version.split()[0]}
+    result: Result = {"records": num, "python": sys.version.split()[0]}
     say("start-up, append against write(2), read(2)")
     result["start"] = in_process("start")
     result["append"] = in_process("append", num, 6)
@@ -396,8 +371,7 @@ def main() -> None:
         if "layer_warm_us" in row and "layer_warm_us" in ours:
             row["layer_warm_times_ours"] = round(row["layer_warm_us"] / ours["layer_warm_us"], 1)
             row["layer_cold_times_ours"] = round(row["layer_cold_us"] / ours["layer_cold_us"], 1)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "store.json").write_text(json.dumps(result, indent=1) + "\n")
+    file = save("store", result)
 
     for part in ("start", "append", "read2", "many"):
         print(f"{part}: " + ", ".join(f"{key} {value}" for key, value in result[part].items()))
@@ -416,7 +390,7 @@ def main() -> None:
     print()
     for name, row in formats.items():
         print(f"{name}: {row.get('note', row.get('error'))}")
-    print(f"\nwritten to {RESULTS / 'store.json'}")
+    print(f"\n{file}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Data of the training benchmark: synthetic traces of the tier `probe`, shaped as for a 7B model, and token graphs.
+"""Data of the training benchmark: synthetic traces of the tier `probe`, shaped as for a 7B model.
 
 Record `i` depends only on `i`. Values are slices of one random array, so a record costs about as much as a memcpy.
 """
 
 # L layers, H heads, T tokens, N generated tokens, D hidden, K edges of a token
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -73,41 +72,15 @@ def trace(number: int, shape: Shape) -> Record:
         "prompt_attention": _fraction(rng, layers, heads, rows),
         "laplacian": _fraction(rng, layers, heads, NUM_EIGENVALUES),
         "attention_logdet": -_fraction(rng, layers, heads).astype(np.float32),
-        "nodes": _normal(rng, layers + 1, tokens, NODE_DIM),
+        "nodes": normal(rng, layers + 1, tokens, NODE_DIM),
         "edge_source": source_LTK,
         "edge_weight": weight_LTK,
         "edge_rest": _fraction(rng, layers, tokens),
-        "states": _normal(rng, layers + 1, len(POSITIONS), shape.hidden),
+        "states": normal(rng, layers + 1, len(POSITIONS), shape.hidden),
     }
 
 
-def graph_records(num: int, *, layers: int, tokens: int, dim: int, k: int | None) -> list[Record]:
-    """Hidden states [L, T, D] and head-averaged attention [L, T, T] of `num` records; lengths vary by a quarter.
-
-    With `k`, `attention` keeps only the k strongest earlier tokens of each token, which are also in `edge_source` and
-    `edge_weight` [L, T, k] as in the tier `graph`; without `k` it also has the diagonal.
-    """
-    return list(_graph_records(num, layers, tokens, dim, k))
-
-
-def _graph_records(num: int, layers: int, tokens: int, dim: int, k: int | None) -> Iterator[Record]:
-    for number in range(num):
-        rng = np.random.default_rng((2, number))
-        size = int(rng.integers(tokens * 3 // 4, tokens * 5 // 4, endpoint=True))
-        weights = np.tril(np.exp(rng.standard_normal((layers, size, size))))
-        attention = (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float16)
-        record = {"hidden": _normal(rng, layers, size, dim), "attention": attention}
-        if k is not None:
-            earlier = np.tril(attention, -1)
-            source = np.argsort(-earlier, axis=-1, kind="stable")[..., :k]
-            weight = np.take_along_axis(earlier, source, axis=-1)
-            record["attention"] = np.zeros_like(attention)
-            np.put_along_axis(record["attention"], source, weight, axis=-1)
-            record |= {"edge_source": np.where(weight > 0, source, -1).astype(np.int16), "edge_weight": weight}
-        yield record
-
-
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return _slice(rng, _pool(), shape)
 
 

@@ -8,7 +8,6 @@ that every view opens in under a second.
 """
 
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -25,10 +24,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import millstream as ms
+from measuring import drop_cache
+from millstream.reads.kind import HEADERS
 from millstream.traces.llm.fields import parse_fields
 
 LAYERS, TOKENS, DIM, STEPS, TOP = 12, 46, 64, 12, 20
-HEADER = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
             make_run(folder / "run", store, num_traces)
         if not reads.exists():
             make_reads(reads, size)
-            ms.open(reads, header_regex=HEADER)
+            ms.open(reads, header_regex=HEADERS)
         show_traces(store, num_traces)
         show_reads(reads)
     finally:
@@ -134,13 +134,13 @@ def show_traces(store: Path, num_traces: int) -> None:
 
     requests: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
         "the page": lambda: ("traces/", {}),
-        "about the store": lambda: ("traces/api/about", {}),
+        "summary of the store": lambda: ("traces/api/about", {}),
         "first page of the list": lambda: ("traces/api/list", {}),
         "a page in the middle": lambda: ("traces/api/list", {"page": any_trace() // 50}),
         "search for a word": lambda: ("traces/api/list", {"q": f"word{any_trace() % 5000}"}),
-        "most mistaken first": lambda: ("traces/api/list", {"sort": "mistaken", "detector": "detector3"}),
+        "sorted by largest error": lambda: ("traces/api/list", {"sort": "mistaken", "detector": "detector3"}),
         "open a trace": lambda: ("traces/api/trace", {"number": any_trace()}),
-        "attention of a layer": lambda: (
+        "attention of one layer": lambda: (
             "traces/api/attention",
             {"number": any_trace(), "layer": any_trace() % LAYERS},
         ),
@@ -150,7 +150,7 @@ def show_traces(store: Path, num_traces: int) -> None:
     print(f"\n{store.name}: {num_traces} traces, {size / 1e9:.1f} GB")
     measure([store, store.parent / "run"], store, requests)
     run = store.parent / "run"
-    print(f"\n{run.name}: {(run / 'metrics.jsonl').stat().st_size / 1e6:.1f} MB of metrics.jsonl, a day of it")
+    print(f"\n{run.name}: {(run / 'metrics.jsonl').stat().st_size / 1e6:.1f} MB of metrics.jsonl, one day")
     measure([run], run, {"the page": lambda: ("run/", {}), "the whole log": lambda: ("run/api/state", {})})
 
 
@@ -160,8 +160,8 @@ def show_reads(file: Path) -> None:
     print(f"\n{file.name}: {len(reads)} reads, {file.stat().st_size / 1e9:.1f} GB")
     requests: dict[str, Callable[[], tuple[str, dict[str, object]]]] = {
         "the page": lambda: ("reads/", {}),
-        "about the reads": lambda: ("reads/api/overview", {}),
-        "lengths": lambda: ("reads/api/lengths", {}),
+        "summary of the reads": lambda: ("reads/api/overview", {}),
+        "read lengths": lambda: ("reads/api/lengths", {}),
         "base composition of a sample": lambda: ("reads/api/composition", {}),
         "classes": lambda: ("reads/api/classes", {"column": "class_id"}),
         "a page in the middle": lambda: ("reads/api/list", {"first": int(rng.integers(0, len(reads)))}),
@@ -172,9 +172,7 @@ def show_reads(file: Path) -> None:
 
 def measure(cold: list[Path], path: Path, requests: dict[str, Callable[[], tuple[str, dict[str, object]]]]) -> None:
     for place in cold:
-        for file in place.iterdir():
-            if file.is_file():
-                _drop(file)
+        drop_cache(place)
     started = time.perf_counter()
     command = [sys.executable, "-m", "millstream", "view", str(path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -199,12 +197,6 @@ def _time(address: str, path: str, query: dict[str, object]) -> float:
         if not found.startswith(b'{"ready":false') or path.endswith("about"):
             return 1000 * (time.perf_counter() - started)
         time.sleep(0.05)
-
-
-def _drop(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

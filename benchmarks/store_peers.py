@@ -1,6 +1,6 @@
 """The same records in nine other formats, each library used as its documentation recommends for random access.
 
-Knows nothing of millstream: `store.py` runs both. `python benchmarks/peers.py` checks every round trip.
+Knows nothing of millstream: `store.py` runs both. `python benchmarks/store_peers.py` checks every round trip.
 """
 
 from __future__ import annotations
@@ -12,27 +12,16 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from store_data import ARRAYS, SHARD_RECORDS, TENSORS, TEXTS, VECTORS, D, L, Record, records
+
 pa.array([0])  # pyarrow imports pandas, if installed, with its first array: 50 MB that no writer should be charged for
-
-# L layers, H heads, T tokens, D hidden
-L, H, D = 17, 12, 768
-MIN_T, MAX_T = 52, 91  # 26112 T + 408 T^2 bytes per record: 4.0 MB on average
-SHARD_RECORDS = 50  # 200 MB: shard size of the formats that hold a whole shard in memory
-
-TEXTS = ("question_id", "question", "answer")
-VECTORS = {"tokens": "int32", "logprobs": "float32"}  # [T]
-TENSORS = ("hidden", "attention")  # float16 [L,T,D] and [L,H,T,T]
-ARRAYS = VECTORS | dict.fromkeys(TENSORS, "float16")
-
-Record = dict[str, Any]
 
 
 class Peer(Protocol):
@@ -56,49 +45,20 @@ class Peer(Protocol):
         ...
 
 
-def records(num: int, seed: int = 0) -> Iterator[Record]:
-    """The first `num` records of an endless series: `records(20)` are the first 20 of `records(500)`."""
-    pool = _noise(seed)
-    rng = np.random.default_rng((seed, 1))
-
-    def noise(*shape: int) -> np.ndarray:
-        size = int(np.prod(shape))
-        start = int(rng.integers(pool.size - size))
-        return pool[start : start + size].reshape(shape).copy()  # a copy: writers that keep records must pay for it
-
-    for i in range(num):
-        t = int(rng.integers(MIN_T, MAX_T + 1))
-        yield {
-            "question_id": f"q{i:06d}",
-            "question": f"Which of the {t} rivers named in document {i} reaches the sea first?",
-            "answer": f"River number {i % t}.",
-            "label": int(rng.integers(2)),
-            "tokens": rng.integers(0, 50_000, t, dtype=np.int32),
-            "logprobs": -rng.random(t, dtype=np.float32),
-            "hidden": noise(L, t, D),
-            "attention": noise(L, H, t, t),
-        }
-
-
-def record_bytes(r: Record) -> int:
-    """Payload of a record: array bytes, UTF-8 text, 8 for the label. Accepts numpy and torch."""
-    return sum(r[f].nbytes for f in ARRAYS) + sum(len(r[f].encode()) for f in TEXTS) + 8
-
-
 class TorchSave:
     """A list of dicts of tensors per file, as in the old scripts."""
 
     name = "torch.save"
     note = f"must load a whole shard ({SHARD_RECORDS} records) to read one; caches the last shard"
 
-    def __init__(self, *, shard_records: int = SHARD_RECORDS) -> None:
+    def __init__(self) -> None:
         import torch
 
-        self._torch, self._shard_records = torch, shard_records
+        self._torch = torch
 
     def write(self, records: Iterable[Record], path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        for number, shard in enumerate(_shards(records, self._shard_records)):
+        for number, shard in enumerate(_shards(records, SHARD_RECORDS)):
             tensors = [r | {f: self._torch.from_numpy(r[f]) for f in ARRAYS} for r in shard]
             self._torch.save(tensors, path / f"{number:05d}.pt")
             del tensors  # they share the arrays of the shard: the next one is collected before this name is reused
@@ -107,36 +67,22 @@ class TorchSave:
         self._shard = _LastShard(lambda number: self._torch.load(path / f"{number:05d}.pt", weights_only=True))
 
     def read(self, i: int) -> Record:
-        number, row = divmod(i, self._shard_records)
+        number, row = divmod(i, SHARD_RECORDS)
         return self._shard(number)[row]
 
     def layer(self, i: int, layer: int) -> np.ndarray:
         return self.read(i)["hidden"][layer].numpy()
 
 
-class TorchSaveMmap:
+class TorchSaveMmap(TorchSave):
     """The same files, mapped: only the pickled outline of a shard is parsed, tensors are views of the file."""
 
     name = "torch.save, mmap"
     note = "the writer holds a whole shard; open parses the outline of every shard"
 
-    def __init__(self, *, shard_records: int = SHARD_RECORDS) -> None:
-        import torch
-
-        self._torch, self._shard_records = torch, shard_records
-
-    def write(self, records: Iterable[Record], path: Path) -> None:
-        TorchSave(shard_records=self._shard_records).write(records, path)
-
     def open(self, path: Path) -> None:
-        self._shards = [self._torch.load(p, mmap=True, weights_only=True) for p in sorted(path.glob("*.pt"))]
-
-    def read(self, i: int) -> Record:
-        number, row = divmod(i, self._shard_records)
-        return self._shards[number][row]
-
-    def layer(self, i: int, layer: int) -> np.ndarray:
-        return self.read(i)["hidden"][layer].numpy()
+        shards = [self._torch.load(p, mmap=True, weights_only=True) for p in sorted(path.glob("*.pt"))]
+        self._shard = shards.__getitem__
 
 
 class Pickle:
@@ -145,12 +91,9 @@ class Pickle:
     name = "pickle"
     note = f"must load a whole shard ({SHARD_RECORDS} records) to read one; caches the last shard"
 
-    def __init__(self, *, shard_records: int = SHARD_RECORDS) -> None:
-        self._shard_records = shard_records
-
     def write(self, records: Iterable[Record], path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        for number, shard in enumerate(_shards(records, self._shard_records)):
+        for number, shard in enumerate(_shards(records, SHARD_RECORDS)):
             with (path / f"{number:05d}.pkl").open("wb") as file:
                 pickle.dump(shard, file, protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -162,7 +105,7 @@ class Pickle:
         self._shard = _LastShard(load)
 
     def read(self, i: int) -> Record:
-        number, row = divmod(i, self._shard_records)
+        number, row = divmod(i, SHARD_RECORDS)
         return self._shard(number)[row]
 
     def layer(self, i: int, layer: int) -> np.ndarray:
@@ -175,16 +118,16 @@ class Safetensors:
     name = "safetensors"
     note = "the writer holds a whole shard; text is in the header of the shard"
 
-    def __init__(self, *, shard_records: int = SHARD_RECORDS) -> None:
+    def __init__(self) -> None:
         import safetensors
         import safetensors.numpy
         import torch  # noqa: F401  (framework="pt" below needs it, and open() is timed)
 
-        self._safetensors, self._shard_records = safetensors, shard_records
+        self._safetensors = safetensors
 
     def write(self, records: Iterable[Record], path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        for number, shard in enumerate(_shards(records, self._shard_records)):
+        for number, shard in enumerate(_shards(records, SHARD_RECORDS)):
             self._safetensors.numpy.save_file(
                 {f"{row}/{f}": r[f] for row, r in enumerate(shard) for f in ARRAYS},
                 path / f"{number:05d}.safetensors",
@@ -200,12 +143,12 @@ class Safetensors:
         self._rows = [json.loads(file.metadata()["rows"]) for file in self._whole]
 
     def read(self, i: int) -> Record:
-        number, row = divmod(i, self._shard_records)
+        number, row = divmod(i, SHARD_RECORDS)
         file = self._whole[number]
         return self._rows[number][row] | {f: file.get_tensor(f"{row}/{f}") for f in ARRAYS}
 
     def layer(self, i: int, layer: int) -> np.ndarray:
-        number, row = divmod(i, self._shard_records)
+        number, row = divmod(i, SHARD_RECORDS)
         return self._slices[number].get_slice(f"{row}/hidden")[layer]
 
 
@@ -262,7 +205,7 @@ class Mosaic:
     note = "reads and decodes the whole record for one layer"
 
     def __init__(self) -> None:
-        self._base = _streaming_base()
+        self._base = streaming_base()
         self._columns = dict.fromkeys(TEXTS, "str") | {"label": "int"} | {f: f"ndarray:{d}" for f, d in ARRAYS.items()}
 
     def write(self, records: Iterable[Record], path: Path) -> None:
@@ -329,21 +272,16 @@ class LanceBinary:
         import lance
 
         self._lance = lance
-        self._schema = pa.schema([*_SMALL, *(pa.field(f, pa.large_binary()) for f in TENSORS)])
 
     def write(self, records: Iterable[Record], path: Path) -> None:
-        columns = ([*_small(r), *(_one_binary(r[f]) for f in TENSORS)] for r in records)
-        batches = (pa.record_batch(c, schema=self._schema) for c in columns)
-        self._lance.write_dataset(
-            pa.RecordBatchReader.from_batches(self._schema, batches), str(path), data_storage_version="2.0"
-        )
+        batches = pa.RecordBatchReader.from_batches(_BINARY, map(_binary_row, records))
+        self._lance.write_dataset(batches, str(path), data_storage_version="2.0")
 
     def open(self, path: Path) -> None:
         self._rows = self._lance.dataset(str(path))
 
     def read(self, i: int) -> Record:
-        batch = self._rows.take([i]).to_batches()[0]
-        return _unpack(batch) | {f: _binary_tensor(batch, f) for f in TENSORS}
+        return _binary_record(self._rows.take([i]).to_batches()[0])
 
     def layer(self, i: int, layer: int) -> np.ndarray:
         batch = self._rows.take([i], columns=["hidden", "hidden_shape"]).to_batches()[0]
@@ -356,22 +294,17 @@ class ArrowIPC:
     name = "Arrow IPC"
     note = "one file; get_batch advises the kernel to read the whole record"
 
-    def __init__(self) -> None:
-        self._schema = pa.schema([*_SMALL, *(pa.field(f, pa.large_binary()) for f in TENSORS)])
-
     def write(self, records: Iterable[Record], path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        with pa.OSFile(str(path / "data.arrow"), "wb") as file, pa.ipc.new_file(file, self._schema) as writer:
+        with pa.OSFile(str(path / "data.arrow"), "wb") as file, pa.ipc.new_file(file, _BINARY) as writer:
             for r in records:
-                columns = [*_small(r), *(_one_binary(r[f]) for f in TENSORS)]
-                writer.write_batch(pa.record_batch(columns, schema=self._schema))
+                writer.write_batch(_binary_row(r))
 
     def open(self, path: Path) -> None:
         self._file = pa.ipc.open_file(pa.memory_map(str(path / "data.arrow")))
 
     def read(self, i: int) -> Record:
-        batch = self._file.get_batch(i)
-        return _unpack(batch) | {f: _binary_tensor(batch, f) for f in TENSORS}
+        return _binary_record(self._file.get_batch(i))
 
     def layer(self, i: int, layer: int) -> np.ndarray:
         return _binary_tensor(self._file.get_batch(i), "hidden")[layer]
@@ -407,12 +340,6 @@ def check(peer: Peer, path: Path, num: int = 20) -> None:
             )
 
 
-@lru_cache(maxsize=1)
-def _noise(seed: int) -> np.ndarray:
-    """16 MB of random float16, drawn once: taking a record from it costs a memcpy."""
-    return np.random.default_rng((seed, 0)).standard_normal(1 << 23, dtype=np.float32).astype(np.float16)
-
-
 def _shards(records: Iterable[Record], num: int) -> Iterator[list[Record]]:
     source = iter(records)
     while shard := list(islice(source, num)):
@@ -441,6 +368,7 @@ _SMALL = pa.schema(
     + [(f, pa.list_(pa.type_for_alias(dtype))) for f, dtype in VECTORS.items()]
     + [(f"{f}_shape", pa.list_(pa.int32())) for f in TENSORS]
 )
+_BINARY = pa.schema([*_SMALL, *(pa.field(f, pa.large_binary()) for f in TENSORS)])
 
 
 def _small(r: Record) -> list[pa.Array]:
@@ -451,6 +379,14 @@ def _small(r: Record) -> list[pa.Array]:
 
 def _one_list(array: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array([0, array.size], pa.int32()), pa.array(array.reshape(-1)))
+
+
+def _binary_row(r: Record) -> pa.RecordBatch:
+    return pa.record_batch([*_small(r), *(_one_binary(r[f]) for f in TENSORS)], schema=_BINARY)
+
+
+def _binary_record(batch: pa.RecordBatch) -> Record:
+    return _unpack(batch) | {f: _binary_tensor(batch, f) for f in TENSORS}
 
 
 def _one_binary(array: np.ndarray) -> pa.LargeBinaryArray:
@@ -478,7 +414,7 @@ def _binary_tensor(batch: pa.RecordBatch, field: str) -> np.ndarray:
     return _shaped(np.frombuffer(data.slice(start, stop - start), np.float16), batch, field)
 
 
-def _streaming_base() -> types.ModuleType:
+def streaming_base() -> types.ModuleType:
     """`streaming.base`, with all of MDS, without running `streaming/__init__.py`.
 
     That file only adds predefined vision and text datasets, and imports torchvision, which has no CPU build for our
