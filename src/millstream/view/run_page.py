@@ -28,12 +28,126 @@ from millstream.training.folder import (
 )
 from millstream.view import Query, View
 
+PAGE = "report.html"
+_MAX_TEXT = 2000  # characters of a setting
+_FIT = ("family", "title", "parameters", "fit_s", "score_s", "num_scored")
 MOST_POINTS = 400  # per chart: more would not be visible
 QUIET_S = 10.0  # training writes a line every second
 _NAMED = 6  # models listed in a sentence
 _NOT_MEASURED = frozenset(("kind", "time_s", "model", "seed", "epoch"))
 Job = tuple[str, int]  # a model and its seed
 Line = Mapping[str, Any]
+
+
+def run_view(run: Path) -> View:
+    """The page of a run that is training, has stopped or is finished.
+
+    >>> run_view(Path("runs/first")).answers["state"](Query({}))
+    """
+    shown = _Run(run)
+    return View(
+        "run",
+        "Run",
+        answers={"state": shown.state, "settings": shown.settings, "make-report": shown.make_report},
+        files={"report": lambda: shown.report.path},
+    )
+
+
+class _Run:
+    def __init__(self, run: Path) -> None:
+        if not (run / CONFIG).is_file():
+            raise BadSource(f"{run}: has no {CONFIG}, so it is not a run. Next: millstream train --help")
+        self._run = run
+        self.report = RunReport(run)
+        self._state = RunState(run)
+        self._log = RunLog(run / METRICS)
+        self._lock = threading.Lock()  # several pages may query at once
+
+    def state(self, query: Query) -> object:
+        """Everything, or what has changed since the page saw `since` lines of log `generation`."""
+        with self._lock:
+            log = self._log
+            log.refresh()
+            begins = query.number("generation") != log.generation
+            since = 0 if begins else query.number("since")
+            state = self._state.summary(log, self._config())
+            return {
+                **state,
+                "generation": log.generation,
+                "begins": begins,
+                "lines": log.num_lines,
+                "damaged": log.num_damaged,
+                "elapsed_s": log.last_s,
+                "curves": [_curve(job, log) for job, curve in log.curves.items() if curve.changed > since or begins],
+                "fits": [_fit(job, fit) for job, fit in log.metrics.fits.items()],
+                "missing": [{"model": model, "why": why} for model, why in log.metrics.missing.items()],
+                "memory": {"time_s": list(log.memory.times), "bytes": list(log.memory.values), "budget": log.budget}
+                if begins or log.num_lines > since
+                else None,
+                "report": self.report.summary(),
+            }
+
+    def settings(self, query: Query) -> object:
+        """The settings, data and environment of the run as names and texts."""
+        tables: dict[str, list[tuple[str, str]]] = {}
+        for title, name in (("Settings", CONFIG), ("Data", DATA), ("Environment", ENVIRONMENT)):
+            if (self._run / name).is_file():
+                tables[title] = [(key, clipped(text, _MAX_TEXT)) for key, text in flat(read_mapping(self._run / name))]
+        return {"epochs": self._config().get("epochs"), "tables": tables}
+
+    def make_report(self, query: Query) -> object:
+        """Start making report.html; `state` reports when it is ready."""
+        return self.report.make()
+
+    def _config(self) -> Mapping[str, object]:
+        return read_mapping(self._run / CONFIG)
+
+
+class RunReport:
+    """The report of a run folder. Drawing it takes seconds, so a thread does it."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._making: threading.Thread | None = None
+        self._error: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return self._run / PAGE
+
+    def summary(self) -> dict[str, object]:
+        written, scored = _modified(self.path), _modified(self._run / PREDICTIONS)
+        return {
+            "version": None if written is None else str(written),
+            "is_older": written is not None and scored is not None and written < scored,
+            "can_be_made": scored is not None,
+            "is_being_made": self._making is not None and self._making.is_alive(),
+            "error": self._error,
+        }
+
+    def make(self) -> dict[str, object]:
+        """Start making the report, unless a thread already does."""
+        with self._lock:
+            if self._making is None or not self._making.is_alive():
+                self._error = None
+                self._making = threading.Thread(target=self._make)  # no daemon: a report that was started is finished
+                self._making.start()
+        return self.summary()
+
+    def wait(self) -> None:
+        """Wait for the report that is being made."""
+        if self._making is not None:
+            self._making.join()
+
+    def _make(self) -> None:
+        try:
+            report_of(self._run).write(self.path)
+        except (MillstreamError, OSError) as error:
+            self._error = " ".join(str(error).split())
+        except Exception as error:  # the waiting page must see unexpected errors, too
+            self._error = f"{type(error).__name__}: {error}"
+            raise
 
 
 class RunLog:
@@ -239,130 +353,6 @@ class Peaks:
         self._in_last = 1
 
 
-def _ago(age: float) -> str:
-    return "just now" if age < 2 else f"{format_seconds(age)} ago"
-
-
-def _integer(value: object, default: int) -> int:
-    return value if isinstance(value, int) else default
-
-
-PAGE = "report.html"
-_MAX_TEXT = 2000  # characters of a setting
-_FIT = ("family", "title", "parameters", "fit_s", "score_s", "num_scored")
-
-
-def run_view(run: Path) -> View:
-    """The page of a run that is training, has stopped or is finished.
-
-    >>> run_view(Path("runs/first")).answers["state"](Query({}))
-    """
-    shown = _Run(run)
-    return View(
-        "run",
-        "Run",
-        answers={"state": shown.state, "settings": shown.settings, "make-report": shown.make_report},
-        files={"report": lambda: shown.report.path},
-    )
-
-
-class RunReport:
-    """The report of a run folder. Drawing it takes seconds, so a thread does it."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._lock = threading.Lock()
-        self._making: threading.Thread | None = None
-        self._error: str | None = None
-
-    @property
-    def path(self) -> Path:
-        return self._run / PAGE
-
-    def summary(self) -> dict[str, object]:
-        written, scored = _modified(self.path), _modified(self._run / PREDICTIONS)
-        return {
-            "version": None if written is None else str(written),
-            "is_older": written is not None and scored is not None and written < scored,
-            "can_be_made": scored is not None,
-            "is_being_made": self._making is not None and self._making.is_alive(),
-            "error": self._error,
-        }
-
-    def make(self) -> dict[str, object]:
-        """Start making the report, unless a thread already does."""
-        with self._lock:
-            if self._making is None or not self._making.is_alive():
-                self._error = None
-                self._making = threading.Thread(target=self._make)  # no daemon: a report that was started is finished
-                self._making.start()
-        return self.summary()
-
-    def wait(self) -> None:
-        """Wait for the report that is being made."""
-        if self._making is not None:
-            self._making.join()
-
-    def _make(self) -> None:
-        try:
-            report_of(self._run).write(self.path)
-        except (MillstreamError, OSError) as error:
-            self._error = " ".join(str(error).split())
-        except Exception as error:  # the waiting page must see unexpected errors, too
-            self._error = f"{type(error).__name__}: {error}"
-            raise
-
-
-class _Run:
-    def __init__(self, run: Path) -> None:
-        if not (run / CONFIG).is_file():
-            raise BadSource(f"{run}: has no {CONFIG}, so it is not a run. Next: millstream train --help")
-        self._run = run
-        self.report = RunReport(run)
-        self._state = RunState(run)
-        self._log = RunLog(run / METRICS)
-        self._lock = threading.Lock()  # several pages may query at once
-
-    def state(self, query: Query) -> object:
-        """Everything, or what has changed since the page saw `since` lines of log `generation`."""
-        with self._lock:
-            log = self._log
-            log.refresh()
-            begins = query.number("generation") != log.generation
-            since = 0 if begins else query.number("since")
-            state = self._state.summary(log, self._config())
-            return {
-                **state,
-                "generation": log.generation,
-                "begins": begins,
-                "lines": log.num_lines,
-                "damaged": log.num_damaged,
-                "elapsed_s": log.last_s,
-                "curves": [_curve(job, log) for job, curve in log.curves.items() if curve.changed > since or begins],
-                "fits": [_fit(job, fit) for job, fit in log.metrics.fits.items()],
-                "missing": [{"model": model, "why": why} for model, why in log.metrics.missing.items()],
-                "memory": {"time_s": list(log.memory.times), "bytes": list(log.memory.values), "budget": log.budget}
-                if begins or log.num_lines > since
-                else None,
-                "report": self.report.summary(),
-            }
-
-    def settings(self, query: Query) -> object:
-        """The settings, data and environment of the run as names and texts."""
-        tables: dict[str, list[tuple[str, str]]] = {}
-        for title, name in (("Settings", CONFIG), ("Data", DATA), ("Environment", ENVIRONMENT)):
-            if (self._run / name).is_file():
-                tables[title] = [(key, clipped(text, _MAX_TEXT)) for key, text in flat(read_mapping(self._run / name))]
-        return {"epochs": self._config().get("epochs"), "tables": tables}
-
-    def make_report(self, query: Query) -> object:
-        """Start making report.html; `state` reports when it is ready."""
-        return self.report.make()
-
-    def _config(self) -> Mapping[str, object]:
-        return read_mapping(self._run / CONFIG)
-
-
 def _modified(path: Path) -> int | None:
     try:
         return path.stat().st_mtime_ns
@@ -386,3 +376,11 @@ def _curve(job: Job, log: RunLog) -> dict[str, object]:
 
 def _fit(job: Job, fit: Fit) -> dict[str, object]:
     return {"model": job[0], "seed": job[1], **{name: getattr(fit, name) for name in _FIT}}
+
+
+def _ago(age: float) -> str:
+    return "just now" if age < 2 else f"{format_seconds(age)} ago"
+
+
+def _integer(value: object, default: int) -> int:
+    return value if isinstance(value, int) else default

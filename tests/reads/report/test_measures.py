@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, precision_recall_fscore_support
 
-from millstream.reads.report import judge
-from millstream.reads.report.judge import ThresholdCurve, confusion, draws_of, tally
+from millstream.reads.report import predictions
+from millstream.reads.report.predictions import ThresholdCurve, confusion, draws_of, tally
 from millstream.report.measures import mean
 
 Codes = NDArray[np.int64]
@@ -71,12 +71,12 @@ def brute(labels: Codes, found: Codes, chances: NDArray[np.float64], threshold: 
 @pytest.mark.parametrize("seed", range(3))
 def test_at_every_threshold_unknown_reads_that_are_called_are_errors(seed: int):
     labels, found, chances = made(seed)
-    curve = judge.threshold_curve(labels, found == labels, chances)
+    curve = predictions.threshold_curve(labels, found == labels, chances)
     assert np.array_equal(curve.threshold, np.unique(chances)[::-1])
     for place, threshold in enumerate(curve.threshold.tolist()):
         expected = brute(labels, found, chances, threshold)
         assert (curve.coverage[place], curve.precision[place], curve.recall[place]) == pytest.approx(expected)
-        at = judge.at_threshold(labels, found == labels, chances, threshold)
+        at = predictions.at_threshold(labels, found == labels, chances, threshold)
         assert (at.coverage, at.precision, at.recall) == pytest.approx(expected)
         assert at.unknown == pytest.approx((chances[labels < 0] >= threshold).mean())
     assert curve.coverage[-1] == 1
@@ -90,16 +90,16 @@ def test_the_loosest_threshold_is_the_lowest_with_enough_precision():
 
 
 def test_a_threshold_above_all_calls_nothing():
-    at = judge.at_threshold(np.array([0, 1]), np.array([True, False]), np.array([0.5, 0.6]), 0.9)
+    at = predictions.at_threshold(np.array([0, 1]), np.array([True, False]), np.array([0.5, 0.6]), 0.9)
     assert at.coverage == at.recall == 0 and np.isnan(at.precision) and np.isnan(at.unknown)
 
 
 def test_a_thinned_curve_keeps_its_ends():
     labels = np.zeros(5000, np.int64)
     chances = np.linspace(0, 1, 5000)
-    curve = judge.threshold_curve(labels, labels == 0, chances)
+    curve = predictions.threshold_curve(labels, labels == 0, chances)
     few = curve.thinned()
-    assert len(few.threshold) == judge.MAX_POINTS
+    assert len(few.threshold) == predictions.MAX_POINTS
     assert (few.threshold[0], few.threshold[-1], few.coverage[-1]) == (1, 0, 1)
 
 

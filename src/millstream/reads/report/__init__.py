@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from millstream.core.console import format_bytes
 from millstream.reads.report.evaluate import read_results
 from millstream.reads.report.figures import draw
-from millstream.reads.report.judge import PRECISION, VAL, AtThreshold, Target
+from millstream.reads.report.predictions import PRECISION, VAL, AtThreshold, Target
 from millstream.reads.report.results import (
     GENUS,
     TRAIN,

@@ -10,7 +10,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 
-from millstream.reads.report.judge import PRECISION, VAL
+from millstream.reads.report.predictions import PRECISION, VAL
 from millstream.reads.report.results import GENUS, NO_CLASS, ModelResult, ReadResults, SplitResult
 from millstream.report.drawing import (
     DASHES,

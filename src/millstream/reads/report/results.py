@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.reads.report.judge import UNKNOWN, VAL, Confusion, Target, ThresholdCurve
+from millstream.reads.report.predictions import UNKNOWN, VAL, Confusion, Target, ThresholdCurve
 from millstream.report import RunResults
 from millstream.report.measures import Curve, Interval
 

@@ -21,6 +21,9 @@ from millstream.reads.tokenizers.kmers import Kmers
 from millstream.reads.view.statistics import Lengths, Sample, ValueCounts
 from millstream.view import PATIENCE_S, Later, Query, View
 
+GIVEN = "given"  # what a page calls the tokenizer of the command line
+_FILES = 200  # that are listed
+_MOST = 200  # rows per response
 MOST_BASES = 20_000  # per response
 _WITH_QUALITY = 4_000_000  # bases of the longest read whose qualities are shown: they are only read as a whole
 _HEAD = 60
@@ -236,11 +239,6 @@ def _named(spec: str) -> Tokenizer:
         raise
     except ValueError as error:
         raise BadSetting(str(error)) from None
-
-
-GIVEN = "given"  # what a page calls the tokenizer of the command line
-_FILES = 200  # that are listed
-_MOST = 200  # rows per response
 
 
 def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:

@@ -28,6 +28,8 @@ Floats = NDArray[np.float64]
 QUESTION, REFERENCE = "question", "answer"
 PAGE_ROWS = 50
 MAX_PAGE_ROWS = 500
+NETS_AFTER_S = 1.0  # after the first list: importing torch slows everything down
+FIRST = ("lstm", "gnn", "gvae")  # detectors to list first
 _MAX_CHARACTERS, _MAX_REFERENCES = 400, 6  # per row
 
 
@@ -233,10 +235,6 @@ def _check_same(file: Path, traces: Traces, records: NDArray[np.int64], ids: pa.
     found = traces.column(traces.default_key).take(records[first]).cast(pa.string())
     if found.to_pylist() != ids.take(first).cast(pa.string()).to_pylist():
         raise other
-
-
-NETS_AFTER_S = 1.0  # after the first list: importing torch slows everything down
-FIRST = ("lstm", "gnn", "gvae")  # detectors to list first
 
 
 def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:

@@ -1,4 +1,4 @@
-"""Classifications of one model and seed -> its numbers on every split, with thresholds chosen on validation.
+"""Predictions of one model and seed -> its measures on every split, with thresholds chosen on validation.
 
 Reads of no known class have label -1: accuracy and F1 leave them out, and above a threshold they count as errors.
 """
@@ -20,11 +20,25 @@ from millstream.reads.mapping import prediction_column
 from millstream.report import damaged
 from millstream.report.measures import SEED, Curve, Resampled, calibration, macro_f1s, ratio
 
+# N reads, C classes, G groups of reads, R draws of groups
+
+Floats = NDArray[np.float64]
+Codes = NDArray[np.integer]
+VAL = "val"
+UNKNOWN = -1
+PRECISION = 0.95  # on validation: the threshold of a model is chosen for it
+TARGETS = (0.9, PRECISION, 0.99, 0.999)
+MIN_CLASSIFIED = 50  # reads of validation: the precision of fewer means nothing
+MAX_POINTS = 400  # per curve: more would not be visible
+MAX_GROUPS = 1000
+"""Up to this number, each read is drawn on its own. More reads are put into this many groups at random, and groups are
+drawn: the same spread, to 2 % of it (1 / sqrt(2 x 1000)), at a cost that no longer grows with the reads."""
+MAX_DENSE = 4_000_000  # cells of a confusion matrix that may be counted one by one
 Key = tuple[str, int]  # a model and a seed
 
 
 @dataclass(frozen=True)
-class Answers:
+class Predictions:
     """How a model of one seed classifies the reads of a split."""
 
     labels: NDArray[np.int32]  # -1: of no known class
@@ -33,7 +47,7 @@ class Answers:
     ranks: Mapping[str, NDArray[np.int32]]  # the assigned taxon at each rank
 
 
-class AnswersFile:
+class PredictionsFile:
     """Rows of a model, a seed and a split are contiguous: they are located once, and sliced on request."""
 
     def __init__(self, file: Path, *, num_classes: int, ranks: Sequence[str]) -> None:
@@ -60,21 +74,23 @@ class AnswersFile:
         self.splits: list[str] = list(dict.fromkeys(split for *_, split in self._runs))
         self._first: dict[str, tuple[Key, NDArray[Any]]] = {}
 
-    def read(self, key: Key, split: str) -> Answers:
-        """The answers on a split; all models must have classified the same reads."""
+    def read(self, key: Key, split: str) -> Predictions:
+        """The predictions on a split; all models must have classified the same reads."""
         labels, found = self._rows("label", key, split), self._rows("class", key, split)
         if not len(labels):
-            raise self._damaged(f"{key[0]}, seed {key[1]}, has no answers on {split}")
+            raise self._damaged(f"{key[0]}, seed {key[1]}, has no predictions on {split}")
         if labels.max() >= self._num_classes or labels.min() < -1:
-            raise self._damaged(f"a label of {split} is not of the {self._num_classes} classes of the data card")
+            raise self._damaged(f"a label of {split} is not one of the {self._num_classes} classes on the data card")
         if found.max() >= self._num_classes or found.min() < 0:
-            raise self._damaged(f"an answer of {key[0]} is not of the {self._num_classes} classes of the data card")
+            raise self._damaged(
+                f"{key[0]} predicts a class that is not one of the {self._num_classes} on the data card"
+            )
         rows = np.stack([self._rows("record", key, split), labels])
         first, same = self._first.setdefault(split, (key, rows))
         if not np.array_equal(rows, same):
             raise self._damaged(f"{key[0]}, seed {key[1]}, has classified other reads of {split} than {first[0]}")
         ranks = {rank: self._rows(prediction_column(rank), key, split) for rank in self.ranks}
-        return Answers(labels, found, self._cut(self._probabilities, key, split), ranks)
+        return Predictions(labels, found, self._cut(self._probabilities, key, split), ranks)
 
     def labels(self, split: str) -> NDArray[np.int32]:
         """The labels of a split that was read."""
@@ -101,22 +117,6 @@ class AnswersFile:
 
     def _damaged(self, what: str) -> BadSource:
         return damaged(self._file, what)
-
-
-# N reads, C classes, G groups of reads, R draws of groups
-
-Floats = NDArray[np.float64]
-Codes = NDArray[np.integer]
-VAL = "val"
-UNKNOWN = -1
-PRECISION = 0.95  # on validation: the threshold of a model is chosen for it
-TARGETS = (0.9, PRECISION, 0.99, 0.999)
-MIN_CLASSIFIED = 50  # reads of validation: the precision of fewer means nothing
-MAX_POINTS = 400  # per curve: more would not be visible
-MAX_GROUPS = 1000
-"""Up to this number, each read is drawn on its own. More reads are put into this many groups at random, and groups are
-drawn: the same spread, to 2 % of it (1 / sqrt(2 x 1000)), at a cost that no longer grows with the reads."""
-MAX_DENSE = 4_000_000  # cells of a confusion matrix that may be counted one by one
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def draws_of(num_reads: int, *, resamples: int, number: int = 0, max_groups: int
 
 
 @dataclass(frozen=True)
-class JudgedRank:
+class MeasuredRank:
     """A model at one rank."""
 
     num_taxa: int
@@ -324,7 +324,7 @@ class JudgedRank:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Measured:
     """One model of one seed on one split."""
 
     num_reads: int
@@ -332,7 +332,7 @@ class Judged:
     num_classes: int
     accuracy: Resampled
     macro_f1: Resampled
-    ranks: Mapping[str, JudgedRank]
+    ranks: Mapping[str, MeasuredRank]
     targets: Mapping[float, Target]
     ece: float
     confidence: float
@@ -342,7 +342,7 @@ class Judged:
     confusion: Confusion
 
 
-class Judge:
+class Evaluator:
     """Keeps the draws of each split, which are the same for all models.
 
     `taxa` has the taxon of each class at every rank (-1: none), `num_taxa` how many taxa a rank has.
@@ -350,7 +350,7 @@ class Judge:
 
     def __init__(
         self,
-        file: AnswersFile,
+        file: PredictionsFile,
         *,
         num_classes: int,
         taxa: Mapping[str, Sequence[int]],
@@ -366,34 +366,36 @@ class Judge:
         """How many probabilities are not finite."""
         return sum(int(np.sum(~np.isfinite(self._file.read(key, split).probabilities))) for split in splits)
 
-    def judge(self, key: Key, splits: Sequence[str]) -> dict[str, Judged]:
+    def evaluate(self, key: Key, splits: Sequence[str]) -> dict[str, Measured]:
         """Validation first: the thresholds chosen there are used on all splits."""
         thresholds: dict[float, float | None] = {}
-        judged: dict[str, Judged] = {}
+        measured: dict[str, Measured] = {}
         for split in sorted(splits, key=lambda split: split != VAL):
-            answers = self._file.read(key, split)
-            right = answers.found == answers.labels
-            curve = threshold_curve(answers.labels, right, answers.probabilities)
+            predictions = self._file.read(key, split)
+            right = predictions.found == predictions.labels
+            curve = threshold_curve(predictions.labels, right, predictions.probabilities)
             if split == VAL:
                 least = min(MIN_CLASSIFIED / len(right), 1)
                 thresholds = {precision: curve.loosest(precision, coverage=least) for precision in TARGETS}
-            judged[split] = self._split(answers, curve.thinned(), thresholds, draws=self._draws_of(split, len(right)))
-        return judged
+            measured[split] = self._split(
+                predictions, curve.thinned(), thresholds, draws=self._draws_of(split, len(right))
+            )
+        return measured
 
     def has(self, split: str) -> NDArray[np.bool_]:
-        """Which classes a judged split has reads of."""
+        """Which classes a measured split has reads of."""
         labels = self._file.labels(split)
         return np.bincount(labels[labels >= 0], minlength=self._num_classes) > 0
 
     def macro_f1_over(self, classes: NDArray[np.bool_], key: Key, split: str) -> Resampled:
-        """Macro F1 over these classes on a judged split."""
-        answers = self._file.read(key, split)
-        return self._draws[split].macro_f1_over(classes, answers.labels, answers.found)
+        """Macro F1 over these classes on a measured split."""
+        predictions = self._file.read(key, split)
+        return self._draws[split].macro_f1_over(classes, predictions.labels, predictions.found)
 
     def _split(
-        self, answers: Answers, curve: ThresholdCurve, thresholds: Mapping[float, float | None], *, draws: Draws
-    ) -> Judged:
-        labels, found, probabilities = answers.labels, answers.found, answers.probabilities
+        self, predictions: Predictions, curve: ThresholdCurve, thresholds: Mapping[float, float | None], *, draws: Draws
+    ) -> Measured:
+        labels, found, probabilities = predictions.labels, predictions.found, predictions.probabilities
         right, known = found == labels, labels >= 0
         cells = confusion(labels, found, self._num_classes)
         accuracy, macro_f1 = draws.accuracy_and_f1(labels, found, self._num_classes)
@@ -402,13 +404,13 @@ class Judge:
             target: None if one is None else at_threshold(labels, right, probabilities, one)
             for target, one in thresholds.items()
         }
-        return Judged(
+        return Measured(
             num_reads=len(labels),
             num_unknown=int(np.sum(~known)),
             num_classes=int(np.sum(cells.tally(self._num_classes).true > 0)),
             accuracy=accuracy,
             macro_f1=macro_f1,
-            ranks={rank: self._rank(answers, rank, draws) for rank in self._taxa},
+            ranks={rank: self._rank(predictions, rank, draws) for rank in self._taxa},
             targets={target: Target(target, one, at[target]) for target, one in thresholds.items()},
             ece=ece,
             confidence=float(np.mean(probabilities[known], dtype=np.float64)) if known.any() else np.nan,
@@ -418,12 +420,12 @@ class Judge:
             confusion=cells,
         )
 
-    def _rank(self, answers: Answers, rank: str, draws: Draws) -> JudgedRank:
+    def _rank(self, predictions: Predictions, rank: str, draws: Draws) -> MeasuredRank:
         """Reads of classes that have no taxon at this rank are left out, as those of no known class are."""
-        true, num_taxa = self._taxa[rank][answers.labels], self._num_taxa[rank]
-        accuracy, macro_f1 = draws.accuracy_and_f1(true, answers.ranks[rank], num_taxa)
+        true, num_taxa = self._taxa[rank][predictions.labels], self._num_taxa[rank]
+        accuracy, macro_f1 = draws.accuracy_and_f1(true, predictions.ranks[rank], num_taxa)
         occurs = np.bincount(true[true >= 0], minlength=num_taxa) > 0
-        return JudgedRank(int(np.sum(occurs)), accuracy, macro_f1)
+        return MeasuredRank(int(np.sum(occurs)), accuracy, macro_f1)
 
     def _draws_of(self, split: str, num_reads: int) -> Draws:
         if split not in self._draws:
