@@ -1,7 +1,7 @@
-"""Records to write and compare, damage to do to files, and real processes that write, die and tell how far they came.
+"""Records to write and compare, damage to files, and real processes that write, are killed and report their progress.
 
-A record is a function of (seed, number), so that any process can make it and any other can check it bit for bit.
-Children come from a fork server without threads and without torch: 30 ms each, where an interpreter takes a second.
+A record is a function of (seed, number), so any process can make it and any other can check it bit for bit. Children
+are forked by a server without threads and without torch: 30 ms each, where a new interpreter takes a second.
 """
 
 import builtins
@@ -66,18 +66,18 @@ def record(seed: int, number: int, *, dim: int = 128) -> dict[str, object]:
 
 
 def small(seed: int, number: int) -> dict[str, object]:
-    """A record that is mostly frame, but for every third, whose hidden states are cut into slices."""
+    """A record with little tensor data, except for every third, whose hidden states are stored in slices."""
     return record(seed, number, dim=400 if number % 3 == 1 else 8)
 
 
 def plain(seed: int, number: int) -> dict[str, object]:
-    """A record of few fields, where it is the number of files that counts."""
+    """A record of few fields, for tests about the number of files."""
     full = record(seed, number, dim=64)
     return {name: full[name] for name in ("question_id", "answer", "hidden")}
 
 
 def same(found: dict[str, object], expected: dict[str, object]) -> bool:
-    """Whether two records are the same to the bit."""
+    """Whether two records are the same bit for bit."""
     return found.keys() == expected.keys() and all(same_value(found[name], expected[name]) for name in expected)
 
 
@@ -123,7 +123,7 @@ def damages(path: Path) -> list[Damage]:
 
 
 def lost_ids(path: Path) -> set[object]:
-    """The ids that `damaged/lost.jsonl` asks to be extracted again."""
+    """The ids listed in `damaged/lost.jsonl`."""
     file = path / DAMAGED / "lost.jsonl"
     return {json.loads(line)["question_id"] for line in file.read_text().splitlines()} if file.exists() else set()
 
@@ -140,14 +140,14 @@ def write_open(
     make: Make = record,
     **options: Any,
 ) -> tuple[Path, list[int]]:
-    """A store whose writer died with everything in one open shard; with the file's bytes after each record."""
+    """A store whose writer died with all records in one open shard; also the size of that file after each record."""
     living = path.with_name(path.name + ".living")
     writer = TraceWriter(living, **options)
     ends: list[int] = []
     for key in keys:
         writer.append(make(*key))
         ends.append(open_shard(living).stat().st_size)
-    shutil.copytree(living, path)  # a copy is locked by nobody
+    shutil.copytree(living, path)  # nobody has locked the copy
     writer.close()
     shutil.rmtree(living)
     return path, ends
@@ -159,7 +159,7 @@ def open_shard(path: Path) -> Path:
 
 
 def quiet() -> warnings.catch_warnings:
-    """Damage that could be worked around is only warned of."""
+    """Ignore warnings about damage that costs no record."""
     return warnings.catch_warnings(action="ignore", category=DamageWarning)
 
 
@@ -194,24 +194,24 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 class Child:
-    """A process that runs `job(*args, tell)` and tells how it goes through a pipe, unbuffered."""
+    """A process that runs `job(*args, report)` and reports its progress through a pipe, unbuffered."""
 
     def __init__(self, job: Callable[..., None], *args: object) -> None:
-        self._ear, mouth = PROCESSES.Pipe(duplex=False)
-        self.process = PROCESSES.Process(target=_run, args=(job, args, mouth))
+        self._receiver, sender = PROCESSES.Pipe(duplex=False)
+        self.process = PROCESSES.Process(target=_run, args=(job, args, sender))
         self.process.start()
-        mouth.close()
+        sender.close()
 
-    def hear(self) -> Any:
-        """The next thing told; None when the child is gone and everything it told was heard."""
+    def receive(self) -> Any:
+        """The next report; None once the child has exited and all its reports were received."""
         try:
-            return self._ear.recv()
+            return self._receiver.recv()
         except (EOFError, ConnectionResetError):
             return None
 
     def rest(self) -> Iterator[Any]:
-        while (told := self.hear()) is not None:
-            yield told
+        while (reports := self.receive()) is not None:
+            yield reports
 
     def kill(self) -> None:
         self.process.kill()
@@ -221,26 +221,26 @@ class Child:
         self.process.join()
         code = self.process.exitcode
         self.process.close()
-        self._ear.close()
+        self._receiver.close()
         assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
         return code
 
 
 def run_child(job: Callable[..., None], *args: object) -> list[Any]:
-    """Run a job to its end in a process of its own; what it told."""
+    """Run a job to its end in a child process; its reports."""
     child = Child(job, *args)
-    told = list(child.rest())
+    reports = list(child.rest())
     assert child.join() == 0
-    return told
+    return reports
 
 
-def _run(job: Callable[..., None], args: tuple[object, ...], mouth: Connection) -> None:
+def _run(job: Callable[..., None], args: tuple[object, ...], sender: Connection) -> None:
     warnings.simplefilter("error")
-    job(*args, mouth.send)
+    job(*args, sender.send)
     assert "torch" not in sys.modules, "writing numpy arrays must not cost the import of torch"
 
 
-# Everything through which the store changes the disk. Not fsync: death before and after it leaves the same files.
+# All calls that change the disk. Not fsync: death before and after it leaves the same files.
 _CALLS = "open rename link unlink mkdir rmdir ftruncate pwritev copy_file_range"
 CALLS = {os: _CALLS.split(" "), builtins: ["open"]}
 
@@ -248,50 +248,50 @@ CALLS = {os: _CALLS.split(" "), builtins: ["open"]}
 def die_everywhere(
     template: Path | None, work: Path, job: Callable[..., None], *args: object
 ) -> Iterator[tuple[Path, list[Any], str]]:
-    """Run `job(path, *args, tell)` on copies of `template`, killed before, amid and after each of its steps.
+    """Run `job(path, *args, report)` on copies of `template`, killed before, during and after each of its steps.
 
-    Gives (path, what the job told, how it died) of the run that was left alone and of every death that left something
-    new. One process without threads forks them all.
+    Yields (path, reports of the job, how it died) for the uninterrupted run and for every death that leaves different
+    files. One process without threads forks them all.
     """
     child = Child(_die_everywhere, template, work, job, args)
     seen: list[object] = []
-    for path, told, how in child.rest():
-        state = told, {re.sub(r"\.\w+\.tmp$", ".tmp", name): data for name, data in files_of(path.parent).items()}
+    for path, reports, how in child.rest():
+        state = reports, {re.sub(r"\.\w+\.tmp$", ".tmp", name): data for name, data in files_of(path.parent).items()}
         if state not in seen:
             seen.append(state)
-            yield path, told, how
+            yield path, reports, how
         shutil.rmtree(path.parent)
     assert child.join() == 0
 
 
 def _die_everywhere(
-    template: Path | None, work: Path, job: Callable[..., None], args: tuple[object, ...], tell: Callable[..., None]
+    template: Path | None, work: Path, job: Callable[..., None], args: tuple[object, ...], report: Callable[..., None]
 ) -> None:
     def run(step: int, when: str, how: str) -> list[Any]:
         path = work / how / "store"
         path.parent.mkdir(parents=True)
         if template is not None:
             shutil.copytree(template, path)
-        ear, mouth = multiprocessing.Pipe(duplex=False)
+        receiver, sender = multiprocessing.Pipe(duplex=False)
         pid = os.fork()
         if not pid:
-            _exit_after(_dying, step, when, job, path, *args, mouth.send)
-        mouth.close()
-        told: list[Any] = []
+            _exit_after(_dying, step, when, job, path, *args, sender.send)
+        sender.close()
+        reports: list[Any] = []
         try:
             while True:
-                told.append(ear.recv())
+                reports.append(receiver.recv())
         except EOFError:
             pass
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert code == (-signal.SIGKILL if step else 0), f"{how}: exit code {code}"
-        calls = [] if step else told.pop()
-        tell((path, told, how))
+        calls = [] if step else reports.pop()
+        report((path, reports, how))
         return calls
 
-    calls = run(0, "never", "left alone")
+    calls = run(0, "never", "not interrupted")
     for step, name in enumerate(calls, 1):
-        # After a step is before the next, unless something happens unseen: a record is told, an open file is written.
+        # After a step is before the next one, unless a record is reported or an open file is written between them.
         after = name in ("pwritev", "rename", "open") or step == len(calls)
         whens = ["before", *["torn"] * (name == "pwritev"), *["after"] * after]
         for when in whens:
@@ -299,7 +299,7 @@ def _die_everywhere(
 
 
 def _exit_after(job: Callable[..., None], *args: object) -> None:
-    """What a forked child does instead of returning into its parent's code."""
+    """Run a job in a forked child and exit, without returning into the parent's code."""
     code = 1
     try:
         job(*args)
@@ -312,7 +312,7 @@ def _exit_after(job: Callable[..., None], *args: object) -> None:
 
 
 def _dying(step: int, when: str, job: Callable[..., None], *args: Any) -> None:
-    """Run the job and SIGKILL this process at its call number `step`; at the end tell the names of its calls."""
+    """Run the job and SIGKILL this process at call number `step`; at the end report the names of its calls."""
     calls: list[str] = []
 
     def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
@@ -342,7 +342,7 @@ def _dying(step: int, when: str, job: Callable[..., None], *args: Any) -> None:
 
 @contextmanager
 def noted(how: str) -> Iterator[None]:
-    """Say in a failure how the process had died."""
+    """Add to a failure how the process had died."""
     try:
         yield
     except BaseException as error:
@@ -363,62 +363,62 @@ def _write_half(real: Callable[..., object], fd: object, buffers: list[memoryvie
 # -- jobs
 
 
-def append_forever(path: Path, seed: int, options: dict[str, Any], tell: Callable[[object], None]) -> None:
-    """Continue a store: tell how many records were there, then how many there are after each append."""
+def append_forever(path: Path, seed: int, options: dict[str, Any], report: Callable[[object], None]) -> None:
+    """Append to a store; report its number of records at first and after each append."""
     with quiet():
         writer = TraceWriter(path, **options)
-    tell(len(writer))
+    report(len(writer))
     while True:
         writer.append(record(seed, len(writer)))
-        tell(len(writer))
+        report(len(writer))
 
 
-def append_some(path: Path, keys: list[Key], options: dict[str, Any], tell: Callable[[object], None]) -> None:
-    """Append these records and close; tell how many are written after each."""
+def append_some(path: Path, keys: list[Key], options: dict[str, Any], report: Callable[[object], None]) -> None:
+    """Append these records and close; report how many are written after each."""
     writer = TraceWriter(path, **options)
     for done, key in enumerate(keys):
         writer.append(plain(*key))
-        tell(done + 1)
+        report(done + 1)
     writer.close()
 
 
-def open_and_close(path: Path, tell: Callable[[object], None]) -> None:
+def open_and_close(path: Path, report: Callable[[object], None]) -> None:
     with quiet(), TraceWriter(path):
         pass
 
 
-def repair_store(path: Path, tell: Callable[[object], None]) -> None:
+def repair_store(path: Path, report: Callable[[object], None]) -> None:
     with quiet():
         repair(path)
 
 
-def merge_stores(path: Path, sources: list[Path], tell: Callable[[object], None]) -> None:
+def merge_stores(path: Path, sources: list[Path], report: Callable[[object], None]) -> None:
     merge(sources, path)
 
 
-def take_shards(path: Path, source: Path, numbers: list[int], tell: Callable[[object], None]) -> None:
+def take_shards(path: Path, source: Path, numbers: list[int], report: Callable[[object], None]) -> None:
     subset_shards(source, path, numbers)
 
 
-def take_records(path: Path, source: Path, numbers: list[int], tell: Callable[[object], None]) -> None:
+def take_records(path: Path, source: Path, numbers: list[int], report: Callable[[object], None]) -> None:
     subset_records(ms_open(source), path, numbers)
 
 
-def append_until_full(path: Path, seed: int, options: dict[str, Any], tell: Callable[[object], None]) -> None:
-    """Append until the disk is full, as a program does that does not expect it; tell each record written."""
+def append_until_full(path: Path, seed: int, options: dict[str, Any], report: Callable[[object], None]) -> None:
+    """Append until the disk is full, in a `with` block; report the number of records after each."""
     number = 0
     try:
         with TraceWriter(path, **options) as writer:
             while True:
                 writer.append(record(seed, number))
                 number += 1
-                tell(number)
+                report(number)
     except StoreFull:
         pass
 
 
-def append_under_limit(path: Path, limit: int, tell: Callable[[object], None]) -> None:
-    """Append until a file may not grow, then with the limit lifted; tell each record written and each refusal."""
+def append_under_limit(path: Path, limit: int, report: Callable[[object], None]) -> None:
+    """Append until a file may not grow, then with the limit lifted; report each record written and each error."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     writer = TraceWriter(path)
@@ -428,72 +428,72 @@ def append_under_limit(path: Path, limit: int, tell: Callable[[object], None]) -
             while True:
                 writer.append(record(1, number))
                 number += 1
-                tell(number)
+                report(number)
         except StoreFull as error:
-            tell(str(error))
+            report(str(error))
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     for _ in range(2):
         writer.append(record(1, number))
         number += 1
-        tell(number)
+        report(number)
     writer.close()
 
 
-def die_on_full_disk(path: Path, filler: Path, leave: int, tell: Callable[[object], None]) -> None:
-    """Write two records, the second to a disk with `leave` bytes free, and die; tell each record written."""
+def die_on_full_disk(path: Path, filler: Path, leave: int, report: Callable[[object], None]) -> None:
+    """Write two records, the second to a disk with `leave` bytes free, and die; report each record written."""
     writer = TraceWriter(path, shard_records=2)
     for number, key in enumerate([(1, 0), (1, 2)]):
         if number == 1:
             fill(filler, leave)
         try:
             writer.append(small(*key))
-            tell(key)
+            report(key)
         except StoreFull:
             pass
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fill(filler: Path, leave: int) -> None:
-    """Take all space of a disk but so many bytes."""
+    """Fill a disk except for `leave` bytes."""
     disk = os.statvfs(filler.parent)
     with open(filler, "wb") as f:
         f.write(bytes(max(0, disk.f_bavail * disk.f_frsize - leave)))
 
 
-def open_write_close(path: Path, keys: list[Key], start: Any, tell: Callable[[object], None]) -> None:
-    """Open, write one record and close, again and again; tell each record written."""
+def open_write_close(path: Path, keys: list[Key], start: Any, report: Callable[[object], None]) -> None:
+    """Open, write one record and close, for each key; report each record written."""
     start.wait(PATIENCE_S)
     for key in keys:
         with TraceWriter(path, shard_records=2) as writer:
             writer.append(small(*key))
-            tell(key)
+            report(key)
 
 
-def read_in_fork(path: Path, tell: Callable[[object], None]) -> None:
-    """Read in a forked child what was open before the fork, while the parent reads, too; tell how both went."""
+def read_in_fork(path: Path, report: Callable[[object], None]) -> None:
+    """Read a store opened before a fork in child and parent; report the exit code of the child and the keys."""
     traces = ms_open(path)
     held = traces[0]
     pid = os.fork()
     if not pid:
         _exit_after(keys_in, traces)
     keys = keys_in(traces)
-    tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    tell(keys)
+    report(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    report(keys)
     assert same(held, record(*keys[0]))
 
 
-def read_pickled(traces: Traces, mouth: Connection) -> None:
-    mouth.send(keys_in(traces))
+def read_pickled(traces: Traces, sender: Connection) -> None:
+    sender.send(keys_in(traces))
 
 
-def hold_all(path: Path, limit: int, tell: Callable[[object], None]) -> None:
-    """Hold every record of a store at once, and read all as a loader does, with few descriptors; tell the keys."""
+def hold_all(path: Path, limit: int, report: Callable[[object], None]) -> None:
+    """Keep every record of a store, and read all as a loader does, with few descriptors; report the keys."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     with ms_open(path, open_shards=300) as traces:
         held = list(traces)
     assert all(same(found, plain(*key_of(found))) for found in held)
-    for nowait in (os.RWF_NOWAIT, 1 << 30):  # a flag no kernel knows: as if nothing were cached
+    for nowait in (os.RWF_NOWAIT, 1 << 30):  # an unknown flag: as if nothing were cached
         os.RWF_NOWAIT = nowait  # pyright: ignore
         read = Traces(path, mapped=False, verify="never").fetch(range(len(held)), ["hidden"])["hidden"]
         assert all(same_value(one, found["hidden"]) for one, found in zip(read, held, strict=True))
-    tell([key_of(found) for found in held])
+    report([key_of(found) for found in held])

@@ -42,7 +42,7 @@ def test_every_record_is_found_by_its_id(tmp_path: Path) -> None:
     assert not (path / IDS).exists()
 
 
-def test_an_unknown_id_is_a_key_error_that_names_it(tmp_path: Path) -> None:
+def test_an_unknown_id_is_a_key_error_with_the_id(tmp_path: Path) -> None:
     traces = ms.open(write(tmp_path / "store", keys(0, 2)))
     for key in ("4:2", "", "4:0 ", None, 7):
         with pytest.raises(KeyError, match="question_id") as error:
@@ -50,7 +50,7 @@ def test_an_unknown_id_is_a_key_error_that_names_it(tmp_path: Path) -> None:
         assert repr(key) in str(error.value)
 
 
-def test_the_first_of_several_records_with_one_id_is_found(tmp_path: Path) -> None:
+def test_the_first_of_several_records_with_the_same_id_is_found(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store", shard_records=2) as writer:
         writer.extend({"question_id": key, "n": n} for n, key in enumerate(["a", "b", "a", "b", "c", "a"]))
     traces = ms.open(tmp_path / "store")
@@ -59,7 +59,7 @@ def test_the_first_of_several_records_with_one_id_is_found(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("key", [42, np.int64(42), "42"])
-def test_ids_that_are_numbers_are_found_by_number_and_by_text(key: object, tmp_path: Path) -> None:
+def test_numeric_ids_are_found_by_number_and_by_text(key: object, tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.extend({"question_id": n} for n in (7, 42, -3))
     traces = ms.open(tmp_path / "store")
@@ -68,7 +68,7 @@ def test_ids_that_are_numbers_are_found_by_number_and_by_text(key: object, tmp_p
     assert traces.ids == [7, 42, -3]
 
 
-def test_a_record_without_an_id_is_not_found_under_the_word_none(tmp_path: Path) -> None:
+def test_a_record_without_an_id_is_not_found_as_none(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.extend({"question_id": key} for key in (None, "a", "None"))
     traces = ms.open(tmp_path / "store")
@@ -77,14 +77,14 @@ def test_a_record_without_an_id_is_not_found_under_the_word_none(tmp_path: Path)
         traces.find(None)
 
 
-def test_a_store_whose_ids_are_all_none_finds_nothing(tmp_path: Path) -> None:
+def test_nothing_is_found_if_all_ids_are_none(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.extend({"question_id": None} for _ in range(3))
     with pytest.raises(KeyError, match="'a'"):
         ms.open(tmp_path / "store").by_id("a")
 
 
-def test_a_store_without_ids_says_so(tmp_path: Path) -> None:
+def test_a_store_without_ids_is_a_key_error_with_its_fields(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"name": "a", "n": 1})
     traces = ms.open(tmp_path / "store")
@@ -104,7 +104,7 @@ def test_ids_that_are_none_at_first_are_found_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_a_store_of_many_shards_is_looked_up_through_its_index_alone(compression: Any, tmp_path: Path) -> None:
+def test_a_lookup_with_an_index_reads_only_the_sidecar_of_the_record(compression: Any, tmp_path: Path) -> None:
     path = index(write(tmp_path / "store", keys(0, 7), shard_records=2, compression=compression))
     stored = load_index(path)
     assert stored is not None and {number for number, _ in stored.shards} == {0, 1, 2, 3}
@@ -128,7 +128,7 @@ def test_a_writer_stores_an_index_once_there_are_64_shards(tmp_path: Path) -> No
     assert [ms.open(path).find(n) for n in (0, 62, 63)] == [0, 62, 63]
 
 
-def test_shards_that_the_index_does_not_cover_are_looked_up_too(tmp_path: Path) -> None:
+def test_records_of_shards_that_the_index_does_not_cover_are_found(tmp_path: Path) -> None:
     path = index(write(tmp_path / "store", keys(0, 4), shard_records=2))
     before = (path / IDS).read_bytes()
     index(write(path, keys(4, 5)))
@@ -149,7 +149,7 @@ def test_the_index_grows_with_the_store(tmp_path: Path) -> None:
     assert ms.open(path).find("4:8") == 8
 
 
-def test_the_first_record_with_an_id_wins_in_and_out_of_the_index(tmp_path: Path) -> None:
+def test_the_first_record_with_an_id_is_found_inside_and_outside_the_index(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with ms.TraceWriter(path, shard_records=1) as writer:
         writer.extend({"question_id": key, "n": n} for n, key in enumerate("abab"))
@@ -160,13 +160,13 @@ def test_the_first_record_with_an_id_wins_in_and_out_of_the_index(tmp_path: Path
     assert [traces.find(key) for key in "abc"] == [0, 1, 5]
 
 
-def test_without_its_index_a_store_finds_the_same(tmp_path: Path) -> None:
+def test_lookups_are_the_same_without_the_index(tmp_path: Path) -> None:
     path = index(write(tmp_path / "store", keys(0, 5), shard_records=1))
     (path / IDS).unlink()
     assert [ms.open(path).find(f"4:{number}") for number in range(5)] == list(range(5))
 
 
-def test_an_index_that_belongs_to_other_shards_leads_nowhere_wrong(tmp_path: Path) -> None:
+def test_an_index_of_other_shards_never_finds_a_wrong_record(tmp_path: Path) -> None:
     mine = index(write(tmp_path / "mine", keys(0, 6), shard_records=2))
     other = write(tmp_path / "other", [(5, 0), (4, 5), (4, 3), (4, 1), (5, 1), (5, 2)], shard_records=3)
     (other / IDS).write_bytes((mine / IDS).read_bytes())
@@ -176,7 +176,7 @@ def test_an_index_that_belongs_to_other_shards_leads_nowhere_wrong(tmp_path: Pat
         traces.find("4:0")
 
 
-def test_many_ids_are_all_found_and_no_others(tmp_path: Path) -> None:
+def test_all_of_many_ids_are_found_and_no_others(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     names = [f"q{n}" for n in rng.choice(10**6, 3000, replace=False)]
     with ms.TraceWriter(tmp_path / "store", shard_records=1000) as writer:
@@ -190,7 +190,7 @@ def test_many_ids_are_all_found_and_no_others(tmp_path: Path) -> None:
             traces.find(name)
 
 
-def test_stores_without_ids_keep_no_index(tmp_path: Path) -> None:
+def test_stores_without_ids_have_no_index(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store", shard_records=1) as writer:
         writer.extend({"n": n} for n in range(5))
     assert not (index(tmp_path / "store") / IDS).exists()

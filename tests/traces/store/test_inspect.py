@@ -1,4 +1,4 @@
-"""A store at a glance: exact numbers on tiny stores; and what differs between two."""
+"""Summaries of stores, exact on tiny ones, and comparisons of two."""
 
 import math
 from dataclasses import asdict
@@ -113,7 +113,7 @@ def test_a_type_found_late_is_summarised_over_all_shards(tmp_path: Path) -> None
     assert fields["y"] == FieldSummary("string", nulls=2, count=1, mean=4, min=4, max=4, measure="characters")
 
 
-def test_numbers_that_are_nan_do_not_hide_the_least_and_the_most(tmp_path: Path) -> None:
+def test_nan_is_ignored_in_minimum_and_maximum(tmp_path: Path) -> None:
     scores = [1.0, math.nan, 5.0, 6.0]
     path = store(tmp_path / "store", [{"score": score} for score in scores], shard_records=2)
     field = summarise(path).fields["score"]
@@ -135,14 +135,12 @@ def test_examples_come_from_different_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("examples", "numbers"), [(0, []), (1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (9, [0, 1, 2])])
-def test_there_are_as_many_examples_as_asked_for_and_none_twice(
-    examples: int, numbers: list[int], tmp_path: Path
-) -> None:
+def test_as_many_distinct_examples_as_requested(examples: int, numbers: list[int], tmp_path: Path) -> None:
     path = store(tmp_path / "store", RECORDS)
     assert [one["number"] for one in summarise(path, examples=examples).examples] == numbers
 
 
-def test_fields_called_number_and_shard_do_not_hide_where_an_example_is_from(tmp_path: Path) -> None:
+def test_fields_named_number_and_shard_do_not_hide_the_location_of_an_example(tmp_path: Path) -> None:
     path = store(tmp_path / "store", [{"number": 7, "shard": "mine"}, {"number": 8, "shard": "mine"}])
     text = show_summary(summarise(path))
     assert "record 0 (shard-00000.arrow)" in text and "record 1 (shard-00000.arrow)" in text
@@ -154,7 +152,7 @@ def test_the_summary_of_an_empty_store_is_all_zeros(tmp_path: Path) -> None:
     assert "0 records, 0 shards, 0 B" in show_summary(summary)
 
 
-def test_a_shard_still_being_written_is_counted_and_shown(tmp_path: Path) -> None:
+def test_an_open_shard_is_counted_and_shown(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"a": 1})
         summary = summarise(tmp_path / "store")
@@ -222,7 +220,7 @@ def test_another_dtype_of_the_same_bytes_is_a_difference(compression: Any, tmp_p
     assert compare(a, b) == Comparison(different=1, differing_fields={"x": 1}, first_different=["a"])
 
 
-def test_records_only_on_one_side_are_counted_there(tmp_path: Path) -> None:
+def test_records_of_only_one_store_are_counted(tmp_path: Path) -> None:
     a = store(tmp_path / "a", RECORDS[:2])
     b = store(tmp_path / "b", [*RECORDS[1:], {**RECORDS[0], "question_id": "d"}])
     comparison = compare(a, b)
@@ -236,7 +234,7 @@ def test_records_only_on_one_side_are_counted_there(tmp_path: Path) -> None:
     ]
 
 
-def test_a_field_only_on_one_side_is_a_difference(tmp_path: Path) -> None:
+def test_a_field_of_only_one_store_is_a_difference(tmp_path: Path) -> None:
     a = store(tmp_path / "a", [{"question_id": "a", "x": 1}])
     b = store(tmp_path / "b", [{"question_id": "a", "y": 2}])
     assert compare(a, b) == Comparison(different=1, differing_fields={"x": 1, "y": 1}, first_different=["a"])
@@ -253,7 +251,7 @@ def test_only_the_first_few_differing_ids_are_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["none", "lz4"])
 @pytest.mark.parametrize("value", [math.nan, [1.0, math.nan], {"x": math.nan}, np.full(3, math.nan)], ids=repr)
-def test_a_nan_is_the_same_as_itself(value: object, compression: Any, tmp_path: Path) -> None:
+def test_nan_equals_itself(value: object, compression: Any, tmp_path: Path) -> None:
     a = store(tmp_path / "a", [{"question_id": "a", "score": value}])
     b = store(tmp_path / "b", [{"question_id": "a", "score": value}], compression=compression)
     assert compare(a, b) == Comparison(same=1)

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments and between any two steps: nothing acknowledged is lost, nothing comes twice."""
+"""SIGKILL at random moments and between any two steps: no acknowledged record is lost or duplicated."""
 
 import os
 import random
@@ -62,21 +62,21 @@ def test_a_writer_killed_at_a_random_moment_loses_at_most_the_record_in_progress
     kept = 0  # records 0 .. kept - 1 were acknowledged
     for _ in range(KILLS):
         child = Child(append_forever, path, seed, options)
-        opened = child.hear()
+        opened = child.receive()
         assert opened in (kept, kept + 1)
         kept = opened
         for _ in range(rng.randrange(8)):
-            kept = child.hear() or kept
-        time.sleep(rng.random() * 0.02)  # only picks the moment; what must hold holds at any
+            kept = child.receive() or kept
+        time.sleep(rng.random() * 0.02)  # only chooses the moment; any moment must pass
         child.kill()
-        for told in child.rest():
-            kept = told
+        for reported in child.rest():
+            kept = reported
         assert child.join() < 0
 
         sealed = read_keys(path)  # readers need no recovery
         assert sealed == [(seed, number) for number in range(len(sealed))]
         assert len(sealed) <= kept + 1
-        if rng.random() < 0.5:  # else the next child recovers, with nobody looking
+        if rng.random() < 0.5:  # else the next child recovers
             with TraceWriter(path) as writer:
                 assert len(writer) in (kept, kept + 1)
                 kept = len(writer)
@@ -100,10 +100,10 @@ def test_a_writer_killed_while_it_opens_loses_nothing(tmp_path: Path) -> None:
         child = Child(append_forever, path, 6, {})
         time.sleep(rng.random() * 0.06)
         child.kill()
-        told = list(child.rest())
+        reported = list(child.rest())
         child.join()
-        assert not told or told[0] >= len(keys)
-        extra = [(6, len(keys) + i) for i in range(max(0, (told or [0])[-1] - len(keys)))]
+        assert not reported or reported[0] >= len(keys)
+        extra = [(6, len(keys) + i) for i in range(max(0, (reported or [0])[-1] - len(keys)))]
         with TraceWriter(path) as writer:
             assert len(writer) - len(keys) - len(extra) in (0, 1)
         found = read_keys(path)
@@ -119,13 +119,13 @@ NEW = [(2, number) for number in range(3)]
 KEYS = [(1, number) for number in range(6)]
 
 
-def check_writer(path: Path, old: list[Key], told: list[int]) -> None:
-    """What an interrupted writer left reads, recovers and goes on."""
-    acknowledged = len(old) + (told[-1] if told else 0)
+def check_writer(path: Path, old: list[Key], reported: list[int]) -> None:
+    """What an interrupted writer left is readable, recovered and can be appended to."""
+    acknowledged = len(old) + (reported[-1] if reported else 0)
     try:
         sealed = read_keys(path, plain)
     except NotAStore:
-        assert not old and not told
+        assert not old and not reported
     else:
         assert sealed == [*old, *NEW][: len(sealed)] and len(sealed) >= len(old)
     with TraceWriter(path) as writer:
@@ -137,19 +137,19 @@ def check_writer(path: Path, old: list[Key], told: list[int]) -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_death_between_any_two_steps_of_sealing_loses_nothing_and_doubles_nothing(
+def test_death_between_any_two_steps_of_sealing_neither_loses_nor_duplicates_records(
     compression: str, tmp_path: Path
 ) -> None:
     template = write(tmp_path / "template", OLD, plain, compression=compression)
-    for path, told, how in die_everywhere(template, tmp_path, append_some, NEW, {"shard_records": 2}):
+    for path, reported, how in die_everywhere(template, tmp_path, append_some, NEW, {"shard_records": 2}):
         with noted(how):
-            check_writer(path, OLD, told)
+            check_writer(path, OLD, reported)
 
 
 def test_death_between_any_two_steps_of_a_new_store_loses_nothing(tmp_path: Path) -> None:
-    for path, told, how in die_everywhere(None, tmp_path, append_some, NEW[:1], {}):
+    for path, reported, how in die_everywhere(None, tmp_path, append_some, NEW[:1], {}):
         with noted(how):
-            check_writer(path, [], told)
+            check_writer(path, [], reported)
 
 
 def test_death_between_any_two_steps_of_a_recovery_loses_nothing(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_death_between_any_two_steps_of_a_recovery_with_damage_keeps_the_good_re
 
 
 def damage(path: Path, where: str) -> list[Key]:
-    """Damage shard 1 of a store; the keys of its records that are gone."""
+    """Damage shard 1 of a store; the keys of the damaged records."""
     shard, offset = place_of(path, 4, "hidden")
     seal = read_shard_seal(shard)
     assert seal is not None
@@ -207,7 +207,7 @@ def test_death_between_any_two_steps_of_a_repair_keeps_the_good_records(where: s
             readable = readable_keys(path)
             assert {*KEYS[:3]} <= {*readable}
             if not damages(path):
-                assert readable == good, "verify finds nothing, but not all reads"
+                assert readable == good, "verify finds no damage, but not all records are readable"
             repair(path)
             assert read_keys(path, plain) == good
             assert damages(path) == []
@@ -215,7 +215,7 @@ def test_death_between_any_two_steps_of_a_repair_keeps_the_good_records(where: s
 
 
 def readable_keys(path: Path) -> list[Key]:
-    """The keys of the records that read; the others are refused, not given wrong."""
+    """The keys of the readable records; the others raise and never give wrong data."""
     traces = ms_open(path)
     keys: list[Key] = []
     for number in range(len(traces)):
@@ -228,7 +228,7 @@ def readable_keys(path: Path) -> list[Key]:
     return keys
 
 
-def test_a_writer_goes_on_after_an_interrupted_repair(tmp_path: Path) -> None:
+def test_a_writer_can_append_after_an_interrupted_repair(tmp_path: Path) -> None:
     template = write(tmp_path / "template", KEYS, plain, shard_records=3)
     damage(template, "tensor")
     for path, _, how in die_everywhere(template, tmp_path, repair_store):
@@ -242,7 +242,7 @@ def test_a_writer_goes_on_after_an_interrupted_repair(tmp_path: Path) -> None:
 
 
 def check_output(path: Path, again: Callable[[Path], object], expected: list[Key]) -> None:
-    """An interrupted job left either nothing at its output or all of it, and can be run again."""
+    """An interrupted job left no output or all of it, and can be run again."""
     if not path.exists():
         again(path)
     assert read_keys(path, plain) == expected

@@ -1,4 +1,4 @@
-"""Merging and subsetting: records are copied as they stand, to the bit, and no tensor is ever decoded."""
+"""Merging and subsetting: records are copied bit for bit, and no tensor is ever decoded."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import pytest
 
 import millstream as ms
 from millstream.errors import SchemaMismatch, StoreError, StoreExists
-from millstream.traces.store import format as slices
+from millstream.traces.store import format as layout
 from millstream.traces.store.manifest import shard_name, sidecar_name
 from millstream.traces.store.repair import verify
 from millstream.traces.store.rewrite import Written, find_ids, merge, select_where, subset_records, subset_shards
@@ -24,7 +24,7 @@ def keys(first: int, end: int, seed: int = 7) -> list[tuple[int, int]]:
 
 
 def numbers_of(path: Path) -> list[int]:
-    """Which records a store holds, each compared with what was written; and the store verifies."""
+    """The numbers of the records in a store, each compared with what was written; the store is verified."""
     assert list(verify(path)) == []
     return [number for _, number in keys_in(ms.open(path))]
 
@@ -37,7 +37,7 @@ def store(path: Path, records: Sequence[dict[str, object]], **options: Any) -> P
 
 @pytest.fixture(scope="module", params=["none", "zstd"])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten records in shards of three; nobody writes to it."""
+    """Ten records in shards of three; never modified."""
     path = tmp_path_factory.mktemp("source") / "store"
     return write(path, keys(0, 10), shard_records=3, compression=request.param, config={"model": "gpt2"})
 
@@ -50,8 +50,8 @@ def test_a_merged_store_has_all_records_in_order_as_copies_of_the_shard_files(co
     a = write(tmp_path / "a", keys(0, 5), shard_records=2, compression=compression, config={"seed": 1})
     b = write(tmp_path / "b", keys(5, 7), compression=compression, config={"seed": 1})
     before = files_of(a), files_of(b)
-    told: list[tuple[int, str]] = []
-    written = merge([a, b], tmp_path / "out", progress=lambda done, note: told.append((done, note)))
+    reported: list[tuple[int, str]] = []
+    written = merge([a, b], tmp_path / "out", progress=lambda done, note: reported.append((done, note)))
     out = ms.open(tmp_path / "out")
     assert written == Written(tmp_path / "out", 7, out.num_bytes)
     assert numbers_of(tmp_path / "out") == list(range(7))
@@ -60,12 +60,12 @@ def test_a_merged_store_has_all_records_in_order_as_copies_of_the_shard_files(co
     assert out.shards[3].seconds == ms.open(b).shards[0].seconds
     for name in (shard_name, sidecar_name):
         assert (tmp_path / "out" / name(3)).read_bytes() == (b / name(0)).read_bytes()
-    assert told[-1] == (out.num_bytes, f"b/{shard_name(0)}") and len(told) == 4
+    assert reported[-1] == (out.num_bytes, f"b/{shard_name(0)}") and len(reported) == 4
     assert (files_of(a), files_of(b)) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "out"]
 
 
-def test_the_tokenizer_goes_along_where_all_stores_have_the_same(tmp_path: Path) -> None:
+def test_the_tokenizer_is_copied_if_all_stores_have_the_same(tmp_path: Path) -> None:
     a, b, c = (write(tmp_path / name, keys(0, 2)) for name in "abc")
     for path, text in ((a, "one"), (b, "one"), (c, "other")):
         (path / "tokenizer.json").write_text(text)
@@ -78,7 +78,7 @@ def test_the_tokenizer_goes_along_where_all_stores_have_the_same(tmp_path: Path)
     assert not (tmp_path / "mixed" / "tokenizer.json").exists()
 
 
-def test_a_merged_store_can_be_continued(tmp_path: Path) -> None:
+def test_a_merged_store_can_be_appended_to(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", keys(0, 2)), write(tmp_path / "b", keys(2, 3))
     merge([a, b], tmp_path / "out")
     write(tmp_path / "out", keys(3, 5))
@@ -123,7 +123,7 @@ def test_a_merged_store_without_its_manifest_still_knows_the_types_of_all_its_sh
     assert traces.fetch([0, 1])["x"][0].tolist() == [1, 1, 1]
 
 
-def test_stores_of_no_records_add_nothing(tmp_path: Path) -> None:
+def test_empty_stores_add_nothing(tmp_path: Path) -> None:
     a, empty = write(tmp_path / "a", keys(0, 2)), store(tmp_path / "empty", [])
     merge([empty, a, empty], tmp_path / "out")
     assert numbers_of(tmp_path / "out") == [0, 1]
@@ -134,14 +134,16 @@ def test_stores_of_no_records_add_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"question_id": "b", "x": np.ones(2, np.float32), "extra": 1}, r"field 'extra': only in .*b; stores to merge"),
-        ({"question_id": "b"}, r"field 'x': only in .*a; stores to merge"),
-        ({"question_id": 5, "x": np.ones(2, np.float32)}, r"field 'question_id': .*a has string, .*b has int64"),
+        ({"question_id": "b", "x": np.ones(2, np.float32), "extra": 1}, r"'extra'.*b"),
+        ({"question_id": "b"}, r"'x'.*a"),
+        ({"question_id": 5, "x": np.ones(2, np.float32)}, r"'question_id'.*a.* string.*b.* int64"),
         ({"question_id": "b", "x": np.ones(2)}, r"field 'x': .*a has float32\[axis0\], .*b has float64\[axis0\]"),
         ({"question_id": "b", "x": "text"}, r"field 'x': .*a has float32\[axis0\], .*b has string"),
     ],
 )
-def test_stores_of_other_fields_are_refused_by_name(other: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_stores_with_different_fields_are_rejected_by_name(
+    other: dict[str, object], message: str, tmp_path: Path
+) -> None:
     a = store(tmp_path / "a", [{"question_id": "a", "x": np.ones(2, np.float32)}])
     b = store(tmp_path / "b", [other])
     with pytest.raises(SchemaMismatch, match=message):
@@ -149,7 +151,7 @@ def test_stores_of_other_fields_are_refused_by_name(other: dict[str, object], me
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_stores_of_different_compression_merge_and_subset(tmp_path: Path) -> None:
+def test_stores_of_different_compression_can_be_merged_and_subsetted(tmp_path: Path) -> None:
     parts = [
         write(tmp_path / compression, keys(2 * n, 2 * n + 2), compression=compression)
         for n, compression in enumerate(COMPRESSIONS)
@@ -163,7 +165,7 @@ def test_stores_of_different_compression_merge_and_subset(tmp_path: Path) -> Non
 # -- the output
 
 
-def test_an_output_that_holds_something_is_refused_and_left_alone(source: Path, tmp_path: Path) -> None:
+def test_an_output_that_is_not_empty_is_rejected_and_unchanged(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -179,7 +181,7 @@ def test_an_output_that_holds_something_is_refused_and_left_alone(source: Path, 
     assert files_of(tmp_path) == {"out/mine": b"mine", "file": b"mine"}
 
 
-def test_an_empty_folder_will_do_and_parents_are_made(source: Path, tmp_path: Path) -> None:
+def test_the_output_may_be_an_empty_folder_and_parents_are_created(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     subset_shards(source, tmp_path / "out", [1])
     subset_shards(source, tmp_path / "a" / "b" / "out", [1])
@@ -199,21 +201,21 @@ def test_some_shards_are_copied_in_the_order_given(source: Path, tmp_path: Path)
     assert out.config == {"model": "gpt2"} and out.fields == ms.open(source).fields
 
 
-def test_a_shard_that_is_not_there_is_named_with_those_that_are(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no shard 7; it has shards 0 to 3"):
+def test_a_missing_shard_is_named_with_the_range_of_shards(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"shard 7.* 0 to 3"):
         subset_shards(source, tmp_path / "out", [0, 7])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_some_records_are_copied_to_the_bit_in_the_order_given(source: Path, tmp_path: Path) -> None:
+def test_some_records_are_copied_bit_for_bit_in_the_order_given(source: Path, tmp_path: Path) -> None:
     traces = ms.open(source)
-    told: list[int] = []
+    reported: list[int] = []
     wanted = [8, 0, 3, 4, 1]
-    written = subset_records(traces, tmp_path / "out", wanted, progress=lambda done, note: told.append(done))
+    written = subset_records(traces, tmp_path / "out", wanted, progress=lambda done, note: reported.append(done))
     out = ms.open(tmp_path / "out")
     assert numbers_of(tmp_path / "out") == wanted
     assert written == Written(tmp_path / "out", 5, out.num_bytes)
-    assert told == [1, 2, 3, 4, 5]
+    assert reported == [1, 2, 3, 4, 5]
     assert (out.config, out.compression, out.fields) == (traces.config, traces.compression, traces.fields)
     for position, number in enumerate(wanted):
         assert message(tmp_path / "out", position) == message(source, number)
@@ -227,7 +229,7 @@ def message(path: Path, number: int) -> bytes:
     return data[row.offset : row.offset + row.num_bytes]
 
 
-def test_the_shards_of_a_subset_roll_by_bytes(source: Path, tmp_path: Path) -> None:
+def test_the_shards_of_a_subset_are_limited_in_bytes(source: Path, tmp_path: Path) -> None:
     subset_records(ms.open(source), tmp_path / "out", range(10), shard_bytes=30_000)
     shards = ms.open(tmp_path / "out").shards
     assert len(shards) > 1
@@ -247,7 +249,7 @@ def test_a_subset_of_records_with_late_types_keeps_them(tmp_path: Path) -> None:
     assert ms.open(tmp_path / "first").fields == ms.open(path).fields
 
 
-def test_a_record_may_be_taken_twice_and_none_may_be_taken(source: Path, tmp_path: Path) -> None:
+def test_a_subset_may_repeat_a_record_or_be_empty(source: Path, tmp_path: Path) -> None:
     subset_records(ms.open(source), tmp_path / "twice", [4, 4])
     assert numbers_of(tmp_path / "twice") == [4, 4]
     subset_records(ms.open(source), tmp_path / "none", [])
@@ -265,7 +267,7 @@ def test_merge_and_subset_never_decode_a_tensor(
         raise RuntimeError("a tensor was decoded")
 
     with monkeypatch.context() as patch:
-        patch.setattr(slices, "_codec", refuse)
+        patch.setattr(layout, "_codec", refuse)
         with pytest.raises(RuntimeError, match="a tensor was decoded"):
             ms.open(path)[0]
         merge([path, path], tmp_path / "merged")
@@ -280,13 +282,13 @@ def test_merge_and_subset_never_decode_a_tensor(
 # -- by ids
 
 
-def test_ids_are_read_one_a_line_or_as_json_lines(source: Path, tmp_path: Path) -> None:
+def test_ids_are_read_from_plain_lines_and_json_lines(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "ids"
     file.write_text('7:8\n\n  7:0 \n{"question_id": "7:3", "why": "so"}\n{"question_id": "7:8"}\n', encoding="utf-8")
     assert find_ids(ms.open(source), file) == [8, 0, 3, 8]
 
 
-def test_ids_that_are_numbers_are_read_from_both(tmp_path: Path) -> None:
+def test_numeric_ids_are_read_from_plain_lines_and_json_lines(tmp_path: Path) -> None:
     path = store(tmp_path / "store", [{"question_id": n} for n in (10, 20, 30)])
     (tmp_path / "ids").write_text('30\n{"question_id": 10}\n{"question_id": "20"}\n')
     assert find_ids(ms.open(path), tmp_path / "ids") == [2, 0, 1]
@@ -294,13 +296,13 @@ def test_ids_that_are_numbers_are_read_from_both(tmp_path: Path) -> None:
 
 def test_ids_that_are_not_in_the_store_are_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / "ids").write_text('7:1\nnobody\n{"question_id": "noone"}\n')
-    with pytest.raises(StoreError, match=r"2 of its ids are not in .*store \(nobody, noone\)") as error:
+    with pytest.raises(StoreError, match=r"\bnobody, noone\b") as error:
         find_ids(ms.open(source), tmp_path / "ids")
     assert str(tmp_path / "ids") in str(error.value)
 
 
 @pytest.mark.parametrize("line", ['{"id": "a"}', '{"question_id": ', "{a}"])
-def test_a_line_that_is_neither_is_refused_with_its_file(line: str, tmp_path: Path) -> None:
+def test_a_line_that_is_neither_is_rejected_with_its_file(line: str, tmp_path: Path) -> None:
     path = store(tmp_path / "store", [{"question_id": "a"}])
     (tmp_path / "ids").write_text(f"a\n{line}\n")
     with pytest.raises(StoreError) as error:
@@ -355,10 +357,8 @@ def test_records_are_selected_by_an_sql_condition(where: str, numbers: list[int]
 
 
 @pytest.mark.parametrize("where", ["", "scoer > 1", "score >", "score > 1)", "nosuchfunction(text)", "number = ?", "x"])
-def test_a_condition_that_does_not_work_is_refused_with_the_columns_there_are(where: str, texts: Path) -> None:
-    with pytest.raises(
-        StoreError, match="The columns are number, question_id, text, score, n, ok, tags, more"
-    ) as error:
+def test_an_invalid_condition_is_rejected_with_the_known_columns(where: str, texts: Path) -> None:
+    with pytest.raises(StoreError, match="number, question_id, text, score, n, ok, tags, more") as error:
         select_where(ms.open(texts), where)
     assert f"--where {where!r}: " in str(error.value)
 
@@ -376,7 +376,7 @@ def test_a_condition_that_does_not_work_is_refused_with_the_columns_there_are(wh
         "readfile('{file}') IS NULL",
     ],
 )
-def test_a_condition_can_neither_change_nor_attach_nor_add_anything(where: str, texts: Path, tmp_path: Path) -> None:
+def test_a_condition_cannot_write_attach_or_add_anything(where: str, texts: Path, tmp_path: Path) -> None:
     before = files_of(texts)
     with pytest.raises(StoreError, match="--where"):
         select_where(ms.open(texts), where.format(file=tmp_path / "file"))
@@ -385,25 +385,25 @@ def test_a_condition_can_neither_change_nor_attach_nor_add_anything(where: str, 
 
 
 @pytest.mark.parametrize("name", ['odd "name"', "a b", "rowid", "select", "traces", "größe", "it's", "a.b"])
-def test_a_field_of_any_name_can_be_selected_by(name: str, tmp_path: Path) -> None:
+def test_a_field_of_any_name_can_be_used_in_a_condition(name: str, tmp_path: Path) -> None:
     path = store(tmp_path / "store", [{name: 1}, {name: 2}])
     quoted = name.replace('"', '""')
     assert select_where(ms.open(path), f'"{quoted}" = 2') == [1]
 
 
 @pytest.mark.parametrize("one", [{"number": 7, "text": "x"}, {"Text": 1, "text": "x"}], ids=["number", "Text and text"])
-def test_fields_that_sql_cannot_tell_apart_are_an_error_of_ours(one: dict[str, object], tmp_path: Path) -> None:
+def test_fields_that_sql_cannot_distinguish_are_a_store_error(one: dict[str, object], tmp_path: Path) -> None:
     path = store(tmp_path / "store", [one])
     with pytest.raises(StoreError, match=r"number|text"):
         select_where(ms.open(path), "1")
 
 
-def test_numbers_beyond_those_of_sql_do_not_stop_a_selection(tmp_path: Path) -> None:
+def test_integers_too_large_for_sql_do_not_prevent_a_selection(tmp_path: Path) -> None:
     path = store(tmp_path / "store", [{"hash": n} for n in (1, 2**64 - 1)], schema={"hash": "uint64"})
     assert select_where(ms.open(path), "number = 1") == [1]
 
 
-def test_a_selection_becomes_a_store(source: Path, tmp_path: Path) -> None:
+def test_a_selection_can_be_written_as_a_store(source: Path, tmp_path: Path) -> None:
     traces = ms.open(source)
     numbers = select_where(traces, "answer IS NOT NULL AND json_array_length(tags) = 2")
     assert numbers == [n for n in range(10) if record(7, n)["answer"] is not None and len(record(7, n)["tags"]) == 2]

@@ -120,7 +120,7 @@ def record_lists(draw: st.DrawFn) -> list[dict[str, Pair]]:
 
 
 def exact(value: object) -> object:
-    """Something that is equal only for values of the same type, dtype, shape and bits."""
+    """A value that is equal only for the same type, dtype, shape and bits."""
     if isinstance(value, torch.Tensor):
         return "torch", str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, np.ndarray):
@@ -135,7 +135,7 @@ def exact(value: object) -> object:
 
 
 def exact_column(column: Any, expected: list[object]) -> list[object]:
-    """A fetched column as what its records hold; checks that what could be stacked is."""
+    """The values of a fetched column; checks that tensors of equal shape are stacked."""
     if any(isinstance(value, np.ndarray | torch.Tensor) for value in expected):
         shapes = {tuple(value.shape) if value is not None else None for value in expected}
         assert isinstance(column, list) == (len(shapes) > 1)
@@ -143,7 +143,7 @@ def exact_column(column: Any, expected: list[object]) -> list[object]:
     return [exact(value) for value in (column.tolist() if isinstance(column, np.ndarray) else column)]
 
 
-# To shrink a failure takes minutes: take `phases` out to wait for it.
+# Shrinking a failure takes minutes: remove `phases` to wait for it.
 ONCE = settings(
     max_examples=num_examples(35),
     deadline=None,
@@ -173,7 +173,7 @@ def test_any_record_comes_back_exactly(compression: Any, pairs: list[dict[str, P
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_names_that_are_the_beginnings_of_other_names_are_not_mixed_up(compression: Any, tmp_path: Path) -> None:
+def test_names_that_are_prefixes_of_other_names_are_kept_apart(compression: Any, tmp_path: Path) -> None:
     one = {
         "hidden.mean": 0.5,
         "hidden": np.arange(6.0),
@@ -200,7 +200,7 @@ def test_one_array_in_several_fields_is_stored_for_each(tmp_path: Path) -> None:
     assert same(found, {"a": array, "b": array, "first": array[:1], "text": "x", "flat": array.reshape(-1)})
 
 
-def test_numpy_scalars_and_tuples_come_back_as_the_python_values_they_are(tmp_path: Path) -> None:
+def test_numpy_scalars_and_tuples_come_back_as_python_values(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"a": np.float32(0.5), "b": np.int8(-3), "c": np.bool_(True), "d": (1, 2), "e": [np.uint8(7)]})
     assert exact(ms.open(tmp_path / "store")[0]) == exact({"a": 0.5, "b": -3, "c": True, "d": [1, 2], "e": [7]})
@@ -246,7 +246,7 @@ def test_a_field_that_is_none_at_first_gets_its_type_from_its_first_value(compre
     assert traces.table.to_pylist() == [{k: v for k, v in one.items() if k != "hidden"} for one in records]
 
 
-def test_a_type_found_late_still_holds_when_the_store_is_continued(tmp_path: Path) -> None:
+def test_a_type_found_late_still_applies_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "store"
     for hidden in (None, np.ones(3, np.float32), None):
         with ms.TraceWriter(path) as writer:
@@ -286,7 +286,7 @@ def check_batch(batch: pa.RecordBatch, number: int, compressed: bool) -> None:
             assert row[name]["data"] == value.tobytes()
 
 
-def test_pyarrow_opens_a_shard_as_an_arrow_file_of_one_batch_a_record(store: Path) -> None:
+def test_pyarrow_opens_a_shard_as_an_arrow_file_with_one_batch_per_record(store: Path) -> None:
     with pa.memory_map(str(store / shard_name(0))) as source:
         file = pyarrow.ipc.open_file(source)
         assert file.num_record_batches == 5
@@ -305,7 +305,7 @@ def test_pyarrow_reads_the_shard_as_a_stream_from_byte_eight(store: Path) -> Non
         check_batch(batch, number, compressed=ms.open(store).compression != "none")
 
 
-def test_the_shard_names_dtype_and_axes_of_its_tensors(store: Path) -> None:
+def test_a_shard_has_dtype_and_axes_of_its_tensors_as_metadata(store: Path) -> None:
     schema = pyarrow.ipc.open_file(store / shard_name(0)).schema
     assert schema.field("hidden").metadata == {
         b"millstream.dtype": b"float16",
@@ -328,7 +328,7 @@ def test_parquet_readers_find_scalars_shapes_and_checksums_in_the_sidecar(store:
     assert table.schema.field("hidden").metadata[b"millstream.dtype"] == b"float16"
 
 
-def test_the_sidecar_says_where_in_the_shard_a_tensor_lies(tmp_path: Path) -> None:
+def test_the_sidecar_has_the_offset_of_every_tensor(tmp_path: Path) -> None:
     path = write(tmp_path / "store", [(3, 0), (3, 1)])
     data = (path / shard_name(0)).read_bytes()
     for number, row in enumerate(pq.read_table(path / sidecar_name(0)).to_pylist()):

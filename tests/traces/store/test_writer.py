@@ -1,4 +1,4 @@
-"""Writing: shards roll, a store is continued, what does not fit is refused by name, and memory is one record."""
+"""Writing: shards are sealed, stores are resumed, wrong types are rejected by name, and memory is one record."""
 
 import os
 import tracemalloc
@@ -20,7 +20,7 @@ def keys(first: int, end: int) -> list[tuple[int, int]]:
 
 
 def check(path: Path, count: int) -> None:
-    """The store holds exactly the records `keys(0, count)`, in order."""
+    """The store has exactly the records `keys(0, count)`, in order."""
     traces = ms.open(path)
     assert len(traces) == count
     for number, found in enumerate(traces):
@@ -30,13 +30,13 @@ def check(path: Path, count: int) -> None:
 # -- shards
 
 
-def test_shards_roll_by_records(tmp_path: Path) -> None:
+def test_a_shard_is_sealed_after_shard_records(tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 7), shard_records=3)
     assert [(shard.number, shard.records) for shard in ms.open(path).shards] == [(0, 3), (1, 3), (2, 1)]
     check(path, 7)
 
 
-def test_shards_roll_when_they_have_reached_their_bytes(tmp_path: Path) -> None:
+def test_a_shard_is_sealed_once_it_reaches_shard_bytes(tmp_path: Path) -> None:
     one = {"data": np.zeros(10_000, np.uint8)}
     with ms.TraceWriter(tmp_path / "store", shard_bytes="25kB") as writer:
         writer.extend([one] * 8)
@@ -45,21 +45,21 @@ def test_shards_roll_when_they_have_reached_their_bytes(tmp_path: Path) -> None:
     assert all(25_000 <= shard.bytes < 36_000 for shard in shards[:-1])
 
 
-def test_whichever_limit_is_reached_first_ends_the_shard(tmp_path: Path) -> None:
+def test_the_first_limit_reached_seals_the_shard(tmp_path: Path) -> None:
     sizes = [30_000, 10, 10, 10, 10, 30_000]
     with ms.TraceWriter(tmp_path / "store", shard_bytes=25_000, shard_records=2) as writer:
         writer.extend({"data": np.zeros(size, np.uint8)} for size in sizes)
     assert [shard.records for shard in ms.open(tmp_path / "store").shards] == [1, 2, 2, 1]
 
 
-def test_a_full_shard_is_there_for_readers_at_once(tmp_path: Path) -> None:
+def test_readers_see_a_full_shard_immediately(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store", shard_records=2) as writer:
         for number in range(5):
             writer.append(record(1, number))
             assert len(ms.open(tmp_path / "store")) == (number + 1) // 2 * 2
 
 
-def test_seal_shows_readers_what_was_appended_and_writing_goes_on(tmp_path: Path) -> None:
+def test_seal_makes_appended_records_visible_and_writing_continues(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with ms.TraceWriter(path) as writer:
         writer.append(record(1, 0))
@@ -72,7 +72,7 @@ def test_seal_shows_readers_what_was_appended_and_writing_goes_on(tmp_path: Path
     assert [shard.records for shard in ms.open(path).shards] == [1, 1]
 
 
-def test_an_open_shard_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_an_open_shard_has_a_different_file_name(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with ms.TraceWriter(path) as writer:
         writer.append(record(1, 0))
@@ -80,11 +80,13 @@ def test_an_open_shard_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", shard_name(0), sidecar_name(0)]
 
 
-# -- continuing
+# -- resuming
 
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
-def test_continuing_a_store_rewrites_nothing_sealed_and_goes_on_numbering(compression: Any, tmp_path: Path) -> None:
+def test_appending_to_a_store_rewrites_no_sealed_shard_and_continues_the_numbering(
+    compression: Any, tmp_path: Path
+) -> None:
     path = write(tmp_path / "store", keys(0, 5), shard_records=2, compression=compression)
 
     def sealed() -> dict[str, tuple[object, ...]]:
@@ -104,14 +106,14 @@ def test_continuing_a_store_rewrites_nothing_sealed_and_goes_on_numbering(compre
     check(path, 8)
 
 
-def test_opening_and_closing_a_store_leaves_its_shards_alone(tmp_path: Path) -> None:
+def test_opening_and_closing_a_store_changes_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 3))
     before = files_of(path)
     ms.TraceWriter(path).close()
     assert files_of(path) == before
 
 
-def test_a_store_of_no_records_opens_and_is_continued(tmp_path: Path) -> None:
+def test_an_empty_store_opens_and_can_be_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "store"
     ms.TraceWriter(path, config={"seed": 1}).close()
     assert len(ms.open(path)) == 0 and ms.open(path).fields == {} and ms.open(path).config == {"seed": 1}
@@ -121,7 +123,7 @@ def test_a_store_of_no_records_opens_and_is_continued(tmp_path: Path) -> None:
     check(path, 1)
 
 
-def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
+def test_a_different_configuration_is_rejected_with_the_difference(tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 1), config={"model": "gpt2", "seed": 1})
     before = files_of(path)
     with pytest.raises(ConfigMismatch) as error:
@@ -132,7 +134,7 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("config", [{"model": "gpt2", "layers": [0, 6]}, {"layers": [0, 6], "model": "gpt2"}, None])
-def test_the_same_configuration_or_none_continues_the_store(config: dict[str, object] | None, tmp_path: Path) -> None:
+def test_the_same_configuration_or_none_resumes_the_store(config: dict[str, object] | None, tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 1), config={"model": "gpt2", "layers": [0, 6]})
     with ms.TraceWriter(path, config=config) as writer:
         assert writer.config == {"model": "gpt2", "layers": [0, 6]}
@@ -140,15 +142,15 @@ def test_the_same_configuration_or_none_continues_the_store(config: dict[str, ob
     assert ms.open(path).config == {"model": "gpt2", "layers": [0, 6]}
 
 
-def test_a_configuration_with_a_tuple_in_it_is_the_same_when_given_again(tmp_path: Path) -> None:
+def test_a_configuration_with_a_tuple_matches_itself(tmp_path: Path) -> None:
     for number in range(2):
         write(tmp_path / "store", keys(number, number + 1), config={"layers": (0, 6)})
     check(tmp_path / "store", 2)
 
 
-def test_another_compression_is_refused_and_none_given_keeps_the_stores_own(tmp_path: Path) -> None:
+def test_a_different_compression_is_rejected_and_the_default_is_that_of_the_store(tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 1), compression="lz4")
-    with pytest.raises(ConfigMismatch, match="its compression is 'lz4', not 'zstd'"):
+    with pytest.raises(ConfigMismatch, match=r"'lz4'.*'zstd'"):
         ms.TraceWriter(path, compression="zstd")
     write(path, keys(1, 2), compression="lz4")
     write(path, keys(2, 3))
@@ -156,16 +158,16 @@ def test_another_compression_is_refused_and_none_given_keeps_the_stores_own(tmp_
     check(path, 3)
 
 
-def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_rejected_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(StoreExists, match=r"notes\.txt"):
         ms.TraceWriter(tmp_path)
     assert files_of(tmp_path) == {"notes.txt": b"mine"}
 
 
-def test_a_schema_that_contradicts_the_store_is_refused(tmp_path: Path) -> None:
+def test_a_schema_that_contradicts_the_store_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 1))
-    with pytest.raises(SchemaMismatch, match=r"field 'hidden': float16\[block, token, dim\]"):
+    with pytest.raises(SchemaMismatch, match=r"'hidden': float16\[block, token, dim\]"):
         ms.TraceWriter(path, schema={"hidden": "float16[block, token, dim]"})
     with pytest.raises(SchemaMismatch, match="field 'other'"):
         ms.TraceWriter(path, schema={"other": "string"})
@@ -176,15 +178,15 @@ def test_a_schema_that_contradicts_the_store_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"durability": "maybe"}, "durability must be 'process' or 'power', got 'maybe'"),
-        ({"compression": "gzip"}, "compression must be 'none', 'lz4' or 'zstd', got 'gzip'"),
-        ({"shard_records": 0}, "shard_records must be at least 1, got 0"),
-        ({"shard_bytes": 0}, "must be positive, got 0"),
-        ({"shard_bytes": "much"}, "'much' is not a size in bytes"),
-        ({"schema": {"x": "strin"}}, "field 'x': 'strin' is not a type"),
+        ({"durability": "maybe"}, "durability.*'maybe'"),
+        ({"compression": "gzip"}, "compression.*'gzip'"),
+        ({"shard_records": 0}, "shard_records.* 0"),
+        ({"shard_bytes": 0}, " 0"),
+        ({"shard_bytes": "much"}, "'much'"),
+        ({"schema": {"x": "strin"}}, "'x': 'strin'"),
     ],
 )
-def test_a_bad_option_is_refused_before_anything_is_made(options: Any, message: str, tmp_path: Path) -> None:
+def test_a_bad_option_is_rejected_before_anything_is_created(options: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, SchemaMismatch), match=message):
         ms.TraceWriter(tmp_path / "store", **options)
     assert not (tmp_path / "store").exists()
@@ -193,7 +195,7 @@ def test_a_bad_option_is_refused_before_anything_is_made(options: Any, message: 
 # -- the writer's own view
 
 
-def test_len_counts_what_was_there_what_is_sealed_and_what_is_open(tmp_path: Path) -> None:
+def test_len_counts_existing_sealed_and_open_records(tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 3))
     with ms.TraceWriter(path, shard_records=2) as writer:
         assert len(writer) == 3
@@ -204,7 +206,7 @@ def test_len_counts_what_was_there_what_is_sealed_and_what_is_open(tmp_path: Pat
     assert repr(writer) == f"TraceWriter({str(path)!r}: 6 records)"
 
 
-def test_done_ids_are_those_of_the_store_and_of_this_writer(tmp_path: Path) -> None:
+def test_done_ids_include_those_of_the_store_and_of_this_writer(tmp_path: Path) -> None:
     path = write(tmp_path / "store", keys(0, 3), shard_records=2)
     with ms.TraceWriter(path, shard_records=2) as writer:
         writer.append(record(1, 3))
@@ -249,19 +251,19 @@ def test_fields_may_come_in_another_order(tmp_path: Path) -> None:
 # -- closing
 
 
-def test_a_writer_can_be_closed_twice_and_then_takes_no_more(tmp_path: Path) -> None:
+def test_a_writer_can_be_closed_twice_and_then_rejects_records(tmp_path: Path) -> None:
     writer = ms.TraceWriter(tmp_path / "store")
     writer.append(record(1, 0))
     writer.close()
     writer.close()
     before = files_of(tmp_path)
-    with pytest.raises(ValueError, match=r"store: this writer is closed"):
+    with pytest.raises(ValueError, match="closed"):
         writer.append(record(1, 1))
     assert files_of(tmp_path) == before
     check(tmp_path / "store", 1)
 
 
-def test_an_exception_in_the_with_block_flies_and_what_was_appended_is_sealed(tmp_path: Path) -> None:
+def test_an_exception_in_the_with_block_propagates_and_appended_records_are_sealed(tmp_path: Path) -> None:
     def fail_half_way() -> None:
         with ms.TraceWriter(tmp_path / "store") as writer:
             writer.append(record(1, 0))
@@ -287,7 +289,7 @@ def test_power_durability_syncs_after_every_record(
     check(tmp_path / "store", 3)
 
 
-# -- what does not fit
+# -- wrong types
 
 FIRST = {
     "question_id": "a",
@@ -338,7 +340,7 @@ FIRST = {
         ("unknown", np.array([None]), "a numeric array", "dtype object"),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_with_field_expected_and_found_and_leaves_no_trace(
+def test_a_value_of_the_wrong_type_is_rejected_with_both_types_and_writes_nothing(
     name: str, value: object, expected: str, found: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "store"
@@ -362,7 +364,7 @@ def test_a_missing_field_is_named_with_its_type(tmp_path: Path) -> None:
     assert ms.open(tmp_path / "store").column("score").to_pylist() == [0.5, None]
 
 
-def test_an_unknown_field_is_named_with_the_fields_there_are(tmp_path: Path) -> None:
+def test_an_unknown_field_is_named_with_the_known_fields(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"a": 1, "b": 2})
         with pytest.raises(SchemaMismatch, match=r"field 'c': .*a, b"):
@@ -376,11 +378,11 @@ def test_an_unknown_field_is_named_with_the_fields_there_are(tmp_path: Path) -> 
         ({"a": [{}]}, "found list<item: struct<>>"),
         ({"a": 1, "_b": 2}, "field '_b'"),
         ({"": 2}, "field ''"),
-        ({"a": 2**70}, "field 'a': expected a tensor, number, text or list, found int"),
-        ({"a": np.array([object()])}, "field 'a': expected a numeric array, found dtype object"),
+        ({"a": 2**70}, "field 'a'"),
+        ({"a": np.array([object()])}, "dtype object"),
     ],
 )
-def test_a_first_record_that_cannot_be_stored_is_refused_and_the_next_may_be_another(
+def test_a_first_record_that_cannot_be_stored_is_rejected_and_the_next_may_have_other_fields(
     one: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
@@ -391,7 +393,7 @@ def test_a_first_record_that_cannot_be_stored_is_refused_and_the_next_may_be_ano
     assert list(ms.open(tmp_path / "store")) == [{"quite": "another"}]
 
 
-def test_an_empty_dict_in_a_field_that_was_none_so_far_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_empty_dict_in_a_field_that_was_none_so_far_is_rejected_by_name(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"more": None})
         with pytest.raises(SchemaMismatch, match=r"field 'more': expected .*, found (struct<>|dict)"):
@@ -400,16 +402,16 @@ def test_an_empty_dict_in_a_field_that_was_none_so_far_is_refused_by_name(tmp_pa
     assert list(ms.open(tmp_path / "store")) == [{"more": None}, {"more": {"a": 1}}]
 
 
-def test_a_refused_record_does_not_decide_the_fields_of_a_new_store(tmp_path: Path) -> None:
+def test_a_rejected_record_does_not_fix_the_fields_of_a_new_store(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store", schema={"count": "int64"}) as writer:
-        with pytest.raises(SchemaMismatch, match="field 'count': expected int64, found str 'many'"):
+        with pytest.raises(SchemaMismatch, match="'count': expected int64, found str 'many'"):
             writer.append({"count": "many", "typo": 1})
         writer.append({"count": 1})
         assert writer.fields == ["count"]
     assert list(ms.open(tmp_path / "store")) == [{"count": 1}]
 
 
-def test_a_refused_record_does_not_decide_the_type_of_a_field_that_was_none(tmp_path: Path) -> None:
+def test_a_rejected_record_does_not_fix_the_type_of_a_field_that_was_none(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"answer": None, "count": 1})
         with pytest.raises(SchemaMismatch, match="field 'count'"):
