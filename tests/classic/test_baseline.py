@@ -18,45 +18,13 @@ pytest.importorskip("torch_geometric")
 
 import millstream as ms
 from millstream.classic.baseline import METRICS, main
-from millstream.classic.importer import SAVED_GRAPHS, SavedGraphFeature
-from millstream.core.batches import ColumnBatch, fetch_batch
-from millstream.traces.convert import convert, expand
-from millstream.traces.detectors import Recipe, net_features
-from millstream.traces.graphs import GraphFeature
-from support.old_files import Data, old_torch_geometric
+from support.old_files import attention, graphs, old_torch_geometric, states, write_traces
 
-L, H, D, TRACES = 3, 2, 8, 60
+TRACES = 60
 TITLES = ["LSTM-solo", "GNN-det+LSTM", "GVAE+LSTM"]
 
 
-# -- files as the old scripts wrote them; wrong answers have larger states
-
-
-def states(number: int) -> np.ndarray:
-    """Of a trace: [layer, token, dim]."""
-    rng = np.random.default_rng(number)
-    return (rng.standard_normal((L, 4 + number % 3, D)) + number % 2).astype(np.float16)
-
-
-def attention(number: int) -> np.ndarray:
-    """[layer, head, token, token]"""
-    size = states(number).shape[1]
-    weights = np.tril(np.random.default_rng(1000 + number).random((L, H, size, size)) + 0.1)
-    return (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float16)
-
-
-def graphs(number: int, *, weighted: bool = True) -> list[Data]:
-    made: list[Data] = []
-    for x, weight in zip(states(number), attention(number).mean(axis=1, dtype=np.float32), strict=True):
-        target, source = np.nonzero(np.tri(len(x)))
-        edges: dict[str, object] = {
-            "x": torch.from_numpy(x),
-            "edge_index": torch.from_numpy(np.stack([source, target])),
-        }
-        if weighted:
-            edges["edge_attr"] = torch.from_numpy(weight[target, source]).half()
-        made.append(Data(**edges, num_nodes=len(x)))
-    return made
+# -- files as the old scripts wrote them
 
 
 def write_preprocessed(folder: Path, *, gnn_traces: int = TRACES) -> Path:
@@ -76,35 +44,6 @@ def write_preprocessed(folder: Path, *, gnn_traces: int = TRACES) -> Path:
             with old_torch_geometric():
                 torch.save(content, folder / kind / f"preprocessed_{numbers[0]:04d}.pt")
     return folder
-
-
-def steps(number: int) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
-    """Hidden states and attention as `generate` gave them, [layer][step]; the prompt has three tokens."""
-    hidden, weights = states(number), attention(number)
-    ends = range(3, hidden.shape[1] + 1)
-    cuts = [(0 if end == 3 else end - 1, end) for end in ends]
-    return (
-        [[layer[None, start:end] for start, end in cuts] for layer in hidden],
-        [[layer[None, :, start:end, :end] for start, end in cuts] for layer in weights],
-    )
-
-
-def write_traces(folder: Path, *, stepwise: bool) -> None:
-    folder.mkdir()
-    for first in (0, 30):
-        traces: list[dict[str, object]] = []
-        for number in range(first, first + 30):
-            hidden, weights = steps(number) if stepwise else (list(states(number)), list(attention(number)))
-            traces.append(
-                {
-                    "question_id": f"tc_{number}",
-                    "question": f"what is {number}?",
-                    "hidden_states": hidden,
-                    "attentions": weights,
-                    "generated_answer_clean": f"it is {number}",
-                }
-            )
-        (folder / f"trivia_qa_traces_batch_{first // 30:04d}.pkl").write_bytes(pickle.dumps(traces))
 
 
 def write_scores(file: Path, scores: dict[int, float]) -> None:
@@ -265,20 +204,8 @@ def test_001_old_traces_with_a_table_of_scores(here, capsys):
     assert "baseline: results/traces: " in capsys.readouterr().err
 
 
-def test_old_traces_stored_step_by_step_are_joined_first(here):
-    for name, stepwise in (("whole", False), ("stepwise", True)):
-        write_traces(Path(name), stepwise=stepwise)
-        convert(expand([name]), Path(f"{name}_store"))
-    numbers = np.arange(4)
-    for model in ("lstm", "gnn"):
-        made = []
-        for name in ("whole_store", "stepwise_store"):
-            traces = ms.open(name)
-            (feature,) = net_features(model, traces.field_names, Recipe(k=None, threshold=0.01))
-            made.append(feature(fetch_batch(traces, numbers, feature.fields)))
-        assert made[0].keys() == made[1].keys()
-        for key, value in made[0].items():
-            assert np.array_equal(value, made[1][key]), key
+def test_old_traces_stored_step_by_step_are_trained_on(here):
+    write_traces(Path("stepwise"), stepwise=True)
     write_scores(Path("ground_truth_scores.csv"), {number: number % 2 for number in range(TRACES)})
     run(f"{LEGACY.replace('traces_data', 'stepwise')} --no-run-gvae --no-run-lstm")
     assert list(metrics("results")["models"]) == TITLES[1:2]
@@ -376,68 +303,3 @@ def test_a_usage_error_is_one_line(here, mistaken, capsys, flags, code, message)
     assert ended.value.code == code
     assert printed.splitlines()[-1].startswith("baseline: ") and message in printed.splitlines()[-1]
     assert "Traceback" not in printed
-
-
-# -- graphs as they were saved
-
-
-def saved(numbers: range, *, weighted: bool = True, folder: Path) -> Any:
-    """A store of old graphs."""
-    content = {
-        "graphs": [graphs(number, weighted=weighted) for number in numbers],
-        "labels": torch.zeros(len(numbers)),
-        "question_ids": [f"tc_{number}" for number in numbers],
-    }
-    with old_torch_geometric():
-        torch.save(content, folder / "preprocessed_0000.pt")
-    convert([folder / "preprocessed_0000.pt"], folder / "store")
-    return ms.open(folder / "store")
-
-
-def test_saved_graphs_give_the_same_batch_as_graphs_built_from_attention(tmp_path):
-    traces = saved(range(7), folder=tmp_path)
-    made = SavedGraphFeature()(fetch_batch(traces, np.array([5, 0, 3]), list(SAVED_GRAPHS)))
-    columns = {"hidden": [states(n) for n in (5, 0, 3)], "attention": [attention(n) for n in (5, 0, 3)]}
-    every_edge = GraphFeature(None, -1.0, "hidden", "attention", self_loops=True, dtype="float32")
-    wanted = every_edge(ColumnBatch(np.array([5, 0, 3]), columns))
-    assert made.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert np.allclose(made[key], value, atol=1e-3), key
-        assert np.shape(made[key]) == np.shape(value)
-    assert made["x"].dtype == np.float16  # as they were saved
-
-
-def test_saved_graphs_of_equal_size_give_the_same_batch_as_one_at_a_time(tmp_path):
-    traces = saved(range(7), folder=tmp_path)
-    feature = SavedGraphFeature()
-    together = feature(fetch_batch(traces, np.array([0, 3, 6]), list(SAVED_GRAPHS)))
-    alone = [feature(fetch_batch(traces, np.array([number]), list(SAVED_GRAPHS))) for number in (0, 3, 6)]
-    assert np.array_equal(together["x"], np.concatenate([one["x"] for one in alone]))
-    shifts = np.cumsum([0, *(len(one["x"]) for one in alone[:-1])])
-    edges = [one["edge_index"] + shift for one, shift in zip(alone, shifts, strict=True)]
-    assert np.array_equal(together["edge_index"], np.concatenate(edges, axis=1))
-
-
-def test_saved_edges_without_weights_have_weight_1(tmp_path):
-    traces = saved(range(3), weighted=False, folder=tmp_path)
-    (feature,) = net_features("gnn", traces.field_names, Recipe())
-    made = feature(fetch_batch(traces, np.arange(3), feature.fields))
-    assert made["edge_attr"].shape == (made["edge_index"].shape[1], 1)
-    assert (made["edge_attr"] == 1).all()
-
-
-def test_saved_graphs_can_be_rewired_for_null_models(tmp_path):
-    traces = saved(range(3), folder=tmp_path)
-    batch = fetch_batch(traces, np.arange(3), list(SAVED_GRAPHS))
-    plain = SavedGraphFeature()(batch)
-    shuffled, again = (SavedGraphFeature("shuffled")(batch) for _ in range(2))
-    loops = plain["edge_index"][0] == plain["edge_index"][1]
-    assert np.array_equal(shuffled["edge_index"], again["edge_index"])
-    assert np.array_equal(shuffled["edge_index"][1], plain["edge_index"][1])
-    assert np.array_equal(shuffled["edge_index"][0] == shuffled["edge_index"][1], loops)
-    assert (shuffled["batch"][shuffled["edge_index"][0]] == shuffled["batch"][shuffled["edge_index"][1]]).all()
-    assert (shuffled["edge_index"][0] <= shuffled["edge_index"][1]).all()
-    assert not np.array_equal(shuffled["edge_index"], plain["edge_index"])
-    none = SavedGraphFeature("none")(batch)
-    assert none["edge_index"].shape == (2, 0) and none["edge_attr"].shape == (0, 1)
-    assert np.array_equal(none["x"], plain["x"])

@@ -9,7 +9,6 @@ import struct
 import tracemalloc
 import weakref
 import zipfile
-from collections import OrderedDict
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -25,55 +24,9 @@ from millstream.classic.importer import restore_steps, to_record
 from millstream.classic.pickles import read_traces
 from millstream.errors import BadSource, UnsafePickle
 from support.effort import num_examples
-from support.old_files import Call, torch_bytes
+from support.old_files import Call, f16, new_trace, old_trace, same, torch_bytes, torch_trace
 
-RNG = np.random.default_rng(7)
 SETTINGS = settings(deadline=None, max_examples=num_examples(150))
-
-
-def f16(*shape: int) -> np.ndarray:
-    return RNG.standard_normal(shape, np.float32).astype(np.float16)
-
-
-def new_trace(number: int, *, num_tokens: int = 6, num_layers: int = 3) -> dict[str, object]:
-    """As the later scripts wrote it: one array per layer."""
-    return {
-        "question": f"Who wrote book {number}?",
-        "hidden_states": [f16(num_tokens, 8) for _ in range(num_layers)],
-        "attentions": [f16(2, num_tokens, num_tokens) for _ in range(num_layers)],
-        "tokens": np.arange(num_tokens),
-        "tokens_decoded": ["▁Who", "▁wrote"],
-        "score": np.float32(0.25),
-        "question_id": f"tc_{number}",
-    }
-
-
-def old_trace(number: int, *, num_steps: int = 4, hidden: int = 8) -> dict[str, object]:
-    """As the first scripts wrote it: [layer][step], where step 0 is the prompt of 5 tokens."""
-    lengths = [5] + [1] * (num_steps - 1)
-    return {
-        "question": f"Who wrote book {number}?",
-        "hidden_states": [[f16(1, n, hidden) for n in lengths] for _ in range(3)],
-        "attentions": [[f16(1, 2, n, 5 + i) for i, n in enumerate(lengths)] for _ in range(3)],
-        "tokens": [1, 2, 3, 4],
-        "prompt_length": 5,
-        "cutoff_method": "newline",
-        "ground_truth_answers": ["x", "y"],
-        "global_example_id": number,
-    }
-
-
-def torch_trace(number: int) -> dict[str, object]:
-    return {
-        "hidden_states": [torch.from_numpy(f16(6, 8)) for _ in range(3)],
-        "logits": torch.randn(4).bfloat16(),
-        "tokens": torch.arange(6),
-        "column": torch.arange(12).reshape(3, 4)[:, 1],
-        "none": torch.empty(0, 3),
-        "mask": torch.tensor([True, False]),
-        "options": OrderedDict(beams=5),
-        "example_id": number,
-    }
 
 
 def traces_of_all_kinds() -> list[dict[str, object]]:
@@ -84,20 +37,6 @@ def write(folder: Path, data: bytes) -> Path:
     path = folder / "traces.bin"  # the kind is detected from the content
     path.write_bytes(data)
     return path
-
-
-def same(a: object, b: object) -> bool:
-    """Equal in type, dtype, shape and every byte."""
-    if isinstance(a, torch.Tensor):
-        alike = type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape
-        return alike and (not a.numel() or torch.equal(*(x.flatten().contiguous().view(torch.uint8) for x in (a, b))))
-    if isinstance(a, np.ndarray | np.generic):
-        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and (a == b or a != a)
 
 
 def never(message: str) -> None:
@@ -547,101 +486,3 @@ def test_a_zip_member_beyond_the_end_is_a_bad_source(tmp_path):
         archive.writestr("a/data.pkl", pickle.dumps([{}], 2))
     with pytest.raises(BadSource, match=r"a/data\.pkl"):
         list(read_traces(path))
-
-
-# -- records
-
-
-def test_layers_are_stacked_and_values_made_storable():
-    record = to_record(
-        new_trace(5) | {"pair": (1, np.int64(2)), "settings": {"beams": np.int32(5)}, "names": np.array(["a"])}
-    )
-    assert record["hidden_states"].shape == (3, 6, 8)
-    assert record["hidden_states"].dtype == np.float16
-    assert record["attentions"].shape == (3, 2, 6, 6)
-    assert (record["score"], type(record["score"])) == (0.25, float)
-    assert (record["pair"], record["settings"], record["names"]) == ([1, 2], {"beams": 5}, ["a"])
-    assert record["question_id"] == "tc_5"
-
-
-def test_steps_of_different_shapes_become_one_row_per_layer():
-    trace = old_trace(7)
-    record = to_record(trace)
-    assert record["hidden_states"].shape == (3, 8 * 8)
-    assert record["hidden_states_steps"] == [[1, 5, 8], [1, 1, 8], [1, 1, 8], [1, 1, 8]]
-    assert record["tokens"].dtype == np.int64
-    assert len(record["tokens"]) == 4
-    assert record["question_id"] == "7"
-    restored = restore_steps(record)
-    assert same(restored["hidden_states"], trace["hidden_states"])
-    assert same(restored["attentions"], trace["attentions"])
-    assert np.shares_memory(restored["hidden_states"][1][2], record["hidden_states"])
-    assert not [name for name in restored if name.endswith("_steps")]
-
-
-def test_torch_tensors_stay_torch_tensors():
-    record = to_record(torch_trace(0) | {"steps": [[torch.ones(1, 2).bfloat16()] * 3] * 2})
-    assert record["hidden_states"].shape == (3, 6, 8)
-    assert record["steps"].shape == (2, 6)
-    assert record["steps"].dtype == record["logits"].dtype == torch.bfloat16
-    assert "question_id" not in record
-
-
-@SETTINGS
-@given(
-    shapes=st.lists(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3), min_size=1, max_size=4),
-    dtype=st.sampled_from(["f2", ">f4", "i8", "?", "c8"]),
-    num_layers=st.integers(1, 3),
-    use_torch=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_steps_come_back_bit_for_bit(shapes, dtype, num_layers, use_torch, seed):
-    rng = np.random.default_rng(seed)
-
-    def step(shape: tuple[int, ...]) -> np.ndarray | torch.Tensor:
-        bits = rng.integers(0, 2 if dtype == "?" else 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
-        array = bits.view(dtype).reshape(shape)  # any bits, so NaNs with a payload too
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) if use_torch else array
-
-    trace = {"x": [[step(shape) for shape in shapes] for _ in range(num_layers)]}
-    record = to_record(trace)
-    assert record["x"].shape[0] == num_layers
-    assert same(restore_steps(record), trace)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [[f16(1, 2), f16(1, 3)], [f16(1, 3), f16(1, 2)]],
-        [[f16(1, 2)], [f16(1, 2), f16(1, 2)]],
-        [[f16(2), np.zeros(2)]],
-        [[f16(2)], []],
-        [f16(2), f16(3)],
-        [f16(2), None],
-        [f16(2), torch.zeros(2)],
-        {"deep": f16(2)},
-        np.array([object()]),
-        [object()],
-        "\ud800",
-    ],
-)
-def test_a_value_that_cannot_be_stored_is_reported_by_field(value):
-    with pytest.raises(BadSource, match="field 'strange'"):
-        to_record({"strange": value})
-
-
-def test_a_list_nested_without_end_is_a_bad_source():
-    endless: list[object] = []
-    endless.append(endless)
-    with pytest.raises(BadSource, match="field 'strange'"):
-        to_record({"strange": endless})
-
-
-def test_restoring_a_record_without_steps_changes_nothing():
-    record = to_record(new_trace(1) | {"tokens_steps": 5})
-    assert same(restore_steps(record), record)
-
-
-def test_a_field_that_has_the_name_of_the_steps_is_refused():
-    with pytest.raises(BadSource, match="'hidden_states_steps'"):
-        to_record(old_trace(0) | {"hidden_states_steps": 4})
