@@ -44,7 +44,7 @@ def test_a_private_module_is_used_only_below_a_comment_that_says_why() -> None:
 
 def test_re_still_parses_a_regex_into_the_opcodes_that_header_trees_are_made_of() -> None:
     parser = getattr(re, "_parser", None)
-    assert parser is not None, "re._parser is gone: header_tree.tree_of needs another parser of regexes"
+    assert parser is not None, "re._parser is gone: header_regex.tree_of needs another parser of regexes"
     parsed = parser.parse(r"^(?P<x>a|b+)[^c]*?\d{2}.(?=d)$", re.ASCII)
     opcodes = [str(op) for op, _ in parsed]
     assert opcodes == ["AT", "SUBPATTERN", "MIN_REPEAT", "MAX_REPEAT", "ANY", "ASSERT", "AT"]

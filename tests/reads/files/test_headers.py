@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millstream.errors import BadSource
-from millstream.reads.files.header_regex import Shape, tree_of
+from millstream.reads.files.header_regex import tree_of
+from millstream.reads.files.header_shape import Shape
 from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Parsed
 from support.effort import num_examples
 

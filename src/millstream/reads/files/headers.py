@@ -14,28 +14,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
+from millstream.core.collection import Numbers
+from millstream.core.record import Bytes
 from millstream.errors import BadSource
 from millstream.reads.files.header_regex import (
-    DIGITS,
-    OTHERS,
-    UNBOUNDED,
-    Anchor,
-    Either,
     Group,
-    Nodes,
-    Other,
-    Repeat,
-    Run,
-    Shape,
     inside,
-    is_nullable,
+    is_digits,
+    is_same_in_re2,
+    re2_regex,
+    required_groups,
     tree_of,
 )
+from millstream.reads.files.header_shape import Shape
 
 EXAMPLE = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
-
-Buffer = NDArray[np.uint8]
-Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ class HeaderColumn:
 class Integers:
     """One number per header; 0 where it is not valid: no match, or a group that did not match or is empty."""
 
-    values: NDArray[np.int64]
+    values: Numbers
     valid: NDArray[np.bool_]
 
 
@@ -58,9 +51,9 @@ class Integers:
 class Texts:
     """One text per header, the bytes `flat[starts[i]:ends[i]]`; not valid: no match, or a group that did not match."""
 
-    flat: Buffer
-    starts: Positions
-    ends: Positions
+    flat: Bytes
+    starts: Numbers
+    ends: Numbers
     valid: NDArray[np.bool_]
 
 
@@ -91,7 +84,7 @@ class Headers:
         self._tree = tree_of(regex)
         bodies = {node.name: node.body for node in inside(self._tree) if isinstance(node, Group)}
         self.columns = tuple(
-            HeaderColumn(name, "integer" if name in bodies and _is_digits(bodies[name]) else "text")
+            HeaderColumn(name, "integer" if name in bodies and is_digits(bodies[name]) else "text")
             for name in self._re.groupindex
         )
 
@@ -100,7 +93,7 @@ class Headers:
         """How headers are parsed: by a compiled kernel, RE2, or Python's regex engine."""
         return "fast" if self._shape else "re2" if self._re2 else "re"
 
-    def parse(self, buffer: Buffer, starts: Positions, ends: Positions) -> Parsed:
+    def parse(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> Parsed:
         """Parse the headers `buffer[starts[i]:ends[i]]`, which are in ascending order in the (writable) buffer."""
         if self._shape:
             return self._parse_fast(self._shape, buffer, starts, ends)
@@ -118,16 +111,16 @@ class Headers:
     @cached_property
     def _re2(self) -> str | None:
         """The regex for RE2, if it has the same meaning there."""
-        if not _is_same_in_re2(self._tree, optional=False):
+        if not is_same_in_re2(self._tree, optional=False):
             return None
-        pattern = rf"\A{_re2_regex(self._tree, [column.name for column in self.columns])}"
+        pattern = rf"\A{re2_regex(self._tree, [column.name for column in self.columns])}"
         try:
             pc.extract_regex(pa.array([""], pa.large_string()), pattern)
         except pa.ArrowInvalid:  # a limit of RE2: 1000 repetitions, 8 MB for a compiled regex
             return None
         return pattern
 
-    def _parse_fast(self, shape: Shape, buffer: Buffer, starts: Positions, ends: Positions) -> Parsed:
+    def _parse_fast(self, shape: Shape, buffer: Bytes, starts: Numbers, ends: Numbers) -> Parsed:
         spans = shape.match(buffer, starts, ends)
         if spans.too_large >= 0:
             raise self._too_large(_decode(buffer[starts[spans.too_large] : ends[spans.too_large]].tobytes()))
@@ -141,7 +134,7 @@ class Headers:
         """None if Arrow cannot convert a number: then Python finds the header."""
         found = pc.extract_regex(texts, pattern)
         matched = np.array(found.is_valid(), np.bool_)
-        required = _required(self._tree)
+        required = required_groups(self._tree)
         columns: dict[str, Integers | Texts] = {}
         for number, column in enumerate(self.columns):
             values = found.field(number)  # "" where the header or the group does not match
@@ -184,12 +177,6 @@ class Headers:
         )
 
 
-def _is_digits(body: Nodes) -> bool:
-    runs = [node for node in inside(body) if isinstance(node, Run)]
-    others = any(isinstance(node, Other) for node in inside(body))
-    return bool(runs) and not others and not any(run.chars & ~DIGITS for run in runs)
-
-
 def _decode(header: bytes) -> str:
     return header.decode("utf-8", "surrogateescape")
 
@@ -201,10 +188,7 @@ def _texts(flat: bytes, *, lengths: ArrayLike, valid: ArrayLike) -> Texts:
     return Texts(np.frombuffer(bytearray(flat), np.uint8), starts, ends, np.array(valid, np.bool_))
 
 
-# -- the same regex for RE2
-
-
-def _arrow_texts(buffer: Buffer, starts: Positions, ends: Positions) -> pa.Array | None:
+def _arrow_texts(buffer: Bytes, starts: Numbers, ends: Numbers) -> pa.Array | None:
     """The headers as a column of strings; None if one is not UTF-8 or they are not in order."""
     # Every second value is a header; the others are the text between headers.
     offsets = np.append(np.stack([starts, ends], axis=1).reshape(-1), ends[-1] if len(ends) else 0)
@@ -216,73 +200,3 @@ def _arrow_texts(buffer: Buffer, starts: Positions, ends: Positions) -> pa.Array
         return values.take(pa.array(np.arange(0, 2 * len(starts), 2))).cast(pa.large_string())
     except pa.ArrowInvalid:
         return None
-
-
-def _required(nodes: Nodes) -> set[str]:
-    """The named groups that match in every header that matches."""
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, Group):
-            found |= _required(node.body) | ({node.name} if node.name else set())
-        elif isinstance(node, Repeat) and node.low > 0:
-            found |= _required(node.body)
-    return found
-
-
-def _is_same_in_re2(nodes: Nodes, *, optional: bool) -> bool:
-    """Whether RE2 and `re` certainly agree: they differ in the groups they keep from a loop.
-
-    `optional`: the nodes need not match. RE2 does not distinguish a group that did not match from an empty one.
-    """
-    for node in nodes:
-        match node:
-            case Run():
-                same = node.chars != 0
-            case Group():
-                unclear = optional and node.name is not None and is_nullable(node.body) and not _is_digits(node.body)
-                same = not unclear and _is_same_in_re2(node.body, optional=optional)
-            case Repeat():
-                has_group = any(isinstance(inner, Group) and inner.name for inner in inside(node.body))
-                loops = is_nullable(node.body) or (has_group and node.high > 1)
-                same = not loops and _is_same_in_re2(node.body, optional=optional or node.low == 0)
-            case Either():
-                same = all(_is_same_in_re2(body, optional=True) for body in node.bodies)
-            case Anchor():
-                same = True
-            case Other():
-                same = False
-        if not same:
-            return False
-    return True
-
-
-def _re2_regex(nodes: Nodes, names: list[str]) -> str:
-    """RE2 has no re.ASCII for texts, so character sets are spelled out; group `names[i]` becomes `gi`."""
-    parts: list[str] = []
-    for node in nodes:
-        match node:
-            case Run():
-                parts.append(_re2_set(node.chars) + _re2_times(node.low, node.high))
-            case Group():
-                name = f"?P<g{names.index(node.name)}>" if node.name else "?:"
-                parts.append(f"({name}{_re2_regex(node.body, names)})")
-            case Repeat():
-                times = _re2_times(node.low, node.high) + ("?" if node.lazy else "")
-                parts.append(f"(?:{_re2_regex(node.body, names)}){times}")
-            case Either():
-                parts.append(f"(?:{'|'.join(_re2_regex(body, names) for body in node.bodies)})")
-            case Anchor():
-                parts.append(r"\z" if node.at_end else r"\A")
-            case Other():
-                raise AssertionError(node)
-    return "".join(parts)
-
-
-def _re2_times(low: int, high: int) -> str:
-    return f"{{{low},}}" if high >= UNBOUNDED else f"{{{low},{high}}}"
-
-
-def _re2_set(chars: int) -> str:
-    members = "".join(rf"\x{{{char:x}}}" for char in range(128) if chars >> char & 1)
-    others = r"\x{80}-\x{10ffff}" if chars & OTHERS else ""
-    return f"[{members}{others}]"
