@@ -24,7 +24,7 @@ def trace(name: str) -> dict[str, object]:
 
 
 def write_traces(path: Path, names: Iterable[str], make: Callable[[str], dict[str, object]] = trace) -> ms.Traces:
-    """A store of these records; more of them if it is there already."""
+    """Write these records to a store, or append them to it."""
     with ms.TraceWriter(path, shard_records=64) as writer:
         writer.extend(make(name) for name in names)
     opened = ms.open(path)
@@ -32,13 +32,13 @@ def write_traces(path: Path, names: Iterable[str], make: Callable[[str], dict[st
     return opened
 
 
-def letters(number: int) -> str:
+def sequence(number: int) -> str:
     return "".join(np.random.default_rng(number).choice(list("ACGT"), 5 + number % 9))
 
 
 def write_reads(path: Path, numbers: Sequence[int], *, regex: str | None = REGEX) -> ms.Reads:
     """Reads of class `number % 5` and genome `g<number // 10>`."""
-    lines = [f">lbl|{number % 5}|g{number // 10}\n{letters(number)}\n" for number in numbers]
+    lines = [f">lbl|{number % 5}|g{number // 10}\n{sequence(number)}\n" for number in numbers]
     path.write_text("".join(lines))
     opened = ms.open(path, header_regex=regex)
     assert isinstance(opened, ms.Reads)

@@ -1,8 +1,8 @@
-"""A small store of made traces, all fields of them, whose labels can be told from several of the fields.
+"""A small store of synthetic traces with all fields, whose labels can be predicted from several of them.
 
-Each record has a hidden doubt z; it is wrong where z and a little chance are above zero. With z the log-probs of the
-answer fall, hidden states of layer 2 move, and head 0 of layer 0 looks less at the prompt. The stop token after the
-answer has log-probs of chance.
+Each record has a hidden doubt z; its answer is wrong if z plus some noise is above zero. As z grows, the log-probs of
+the answer fall, hidden states of layer 2 move, and head 0 of layer 0 attends less to the prompt. The stop token after
+the answer has random log-probs.
 """
 
 # L layers, H heads, T tokens, N generated, D hidden, K most likely tokens
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import millstream as ms
 from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K, parse_fields
 
-TOLD_BY = 2  # the layer of `states` and `hidden` that knows; 0 is the embedding
+INFORMATIVE_LAYER = 2  # the layer of `states` and `hidden` that depends on z; 0 is the embedding
 _VOCAB = 50
 
 
@@ -46,7 +46,7 @@ def make_traces(
         for number in range(num):
             record = _tokens(rng, number, float(doubt[number]))
             hidden = rng.normal(size=(layers + 1, len(record["tokens"]), dim))
-            hidden[min(TOLD_BY, layers), record["prompt_len"] - 1 :] += doubt[number] * way_D
+            hidden[min(INFORMATIVE_LAYER, layers), record["prompt_len"] - 1 :] += doubt[number] * way_D
             made = {**record, **_states(hidden, record), **_attention(rng, record, layers, heads, float(doubt[number]))}
             made["nodes"] = hidden @ projection
             kept = {name: np.asarray(made[name], kind.dtype) for name, kind in schema.items() if name != "p_true"}
@@ -58,7 +58,7 @@ def make_traces(
 
 
 def labelled(path: Path) -> ms.Collection:
-    """The store as detectors take it."""
+    """The store with its labels, as input of detectors."""
     return ms.labelled(ms.open(path), column="verdict", values={"right": 0, "wrong": 1}, missing="drop")
 
 
@@ -99,7 +99,7 @@ def _states(hidden_LTD: np.ndarray, record: dict) -> dict:
 
 
 def _attention(rng: np.random.Generator, record: dict, layers: int, heads: int, doubt: float) -> dict:
-    """Attention of every head, and all that `source/llm/capture.py` makes of it."""
+    """Attention of every head, and the fields that `traces/llm/capture.py` derives from it."""
     count, prompt = len(record["tokens"]), record["prompt_len"]
     logits = rng.normal(size=(layers, heads, count, count))
     logits[0, 0, :, :prompt] -= doubt

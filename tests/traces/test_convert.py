@@ -1,4 +1,4 @@
-"""Old trace files become a store: every trace, exactly, resumable, without running anything in them."""
+"""Old trace files are converted exactly, resumably, and without running code in them."""
 
 import gzip
 import pickle
@@ -64,7 +64,7 @@ def assert_converted(path: Path, count: int) -> None:
         assert {name: new[name] for name in plain} == {name: old[name] for name in plain}
 
 
-def test_every_kind_of_old_file_is_imported_exactly_and_a_file_ends_a_shard(tmp_path: Path):
+def test_every_kind_of_old_file_is_imported_exactly_into_a_shard_of_its_own(tmp_path: Path):
     files = write_old(tmp_path / "old")
     written = convert(expand([str(tmp_path / "old")]), tmp_path / "new")
     assert written.records == 12
@@ -76,7 +76,7 @@ def test_every_kind_of_old_file_is_imported_exactly_and_a_file_ends_a_shard(tmp_
         assert (found.same, found.different, found.only_a) == (4, 0, 0)
 
 
-def test_the_layer_and_step_layout_of_the_first_scripts_comes_back_through_classic(tmp_path: Path):
+def test_classic_restores_the_layer_and_step_layout_of_the_first_scripts(tmp_path: Path):
     from millstream.classic import TraceBatchLoader
 
     def trace(g: int) -> dict[str, object]:
@@ -97,7 +97,7 @@ def test_the_layer_and_step_layout_of_the_first_scripts_comes_back_through_class
         assert "hidden_states_steps" not in got
 
 
-def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path: Path):
+def test_an_interrupted_conversion_resumes_where_it_stopped(tmp_path: Path):
     files = write_old(tmp_path / "old")
 
     class Stopped(Exception):
@@ -118,7 +118,7 @@ def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path: Path):
     assert_converted(tmp_path / "new", 12)
 
 
-def test_a_broken_file_keeps_what_was_before_it_and_goes_on_when_mended(tmp_path: Path):
+def test_a_damaged_file_keeps_the_traces_before_the_damage_and_resumes_once_restored(tmp_path: Path):
     files = write_old(tmp_path / "old", num_files=2)
     whole = files[0].read_bytes()
     files[0].write_bytes(whole[: int(len(whole) * 0.6)] + bytes(len(whole) - int(len(whole) * 0.6)))
@@ -130,7 +130,7 @@ def test_a_broken_file_keeps_what_was_before_it_and_goes_on_when_mended(tmp_path
     assert_converted(tmp_path / "new", 8)
 
 
-def test_files_of_one_name_in_two_folders_are_both_imported(tmp_path: Path):
+def test_files_with_the_same_name_in_two_folders_are_both_imported(tmp_path: Path):
     files = [*write_old(tmp_path / "a", num_files=1), *write_old(tmp_path / "b", num_files=1)]
     convert(files, tmp_path / "new")
     assert ms.open(tmp_path / "new").ids == 2 * [f"tc_{g}" for g in range(4)]
@@ -138,20 +138,20 @@ def test_files_of_one_name_in_two_folders_are_both_imported(tmp_path: Path):
     assert len(ms.open(tmp_path / "new")) == 8
 
 
-def test_other_files_into_the_same_store_are_refused_with_what_differs(tmp_path: Path):
+def test_other_files_into_the_same_store_are_rejected_with_the_difference(tmp_path: Path):
     files = write_old(tmp_path / "old")
     convert(files[:1], tmp_path / "new")
     with pytest.raises(ConfigMismatch, match="converted"):
         convert(files[1:], tmp_path / "new")
 
 
-def test_traces_without_an_id_get_one_from_the_file_and_their_place(tmp_path: Path):
+def test_traces_without_an_id_get_one_from_the_file_name_and_their_position(tmp_path: Path):
     (tmp_path / "some_batch.pkl").write_bytes(pickle.dumps([{"question": "a"}, {"question": "b"}]))
     convert([tmp_path / "some_batch.pkl"], tmp_path / "new")
     assert ms.open(tmp_path / "new").ids == ["some_batch:0", "some_batch:1"]
 
 
-def test_a_field_that_some_traces_lack_is_none_and_one_too_many_is_named(tmp_path: Path):
+def test_a_missing_field_is_none_and_an_extra_field_is_named(tmp_path: Path):
     (tmp_path / "a.pkl").write_bytes(pickle.dumps([{"question": "a", "cutoff": 3}, {"question": "b"}]))
     convert([tmp_path / "a.pkl"], tmp_path / "a")
     assert ms.open(tmp_path / "a").column("cutoff").to_pylist() == [3, None]
@@ -160,11 +160,11 @@ def test_a_field_that_some_traces_lack_is_none_and_one_too_many_is_named(tmp_pat
         convert([tmp_path / "b.pkl"], tmp_path / "b")
 
 
-def test_no_files_and_files_without_traces_are_said(tmp_path: Path):
-    with pytest.raises(BadSource, match="no such file"):
+def test_no_files_and_files_without_traces_are_rejected(tmp_path: Path):
+    with pytest.raises(BadSource, match=r"\*\.pkl"):
         expand([str(tmp_path / "*.pkl")])
     (tmp_path / "empty.pkl").write_bytes(pickle.dumps([]))
-    with pytest.raises(BadSource, match="no traces"):
+    with pytest.raises(BadSource, match=r"empty\.pkl"):
         convert([tmp_path / "empty.pkl"], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

@@ -1,7 +1,8 @@
-"""A store becomes labelled: every rule, nothing made up where something is missing, and never half a file."""
+"""Labelling a store: every rule, no verdict where something is missing, and never an incomplete file."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_a_rule_gives_each_answer_its_verdict_and_counts_them(rule: str, tmp_pat
     assert done.conflicting == 0
 
 
-def test_the_file_has_a_row_a_record_with_all_scores_and_says_how_it_was_made(tmp_path: Path):
+def test_the_file_has_one_row_per_record_with_all_scores_and_the_rule_as_metadata(tmp_path: Path):
     traces = write(tmp_path / "s", answered(*ANSWERS))
     done = label(tmp_path / "s")
     table = pq.read_table(done.path)
@@ -97,7 +98,7 @@ def test_the_file_has_a_row_a_record_with_all_scores_and_says_how_it_was_made(tm
     assert about["millstream.store_fingerprint"] == traces.fingerprint
 
 
-def test_a_label_version_is_pinned_until_the_rules_change():
+def test_label_versions_change_only_with_the_rules():
     versions = [parse_rule(rule).version for rule in ("default", "em", "f1@0.5", "rougeL@0.30", "scores")]
     assert versions == [
         "default-1-9a7a081b",
@@ -109,13 +110,13 @@ def test_a_label_version_is_pinned_until_the_rules_change():
 
 
 @pytest.mark.parametrize("rule", ["best", "f1", "f1@", "f1@x", "f1@0", "f1@1.1", "f1@nan", "em@0.5", "rougel@0.3", ""])
-def test_an_unknown_rule_says_which_there_are(rule: str, tmp_path: Path):
-    with pytest.raises(ValueError, match="rule="):
+def test_an_unknown_rule_is_a_value_error(rule: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=f"rule={re.escape(rule)}"):
         label(tmp_path, rule=rule)
 
 
 @pytest.mark.parametrize("score", range(1, 11))
-def test_a_score_that_is_the_threshold_reaches_it(score: int, tmp_path: Path):
+def test_a_score_equal_to_the_threshold_is_right(score: int, tmp_path: Path):
     said, rest = " ".join(f"w{i}" for i in range(10)), " ".join(f"v{i}" for i in range(10 - score))
     truth = " ".join([*(f"w{i}" for i in range(score)), rest])
     write(tmp_path / "s", answered(said, aliases=[truth]))
@@ -124,20 +125,20 @@ def test_a_score_that_is_the_threshold_reaches_it(score: int, tmp_path: Path):
         assert verdicts(tmp_path / "s") == ["right"]
 
 
-def test_a_refusal_that_is_the_answer_is_right(tmp_path: Path):
+def test_a_refusal_that_matches_the_reference_is_right(tmp_path: Path):
     rows = answered("Unknown.", "I don't know", aliases=["unknown"])
     write(tmp_path / "s", [*rows, {**rows[0], "question_id": "q9", "aliases": PARIS}])
     label(tmp_path / "s")
     assert verdicts(tmp_path / "s") == ["right", "refused", "refused"]
 
 
-def test_an_answer_of_twelve_words_may_contain_the_truth_and_one_of_thirteen_is_ambiguous(tmp_path: Path):
+def test_an_answer_of_12_words_that_contains_an_alias_is_right_and_one_of_13_is_ambiguous(tmp_path: Path):
     write(tmp_path / "s", answered("w " * 11 + "Paris", "w " * 12 + "Paris"))
     label(tmp_path / "s")
     assert verdicts(tmp_path / "s") == ["right", "ambiguous"]
 
 
-def test_a_record_without_any_alias_or_with_another_status_than_ok_has_no_verdict(tmp_path: Path):
+def test_a_record_without_aliases_or_with_a_status_other_than_ok_has_no_verdict(tmp_path: Path):
     some = answered("Paris", "Paris", "Paris", "Paris", "The")
     for row, aliases, status in zip(
         some, (PARIS, None, ["", None], PARIS, ["A"]), ("ok", "ok", "ok", "error", "ok"), strict=True
@@ -157,15 +158,15 @@ def test_a_record_without_any_alias_or_with_another_status_than_ok_has_no_verdic
         ("generated_answer", "aliases", []),
     ],
 )
-def test_fields_of_old_stores_are_found_by_their_names(answer: str, truth: str, value: object, tmp_path: Path):
+def test_fields_of_old_stores_are_found_under_their_old_names(answer: str, truth: str, value: object, tmp_path: Path):
     write(tmp_path / "s", [{"question_id": i, answer: text, truth: value} for i, text in enumerate(["Paris", "Rome"])])
     label(tmp_path / "s")
     assert verdicts(tmp_path / "s") == (["right", "wrong"] if value else [None, None])
 
 
-def test_a_store_without_answers_or_ids_says_what_is_missing(tmp_path: Path):
+def test_a_store_without_answers_or_ids_is_rejected_with_the_missing_field(tmp_path: Path):
     write(tmp_path / "s", [{"question_id": "q", "aliases": PARIS}])
-    with pytest.raises(ms.errors.BadSource, match=r"generated_answer or .* only question_id, aliases, hidden"):
+    with pytest.raises(ms.errors.BadSource, match=r"generated_answer.* question_id, aliases, hidden"):
         label(tmp_path / "s")
     write(tmp_path / "t", [{"generated_answer": "Paris", "aliases": PARIS}])
     with pytest.raises(ms.errors.BadSource, match="question_id"):
@@ -180,11 +181,11 @@ def test_labelled_takes_verdicts_and_labels_from_the_file(tmp_path: Path):
     assert by_verdict.column("question_id").to_pylist() == ["q0", "q1", "q5", "q9", "q10"]
     assert by_verdict.fetch(range(5), ["label"])["label"].tolist() == [0, 0, 1, 1, 0]
     assert ms.labelled(traces, missing="drop").column("label").to_pylist() == [0, 0, 1, 1, 0]
-    with pytest.raises(ms.errors.MissingLabel, match="6 of 11 records"):
+    with pytest.raises(ms.errors.MissingLabel, match="6 of 11"):
         ms.labelled(traces)
 
 
-def test_records_of_one_id_keep_a_verdict_they_share_and_lose_one_they_do_not(tmp_path: Path):
+def test_records_with_the_same_id_keep_a_common_verdict_and_lose_conflicting_ones(tmp_path: Path):
     names = ["same", "other", "same", "other", "half", "half", "alone"]
     said = ["Paris", "Paris", "paris", "Rome", "Paris", None, "Rome"]
     rows = [{**row, "question_id": name} for row, name in zip(answered(*said), names, strict=True)]
@@ -200,7 +201,7 @@ def write_scores(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_old_scores_decide_by_their_threshold_and_nothing_is_made_up_for_what_they_lack(tmp_path: Path):
+def test_scores_of_the_old_file_decide_by_threshold_and_missing_ones_give_no_verdict(tmp_path: Path):
     write(tmp_path / "s", answered("a1", "b1", "c1", "d1", "e1", None))
     text = "question_id,bleurt_score\nq0,0.5\nq1,0.49999\nq2,\nq3,nan\nq5,0.9\nother,1\n"
     file = write_scores(tmp_path / "ground_truth_scores.csv", text)
@@ -212,7 +213,7 @@ def test_the_old_scores_decide_by_their_threshold_and_nothing_is_made_up_for_wha
     assert pq.read_metadata(done.path).metadata[b"millstream.threshold"] == b"0.4"
 
 
-def test_scores_also_decide_where_a_store_has_no_texts(tmp_path: Path):
+def test_scores_decide_even_if_a_store_has_no_texts(tmp_path: Path):
     write(tmp_path / "s", [{"question_id": i, "status": "ok" if i else "error"} for i in range(4)])
     pq.write_table(pa.table({"question_id": [0, 1, 2], "judge": [1.0, 0.0, 1.0]}), tmp_path / "f.parquet")
     label(tmp_path / "s", rule="scores", scores=tmp_path / "f.parquet")
@@ -232,20 +233,20 @@ def test_scores_with_another_rule_are_only_joined(tmp_path: Path):
 
 
 BAD_FILES = {
-    "no id": ("id,score\nq0,1\n", None, "expected the columns 'question_id' and 'a score', found id, score"),
-    "no such column": ("question_id,score\nq0,1\n", "judge", "'judge', found question_id, score"),
-    "only ids": ("question_id\nq0\n", None, "found question_id"),
-    "empty": ("", None, "found nothing"),
-    "two scores": ("question_id,score\nq0,1\nq0,0\n", None, r"'q0' has conflicting rows, \(1.0,\) and \(0.0,\)"),
-    "no numbers": ("question_id,score\nq0,good\n", None, "score 'good' is not a number"),
-    "several": ("question_id,x,y\nq0,1,0\n", None, "several columns: x, y"),
-    "short row": ("question_id,score\nq0\n", None, "row 2 has 1 values, the header has 2"),
-    "our own name": ("question_id,f1\nq0,1\n", None, "column 'f1' clashes"),
+    "no id": ("id,score\nq0,1\n", None, "'question_id'.* id, score"),
+    "no such column": ("question_id,score\nq0,1\n", "judge", "'judge'.* question_id, score"),
+    "only ids": ("question_id\nq0\n", None, "question_id"),
+    "empty": ("", None, "question_id"),
+    "two scores": ("question_id,score\nq0,1\nq0,0\n", None, "'q0'"),
+    "no numbers": ("question_id,score\nq0,good\n", None, "'good'"),
+    "several": ("question_id,x,y\nq0,1,0\n", None, "x, y"),
+    "short row": ("question_id,score\nq0\n", None, "row 2"),
+    "our own name": ("question_id,f1\nq0,1\n", None, "'f1'"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_a_file_of_scores_that_cannot_be_used_is_named_with_the_reason(case: str, tmp_path: Path):
+def test_an_invalid_scores_file_is_rejected_with_the_offending_value(case: str, tmp_path: Path):
     text, column, message = BAD_FILES[case]
     write(tmp_path / "s", answered("Paris"))
     file = write_scores(tmp_path / "f.csv", text)
@@ -255,7 +256,7 @@ def test_a_file_of_scores_that_cannot_be_used_is_named_with_the_reason(case: str
     assert not (tmp_path / "s" / "labels.parquet").exists()
 
 
-def test_a_file_of_scores_that_is_missing_or_of_another_kind_is_named(tmp_path: Path):
+def test_a_missing_or_unreadable_scores_file_is_named(tmp_path: Path):
     write(tmp_path / "s", answered("Paris"))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not")
     (tmp_path / "bad.csv").write_bytes(b"question_id,score\n\xff\xfe,1\n")
@@ -267,7 +268,7 @@ def test_a_file_of_scores_that_is_missing_or_of_another_kind_is_named(tmp_path: 
 @pytest.mark.parametrize(
     "settings", [LabelSettings("scores"), LabelSettings(column="x"), LabelSettings("em", None, None, 0.5)], ids=range(3)
 )
-def test_settings_that_do_not_go_together_are_refused(settings: LabelSettings):
+def test_contradictory_settings_are_rejected(settings: LabelSettings):
     with pytest.raises(ValueError, match="="):
         rule_of(settings)
 
@@ -296,7 +297,7 @@ def test_labels_depend_neither_on_chunks_nor_on_shards_nor_on_where_chunks_are_s
 
 
 @pytest.mark.parametrize("step", ["rename", "fsync"])
-def test_a_labeller_killed_before_it_is_done_leaves_the_labels_that_were_there(step: str, tmp_path: Path):
+def test_labels_are_unchanged_if_labelling_is_killed(step: str, tmp_path: Path):
     write(tmp_path / "s", answered("Paris", "It is Paris"))
     label(tmp_path / "s")
     before = (tmp_path / "s" / "labels.parquet").read_bytes()
@@ -317,7 +318,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return run_here("label", *arguments)
 
 
-def test_the_command_prints_counts_and_names_the_file_and_what_comes_next(tmp_path: Path):
+def test_the_command_prints_counts_the_file_and_the_next_step(tmp_path: Path):
     store = tmp_path / "s"
     write(store, answered(*ANSWERS))
     code, out, err = run(store)
@@ -339,7 +340,7 @@ def test_the_command_prints_counts_and_names_the_file_and_what_comes_next(tmp_pa
     assert json.loads(out)["rule"] == "f1@0.5"
 
 
-def test_the_command_takes_scores_and_tells_of_ids_that_disagree(tmp_path: Path):
+def test_the_command_takes_scores_and_reports_conflicting_ids(tmp_path: Path):
     store = tmp_path / "s"
     write(store, [{**row, "question_id": "same"} for row in answered("Paris", "Rome")])
     file = write_scores(tmp_path / "f.csv", "question_id,bleurt_score\nsame,0.6\n")
@@ -351,7 +352,7 @@ def test_the_command_takes_scores_and_tells_of_ids_that_disagree(tmp_path: Path)
 
 
 @pytest.mark.parametrize("wrong", ["rule=best", "rul=em", "rule=scores", "threshold=high", "threshold=0.5", "em"])
-def test_wrong_settings_are_exit_code_two(wrong: str, tmp_path: Path):
+def test_wrong_settings_exit_with_code_2(wrong: str, tmp_path: Path):
     write(tmp_path / "s", answered("Paris"))
     code, out, err = run(tmp_path / "s", wrong)
     assert (code, out) == (2, "")
@@ -359,7 +360,7 @@ def test_wrong_settings_are_exit_code_two(wrong: str, tmp_path: Path):
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="MILLSTREAM_DATA names no folder with triviaqa in it")
-def test_real_questions_get_the_verdicts_their_answers_were_made_for(tmp_path: Path):
+def test_answers_to_real_questions_get_the_expected_verdicts(tmp_path: Path):
     rows = [json.loads(line) for line in (DATA / "dev.jsonl").read_text().splitlines()[:2000]]
     made = [
         lambda row, other: (row["aliases"][-1], {"right"}),
