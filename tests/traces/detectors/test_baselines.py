@@ -1,4 +1,4 @@
-"""Each baseline reads what it says, points the right way, and scores records in their order."""
+"""Each baseline reads the fields it lists, has the right direction, and scores records in their order."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from millstream.report.measures import auroc
 from millstream.traces.detectors.baselines import BASELINES, lookback_ratios
 from millstream.traces.detectors.logistic import Detector
 from millstream.training.task import FitResources
-from support.making_traces import TOLD_BY, labelled, make_traces
+from support.making_traces import INFORMATIVE_LAYER, labelled, make_traces
 
 LEARNED = {name for name in BASELINES if name.startswith("probe") or name in ("token_stats", "logdet", "lookback")}
 Parts = tuple[ms.Collection, ms.Collection, ms.Collection]
@@ -123,7 +123,7 @@ def test_a_probe_reports_the_chosen_layer_and_the_auroc_of_all(fitted: Mapping[s
         chosen = fitted[f"probe_{position}"].chosen
         by_layer = chosen["auroc_by_layer"]
         assert isinstance(by_layer, list) and len(by_layer) == 4
-        assert chosen["layer"] == TOLD_BY == int(np.argmax(by_layer)) and max(by_layer) == chosen["val_auroc"]
+        assert chosen["layer"] == INFORMATIVE_LAYER == int(np.argmax(by_layer)) and max(by_layer) == chosen["val_auroc"]
 
 
 def test_a_probe_on_hidden_equals_a_probe_on_states(tmp_path: Path):
