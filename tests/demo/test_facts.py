@@ -43,8 +43,8 @@ def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def small_model(said: list[str] | None = None) -> Path:
-    return cached_model(SMALL, BRIEF, seed=0, notify=(said if said is not None else []).append)
+def small_model(messages: list[str] | None = None) -> Path:
+    return cached_model(SMALL, BRIEF, seed=0, notify=(messages if messages is not None else []).append)
 
 
 def test_the_world_depends_only_on_the_seed() -> None:
@@ -104,7 +104,7 @@ def test_names_and_values_do_not_depend_on_exposure() -> None:
             for name in TIMES_SEEN
         }
         means = [sum(row) / len(row) for row in lengths.values()]
-        assert max(means) - min(means) < 0.6  # letters; a mean has a standard error of about 0.1
+        assert max(means) - min(means) < 0.6  # characters; a mean has a standard error of about 0.1
 
 
 def test_every_person_has_a_fact_in_the_training_text() -> None:
@@ -153,8 +153,8 @@ def test_an_incomplete_model_folder_is_trained_again(damage: str) -> None:
         os.truncate(folder / "model.safetensors", 1000)
     else:
         (folder / "facts.json").write_text("[]")
-    said: list[str] = []
-    assert small_model(said) == folder and "training" in said[0]
+    messages: list[str] = []
+    assert small_model(messages) == folder and "training" in messages[0]
     again: list[str] = []
     small_model(again)
     assert len(again) == 1
@@ -165,17 +165,17 @@ def test_the_remains_of_a_killed_training_are_removed() -> None:
     part = folder.with_name(f".{folder.name}.partial")
     folder.rename(part)
     (part / "millstream.json").unlink()
-    said: list[str] = []
-    assert small_model(said) == folder and "training" in said[0] and not part.exists()
+    messages: list[str] = []
+    assert small_model(messages) == folder and "training" in messages[0] and not part.exists()
 
 
 def test_two_concurrent_callers_train_one_model() -> None:
     shutil.rmtree(small_model())
-    said: list[str] = []
-    with ThreadPoolExecutor(2) as pool:  # each opens the lock file anew, as two processes would
-        folders = {run.result() for run in [pool.submit(small_model, said) for _ in range(2)]}
+    messages: list[str] = []
+    with ThreadPoolExecutor(2) as pool:  # each opens its own lock file, like two processes
+        folders = {run.result() for run in [pool.submit(small_model, messages) for _ in range(2)]}
     assert folders == {small_model()}
-    assert sum("training a tiny model" in line for line in said) == 1
+    assert sum("training a tiny model" in line for line in messages) == 1
 
 
 def test_without_transformers_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ FILES = [
 
 
 def byte_tokens() -> list[str]:
-    """GPT-2's letters for the 256 bytes."""
+    """The characters that GPT-2 uses for the 256 bytes."""
     from tokenizers import pre_tokenizers
 
     return sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -50,7 +50,7 @@ def turned(weight: np.ndarray, *, heads: int) -> np.ndarray:
 
 
 def write_tiny(path: Path, *, seed: int = 0, pre: str = "smollm") -> dict[str, np.ndarray]:
-    """Writes the GGUF, returns the weights it holds by their Hugging Face names."""
+    """Writes the GGUF, returns its weights by their Hugging Face names."""
     from gguf import GGMLQuantizationType as Kind
     from gguf import GGUFWriter
     from gguf.quants import dequantize, quantize
@@ -136,9 +136,14 @@ def texts() -> list[str]:
         "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n",
         "<|endoftext|><repo_name>x<file_sep>y<jupyter_code> <|im_end| > <|im_",
     ]
-    letters = [*"abcdeABC 0123456789 .,;:!?'-_/\\(){}[]<>|=+*\n\t éüßñłØ漢字日本かな한글Дарья", "🙂", "👍🏽", *SPECIAL]
+    characters = [
+        *"abcdeABC 0123456789 .,;:!?'-_/\\(){}[]<>|=+*\n\t éüßñłØ漢字日本かな한글Дарья",
+        "🙂",
+        "👍🏽",
+        *SPECIAL,
+    ]
     rng = random.Random(0)
-    drawn = ["".join(rng.choices(letters, k=rng.randint(1, 30))) for _ in range(400)]
+    drawn = ["".join(rng.choices(characters, k=rng.randint(1, 30))) for _ in range(400)]
     return fixed + drawn
 
 
@@ -236,10 +241,10 @@ def test_two_concurrent_processes_convert_once_without_importing_the_package(tin
         "print(smollm2_model(notify=print))\n"
     )
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [process.communicate()[0].splitlines() for process in running]
+    printed = [process.communicate()[0].splitlines() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
-    assert sum(line.startswith("converting") for lines in said for line in lines) == 1
-    folders = {Path(lines[-1]) for lines in said}
+    assert sum(line.startswith("converting") for lines in printed for line in lines) == 1
+    folders = {Path(lines[-1]) for lines in printed}
     assert len(folders) == 1 and is_complete(folders.pop())
 
 

@@ -153,9 +153,9 @@ def drop(path: Path, numbers: list[int], report: Callable[[object], None]) -> No
     drop_records(path, numbers)
 
 
-def wait_until(holds: Callable[[], object], *, what: str, pause: float = 0.001) -> None:
+def wait_until(condition: Callable[[], object], *, what: str, pause: float = 0.001) -> None:
     end = time.monotonic() + PATIENCE_S
-    while not holds():
+    while not condition():
         assert time.monotonic() < end, f"gave up waiting for {what}"
         time.sleep(pause)
 

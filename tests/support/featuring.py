@@ -1,4 +1,4 @@
-"""Traces and reads with fields of all sorts, and what features make of them."""
+"""Traces and reads with fields of all kinds, and their features."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +57,7 @@ def make(feature: Feature, collection: ms.Collection, numbers: Sequence[int], **
 
 
 def padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The slow way to put arrays into one: value by value."""
+    """A slow reference for padding: value by value."""
     shape = [max(array.shape[axis] for array in arrays) for axis in range(arrays[0].ndim)]
     out = np.zeros((len(arrays), *shape), arrays[0].dtype)
     for row, array in enumerate(arrays):

@@ -1,4 +1,4 @@
-"""A run folder as `millstream train` leaves it, made by hand, with a small real store beside it."""
+"""A run folder as `millstream train` writes it, with synthetic scores, and a small trace store."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def make_run(
 ) -> Path:
     """A run of these detectors in `folder/run`, its store in `folder/traces`; baselines have one seed.
 
-    `num_test` is a multiple of ten: every tenth record asks the question of the one before it.
+    `num_test` is a multiple of ten: every tenth record has the question of the one before it.
     """
     wanted = dict(models) if isinstance(models, Mapping) else {name: MODELS[name] for name in models}
     run, store = folder / "run", folder / "traces"
@@ -73,7 +73,7 @@ def make_run(
     (run / "data.json").write_text(json.dumps(data_card(store, labels)))
     tables: list[pa.Table] = []
     lines: list[dict[str, object]] = []
-    shared = rng.normal(size=num_records)  # what makes a question hard for all of them
+    shared = rng.normal(size=num_records)  # how hard a question is for all detectors
     for name, made in wanted.items():
         for seed in range(seeds if made.family != "baseline" else 1):
             own = np.random.default_rng([crc32(name.encode()), seed]).normal(size=num_records)

@@ -1,4 +1,4 @@
-"""Random language models of three layers in a folder, one of each architecture, and questions to ask them."""
+"""Random language models of three layers, one per architecture, and questions for them."""
 
 from functools import cache
 from itertools import pairwise
@@ -77,7 +77,7 @@ def make_model(kind: str, folder: Path, *, seed: int = 0) -> Path:
             **wide, sliding_window=16, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope
         ),
     }
-    # The weights of an untrained model are so small that all attention is even: these are larger, and no bias is zero.
+    # The initial weights of a model are so small that attention is uniform: make them larger, and no bias zero.
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         model: Any = hf.AutoModelForCausalLM.from_config(configs[kind]())
@@ -89,13 +89,13 @@ def make_model(kind: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def load(folder: Path) -> LoadedModel:
-    """As the library loads it, new: what is looked into or changed is nobody else's."""
+    """A new model, loaded by the library: a test may change it."""
     settings = ModelSettings(str(folder), device="cpu")
     return load_model(settings, describe_model(settings, notify=print))
 
 
 def load_eager(folder: Path) -> Any:
-    """As transformers alone loads it, with attention by its definition."""
+    """The model as transformers loads it, with eager attention."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32")
@@ -122,7 +122,7 @@ def make_tracer(
 
 
 def reciting(loaded: LoadedModel, ids: list[int]) -> LoadedModel:
-    """A llama changed to say each of these ids, up to 32 different ones, after the one before it."""
+    """A llama that generates these ids, up to 32 different ones, each after the one before."""
     assert len(set(ids)) == len(ids) <= 32
     model: Any = loaded.model
     with torch.no_grad():
@@ -144,7 +144,7 @@ def generated(record: Any) -> list[int]:
 
 
 class TinyModels:
-    """The models of a test session, what they say to QUESTIONS and what they should: each made once."""
+    """The models of a test session, their records of QUESTIONS and the expected ones, each made once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -158,17 +158,17 @@ class TinyModels:
         return make_tokenizer()([question.question for question in QUESTIONS])["input_ids"]
 
     def _traced(self, kind: str, beams: int, batch_size: int) -> list[Record]:
-        """Records of QUESTIONS as the library makes them."""
+        """Records of QUESTIONS by the library."""
         tracer = make_tracer(self.loaded(kind), num_beams=beams)
-        asked = tracer.encode(QUESTIONS)
+        encoded = tracer.encode(QUESTIONS)
         return [
             record
-            for start in range(0, len(asked), batch_size)
-            for record in tracer.trace(asked[start : start + batch_size])
+            for start in range(0, len(encoded), batch_size)
+            for record in tracer.trace(encoded[start : start + batch_size])
         ]
 
     def _expected(self, kind: str, beams: int) -> list[tuple[list[int], Seen]]:
-        """Ids of QUESTIONS, and what the model shows of prompt and answer, by the slow reference alone."""
+        """Generated ids of QUESTIONS, and the activations over prompt and answer, by the slow reference."""
         model = self.eager(kind)
         answers = [
             generate_greedily(model, prompt, count=NEW, eos=EOS)

@@ -1,4 +1,4 @@
-"""Features kept in a store are those computed on the fly; a run that was killed goes on, and nothing comes twice."""
+"""Stored features equal those computed on the fly; a killed run resumes, and every record is written once."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def record(number: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nobody writes to it."""
+    """Read-only."""
     path = tmp_path_factory.mktemp("traces") / "store"
     schema = {
         "logprobs": "float32[step]",
@@ -88,7 +88,7 @@ def test_layers_are_stored_in_the_given_dtype(store: Path, tmp_path: Path):
         assert opened(tmp_path / dtype)[0]["layers"].dtype == np.dtype(dtype)  # pyright: ignore
 
 
-@pytest.mark.parametrize("options", [{}, {"k": 2, "threshold": 0.1}], ids=["as it is", "k and threshold"])
+@pytest.mark.parametrize("options", [{}, {"k": 2, "threshold": 0.1}], ids=["defaults", "k and threshold"])
 def test_a_stored_graph_is_that_of_a_batch_of_one(options: dict[str, Any], store: Path, tmp_path: Path):
     featurize(store, tmp_path / "out", feature="graphs", dtype="float32", **options)
     found = opened(tmp_path / "out")

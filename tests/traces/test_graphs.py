@@ -1,4 +1,4 @@
-"""Token graphs are those that a slow reading of the attention finds, whatever they are read from and batched with."""
+"""Token graphs equal those of a slow reference, from attention or stored edges, in any batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -32,8 +32,8 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ms.Collection:
     return ms.open(make_traces(tmp_path_factory.mktemp("graphs") / "probe", num=NUM, tier="probe"))
 
 
-def stored(k: int | None = 8, **asked: Any) -> Feature:
-    return ms.features.graphs(k, hidden="nodes", attention="edges", **asked)
+def stored(k: int | None = 8, **options: Any) -> Feature:
+    return ms.features.graphs(k, hidden="nodes", attention="edges", **options)
 
 
 def make(feature: Feature, collection: ms.Collection, numbers: Sequence[int]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Graph(NamedTuple):
 
 
 def each_graph(batch: Mapping[str, Any]) -> Iterator[Graph]:
-    """A batch taken apart again; what belongs to no graph, or to two, is noticed here."""
+    """The graphs of a batch; checks that every node and edge belongs to exactly one."""
     ptr, (source, target) = batch["ptr"].tolist(), batch["edge_index"]
     assert batch["edge_attr"].shape == (len(source), 1) and batch["x"].shape[0] == ptr[-1] == len(batch["batch"])
     assert np.array_equal(batch["batch"][source], batch["batch"][target])
@@ -197,7 +197,7 @@ def test_a_store_with_edges_gives_the_graphs_of_one_with_all_attention(
 @pytest.mark.parametrize(
     ("prompt", "answer", "tokens", "nodes"),
     [
-        (3, 2, 6, [2, 3, 4]),  # a token that ends the answer is no part of it
+        (3, 2, 6, [2, 3, 4]),  # the token that ends the answer is not part of it
         (3, 2, 5, [2, 3, 4]),  # cut off before there was one
         (3, 0, 4, [2, 3]),  # an empty answer has that token alone
         (1, 1, 3, [0, 1]),

@@ -60,9 +60,13 @@ def graphs(traces: ms.Collection) -> Batch:
 
 
 def random_graph(num_nodes: int, num_edges: int, width: int, edge_dim: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    chance = torch.Generator().manual_seed(num_nodes)
-    index = torch.randint(0, num_nodes, (2, num_edges), generator=chance)
-    return torch.randn(num_nodes, width, generator=chance), index, torch.rand(num_edges, edge_dim, generator=chance)
+    generator = torch.Generator().manual_seed(num_nodes)
+    index = torch.randint(0, num_nodes, (2, num_edges), generator=generator)
+    return (
+        torch.randn(num_nodes, width, generator=generator),
+        index,
+        torch.rand(num_edges, edge_dim, generator=generator),
+    )
 
 
 # -- one call for all graphs
@@ -99,9 +103,9 @@ def test_messages_over_heads_are_the_mean_over_edges():
         found = messages(x, index, values)
         for node in range(5):
             own = (index[1] == node).nonzero()[:, 0].tolist()
-            said = [messages.say(torch.cat([x[index[0, edge]], values[edge]])) for edge in own]
-            heard = torch.stack(said).mean(dim=0) if said else torch.zeros(8)
-            expected = x[node] + messages.hear(torch.cat([x[node], heard])).relu()
+            sent = [messages.say(torch.cat([x[index[0, edge]], values[edge]])) for edge in own]
+            received = torch.stack(sent).mean(dim=0) if sent else torch.zeros(8)
+            expected = x[node] + messages.hear(torch.cat([x[node], received])).relu()
             assert found[node].numpy() == pytest.approx(expected.numpy(), abs=1e-5)
 
 
@@ -189,7 +193,7 @@ def test_the_vae_samples_in_training_but_scores_deterministically(vae: GraphVAE,
 
 
 def with_posterior(net: GraphVAE, mean: float, logvar: float) -> GraphVAE:
-    """It believes the same of every node."""
+    """A net with the same posterior for every node."""
     latent = net.posterior.out_features // 2
     torch.nn.init.zeros_(net.posterior.weight)
     with torch.no_grad():
@@ -211,7 +215,7 @@ def test_units_below_the_free_bits_get_no_kl_gradient(vae: GraphVAE, graphs: Bat
     vae.logits(graphs)[1]["kl"].backward()
     assert vae.posterior.bias.grad is not None and not vae.posterior.bias.grad.any()
     with torch.no_grad():
-        vae.posterior.bias[0] = 1.0  # a unit that has more than is free pays, and it alone
+        vae.posterior.bias[0] = 1.0  # only a unit above the free bits gets a gradient
     vae.posterior.bias.grad = None
     vae.logits(graphs)[1]["kl"].backward()
     assert vae.posterior.bias.grad is not None and vae.posterior.bias.grad.nonzero().flatten().tolist() == [0]
@@ -237,7 +241,7 @@ def test_the_vae_loss_is_scaled_by_its_weight(graphs: Batch):
 
 def test_masked_nodes_are_hidden_from_the_encoder(vae: GraphVAE, graphs: Batch):
     torch.manual_seed(7)
-    masked = torch.rand(len(graphs["x"])) < vae.masked  # what is drawn first
+    masked = torch.rand(len(graphs["x"])) < vae.masked  # the first random numbers the net draws
     assert 0.1 < masked.float().mean() < 0.3
 
     def seen(changed: Tensor) -> tuple[np.ndarray, float]:
@@ -249,7 +253,7 @@ def test_masked_nodes_are_hidden_from_the_encoder(vae: GraphVAE, graphs: Batch):
 
     nothing = torch.zeros_like(masked)
     assert np.array_equal(seen(masked)[0], seen(nothing)[0])
-    assert seen(masked)[1] != seen(nothing)[1]  # but they are what has to be told
+    assert seen(masked)[1] != seen(nothing)[1]  # they must be reconstructed
     assert np.abs(seen(~masked)[0] - seen(nothing)[0]).min() > 0
 
 
@@ -262,21 +266,21 @@ def test_gradients_reach_every_parameter_where_no_node_is_masked(vae: GraphVAE, 
 
 
 def test_negative_pairs_are_of_the_same_graph(vae: GraphVAE, graphs: Batch):
-    """With latents that are alike within a graph and unlike between graphs, edges and pairs look the same."""
+    """With equal latents within a graph and different ones between graphs, edges and negative pairs look the same."""
     latent = vae.posterior.out_features // 2
-    chance = torch.Generator().manual_seed(0)
-    z = torch.randn(NUM * LAYERS, latent, generator=chance)[graphs["batch"]]
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(NUM * LAYERS, latent, generator=generator)[graphs["batch"]]
     likely = (z.square().sum(dim=1) / latent**0.5)[graphs["edge_index"][1]]
     expected = (torch.nn.functional.softplus(-likely).mean() + torch.nn.functional.softplus(likely).mean()) / 2
     assert vae._edge_loss(z, graphs).item() == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_training_improves_the_reconstruction_of_nodes_and_edges(vae: GraphVAE, graphs: Batch):
-    def told() -> dict[str, float]:
+    def mean_parts() -> dict[str, float]:
         found = [parts_of(vae, graphs, seed) for seed in range(5)]
         return {name: sum(parts[name] for parts in found) / 5 for name in found[0]}
 
-    before = told()
+    before = mean_parts()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=1e-2)
     target = torch.arange(NUM) % 2.0
     for step in range(40):
@@ -285,7 +289,7 @@ def test_training_improves_the_reconstruction_of_nodes_and_edges(vae: GraphVAE, 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    after = told()
+    after = mean_parts()
     assert after["node_loss"] < 0.9 * before["node_loss"]
     assert after["edge_loss"] < 0.9 * before["edge_loss"]
 

@@ -60,7 +60,7 @@ def test_it_matches_scikit_learn_on_the_test_split(tmp_path: Path, num: int, wid
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[ms.Collection, ms.Collection, Part]:
-    """Group 0 tells on both parts, group 1 better on `train` but the other way round on `val`, group 2 is constant."""
+    """Group 0 predicts the label in both splits, group 1 with opposite signs in train and val, group 2 is constant."""
     rng = np.random.default_rng(5)
 
     def part(num: int, ways: tuple[float, float]) -> Part:

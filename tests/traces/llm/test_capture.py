@@ -30,7 +30,7 @@ def pairs(request: pytest.FixtureRequest, tiny: TinyModels) -> Pairs:
     return [(record, seen) for record, (_, seen) in zip(records, expected, strict=True)]
 
 
-# -- everything, as it is
+# -- every field
 
 
 def test_hidden_is_the_embedding_and_the_raw_output_of_every_layer(pairs: Pairs):
@@ -174,8 +174,8 @@ def test_half_precision_values_are_the_float32_values_rounded_once(tiny: TinyMod
 
 def test_a_prompt_of_one_token_has_a_trace_like_any_other(tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"))
-    asked = tracer.encode([replace(QUESTIONS[0], question="?")])
-    record: Any = tracer.trace(asked)[0]
+    encoded = tracer.encode([replace(QUESTIONS[0], question="?")])
+    record: Any = tracer.trace(encoded)[0]
     seen = look(tiny.eager("llama"), record["tokens"].tolist())
     assert record["prompt_len"] == 1
     for name in ("hidden", "post_norm", "attention"):
@@ -261,20 +261,20 @@ def test_without_its_mask_function_left_padding_would_be_attended_to(
 @pytest.mark.parametrize("stored", ["float16", "float32"])
 def test_captured_values_do_not_keep_the_activations_of_a_layer_alive(stored: str, tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads,laplacian,edges,nodes,states", stored=stored)
-    asked = tracer.encode(QUESTIONS)
-    ids, mask = tracer._pad([one.ids for one in asked])
+    encoded = tracer.encode(QUESTIONS)
+    ids, mask = tracer._pad([one.ids for one in encoded])
     with torch.inference_mode():
-        tracer._generate(asked, ids, mask)
+        tracer._generate(encoded, ids, mask)
     capture = tracer._capture
-    held = [part for parts in capture.kept.values() for part in parts]
-    held += [*capture._received.values(), *capture._diagonal.values()]
-    assert len(held) > 10
-    for tensor in held:
+    kept = [part for parts in capture.kept.values() for part in parts]
+    kept += [*capture._received.values(), *capture._diagonal.values()]
+    assert len(kept) > 10
+    for tensor in kept:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def test_two_tracers_of_one_model_both_capture(tiny: TinyModels):
     loaded = load(tiny.folder("llama"))
     first, second = make_tracer(loaded, fields="attention"), make_tracer(loaded, fields="edges")
-    asked = first.encode(QUESTIONS[:2])
-    assert all(record["status"] == "ok" for tracer in (first, second, first) for record in tracer.trace(asked))
+    encoded = first.encode(QUESTIONS[:2])
+    assert all(record["status"] == "ok" for tracer in (first, second, first) for record in tracer.trace(encoded))

@@ -11,9 +11,9 @@ import millstream as ms
 from millstream.traces.store.rewrite import merge
 from millstream.traces.view import view_of
 from millstream.view import View
-from support.asking_traces import make_run
 from support.browser import wait_until
 from support.making_traces import make_traces
+from support.querying_traces import make_run
 
 Serve = Callable[[Sequence[View]], str]
 Open = Callable[..., Any]
@@ -86,7 +86,7 @@ def test_a_trace_opens_and_its_slider_shows_another_layer(open_page: Open, addre
     assert (tmp_path / "trace.png").stat().st_size > 20_000
 
 
-def test_a_token_tells_what_else_might_have_been_said(open_page: Open, address: str):
+def test_a_token_shows_its_alternatives(open_page: Open, address: str):
     page = open_page(f"{address}#5").page
     token = page.locator(".tokens .answer").first
     token.hover()
@@ -107,7 +107,7 @@ def test_a_token_tells_what_else_might_have_been_said(open_page: Open, address: 
     assert heats != others and len(set(heats)) > 1
 
 
-def test_the_keyboard_alone_finds_opens_steps_and_goes_back(open_page: Open, address: str):
+def test_search_open_step_and_close_work_by_keyboard(open_page: Open, address: str):
     page = open_page(address).page
     page.locator("#records tbody tr").nth(49).wait_for()
     page.keyboard.press("/")
@@ -137,7 +137,7 @@ def test_no_page_scrolls_sideways(open_page: Open, address: str, width: int, sch
     assert opened.never_scrolls_sideways()
 
 
-def test_a_needle_among_20_000_is_found_and_no_text_runs(open_page: Open, many: str):
+def test_search_finds_one_of_20_000_records_and_no_text_runs(open_page: Open, many: str):
     page = open_page(many).page
     page.locator("#total", has_text="20,000 traces").wait_for()
     assert page.locator("#pages").inner_text() == "of 400"
@@ -152,7 +152,7 @@ def test_a_needle_among_20_000_is_found_and_no_text_runs(open_page: Open, many: 
     assert page.locator("main img, main script").count() == 0
 
 
-def test_a_record_that_is_not_there_is_said(open_page: Open, address: str):
+def test_a_record_out_of_range_is_reported(open_page: Open, address: str):
     opened = open_page(f"{address}#999")
     opened.page.locator("[role=alert]", has_text="record 999 of 120").wait_for()
     assert [text for text in opened.trouble if "400" not in text] == []
@@ -176,7 +176,7 @@ def odd(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
     return serve_views([view_of(folder / "store", run=others)])
 
 
-def test_a_probability_that_is_no_number_is_not_shown_as_one(open_page: Open, odd: str):
+def test_a_nan_probability_is_not_shown_as_a_number(open_page: Open, odd: str):
     page = open_page(f"{odd}#0").page
     page.locator(".tokens .answer").first.focus()
     page.locator("#hint").wait_for()
@@ -185,7 +185,7 @@ def test_a_probability_that_is_no_number_is_not_shown_as_one(open_page: Open, od
     page.locator("td", has_text="123456789").wait_for()
 
 
-def test_of_a_trace_of_thousands_of_tokens_the_strongest_arcs_are_drawn(open_page: Open, odd: str):
+def test_the_strongest_arcs_of_a_long_trace_are_drawn(open_page: Open, odd: str):
     page = open_page(f"{odd}#1").page
     page.locator(".arcs path").first.wait_for(state="attached")
     page.locator("#k").fill("32")
@@ -194,7 +194,7 @@ def test_of_a_trace_of_thousands_of_tokens_the_strongest_arcs_are_drawn(open_pag
     assert page.locator(".arcs path").count() == 4000
 
 
-def test_scores_of_other_records_are_told_and_the_list_is_there(open_page: Open, odd: str):
+def test_scores_of_other_records_are_reported_and_the_list_is_shown(open_page: Open, odd: str):
     page = open_page(odd).page
     page.locator("#records tbody tr").nth(1).wait_for()
     assert "predictions.parquet" in page.locator("#facts .error").inner_text()

@@ -14,8 +14,8 @@ import millstream as ms
 from millstream.classic.importer import to_record
 from millstream.errors import MillstreamError
 from millstream.traces.view.inside import TokenTexts
-from support.asking_traces import asking, make_run
 from support.making_traces import make_traces
+from support.querying_traces import make_run, querying
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16"])
-def test_every_kind_of_number_is_shown_as_numbers(tmp_path: Path, dtype: str):
+def test_every_dtype_is_shown_as_numbers(tmp_path: Path, dtype: str):
     schema = {"tokens": "int32[token]", "logprobs": f"{dtype}[step]", "topk_ids": "int32[step, k]",
               "topk_logprobs": f"{dtype}[step, k]", "hidden": f"{dtype}[layer, token, dim]",
               "attention": f"{dtype}[layer, head, query, key]"}  # fmt: skip
@@ -35,17 +35,17 @@ def test_every_kind_of_number_is_shown_as_numbers(tmp_path: Path, dtype: str):
     }
     with ms.TraceWriter(tmp_path / "s", schema=schema) as writer:
         writer.append({"tokens": np.arange(6, dtype=np.int32), "topk_ids": np.ones((3, 4), np.int32), **values})
-    ask = asking(tmp_path / "s")
-    tokens = ask("trace", number=0)["tokens"]
+    query = querying(tmp_path / "s")
+    tokens = query("trace", number=0)["tokens"]
     assert tokens["logprobs"] == pytest.approx(values["logprobs"].float().tolist()) and tokens["start"] == 3
     probabilities = [[other["probability"] for other in step] for step in tokens["alternatives"]]
     np.testing.assert_allclose(probabilities, values["topk_logprobs"].float().exp(), rtol=1e-5)
     norms = torch.linalg.vector_norm(values["hidden"].float(), dim=2)
-    np.testing.assert_allclose(ask("layers", number=0)["norm"], norms, rtol=1e-5)
-    assert ask("attention", number=0, layer=1, head="1", k=1)["num_heads"] == 2
+    np.testing.assert_allclose(query("layers", number=0)["norm"], norms, rtol=1e-5)
+    assert query("attention", number=0, layer=1, head="1", k=1)["num_heads"] == 2
 
 
-def test_numbers_that_are_none_are_null_and_a_failed_record_has_nothing(tmp_path: Path):
+def test_nan_is_null_and_a_failed_record_is_empty(tmp_path: Path):
     names = {"tokens": "int32[token]", "logprobs": "float32[step]", "hidden": "float16[layer, token, dim]",
              "attention": "float16[layer, head, query, key]", "prompt_len": "int32"}  # fmt: skip
     with ms.TraceWriter(tmp_path / "s", schema=names) as writer:
@@ -55,66 +55,66 @@ def test_numbers_that_are_none_are_null_and_a_failed_record_has_nothing(tmp_path
              "logprobs": np.array([np.nan, -np.inf], np.float32), "hidden": np.full((2, 3, 4), np.inf, np.float16),
              "attention": np.full((2, 1, 3, 3), np.nan, np.float16)}
         )  # fmt: skip
-    ask = asking(tmp_path / "s")
-    assert ask("trace", number=0)["tokens"]["ids"] == [] and ask("trace", number=0)["num_layers"] == 0
-    assert ask("layers", number=0) is None and ask("attention", number=0) is None
-    assert ask("trace", number=1)["tokens"]["logprobs"] == [None, None]
-    assert ask("layers", number=1)["cosine"] == [[None] * 3] * 2
-    assert set(np.ravel(ask("attention", number=1)["source"])) == {-1}
+    query = querying(tmp_path / "s")
+    assert query("trace", number=0)["tokens"]["ids"] == [] and query("trace", number=0)["num_layers"] == 0
+    assert query("layers", number=0) is None and query("attention", number=0) is None
+    assert query("trace", number=1)["tokens"]["logprobs"] == [None, None]
+    assert query("layers", number=1)["cosine"] == [[None] * 3] * 2
+    assert set(np.ravel(query("attention", number=1)["source"])) == {-1}
 
 
-def test_tensors_that_are_called_like_texts_are_no_texts(tmp_path: Path):
+def test_tensors_named_like_text_fields_are_not_shown_as_text(tmp_path: Path):
     with ms.TraceWriter(tmp_path / "s") as writer:
         pair = {name: np.ones(2) for name in ("answer", "topk_ids", "topk_logprobs")}
         writer.append({"question": np.zeros(3), "attention": np.array(3.0), **pair})
-    ask = asking(tmp_path / "s")
-    assert ask("list")["rows"][0]["question"] is None and ask("list", q="x")["total"] == 0
-    trace = ask("trace", number=0)
+    query = querying(tmp_path / "s")
+    assert query("list")["rows"][0]["question"] is None and query("list", q="x")["total"] == 0
+    trace = query("trace", number=0)
     assert trace["shapes"]["answer"] == [2] and trace["num_layers"] == 0 and trace["references"] == []
 
 
 def test_an_empty_store_is_an_empty_list(tmp_path: Path):
     with ms.TraceWriter(tmp_path / "s"):
         pass
-    ask = asking(tmp_path / "s")
-    assert ask("about")["records"] == 0 and ask("list")["rows"] == ask("list", q="x")["rows"] == []
+    query = querying(tmp_path / "s")
+    assert query("about")["records"] == 0 and query("list")["rows"] == query("list", q="x")["rows"] == []
 
 
-def test_attention_of_the_last_tokens_alone_belongs_to_the_last_tokens(tmp_path: Path):
+def test_attention_stored_for_the_last_tokens_is_shown_at_the_last_tokens(tmp_path: Path):
     weights = np.zeros((1, 1, 2, 5), np.float32)  # of tokens 3 and 4
     weights[0, 0, 0, 1], weights[0, 0, 1, 3], weights[0, 0, 1, 4] = 0.7, 0.6, 0.4
     with ms.TraceWriter(tmp_path / "s") as writer:
         writer.append({"tokens": np.arange(5), "attention": weights})
-    shown = asking(tmp_path / "s")("attention", number=0, k=1)
+    shown = querying(tmp_path / "s")("attention", number=0, k=1)
     assert shown["source"] == [[-1], [-1], [-1], [1], [3]]
 
 
-def test_damaged_labels_and_scores_are_told_and_all_else_is_shown(store: Path, tmp_path: Path):
+def test_damaged_labels_and_scores_are_reported_and_the_rest_is_shown(store: Path, tmp_path: Path):
     run = make_run(tmp_path / "run", store, {"lstm": {1: [0.5]}})
     for file, said in ((store / "labels.parquet", "No labels: "), (run / "predictions.parquet", "No scores: ")):
         whole = file.read_bytes()
         for broken in (whole[:50], b""):
             file.write_bytes(broken)
-            ask = asking(store, run=run)
-            (problem,) = ask("about")["problems"]
+            query = querying(store, run=run)
+            (problem,) = query("about")["problems"]
             assert problem.startswith(f"{said}{file}: is damaged") and "Next: " in problem
-            assert len(ask("list")["rows"]) == 8 and ask("trace", number=1)["question"] == "Who mills 1?"
+            assert len(query("list")["rows"]) == 8 and query("trace", number=1)["question"] == "Who mills 1?"
         file.write_bytes(whole)
-    assert asking(store, run=run)("about")["problems"] == []
+    assert querying(store, run=run)("about")["problems"] == []
 
 
-def test_a_table_that_is_no_predictions_is_told(store: Path, tmp_path: Path):
+def test_a_table_without_predictions_is_reported(store: Path, tmp_path: Path):
     run = make_run(tmp_path / "run", store, {"lstm": {1: [0.5]}})
     pq.write_table(pa.table({"record": [1], "score": [0.5]}), run / "predictions.parquet")
-    assert '"model" does not exist' in asking(store, run=run)("about")["problems"][0]
+    assert '"model" does not exist' in querying(store, run=run)("about")["problems"][0]
 
 
-def test_a_page_that_is_opened_anew_shows_what_came_since(store: Path, tmp_path: Path):
+def test_a_reopened_page_shows_new_records(store: Path, tmp_path: Path):
     run = make_run(tmp_path / "run", store, {"lstm": {1: [0.5]}})
     scores = (run / "predictions.parquet").rename(tmp_path / "later")
     labels = (store / "labels.parquet").rename(tmp_path / "labels")
-    ask = asking(store, run=run)
-    about = ask("about")
+    query = querying(store, run=run)
+    about = query("about")
     assert (about["records"], about["detectors"], about["verdicts"]) == (8, [], {"unlabelled": 8})
     more = make_traces(tmp_path / "more", num=3)
     with ms.TraceWriter(store) as writer:
@@ -122,44 +122,44 @@ def test_a_page_that_is_opened_anew_shows_what_came_since(store: Path, tmp_path:
             writer.append(record)
     labels.rename(store / "labels.parquet")
     scores.rename(run / "predictions.parquet")
-    about = ask("about")
+    about = query("about")
     assert (about["records"], about["detectors"]) == (11, ["lstm"]) and set(about["verdicts"]) == {"right", "wrong"}
-    assert ask("list", size=500)["total"] == 11 and ask("trace", number=10)["records"] == 11
+    assert query("list", size=500)["total"] == 11 and query("trace", number=10)["records"] == 11
 
 
-def test_records_of_one_id_have_verdicts_of_their_own(tmp_path: Path):
+def test_records_with_the_same_id_have_their_own_verdicts(tmp_path: Path):
     with ms.TraceWriter(tmp_path / "s") as writer:
         for _ in range(3):
             writer.append({"question_id": "q", "x": np.zeros(1)})
     verdicts = ["right", "wrong", "refused"]
     pq.write_table(pa.table({"question_id": ["q"] * 3, "verdict": verdicts}), tmp_path / "s" / "labels.parquet")
-    ask = asking(tmp_path / "s")
-    assert [row["verdict"] for row in ask("list")["rows"]] == verdicts
-    assert ask("trace", number=1)["labels"]["verdict"] == "wrong"
+    query = querying(tmp_path / "s")
+    assert [row["verdict"] for row in query("list")["rows"]] == verdicts
+    assert query("trace", number=1)["labels"]["verdict"] == "wrong"
 
 
-def test_of_scores_that_are_no_probabilities_the_most_mistaken_are_those_furthest_out(store: Path, tmp_path: Path):
+def test_scores_that_are_not_probabilities_are_ranked_to_find_the_worst_errors(store: Path, tmp_path: Path):
     verdicts = pq.read_table(store / "labels.parquet").column("verdict").to_pylist()
     right = [number for number, verdict in enumerate(verdicts) if verdict == "right"][:2]
     wrong = [number for number, verdict in enumerate(verdicts) if verdict == "wrong"][:2]
     lengths = {right[0]: [40.0], wrong[0]: [3.0], right[1]: [5.0], wrong[1]: [30.0]}
-    ask = asking(store, run=make_run(tmp_path / "run", store, {"length": lengths}))
-    rows = ask("list", sort="mistaken", detector="length")["rows"]
+    query = querying(store, run=make_run(tmp_path / "run", store, {"length": lengths}))
+    rows = query("list", sort="mistaken", detector="length")["rows"]
     assert {row["number"] for row in rows[:2]} == {right[0], wrong[0]}
 
 
-def test_of_a_long_answer_the_list_has_the_beginning_and_the_trace_the_whole(tmp_path: Path):
+def test_a_long_answer_is_clipped_in_the_list_and_complete_in_the_trace(tmp_path: Path):
     long, aliases = "word " * 4000, [f"alias {number}" for number in range(300)]
     with ms.TraceWriter(tmp_path / "s", schema={"aliases": "list<string>"}) as writer:
         writer.append({"question": long, "generated_answer": long, "aliases": aliases, "x": np.zeros(1)})
-    ask = asking(tmp_path / "s")
-    (row,) = ask("list", q="word 299")["rows"]
+    query = querying(tmp_path / "s")
+    (row,) = query("list", q="word 299")["rows"]
     assert long.startswith(row["answer"].removesuffix("…")) and len(str(row)) < 2000
-    trace = ask("trace", number=0)
+    trace = query("trace", number=0)
     assert trace["answer"] == trace["question"] == long and trace["references"] == aliases
 
 
-def test_ids_of_tokens_are_ids_where_they_cannot_be_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_token_ids_are_shown_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel({"is": 2}, unk_token="is")
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
@@ -169,17 +169,17 @@ def test_ids_of_tokens_are_ids_where_they_cannot_be_texts(tmp_path: Path, monkey
     assert texts.of([2]) == ["2"] and "pip install" in (texts.problem or "")
 
 
-def test_a_damaged_shard_spoils_its_own_records_alone(tmp_path: Path):
+def test_a_damaged_shard_affects_only_its_records(tmp_path: Path):
     store = make_traces(tmp_path / "s", num=60)
     shutil.move(store / "shard-00000.arrow", tmp_path / "gone")
-    ask = asking(store)
-    assert len(ask("list")["rows"]) == 50  # the texts are in the sidecar
+    query = querying(store)
+    assert len(query("list")["rows"]) == 50  # the texts are in the sidecar
     with pytest.raises(MillstreamError, match="missing"):
-        ask("trace", number=3)
-    assert ask("trace", number=55)["tokens"]["ids"]
+        query("trace", number=3)
+    assert query("trace", number=55)["tokens"]["ids"]
 
 
-def test_layers_that_old_scripts_kept_step_by_step_are_shown_whole(tmp_path: Path):
+def test_layers_stored_step_by_step_are_joined(tmp_path: Path):
     rng = np.random.default_rng(0)
     hidden = rng.random((2, 7, 4), np.float32)
     attention = np.tril(rng.random((2, 3, 7, 7), np.float32))
@@ -194,7 +194,7 @@ def test_layers_that_old_scripts_kept_step_by_step_are_shown_whole(tmp_path: Pat
         writer.append(to_record(old))
     with ms.TraceWriter(tmp_path / "new") as writer:
         writer.append({"tokens": np.arange(7), "prompt_len": 5, "hidden": hidden, "attention": attention})
-    old_store, new_store = asking(tmp_path / "old"), asking(tmp_path / "new")
+    old_store, new_store = querying(tmp_path / "old"), querying(tmp_path / "new")
     np.testing.assert_allclose(old_store("layers", number=0)["norm"], new_store("layers", number=0)["norm"])
     for head in ("mean", "2"):
         assert old_store("attention", number=0, layer=1, head=head) == new_store(
@@ -204,7 +204,7 @@ def test_layers_that_old_scripts_kept_step_by_step_are_shown_whole(tmp_path: Pat
     assert old_store("trace", number=0)["tokens"]["start"] == 0  # the prompt is not among its tokens
 
 
-def test_of_a_record_that_failed_detectors_say_what_it_lacks_and_of_others_their_course(tmp_path: Path):
+def test_a_failed_record_reports_its_missing_field_and_others_have_scores_by_layer(tmp_path: Path):
     pytest.importorskip("lightning_fabric")
     store = make_traces(tmp_path / "traces", num=60)
     failed = {**dict.fromkeys(ms.open(store).field_names), "question_id": "failed", "status": "error"}
@@ -216,7 +216,7 @@ def test_of_a_record_that_failed_detectors_say_what_it_lacks_and_of_others_their
     ms.train(
         data=str(tmp_path / "with"), out=str(run), model="lstm", seeds=1, epochs=1, parameters=2000, memory="100MB"
     )
-    ask = asking(tmp_path / "with", run=run)
+    query = querying(tmp_path / "with", run=run)
     with pytest.raises(ValueError, match="record 0"):
-        ask("evolution", number=0)
-    assert len(ask("evolution", number=1)["scores"]["lstm"]) == 4
+        query("evolution", number=0)
+    assert len(query("evolution", number=1)["scores"]["lstm"]) == 4

@@ -10,8 +10,8 @@ import millstream as ms
 from millstream.errors import BadSetting, BadSource
 from millstream.traces.view.inside import TokenTexts
 from millstream.view.server import find_run, is_run, views_of
-from support.asking_traces import asking, make_run
 from support.making_traces import make_traces
+from support.querying_traces import make_run, querying
 
 
 @pytest.fixture(scope="module")
@@ -24,81 +24,83 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_traces(tmp_path_factory.mktemp("view") / "full", num=6, tier="full")
 
 
-def test_every_record_is_on_one_page_of_the_list(probe: Path):
-    ask = asking(probe)
-    pages = [ask("list", page=page, size=50) for page in range(3)]
+def test_every_record_is_listed_once(probe: Path):
+    query = querying(probe)
+    pages = [query("list", page=page, size=50) for page in range(3)]
     assert [row["number"] for page in pages for row in page["rows"]] == list(range(120))
     assert {page["pages"] for page in pages} == {3} and {page["total"] for page in pages} == {120}
-    assert ask("list", page=99, size=50)["page"] == 2
+    assert query("list", page=99, size=50)["page"] == 2
     row, record = pages[1]["rows"][3], ms.open(probe)[53]
     assert row["id"] == record["question_id"] and row["question"] == record.get("question")
 
 
-def test_all_words_of_a_search_have_to_be_there_in_any_case(tmp_path: Path):
+def test_search_matches_all_words_ignoring_case(tmp_path: Path):
     texts = [("Who wrote Faust?", "Goethe", ["J. W. Goethe"]), ("Who wrote Hamlet?", "Marlowe", ["Shakespeare"]),
              ("What is 7 * 6?", "42", [])]  # fmt: skip
     with ms.TraceWriter(tmp_path / "s", schema={"aliases": "list<string>"}) as writer:
         for number, (question, answer, aliases) in enumerate(texts):
             row = {"question_id": f"id-{number}", "question": question, "generated_answer": answer, "aliases": aliases}
             writer.append({**row, "x": np.zeros(3)})
-    ask = asking(tmp_path / "s")
+    query = querying(tmp_path / "s")
 
     def found(words: str) -> list[int]:
-        return [row["number"] for row in ask("list", q=words)["rows"]]
+        return [row["number"] for row in query("list", q=words)["rows"]]
 
     assert found("WHO wrote") == [0, 1]
     assert found("wrote shakespeare") == [1]
     assert found("goethe") == [0] and found("id-2") == [2] and found("* 6") == [2]
     assert found("nobody") == [] and found("wrote 42") == []
-    assert ask("list", q="shakespeare")["rows"][0]["references"] == ["Shakespeare"]
+    assert query("list", q="shakespeare")["rows"][0]["references"] == ["Shakespeare"]
 
 
 def test_verdicts_are_counted_and_filter_the_list(probe: Path):
-    ask = asking(probe)
+    query = querying(probe)
     verdicts = pq.read_table(probe / "labels.parquet").column("verdict").to_pylist()
-    assert ask("about")["verdicts"] == {name: verdicts.count(name) for name in ("right", "wrong")}
-    rows = ask("list", verdict="wrong", size=500)["rows"]
+    assert query("about")["verdicts"] == {name: verdicts.count(name) for name in ("right", "wrong")}
+    rows = query("list", verdict="wrong", size=500)["rows"]
     assert [row["number"] for row in rows] == [n for n, verdict in enumerate(verdicts) if verdict == "wrong"]
     assert {row["verdict"] for row in rows} == {"wrong"}
 
 
 def test_scores_are_means_over_seeds_and_sort_the_list(probe: Path, tmp_path: Path):
     scores = {"lstm": {3: [0.2, 0.4], 8: [0.9, 0.9], 5: [0.1, 0.2]}, "length": {3: [7.0]}}
-    ask = asking(probe, run=make_run(tmp_path / "run", probe, scores))
-    assert ask("about")["detectors"] == ["lstm", "length"] and sorted(ask("about")["parts"]) == ["test", "val"]
-    rows = ask("list", sort="highest", detector="lstm", size=500)["rows"]
+    query = querying(probe, run=make_run(tmp_path / "run", probe, scores))
+    assert query("about")["detectors"] == ["lstm", "length"] and sorted(query("about")["parts"]) == ["test", "val"]
+    rows = query("list", sort="highest", detector="lstm", size=500)["rows"]
     assert [row["number"] for row in rows[:3]] == [8, 3, 5] and len(rows) == 120
     assert [row["score"] for row in rows[:4]] == [pytest.approx(0.9), pytest.approx(0.3), pytest.approx(0.15), None]
-    assert [row["number"] for row in ask("list", sort="lowest", detector="lstm")["rows"][:3]] == [5, 3, 8]
-    assert [row["number"] for row in ask("list", part="val", detector="lstm")["rows"]] == [8]
-    trace = ask("trace", number=3)
+    assert [row["number"] for row in query("list", sort="lowest", detector="lstm")["rows"][:3]] == [5, 3, 8]
+    assert [row["number"] for row in query("list", part="val", detector="lstm")["rows"]] == [8]
+    trace = query("trace", number=3)
     assert trace["scores"] == {"lstm": pytest.approx(0.3), "length": 7.0} and trace["part"] == "test"
     with pytest.raises(BadSetting, match="must be one of lstm, length"):
-        ask("list", sort="highest", detector="gnn")
+        query("list", sort="highest", detector="gnn")
 
 
-def test_the_most_mistaken_are_furthest_from_their_verdict(probe: Path, tmp_path: Path):
+def test_worst_errors_are_furthest_from_their_verdict(probe: Path, tmp_path: Path):
     verdicts = pq.read_table(probe / "labels.parquet").column("verdict").to_pylist()
     right, wrong = verdicts.index("right"), verdicts.index("wrong")
     run = make_run(tmp_path / "run", probe, {"lstm": {right: [0.95], wrong: [0.3]}})
-    rows = asking(probe, run=run)("list", sort="mistaken", detector="lstm")["rows"]
+    rows = querying(probe, run=run)("list", sort="mistaken", detector="lstm")["rows"]
     assert [row["number"] for row in rows[:2]] == [right, wrong]
 
 
-def test_scores_of_another_store_are_refused(probe: Path, tmp_path: Path):
+def test_scores_of_another_store_are_rejected(probe: Path, tmp_path: Path):
     others = make_run(tmp_path / "run", probe, {"lstm": {500: [0.2]}})
-    ask = asking(probe, run=others)
-    assert "predictions.parquet: its records differ" in ask("about")["problems"][0] and ask("about")["detectors"] == []
-    assert ask("list")["total"] == 120
+    query = querying(probe, run=others)
+    assert (
+        "predictions.parquet: its records differ" in query("about")["problems"][0] and query("about")["detectors"] == []
+    )
+    assert query("list")["total"] == 120
     with ms.TraceWriter(tmp_path / "other") as writer:
         for number in range(3):
             writer.append({"question_id": f"x{number}", "x": np.zeros(2)})
     renamed = make_run(tmp_path / "renamed", tmp_path / "other", {"lstm": {1: [0.2]}})
-    assert "--run" in asking(tmp_path / "other", run=renamed)("about")["problems"][0]
+    assert "--run" in querying(tmp_path / "other", run=renamed)("about")["problems"][0]
 
 
 def test_a_trace_shows_its_tokens_with_their_probabilities_and_alternatives(probe: Path):
-    record, shown = ms.open(probe)[7], asking(probe)("trace", number=7)["tokens"]
+    record, shown = ms.open(probe)[7], querying(probe)("trace", number=7)["tokens"]
     assert shown["ids"] == record["tokens"].tolist() and shown["start"] == record["prompt_len"]
     np.testing.assert_allclose(shown["logprobs"], record["logprobs"], rtol=1e-6)
     np.testing.assert_allclose(shown["entropy"], record["entropy"], rtol=1e-6)
@@ -111,10 +113,10 @@ def test_a_trace_shows_its_tokens_with_their_probabilities_and_alternatives(prob
     assert "--tokenizer" in shown["problem"] and shown["texts"] == [str(token) for token in shown["ids"]]
 
 
-def test_norms_and_cosines_are_those_of_the_states(probe: Path, full: Path):
+def test_norms_and_cosines_equal_those_of_the_states(probe: Path, full: Path):
     for path, name in ((probe, "states"), (full, "hidden")):
         states = np.asarray(ms.open(path)[2][name], np.float64)
-        shown = asking(path)("layers", number=2)
+        shown = querying(path)("layers", number=2)
         assert shown["field"] == name and (shown["positions"] is None) == (name == "hidden")
         np.testing.assert_allclose(shown["norm"], np.linalg.norm(states, axis=2), rtol=1e-3)
         assert set(shown["cosine"][0]) == {None}
@@ -124,11 +126,11 @@ def test_norms_and_cosines_are_those_of_the_states(probe: Path, full: Path):
             np.testing.assert_allclose(shown["cosine"][layer], cosine, atol=1e-3)
 
 
-def test_arcs_are_the_strongest_earlier_tokens_of_a_head_or_of_all(full: Path):
+def test_arcs_are_the_strongest_earlier_tokens_of_a_head_or_their_mean(full: Path):
     attention = np.asarray(ms.open(full)[4]["attention"], np.float64)  # layer, head, query, key
-    ask = asking(full)
+    query = querying(full)
     for head, weights in (("mean", attention[1].mean(0)), ("0", attention[1, 0])):
-        shown = ask("attention", number=4, layer=1, head=head, k=3)
+        shown = query("attention", number=4, layer=1, head=head, k=3)
         assert shown["num_heads"] == attention.shape[1]
         for token, (sources, found) in enumerate(zip(shown["source"], shown["weight"], strict=True)):
             kept = [(source, weight) for source, weight in zip(sources, found, strict=True) if source >= 0]
@@ -137,19 +139,19 @@ def test_arcs_are_the_strongest_earlier_tokens_of_a_head_or_of_all(full: Path):
             np.testing.assert_allclose([weight for _, weight in kept], best[best > 0], rtol=1e-3)
     for head in ("9", "\u00b2"):
         with pytest.raises(BadSetting, match="must be mean or 0 to"):
-            ask("attention", number=4, layer=1, head=head)
+            query("attention", number=4, layer=1, head=head)
 
 
-def test_arcs_of_stored_edges_are_those_edges(probe: Path):
+def test_stored_edges_are_shown_as_arcs(probe: Path):
     record = ms.open(probe)[11]
-    shown = asking(probe)("attention", number=11, layer=2, k=2)
+    shown = querying(probe)("attention", number=11, layer=2, k=2)
     assert shown["source"] == record["edge_source"][2][:, :2].tolist()
     np.testing.assert_allclose(shown["weight"], np.asarray(record["edge_weight"][2][:, :2], np.float32), rtol=1e-6)
     with pytest.raises(BadSetting, match=r"head=1: .*mean over heads"):
-        asking(probe)("attention", number=11, layer=2, head="1")
+        querying(probe)("attention", number=11, layer=2, head="1")
 
 
-def test_the_last_layer_of_a_detectors_course_is_its_own_score(probe: Path, tmp_path: Path):
+def test_the_score_after_the_last_layer_is_the_final_score(probe: Path, tmp_path: Path):
     pytest.importorskip("lightning_fabric")
     pytest.importorskip("torch_geometric")
     ms.train(
@@ -158,7 +160,7 @@ def test_the_last_layer_of_a_detectors_course_is_its_own_score(probe: Path, tmp_
     )  # fmt: skip
     table = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
     number = next(row["record"] for row in table if row["part"] == "test")
-    course = asking(probe, run=tmp_path / "run")("evolution", number=number)["scores"]
+    course = querying(probe, run=tmp_path / "run")("evolution", number=number)["scores"]
     assert set(course) == {"lstm", "gnn", "gvae"}
     for model, scores in course.items():
         said = [row["score"] for row in table if row["model"] == model and row["record"] == number]
@@ -167,35 +169,35 @@ def test_the_last_layer_of_a_detectors_course_is_its_own_score(probe: Path, tmp_
         assert len({round(score, 6) for score in scores}) > 1
 
 
-def test_without_a_run_there_is_no_course_and_no_score(probe: Path):
-    ask = asking(probe)
-    assert ask("evolution", number=0)["scores"] == {} and ask("trace", number=0)["scores"] == {}
-    assert ask("about")["detectors"] == [] and ask("about")["run"] is None
+def test_without_a_run_there_are_no_scores(probe: Path):
+    query = querying(probe)
+    assert query("evolution", number=0)["scores"] == {} and query("trace", number=0)["scores"] == {}
+    assert query("about")["detectors"] == [] and query("about")["run"] is None
 
 
-def test_a_store_of_anything_is_shown_as_far_as_it_goes(tmp_path: Path):
+def test_a_store_with_arbitrary_fields_is_shown(tmp_path: Path):
     with ms.TraceWriter(tmp_path / "s") as writer:
         for number in range(3):
             writer.append({"name": f"a{number}", "value": number / 2, "x": np.ones((2, 2)) * number})
-    ask = asking(tmp_path / "s")
-    assert [row["number"] for row in ask("list")["rows"]] == [0, 1, 2]
-    trace = ask("trace", number=1)
+    query = querying(tmp_path / "s")
+    assert [row["number"] for row in query("list")["rows"]] == [0, 1, 2]
+    trace = query("trace", number=1)
     assert trace["scalars"] == {"name": "a1", "value": 0.5} and trace["shapes"] == {"x": [2, 2]}
     assert trace["tokens"]["ids"] == [] and trace["num_layers"] == 0
-    assert ask("layers", number=1) is None and ask("attention", number=1) is None
+    assert query("layers", number=1) is None and query("attention", number=1) is None
 
 
-def test_a_number_that_is_none_or_beyond_the_end_is_said(probe: Path):
-    ask = asking(probe)
+def test_invalid_and_out_of_range_numbers_are_rejected(probe: Path):
+    query = querying(probe)
     with pytest.raises(IndexError, match="record 120 of 120"):
-        ask("trace", number=120)
+        query("trace", number=120)
     with pytest.raises(BadSetting, match="number=-1"):
-        ask("trace", number=-1)
+        query("trace", number=-1)
     with pytest.raises(BadSetting, match="sort=best"):
-        ask("list", sort="best")
+        query("list", sort="best")
 
 
-def test_tokens_are_texts_where_the_store_has_its_tokenizer(tmp_path: Path):
+def test_tokens_are_shown_as_text_with_the_tokenizer_of_the_store(tmp_path: Path):
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<s>": 0, "\u2581Paris": 1, "is": 2}
     model = tokenizers.models.WordLevel(words, unk_token="<s>")
@@ -208,7 +210,7 @@ def test_tokens_are_texts_where_the_store_has_its_tokenizer(tmp_path: Path):
     assert damaged.of([1]) == ["1"] and f"{tmp_path / 'tokenizer.json'}: is no" in (damaged.problem or "")
 
 
-def test_the_newest_run_of_a_store_is_found_beside_it(probe: Path, tmp_path: Path):
+def test_the_newest_run_of_a_store_is_found(probe: Path, tmp_path: Path):
     store = make_traces(tmp_path / "traces", num=4)
     assert find_run(store) is None
     said: list[str] = []

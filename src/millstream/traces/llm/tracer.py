@@ -36,7 +36,7 @@ class EncodedQuestion:
 
 
 class Tracer:
-    """Runs a model on questions and returns a record for each, in order; the record of a failure says why."""
+    """Runs a model on questions and returns a record for each, in order; a failure becomes a record with its reason."""
 
     def __init__(
         self, loaded: LoadedModel, *, fields: Fields, decoding: Decoding, prompt: Prompt, p_true: bool = False

@@ -1,6 +1,7 @@
-"""The view of a trace store asked as a page asks it, and run folders whose scores are made up."""
+"""Queries to the explorer page of a trace store, and run folders with given scores."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,24 +12,23 @@ import pyarrow.parquet as pq
 from millstream.traces.view import view_of
 from millstream.view import Query, plain
 
-Ask = Callable[..., Any]
 
-
-def asking(path: Path, **options: Any) -> Ask:
-    """ask("list", q="fox"), asked again until all is known, as a page does."""
+def querying(path: Path, **options: Any) -> Callable[..., Any]:
+    """A function like query("list", q="fox"), which repeats a query until its answer is complete, as the page does."""
     view = view_of(path, **options)
 
-    def ask(name: str, **values: object) -> Any:
+    def query(name: str, **values: object) -> Any:
         while True:
             found = plain(view.answers[name](Query({key: str(value) for key, value in values.items()})))
             if not isinstance(found, Mapping) or found.get("ready", True):
                 return found
+            time.sleep(0.002)  # the rest is computed in the background
 
-    return ask
+    return query
 
 
 def make_run(run: Path, store: Path, scores: Mapping[str, Mapping[int, list[float]]]) -> Path:
-    """A run folder that has predictions: scores by detector and record, one a seed."""
+    """A run folder with predictions: scores by detector and record, one per seed."""
     run.mkdir(parents=True)
     rows = [
         {"part": "test" if record % 2 else "val", "record": record, "question_id": f"q{record}", "label": 1,
