@@ -160,6 +160,8 @@ class CachedStreamingDataset(ReadDataset):
         on_mismatch: OnMismatch = "error",
         memory: int | str = MEMORY,
     ) -> None:
+        if cache_size < 0:
+            raise ValueError(f"cache_size={cache_size}: must be 0 or more reads")
         self._cache_size = cache_size
         reads = fasta_path, mapping_df, tokenizer, header_regex, max_length, cache_index
         super().__init__(*reads, on_mismatch=on_mismatch, memory=memory)
@@ -196,7 +198,7 @@ class Rows(NamedTuple):
 class StreamedRows:
     """Rows read and tokenised on demand. `open_again` opens the reads, also when this object is unpickled.
 
-    `scratch` is the folder of an index that is not kept.
+    `names` are the columns: `labels`, and the ids in the headers. `scratch` is the folder of an index that is not kept.
     """
 
     def __init__(
@@ -292,8 +294,6 @@ class CachedRows:
     """An LRU cache of `size` rows in front of a source. Unpickled, it starts empty."""
 
     def __init__(self, rows: StreamedRows, *, size: int) -> None:
-        if size < 0:
-            raise ValueError(f"cache_size={size}: must be 0 or more reads")
         self.names = rows.names
         self._rows = rows
         self._size = min(size, len(rows))
@@ -440,9 +440,8 @@ def _checked(tokenizer: str | Tokenizer, max_length: int) -> Tokenizer:
 
 def _items(rows: Rows, names: Sequence[str]) -> list[Item]:
     """One dict per read. Its tensors are rows of the batch's tensors."""
-    ids = torch.from_numpy(rows.ids).unbind()  # pyright: ignore
-    masks = torch.from_numpy(_mask(rows).astype(np.int64)).unbind()  # pyright: ignore
-    labels = torch.from_numpy(rows.columns[:, 0].copy()).unbind()  # pyright: ignore
+    tensors = rows.ids, _mask(rows).astype(np.int64), rows.columns[:, 0].copy()
+    ids, masks, labels = (_tensor(array).unbind() for array in tensors)
     others = cast(list[list[int]], rows.columns[:, 1:].tolist())
     return [
         {"input_ids": row, "attention_mask": mask, "labels": label, **dict(zip(names[1:], numbers, strict=True))}
