@@ -270,7 +270,7 @@ def epochs(data: Data) -> Result:
     from millstream.reads.files.index import IndexSettings
     from millstream.reads.kind import HEADERS, ReadSettings
     from millstream.reads.open import open_reads
-    from millstream.training.folder import Clock
+    from millstream.training.loop import Clock
 
     torch.set_num_threads(1)  # as `millstream train` does on two cores
     kit = classifier_kit("kmer-linear", ReadSettings(memory=LITTLE), len(data.classes()))

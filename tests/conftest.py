@@ -1,4 +1,4 @@
-"""Fixtures of all tests; long files first. With several processes on two cores torch's threads only wait."""
+"""Fixtures of all tests; slow files run first."""
 
 import gc
 import os
@@ -14,9 +14,9 @@ from support.browser import browser, open_page, serve_views
 from support.effort import num_examples
 from support.forked_training import processes
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # with a test process on every core, more threads only wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Every process of a run imports all tests, whose assertions pytest rewrites: 8 s each, if nothing may be kept.
+# Every process of a run imports all tests, whose assertions pytest rewrites: 8 s each without cached bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -26,7 +26,7 @@ __all__ = ["browser", "open_page", "processes", "serve_views"]
 settings.register_profile("suite", max_examples=num_examples(100), deadline=None, database=None, print_blob=True)
 settings.load_profile("suite")
 
-# Files that take long, the longest first: begun last, one of them would keep a single core busy at the end.
+# Slow files, the slowest first: started last, one of them would keep a single core busy at the end.
 LONG = (
     "docs/test_pages.py",
     "traces/test_extract_ray.py",
@@ -53,14 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the tests import is there to stay: looking through it for garbage takes half a second, hundreds of times."""
+    """Imported modules stay: without freezing, each garbage collection would look through them for half a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def unrendered_figures() -> Iterator[None]:
-    """Reports are written whole, but matplotlib lays out and renders none of their figures: that is most of the time.
+    """Reports are written, but without rendering their figures, which takes most of the time.
 
     tests/report, tests/traces/report, tests/reads/report and tests/test_examples.py look at real ones.
     """
@@ -76,7 +76,7 @@ def unrendered_figures() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory):
-    """Tiny language models of several architectures, each made when it is first wanted."""
+    """Tiny language models of several architectures, each made when it is first needed."""
     import torch
 
     from support.tiny_models import TinyModels

@@ -34,7 +34,7 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
 
 def on_terminal(*command: str, columns: int = 80, until: str = "", **environment: str) -> tuple[int, str]:
-    """Exit code of a command on a terminal of its own, and all that was written there; `until` that, no key is hit."""
+    """Exit code and output of a command on its own terminal. Enter is pressed when `until` appears."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), **environment}
     env = {name: value for name, value in env.items() if value}

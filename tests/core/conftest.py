@@ -14,5 +14,5 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> ms.Traces:
 
 @pytest.fixture(scope="session", params=["reads.fa", "reads.fa.gz"])
 def reads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ms.Reads:
-    """Reads 0 to 59,999: three stretches of a megabyte, the least that is decoded at once."""
+    """Reads 0 to 59,999: three blocks of a megabyte, the smallest unit that is decoded."""
     return loading.write_reads(tmp_path_factory.mktemp("reads") / request.param, 60_000)

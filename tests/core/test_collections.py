@@ -302,7 +302,7 @@ def test_a_mixture_with_bad_weights_or_no_records_is_an_error(trivia: ms.Traces)
 
 
 def made(path: Path) -> dict[str, ms.Collection]:
-    """One of each kind, over files opened anew."""
+    """One of each kind, over reopened files."""
     one, other = ms.open(path / "trivia"), ms.open(path / "popqa")
     reads = ms.open(path / "reads.fa")
     return {

@@ -1,4 +1,4 @@
-"""An engine does jobs where it is told to; here in this process, one after the other, as they are asked for."""
+"""The local engine does jobs in this process, one after the other, when their results are needed."""
 
 import sys
 from collections.abc import Iterator

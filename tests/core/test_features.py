@@ -1,4 +1,4 @@
-"""Fields, and what a function makes of each record, are the same in whatever batch or order a record comes."""
+"""Fields, and the output of a function for each record, do not depend on the batch or the order."""
 
 from typing import Any
 

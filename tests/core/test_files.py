@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, one process makes them at a time, and a killed writer resumes to the same bytes."""
+"""Files appear complete or not at all, one process at a time makes them, and a killed writer resumes exactly."""
 
 import errno
 import gzip
@@ -284,7 +284,7 @@ LINES = [b"line %d of %s\n" % (number, b"text" * (number % 7)) for number in ran
 
 
 def write_lines(out: Path, *, until: int, save_each: int = 1) -> bool:
-    """Write lines up to one, and all that is left if there is none further; whether the file is whole."""
+    """Write the lines up to a given one, or all; returns whether the file is complete."""
     with TextOutput(out, {"lines": 200}, chunk_bytes=100) as file:
         first = int(file.saved["line"]) if file.saved else 0
         for number in range(first, min(until, 200)):

@@ -11,7 +11,7 @@ import millstream as ms
 from support.loading import numbers_of
 
 FEATURE = ms.features.fields("label", "vector")
-# What Lightning says of itself, and of workers in general; all else stays an error.
+# Warnings of Lightning about itself and about workers; all others stay errors.
 ITS_OWN = [
     "ignore:.*LeafSpec:FutureWarning",
     "ignore:.*does not have many workers",
@@ -44,7 +44,7 @@ def test_the_lightning_trainer_fits_on_a_dataset_and_a_stream(traces: ms.Traces,
             self.seen.append([])
 
         def on_train_epoch_end(self) -> None:
-            self.dataset.set_epoch(self.current_epoch + 1)  # Lightning tells samplers only
+            self.dataset.set_epoch(self.current_epoch + 1)  # Lightning calls it only for samplers
 
         def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             self.seen[-1] += batch["numbers"].tolist()

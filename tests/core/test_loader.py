@@ -1,4 +1,4 @@
-"""An epoch is every record once, in one order, whatever makes it; and what goes wrong is said at the right place."""
+"""An epoch has every record once, in the same order for any threads and memory; errors are raised at their batch."""
 
 import gc
 import re
@@ -34,7 +34,7 @@ from support.loading import (
 from support.making import flip, place_of
 
 LABEL = ms.features.fields("label")
-# With both given nothing is said.
+# With both given, nothing is printed.
 QUIET = {"order": "exact", "threads": 2}
 
 
@@ -213,7 +213,7 @@ def test_two_features_with_the_same_output_name_are_an_error(traces: ms.Traces):
         next(iter(loader))
 
 
-# -- what is said
+# -- the plan
 
 
 def test_the_plan_is_one_line_with_every_choice_and_its_reason(traces: ms.Traces):
@@ -350,7 +350,7 @@ def test_a_loader_keeps_the_header_regex_of_its_reads(reads: ms.Reads):
     assert batch["class_id"].tolist() == [0, 1, 2, 3]
 
 
-# -- parts and mixtures
+# -- subsets and mixtures
 
 
 def test_numbers_refer_to_the_whole_collection(traces: ms.Traces):

@@ -1,4 +1,4 @@
-"""Memory of batches is used again, but never while anything still looks at it."""
+"""Memory of batches is reused, but never while a view of it is alive."""
 
 import gc
 import threading

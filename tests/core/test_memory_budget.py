@@ -1,4 +1,4 @@
-"""`memory` is a promise: data twenty times as large passes through it, and the process grows by that much at most."""
+"""`memory` is a promise: loading data twenty times as large, the process grows by at most that much."""
 
 import select
 import struct

@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation, computed at any position, close to a true shuffle, and pinned for ever."""
+"""The order of an epoch: a permutation, computed at any position, close to a true shuffle, the same in all versions."""
 
 from itertools import pairwise, product
 
@@ -16,7 +16,7 @@ MODES = st.sampled_from(["exact", "window", "none"])
 
 
 def windows_of(order: Order) -> list[range]:
-    """The positions of each window, told by the sizes of the blocks in it."""
+    """The positions of each window, from the sizes of its blocks."""
     ends = [0]
     while ends[-1] < order.n:
         first, last = order.blocks_of(len(ends) - 1)

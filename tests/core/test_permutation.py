@@ -1,4 +1,4 @@
-"""A keyed permutation is a bijection of any n numbers that takes no memory and has no favourites."""
+"""A keyed permutation is a bijection of any n numbers that takes no memory and is unbiased."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Ranks read disjoint positions of one epoch, all of them, in as many batches each; also after a resume."""
+"""Ranks read disjoint positions that cover an epoch, with equal numbers of batches; also after a resume."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Kinds of values: inferred from a value, read from a string, refined when more is known; and tensors as flat bytes."""
+"""Kinds of values: inferred from a value, parsed from a string, refined later; and tensors as flat bytes."""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""What lies at a path is told apart by the kinds, and `ms.open` opens it."""
+"""The kind of record at a path is recognised, and `ms.open` opens it."""
 
 import gzip
 import pickle

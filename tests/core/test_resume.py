@@ -1,4 +1,4 @@
-"""An interrupted epoch goes on where it was: elsewhere, with other threads, ranks and batches, every record once."""
+"""An interrupted epoch resumes in another process, with other threads, ranks and batches; every record comes once."""
 
 import json
 import subprocess
@@ -227,7 +227,7 @@ def test_a_state_of_another_order_is_an_error_only_if_an_order_was_requested(tra
 
 @pytest.mark.parametrize("order", ["exact", "window"])
 def test_an_epoch_resumes_with_another_memory_budget(traces: ms.Traces, order: str):
-    """The size of a window depends on the memory; what was begun with one goes on with it."""
+    """The size of a window depends on the memory; a resumed epoch keeps the window it started with."""
     many = traces.subset(np.arange(3_000) % 101)
     loader = make(many, batch_size=10, order=order, memory="1MB")
     whole = numbers_of(loader)

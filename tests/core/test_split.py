@@ -130,7 +130,7 @@ def test_the_order_of_writing_does_not_matter(tmp_path: Path, traces: ms.Traces)
 
 
 def test_a_key_is_in_the_same_split_in_any_collection(tmp_path: Path, traces: ms.Traces):
-    """Two models asked the same questions have the same test set, whatever else the stores hold."""
+    """Traces of two models on the same questions have the same test split, whatever else is in the stores."""
     other = write_traces(tmp_path / "t", [*QUESTIONS[500:700], "q9999"], scores)
     test = set(ids(ms.split(traces, SHARES)["test"]))
     assert set(ids(ms.split(other, SHARES)["test"])) - {"q9999"} == test & set(QUESTIONS[500:700])
@@ -218,7 +218,7 @@ def test_a_split_file_with_missing_or_invalid_shares_is_an_error(tmp_path: Path,
         ms.Split.load(file, traces)
 
 
-# -- folds, and parts of parts
+# -- folds, and splits of splits
 
 
 def test_folds_cover_every_record_once_and_are_approximately_equal(traces: ms.Traces):
@@ -268,7 +268,7 @@ def test_splitting_concatenated_splits_is_an_independent_draw(traces: ms.Traces,
     assert len(ms.split(train, {"a": 0.5, "b": 0.5})["a"]) / len(train) == pytest.approx(0.5, abs=0.05)
 
 
-# -- what is refused, and what is said
+# -- errors and the report
 
 
 def test_records_without_a_key_are_an_error_that_counts_them(tmp_path: Path):

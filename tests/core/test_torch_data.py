@@ -1,4 +1,4 @@
-"""The stock DataLoader gives what `ms.Loader` gives: with any workers, samplers and collation, from shared memory."""
+"""The stock DataLoader gives the batches of `ms.Loader`, with any workers, samplers and collation."""
 
 import gc
 import os
@@ -84,7 +84,7 @@ def test_default_collation_gives_the_batches_of_a_loader(traces: ms.Traces, work
 
 
 def test_spawned_workers_that_persist_see_every_epoch(traces: ms.Traces):
-    """One process each, for they import torch anew."""
+    """One worker each: a spawned one imports torch again."""
     feature = ms.features.each(draw, fields=["label"])
     options = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"}
     dataset, stream = traces.dataset(feature, seed=SEED), traces.stream(feature, batch_size=8, seed=SEED)

@@ -1,4 +1,4 @@
-"""Ranks of a real torchrun job find themselves, and share an epoch between them."""
+"""Ranks of a real torchrun job find their rank and share an epoch."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a step of training depends on, and what it leaves behind: rates, weights, scores, checkpoints, memory."""
+"""The parts of the training loop: learning rate, class weights, scores, checkpoints, memory log."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Two processes on CPU learn what one does."""
+"""Two processes on the CPU train like one."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def test_two_processes_have_the_same_losses_and_scores_as_one(store: Path, tmp_p
     lean = lean_environment("torchmetrics", "transformers")
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **lean})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("AUROC [") == 1  # one process tells
+    assert done.stdout.count("AUROC [") == 1  # only one process prints it
     ms.train(store, out=str(tmp_path / "one"), **asked)
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-3)
     one, two = scores_of(tmp_path / "one"), scores_of(tmp_path / "two")

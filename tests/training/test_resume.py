@@ -1,4 +1,4 @@
-"""Nothing lost: a run that was killed, or stopped anywhere, ends with the very weights of one that was not."""
+"""A run that was killed or stopped anywhere ends with the same weights as an uninterrupted one."""
 
 import signal
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`ms.train` and `ms.evaluate`: one split for all, a run folder anyone can check, nothing trained twice."""
+"""`ms.train` and `ms.evaluate`: one split for all models, a complete run folder, nothing trained twice."""
 
 import json
 from pathlib import Path

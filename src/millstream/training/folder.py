@@ -11,12 +11,12 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
@@ -186,7 +186,6 @@ def _cpu() -> str:
 _BLOCK = 16 << 20
 _MARK = 64
 Line = Mapping[str, object]
-T = TypeVar("T")
 
 
 class Log:
@@ -333,37 +332,6 @@ def read_metrics(file: Path) -> Metrics:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise _damaged(file, number, f"{type(error).__name__}: {error}") from None
     return metrics
-
-
-class Clock:
-    """How long a loop takes, and how much of it is waiting for data."""
-
-    def __init__(self) -> None:
-        self.waited = 0.0
-        self._started = time.perf_counter()
-        self._ended: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        return (self._ended or time.perf_counter()) - self._started
-
-    @property
-    def share(self) -> float:
-        return self.waited / max(self.seconds, 1e-9)
-
-    def stop(self) -> None:
-        self._ended = time.perf_counter()
-
-    def watch(self, batches: Iterable[T]) -> Generator[T]:
-        iterator = iter(batches)
-        while True:
-            begun = time.perf_counter()
-            batch = next(iterator, None)
-            self.waited += time.perf_counter() - begun
-            if batch is None:
-                return
-            yield batch
-            del batch
 
 
 def _fit(line: Line) -> Fit:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from millstream.core.order import mix
 from millstream.core.split import LABEL
 from millstream.errors import NotFinite
 from millstream.training import LoopSettings
-from millstream.training.folder import Clock, Log, load, pack_optimizer, save, unpack_optimizer
+from millstream.training.folder import Log, load, pack_optimizer, save, unpack_optimizer
 from millstream.training.task import Net, Outcome, Task, fitting_batch, labels_of
 
 SCORED_AT_ONCE = 64
@@ -60,6 +60,37 @@ class Job:
     memory: int  # for the loader
     source: str  # where the records are, for messages
     at_once: int = SCORED_AT_ONCE  # records per pass through the net; larger batches are split
+
+
+class Clock:
+    """How long a loop takes, and which share of that time it waits for data."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self._started = time.perf_counter()
+        self._ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return (self._ended or time.perf_counter()) - self._started
+
+    @property
+    def share(self) -> float:
+        return self.waited / max(self.seconds, 1e-9)
+
+    def stop(self) -> None:
+        self._ended = time.perf_counter()
+
+    def watch(self, batches: Iterable[T]) -> Generator[T]:
+        iterator = iter(batches)
+        while True:
+            begun = time.perf_counter()
+            batch = next(iterator, None)
+            self.waited += time.perf_counter() - begun
+            if batch is None:
+                return
+            yield batch
+            del batch
 
 
 class Training:

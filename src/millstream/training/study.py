@@ -19,8 +19,8 @@ from millstream.core.memory import tree_bytes
 from millstream.core.split import LABEL
 from millstream.errors import BadSource, NotFinite
 from millstream.training import LoopSettings
-from millstream.training.folder import CHECKPOINTS, Clock, Log
-from millstream.training.loop import LATEST, SCORED_AT_ONCE, Job, Training, predict, seed_all
+from millstream.training.folder import CHECKPOINTS, Log
+from millstream.training.loop import LATEST, SCORED_AT_ONCE, Clock, Job, Training, predict, seed_all
 from millstream.training.task import Arrays, FitResources, Model, Net, Outcome, Task, count_parameters, fitting_batch
 
 NUM_EXAMPLES = 16
