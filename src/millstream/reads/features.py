@@ -11,7 +11,7 @@ from millstream.core.batches import Batch
 from millstream.core.kernels import kernel
 from millstream.core.order import mix, mix_words
 from millstream.errors import BadSource
-from millstream.reads.batch import FlatReads, ReadBatch
+from millstream.reads.batch import ReadBatch
 from millstream.reads.tokenizers import tokenizer
 from millstream.reads.tokenizers.kmers import (
     CODES,
@@ -48,7 +48,6 @@ def _complement() -> Bases:
 
 
 # byte -> byte
-AS_IS = np.arange(256, dtype=np.uint8)
 UPPER = np.array(list(bytes(range(256)).upper()), np.uint8)
 COMPLEMENT = _complement()
 
@@ -60,7 +59,6 @@ class Augment:
     reads = Augment(reverse_complement=0.5, max_length=100, seed=7).apply(flat, offsets, numbers, epoch=3)
     """
 
-    upper: bool = True
     n: Literal["keep", "random", "drop"] = "keep"
     """Keep every N, replace it by a random base, or drop it."""
     max_length: int | None = None
@@ -83,27 +81,19 @@ class Augment:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
 
-    def apply(
-        self, flat: Bases, offsets: Numbers, numbers: Numbers, *, epoch: int = 0, quality: Bases | None = None
-    ) -> FlatReads:
+    def apply(self, flat: Bases, offsets: Numbers, numbers: Numbers, *, epoch: int = 0) -> tuple[Bases, Numbers]:
         """New arrays with the augmented reads of this epoch; `numbers` are the record numbers of the reads."""
         if numbers.size != offsets.size - 1:
             raise ValueError(f"{numbers.size} record numbers for {offsets.size - 1} reads; must be one per read")
-        if quality is not None and quality.size != flat.size:
-            raise ValueError(f"{quality.size} quality values for {flat.size} bases; must be one per base")
         flat, offsets = frozen(flat, offsets)
-        values, _ = frozen(flat[:0] if quality is None else quality, offsets)
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(offsets.size, np.int64)
-        out_quality = np.empty(0 if quality is None else out.size, np.uint8)
-        case = UPPER if self.upper else AS_IS
         read = _augment(
             flat,
             offsets,
-            values,
             record_keys(numbers, seed=self.seed, epoch=epoch),
-            case,
-            COMPLEMENT[case],
+            UPPER,
+            COMPLEMENT[UPPER],
             ("keep", "random", "drop").index(self.n),
             int(offsets[-1]) if self.max_length is None else self.max_length,
             self.crop == "random",
@@ -111,7 +101,6 @@ class Augment:
             int(self.mask * CERTAIN),
             out,
             out_offsets,
-            out_quality,
         )
         if read >= 0:
             found = foreign_bytes(flat[offsets[read] : offsets[read + 1]], COMPLEMENT == 0)
@@ -119,8 +108,7 @@ class Augment:
                 f"read {read} of the batch (record {numbers[read]}) contains {found}, which has no complement; "
                 "protein and other text need reverse_complement=0"
             )
-        size = out_offsets[-1]
-        return FlatReads(out[:size], out_offsets, None if quality is None else out_quality[:size])
+        return out[: out_offsets[-1]], out_offsets
 
 
 def record_keys(numbers: Numbers, *, seed: int, epoch: int) -> Numbers:
@@ -152,10 +140,8 @@ class TokenFeature:
         if not isinstance(batch, ReadBatch):
             raise ValueError("features.tokens needs reads; these records are traces")
         augment = replace(self.augment, seed=mix(self.augment.seed, seed)) if seed else self.augment
-        reads = augment.apply(batch.flat, batch.offsets, batch.numbers, epoch=epoch)
-        ids, mask = self.tokenizer.tokenize(
-            reads.flat, reads.offsets, max_length=self.max_length, pad=self.pad, dtype=self.dtype
-        )
+        flat, offsets = augment.apply(batch.flat, batch.offsets, batch.numbers, epoch=epoch)
+        ids, mask = self.tokenizer.tokenize(flat, offsets, max_length=self.max_length, pad=self.pad, dtype=self.dtype)
         return {"input_ids": ids, "attention_mask": mask, **{name: batch.columns[name] for name in self.columns}}
 
 
@@ -271,7 +257,6 @@ def _draw(key: int, what: int) -> int:
 def _augment(
     flat: Bases,
     offsets: Numbers,
-    quality: Bases,
     keys: Numbers,
     forward: Bases,
     backward: Bases,
@@ -282,18 +267,14 @@ def _augment(
     mask_below: int,
     out: Bases,
     out_offsets: Numbers,
-    out_quality: Bases,
 ) -> int:
     """Write the reads one after another; returns the first one that needs a complement but has none, or -1."""
     at = 0
     for read in range(keys.size):
         key = keys[read]
         bases = flat[offsets[read] : offsets[read + 1]]
-        values = quality[offsets[read] : offsets[read + 1]]  # empty when there is no quality
         if n == DROP_N:
-            known = np.flatnonzero((bases != N) & (bases != LOWER_N))
-            bases = bases[known]
-            values = values[known] if values.size > 0 else values
+            bases = bases[np.flatnonzero((bases != N) & (bases != LOWER_N))]
         size = min(bases.size, max_length)
         skip = (_draw(key, CROP) * (bases.size - size + 1)) >> 32 if crop_anywhere else 0
         reverse = _draw(key, STRAND) < reverse_below
@@ -309,9 +290,6 @@ def _augment(
         else:
             for i in range(size):
                 target[i] = forward[bases[i]]
-        if values.size > 0:
-            values = values[skip : skip + size]
-            out_quality[at : at + size] = values[::-1] if reverse else values
         if n == RANDOM_N or mask_below > 0:
             _change(target, reverse, key, skip, n, mask_below)
         at += size
@@ -324,9 +302,8 @@ def _change(bases: Bases, reverse: bool, key: int, skip: int, n: int, mask_below
     """Draw for every base of one read, by its position before cropping and reverse complement."""
     for i in range(bases.size):
         place = skip + (bases.size - 1 - i if reverse else i)
-        base = bases[i]
-        if n == RANDOM_N and base in (N, LOWER_N):
-            bases[i] = BASES[_draw(key, PER_BASE + 2 * place + 1) >> 30] | (base & 32)  # of the same case
+        if n == RANDOM_N and bases[i] == N:
+            bases[i] = BASES[_draw(key, PER_BASE + 2 * place + 1) >> 30]
         if mask_below > 0 and _draw(key, PER_BASE + 2 * place) < mask_below:
             bases[i] = N
 
