@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import millstream as ms
 import millstream.core.console as console
 from millstream.cli.app import make_app
 from millstream.core.config import list_settings
@@ -319,9 +320,9 @@ def test_paths_with_spaces_are_quoted_in_messages(tmp_path: Path):
 
 
 def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(tmp_path: Path):
-    reads = tmp_path / "reads.fa"
-    reads.write_text(">a\nACGT\n")
-    command = [sys.executable, "-m", "millstream", "inspect", str(reads)]
+    with ms.TraceWriter(tmp_path / "traces") as writer:
+        writer.append({"question_id": "q"})
+    command = [sys.executable, "-m", "millstream", "inspect", str(tmp_path / "traces")]
     ours, theirs = os.pipe()
     os.close(ours)
     done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True)
