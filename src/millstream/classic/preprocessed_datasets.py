@@ -33,7 +33,7 @@ from millstream.traces.store.format import ID_FIELD
 EVERY_EDGE = -1.0  # the old script's threshold was `>= 0`
 MAX_WORKERS = 4
 READ_BYTES, READ_TRACES = 8 << 20, 64  # limits of one fetch of a stream
-_NO_LOOP = -1
+_NO_PASS = -1
 
 Columns = Mapping[str, object]
 Item = tuple[object, torch.Tensor, str]
@@ -282,13 +282,12 @@ class _Stream(PreprocessedDataset, IterableDataset[Item]):
     def __iter__(self) -> Iterator[Item]:
         worker = get_worker_info()
         first, every = (worker.id, worker.num_workers) if worker else (0, 1)
-        epoch = self._epochs.begin(
-            worker.seed - worker.id if worker else None
-        )  # now, not when the first item is requested
+        # The epoch begins now, not when the first item is requested.
+        epoch = self._epochs.begin(worker.seed - worker.id if worker else None)
         order = Order(len(self), self._seed, epoch, "exact" if self.shuffle_buffer_size else "none")
-        return self._loop(order, first, every)
+        return self._items(order, first, every)
 
-    def _loop(self, order: Order, first: int, every: int) -> Iterator[Item]:
+    def _items(self, order: Order, first: int, every: int) -> Iterator[Item]:
         trace_bytes = self.traces.medium.num_bytes // max(len(self), 1)
         step = every * min(max(READ_BYTES // max(trace_bytes, 1), 1), READ_TRACES)
         for start in range(first, len(self), step):
@@ -319,24 +318,23 @@ class _Epochs:
     """
 
     def __init__(self) -> None:
-        self._cell: torch.Tensor = torch.tensor(
-            [0, 0]
-        ).share_memory_()  # the epoch that was set, and the pass it is for
-        self._loops = 0  # passes started by this process or the one it was forked from
+        # The epoch that was set, and the pass it is for
+        self._cell: torch.Tensor = torch.tensor([0, 0]).share_memory_()
+        self._passes = 0  # passes started by this process or the one it was forked from
         self._epoch = -1
 
     def set(self, epoch: int) -> None:
-        self._cell[0], self._cell[1] = epoch, _NO_LOOP
+        self._cell[0], self._cell[1] = epoch, _NO_PASS
 
     def begin(self, base_seed: int | None) -> int:
-        self._loops += 1
-        loop = ((base_seed or 0) + self._loops) % 2**63
-        if int(self._cell[1]) == _NO_LOOP:
-            self._cell[1] = loop  # all workers write the same value
-        if int(self._cell[1]) == loop:
+        self._passes += 1
+        this_pass = ((base_seed or 0) + self._passes) % 2**63
+        if int(self._cell[1]) == _NO_PASS:
+            self._cell[1] = this_pass  # all workers write the same value
+        if int(self._cell[1]) == this_pass:
             self._epoch = int(self._cell[0])
         else:
-            self._epoch = self._epoch + 1 if base_seed is None else loop
+            self._epoch = self._epoch + 1 if base_seed is None else this_pass
         return self._epoch
 
 
