@@ -24,7 +24,7 @@ class ReadSummary:
 
     paths: list[str]
     formats: list[str]
-    fidelity: list[str]  # what `unpack` restores of each packed file
+    fidelity: list[str]  # what `unpack` restores of each pack
     records: int
     bases: int
     bytes: int

@@ -42,7 +42,7 @@ def watch_index(path: Path, memory: int | str | None = None) -> AbstractContextM
 
 
 def expand(path: str | Path) -> list[Path]:
-    """The read files at a path: a file, those in a folder, or those that match a pattern. Recognised by content."""
+    """The read files at a path: a file, or the read files in a folder or matching a pattern. Recognised by content."""
     place = Path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.is_file())

@@ -413,7 +413,7 @@ def test_gzip_that_goes_on_as_bgzf_is_read_as_gzip(tmp_path: Path):
 def place_in(reads: ms.Reads, number: int) -> tuple[int, int]:
     """The compressed block a record starts in, from and to which byte of the file."""
     part = reads.parts[0]
-    start = int(part.places(np.array([number])).start[0])  # pyright: ignore
+    start = int(part.locate(np.array([number])).start[0])  # pyright: ignore
     columns = [part.sections.column(f"block.{name}").whole() for name in ("raw", "plain")]
     raw, plain = (column.take(np.arange(column.rows)) for column in columns)
     block = int(np.searchsorted(plain, start, side="right")) - 1

@@ -1,1 +1,1 @@
-"""FASTA and FASTQ files: containers, scanning, headers, and the index that finds a record by number."""
+"""FASTA and FASTQ files: containers, the scanner, headers, and the index that finds a record by number."""

@@ -5,9 +5,9 @@ Reading the stream also records its blocks: the places where decoding can start.
 
 import os
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -44,37 +44,6 @@ class MixedGzip(Exception):
     """A file starts as BGZF and continues as ordinary gzip: read all of it as gzip."""
 
 
-class Stream(Protocol):
-    """Text in order. `damage` says why it ended early, if it did; `crc32c` is of the whole file, once it is read."""
-
-    plain: int
-
-    @property
-    def raw(self) -> int: ...
-    @property
-    def crc32c(self) -> int: ...
-    @property
-    def damage(self) -> Damage | None: ...
-    @property
-    def warning(self) -> str | None:
-        """A warning about a file that could be read to its end."""
-        ...
-
-    def readinto(self, out: Bytes) -> int:
-        """Fill `out` as far as there is text; 0 at its end."""
-        ...
-
-    def take_blocks(self) -> list[Block]:
-        """The blocks found since the last call."""
-        ...
-
-    def take_crcs(self) -> list[int]:
-        """The CRC-32C of the text of every block that ended since the last call."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def sniff(path: Path) -> Kind:
     """The compression of a file, from its first bytes."""
     with open(path, "rb") as file:
@@ -96,16 +65,16 @@ def open_stream(
     points: bool = True,
     point_bytes: int = POINT_BYTES,
     frame_bytes: int = MAX_FRAME_BYTES,
-) -> Stream:
+) -> "Stream":
     """The text of a file from its start. The caller keeps `fd` open, and closes it.
 
     With `points`, a gzip file gets a seek point about every `point_bytes` of text; without them it is decoded twice as
     fast. A zstd frame of more than `frame_bytes` of text is an error.
     """
     if kind == "plain":
-        return _Plain(fd)
+        return PlainStream(fd)
     pieces = {"gzip": _gzip if points else _gzip_once, "bgzf": _bgzf, "zstd": _zstd}[kind]
-    return _Pieces(_Source(path, fd, point_bytes=point_bytes, frame_bytes=frame_bytes), pieces)
+    return DecodedStream(_RawFile(path, fd, point_bytes=point_bytes, frame_bytes=frame_bytes), pieces)
 
 
 def decode_frame(data: bytes, *, size: int) -> bytes:
@@ -120,31 +89,36 @@ def decode_frame(data: bytes, *, size: int) -> bytes:
         raise zlib.error(str(error)) from None
 
 
-class _Plain:
+class PlainStream:
+    """The text of a plain file, in order."""
+
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self.raw = self.plain = 0
-        self.crc32c = 0
-        self.damage: Damage | None = None
-        self.warning: str | None = None
+        self.raw = 0  # bytes of the file read so far
+        self.crc32c = 0  # of these bytes
+        self.damage: Damage | None = None  # why the text ended early, if it did
+        self.warning: str | None = None  # about a file that could be read to its end
 
     def readinto(self, out: Bytes) -> int:
+        """Fill `out` as far as there is text; 0 at its end."""
         count = os.readv(self._fd, [out.data])
         self.crc32c = crc32c(out[:count], self.crc32c)
-        self.raw = self.plain = self.raw + count
+        self.raw += count
         return count
 
     def take_blocks(self) -> list[Block]:
+        """The blocks found since the last call."""
         return []
 
     def take_crcs(self) -> list[int]:
+        """The CRC-32C of the text of every block that ended since the last call."""
         return []
 
     def close(self) -> None:
         """No thread to stop."""
 
 
-class _Source:
+class _RawFile:
     """The raw bytes of a file, in order, and what its decoder has found."""
 
     def __init__(self, path: Path, fd: int, *, point_bytes: int, frame_bytes: int) -> None:
@@ -195,14 +169,13 @@ class _Source:
             pass
 
 
-class _Pieces:
-    """A stream from a generator of decoded pieces."""
+class DecodedStream:
+    """The text of a compressed file, in order, from a generator of decoded pieces."""
 
-    def __init__(self, source: _Source, pieces: "_Decoder") -> None:
-        self._source = source
-        self._pieces = ahead(_joined(pieces(source)), depth=4)
+    def __init__(self, file: _RawFile, pieces: "Callable[[_RawFile], Generator[memoryview]]") -> None:
+        self._file = file
+        self._pieces = ahead(_joined(pieces(file)), depth=4)
         self._left = memoryview(b"")
-        self.plain = 0
 
     def readinto(self, out: Bytes) -> int:
         filled = 0
@@ -215,34 +188,36 @@ class _Pieces:
             out[filled : filled + count] = np.frombuffer(self._left[:count], np.uint8)
             self._left = self._left[count:]
             filled += count
-        self.plain += filled
         return filled
 
     def take_blocks(self) -> list[Block]:
-        return _take(self._source.blocks)
+        return _take(self._file.blocks)
 
     def take_crcs(self) -> list[int]:
-        return _take(self._source.crcs)
+        return _take(self._file.crcs)
 
     def close(self) -> None:
         self._pieces.close()
 
     @property
     def raw(self) -> int:
-        return self._source.raw
+        return self._file.raw
 
     @property
     def crc32c(self) -> int:
-        return self._source.crc32c
+        return self._file.crc32c
 
     @property
     def warning(self) -> str | None:
-        return self._source.warning
+        return self._file.warning
 
     @property
     def damage(self) -> Damage | None:
-        source = self._source
-        return None if source.reason is None else Damage(source.reason, source.plain, source.whole)
+        file = self._file
+        return None if file.reason is None else Damage(file.reason, file.plain, file.whole)
+
+
+Stream = PlainStream | DecodedStream
 
 
 def _take(items: list[T]) -> list[T]:
@@ -266,141 +241,135 @@ def _joined(pieces: Generator[memoryview]) -> Generator[memoryview]:
     yield memoryview(b"".join(parts))
 
 
-class _Decoder(Protocol):
-    def __call__(self, source: _Source) -> Generator[memoryview]: ...
-
-
-def _gzip(source: _Source) -> Generator[memoryview]:
-    stream = Inflate(source.read, spacing=source.point_bytes)
+def _gzip(file: _RawFile) -> Generator[memoryview]:
+    stream = Inflate(file.read, spacing=file.point_bytes)
     while (piece := stream.read()).nbytes:
         for point in stream.points:
-            if point.plain == source.plain:
-                source.begin(point.raw, point.window)
-        yield source.text(bytes(piece))  # a copy: `piece` is overwritten
+            if point.plain == file.plain:
+                file.begin(point.raw, point.window)
+        yield file.text(bytes(piece))  # a copy: `piece` is overwritten
         for point in stream.points:
-            if point.plain == source.plain:
-                source.begin(point.raw, point.window)
+            if point.plain == file.plain:
+                file.begin(point.raw, point.window)
         stream.points.clear()
-    source.end()
+    file.end()
     stream.close()
     if stream.damage:
-        source.fail(stream.damage, whole=stream.whole)
+        file.fail(stream.damage, whole=stream.whole)
 
 
-def _gzip_once(source: _Source) -> Generator[memoryview]:
+def _gzip_once(file: _RawFile) -> Generator[memoryview]:
     data = b""
-    while data or (data := source.read(_READ_BYTES)):
+    while data or (data := file.read(_READ_BYTES)):
         decoder = fast_zlib.decompressobj(31)
-        at = source.raw - len(data)
+        at = file.raw - len(data)
         if at and data[:1] == b"\0" and not data.strip(b"\0"):  # padding after the last member
             data = b""
             continue
         if data[:1] != b"\x1f":
-            return source.fail(f"the gzip data is followed by other data at byte {at}", whole=True)
+            return file.fail(f"the gzip data is followed by other data at byte {at}", whole=True)
         where = f"of the gzip member that starts at byte {at}"
-        if source.raw == len(data):
-            source.begin(0)
+        if file.raw == len(data):
+            file.begin(0)
         while not decoder.eof:
             if not data:
-                return source.fail(f"the gzip data ends at byte {source.raw}, in the middle {where}")
+                return file.fail(f"the gzip data ends at byte {file.raw}, in the middle {where}")
             try:
                 text = decoder.decompress(data)
             except fast_zlib.error as error:
-                reason = (
-                    f"the gzip data is damaged at byte {source.raw} or before ({error}), at the end or in the middle"
-                )
-                return source.fail(f"{reason} {where}")
+                reason = f"the gzip data is damaged at byte {file.raw} or before ({error}), at the end or in the middle"
+                return file.fail(f"{reason} {where}")
             if text:
-                yield source.text(text)
-            data = decoder.unused_data if decoder.eof else source.read(_READ_BYTES)
-    source.end()
+                yield file.text(text)
+            data = decoder.unused_data if decoder.eof else file.read(_READ_BYTES)
+    file.end()
 
 
-def _bgzf(source: _Source) -> Generator[memoryview]:
+def _bgzf(file: _RawFile) -> Generator[memoryview]:
     text = b"?"
-    while head := source.read(18):
-        start = source.raw - len(head)
+    while head := file.read(18):
+        start = file.raw - len(head)
         size = bgzf_size(head)
         if not size and head[:3] == b"\x1f\x8b\x08" and len(head) == 18:
             raise MixedGzip
-        rest = source.read(max(size - 18, 0))
+        rest = file.read(max(size - 18, 0))
         try:
             if not size or len(rest) < size - 18:
                 raise zlib.error("it is truncated" if size or len(head) < 18 else "not a BGZF block")
             text = decode_bgzf(rest)
         except zlib.error as error:
-            return source.fail(f"the BGZF block at byte {start} is damaged ({error})")
+            return file.fail(f"the BGZF block at byte {start} is damaged ({error})")
         if text:
-            source.begin(start)
-            yield source.text(text)
-            source.end()
+            file.begin(start)
+            yield file.text(text)
+            file.end()
     if text:
-        source.warning = (
+        file.warning = (
             "the empty block at the end of a BGZF file is missing; the file may be truncated between two blocks"
         )
 
 
-def _zstd(source: _Source) -> Generator[memoryview]:
-    while head := source.read(4):
-        start = source.raw - len(head)
+def _zstd(file: _RawFile) -> Generator[memoryview]:
+    while head := file.read(4):
+        start = file.raw - len(head)
         try:
             number = int.from_bytes(head, "little")
             if number >> 4 == _SKIPPABLE:
-                size = int.from_bytes(_exactly(source, 4), "little")
-                _exactly(source, size)
+                size = int.from_bytes(_exactly(file, 4), "little")
+                _exactly(file, size)
                 continue
             if number != _ZSTD:
                 raise _BadFrame(f"the data at byte {start} is not a zstd frame")
-            text = decode_frame(head + _frame(source, start), size=source.frame_bytes)
+            text = decode_frame(head + _frame(file, start), size=file.frame_bytes)
         except (_BadFrame, zlib.error) as error:
             if "did not decompress full frame" in str(error):
-                _check_frame_size(source, start, source.frame_bytes + 1)
+                _check_frame_size(file, start, file.frame_bytes + 1)
             known = isinstance(error, _BadFrame)
-            return source.fail(str(error) if known else f"the zstd frame at byte {start} is damaged ({error})")
+            return file.fail(str(error) if known else f"the zstd frame at byte {start} is damaged ({error})")
         if text:
-            source.begin(start)
-            yield source.text(text)
-            source.end()
+            file.begin(start)
+            yield file.text(text)
+            file.end()
 
 
 class _BadFrame(Exception):
     """A zstd frame cannot be read."""
 
 
-def _exactly(source: _Source, count: int) -> bytes:
-    data = source.read(count)
+def _exactly(file: _RawFile, count: int) -> bytes:
+    data = file.read(count)
     if len(data) < count:
-        raise _BadFrame(f"the zstd data ends at byte {source.raw}, in the middle of a frame")
+        raise _BadFrame(f"the zstd data ends at byte {file.raw}, in the middle of a frame")
     return data
 
 
-def _frame(source: _Source, start: int) -> bytes:
+def _frame(file: _RawFile, start: int) -> bytes:
     """The bytes of a frame after its magic number, found by following its blocks (RFC 8878)."""
-    descriptor = _exactly(source, 1)
+    descriptor = _exactly(file, 1)
     flags = descriptor[0]
     single = flags >> 5 & 1
     size_bytes = (single, 2, 4, 8)[flags >> 6]
-    parts = [descriptor, _exactly(source, (1 - single) + (0, 1, 2, 4)[flags & 3] + size_bytes)]
+    parts = [descriptor, _exactly(file, (1 - single) + (0, 1, 2, 4)[flags & 3] + size_bytes)]
     if size_bytes:
         content = int.from_bytes(parts[1][-size_bytes:], "little") + (256 if size_bytes == 2 else 0)
-        _check_frame_size(source, start, content)
+        _check_frame_size(file, start, content)
     num_blocks = last = 0
     while not last:
-        parts.append(_exactly(source, 3))
+        parts.append(_exactly(file, 3))
         block = int.from_bytes(parts[-1], "little")
         last = block & 1
-        parts.append(_exactly(source, 1 if block >> 1 & 3 == 1 else block >> 3))
+        parts.append(_exactly(file, 1 if block >> 1 & 3 == 1 else block >> 3))
         num_blocks += 1
-        _check_frame_size(source, start, (num_blocks - 1) << 10)  # blocks have at most 128 kB, seldom less than 1 kB
+        _check_frame_size(file, start, (num_blocks - 1) << 10)  # blocks have at most 128 kB, seldom less than 1 kB
     if flags & 4:
-        parts.append(_exactly(source, 4))
+        parts.append(_exactly(file, 4))
     return b"".join(parts)
 
 
-def _check_frame_size(source: _Source, start: int, size: int) -> None:
-    if size > source.frame_bytes:
+def _check_frame_size(file: _RawFile, start: int, size: int) -> None:
+    if size > file.frame_bytes:
         raise BadSource(
-            f"{source.path}: the zstd frame at byte {start} has more than {source.frame_bytes >> 20} MB of text, too "
+            f"{file.path}: the zstd frame at byte {start} has more than {file.frame_bytes >> 20} MB of text, too "
             "much to decode for a single read. Compress in many frames (zstd --seekable, pzstd, t2sz), or: "
-            f"zstd -dc {source.path} | gzip > reads.gz"
+            f"zstd -dc {file.path} | gzip > reads.gz"
         )

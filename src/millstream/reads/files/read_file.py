@@ -29,7 +29,7 @@ _NO_BASES = np.empty(0, np.uint8)
 _ROWS = 65536
 
 
-class Places(NamedTuple):
+class Locations(NamedTuple):
     """Where records are in the text."""
 
     start: Numbers
@@ -64,7 +64,7 @@ class ReadFile:
         self._geometry = {name: sections.column(name) for name in names}
         self._stat = self._state()
         self.text: Text = open_text(path, sections, memory=memory)
-        self._place = lru_cache(maxsize=1024)(self._find_place)
+        self._first_base = lru_cache(maxsize=1024)(self._find_first_base)
         self.columns = HeaderColumns(sections)
 
     @property
@@ -92,7 +92,7 @@ class ReadFile:
             self.text.release(start, end)
 
     def _spans(self, first: Numbers, last: Numbers) -> Iterator[tuple[int, int]]:
-        starts, ends = self.places(first).start, self.places(last)
+        starts, ends = self.locate(first).start, self.locate(last)
         return zip(starts.tolist(), (ends.start + ends.span).tolist(), strict=True)
 
     def verify(self) -> Iterator[str]:
@@ -121,53 +121,51 @@ class ReadFile:
 
     def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
         """Sequences of these rows, and the qualities, names and columns among `fields`."""
-        places = self.places(rows)
+        found = self.locate(rows)
         columns = {
-            name: self.columns.take(name, rows, lengths=lambda _: places.bases, headers=lambda _: self.headers(places))
+            name: self.columns.take(name, rows, lengths=lambda _: found.bases, headers=lambda _: self.headers(found))
             for name in fields
             if name in self.columns
         }
         if NAME in fields and NAME not in self.columns:
-            columns[NAME] = pa.array(names_in(*self.headers(places)), pa.string())
+            columns[NAME] = pa.array(names_in(*self.headers(found)), pa.string())
         needs_bases = SEQUENCE in fields or QUALITY in fields
-        flat, offsets = self.sequences(places) if needs_bases else (_NO_BASES, np.zeros(len(rows) + 1, np.int64))
-        quality = self.qualities(places) if QUALITY in fields and self.has_quality else None
+        flat, offsets = self.sequences(found) if needs_bases else (_NO_BASES, np.zeros(len(rows) + 1, np.int64))
+        quality = self.qualities(found) if QUALITY in fields and self.has_quality else None
         return Fetched(flat, offsets, quality, columns)
 
-    def places(self, rows: Numbers) -> Places:
+    def locate(self, rows: Numbers) -> Locations:
         """Where these records are in the text."""
         self.check_unchanged()  # never read from a file that has changed
         geometry = self._geometry
-        start = sums_before(geometry["anchor"].packed(rows >> 5), geometry["span"].packed(rows), rows)
+        start = sums_before(geometry["anchor"].verified(rows >> 5), geometry["span"].verified(rows), rows)
         span, bases, tail, line, eol, gap = (
             geometry[name].take(rows) for name in ("span", "bases", "tail", "line", "eol", "gap")
         )
         head = span - tail - gap - (2 * bases if self.has_quality else bases)
-        return Places(start, head, bases, span, line, eol, gap)
+        return Locations(start, head, bases, span, line, eol, gap)
 
     def lengths(self, rows: Numbers) -> Numbers:
         return self._geometry["bases"].take(rows)
 
-    def sequences(self, places: Places) -> tuple[Bytes, Numbers]:
+    def sequences(self, found: Locations) -> tuple[Bytes, Numbers]:
         """Bases and offsets."""
         # An eol of 0 means that there are no comments to skip; regular FASTQ has one line per sequence.
-        eol = np.zeros_like(places.eol) if self.has_quality else places.eol
-        return self.text.gather(
-            Runs(places.start + places.head, places.bases, places.span - places.head, places.line, eol)
-        )
+        eol = np.zeros_like(found.eol) if self.has_quality else found.eol
+        return self.text.gather(Runs(found.start + found.head, found.bases, found.span - found.head, found.line, eol))
 
-    def qualities(self, places: Places) -> Bytes:
+    def qualities(self, found: Locations) -> Bytes:
         """Base qualities, with the same offsets as the sequences."""
-        start = places.start + places.head + places.bases + places.gap
-        line = np.where(places.line == IRREGULAR, IRREGULAR, 0)
+        start = found.start + found.head + found.bases + found.gap
+        line = np.where(found.line == IRREGULAR, IRREGULAR, 0)
         zeros = np.zeros_like(line)
-        return self.text.gather(Runs(start, places.bases, places.start + places.span - start, line, zeros))[0]
+        return self.text.gather(Runs(start, found.bases, found.start + found.span - start, line, zeros))[0]
 
-    def headers(self, places: Places) -> tuple[Bytes, Numbers, Numbers]:
+    def headers(self, found: Locations) -> tuple[Bytes, Numbers, Numbers]:
         """Header lines without '>' or '@' and line end: text, starts, ends."""
-        count = places.head - 1
+        count = found.head - 1
         zeros = np.zeros_like(count)
-        flat, offsets = self.text.gather(Runs(places.start + 1, count, count, zeros, zeros))
+        flat, offsets = self.text.gather(Runs(found.start + 1, count, count, zeros, zeros))
         ends = offsets[1:].copy()
         for byte in b"\n\r":
             last = flat[np.maximum(ends - 1, 0)] if len(flat) else np.zeros(len(ends), np.uint8)
@@ -176,11 +174,11 @@ class ReadFile:
 
     def names_of(self, rows: Numbers) -> list[str]:
         """The first words of their headers."""
-        return names_in(*self.headers(self.places(rows)))
+        return names_in(*self.headers(self.locate(rows)))
 
     def column(self, name: str, rows: Numbers) -> pa.Array:
         """A column of these rows; parsed from their headers if it is not stored."""
-        return self.columns.take(name, rows, lengths=self.lengths, headers=lambda rows: self.headers(self.places(rows)))
+        return self.columns.take(name, rows, lengths=self.lengths, headers=lambda rows: self.headers(self.locate(rows)))
 
     @cached_property
     def _name_table(self) -> NameTable:
@@ -209,36 +207,36 @@ class ReadFile:
 
     def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
         """Bases [start, end) of records; where the line layout is regular, only those bytes are read."""
-        places = self.places(rows)
-        if (places.line == IRREGULAR).any():
-            parts = [self.sequences(self.places(rows[at : at + 1]))[0] for at in range(len(rows))]
+        found = self.locate(rows)
+        if (found.line == IRREGULAR).any():
+            parts = [self.sequences(self.locate(rows[at : at + 1]))[0] for at in range(len(rows))]
             parts = [part[start:end] for part, start, end in zip(parts, starts.tolist(), ends.tolist(), strict=True)]
             return np.concatenate([_NO_BASES, *parts]), np.append(0, np.cumsum(ends - starts))
-        line = np.maximum(places.line, 1)  # a sequence on one line has no line length
-        skipped = np.where(places.line > 0, places.eol, 0)
+        line = np.maximum(found.line, 1)  # a sequence on one line has no line length
+        skipped = np.where(found.line > 0, found.eol, 0)
         first, last = (at + at // line * skipped for at in (starts, np.maximum(ends - 1, starts)))
-        raw = places.start + places.head + first
-        runs = Runs(raw, ends - starts, last - first + 1, places.line, places.eol, starts % line)
+        raw = found.start + found.head + first
+        runs = Runs(raw, ends - starts, last - first + 1, found.line, found.eol, starts % line)
         return self.text.gather(runs)
 
     def length(self, row: int) -> int:
-        return self._place(row)[1]
+        return self._first_base(row)[1]
 
     def region(self, row: int, start: int, end: int) -> Bytes:
         """Bases [start, end) of one record."""
         self.check_unchanged()
-        first, _, line, eol = self._place(row)
+        first, _, line, eol = self._first_base(row)
         if line == IRREGULAR:
-            return self.sequences(self.places(np.array([row], np.int64)))[0][start:end]
+            return self.sequences(self.locate(np.array([row], np.int64)))[0][start:end]
         skipped = eol if line else 0
         begin = start + start // (line or 1) * skipped
         span = end + (end - 1) // (line or 1) * skipped - begin
         return np.frombuffer(self.text.read(first + begin, span).translate(None, b"\r\n"), np.uint8)
 
-    def _find_place(self, row: int) -> tuple[int, int, int, int]:
+    def _find_first_base(self, row: int) -> tuple[int, int, int, int]:
         """Position of the first base, number of bases, bases per line, bytes per line end."""
-        places = self.places(np.array([row], np.int64))
-        first, bases, line, eol = places.start + places.head, places.bases, places.line, places.eol
+        found = self.locate(np.array([row], np.int64))
+        first, bases, line, eol = found.start + found.head, found.bases, found.line, found.eol
         return int(first[0]), int(bases[0]), int(line[0]), int(eol[0])
 
 
@@ -258,19 +256,19 @@ def write_fai(file: ReadFile) -> list[Path]:
 
 
 def _lines(file: ReadFile, first: int) -> bytes:
-    places = file.places(np.arange(first, min(first + _ROWS, file.records), dtype=np.int64))
-    (wrong,) = np.nonzero(places.line == IRREGULAR)
-    names = names_in(*file.headers(places))
+    found = file.locate(np.arange(first, min(first + _ROWS, file.records), dtype=np.int64))
+    (wrong,) = np.nonzero(found.line == IRREGULAR)
+    names = names_in(*file.headers(found))
     if len(wrong):
         raise BadSource(
             f"{file.path}: record {first + int(wrong[0])} ({names[int(wrong[0])]}) has lines of different lengths, "
             "which a .fai cannot describe"
         )
-    offset = places.start + places.head
-    width = np.where(places.line == 0, places.bases, places.line)
-    columns = [places.bases, offset, width, width + places.eol]
+    offset = found.start + found.head
+    width = np.where(found.line == 0, found.bases, found.line)
+    columns = [found.bases, offset, width, width + found.eol]
     if file.has_quality:
-        columns.append(offset + places.bases + places.gap)
+        columns.append(offset + found.bases + found.gap)
     rows = zip(names, *(column.tolist() for column in columns), strict=True)
     # samtools skips records without bases
     return "".join("\t".join(map(str, row)) + "\n" for row in rows if row[1]).encode()

@@ -56,13 +56,13 @@ class SectionsWriter:
         return self._parts[name]
 
     def column(self, name: str) -> BitColumnWriter:
-        """The growing packed column of this name."""
+        """The growing bit column of this name."""
         if name not in self._columns:
             self._columns[name] = BitColumnWriter(self.part(f"{name}.directory"), self.part(f"{name}.words"))
         return self._columns[name]
 
     def read_back(self, name: str) -> Generator[NDArray[np.int64]]:
-        """The values of a packed column, in chunks; completes it, so nothing can be appended afterwards."""
+        """The values of a bit column, in chunks; completes it, so nothing can be appended afterwards."""
         column = self._columns[name]
         column.finish()
         directory, words = (self.part(f"{name}.{part}") for part in ("directory", "words"))
@@ -71,12 +71,12 @@ class SectionsWriter:
         if column.rows:
             # mode "c": for read-only arrays the kernels would be compiled again
             pairs, numbers = np.memmap(directory, np.int64, "c"), np.memmap(words, np.uint64, "c")
-            packed = BitColumn(column.rows, np.asarray(pairs).reshape(-1, 2), np.asarray(numbers))
+            bits = BitColumn(column.rows, np.asarray(pairs).reshape(-1, 2), np.asarray(numbers))
             for start in range(0, column.rows, 1 << 20):
-                yield packed.take(np.arange(start, min(start + (1 << 20), column.rows), dtype=np.int64))
+                yield bits.take(np.arange(start, min(start + (1 << 20), column.rows), dtype=np.int64))
 
     def drop(self, name: str) -> None:
-        """Discard a packed column."""
+        """Discard a bit column."""
         del self._columns[name]
         for part in (f"{name}.directory", f"{name}.words"):
             self.drop_part(part)
@@ -202,7 +202,7 @@ class Sections:
         return self._map.view[start : start + size].view(dtype)
 
     def column(self, name: str) -> "Column":
-        """A packed column; a large one is verified where it is used."""
+        """A bit column; a large one is verified where it is used."""
         return Column(self, name)
 
     def span(self, name: str) -> tuple[int, int]:
@@ -258,14 +258,14 @@ class Sections:
 
 
 class Column:
-    """A packed column of a `Sections` file."""
+    """A bit column of a `Sections` file."""
 
     def __init__(self, sections: Sections, name: str) -> None:
         self._sections = sections
         self.rows = sections.rows(name)
         directory = sections.view(f"{name}.directory").view(np.int64).reshape(-1, 2)
         words = sections.view(f"{name}.words").view(np.uint64)
-        self._packed = BitColumn(self.rows, directory, words)
+        self._bits = BitColumn(self.rows, directory, words)
         self._directory_at, directory_bytes = sections.span(f"{name}.directory")
         self._words_at, words_bytes = sections.span(f"{name}.words")
         self._lazy = directory_bytes + words_bytes > sections.eager_bytes
@@ -273,41 +273,41 @@ class Column:
             sections.check(self._directory_at, self._directory_at + directory_bytes)
             sections.check(self._words_at, self._words_at + words_bytes)
 
-    def packed(self, rows: NDArray[np.int64]) -> BitColumn:
+    def verified(self, rows: NDArray[np.int64]) -> BitColumn:
         """The column, verified where these rows are."""
         if self._lazy and len(rows):
             chunks = np.unique(rows >> 12)
             self._sections.check_blocks((self._directory_at + chunks * 16) // CRC_BYTES)
             self._sections.check_blocks((self._directory_at + chunks * 16 + 15) // CRC_BYTES)
-            place = self._packed.directory[chunks, 1]
+            place = self._bits.directory[chunks, 1]
             first = self._words_at + (place >> 8) * 8
             last = first + (place & 255) * (4096 // 8) + 7
             self._sections.check_blocks(np.minimum(first, self._words_end) // CRC_BYTES)
             self._sections.check_blocks(np.minimum(last, self._words_end) // CRC_BYTES)
-        return self._packed
+        return self._bits
 
     @property
     def _words_end(self) -> int:
-        return self._words_at + self._packed.words.nbytes - 1
+        return self._words_at + self._bits.words.nbytes - 1
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if self._constant is not None:
             return np.full(len(rows), self._constant)
-        return self.packed(rows).take(rows)
+        return self.verified(rows).take(rows)
 
     @cached_property
     def _constant(self) -> int | None:
         """The value of all rows, if they are equal: lengths, line widths and gaps of most files are."""
-        if self._packed.words.size > 1 or not self.rows:
+        if self._bits.words.size > 1 or not self.rows:
             return None
         values = self.whole().directory[:, 0]
         return int(values[0]) if (values == values[0]).all() else None
 
     def whole(self) -> BitColumn:
         """The column, all of it verified."""
-        self._sections.check(self._directory_at, self._directory_at + self._packed.directory.nbytes)
+        self._sections.check(self._directory_at, self._directory_at + self._bits.directory.nbytes)
         self._sections.check(self._words_at, self._words_end + 1)
-        return self._packed
+        return self._bits
 
 
 class _ChecksummedFile:

@@ -27,7 +27,7 @@ from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate
 from millstream.reads.files.sections import Sections
 
 PAGE_BYTES = 4096
-_NEAR_BYTES = 4096  # reading this many bytes in vain costs less than a second system call
+_NEAR_BYTES = 4096  # reading this many unneeded bytes costs less than a second system call
 _NEWLINE, _SEMICOLON = 10, 59
 _GROUP = 32  # records whose first bytes are touched ahead of copying
 _LINE = 64  # bytes of a cache line

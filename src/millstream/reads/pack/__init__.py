@@ -1,1 +1,1 @@
-"""Packed reads: a compact file format with random access, writing and reading it."""
+"""Packs: reads at two bits per base in one file with random access, and how it is written and read."""

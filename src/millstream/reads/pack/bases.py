@@ -13,7 +13,7 @@ from millstream.reads.files.sections import Column, Sections, SectionsWriter
 
 BASES = b"ACTG"  # a base's code is (ASCII byte >> 1) & 3, so eight of them are coded in a few operations
 STREAM = "2bit"
-_RUNS = {"other": ("start", "length", "letter"), "lower": ("start", "length")}
+_RUNS = {"other": ("start", "length", "letter"), "lower": ("start", "length")}  # names of columns in the file
 _WORD = 8  # bases
 _TABLE = np.array([[BASES[byte >> 2 * i & 3] for i in range(4)] for byte in range(256)], np.uint8)
 
@@ -66,7 +66,7 @@ class TwoBitWriter:
 
 
 class TwoBit:
-    """The bases of a published file by their place in the stream."""
+    """The bases of a published file by their position in the stream."""
 
     def __init__(self, sections: Sections) -> None:
         self._stream = sections.view(STREAM)
@@ -75,7 +75,7 @@ class TwoBit:
         }
 
     def sequences(self, starts: Numbers, offsets: Numbers) -> Bytes:
-        """`offsets[i+1] - offsets[i]` bases from place `starts[i]` on, for every i, one after the other."""
+        """`offsets[i+1] - offsets[i]` bases from position `starts[i]` on, for every i, one after the other."""
         out = np.empty(int(offsets[-1]), np.uint8)
         _decode(self._stream, _TABLE, starts, offsets, out)
         for kind in _RUNS:
@@ -207,7 +207,7 @@ def _lower(out: Bytes, starts: Numbers, counts: Numbers) -> None:
             out[place] |= 32
 
 
-GRADES = "grades"
+QUALITIES = "grades"  # name of the column in the file
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -215,7 +215,7 @@ class QualitiesWriter:
     """Codes quality values in order of their first appearance."""
 
     def __init__(self, sections: SectionsWriter) -> None:
-        self._column = sections.column(GRADES)
+        self._column = sections.column(QUALITIES)
         self._codes = np.full(256, -1, np.int64)
         self.values: list[int] = []
 
@@ -240,14 +240,14 @@ class QualitiesWriter:
 
 
 class Qualities:
-    """Base qualities by their place in the stream of bases."""
+    """Base qualities by their position in the stream of bases."""
 
     def __init__(self, column: Column, values: list[int]) -> None:
         self._column = column
         self._values = np.array([*values, 0], np.uint8)
 
     def take(self, starts: Numbers, offsets: Numbers) -> Bytes:
-        """`offsets[i+1] - offsets[i]` qualities from place `starts[i]` on, for every i, one after the other."""
+        """`offsets[i+1] - offsets[i]` qualities from position `starts[i]` on, for every i, one after the other."""
         out = np.empty(int(offsets[-1]), np.uint8)
         counts = np.diff(offsets)
         some = counts > 0
@@ -257,8 +257,8 @@ class Qualities:
         edges = [starts, starts + counts - 1]
         for read in np.flatnonzero(counts > CHUNK).tolist():
             edges.append(np.arange(int(starts[read]), int(starts[read] + counts[read]), CHUNK, dtype=np.int64))
-        packed = self._column.packed(np.concatenate(edges))
-        _take_runs(packed.directory, packed.words, starts, counts, targets, self._values, out)
+        codes = self._column.verified(np.concatenate(edges))
+        _take_runs(codes.directory, codes.words, starts, counts, targets, self._values, out)
         return out
 
 
@@ -266,7 +266,7 @@ class Qualities:
 def _take_runs(
     directory: Numbers, words: Words, starts: Numbers, counts: Numbers, targets: Numbers, values: Bytes, out: Bytes
 ) -> None:
-    """Codes of neighbouring rows; a chunk's place and width are looked up once."""
+    """Codes of neighbouring rows; a chunk's position and width are looked up once."""
     for index in range(len(starts)):
         row = starts[index]
         end = row + counts[index]

@@ -32,7 +32,7 @@ def best_codec() -> Codec:
 
 
 class HeaderBlocksWriter:
-    """Takes header lines in order. Blocks end where lines end, whatever buffers the lines came in."""
+    """Takes header lines in order. Blocks end where lines end, independent of the buffers the lines came in."""
 
     def __init__(self, sections: SectionsWriter, codec: Codec) -> None:
         self._part = sections.part(SECTION)
@@ -42,7 +42,7 @@ class HeaderBlocksWriter:
         self._blocks: deque[tuple[int, Future[bytes]]] = deque()  # first row, and what will be written
         self._pending = bytearray()
         self._row = self._first = 0  # lines so far, and before the pending block
-        self._end = 0  # of the part; asking the file would be a system call each time
+        self._end = 0  # of the part; tell() would be a system call each time
 
     def add(self, buffer: Bytes, pieces: Numbers) -> None:
         """Append buffer[start:end] of every piece; none holds a newline."""
@@ -103,7 +103,7 @@ class HeaderBlocksWriter:
         self._write(_AHEAD)
 
     def _write(self, left: int) -> None:
-        """Write compressed blocks until only so many are left."""
+        """Write compressed blocks until only `left` of them wait."""
         while len(self._blocks) > left:
             first, data = self._blocks.popleft()
             self._rows.append(np.array([first], np.int64))

@@ -1,4 +1,4 @@
-"""A packed read store: rows in, sequences out, at memory speed and in any order."""
+"""A pack, open for reading: rows in, sequences out, at memory speed and in any order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +19,7 @@ from millstream.reads.files.names import NameTable, NameTableWriter, hash_names,
 from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
 from millstream.reads.files.texts import PAGE_BYTES
-from millstream.reads.pack.bases import GRADES, STREAM, Qualities, TwoBit
+from millstream.reads.pack.bases import QUALITIES, STREAM, Qualities, TwoBit
 from millstream.reads.pack.header_blocks import HeaderBlocks
 
 WHAT = "packed reads"
@@ -30,7 +30,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def is_pack(path: Path) -> bool:
-    """Whether a file is a packed read store, perhaps a damaged one; indexes of read files are not."""
+    """Whether a file is a pack, perhaps a damaged one; the index of a read file is not."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -64,7 +64,7 @@ def describe_fidelity(meta: Mapping[str, Any]) -> str:
 
 
 def load_pack(path: Path) -> Sections:
-    """The sections of a packed read store; their `meta` describes it."""
+    """The sections of a pack; their `meta` describes it."""
     sections = Sections(path, remedy=f"Pack it again: millstream pack SOURCE {quoted(path)} --rebuild")
     meta = sections.meta
     if meta.get("what") != WHAT:
@@ -78,7 +78,7 @@ def load_pack(path: Path) -> Sections:
 
 
 class PackFile:
-    """One packed part of a collection of reads. `rows` are record numbers within it."""
+    """One part of a collection of reads. `rows` are record numbers within it."""
 
     def __init__(self, path: Path, *, memory: int) -> None:
         self.path = path
@@ -87,7 +87,7 @@ class PackFile:
         self._memory = memory
         self.records: int = self.meta["records"]
         self.bases: int = self.meta["bases"]
-        self.has_quality = GRADES in sections
+        self.has_quality = QUALITIES in sections
         self._anchors, self._lengths = sections.column("anchor"), sections.column("bases")
         self._pages = _Pages(sections, memory)
         self._stream_at = sections.span(STREAM)[0]
@@ -114,7 +114,7 @@ class PackFile:
 
     @property
     def has_names(self) -> bool:
-        """Whether a record can be found by its name at once."""
+        """Whether a record can be found by its name without building a table of names first."""
         return self.lines is None or self._names is not None
 
     @property
@@ -162,7 +162,7 @@ class PackFile:
 
     def starts(self, rows: Numbers) -> Numbers:
         """Where the records start in the stream of bases."""
-        return sums_before(self._anchors.packed(rows >> 5), self._lengths.packed(rows), rows)
+        return sums_before(self._anchors.verified(rows >> 5), self._lengths.verified(rows), rows)
 
     def sequences(self, starts: Numbers, offsets: Numbers) -> Bytes:
         """`offsets[i+1] - offsets[i]` bases of the stream from `starts[i]` on, for every i."""
@@ -175,9 +175,9 @@ class PackFile:
     def qualities(self, starts: Numbers, offsets: Numbers) -> Bytes:
         """The same for base qualities."""
         flat = self._qualities.take(starts, offsets)
-        place, num_bytes = self.sections.span(f"{GRADES}.words")
-        at = place + (starts * (num_bytes / max(self.bases, 1))).astype(np.int64)  # about
-        self._pages.count(np.minimum(at, place + num_bytes - 1))
+        first, num_bytes = self.sections.span(f"{QUALITIES}.words")
+        at = first + (starts * (num_bytes / max(self.bases, 1))).astype(np.int64)  # about
+        self._pages.count(np.minimum(at, first + num_bytes - 1))
         self._pages.release()
         return flat
 
@@ -190,7 +190,7 @@ class PackFile:
         return self.sequences(self.starts(rows) + starts, offsets), offsets
 
     def region(self, row: int, start: int, end: int) -> Bytes:
-        """Bases [start, end) of one record, whatever its length."""
+        """Bases [start, end) of one record."""
         first = int(self.starts(np.array([row], np.int64))[0])
         return self.sequences(np.array([first + start], np.int64), np.array([0, end - start], np.int64))
 
@@ -262,7 +262,7 @@ class PackFile:
 
     @cached_property
     def _qualities(self) -> Qualities:
-        return Qualities(self.sections.column(GRADES), self.meta["grades"])
+        return Qualities(self.sections.column(QUALITIES), self.meta["grades"])
 
 
 class _Pages:

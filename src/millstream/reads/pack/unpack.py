@@ -271,7 +271,7 @@ def _is_line_end(text: Bytes, at: int, eol: int) -> bool:
 
 @kernel
 def _is_plus_line(gap: Bytes, eol: int, header: Bytes, ends_before: int, ends_after: int) -> bool:
-    """Whether a gap is '+' and a header, with so many line ends before and after it."""
+    """Whether a gap is '+' and a header, with this many line ends before and after it."""
     if len(gap) != (ends_before + ends_after) * eol + 1 + len(header):
         return False
     at = ends_before * eol
