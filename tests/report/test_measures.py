@@ -1,4 +1,4 @@
-"""Every number against scikit-learn or a slow plain reference; draws that are fair, paired and small."""
+"""Measures against scikit-learn or a slow reference; bootstrap draws are fair, paired and small."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ Labels = NDArray[np.int8]
 
 
 def cases() -> Iterator[tuple[Labels, Floats]]:
-    """Many and few records, with and without ties, of common and of rare wrong answers."""
+    """Many and few records, with and without ties, with common and with rare positives."""
     for seed, (num, share, digits) in enumerate(
         [(300, 0.5, 9), (300, 0.1, 1), (41, 0.8, 0), (20, 0.5, 0), (9, 0.3, 9)]
     ):
@@ -49,7 +49,7 @@ CASES = pytest.mark.parametrize(("labels", "scores"), list(cases()))
 
 
 @CASES
-def test_average_precision_is_that_of_scikit_learn(labels: Labels, scores: Floats):
+def test_average_precision_equals_scikit_learn(labels: Labels, scores: Floats):
     expected = metrics.average_precision_score(labels, scores)
     assert average_precision(labels, scores) == pytest.approx(expected)
 
@@ -73,14 +73,14 @@ def slow_f1(labels: Labels, called: NDArray[np.bool_]) -> float:
 
 
 @CASES
-def test_the_threshold_is_the_highest_of_those_with_the_best_f1(labels: Labels, scores: Floats):
+def test_of_equal_f1_the_highest_threshold_is_chosen(labels: Labels, scores: Floats):
     tried = {threshold: slow_f1(labels, scores >= threshold) for threshold in np.unique(scores).tolist()}
     best = max(threshold for threshold, f1 in tried.items() if f1 > max(tried.values()) - 1e-12)
     assert measures.best_threshold(labels, scores) == best
 
 
 @CASES
-def test_precision_recall_and_f1_at_a_threshold_are_those_of_scikit_learn(labels: Labels, scores: Floats):
+def test_precision_recall_and_f1_at_a_threshold_equal_scikit_learn(labels: Labels, scores: Floats):
     for threshold in (scores[0], np.median(scores), scores.max() + 1):
         called = scores >= threshold
         expected = metrics.precision_recall_fscore_support(labels, called, average="binary", zero_division=0)
@@ -89,18 +89,20 @@ def test_precision_recall_and_f1_at_a_threshold_are_those_of_scikit_learn(labels
 
 
 @CASES
-def test_the_false_positives_at_95_percent_are_those_of_scikit_learns_roc(labels: Labels, scores: Floats):
+def test_the_false_positive_rate_at_95_percent_recall_equals_scikit_learn(labels: Labels, scores: Floats):
     fpr, tpr, _ = metrics.roc_curve(labels, scores, drop_intermediate=False)
     assert measures.fpr_at_tpr(labels, scores) == pytest.approx(fpr[np.argmax(tpr >= 0.95 - 1e-9)])
 
 
-def test_nineteen_of_twenty_are_95_percent():
+def test_nineteen_of_twenty_is_95_percent():
     labels = np.array([1] * 19 + [0] * 10 + [1], np.int8)
     assert measures.fpr_at_tpr(labels, -np.arange(30.0)) == 0
 
 
 @CASES
-def test_the_roc_curve_encloses_the_auroc_and_the_other_curves_end_at_the_prevalence(labels: Labels, scores: Floats):
+def test_the_area_under_the_roc_curve_is_the_auroc_and_other_curves_end_at_the_prevalence(
+    labels: Labels, scores: Floats
+):
     roc = measures.roc_curve(labels, scores)
     assert np.trapezoid(roc.y, roc.x) == pytest.approx(metrics.roc_auc_score(labels, scores))
     assert (roc.x[0], roc.y[0], roc.x[-1], roc.y[-1]) == (0, 0, 1, 1)
@@ -109,7 +111,7 @@ def test_the_roc_curve_encloses_the_auroc_and_the_other_curves_end_at_the_preval
         assert curve.y[-1] == pytest.approx(labels.mean())
 
 
-def test_a_curve_of_many_points_is_thinned_but_keeps_its_ends():
+def test_a_thinned_curve_keeps_its_ends():
     labels, scores = next(cases())
     labels, scores = np.tile(labels, 9), np.random.default_rng(1).random(9 * len(scores))
     whole = metrics.roc_auc_score(labels, scores)
@@ -119,11 +121,11 @@ def test_a_curve_of_many_points_is_thinned_but_keeps_its_ends():
     assert (roc.x[-1], roc.y[-1]) == (1, 1)
 
 
-# -- keeping some of the answers
+# -- rejection
 
 
 def slow_aurc(labels: Labels, scores: Floats) -> float:
-    """The mean over all orders that the scores allow, of the mean share of wrong ones among the first k."""
+    """The mean share of positives among the first k, over all k and all orders of ties."""
     areas: list[float] = []
     for order in permutations(range(len(labels))):
         if (np.diff(scores[list(order)]) >= 0).all():
@@ -139,7 +141,7 @@ def test_aurc_is_the_mean_risk_over_all_coverages_and_orders_of_ties(seed: int):
     assert measures.aurc(labels, scores) == pytest.approx(slow_aurc(labels, scores))
 
 
-def test_risk_is_that_of_the_answers_with_the_lowest_scores():
+def test_risk_is_measured_on_the_records_with_the_lowest_scores():
     labels, scores = np.array([1, 0, 0, 1], np.int8), np.array([4.0, 1.0, 3.0, 2.0])
     curve = measures.risk_coverage(labels, scores)
     assert curve.x == [0.25, 0.5, 0.75, 1]
@@ -147,7 +149,7 @@ def test_risk_is_that_of_the_answers_with_the_lowest_scores():
     assert measures.aurc(labels, scores) == pytest.approx(np.mean(curve.y))
 
 
-def test_prr_is_one_for_the_truth_zero_for_a_constant_and_negative_for_the_contrary():
+def test_prr_is_one_for_perfect_zero_for_constant_and_negative_for_reversed_scores():
     labels, scores = next(cases())
     truth = labels.astype(np.float64)
     assert measures.prr(labels, truth) == pytest.approx(1)
@@ -160,7 +162,7 @@ def test_prr_is_one_for_the_truth_zero_for_a_constant_and_negative_for_the_contr
 
 
 @CASES
-def test_the_brier_score_is_that_of_scikit_learn(labels: Labels, scores: Floats):
+def test_the_brier_score_equals_scikit_learn(labels: Labels, scores: Floats):
     probabilities = 1 / (1 + np.exp(-scores))
     assert measures.brier(labels, probabilities) == pytest.approx(metrics.brier_score_loss(labels, probabilities))
 
@@ -176,20 +178,20 @@ def test_ece_is_the_mean_gap_over_fifteen_bins_of_equal_counts():
     assert len(curve.x) == 15 and list(curve.x) == sorted(curve.x)
 
 
-def test_equal_probabilities_share_a_bin_so_that_the_base_rate_is_calibrated():
+def test_equal_probabilities_share_a_bin_so_the_base_rate_is_calibrated():
     labels = (np.random.default_rng(0).random(500) < 0.3).astype(np.int8)
     assert measures.ece(labels, np.full(500, labels.mean())) == pytest.approx(0)
     assert measures.ece(labels, np.full(500, 0.9)) == pytest.approx(0.9 - labels.mean())
 
 
-def test_bins_are_about_equal_whole_and_in_the_order_of_the_values():
+def test_bins_have_about_equal_counts_and_follow_the_order_of_values():
     values = np.array([5, 1, 1, 2, 9, 2, 7, 1])
     assert measures.equal_bins(values, 4).tolist() == [1, 0, 0, 1, 2, 1, 2, 0]
     assert set(measures.equal_bins(np.zeros(7), 4).tolist()) == {0}
 
 
 @CASES
-def test_platt_is_the_logistic_regression_of_smoothed_targets(labels: Labels, scores: Floats):
+def test_platt_scaling_is_logistic_regression_on_smoothed_targets(labels: Labels, scores: Floats):
     num_wrong, num_right = int(labels.sum()), int((1 - labels).sum())
     target = np.where(labels == 1, (num_wrong + 1) / (num_wrong + 2), 1 / (num_right + 2))
     both = np.concatenate([scores, scores])[:, None]
@@ -200,7 +202,7 @@ def test_platt_is_the_logistic_regression_of_smoothed_targets(labels: Labels, sc
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1, 1e6])
-def test_platt_stays_finite_where_classes_do_not_overlap(scale: float):
+def test_platt_scaling_stays_finite_when_classes_do_not_overlap(scale: float):
     labels = np.array([0] * 50 + [1] * 50, np.int8)
     platt = measures.fit_platt(labels, scale * (np.arange(100.0) + 300.0 * labels))
     found = platt(scale * np.array([0.0, 200.0, 399.0]))
@@ -208,7 +210,7 @@ def test_platt_stays_finite_where_classes_do_not_overlap(scale: float):
     assert found[0] < 0.05 and 0.2 < found[1] < 0.8 and found[2] > 0.95
 
 
-def test_platt_of_scores_that_tell_nothing_is_the_base_rate_and_of_reversed_ones_falls():
+def test_platt_scaling_of_uninformative_scores_is_the_base_rate_and_of_reversed_scores_decreases():
     labels = np.array([0, 0, 0, 1] * 25, np.int8)
     assert measures.fit_platt(labels, np.full(100, 3.0))(np.array([3.0, 4.0]))[0] == pytest.approx(0.25, abs=0.02)
     reversed_ones = measures.fit_platt(labels, -labels.astype(np.float64))(np.array([-1.0, 0.0]))
@@ -226,7 +228,7 @@ def drawn(labels: Labels, questions: NDArray[np.int64], **settings: int) -> NDAr
     return np.concatenate(list(draw(labels, questions, **{"resamples": 200} | settings)))
 
 
-def test_as_many_questions_are_drawn_as_there_are_with_all_their_records():
+def test_a_draw_has_as_many_groups_as_the_data_with_all_their_records():
     labels, _ = next(cases())
     questions = np.random.default_rng(2).integers(0, 60, len(labels))
     counts = drawn(labels, questions)
@@ -238,7 +240,7 @@ def test_as_many_questions_are_drawn_as_there_are_with_all_their_records():
     assert len(np.unique(counts, axis=0)) == 200
 
 
-def test_draws_depend_on_the_seed_and_not_on_how_many_are_held_at_once():
+def test_draws_depend_on_the_seed_and_not_on_the_chunk_size():
     labels, _ = next(cases())
     labels[:] = 0
     labels[7] = 1  # a third of the draws have to be drawn again
@@ -249,13 +251,13 @@ def test_draws_depend_on_the_seed_and_not_on_how_many_are_held_at_once():
     assert (drawn(labels, questions, seed=1) != counts).any()
 
 
-def test_every_draw_has_right_and_wrong_answers():
+def test_every_draw_has_both_labels():
     labels = np.array([1, 0, 0], np.int8)
     wrong = drawn(labels, np.arange(3), resamples=500) @ labels
     assert wrong.min() == 1 and wrong.max() == 2
 
 
-def test_asking_every_question_twice_makes_nothing_surer():
+def test_duplicating_every_record_of_a_group_does_not_narrow_the_interval():
     labels, scores = next(cases())
     questions = np.arange(len(labels))
     once = bootstrap({"a": area(labels, scores)}, labels, groups=questions, resamples=300)["a"][0]
@@ -266,7 +268,7 @@ def test_asking_every_question_twice_makes_nothing_surer():
     assert np.std(naive.drawn) < 0.85 * np.std(once.drawn)
 
 
-def test_an_interval_holds_the_middle_95_percent_around_the_number_on_all_records():
+def test_an_interval_is_the_middle_95_percent_of_the_draws():
     labels, scores = next(cases())
     found = bootstrap({"a": area(labels, scores)}, labels, groups=np.arange(len(labels)), resamples=1000)["a"][0]
     value = metrics.roc_auc_score(labels, scores)
@@ -280,7 +282,7 @@ def test_an_interval_holds_the_middle_95_percent_around_the_number_on_all_record
     assert (interval.high - interval.low) / 2 == pytest.approx(1.96 * error, rel=0.15)
 
 
-def test_detectors_see_the_same_draws_so_that_what_is_hard_for_both_does_not_blur_their_difference():
+def test_models_share_draws_so_paired_differences_are_narrower():
     labels, scores = next(cases())
     near = scores + np.random.default_rng(8).normal(size=len(scores)) * 0.05
     settings = {"groups": np.arange(len(labels)), "resamples": 400}
@@ -293,7 +295,7 @@ def test_detectors_see_the_same_draws_so_that_what_is_hard_for_both_does_not_blu
     assert ((a - a).interval.low, (a - a).interval.high, p_value(a - a)) == (0, 0, 1)
 
 
-def test_draws_of_a_large_test_part_take_little_memory():
+def test_draws_of_a_large_test_split_use_little_memory():
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 30_000).astype(np.int8)
     scores = rng.random(30_000)
@@ -305,7 +307,7 @@ def test_draws_of_a_large_test_part_take_little_memory():
     assert peak < 50_000_000
 
 
-def test_at_least_one_draw_is_needed():
+def test_resamples_must_be_at_least_one():
     labels, scores = next(cases())
     with pytest.raises(ValueError, match="resamples=0"):
         bootstrap({"a": area(labels, scores)}, labels, groups=np.arange(len(labels)), resamples=0)
@@ -324,7 +326,7 @@ def test_p_is_twice_the_share_of_draws_on_the_rarer_side_of_zero():
     assert p_value(shifted(499)) == 1
 
 
-def test_holm_multiplies_the_smallest_p_by_all_and_never_changes_the_order():
+def test_holm_multiplies_the_smallest_p_by_the_number_of_comparisons_and_keeps_the_order():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.5, 0.6]) == [1, 1]
     assert holm([0.02]) == [0.02]
@@ -344,7 +346,7 @@ def test_models_are_compared_on_their_split_and_every_p_is_corrected():
     assert (same.value.value, same.p, same.differs) == (0, 1, False)
 
 
-def test_a_verdict_says_which_is_better_by_how_much_or_that_neither_is():
+def test_a_verdict_names_the_better_model_and_the_difference_or_neither():
     drawn = {("a", "x"): resampled(0.9), ("b", "x"): resampled(0.6, spread=0.02)}
     (better,), (worse,) = compare([("a", "b", "x")], drawn), compare([("b", "a", "x")], drawn)
     assert f"{better.value}" in verdict(better, "b") and "NOT" not in verdict(better, "b")
@@ -354,7 +356,7 @@ def test_a_verdict_says_which_is_better_by_how_much_or_that_neither_is():
     assert "p <= " in verdict(better, "b", least_p=better.p_holm)
 
 
-def test_an_interval_is_written_with_its_bounds():
+def test_an_interval_is_formatted_with_its_bounds():
     assert f"{Interval(0.5, 0.25, 0.75)}" == "0.500 [0.250, 0.750]"
     assert f"{-Interval(0.5, 0.25, 0.75):+.1f}" == "-0.5 [-0.8, -0.2]"
 
@@ -362,7 +364,7 @@ def test_an_interval_is_written_with_its_bounds():
 # -- many classes
 
 
-def test_macro_f1_is_that_of_scikit_learn_over_the_classes_that_occur():
+def test_macro_f1_equals_scikit_learn_over_the_classes_that_occur():
     rng = np.random.default_rng(4)
     labels, predicted = rng.integers(-1, 5, 300), rng.integers(0, 7, 300)
     known = labels >= 0

@@ -1,4 +1,4 @@
-"""The skeleton of the page: it shows any blocks, runs nothing that the data say, and shares its look with figures."""
+"""The page of a report: every kind of block, text from the data stays text, one palette with the figures."""
 
 import math
 import re
@@ -85,7 +85,7 @@ def written(page: Page, folder: Path) -> str:
     return write_page(page, folder / "deep" / "page.html").read_text()
 
 
-def test_texts_of_the_data_are_shown_and_add_no_element(tmp_path: Path):
+def test_text_from_the_data_is_escaped(tmp_path: Path):
     tame, wild = (
         html_page.Page(written(page_of(*every_block(text), findings=[text], title=text), tmp_path))
         for text in ("x", HOSTILE)
@@ -95,7 +95,7 @@ def test_texts_of_the_data_are_shown_and_add_no_element(tmp_path: Path):
     assert not any(name.startswith("on") for name, _ in wild.attributes)
 
 
-def test_nothing_is_loaded_from_anywhere(tmp_path: Path):
+def test_the_page_loads_nothing_external(tmp_path: Path):
     text = written(page_of(*every_block("x"), drawn()), tmp_path)
     page = html_page.Page(text)
     assert "http://" not in text and "https://" not in text and "@import" not in text
@@ -103,17 +103,17 @@ def test_nothing_is_loaded_from_anywhere(tmp_path: Path):
     assert any(value.startswith("default-src 'none'") for value in page.values("content"))
 
 
-def test_text_that_is_no_unicode_does_not_stop_the_page(tmp_path: Path):
+def test_invalid_unicode_does_not_break_the_page(tmp_path: Path):
     assert "half ? a pair" in written(page_of(TextBlock("half \ud83d a pair")), tmp_path)
 
 
-def test_a_section_without_blocks_says_why_and_facts_without_a_value_are_left_out(tmp_path: Path):
+def test_an_empty_section_gives_its_reason_and_facts_without_a_value_are_omitted(tmp_path: Path):
     text = written(page_of(), tmp_path)
     assert text.count('class="missing"') == 5 and "Left out: nothing here." in text  # findings, three sections more
     assert ">one<" in text and ">none<" not in text
 
 
-def test_what_is_no_number_is_a_dash_without_a_plot_and_sorts_last(tmp_path: Path):
+def test_missing_numbers_are_dashes_without_a_plot_and_sort_last(tmp_path: Path):
     nan = math.nan
     block = table_of([("a", Interval(0.5, 0.4, 0.6)), ("b", Interval(nan, nan, nan)), ("c", None)])
     rows = re.findall(r"<tr class=\"\">.*?</tr>", written(page_of(block), tmp_path), re.DOTALL)
@@ -122,7 +122,7 @@ def test_what_is_no_number_is_a_dash_without_a_plot_and_sorts_last(tmp_path: Pat
     assert all("–" in row and "nan" not in row and "None" not in row for row in rows[1:])
 
 
-def test_a_page_that_fails_leaves_the_old_one(tmp_path: Path):
+def test_a_failed_page_keeps_the_old_one(tmp_path: Path):
     old = tmp_path / "page.html"
     old.write_text("old")
     with pytest.raises(AttributeError):
@@ -130,7 +130,7 @@ def test_a_page_that_fails_leaves_the_old_one(tmp_path: Path):
     assert old.read_text() == "old" and list(tmp_path.iterdir()) == [old]
 
 
-def test_figures_take_the_colours_of_the_page_and_their_ids_do_not_clash(tmp_path: Path):
+def test_figures_use_the_colours_of_the_page_and_unique_ids(tmp_path: Path):
     text = written(page_of(drawn("one"), drawn("two")), tmp_path)
     figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
     assert len(figures) == 2
@@ -144,7 +144,7 @@ def test_figures_take_the_colours_of_the_page_and_their_ids_do_not_clash(tmp_pat
     assert wanted | set(page.values("aria-labelledby")) <= set(ids)
 
 
-def test_the_same_figure_has_the_same_bytes_and_is_written_as_svg_and_png():
+def test_figures_are_deterministic_and_written_as_svg_and_png():
     files, again = (drawing_files(drawn().drawings) for _ in range(2))
     assert list(files) == ["roc.svg", "roc.png"] and files["roc.svg"] == again["roc.svg"]
     assert files["roc.png"].startswith(b"\x89PNG") and b"fill: #ffffff" in files["roc.svg"]

@@ -37,14 +37,14 @@ def table() -> Table[Row]:
     return Table(COLUMNS, ROWS)
 
 
-def test_csv_holds_numbers_in_full_intervals_in_three_columns_and_nothing_for_what_is_no_number(table: Table[Row]):
+def test_csv_has_full_precision_three_columns_per_interval_and_empty_cells_for_nan(table: Table[Row]):
     first, second = csv.DictReader(table.csv().splitlines())
     assert list(first) == ["name", "area", "area_low", "area_high", "loss", "chosen"]
     assert (float(first["area"]), float(first["area_low"]), float(first["area_high"])) == (1 / 3, 0.25, 0.5)
     assert (second["area"], second["area_high"], second["loss"], second["chosen"]) == ("", "", "", "C 0.1")
 
 
-def test_latex_is_escaped_and_whole(table: Table[Row]):
+def test_latex_is_escaped_and_complete(table: Table[Row]):
     text = table.latex()
     rows = [line for line in text.splitlines() if line.endswith(r"\\")]
     assert len(rows) == 3 and {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {3}
@@ -53,21 +53,21 @@ def test_latex_is_escaped_and_whole(table: Table[Row]):
     assert not re.search(r"(?<!\\)[_%#]", text) and text.isascii()
 
 
-def test_text_is_cut_to_the_width_in_its_first_column_and_has_intervals_where_asked_for(table: Table[Row]):
+def test_text_fits_the_width_and_shows_intervals_of_selected_columns(table: Table[Row]):
     head, first, second = table.text(width=50, full=["area"])
     assert head.split()[:2] == ["model", "area"] and "0.333 [0.250, 0.500]" in first
     assert max(map(len, (head, first, second))) <= 50
     assert "…" in table.text(width=30)[2] and "[0.250" not in "".join(table.text(width=80))
 
 
-def test_columns_are_chosen_in_any_order_and_those_without_a_value_can_be_left_out(table: Table[Row]):
+def test_columns_are_selected_in_any_order_and_empty_ones_can_be_dropped(table: Table[Row]):
     assert [column.key for column in table.only("loss", "name", "unheard_of").columns] == ["loss", "name"]
     assert [column.key for column in table.without("loss").columns] == ["name", "area", "chosen"]
     assert [column.key for column in Table(COLUMNS, ROWS[1:]).known().columns] == ["name", "loss", "chosen"]
     assert [column.group for column in COLUMNS] == ["", "ranking", "ranking", "ranking"]
 
 
-def test_a_cell_is_a_dash_where_there_is_no_number_and_a_tiny_p_is_not_nought():
+def test_a_missing_number_is_a_dash_and_a_tiny_p_is_not_zero():
     assert {shown(cell) for cell in (None, "", math.nan, math.inf, Interval(math.nan, 0, 1))} == {"–"}
     assert [shown(p, "p") for p in (0.0004, 0.031)] == ["<0.001", "0.031"]
     assert [shown(True, ""), shown(False, ""), shown(1234, ",d")] == ["yes", "no", "1,234"]

@@ -1,4 +1,4 @@
-"""Pages in a real browser: views served on this machine, and everything that goes wrong or over the network noted.
+"""Pages in a real browser: views served on this machine; errors and network requests are recorded.
 
 `open_page(address)` opens one, `serve_views([view])` gives the address of a page of the explorer.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from millstream.view import View
 
 TOKEN = "token-of-the-tests"
-QUIET = (  # a browser of its own accord asks its maker for news
+QUIET = (  # no requests by the browser itself
     "--no-sandbox",
     "--disable-background-networking",
     "--disable-component-update",
@@ -30,7 +30,7 @@ QUIET = (  # a browser of its own accord asks its maker for news
 
 @dataclass
 class Opened:
-    """A page, and what went wrong or over the network. A test removes from `trouble` what it provokes."""
+    """A page, its errors and its requests. A test removes the errors it provokes from `trouble`."""
 
     page: Any
     trouble: list[str] = field(default_factory=list[str])
@@ -42,16 +42,16 @@ class Opened:
 
 
 def wait_until(page: Any, expression: str, arg: object = None) -> None:
-    """Playwright's `wait_for_function` evaluates in the page, whose policy forbids that from the second look on."""
+    """Like Playwright's `wait_for_function`, which the content security policy of the page forbids."""
     end = time.monotonic() + PATIENCE_S
     while not page.evaluate(expression, arg):
-        assert time.monotonic() < end, f"never so: {expression}"
+        assert time.monotonic() < end, f"never true: {expression}"
         page.wait_for_timeout(20)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Generator[Any]:
-    """Chromium. Of a module: Playwright's loop would be in the way of other tests in this process."""
+    """Chromium, for one module: the event loop of Playwright would disturb other tests of the process."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="no browser tests: pip install playwright")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
@@ -64,7 +64,7 @@ def browser() -> Generator[Any]:
 
 @pytest.fixture(scope="module")
 def serve_views() -> "Generator[Callable[[Sequence[View]], str]]":
-    """serve_views([view, ...]) -> the address, with its token, that the first of them is at."""
+    """serve_views([view, ...]) -> the address of the first view, with its token."""
     uvicorn: Any = pytest.importorskip("uvicorn", reason="no explorer: pip install 'millstream[view]'")
     from millstream.view.server import HOST, make_app
 
@@ -87,7 +87,7 @@ def serve_views() -> "Generator[Callable[[Sequence[View]], str]]":
 
 @pytest.fixture
 def open_page(browser: Any) -> Generator[Callable[..., Opened]]:
-    """open_page(address, width=1440, scheme="light") -> Opened. Afterwards there must have been no trouble."""
+    """open_page(address, width=1440, scheme="light") -> Opened. At the end there must be no errors."""
     opened: list[tuple[str, Opened, Any]] = []
 
     def open_at(address: str, *, width: int = 1440, height: int = 900, scheme: str = "light") -> Opened:
@@ -98,7 +98,7 @@ def open_page(browser: Any) -> Generator[Callable[..., Opened]]:
         page.on("console", lambda message: found.trouble.append(message.text))
         page.on("pageerror", lambda error: found.trouble.append(str(error)))
         page.on("dialog", lambda dialog: found.trouble.append(dialog.message))
-        page.on("request", lambda asked: found.requests.append(asked.url))
+        page.on("request", lambda request: found.requests.append(request.url))
         page.goto(address)
         opened.append((address, found, context))
         return found
@@ -107,6 +107,6 @@ def open_page(browser: Any) -> Generator[Callable[..., Opened]]:
     for _, _, context in opened:
         context.close()
     for address, found, _ in opened:
-        home = address.partition(TOKEN)[0]  # of a file, its whole address
+        home = address.partition(TOKEN)[0]  # for a file: its whole address
         assert found.trouble == []
         assert [url for url in found.requests if not url.startswith((home, "data:", "blob:"))] == []

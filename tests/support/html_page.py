@@ -1,11 +1,11 @@
-"""A page as a browser would take it, for tests of what it holds."""
+"""A parsed HTML page, for tests of its contents."""
 
 from collections import Counter
 from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """Tags, ids and texts of a page, as a browser would take them."""
+    """Tags, attributes and texts, as a browser would parse them."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results as a run of medium size would have them, made by hand: for the page, the figures and the tables."""
+"""Synthetic results of a run of medium size, for tests of the page, figures and tables."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -178,7 +178,7 @@ def _model(name: str) -> ModelResult:
 
 
 def _gap(auroc: float) -> float:
-    """Distance of two normal distributions that are told apart this well."""
+    """Distance of two normal distributions that are response apart this well."""
     from statistics import NormalDist
 
     return NormalDist().inv_cdf(auroc) * 2**0.5

@@ -1,4 +1,4 @@
-"""Work in threads while pages ask: once, and never into the end of the process."""
+"""Background work for pages: runs once, and never while the process exits."""
 
 import subprocess
 import sys
@@ -21,12 +21,12 @@ late = Later(lambda: print("ran"))
 """
 
 
-def test_nothing_is_begun_while_the_process_ends():
+def test_no_work_starts_while_the_process_exits():
     ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_what_went_wrong_is_told_to_everyone_who_asks_and_tried_once():
+def test_an_error_is_raised_to_every_caller_and_the_work_runs_once():
     tried: list[int] = []
 
     def fail() -> None:
@@ -40,7 +40,7 @@ def test_what_went_wrong_is_told_to_everyone_who_asks_and_tried_once():
     assert tried == [1]
 
 
-def test_what_is_due_later_waits_in_one_thread_however_often_it_is_asked_for():
+def test_repeated_delayed_starts_wait_in_one_thread():
     done = threading.Event()
     later = Later(done.set)
     before = threading.active_count()

@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: by keyboard, live, without a request to anyone outside."""
+"""The page of a run in a real browser: live, and without external requests."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def circles(page: Any) -> int:
 
 
 def wait(page: Any, what: str, *given: object) -> None:
-    """Until this is true in the page."""
+    """Wait until this is true in the page."""
     wait_until(page, what, list(given))
 
 
@@ -48,7 +48,7 @@ MORE_CIRCLES = "([count]) => document.querySelectorAll('#first-chart circle').le
 TEXT = "([place, text]) => document.querySelector(place).textContent.includes(text)"
 
 
-def test_a_run_is_followed_while_it_trains(run: Path, serve_views: Callable[..., str], open_page: Callable[..., Any]):
+def test_the_page_follows_a_training_run(run: Path, serve_views: Callable[..., str], open_page: Callable[..., Any]):
     add(run, epoch(0))
     page = open_page(serve_views([run_view(run)])).page
     wait(page, TEXT, "#state", "Training")
@@ -79,7 +79,7 @@ def test_a_run_is_followed_while_it_trains(run: Path, serve_views: Callable[...,
     assert page.evaluate("document.activeElement.id") == "second"
 
 
-def test_the_report_is_made_by_a_button_and_shown_in_a_frame(
+def test_a_button_makes_the_report_and_a_frame_shows_it(
     run: Path, serve_views: Callable[..., str], open_page: Callable[..., Any], tmp_path: Path
 ):
     os.utime(run / "metrics.jsonl", (time.time() - 3600,) * 2)
@@ -109,7 +109,7 @@ def test_a_run_fits_a_phone(run: Path, serve_views: Callable[..., str], open_pag
     assert opened.never_scrolls_sideways()
 
 
-def test_measures_that_differ_in_the_last_digit_are_drawn(
+def test_nearly_equal_measures_are_drawn(
     tmp_path: Path, serve_views: Callable[..., str], open_page: Callable[..., Any]
 ):
     (tmp_path / "config.yaml").write_text("{}")

@@ -1,4 +1,4 @@
-"""The server of the explorer: loopback alone, a token in every address, nothing of the disk but what a view names."""
+"""The server of the explorer: loopback only, a token in every address, no files but those a view names."""
 
 import json
 import os
@@ -59,25 +59,25 @@ def get(url: str, host: str | None = None) -> tuple[int, Message, bytes]:
         return error.code, error.headers, error.read()
 
 
-def test_an_answer_is_json_with_null_for_what_is_no_number_and_texts_for_what_a_page_cannot_count(address: str):
+def test_responses_are_json_with_null_for_nan_and_text_for_large_integers(address: str):
     code, headers, body = get(f"{address}api/numbers?n=5")
     assert code == 200 and headers["Content-Type"] == "application/json"
     assert json.loads(body) == {"given": 5, "nan": None, "large": [2**53, str(2**53 + 1)]}
 
 
-def test_an_error_of_ours_is_a_sentence_and_a_wrong_number_too(address: str):
+def test_errors_and_invalid_numbers_are_reported_as_one_line(address: str):
     sentences = {
         "fail": "reads.fa: is no FASTA. Next: millstream inspect reads.fa",
         "refuse": "record 60 has no 'nodes'",
         "numbers?n=x": "n=x",
         f"numbers?n={'9' * 5000}": "n=999",
     }
-    for name, said in sentences.items():
+    for name, sentence in sentences.items():
         code, _, body = get(f"{address}api/{name}")
-        assert code == 400 and json.loads(body)["error"].startswith(said)
+        assert code == 400 and json.loads(body)["error"].startswith(sentence)
 
 
-def test_without_the_token_nothing_is_there(address: str):
+def test_requests_without_the_token_are_404(address: str):
     home = address[: address.index("/", 8) + 1]
     for path in ("", "run/", "wrong/run/", "wrong/run/api/numbers", "wrong/static/common.js", "about"):
         assert get(home + path)[0] == 404
@@ -85,18 +85,18 @@ def test_without_the_token_nothing_is_there(address: str):
     assert code == 200 and json.loads(body)["views"] == [{"name": "run", "title": "Run"}]
 
 
-def test_a_name_that_was_pointed_at_this_machine_gets_nothing(address: str):
+def test_foreign_host_names_are_404(address: str):
     for host in ("evil.example:80", "127.0.0.1.evil.example", "evil example", "[::", "127.0.0.1@evil.example"):
         assert get(address, host=host)[0] == 404
     assert get(address, host="localhost:80")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["static/../server.py", "static/%2e%2e%2fserver.py", "static/view.py", "static/x.js"])
-def test_only_scripts_and_styles_of_the_package_are_static(address: str, path: str):
+def test_only_scripts_and_style_sheets_of_the_package_are_served(address: str, path: str):
     assert get(f"{address.removesuffix('run/')}{path}")[0] == 404
 
 
-def test_every_answer_forbids_what_comes_from_outside(address: str):
+def test_every_response_forbids_external_resources(address: str):
     for path in ("", "api/numbers", "files/report.html", "../static/common.js"):
         code, headers, _ = get(urljoin(address, path))
         assert code == 200
@@ -107,7 +107,7 @@ def test_every_answer_forbids_what_comes_from_outside(address: str):
     assert get(f"{address}files/gone.html")[0] == 404 and get(f"{address}files/passwd")[0] == 404
 
 
-def test_pages_name_no_other_site_and_have_no_script_of_their_own():
+def test_pages_have_no_external_links_and_no_inline_scripts():
     files = [file for file in STATIC.parents[1].glob("**/static/*") if file.suffix in (".html", ".js", ".css")]
     assert {"common.js", "run.js", "traces.html", "reads.css"} <= {file.name for file in files}
     for file in files:
@@ -124,7 +124,7 @@ def test_the_explorer_and_its_pages_start_without_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_a_path_that_cannot_be_shown_is_a_line_with_the_remedy(tmp_path: Path):
+def test_a_path_that_cannot_be_shown_is_one_line_naming_it(tmp_path: Path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n")
     for path in (tmp_path / "nowhere", tmp_path / "picture.png"):
         code, out, err = run_here("view", path)
@@ -133,7 +133,7 @@ def test_a_path_that_cannot_be_shown_is_a_line_with_the_remedy(tmp_path: Path):
         assert line.startswith(f"millstream: {path}")
 
 
-def test_a_port_that_is_taken_is_wrong_use(tmp_path: Path):
+def test_a_port_in_use_is_a_usage_error(tmp_path: Path):
     import numpy as np
 
     import millstream as ms
@@ -145,7 +145,7 @@ def test_a_port_that_is_taken_is_wrong_use(tmp_path: Path):
     assert code == 2 and "--port" in err
 
 
-def test_the_command_prints_an_address_on_loopback_serves_it_and_ends_with_a_sentence(tmp_path: Path):
+def test_the_command_prints_a_loopback_address_serves_it_and_stops_cleanly(tmp_path: Path):
     import numpy as np
 
     import millstream as ms

@@ -1,4 +1,4 @@
-"""The report on classifiers of reads in a real browser: it sorts, fits a phone, asks for nothing, logs nothing."""
+"""The report on read classifiers in a real browser: it sorts, fits a phone, requests nothing, logs nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ def orders(page: Any, table: Any, title: str) -> list[str]:
     return table.locator("tbody tr").evaluate_all(ORDERS, place)
 
 
-def test_classes_open_with_the_hardest_and_sort_by_any_number(page: Any):
+def test_classes_open_with_the_hardest_first_and_sort_by_any_column(page: Any):
     table = page.locator("table.by-class").first
     first = [float(order) for order in orders(page, table, "F1") if order]
     assert first == sorted(first) and len(first) == 19
@@ -56,7 +56,7 @@ def test_classes_open_with_the_hardest_and_sort_by_any_number(page: Any):
     assert EVIL in orders(page, table, "class")
 
 
-def test_tables_of_splits_sort_each_on_its_own(page: Any):
+def test_each_table_sorts_on_its_own(page: Any):
     tables = page.locator("table.comparison")
     assert tables.count() == 3
     heading(page, tables.nth(1), "accuracy").get_by_role("button").click()
@@ -82,7 +82,7 @@ def test_the_page_never_scrolls_sideways(page: Any):
 
 
 @pytest.mark.parametrize("page", [(390, "light")], indirect=True)
-def test_on_a_phone_a_matrix_scrolls_in_its_place_and_a_long_table_keeps_its_head(page: Any):
+def test_on_a_phone_matrices_scroll_and_long_tables_keep_their_header(page: Any):
     assert page.locator("#figure-confusion-heldout").evaluate(WIDE)
     box = page.locator("#classes .box").first
     box.evaluate("(box) => { box.scrollTop = 300; }")

@@ -1,4 +1,4 @@
-"""Measures of classifiers of reads, against sklearn: with reads of no known class, and classes that are absent."""
+"""Measures of read classifiers against scikit-learn, with reads of no known class and absent classes."""
 
 from itertools import product
 
@@ -15,7 +15,7 @@ Codes = NDArray[np.int64]
 
 
 def made(seed: int, *, size: int = 500, num_classes: int = 7, unknown: bool = True) -> tuple[Codes, Codes, Codes]:
-    """Labels without the class 2, answers without 3, and probabilities with ties."""
+    """Labels without the class 2, predictions without 3, and probabilities with ties."""
     rng = np.random.default_rng(seed)
     labels = rng.choice([label for label in range(-1 if unknown else 0, num_classes) if label != 2], size)
     found = np.where(rng.random(size) < 0.6, labels, rng.integers(num_classes, size=size))
@@ -24,7 +24,7 @@ def made(seed: int, *, size: int = 500, num_classes: int = 7, unknown: bool = Tr
 
 
 @pytest.mark.parametrize(("seed", "unknown"), list(product(range(5), (True, False))))
-def test_accuracy_and_f1_are_those_of_sklearn_on_reads_of_known_classes(seed: int, unknown: bool):
+def test_accuracy_and_f1_equal_scikit_learn_on_reads_of_known_classes(seed: int, unknown: bool):
     labels, found, _ = made(seed, unknown=unknown)
     known = labels >= 0
     present = np.unique(labels[known])
@@ -42,18 +42,18 @@ def test_accuracy_and_f1_are_those_of_sklearn_on_reads_of_known_classes(seed: in
     assert np.isnan(counts.recall[0, 2]) and np.isnan(counts.precision[0, 3]) and counts.f1[0, 3] == 0
 
 
-def test_a_class_that_is_neither_there_nor_said_has_no_f1_and_counts_nowhere():
+def test_a_class_without_reads_and_predictions_has_no_f1():
     counts = tally(np.array([0, 0, 1]), np.array([0, 1, 1]), 5)
     assert np.isnan(counts.f1[0, 2:]).all() and counts.macro_f1[0] == pytest.approx(2 / 3)
 
 
-def test_without_reads_of_known_classes_there_is_no_number():
+def test_without_reads_of_known_classes_measures_are_nan():
     counts = tally(np.array([-1, -1]), np.array([0, 1]), 2)
     assert np.isnan(counts.accuracy[0]) and np.isnan(counts.macro_f1[0])
 
 
 @pytest.mark.parametrize("most", [4_000_000, 1])
-def test_the_confusion_matrix_is_that_of_sklearn_dense_or_not(most: int):
+def test_the_confusion_matrix_equals_scikit_learn(most: int):
     labels, found, _ = made(1)
     cells = confusion(labels, found, 7, max_dense=most)
     expected = confusion_matrix(labels, found, labels=[*range(7), -1])[:, :7]
@@ -69,7 +69,7 @@ def brute(labels: Codes, found: Codes, chances: NDArray[np.float64], threshold: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_at_every_threshold_unknown_reads_that_are_called_are_errors(seed: int):
+def test_classified_unknown_reads_are_errors_at_every_threshold(seed: int):
     labels, found, chances = made(seed)
     curve = predictions.threshold_curve(labels, found == labels, chances)
     assert np.array_equal(curve.threshold, np.unique(chances)[::-1])
@@ -89,7 +89,7 @@ def test_the_loosest_threshold_is_the_lowest_with_enough_precision():
     assert curve.loosest(0.95, coverage=0.7) == 0.7 and curve.loosest(0.99, coverage=0.95) is None
 
 
-def test_a_threshold_above_all_calls_nothing():
+def test_a_threshold_above_all_probabilities_classifies_nothing():
     at = predictions.at_threshold(np.array([0, 1]), np.array([True, False]), np.array([0.5, 0.6]), 0.9)
     assert at.coverage == at.recall == 0 and np.isnan(at.precision) and np.isnan(at.unknown)
 
@@ -103,18 +103,18 @@ def test_a_thinned_curve_keeps_its_ends():
     assert (few.threshold[0], few.threshold[-1], few.coverage[-1]) == (1, 0, 1)
 
 
-def test_abundance_error_is_the_l1_distance_with_unknown_as_a_class_that_is_never_called():
+def test_abundance_error_is_the_l1_distance_with_unknown_as_a_class():
     labels, found, _ = made(2)
     true = np.array([(labels == label).mean() for label in range(-1, 7)])
-    said = np.array([(found == label).mean() for label in range(-1, 7)])
-    assert confusion(labels, found, 7).abundance_error(7) == pytest.approx(np.abs(true - said).sum())
+    predicted = np.array([(found == label).mean() for label in range(-1, 7)])
+    assert confusion(labels, found, 7).abundance_error(7) == pytest.approx(np.abs(true - predicted).sum())
     assert confusion(labels, labels % 7, 7).abundance_error(7) == pytest.approx(2 * (labels < 0).mean())
 
 
 # -- draws
 
 
-def test_the_first_number_is_that_of_all_reads_and_draws_vary_around_it():
+def test_the_value_is_of_all_reads_and_draws_vary_around_it():
     labels, found, _ = made(3, size=900)
     accuracy, macro_f1 = draws_of(900, resamples=2000).accuracy_and_f1(labels, found, 7)
     counts = tally(labels, found, 7)
@@ -133,7 +133,7 @@ def test_groups_of_reads_have_the_spread_of_single_reads():
         assert grouped.drawn.std() == pytest.approx(single.drawn.std(), rel=0.15)
 
 
-def test_draws_are_the_same_for_all_models_of_a_part_and_others_for_another_part():
+def test_models_share_the_draws_of_a_split_and_splits_are_independent():
     one, again, other = (draws_of(3000, resamples=5, number=number) for number in (0, 0, 1))
     assert np.array_equal(one.groups, again.groups) and np.array_equal(one.counts_RG, again.counts_RG)
     assert not np.array_equal(one.groups, other.groups)
@@ -141,7 +141,7 @@ def test_draws_are_the_same_for_all_models_of_a_part_and_others_for_another_part
     assert (one.counts_RG.sum(axis=1) == 1000).all()
 
 
-def test_a_pair_of_models_is_compared_on_the_same_draws():
+def test_models_are_compared_on_the_same_draws():
     labels, found, _ = made(5, size=2000)
     better = np.where(np.arange(2000) % 20 == 0, labels, found) % 7
     draws = draws_of(2000, resamples=500)

@@ -1,4 +1,4 @@
-"""The report on classifiers of reads as a file: what it shows, what it leaves out, and that data stay data."""
+"""The report on read classifiers as a file: what it shows, what it leaves out, and that text is escaped."""
 
 import csv
 import json
@@ -48,7 +48,7 @@ def drawings(results: ReadResults) -> list[Drawing]:
 
 @pytest.fixture(scope="module")
 def html(results: ReadResults, drawings: list[Drawing], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With a figure of each section: to write them takes most of the time."""
+    """With one figure per section: writing them takes most of the time."""
     out = tmp_path_factory.mktemp("page") / "deep" / "report.html"
     few = [drawing for drawing in drawings if drawing.name in ("confusion-known", "coverage-known", "memory")]
     assert report_on(results).write_page(out, few) == out
@@ -60,7 +60,7 @@ def page_of(results: ReadResults, out: Path) -> str:
     return report_on(results).write_page(out / "report.html", []).read_text()
 
 
-def test_the_sections_come_in_their_order_and_the_findings_first(html: str, results: ReadResults):
+def test_findings_come_before_the_sections_in_order(html: str, results: ReadResults):
     places = [html.index(f'<section id="{name}"') for name in SECTIONS]
     assert places == sorted(places)
     assert html.index(results.findings[0]) < places[0]
@@ -92,7 +92,7 @@ def test_every_split_has_its_table_its_classes_and_its_figures(html: str, drawin
     assert titles[12:] == [*others, "Memory"]
 
 
-def test_every_id_is_there_once_and_the_page_is_small(html: str):
+def test_ids_are_unique_and_the_page_is_small(html: str):
     page = Page(html)
     ids = page.values("id")
     assert len(ids) == len(set(ids))
@@ -100,7 +100,7 @@ def test_every_id_is_there_once_and_the_page_is_small(html: str):
     assert len(html.encode()) < 1_000_000
 
 
-def test_names_of_classes_models_and_splits_stay_texts(html: str, results: ReadResults, tmp_path: Path):
+def test_names_of_classes_models_and_splits_are_escaped(html: str, results: ReadResults, tmp_path: Path):
     assert EVIL not in html and "&lt;b&gt;x&lt;/b&gt;" in html
     best = replace(results.models[0], name=EVIL, title=EVIL)
     evil = replace(
@@ -113,18 +113,18 @@ def test_names_of_classes_models_and_splits_stay_texts(html: str, results: ReadR
     assert EVIL not in text and Page(text).tags["b"] == 0
 
 
-def test_splits_get_names_that_files_and_ids_can_have():
+def test_split_names_become_valid_unique_ids():
     assert split_ids(["a b", "a/b", "é<", "val"]) == {"a b": "a_b", "a/b": "a_b_", "é<": "_", "val": "val"}
 
 
-def test_one_model_without_ranks_and_test_splits_says_what_is_left_out(tmp_path: Path):
+def test_one_model_without_ranks_and_test_splits_leaves_sections_out(tmp_path: Path):
     run = make_read_run(tmp_path, models={"cnn": MODELS["cnn"]}, ranks=(), parts=("val",), unknown=0)
     text = page_of(read_results(run, resamples=20), tmp_path)
     assert text.count('class="missing"') == 3  # ranks, differences, and what was not run
     assert "genus F1" not in text
 
 
-def test_without_any_model_the_page_says_so(results: ReadResults, tmp_path: Path):
+def test_a_page_without_models_says_so(results: ReadResults, tmp_path: Path):
     none = replace(results, models=[], differences=[], gaps=[], metrics=Metrics(), ranks={}, findings=["None."])
     text = report_on(none).write_page(tmp_path / "report.html").read_text()
     assert [name for name in SECTIONS if f'<section id="{name}"' not in text] == []
@@ -132,7 +132,7 @@ def test_without_any_model_the_page_says_so(results: ReadResults, tmp_path: Path
     assert len(comparison_text(none).splitlines()) == 2
 
 
-def test_many_classes_have_their_most_confused_pairs_instead_of_a_matrix(tmp_path: Path):
+def test_many_classes_are_shown_as_confused_pairs_instead_of_a_matrix(tmp_path: Path):
     found = read_results(make_read_run(tmp_path, num_classes=42, num_reads=2000), resamples=20)
     matrix = draw(replace(found, splits=["val"], metrics=Metrics()))[0]
     assert matrix.figure is None and "42 classes" in matrix.missing
@@ -146,7 +146,7 @@ def test_a_figure_without_data_is_not_drawn(results: ReadResults):
     assert [drawing.name for drawing in draw(few) if drawing.figure] == names
 
 
-def test_tables_hold_all_models_splits_ranks_thresholds_and_classes(results: ReadResults):
+def test_tables_contain_all_models_splits_ranks_thresholds_and_classes(results: ReadResults):
     files = report_on(results).tables()
     rows = list(csv.DictReader(files["comparison.csv"].splitlines()))
     assert [(row["part"], row["model"]) for row in rows[:3]] == [
@@ -178,7 +178,7 @@ def test_the_summary_is_json_without_curves(results: ReadResults):
     assert known["ranks"][1]["rank"] == "genus" and "called" not in known and "confusion" not in known
 
 
-def test_the_command_chooses_the_report_by_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_chooses_the_report_by_the_data_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from millstream.cli.app import make_app
 
     monkeypatch.setattr("millstream.reads.report.draw", lambda _: [])  # they take seconds

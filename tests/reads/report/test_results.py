@@ -1,4 +1,4 @@
-"""From the files of a run of classifiers to its results: what is chosen where, and what is said of it."""
+"""From the files of a run of classifiers to its results: choices on validation, findings, damaged files."""
 
 import json
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def finding(results: ReadResults, *words: str) -> str:
 # -- numbers
 
 
-def test_numbers_are_means_over_seeds_of_what_sklearn_finds(run: Path, results: ReadResults):
+def test_numbers_are_means_over_seeds_and_equal_scikit_learn(run: Path, results: ReadResults):
     for part in ("val", "known", "heldout"):
         accuracy, macro_f1, genus = [], [], []
         for seed in range(2):
@@ -83,7 +83,7 @@ def test_numbers_are_means_over_seeds_of_what_sklearn_finds(run: Path, results: 
         assert found.ranks[0].macro_f1 == found.macro_f1
 
 
-def test_the_best_is_the_best_on_validation_also_when_it_is_worse_on_a_test_split(results: ReadResults):
+def test_the_best_model_is_chosen_on_validation_even_if_worse_on_test(results: ReadResults):
     assert [one.name for one in results.models] == ["cnn", "kmer-linear"]
     cnn, linear = (one.splits["heldout"].macro_f1.value for one in results.models)
     assert cnn < linear
@@ -125,7 +125,7 @@ def test_reads_of_no_known_class_are_counted(results: ReadResults):
     assert finding(results, "20 of 1,500 on known", "20 of 1,500 on heldout")
 
 
-def test_test_splits_come_first_and_the_gap_between_them_is_a_finding(results: ReadResults):
+def test_test_splits_come_first_and_their_gap_is_a_finding(results: ReadResults):
     assert list(results.splits) == ["known", "heldout", "val"] and list(results.tests) == ["known", "heldout"]
     (one,) = results.gaps
     gap = one.difference
@@ -148,20 +148,20 @@ def test_a_gap_is_over_the_classes_that_both_splits_have(small: Path):
     assert finding(read(small), "5 shared classes")
 
 
-def test_costs_come_from_the_lines_of_training(results: ReadResults):
+def test_costs_come_from_the_training_log(results: ReadResults):
     cnn = model(results, "cnn")
     assert (cnn.fit_s, cnn.score_reads_per_s, cnn.train_reads_per_s) == (30.5, 9000, 4050)
     assert (cnn.waiting, cnn.memory, cnn.parameters, cnn.seeds) == (pytest.approx(0.02), 480_000_000, 10_000, 2)
     assert results.metrics.memory[-1] == (8.0, 500_000_008) and results.metrics.budget == 10**9
 
 
-def test_every_difference_is_corrected_for_all_of_them(results: ReadResults):
+def test_every_p_is_corrected_for_all_comparisons(results: ReadResults):
     pairs = [(one.a, one.b, one.split) for one in results.differences]
     assert pairs == [("cnn", "kmer-linear", "known"), ("cnn", "kmer-linear", "heldout")]
     assert all(one.differs and one.p < one.p_holm == pytest.approx(2 * one.p) for one in results.differences)
 
 
-def test_classes_one_by_one_and_pairs_that_are_confused(run: Path, results: ReadResults):
+def test_class_rows_and_confused_pairs_equal_scikit_learn(run: Path, results: ReadResults):
     rows = rows_of(run, "cnn", "heldout")
     found = results.models[0].splits["heldout"]
     for label, row in enumerate(class_rows(results, found)):
@@ -178,10 +178,10 @@ def test_classes_one_by_one_and_pairs_that_are_confused(run: Path, results: Read
     assert first.same_genus == "yes"
 
 
-# -- what is said
+# -- findings
 
 
-def test_it_says_so_when_validation_reads_are_of_the_genomes_that_were_trained_on(tmp_path: Path, small: Path):
+def test_validation_on_training_genomes_is_a_finding(tmp_path: Path, small: Path):
     flattering = make_read_run(tmp_path / "held", held_out="reads")
     assert finding(read(flattering), "training genomes", "data.val=FILE")
     assert not finding(read(small), "training genomes")
@@ -200,7 +200,7 @@ def test_empty_absent_imbalanced_and_never_assigned_classes_are_findings(tmp_pat
     assert rows[4].f1 == 0 and np.isnan(rows[4].precision) and np.isnan(rows[1].f1)
 
 
-def test_one_test_split_is_compared_with_validation_and_none_is_told(tmp_path: Path):
+def test_one_test_split_is_compared_with_validation_and_none_is_a_finding(tmp_path: Path):
     one = read(make_read_run(tmp_path / "one", parts=("val", "known")))
     assert [(gap.first, gap.second) for gap in one.gaps] == [("val", "known")]
     none = read(make_read_run(tmp_path / "none", parts=("val",)))
@@ -242,7 +242,7 @@ def test_a_class_without_a_taxon_is_left_out_at_that_rank(small: Path):
     assert genus.accuracy.value == pytest.approx((rows["genus"] == rows["label"] // 2)[kept].mean())
 
 
-# -- what is not there, or damaged
+# -- missing and damaged files
 
 
 def test_requested_models_that_are_not_finished_are_missing(tmp_path: Path):
@@ -253,7 +253,7 @@ def test_requested_models_that_are_not_finished_are_missing(tmp_path: Path):
     assert set(missing) == {"lstm", "hf"} and "not finished" in missing["lstm"] and missing["hf"] == "no such folder"
 
 
-def test_answers_of_a_model_whose_training_was_not_finished_do_not_count(small: Path):
+def test_predictions_of_an_unfinished_model_do_not_count(small: Path):
     lines = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
     kept = [line for line in lines if (line["kind"], line.get("model")) != ("fit", "cnn")]
     (small / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -261,7 +261,7 @@ def test_answers_of_a_model_whose_training_was_not_finished_do_not_count(small: 
     assert [one.name for one in found.models] == ["kmer-linear"] and "cnn" in found.missing
 
 
-def test_probabilities_that_are_no_numbers_are_told(small: Path):
+def test_nan_probabilities_are_reported_as_missing(small: Path):
     rewrite(small, lambda row: row | {"probability": float("nan")} if row["model"] == "cnn" else row)
     assert "seed 0 gave 300 probabilities" in read(small).missing["cnn"]
     rewrite(small, lambda row: row | {"probability": float("nan")})
@@ -275,14 +275,14 @@ def fails(run: Path, *parts: str) -> None:
         assert part in str(raised.value)
 
 
-def test_what_is_damaged_or_unfinished_says_what_to_do(small: Path):
+def test_damaged_and_unfinished_runs_are_rejected_with_the_next_command(small: Path):
     assert kind_of(small) == "reads"
     rewrite(small, lambda row: None if (row["model"], row["record"]) == ("cnn", 3) else row)
-    fails(small, "other reads of known", "kmer-linear")
+    fails(small, "predictions.parquet", "kmer-linear", "known")
     rewrite(small, lambda row: row | {"class": 6})
-    fails(small, "6 classes")
+    fails(small, "predictions.parquet", "kmer-linear", "6")
     (small / "metrics.jsonl").write_text("")
-    fails(small, "no classifier is finished yet")
+    fails(small, "classifier")
     table = pq.read_table(small / "predictions.parquet").drop_columns(["class"])
     pq.write_table(table, small / "predictions.parquet")
     fails(small, "predictions.parquet", "class")

@@ -1,4 +1,4 @@
-"""The page of reads in a real browser: by keyboard, without a request to anyone outside."""
+"""The page of reads in a real browser: by keyboard, and without external requests."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ TEXT = "([place, text]) => document.querySelector(place).textContent.includes(te
 
 
 def wait(page: Any, what: str, *given: object) -> None:
-    """Until this is true in the page."""
+    """Wait until this is true in the page."""
     wait_until(page, what, list(given))
 
 
@@ -67,7 +67,7 @@ def test_a_record_is_looked_up_by_number_and_by_name(address: str, reads: Path, 
     wait(page, TEXT, "#name", known[78].name)
 
 
-def test_tokens_are_chosen_and_walked_by_keyboard(address: str, reads: Path, open_page: Callable[..., Any]):
+def test_tokens_are_selected_by_keyboard(address: str, reads: Path, open_page: Callable[..., Any]):
     page, read = open_page(address + "#number=5").page, ms.open(reads)[5]
     wait(page, TEXT, "#readout", "tokenizer.json")  # the one of the command line comes first
     page.locator("#tokenizer").select_option("kmer(6, stride=6)")
@@ -94,7 +94,7 @@ def test_tokens_are_chosen_and_walked_by_keyboard(address: str, reads: Path, ope
     assert page.locator("#sequence .text").inner_text() == turned
 
 
-def test_a_long_record_is_walked_through_by_windows(address: str, reads: Path, open_page: Callable[..., Any]):
+def test_a_long_record_is_shown_in_windows(address: str, reads: Path, open_page: Callable[..., Any]):
     page, read = open_page(address).page, ms.open(reads)[0]
     wait(page, TEXT, "#sequence-text", "Bases 0 to 1,200 of 5,000")
     page.get_by_role("button", name="Next bases").press("Enter")
@@ -124,7 +124,7 @@ def test_classes_are_searched_and_reads_listed(address: str, open_page: Callable
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1440, "dark")])
-def test_reads_fit_a_phone_and_texts_of_headers_do_not_run(
+def test_reads_fit_a_phone_and_header_text_does_not_run(
     address: str, open_page: Callable[..., Any], width: int, scheme: str
 ):
     opened = open_page(address + "#number=3", width=width, scheme=scheme)

@@ -1,4 +1,4 @@
-"""Reads as the explorer shows them: what it says is what the files say, and it reads little to say it."""
+"""The view of reads: responses match the files and read little of them."""
 
 import gzip
 import json
@@ -77,8 +77,8 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def ask(view: View, name: str, /, **values: object) -> Mapping[str, Any]:
-    """Asked again until all is counted, as a page does."""
+def query(view: View, name: str, /, **values: object) -> Mapping[str, Any]:
+    """Repeat the query until everything is counted, as a page does."""
     while True:
         answer = plain(view.answers[name](Query({key: str(value) for key, value in values.items()})))
         json.dumps(answer, allow_nan=False)
@@ -94,11 +94,11 @@ def is_whole(answer: Any) -> bool:
     return is_counted and answer.get("is_done", True) and not answer.get("is_making")
 
 
-def test_the_overview_is_what_the_collection_says(folder: Path):
-    reads, told = ms.open(folder), ask(view_of(folder), "overview")
-    assert (told["reads"], told["bases"], told["bytes"]) == (len(reads), reads.num_bases, reads.num_bytes)
-    assert [file["name"] for file in told["files"]] == ["a.fq", "b.fq.gz"] and told["has_quality"]
-    assert [column["name"] for column in told["columns"]] == reads.column_names
+def test_the_overview_matches_the_collection(folder: Path):
+    reads, shown = ms.open(folder), query(view_of(folder), "overview")
+    assert (shown["reads"], shown["bases"], shown["bytes"]) == (len(reads), reads.num_bases, reads.num_bytes)
+    assert [file["name"] for file in shown["files"]] == ["a.fq", "b.fq.gz"] and shown["has_quality"]
+    assert [column["name"] for column in shown["columns"]] == reads.column_names
 
 
 @settings(max_examples=num_examples(25), deadline=None)
@@ -107,33 +107,33 @@ def test_the_overview_is_what_the_collection_says(folder: Path):
         st.one_of(st.integers(0, 300), st.sampled_from([0, 1, 65_535, 65_536, 70_000])), min_size=1, max_size=30
     )
 )
-def test_the_bars_of_lengths_sum_to_the_reads_and_the_rest_is_what_numpy_says(tmp_path_factory, lengths: list[int]):
+def test_length_bars_sum_to_the_reads_and_statistics_equal_numpy(tmp_path_factory, lengths: list[int]):
     file = tmp_path_factory.mktemp("lengths") / "reads.fa"
     file.write_text("".join(f">r\n{'A' * length}\n" for length in lengths))
-    told: Mapping[str, Any] = plain(Lengths(open_reads([file])).summary(None))  # type: ignore[assignment]
-    bars = told["bars"]
-    assert told["counted"] == told["total"] == sum(bars["count"]) == len(lengths)
+    shown: Mapping[str, Any] = plain(Lengths(open_reads([file])).summary(None))  # type: ignore[assignment]
+    bars = shown["bars"]
+    assert shown["counted"] == shown["total"] == sum(bars["count"]) == len(lengths)
     assert bars["from"][1:] == bars["to"][:-1]
     for low, high, count in zip(bars["from"], bars["to"], bars["count"], strict=True):
         assert count == sum(low <= length < high for length in lengths)
     ordered = sorted(lengths)
-    assert (told["shortest"], told["longest"]) == (ordered[0], ordered[-1])
-    assert told["median"] == ordered[(len(ordered) - 1) // 2] and told["mean"] == pytest.approx(np.mean(lengths))
-    long = [length for length in lengths if length >= told["n50"]]
-    assert 2 * sum(long) >= sum(lengths) > 2 * sum(length for length in long if length > told["n50"]) - 1
+    assert (shown["shortest"], shown["longest"]) == (ordered[0], ordered[-1])
+    assert shown["median"] == ordered[(len(ordered) - 1) // 2] and shown["mean"] == pytest.approx(np.mean(lengths))
+    long = [length for length in lengths if length >= shown["n50"]]
+    assert 2 * sum(long) >= sum(lengths) > 2 * sum(length for length in long if length > shown["n50"]) - 1
 
 
-def test_every_record_is_the_one_the_library_gives(folder: Path):
+def test_every_record_equals_the_collection(folder: Path):
     reads, view = ms.open(folder), view_of(folder)
     for number in (0, 49, 119, 120, 121, 239):
-        read, told = reads[number], ask(view, "record", number=number)
-        assert (told["name"], told["bases"], told["quality"]) == (read.name, read.sequence, read.quality)
-        assert told["columns"] == dict(read.columns) and told["length"] == len(read)
-        assert told["row"] == number % 120 and told["file"] == ("a.fq" if number < 120 else "b.fq.gz")
+        read, shown = reads[number], query(view, "record", number=number)
+        assert (shown["name"], shown["bases"], shown["quality"]) == (read.name, read.sequence, read.quality)
+        assert shown["columns"] == dict(read.columns) and shown["length"] == len(read)
+        assert shown["row"] == number % 120 and shown["file"] == ("a.fq" if number < 120 else "b.fq.gz")
 
 
 @pytest.mark.parametrize("form", ["pack", "zst"])
-def test_packed_and_compressed_reads_are_shown_as_they_were(form: str, folder: Path, tmp_path: Path):
+def test_packed_and_compressed_reads_are_shown_unchanged(form: str, folder: Path, tmp_path: Path):
     reads = ms.open(folder / "a.fq")
     if form == "pack":
         file = tmp_path / "a.pack"
@@ -144,29 +144,29 @@ def test_packed_and_compressed_reads_are_shown_as_they_were(form: str, folder: P
         file.write_bytes(zstandard.compress((folder / "a.fq").read_bytes()))
     view = view_of(file)
     for number in (0, 77, 119):
-        told = ask(view, "record", number=number, tokenizer="base")
-        assert (told["name"], told["bases"], told["quality"]) == (
+        shown = query(view, "record", number=number, tokenizer="base")
+        assert (shown["name"], shown["bases"], shown["quality"]) == (
             reads[number].name, reads[number].sequence, reads[number].quality
         )  # fmt: skip
-    assert ask(view, "find", name=reads[5].name)["numbers"] == [5]
-    assert ask(view, "composition")["bases"] == reads.num_bases == ask(view, "overview")["bases"]
-    assert [row["name"] for row in ask(view, "list", first=100)["rows"]] == [read.name for read in reads[100:]]
+    assert query(view, "find", name=reads[5].name)["numbers"] == [5]
+    assert query(view, "composition")["bases"] == reads.num_bases == query(view, "overview")["bases"]
+    assert [row["name"] for row in query(view, "list", first=100)["rows"]] == [read.name for read in reads[100:]]
 
 
-def test_a_page_of_the_list_is_the_records_with_their_names_across_files(folder: Path):
-    reads, rows = ms.open(folder), ask(view_of(folder), "list", first=110, count=20)["rows"]
+def test_a_page_of_the_list_spans_files(folder: Path):
+    reads, rows = ms.open(folder), query(view_of(folder), "list", first=110, count=20)["rows"]
     assert [row["number"] for row in rows] == list(range(110, 130))
     for row, read in zip(rows, reads[110:130], strict=True):
         assert (row["name"], row["length"], row["bases"]) == (read.name, len(read), read.sequence[:60])
         assert row["columns"]["class_id"] == read.columns["class_id"]
-    assert ask(view_of(folder), "list", first=239, count=20)["rows"][-1]["number"] == 239
-    assert ask(view_of(folder), "list", first=999)["rows"] == []
+    assert query(view_of(folder), "list", first=239, count=20)["rows"][-1]["number"] == 239
+    assert query(view_of(folder), "list", first=999)["rows"] == []
 
 
-def test_a_name_leads_to_its_number_also_when_the_index_has_no_table_of_names(folder: Path, tmp_path: Path):
+def test_a_name_is_found_even_without_a_name_table(folder: Path, tmp_path: Path):
     name = ms.open(folder)[130].name
-    assert ask(view_of(folder), "find", name=name)["numbers"] == [130]
-    assert ask(view_of(folder), "find", name="nobody")["numbers"] == []
+    assert query(view_of(folder), "find", name=name)["numbers"] == [130]
+    assert query(view_of(folder), "find", name="nobody")["numbers"] == []
     file = tmp_path / "reads.fa"
     file.write_text("".join(f">r{number % 5}\nACGT\n" for number in range(10)))
     build_index(file, IndexSettings(), limits=IndexLimits(names=3))
@@ -175,37 +175,39 @@ def test_a_name_leads_to_its_number_also_when_the_index_has_no_table_of_names(fo
     assert Records(reads).find("r3", seconds=600) == {"is_making": False, "numbers": [3, 8], "found": 2}
 
 
-def test_of_a_long_record_only_the_window_is_read(genome: Path):
+def test_only_the_window_of_a_long_record_is_read(genome: Path):
     reads, view = ms.open(genome), view_of(genome)
-    told = ask(view, "record", number=0, start=123_456, count=500)
-    assert told["bases"] == reads.region(0, 123_456, 123_956) and (told["start"], told["end"]) == (123_456, 123_956)
-    assert ask(view, "record", number=0, start=199_990, count=500)["bases"] == reads[0].sequence[-10:]
-    assert len(ask(view, "record", number=0, count=10**9)["bases"]) == 20_000
-    assert ask(view, "record", number=0, start=10**12)["bases"] == ""
+    shown = query(view, "record", number=0, start=123_456, count=500)
+    assert shown["bases"] == reads.region(0, 123_456, 123_956) and (shown["start"], shown["end"]) == (
+        123_456,
+        123_956,
+    )
+    assert query(view, "record", number=0, start=199_990, count=500)["bases"] == reads[0].sequence[-10:]
+    assert len(query(view, "record", number=0, count=10**9)["bases"]) == 20_000
+    assert query(view, "record", number=0, start=10**12)["bases"] == ""
 
 
-def test_the_reverse_complement_has_positions_of_its_own(genome: Path, folder: Path):
+def test_the_reverse_complement_has_its_own_positions(genome: Path, folder: Path):
     turned = ms.open(genome)[0].sequence[::-1].translate(COMPLEMENT)
-    told = ask(view_of(genome), "record", number=0, start=1000, count=200, reverse=1)
-    assert told["bases"] == turned[1000:1200]
-    read, told = ms.open(folder)[130], ask(view_of(folder), "record", number=130, reverse=1)
-    assert told["bases"] == read.sequence[::-1].translate(COMPLEMENT) and told["quality"] == read.quality[::-1]
+    shown = query(view_of(genome), "record", number=0, start=1000, count=200, reverse=1)
+    assert shown["bases"] == turned[1000:1200]
+    read, shown = ms.open(folder)[130], query(view_of(folder), "record", number=130, reverse=1)
+    assert shown["bases"] == read.sequence[::-1].translate(COMPLEMENT) and shown["quality"] == read.quality[::-1]
 
 
 SPECS = ["base", "kmer(3)", "kmer(4, stride=4)", "kmer(3, stride=5, canonical=True)", "kmer(31)", "given"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_tokens_are_those_that_training_sees_and_lie_on_their_bases(spec: str, folder: Path, bpe: Path):
+def test_tokens_equal_those_of_training_and_cover_their_bases(spec: str, folder: Path, bpe: Path):
     reads, view = ms.open(folder), view_of(folder, tokenizer=str(bpe))
     feature = ms.features.tokens(f"hf({bpe})" if spec == "given" else spec, dtype=np.int64)
     for number in (0, 7, 49, 130, 200):
         batch: Any = feature(reads.fetch([number], feature.fields))
         ids = batch["input_ids"][0].tolist()
-        told = ask(view, "record", number=number, tokenizer=spec)
-        tokens, bases = told["tokens"], told["bases"]
-        shown = [int(one) for one in tokens["ids"]]
-        assert (ids[1:-1] if spec == "given" else ids) == shown
+        shown = query(view, "record", number=number, tokenizer=spec)
+        tokens, bases = shown["tokens"], shown["bases"]
+        assert (ids[1:-1] if spec == "given" else ids) == [int(one) for one in tokens["ids"]]
         pieces = [bases[a:b] for a, b in zip(tokens["starts"], tokens["ends"], strict=True)]
         assert pieces == tokens["texts"]
         if spec in ("base", "given"):
@@ -217,87 +219,89 @@ def test_tokens_are_those_that_training_sees_and_lie_on_their_bases(spec: str, f
 
 @pytest.mark.parametrize("spec", ["kmer(5, stride=3)", "kmer(6)", "kmer(3, stride=7)"])
 @pytest.mark.parametrize("reverse", [0, 1])
-def test_windows_of_a_long_record_show_the_tokens_of_the_whole(spec: str, reverse: int, genome: Path):
+def test_windows_of_a_long_record_show_the_tokens_of_the_whole_record(spec: str, reverse: int, genome: Path):
     view = view_of(genome)
     whole = ms.features.tokens(spec, reverse_complement=bool(reverse), dtype=np.int64)
     batch: Any = whole(ms.open(genome).fetch([0], ["sequence"]))
     found: list[tuple[int, int]] = []
     for start in range(60_000, 61_000, 250):
-        told = ask(view, "record", number=0, start=start, count=250, tokenizer=spec, reverse=reverse)["tokens"]
-        found += zip(told["starts"], told["ids"], strict=True)
+        shown = query(view, "record", number=0, start=start, count=250, tokenizer=spec, reverse=reverse)["tokens"]
+        found += zip(shown["starts"], shown["ids"], strict=True)
     stride = found[1][0] - found[0][0]
     assert [at for at, _ in found] == list(range(-(-60_000 // stride) * stride, 61_000, stride))
     assert [one for _, one in found] == [int(batch["input_ids"][0][at // stride]) for at, _ in found]
 
 
-def test_bases_in_lower_case_are_shown_as_they_are_and_tokenised_as_training_does(genome: Path):
-    told = ask(view_of(genome), "record", number=1, tokenizer="kmer(4, stride=4)")
-    assert told["bases"].startswith("acgtnacg") and told["tokens"]["texts"][:2] == ["ACGT", "NACG"]
+def test_lower_case_bases_are_shown_unchanged_and_tokenized_like_training(genome: Path):
+    shown = query(view_of(genome), "record", number=1, tokenizer="kmer(4, stride=4)")
+    assert shown["bases"].startswith("acgtnacg") and shown["tokens"]["texts"][:2] == ["ACGT", "NACG"]
 
 
 def test_a_page_cannot_make_the_server_open_a_file(folder: Path, bpe: Path):
     view = view_of(folder)
     for spec in (f"hf({bpe})", str(bpe), "hf(x)", "__import__('os')", "kmer(open('x'))", "kmer(0)", "kmer(99)"):
-        told = ask(view, "record", number=0, tokenizer=spec)
-        assert told["tokens"] is None and told["bases"] and told["tokens_error"]
-    assert "--tokenizer" in ask(view, "record", number=0, tokenizer=f"hf({bpe})")["tokens_error"]
-    assert ask(view, "record", number=0, tokenizer="given")["tokens"] is None
+        shown = query(view, "record", number=0, tokenizer=spec)
+        assert shown["tokens"] is None and shown["bases"] and shown["tokens_error"]
+    assert "--tokenizer" in query(view, "record", number=0, tokenizer=f"hf({bpe})")["tokens_error"]
+    assert query(view, "record", number=0, tokenizer="given")["tokens"] is None
 
 
-def test_class_counts_are_those_of_the_column(folder: Path):
+def test_class_counts_equal_the_column(folder: Path):
     reads, view = ms.open(folder), view_of(folder)
     for column in ("class_id", "group"):
-        told = ask(view, "classes", column=column, count=100)
+        shown = query(view, "classes", column=column, count=100)
         values = reads.column(column)
         expected = {row["values"]: row["counts"] for row in pc.value_counts(values.drop_null()).to_pylist()}
-        assert dict(told["rows"]) == expected and told["without"] == values.null_count
-        counts = [count for _, count in told["rows"]]
-        assert counts == sorted(counts, reverse=True) and sum(counts) + told["without"] == told["counted"] == len(reads)
+        assert dict(shown["rows"]) == expected and shown["without"] == values.null_count
+        counts = [count for _, count in shown["rows"]]
+        assert counts == sorted(counts, reverse=True) and sum(counts) + shown["without"] == shown["counted"] == len(
+            reads
+        )
 
 
-def test_class_counts_are_searched_and_turned_by_pages(folder: Path):
+def test_class_counts_are_searched_and_paged(folder: Path):
     view = view_of(folder)
-    whole = ask(view, "classes", column="class_id", count=100)["rows"]
-    pages = [ask(view, "classes", column="class_id", first=first, count=3)["rows"] for first in (0, 3, 6, 9)]
+    whole = query(view, "classes", column="class_id", count=100)["rows"]
+    pages = [query(view, "classes", column="class_id", first=first, count=3)["rows"] for first in (0, 3, 6, 9)]
     assert [row for page in pages for row in page] == whole
-    odd = ask(view, "classes", column="group", search="OD")
+    odd = query(view, "classes", column="group", search="OD")
     assert [row[0] for row in odd["rows"]] == ["odd"] and (odd["found"], odd["found_reads"]) == (1, 120)
     with pytest.raises(BadSetting, match="genus"):
-        ask(view, "classes", column="genus")
+        query(view, "classes", column="genus")
 
 
-def test_counts_of_many_reads_are_those_of_all_chunks(folder: Path):
+def test_counts_cover_all_chunks(folder: Path):
     reads: Any = ms.open(folder)
-    told = ValueCounts(reads, "class_id", chunk_reads=17).summary(most=99, seconds=None)
-    assert dict(told["rows"]) == Counter(value for value in reads.column("class_id").to_pylist() if value)  # type: ignore
+    shown = ValueCounts(reads, "class_id", chunk_reads=17).summary(most=99, seconds=None)
+    assert dict(shown["rows"]) == Counter(value for value in reads.column("class_id").to_pylist() if value)  # type: ignore
     assert Lengths(reads, chunk_reads=17).summary(None)["counted"] == 240
 
 
-def test_a_few_reads_are_looked_at_all_and_their_bases_counted(folder: Path):
-    reads, told = ms.open(folder), ask(view_of(folder), "composition")
+def test_small_files_are_counted_completely(folder: Path):
+    reads, shown = ms.open(folder), query(view_of(folder), "composition")
     bases = Counter("".join(read.sequence for read in reads))
-    assert told["reads"] == told["of"] == 240 and not told["is_cut"] and told["bases"] == sum(bases.values())
-    assert dict(told["shares"]) == pytest.approx({k: v / sum(bases.values()) for k, v in bases.items()})
-    assert told["gc_mean"] == pytest.approx((bases["G"] + bases["C"]) / (sum(bases.values()) - bases["N"]))
-    assert sum(told["gc"]["count"]) <= 240 and told["quality"]["position"][:3] == [0, 1, 2]
+    assert shown["reads"] == shown["of"] == 240 and not shown["is_cut"] and shown["bases"] == sum(bases.values())
+    assert dict(shown["shares"]) == pytest.approx({k: v / sum(bases.values()) for k, v in bases.items()})
+    assert shown["gc_mean"] == pytest.approx((bases["G"] + bases["C"]) / (sum(bases.values()) - bases["N"]))
+    assert sum(shown["gc"]["count"]) <= 240 and shown["quality"]["position"][:3] == [0, 1, 2]
     first = sorted(ord(read.quality[0]) - 33 for read in reads)
-    assert told["quality"]["median"][0] == first[len(first) // 2 - 1]
+    assert shown["quality"]["median"][0] == first[len(first) // 2 - 1]
 
 
-def test_of_many_reads_a_sample_is_taken_from_all_over_and_it_says_so(tmp_path: Path):
+def test_large_files_are_sampled_from_all_over(tmp_path: Path):
     file = tmp_path / "reads.fa"
     file.write_text("".join(f">r\n{('A' if number < 5000 else 'G') * 8}\n" for number in range(10_000)))
-    told = Sample(open_reads([file])).summary(None)
-    assert told["of"] == 10_000 and told["reads"] == 4096 and told["places"] == 64
-    assert dict(told["shares"])["A"] == pytest.approx(0.5, abs=0.05)  # type: ignore[call-overload]
+    shown = Sample(open_reads([file])).summary(None)
+    assert shown["of"] == 10_000 and shown["reads"] == 4096 and shown["places"] == 64
+    assert dict(shown["shares"])["A"] == pytest.approx(0.5, abs=0.05)  # type: ignore[call-overload]
 
 
-def test_a_long_record_counts_as_much_as_it_is_long(tmp_path: Path):
+def test_records_are_weighted_by_length(tmp_path: Path):
     file = tmp_path / "contigs.fa"
     file.write_text(f">long\n{'A' * 3_000_000}\n" + "".join(f">s{number}\n{'G' * 1000}\n" for number in range(1000)))
-    told = Sample(open_reads([file])).summary(None)
-    assert dict(told["shares"]) == pytest.approx({"A": 0.75, "G": 0.25})  # type: ignore[call-overload]
-    assert told["is_cut"] and int(told["bases"]) < 2_100_000  # type: ignore[call-overload]
+    shown = Sample(open_reads([file])).summary(None)
+    assert dict(shown["shares"]) == pytest.approx({"A": 0.75, "G": 0.25})  # type: ignore[call-overload]
+    assert shown["is_cut"] and int(shown["bases"]) < 2_100_000  # type: ignore[call-overload]
 
 
 def test_a_page_from_the_middle_of_a_gzip_decodes_a_block_or_two(tmp_path: Path):
@@ -315,27 +319,27 @@ def test_a_page_from_the_middle_of_a_gzip_decodes_a_block_or_two(tmp_path: Path)
     records.one(2900, start=0, count=100, tokenizer=lambda: None)
 
 
-def test_proteins_are_shown_and_what_cannot_be_is_said(tmp_path: Path):
+def test_proteins_are_shown_and_have_no_complement(tmp_path: Path):
     file = tmp_path / "proteins.fa"
     file.write_text(">p1\nMKTAYIAKQRQISFVKSHFSRQ\n")
     view = view_of(file)
-    told = ask(view, "record", number=0, tokenizer="kmer(3)")
-    assert told["bases"].startswith("MKTAY") and "another tokenizer" in told["tokens_error"]
-    assert ask(view, "composition")["gc"] is None
-    with pytest.raises(BadSource, match="no complement"):
-        ask(view, "record", number=0, reverse=1)
+    shown = query(view, "record", number=0, tokenizer="kmer(3)")
+    assert shown["bases"].startswith("MKTAY") and "another tokenizer" in shown["tokens_error"]
+    assert query(view, "composition")["gc"] is None
+    with pytest.raises(BadSource, match="F I"):
+        query(view, "record", number=0, reverse=1)
 
 
-def test_a_record_that_is_not_there_and_a_number_that_is_none_are_refused(folder: Path):
+def test_invalid_and_out_of_range_numbers_are_rejected(folder: Path):
     view = view_of(folder)
-    with pytest.raises(BadSetting, match="from 0 to 239"):
-        ask(view, "record", number=240)
+    with pytest.raises(BadSetting, match="record 240"):
+        query(view, "record", number=240)
     for wrong in ("-1", "x", "1.5"):
         with pytest.raises(BadSetting, match="number="):
-            ask(view, "record", number=wrong)
+            query(view, "record", number=wrong)
 
 
-def test_a_tokenizer_that_does_not_exist_is_said_before_anything_is_shown(folder: Path):
+def test_an_unknown_tokenizer_is_rejected_before_anything_is_shown(folder: Path):
     for wrong in ("kmer(0)", "nothing", "hf(/no/such/folder)"):
         with pytest.raises((BadSetting, BadSource)):
             view_of(folder, tokenizer=wrong)

@@ -1,4 +1,4 @@
-"""The report in a real browser: it sorts, fits a phone, asks for nothing, and runs nothing that the data say."""
+"""The report in a real browser: it sorts, fits a phone, requests nothing, and text from the data does not run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +46,7 @@ def opened(open_page: Callable[..., Any], file: Path, request: pytest.FixtureReq
     return Report(open_page(file.as_uri(), width=width, scheme=scheme).page)
 
 
-def test_a_click_sorts_numbers_as_numbers_and_the_next_one_turns_the_order(opened: Report):
+def test_a_click_sorts_by_number_and_a_second_click_reverses(opened: Report):
     for title in ("fit, s", "kB per trace", "AURC"):
         for direction in ("descending", "ascending"):
             opened.column(title).get_by_role("button").click()
@@ -57,7 +57,7 @@ def test_a_click_sorts_numbers_as_numbers_and_the_next_one_turns_the_order(opene
     assert opened.page.locator(f"{TABLE} [aria-sort]").count() == 1
 
 
-def test_it_opens_with_the_best_first(opened: Report):
+def test_the_table_opens_with_the_best_model_first(opened: Report):
     assert opened.column("AUROC").get_attribute("aria-sort") == "descending"
     numbers = [float(order) for order in opened.orders("AUROC")]
     assert numbers == sorted(numbers, reverse=True)
@@ -74,7 +74,7 @@ def test_the_keyboard_sorts_too(opened: Report):
     assert kinds == sorted(kinds) and len(set(kinds)) == 3
 
 
-def test_what_has_no_number_is_last_in_either_order(opened: Report):
+def test_missing_numbers_sort_last_in_both_directions(opened: Report):
     for _ in range(2):
         opened.column("parameters").get_by_role("button").click()
         orders = opened.orders("parameters")
@@ -93,14 +93,14 @@ def test_the_page_never_scrolls_sideways(opened: Report):
     assert opened.page.locator(f"{TABLE} tbody th").first.evaluate("(c) => c.getBoundingClientRect().left") == left
 
 
-def test_texts_of_the_data_do_not_run(opened: Report):
+def test_text_from_the_data_does_not_run(opened: Report):
     assert opened.page.evaluate("window.hacked") is None
     assert opened.page.locator("#mistakes img, #mistakes script").count() == 0
     assert "window.hacked = 1</script>" in opened.page.locator("#mistakes article").nth(2).inner_text()
 
 
 @pytest.mark.parametrize("opened", [(800, "light"), (800, "dark")], indirect=True)
-def test_the_button_turns_light_into_dark_and_back(opened: Report):
+def test_the_button_toggles_light_and_dark(opened: Report):
     ground = "getComputedStyle(document.body).backgroundColor"
     line = "getComputedStyle(document.querySelector('#figure-roc text')).fill"
     seen = [(opened.page.evaluate(ground), opened.page.evaluate(line))]

@@ -30,7 +30,7 @@ def results() -> Results:
 
 @pytest.fixture(scope="module")
 def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With a few of the figures: to write them takes most of the time."""
+    """With a few figures only: writing them takes most of the time."""
     out = tmp_path_factory.mktemp("page") / "deep" / "report.html"
     drawings = draw(results)
     assert len(drawings) == 11 and all(drawing.figure for drawing in drawings)
@@ -51,7 +51,7 @@ def nothing(results: Results) -> Results:
     return replace(results, **empty, **tables, metrics=Metrics(), num_test=0, num_wrong=0, prevalence=math.nan)
 
 
-def test_the_sections_come_in_their_order_and_the_findings_first(html: str, results: Results):
+def test_findings_come_before_the_sections_in_order(html: str, results: Results):
     places = [html.index(f'<section id="{name}"') for name in SECTIONS]
     assert places == sorted(places)
     assert html.index(results.findings[0]) < places[0]
@@ -60,7 +60,7 @@ def test_the_sections_come_in_their_order_and_the_findings_first(html: str, resu
     assert html.count("<figure") == 2 and "gnn 0.871" in html
 
 
-def test_hostile_names_and_settings_stay_texts(results: Results, tmp_path: Path):
+def test_hostile_text_is_escaped(results: Results, tmp_path: Path):
     evil = replace(
         results,
         config={HOSTILE: HOSTILE},
@@ -75,7 +75,7 @@ def test_hostile_names_and_settings_stay_texts(results: Results, tmp_path: Path)
     assert not any(name.startswith("on") for name, _ in page.attributes)
 
 
-def test_what_is_no_number_is_shown_as_a_dash(results: Results, tmp_path: Path):
+def test_missing_numbers_are_dashes(results: Results, tmp_path: Path):
     nan = math.nan
     blank = replace(results.models[0], name="blank", auroc=Interval(nan, nan, nan), prr=nan, brier=None, auroc_sd=None)
     text = page_of(replace(results, models=[results.models[1], blank]), tmp_path)
@@ -84,14 +84,14 @@ def test_what_is_no_number_is_shown_as_a_dash(results: Results, tmp_path: Path):
     assert "nan" not in row and "None" not in row
 
 
-def test_a_section_without_data_says_why(results: Results, tmp_path: Path):
+def test_a_section_without_data_gives_its_reason(results: Results, tmp_path: Path):
     text = report_on(nothing(results)).write_page(tmp_path / "report.html").read_text()
     assert [name for name in SECTIONS if f'<section id="{name}"' not in text] == []
     assert text.count('class="missing"') == 19  # findings, seven sections, eleven figures
     assert "<figure" not in text and "<table" not in text
 
 
-def test_one_model_of_one_seed_is_enough(results: Results, tmp_path: Path):
+def test_one_model_and_one_seed_are_enough(results: Results, tmp_path: Path):
     alone = replace(results, models=results.models[-1:], differences=[], metrics=Metrics(), mistakes=[], prevalence=1.0)
     text = page_of(alone, tmp_path)
     assert 'class="sortable differences"' not in text and 'class="sortable comparison"' in text
@@ -103,7 +103,7 @@ def test_a_figure_without_data_is_not_drawn(results: Results):
     assert [drawing.name for drawing in draw(few) if drawing.figure] == names
 
 
-def test_tables_hold_all_models_differences_and_the_data_card(results: Results):
+def test_tables_contain_all_models_differences_and_the_data_card(results: Results):
     texts = report_on(results).tables()
     rows = {
         name: list(csv.DictReader(texts[f"{name}.csv"].splitlines())) for name in ("comparison", "differences", "data")

@@ -1,4 +1,4 @@
-"""From the files of a run to its results: what is chosen where, what is compared, and what is said of it."""
+"""From the files of a run to its results: choices on validation, comparisons, findings, damaged files."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few(made_once: Path, tmp_path: Path) -> Path:
-    """A run of its own for every test, and its store beside it."""
+    """A new run for every test, with its store next to it."""
     for name in ("run", "traces"):
         shutil.copytree(made_once.parent / name, tmp_path / name)
     card = json.loads((tmp_path / "run" / "data.json").read_text())
@@ -63,21 +63,21 @@ def difference(results: Results, a: str, b: str) -> Difference:
 
 
 def scores_of(run: Path, name: str, part: str = "test", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and scores, straight from the file."""
+    """Labels and scores from the file."""
     table = pq.read_table(run / "predictions.parquet").to_pylist()
     rows = [row for row in table if (row["model"], row["part"], row["seed"]) == (name, part, seed)]
     return np.array([row["label"] for row in rows]), np.array([row["score"] for row in rows])
 
 
 def rewrite(run: Path, change: Callable[[Row], Row | None]) -> None:
-    """Other predictions: each row changed, or dropped."""
+    """Change or drop every row of the predictions."""
     table = pq.read_table(run / "predictions.parquet")
     rows = [new for row in table.to_pylist() if (new := change(row)) is not None]
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "predictions.parquet")
 
 
 def knows(run: Path, name: str, part: str) -> None:
-    """Make a detector perfect in one part."""
+    """Make a detector perfect on one split."""
     rewrite(
         run, lambda row: row | {"score": 1.0 * row["label"]} if (row["model"], row["part"]) == (name, part) else row
     )
@@ -104,14 +104,14 @@ def test_numbers_are_means_over_seeds_on_the_test_split(run: Path, results: Resu
     assert results.prevalence == pytest.approx(labels.mean())
 
 
-def test_models_come_best_first_and_baselines_have_one_seed(results: Results):
+def test_models_are_sorted_by_auroc_and_baselines_have_one_seed(results: Results):
     areas = [model.auroc.value for model in results.models]
     assert areas == sorted(areas, reverse=True) and len(areas) == len(MODELS)
     assert {model.name: model.kind for model in results.models} == {name: made.family for name, made in MODELS.items()}
     assert model(results, "length").auroc_sd is None and model(results, "length").seeds == 1
 
 
-def test_only_probabilities_have_a_brier_score_of_their_own_but_all_have_one_after_platt(results: Results):
+def test_only_probabilities_have_a_brier_score_before_platt_scaling(results: Results):
     for one in results.models:
         assert (one.brier is not None) == (one.ece is not None) == MODELS[one.name].probabilities
         assert 0 < one.brier_platt < 0.26 and 0 <= one.ece_platt < 0.2
@@ -137,7 +137,7 @@ def second_threshold(run: Path) -> float:
     return max(np.unique(scores), key=lambda threshold: f1_score(labels, scores >= threshold))
 
 
-def test_the_results_are_the_same_every_time_and_for_any_order_of_the_rows(few: Path):
+def test_results_are_deterministic_and_independent_of_row_order(few: Path):
     first = read(few)
     assert read(few) == first
     table = pq.read_table(few / "predictions.parquet")
@@ -147,7 +147,7 @@ def test_the_results_are_the_same_every_time_and_for_any_order_of_the_rows(few: 
     assert sorted(again.models, key=lambda one: one.name) == sorted(first.models, key=lambda one: one.name)
 
 
-def test_an_interval_is_that_of_the_mean_over_seeds_on_the_same_draws(few: Path):
+def test_an_interval_is_of_the_mean_over_seeds_on_the_same_draws(few: Path):
     both = [scores_of(few, "gnn", seed=seed) for seed in range(2)]
     labels = both[0][0].astype(np.int8)
     questions = np.unique([question_of(number) for number in range(300, 400)], return_inverse=True)[1]
@@ -159,7 +159,7 @@ def test_an_interval_is_that_of_the_mean_over_seeds_on_the_same_draws(few: Path)
         assert [interval.low, interval.high] == pytest.approx(np.quantile(np.mean(values, axis=1), [0.025, 0.975]))
 
 
-def test_of_a_record_scored_twice_the_later_score_counts(few: Path):
+def test_the_later_of_duplicate_scores_counts(few: Path):
     first = read(few)
     table = pq.read_table(few / "predictions.parquet")
     stale = table.set_column(6, "score", pa.chunked_array([-table.column("score").to_numpy()]))
@@ -167,7 +167,7 @@ def test_of_a_record_scored_twice_the_later_score_counts(few: Path):
     assert read(few) == first
 
 
-def test_questions_are_drawn_and_not_records(few: Path):
+def test_questions_are_resampled_not_records(few: Path):
     alone = model(read(few, 400), "gnn").auroc
     # Ten records a question, all alike in label and score, but with other numbers: nothing new is known.
     table = pq.read_table(few / "predictions.parquet")
@@ -200,7 +200,7 @@ def test_the_best_trained_detector_is_chosen_on_validation(tmp_path: Path):
     assert "lstm, has AUROC" in read(run).findings[0]
 
 
-def test_all_comparisons_are_made_and_each_only_once(results: Results):
+def test_every_comparison_is_made_once(results: Results):
     pairs = [(found.a, found.b) for found in results.differences]
     best = max((model(results, name) for name in PROBES), key=lambda probe: probe.auroc_val).name
     trained = ("gnn", "lstm", "gvae")
@@ -210,7 +210,7 @@ def test_all_comparisons_are_made_and_each_only_once(results: Results):
     assert set(pairs) == expected and len(pairs) == len(expected)
 
 
-def test_a_difference_is_a_minus_b_on_the_same_draws(results: Results):
+def test_a_difference_is_paired(results: Results):
     for found in results.differences:
         a, b = model(results, found.a).auroc, model(results, found.b).auroc
         assert found.value.value == pytest.approx(a.value - b.value)
@@ -230,7 +230,7 @@ def test_every_p_is_corrected_for_all_comparisons(results: Results):
     assert any(found.p < 0.05 and not found.differs for found in ranked)
 
 
-# -- what is said
+# -- findings
 
 
 def made(**signals: float) -> dict[str, Made]:
@@ -238,7 +238,7 @@ def made(**signals: float) -> dict[str, Made]:
     return {name: Made(families.get(name, "baseline"), name, signal) for name, signal in signals.items()}
 
 
-def test_the_first_finding_is_the_best_detector_and_by_how_much_it_beats_the_baselines(tmp_path: Path):
+def test_the_first_finding_is_the_best_detector_and_its_margin_over_baselines(tmp_path: Path):
     found = read(make_run(tmp_path, models=made(gnn=2.6, mean_logprob=1.0, length=0.4)), 400)
     by = difference(found, "gnn", "mean_logprob")
     first = found.findings[0]
@@ -250,7 +250,7 @@ def test_the_first_finding_is_the_best_detector_and_by_how_much_it_beats_the_bas
     assert "beats length" in first
 
 
-def test_findings_say_so_when_the_best_detector_does_not_beat_a_baseline_or_is_worse(tmp_path: Path):
+def test_findings_report_a_best_detector_that_does_not_beat_a_baseline(tmp_path: Path):
     found = read(make_run(tmp_path, models=made(gnn=1.5, mean_logprob=1.5, probe_last_answer=3.5)), 400)
     by = difference(found, "gnn", "mean_logprob")
     assert not by.differs
@@ -263,7 +263,7 @@ def test_findings_say_so_when_the_best_detector_does_not_beat_a_baseline_or_is_w
     ("shuffled", "unwired", "num_beaten"),
     [(0.8, 0.8, 2), (2.0, 2.0, 0), (0.8, 2.4, 1)],
 )
-def test_structure_matters_only_if_both_nulls_are_beaten(
+def test_structure_matters_only_if_both_null_models_are_beaten(
     tmp_path: Path, shuffled: float, unwired: float, num_beaten: int
 ):
     models = made(gnn=2.0, gnn_shuffled=shuffled, gnn_unwired=unwired)
@@ -278,7 +278,7 @@ def sentence_with(found: Results, word: str) -> str:
     return next((one for one in found.findings if word in one), "")
 
 
-def test_confounds_excluded_records_and_seeds_are_findings(results: Results):
+def test_confounds_exclusions_and_seeds_are_findings(results: Results):
     assert f"{model(results, 'length').auroc}" in sentence_with(results, "confound")
     assert {"14", "814", "11", "3"} <= set(re.findall(r"\d+", sentence_with(results, "ambiguous")))
     sd = model(results, "gnn").auroc_sd
@@ -293,12 +293,12 @@ def test_small_tests_few_resamples_and_single_seeds_are_findings(tmp_path: Path)
     assert "0.19" in sentence_with(found, "resamples") and sentence_with(found, "trained once")
 
 
-def test_length_is_no_confound_where_it_tells_nothing(few: Path):
+def test_uninformative_length_is_not_a_confound(few: Path):
     rewrite(few, lambda row: row | {"score": 1.0 * (row["record"] % 3)} if row["model"] == "length" else row)  # type: ignore
     assert not sentence_with(read(few), "confound")
 
 
-def test_a_run_of_baselines_only_says_that_nothing_was_trained(tmp_path: Path):
+def test_a_run_of_baselines_reports_that_nothing_was_trained(tmp_path: Path):
     found = read(make_run(tmp_path, models=("length", "mean_logprob", "probe_last_answer"), num_test=100))
     assert found.findings[0].startswith("No trained detector")
     assert "probe_last_answer" in found.findings[1]
@@ -307,7 +307,7 @@ def test_a_run_of_baselines_only_says_that_nothing_was_trained(tmp_path: Path):
 # -- texts
 
 
-def test_auroc_by_length_has_up_to_four_ranges_that_hold_all_answers(run: Path, results: Results):
+def test_auroc_by_length_has_up_to_four_ranges_covering_all_answers(run: Path, results: Results):
     ranges = model(results, "gnn").by_length
     assert len(ranges) == 4
     lengths = np.array(ms.open(run.parent / "traces").column("answer_len").to_pylist())[600:]  # type: ignore
@@ -329,7 +329,7 @@ def test_a_range_of_one_class_has_no_auroc(few: Path, tmp_path: Path):
     assert model(read(few), "gnn").by_length[-1][2] is None
 
 
-def test_mistakes_are_the_answers_the_best_detector_is_most_sure_and_most_wrong_about(results: Results):
+def test_mistakes_are_the_most_confident_errors_of_the_best_detector(results: Results):
     mistakes = results.mistakes
     assert len(mistakes) == 12 and {mistake.detector for mistake in mistakes} == {"gnn"}
     errors = [abs(mistake.probability - (mistake.verdict == "wrong")) for mistake in mistakes]
@@ -349,12 +349,12 @@ def without_texts(found: Results) -> None:
     assert {(m.question, m.answer, tuple(m.references)) for m in found.mistakes} == {("", "", ())}
 
 
-def test_without_its_store_a_run_has_results_but_no_texts(few: Path, tmp_path: Path):
+def test_a_run_without_its_store_has_results_but_no_texts(few: Path, tmp_path: Path):
     shutil.rmtree(tmp_path / "traces")
     without_texts(read(few))
 
 
-def test_an_old_store_without_texts_is_enough(few: Path, tmp_path: Path):
+def test_a_store_without_texts_is_enough(few: Path, tmp_path: Path):
     ids = ms.open(tmp_path / "traces").column("question_id").to_pylist()  # type: ignore
     shutil.rmtree(tmp_path / "traces")
     with ms.TraceWriter(tmp_path / "traces") as writer:
@@ -363,17 +363,17 @@ def test_an_old_store_without_texts_is_enough(few: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("num_records", [400, 10])
-def test_texts_of_another_store_at_the_same_place_are_not_used(few: Path, tmp_path: Path, num_records: int):
+def test_texts_of_another_store_at_the_same_path_are_not_used(few: Path, tmp_path: Path, num_records: int):
     shutil.rmtree(tmp_path / "traces")
     with ms.TraceWriter(tmp_path / "traces") as writer:
         writer.extend({"question_id": f"x{n}", "question": "another", "answer_len": 3} for n in range(num_records))
     without_texts(read(few))
 
 
-# -- what training left
+# -- metrics
 
 
-def test_what_training_wrote_is_handed_on(run: Path, results: Results):
+def test_settings_metrics_and_probe_curves_are_passed_on(run: Path, results: Results):
     assert results.config["seeds"] == 2 and results.environment["cores"] == 2 and results.data["label_rule"] == "em"
     assert results.metrics.memory[1] == (1.0, 800_000_001) and results.metrics.budget == 10**9
     assert dict(results.missing) == {"p_true": "the store has no field p_true"}
@@ -385,7 +385,7 @@ def test_what_training_wrote_is_handed_on(run: Path, results: Results):
     assert epochs == [0, 1, 2]
 
 
-def test_of_lines_written_twice_the_later_counts_and_a_torn_last_line_is_left_out(few: Path):
+def test_the_later_of_duplicate_lines_counts_and_an_incomplete_last_line_is_ignored(few: Path):
     lines = [json.loads(line) for line in (few / "metrics.jsonl").read_text().splitlines()]
     fit = next(line for line in lines if line["kind"] == "fit" and line["model"] == "length")
     epoch = {"kind": "epoch", "model": "gnn", "seed": 0, "epoch": 1, "loss": 0.123}
@@ -408,7 +408,7 @@ def test_only_finished_detectors_and_seeds_have_results(few: Path):
     assert [(one.a, one.b) for one in found.differences] == [("gnn", "mean_logprob")]
 
 
-def test_a_detector_with_scores_that_are_no_numbers_is_missing_and_not_hidden(few: Path):
+def test_a_detector_with_nan_scores_is_listed_as_missing(few: Path):
     bad = float("nan")
     rewrite(
         few, lambda row: row | {"score": bad} if (row["model"], row["seed"], row["record"]) == ("gnn", 1, 350) else row
@@ -418,7 +418,7 @@ def test_a_detector_with_scores_that_are_no_numbers_is_missing_and_not_hidden(fe
     assert "gnn" not in {one.name for one in found.models}
 
 
-# -- what is no run
+# -- missing and damaged files
 
 
 def fails(run: Path, *parts: str) -> None:
@@ -428,7 +428,7 @@ def fails(run: Path, *parts: str) -> None:
         assert part in str(raised.value)
 
 
-def test_what_is_no_run_or_not_far_enough_says_what_to_do(few: Path, tmp_path: Path):
+def test_a_folder_without_finished_detectors_is_rejected_with_the_next_command(few: Path, tmp_path: Path):
     fails(tmp_path / "nowhere", "no such folder")
     (tmp_path / "empty").mkdir()
     fails(tmp_path / "empty", "config.yaml")
@@ -447,19 +447,19 @@ def test_a_damaged_file_is_named(few: Path, name: str):
 
 
 @pytest.mark.parametrize("name", ["data.json", "env.json"])
-def test_a_file_that_is_gone_or_holds_something_else_is_named(few: Path, name: str):
+def test_a_missing_or_wrong_file_is_named(few: Path, name: str):
     (few / name).write_text("[1, 2]")
     fails(few, name, "list")
     (few / name).unlink()
     fails(few, name, "no such file")
 
 
-def test_a_line_without_what_it_should_say_is_named(few: Path):
+def test_an_incomplete_line_is_named(few: Path):
     write_lines(few, [{"kind": "fit", "model": "gnn", "seed": 0}])
     fails(few, "metrics.jsonl: line", "'family'")
 
 
-def test_predictions_without_a_column_or_of_other_records_are_damaged(few: Path):
+def test_predictions_with_missing_columns_or_records_are_damaged(few: Path):
     table = pq.read_table(few / "predictions.parquet")
     rewrite(few, lambda row: None if (row["model"], row["record"]) == ("length", 333) else row)
     fails(few, "length, seed 0", "test records")

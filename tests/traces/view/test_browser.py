@@ -29,7 +29,7 @@ def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str
 
 @pytest.fixture(scope="module")
 def many(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A store of 20,000 records, whose questions would run if they could."""
+    """A store of 20,000 records, whose questions are scripts."""
     folder = tmp_path_factory.mktemp("many")
     bad = "<img src=x onerror=\"console.log('ran')\"><script>console.log('ran')</script>"
     for name, answer in (("first", "hay"), ("last", "needle")):
@@ -161,7 +161,7 @@ def test_a_record_out_of_range_is_reported(open_page: Open, address: str):
 
 @pytest.fixture(scope="module")
 def odd(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Record 0 has log-probs that are no numbers; record 1 has 4,200 generated tokens, and 32 edges of each."""
+    """Record 0 has log-probs that are NaN; record 1 has 4,200 generated tokens, and 32 edges of each."""
     folder, rng = tmp_path_factory.mktemp("odd"), np.random.default_rng(0)
     kinds = {"tokens": "int32[token]", "logprobs": "float32[step]", "edge_source": "int16[layer, token, k]",
              "edge_weight": "float16[layer, token, k]"}  # fmt: skip
