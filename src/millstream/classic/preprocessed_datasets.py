@@ -22,7 +22,7 @@ from millstream.core.features import to_torch
 from millstream.core.order import Order
 from millstream.core.record import Array
 from millstream.core.split import LABEL, split
-from millstream.core.torch_data import record_numbers
+from millstream.core.torch_data import checked_indices
 from millstream.errors import BadSource
 from millstream.traces.graphs import GraphFeature
 from millstream.traces.store.format import ID_FIELD
@@ -196,7 +196,7 @@ class PreprocessedDataset(Dataset[Item]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        numbers = record_numbers(indices, len(self))
+        numbers = checked_indices(indices, len(self))
         parts = np.split(numbers, len(numbers)) if self._maker.one_by_one and len(numbers) else [numbers]
         return [item for part in parts for item in self._fetch(part)]
 

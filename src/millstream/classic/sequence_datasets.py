@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from millstream.classic.preprocessed_folder import Scratch
 from millstream.core.console import progress, say
 from millstream.core.registry import kind_at
-from millstream.core.torch_data import record_numbers
+from millstream.core.torch_data import checked_indices
 from millstream.errors import BadSource
 from millstream.reads.batch import ColumnValues
 from millstream.reads.files.columns import OnMismatch
@@ -93,7 +93,7 @@ class ReadDataset(Dataset[Item]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        return _items(self._rows.fetch(record_numbers(indices, len(self))), self._rows.names)
+        return _items(self._rows.fetch(checked_indices(indices, len(self))), self._rows.names)
 
     def _source(self, streamed: "StreamedRows") -> "StreamedRows | HeldRows | CachedRows":
         """Where the dataset takes its rows from."""

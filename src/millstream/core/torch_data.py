@@ -326,10 +326,10 @@ class RecordDataset(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Samples:
-        return Samples(self._builder, record_numbers(indices, len(self)), int(self._cell[0]))
+        return Samples(self._builder, checked_indices(indices, len(self)), int(self._cell[0]))
 
 
-def record_numbers(indices: Sequence[int], length: int) -> Numbers:
+def checked_indices(indices: Sequence[int], length: int) -> Numbers:
     """The indices of a map-style dataset as numbers from 0; negative ones count from the end."""
     numbers = np.array([int(index) for index in indices], np.int64)
     wrong = numbers[(numbers < -length) | (numbers >= length)]
