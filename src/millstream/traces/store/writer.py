@@ -69,19 +69,7 @@ class TraceWriter:
         self._ids: set[object] | None = None
         self._closed = False
 
-        if self.path.exists() and not self.path.is_dir():
-            raise StoreExists(f"{self.path}: a file, not a folder. Write to a new folder")
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not any(list_shards(self.path)):
-            if not (self.path / MANIFEST).exists():
-                if (foreign := foreign_file(self.path)) is not None:
-                    raise StoreExists(
-                        f"{self.path}: not a trace store and not empty (contains {foreign!r}). Write to a new folder"
-                    )
-                write_manifest(self.path, Manifest(config or {}, compression or "none"))
-            elif config is not None and not (found := read_manifest(self.path)).shards:
-                # Left by a run that failed before its first record: its settings do not matter.
-                write_manifest(self.path, Manifest(config, compression or found.compression))
+        _create(self.path, config, compression)
         manifest = read_manifest(self.path)  # raises for a newer format before anything is changed
         self.recovered: list[Recovery] = recover_all(self.path)
         if self.recovered:
@@ -99,10 +87,10 @@ class TraceWriter:
             )
         self._compression = manifest.compression
         self._schema: Schema | None = manifest.fields if manifest.arrow_schema else None
-        for name, kind in self._given.items() if self._schema is not None else ():
-            if (self._schema or {}).get(name) != kind:
-                found = (self._schema or {}).get(name, "no such field")
-                raise SchemaMismatch(f"field {name!r}: {kind} in the given schema, {found} in {self.path}")
+        if self._schema is not None:
+            for name, kind in self._given.items():
+                if (found := self._schema.get(name, "no such field")) != kind:
+                    raise SchemaMismatch(f"field {name!r}: {kind} in the given schema, {found} in {self.path}")
         self._num_sealed = sum(shard.records for shard in manifest.shards)
         if self.recovered:
             write_manifest(self.path, manifest)
@@ -264,6 +252,22 @@ def done_records(path: Path, fields: Sequence[str]) -> list[tuple[Any, ...]]:
         return []
     table = read_table(path, manifest, fields)
     return list(zip(*(table.column(name).to_pylist() for name in fields), strict=True))
+
+
+def _create(path: Path, config: Mapping[str, object] | None, compression: str | None) -> None:
+    """Create an empty store unless there is one."""
+    if path.exists() and not path.is_dir():
+        raise StoreExists(f"{path}: a file, not a folder. Write to a new folder")
+    path.mkdir(parents=True, exist_ok=True)
+    if any(list_shards(path)):
+        return
+    if not (path / MANIFEST).exists():
+        if (foreign := foreign_file(path)) is not None:
+            raise StoreExists(f"{path}: not a trace store and not empty (contains {foreign!r}). Write to a new folder")
+        write_manifest(path, Manifest(config or {}, compression or "none"))
+    elif config is not None and not (found := read_manifest(path)).shards:
+        # Left by a run that failed before its first record: its settings do not matter.
+        write_manifest(path, Manifest(config, compression or found.compression))
 
 
 def _refined(name: str, kind: Kind, value: object) -> Kind:
