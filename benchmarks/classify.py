@@ -31,9 +31,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from classify_peers import KrakenPeer, NaiveBayes
-from measuring import RESULTS, Result, clock, peak_pss, save
+from measuring import PAGE, RESULTS, Result, clock, peak_pss, save, update_page
 
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 CURVE = PAGE.with_name("classify.svg")
 MARK = "<!-- made by benchmarks/classify.py -->"
 PARTS = ("known", "heldout")
@@ -368,8 +367,6 @@ def write_page(result: Result) -> None:
         lines.append(f"| {name} | {' | '.join(cells)} | {reads} | {row['train_s']:,.0f} | {speed} | {memory} |")
     stated = ", ".join(f"{peer[part]['precision']:.4f} on {part}" for part in PARTS)
     text = [
-        MARK,
-        "",
         "## Reads",
         "",
         "`python benchmarks/classify.py GENOMES`: 20 species, 150 bp reads with a 1 % substitution rate; 40,000 from "
@@ -380,10 +377,10 @@ def write_page(result: Result) -> None:
         *lines,
         "",
         "![precision against recall](classify.svg)",
-        "",
     ]
     if "epoch" in result:
         text += [
+            "",
             "kmer-linear with `memory=300MB`, 2 million reads, two cores: one pass counts k-mers, another one trains.",
             "",
             "| | s | of reads in RAM | of batches ready in RAM | waiting for data |",
@@ -393,11 +390,7 @@ def write_page(result: Result) -> None:
             for way, row in ways.items():
                 ratios = f"{row['of_reads_in_ram']:.2f} | {row['of_batches_in_ram']:.2f}"
                 text.append(f"| {work}, {way} | {row['seconds']:.1f} | {ratios} | {row['waiting']:.1%} |")
-        text.append("")
-    text.append(MARK)
-    before = PAGE.read_text()
-    first, _, rest = before.partition(MARK)
-    PAGE.write_text(first.rstrip("\n") + "\n\n" + "\n".join(text) + (rest.partition(MARK)[2] or "\n"))
+    update_page(MARK, text)
     draw(rows)
 
 

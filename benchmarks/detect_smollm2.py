@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "results.md"
+from measuring import PAGE, update_page
+
 MARK = "<!-- made by benchmarks/detect_smollm2.py -->"
 PROMPT = "Q: Which planet is known as the Red Planet?\nA: Mars\nQ: Who painted the Mona Lisa?\nA: Leonardo da Vinci\n"
 PROMPT += "Q: {question}\nA:"
@@ -56,8 +56,6 @@ def write_page(run: Path, questions: str) -> None:
         )
     verdicts = ", ".join(f"{count:,} {verdict}" for verdict, count in data["verdicts"].items() if count)
     text = [
-        MARK,
-        "",
         f"`python benchmarks/detect_smollm2.py {Path(questions).name}`: SmolLM2-135M-Instruct, TriviaQA, "
         f"{data['records']:,} questions ({verdicts}); {results.num_test} test questions, {results.num_wrong} of "
         f"them answered wrong (prevalence {results.prevalence:.3f}, the AUPR of a random score).",
@@ -65,12 +63,8 @@ def write_page(run: Path, questions: str) -> None:
         *rows,
         "",
         *(f"- {finding}" for finding in results.findings),
-        "",
-        MARK,
     ]
-    before = PAGE.read_text() if PAGE.exists() else f"# Results\n\n{MARK}\n{MARK}\n"
-    first, _, rest = before.partition(MARK)
-    PAGE.write_text(first + "\n".join(text) + rest.partition(MARK)[2])
+    update_page(MARK, text)
     print(f"{PAGE}: table updated. Report: {run / 'report.html'}")
 
 

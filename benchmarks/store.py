@@ -335,7 +335,11 @@ def table(title: str, rows: dict[str, Result], columns: list[str]) -> None:
     width = max(map(len, rows))
     print(" " * width, *(f"{column:>18}" for column in columns))
     for name, row in rows.items():
-        print(f"{name:<{width}}", *(f"{row.get(column, row.get('error', '')):>18}" for column in columns))
+        cells = [str(row.get(column, row.get("error", ""))) for column in columns]
+        print(
+            f"{name:<{width}}",
+            *(f"{cell:>{max(18, len(column))}}" for cell, column in zip(cells, columns, strict=True)),
+        )
 
 
 def main() -> None:
