@@ -431,7 +431,7 @@ def _seeded_torch(seed: int) -> Generator[None]:
             torch.set_num_threads(num_threads)
 
 
-# Built-in questions, models and prompts: see `millstream.traces.llm.model`.
+# Built-in questions, models and prompts: see `millstream.traces.llm.questions` and `millstream.traces.llm.model`.
 QUESTIONS = {"facts": facts_questions, "world": Path(__file__).parent / "world.jsonl"}
 MODELS = {"facts": facts_model, "smollm2": smollm2_model}
 PROMPTS = {"facts": FACTS_PROMPT}  # the default prompt of a model

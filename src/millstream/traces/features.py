@@ -314,6 +314,7 @@ class FeaturizeWorker:
     def __init__(self, source: Path, out: Path, settings: FeaturizeSettings) -> None:
         self._traces = Traces(source)
         self._feature = make_feature(settings)
+        self._one_by_one = isinstance(self._feature, GraphFeature)  # it makes one graph of a whole batch
         self._memory = parse_bytes(settings.memory)
         self._scalars = [name for name, kind in self._traces.fields.items() if not isinstance(kind, Tensor)]
         self._writer = TraceWriter(out, config=_store_config(settings, self._traces), shard_bytes=settings.shard_bytes)
@@ -324,7 +325,7 @@ class FeaturizeWorker:
         tensors = [name for name in wanted if isinstance(self._traces.fields.get(name.split("[")[0]), Tensor)]
         whole = [number for number in numbers if self._has(number, tensors)]
         sizes = np.maximum(self._traces.sizes(np.array(whole, np.int64), list(wanted)), 1)
-        groups = np.cumsum(sizes) // max(1, self._memory // 4)
+        groups = np.arange(len(whole)) if self._one_by_one else np.cumsum(sizes) // max(1, self._memory // 4)
         for group in np.unique(groups):
             self._write([number for number, own in zip(whole, groups, strict=True) if own == group])
         return len(whole), len(numbers) - len(whole)
@@ -338,24 +339,20 @@ class FeaturizeWorker:
 
     def _write(self, numbers: list[int]) -> None:
         scalars = self._traces.fetch(numbers, self._scalars)
-        single = isinstance(self._feature, GraphFeature)  # its output is one graph for the whole batch
-        for places in [[place] for place in range(len(numbers))] if single else [list(range(len(numbers)))]:
-            some = np.array([numbers[place] for place in places], np.int64)
-            with _bad_setting():
-                batch = fetch_batch(self._traces, some, self._feature.fields)
-                assert isinstance(batch, ColumnBatch)
-                made = cast("Mapping[str, Array]", self._feature(batch))
-            for row, place in enumerate(places):
-                tensors = made if single else {name: values[row] for name, values in made.items()}
-                about = {name: scalars[name][place] for name in self._scalars if name not in tensors}
-                self._writer.append({**about, **tensors})
+        with _bad_setting():
+            batch = fetch_batch(self._traces, np.array(numbers, np.int64), self._feature.fields)
+            made = cast("Mapping[str, Array]", self._feature(batch))
+        for row in range(len(numbers)):
+            tensors = made if self._one_by_one else {name: values[row] for name, values in made.items()}
+            about = {name: scalars[name][row] for name in self._scalars if name not in tensors}
+            self._writer.append({**about, **tensors})
 
 
 def make_feature(settings: FeaturizeSettings) -> Feature:
     """The feature that the settings describe."""
     if settings.feature == "layers":
-        place = int(settings.token) if settings.token.lstrip("-").isdigit() else settings.token
-        return layers(cast("Token", place), field=settings.field, dtype=settings.dtype)
+        token = int(settings.token) if settings.token.lstrip("-").isdigit() else settings.token
+        return layers(cast("Token", token), field=settings.field, dtype=settings.dtype)
     if settings.feature == "graphs":
         return graphs(settings.k, threshold=settings.threshold, dtype=settings.dtype)
     if settings.feature == "fields" and settings.fields:

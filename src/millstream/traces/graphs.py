@@ -206,11 +206,11 @@ class HeadGraphFeature:
             used = np.zeros(attended_RTA.shape[1], np.bool_)
             used[first : first + len(own_RA)] = True
             used[source] = True
-            place = np.cumsum(used) - 1
+            node = np.cumsum(used) - 1
             nodes = np.zeros((int(used.sum()), own_RA.shape[1] + 1), np.float32)
-            nodes[place[first : first + len(own_RA)], :-1] = own_RA
-            nodes[place[first + 1 : first + len(own_RA)], -1] = 1
-            edges.append(np.stack([place[source], place[target + first]]) + sum(counts))
+            nodes[node[first : first + len(own_RA)], :-1] = own_RA
+            nodes[node[first + 1 : first + len(own_RA)], -1] = 1
+            edges.append(np.stack([node[source], node[target + first]]) + sum(counts))
             values.append(attended_RTA[target, source].astype(np.float32))
             x.append(nodes)
             counts.append(len(nodes))
@@ -298,8 +298,8 @@ class _Part(NamedTuple):
         used = np.zeros((num_layers, num_tokens), np.bool_)
         used[:, max(start - 1, 0) : end] = True
         used[edges.layer, edges.source] = True
-        place = np.cumsum(used).reshape(used.shape) - 1
-        ends = place[edges.layer, edges.source], place[edges.layer, edges.target]
+        node = np.cumsum(used).reshape(used.shape) - 1
+        ends = node[edges.layer, edges.source], node[edges.layer, edges.target]
         in_answer = np.zeros_like(used)
         in_answer[:, start:end] = True
         return cls(states_LTD[used], used.sum(axis=1), np.stack(ends), edges.weight, in_answer[used])

@@ -216,8 +216,8 @@ def probe(resources: FitResources, field_names: Sequence[str], *, position: Posi
     if "hidden" in field_names and "states" not in field_names:
         inputs = Inputs(layers(position), _layers, axis="layer")
     else:
-        place = POSITIONS.index(position)
-        inputs = Inputs(fields("states"), partial(_states, place=place), axis="layer")
+        index = POSITIONS.index(position)
+        inputs = Inputs(fields("states"), partial(_states, index=index), axis="layer")
     return Logistic(resources, inputs=inputs)
 
 
@@ -246,9 +246,9 @@ def _layers(batch: Mapping[str, object]) -> Tensor:
     return cast(Tensor, batch["layers"])
 
 
-def _states(batch: Mapping[str, object], *, place: int) -> Tensor:
+def _states(batch: Mapping[str, object], *, index: int) -> Tensor:
     states_BLPD = cast(Tensor, batch["states"])
-    return states_BLPD[:, :, place].float()
+    return states_BLPD[:, :, index].float()
 
 
 def _stats(batch: Mapping[str, object]) -> Tensor:

@@ -244,7 +244,7 @@ def _duration(num_records: int) -> tuple[int, int]:
 
 def _aurocs(labels: NDArray[np.int64], logits_NGK: NDArray[np.float32]) -> NDArray[np.float64]:
     flat = logits_NGK.reshape(len(labels), -1)
-    return np.array([auroc(labels, flat[:, place]) for place in range(flat.shape[1])]).reshape(logits_NGK.shape[1:])
+    return np.array([auroc(labels, flat[:, column]) for column in range(flat.shape[1])]).reshape(logits_NGK.shape[1:])
 
 
 def _kept(regressions: Regressions, group: int, strength: int) -> Arrays:

@@ -300,8 +300,8 @@ def _states(rows_BRD: torch.Tensor, current: Pass) -> torch.Tensor:
     """[B, position, D]: the last prompt token, and the first, last and mean answer token."""
     assert current.answer_len_B is not None
     count = current.answer_len_B.to(rows_BRD.device)
-    place = torch.arange(rows_BRD.shape[1], device=rows_BRD.device)[None]
-    inside = ((place >= 1) & (place <= count[:, None])).to(rows_BRD.dtype)
+    position = torch.arange(rows_BRD.shape[1], device=rows_BRD.device)[None]
+    inside = ((position >= 1) & (position <= count[:, None])).to(rows_BRD.dtype)
     mean = (rows_BRD * inside[..., None]).sum(1) / count[:, None]
     last = rows_BRD[torch.arange(len(count), device=rows_BRD.device), count]
     return torch.stack([rows_BRD[:, 0], rows_BRD[:, 1], last, mean], dim=1)

@@ -169,7 +169,7 @@ def plan_batches(
     batches: list[list[int]] = []
     step = window or max(1, len(lengths))
     for first in range(0, len(lengths), step):
-        order = sorted(range(first, min(first + step, len(lengths))), key=lambda place: -lengths[place])
+        order = sorted(range(first, min(first + step, len(lengths))), key=lambda index: -lengths[index])
         start = 0
         while start < len(order):
             row = row_bytes(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.traces.llm import transformers
 from millstream.traces.llm.capture import register_attention
 from millstream.traces.llm.fields import Size
-
-if TYPE_CHECKING:
-    from millstream.traces.llm.questions import Question
 
 
 class Tokenizer(Protocol):
@@ -45,18 +42,9 @@ class MakeModel(Protocol):
     def __call__(self, *, notify: Callable[[str], None]) -> Path: ...
 
 
-def built_in_questions() -> Mapping[str, "Callable[[], Sequence[Question]] | Path"]:
-    """Question sets by name: a function that returns the questions, or a file of them."""
-    return ChainMap(*(module.QUESTIONS for module in extensions("built_ins")))
-
-
 def built_in_models() -> Mapping[str, MakeModel]:
+    """The built-in models by name."""
     return ChainMap(*(module.MODELS for module in extensions("built_ins")))
-
-
-def built_in_prompts() -> Mapping[str, str]:
-    """Prompts by name, each with a `{question}`; the default of the model of the same name."""
-    return ChainMap(*(module.PROMPTS for module in extensions("built_ins")))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import ast
 import csv
 import json
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from millstream.core.registry import extensions
 from millstream.errors import BadSetting, BadSource, MissingExtra
-from millstream.traces.llm.model import Tokenizer, built_in_prompts, built_in_questions
+from millstream.traces.llm.model import Tokenizer
 from millstream.traces.scores import normalise
 
 Row = Mapping[str, Any]
@@ -80,7 +82,7 @@ def read_questions(
     """
     if num_samples is not None and num_samples < 1:
         raise BadSetting(f"num_samples={num_samples}: must be at least 1")
-    found = find_questions(source, _parse_columns(columns))
+    found = _find_questions(source, _parse_columns(columns))
     questions: list[Question] = []
     ids: set[str] = set()
     texts: set[str] = set()
@@ -99,19 +101,28 @@ def read_questions(
         raise BadSource(f"{source}: contains no questions")
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(len(questions))
-        questions = [questions[place] for place in order]
+        questions = [questions[index] for index in order]
     return QuestionSet(questions[:num_samples], same_id, same_text)
 
 
-def find_questions(source: str | Path | Sequence[Question], columns: Mapping[str, str]) -> Iterable[Question]:
+def built_in_questions() -> Mapping[str, Callable[[], Sequence[Question]] | Path]:
+    """The built-in question sets by name: a function that returns the questions, or a file."""
+    return ChainMap(*(module.QUESTIONS for module in extensions("built_ins")))
+
+
+def built_in_prompts() -> Mapping[str, str]:
+    """Prompts by name, each with a `{question}`; the default prompt of the model of the same name."""
+    return ChainMap(*(module.PROMPTS for module in extensions("built_ins")))
+
+
+def _find_questions(source: str | Path | Sequence[Question], columns: Mapping[str, str]) -> Iterable[Question]:
     if not isinstance(source, str | Path):
         return source
     name = str(source)
     built_in = built_in_questions()
-    found = built_in.get(name, Path(source))
-    if not isinstance(found, Path):
-        return found()
-    path = found
+    path = built_in.get(name, Path(source))
+    if not isinstance(path, Path):
+        return path()
     if path.suffix in _SUFFIXES or path.exists():
         if not path.is_file():
             known = ", ".join((*_SUFFIXES, *built_in))

@@ -86,7 +86,7 @@ class Tracer:
             return self._trace(batch)
         except (RuntimeError, MemoryError, ValueError, IndexError) as error:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            if is_out_of_memory(error):
+            if _is_out_of_memory(error):
                 self._max_cells = min(self._max_cells or 2**62, self._cells(batch))
         # Outside of `except`, or the traceback would keep the tensors of the failed batch alive.
         self._capture.clear()
@@ -163,7 +163,7 @@ class Tracer:
             mask_BN[i, : len(answer.ids)] = 1
         ids_BT = torch.cat([prompt_BP, answer_BN.to(device)], dim=1)
         mask_BT = torch.cat([mask_BP, mask_BN.to(device)], dim=1)
-        place_BT = (mask_BT.cumsum(1) - 1).clamp_min(0)
+        position_BT = (mask_BT.cumsum(1) - 1).clamp_min(0)
         # For an empty answer: its end-of-text or stop token.
         lengths = torch.tensor([answer.length or len(answer.ids) for answer in answers])
         cache = generated.past_key_values
@@ -173,7 +173,7 @@ class Tracer:
             inputs = {
                 "input_ids": ids_BT[:, start:],
                 "attention_mask": mask_BT,
-                "position_ids": place_BT[:, start:],
+                "position_ids": position_BT[:, start:],
                 "past_key_values": cache if cut else None,
                 "use_cache": cut,
             }
@@ -271,16 +271,16 @@ def p_true(loaded: LoadedModel, pairs: Sequence[tuple[str, str]], *, pad: Paddin
     return found
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
 
 
 def _probability_of_a(loaded: LoadedModel, ids_BP: torch.Tensor, mask_BP: torch.Tensor) -> list[float]:
     """The probability of A, given that the answer is A or B."""
-    places = (mask_BP.cumsum(1) - 1).clamp_min(0)
+    positions = (mask_BP.cumsum(1) - 1).clamp_min(0)
     logits_BV = loaded.model(
-        input_ids=ids_BP, attention_mask=mask_BP, position_ids=places, use_cache=False, logits_to_keep=1
+        input_ids=ids_BP, attention_mask=mask_BP, position_ids=positions, use_cache=False, logits_to_keep=1
     ).logits[:, -1]
     logprobs = logits_BV.float().log_softmax(-1)
     first, second = (logprobs[:, _letter_ids(loaded.tokenizer, letter)].logsumexp(-1) for letter in "AB")
