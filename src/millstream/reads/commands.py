@@ -62,7 +62,7 @@ def verify(path: Path, *, fast: bool, as_json: bool) -> None:
     from millstream.core.console import format_bytes, progress
     from millstream.reads.inspect import verify_reads
     from millstream.reads.kind import open as open_reads
-    from millstream.reads.pack.pack_file import is_pack
+    from millstream.reads.pack import is_pack
 
     reads = open_reads(path)
     with progress("verify", reads.num_bytes, unit="bytes") as update:
@@ -165,8 +165,8 @@ def index(
     from functools import partial
 
     from millstream.core.console import format_bytes
+    from millstream.reads.files import ReadFile, write_fai
     from millstream.reads.files.index import check_memory
-    from millstream.reads.files.read_file import ReadFile, write_fai
     from millstream.reads.open import expand, open_reads, watch_index
 
     try:
@@ -255,7 +255,7 @@ def unpack(
     import sys
 
     from millstream.core.console import progress, say, silent
-    from millstream.reads.pack.pack_file import PackFile
+    from millstream.reads.pack import PackFile
     from millstream.reads.pack.unpack import unpack as restore
 
     file = PackFile(path, memory=256 << 20)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from millstream.core.batches import decoded
 from millstream.core.console import Progress, format_bytes, silent
 from millstream.reads.batch import Read
-from millstream.reads.pack.pack_file import PackFile
+from millstream.reads.pack import PackFile
 from millstream.reads.reads import Reads
 
 _MOST = 5

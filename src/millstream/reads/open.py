@@ -18,13 +18,13 @@ from millstream.core.kernels import require_numba
 from millstream.core.memory import available_bytes, usage_within
 from millstream.core.mixture import Concat
 from millstream.errors import BadIndex, BadSource
+from millstream.reads.files import ReadFile
 from millstream.reads.files.columns import outdated_column
 from millstream.reads.files.index import IndexSettings, build_index, find_index, load_index, settings_of
-from millstream.reads.files.read_file import ReadFile
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import looks_like_reads
 from millstream.reads.mapping import MappingSource, load_mapping
-from millstream.reads.pack.pack_file import PackFile, is_pack
+from millstream.reads.pack import PackFile, is_pack
 from millstream.reads.reads import Part, Reads, Unknown
 
 # Files named like reads must be reads; other files in a folder are used if they look like reads.

@@ -17,9 +17,9 @@ from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
 from millstream.errors import BadSource
 from millstream.reads.batch import ColumnValues, FlatReads, Read, ReadBatch, join_reads, split_text
-from millstream.reads.files.read_file import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
+from millstream.reads.files import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
 from millstream.reads.mapping import LabelMapping
-from millstream.reads.pack.pack_file import PackFile
+from millstream.reads.pack import PackFile
 
 CHUNK_READS = 1024
 CHUNK_BASES = 4 << 20  # fetched at once when iterating

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import millstream as ms
-from millstream.reads.files.read_file import ReadFile, write_fai
+from millstream.reads.files import ReadFile, write_fai
 from support.slow_reads import wrapped
 
 samtools = pytest.mark.skipif(

@@ -26,8 +26,8 @@ from millstream.errors import BadIndex, BadSource, ConfigMismatch, StoreExists, 
 from millstream.reads.files.index import IndexLimits, IndexSettings
 from millstream.reads.files.names import name_of
 from millstream.reads.open import open_reads
+from millstream.reads.pack import PackFile, is_pack
 from millstream.reads.pack.pack import PackSummary, pack
-from millstream.reads.pack.pack_file import PackFile, is_pack
 from millstream.reads.pack.unpack import unpack
 from support.effort import num_examples
 from support.slow_reads import fasta_texts, fastq_texts, parse

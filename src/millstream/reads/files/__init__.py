@@ -1,1 +1,279 @@
-"""FASTA and FASTQ files: containers, the scanner, headers, and the index that finds a record by number."""
+"""FASTA and FASTQ files. Here one is open with its index: row numbers in, sequences out; and the index as a .fai."""
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.core.collection import Medium, Numbers
+from millstream.core.console import quoted
+from millstream.core.files import publish
+from millstream.core.record import Bytes
+from millstream.errors import BadSource, StaleIndex
+from millstream.reads.files.columns import HeaderColumns
+from millstream.reads.files.encodings import sums_before
+from millstream.reads.files.index import add_names
+from millstream.reads.files.names import NameTable, names_in
+from millstream.reads.files.scanner import IRREGULAR
+from millstream.reads.files.sections import Sections
+from millstream.reads.files.source import Fingerprint, file_crc32c
+from millstream.reads.files.texts import Runs, Text, open_text
+
+SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"
+_NO_BASES = np.empty(0, np.uint8)
+_ROWS = 65536
+
+
+class Locations(NamedTuple):
+    """Where records are in the text."""
+
+    start: Numbers
+    head: Numbers  # bytes of the header line
+    bases: Numbers
+    span: Numbers  # bytes up to the next record
+    line: Numbers
+    eol: Numbers
+    gap: Numbers  # bytes between the last base and the first quality, if all are on one line
+
+
+class Fetched(NamedTuple):
+    """Sequences and columns of rows of one part of a collection."""
+
+    flat: Bytes
+    offsets: Numbers
+    quality: Bytes | None
+    columns: dict[str, pa.Array]
+
+
+class ReadFile:
+    """One part of a collection of reads. `rows` are record numbers within it."""
+
+    def __init__(self, path: Path, sections: Sections, *, memory: int) -> None:
+        self.path = path
+        self.sections = sections
+        self._memory = memory
+        self.records: int = sections.meta["records"]  # pyright: ignore
+        self.bases: int = sections.meta["bases"]  # pyright: ignore
+        self.has_quality = sections.meta["format"] == "fastq"
+        names = ("anchor", "span", "bases", "tail", "line", "eol", "gap")
+        self._geometry = {name: sections.column(name) for name in names}
+        self._stat = self._state()
+        self.text: Text = open_text(path, sections, memory=memory)
+        self._first_base = lru_cache(maxsize=1024)(self._find_first_base)
+        self.columns = HeaderColumns(sections)
+
+    @property
+    def format(self) -> str:
+        meta = self.sections.meta
+        return str(meta["format"]) if meta["kind"] == "plain" else f"{meta['format']} in {meta['kind']}"
+
+    @property
+    def identity(self) -> object:
+        """What changes when the file does."""
+        return self.sections.meta["fingerprint"]["crc32c"], self.records  # pyright: ignore
+
+    @property
+    def medium(self) -> Medium:
+        run_bytes, is_random = self.text.run_bytes, self.sections.meta["kind"] == "plain"
+        return Medium(int(self.sections.meta["text_bytes"]), run_bytes, is_random)  # pyright: ignore
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        """Start reading the file from row `first[i]` to row `last[i]`."""
+        for start, end in self._spans(first, last):
+            self.text.will_need(start, end)
+
+    def release(self, first: Numbers, last: Numbers) -> None:
+        for start, end in self._spans(first, last):
+            self.text.release(start, end)
+
+    def _spans(self, first: Numbers, last: Numbers) -> Iterator[tuple[int, int]]:
+        starts, ends = self.locate(first).start, self.locate(last)
+        return zip(starts.tolist(), (ends.start + ends.span).tolist(), strict=True)
+
+    def verify(self) -> Iterator[str]:
+        """Verify the checksums of index and file; yields every damage."""
+        yield from self.sections.damages()
+        known = Fingerprint.of_json(self.sections.meta["fingerprint"])
+        if file_crc32c(self.path) != known.crc32c:
+            yield (
+                f"{self.path}: its CRC-32C has changed since it was indexed. If that is intended: "
+                f"millstream index {quoted(self.path)} --rebuild"
+            )
+
+    def check_unchanged(self) -> None:
+        """Raise StaleIndex if the file was replaced or written to since it was opened; takes 2 us."""
+        if self._state() != self._stat:
+            raise StaleIndex(
+                f"{self.path}: changed while it was open. Rebuild: millstream index {quoted(self.path)} --rebuild"
+            )
+
+    def _state(self) -> tuple[int, int, int] | None:
+        try:
+            stat = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+    def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
+        """Sequences of these rows, and the qualities, names and columns among `fields`."""
+        found = self.locate(rows)
+        columns = {
+            name: self.columns.take(name, rows, lengths=lambda _: found.bases, headers=lambda _: self.headers(found))
+            for name in fields
+            if name in self.columns
+        }
+        if NAME in fields and NAME not in self.columns:
+            columns[NAME] = pa.array(names_in(*self.headers(found)), pa.string())
+        needs_bases = SEQUENCE in fields or QUALITY in fields
+        flat, offsets = self.sequences(found) if needs_bases else (_NO_BASES, np.zeros(len(rows) + 1, np.int64))
+        quality = self.qualities(found) if QUALITY in fields and self.has_quality else None
+        return Fetched(flat, offsets, quality, columns)
+
+    def locate(self, rows: Numbers) -> Locations:
+        """Where these records are in the text."""
+        self.check_unchanged()  # never read from a file that has changed
+        geometry = self._geometry
+        start = sums_before(geometry["anchor"].verified(rows >> 5), geometry["span"].verified(rows), rows)
+        span, bases, tail, line, eol, gap = (
+            geometry[name].take(rows) for name in ("span", "bases", "tail", "line", "eol", "gap")
+        )
+        head = span - tail - gap - (2 * bases if self.has_quality else bases)
+        return Locations(start, head, bases, span, line, eol, gap)
+
+    def lengths(self, rows: Numbers) -> Numbers:
+        return self._geometry["bases"].take(rows)
+
+    def sequences(self, found: Locations) -> tuple[Bytes, Numbers]:
+        """Bases and offsets."""
+        # An eol of 0 means that there are no comments to skip; regular FASTQ has one line per sequence.
+        eol = np.zeros_like(found.eol) if self.has_quality else found.eol
+        return self.text.gather(Runs(found.start + found.head, found.bases, found.span - found.head, found.line, eol))
+
+    def qualities(self, found: Locations) -> Bytes:
+        """Base qualities, with the same offsets as the sequences."""
+        start = found.start + found.head + found.bases + found.gap
+        line = np.where(found.line == IRREGULAR, IRREGULAR, 0)
+        zeros = np.zeros_like(line)
+        return self.text.gather(Runs(start, found.bases, found.start + found.span - start, line, zeros))[0]
+
+    def headers(self, found: Locations) -> tuple[Bytes, Numbers, Numbers]:
+        """Header lines without '>' or '@' and line end: text, starts, ends."""
+        count = found.head - 1
+        zeros = np.zeros_like(count)
+        flat, offsets = self.text.gather(Runs(found.start + 1, count, count, zeros, zeros))
+        ends = offsets[1:].copy()
+        for byte in b"\n\r":
+            last = flat[np.maximum(ends - 1, 0)] if len(flat) else np.zeros(len(ends), np.uint8)
+            ends -= (last == byte) & (ends > offsets[:-1])
+        return flat, offsets[:-1], ends
+
+    def names_of(self, rows: Numbers) -> list[str]:
+        """The first words of their headers."""
+        return names_in(*self.headers(self.locate(rows)))
+
+    def column(self, name: str, rows: Numbers) -> pa.Array:
+        """A column of these rows; parsed from their headers if it is not stored."""
+        return self.columns.take(name, rows, lengths=self.lengths, headers=lambda rows: self.headers(self.locate(rows)))
+
+    @cached_property
+    def _name_table(self) -> NameTable:
+        return NameTable(self.sections)
+
+    @property
+    def has_names(self) -> bool:
+        return "names.tags" in self.sections
+
+    def with_names(self) -> "ReadFile":
+        """The same file, with a name table in its index, built now."""
+        index = add_names(self.path, self.sections)
+        return ReadFile(self.path, index, memory=self._memory)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.text.held_bytes()
+
+    @property
+    def decoded(self) -> int:
+        return self.text.decoded
+
+    def find(self, name: str) -> list[int]:
+        """Rows with this name, in order."""
+        return self._name_table.find(name, self.names_of)
+
+    def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
+        """Bases [start, end) of records; where the line layout is regular, only those bytes are read."""
+        found = self.locate(rows)
+        if (found.line == IRREGULAR).any():
+            parts = [self.sequences(self.locate(rows[at : at + 1]))[0] for at in range(len(rows))]
+            parts = [part[start:end] for part, start, end in zip(parts, starts.tolist(), ends.tolist(), strict=True)]
+            return np.concatenate([_NO_BASES, *parts]), np.append(0, np.cumsum(ends - starts))
+        line = np.maximum(found.line, 1)  # a sequence on one line has no line length
+        skipped = np.where(found.line > 0, found.eol, 0)
+        first, last = (at + at // line * skipped for at in (starts, np.maximum(ends - 1, starts)))
+        raw = found.start + found.head + first
+        runs = Runs(raw, ends - starts, last - first + 1, found.line, found.eol, starts % line)
+        return self.text.gather(runs)
+
+    def length(self, row: int) -> int:
+        return self._first_base(row)[1]
+
+    def region(self, row: int, start: int, end: int) -> Bytes:
+        """Bases [start, end) of one record."""
+        self.check_unchanged()
+        first, _, line, eol = self._first_base(row)
+        if line == IRREGULAR:
+            return self.sequences(self.locate(np.array([row], np.int64)))[0][start:end]
+        skipped = eol if line else 0
+        begin = start + start // (line or 1) * skipped
+        span = end + (end - 1) // (line or 1) * skipped - begin
+        return np.frombuffer(self.text.read(first + begin, span).translate(None, b"\r\n"), np.uint8)
+
+    def _find_first_base(self, row: int) -> tuple[int, int, int, int]:
+        """Position of the first base, number of bases, bases per line, bytes per line end."""
+        found = self.locate(np.array([row], np.int64))
+        first, bases, line, eol = found.start + found.head, found.bases, found.line, found.eol
+        return int(first[0]), int(bases[0]), int(line[0]), int(eol[0])
+
+
+def write_fai(file: ReadFile) -> list[Path]:
+    """Write FILE.fai (and FILE.gzi) beside the data; returns the files written."""
+    if file.sections.meta["kind"] not in ("plain", "bgzf"):
+        raise BadSource(f"{file.path}: samtools reads plain and BGZF files only; recompress it: bgzip")
+    fai = file.path.with_name(file.path.name + ".fai")
+    publish(fai, b"".join(_lines(file, start) for start in range(0, file.records, _ROWS)))
+    if file.sections.meta["kind"] == "plain":
+        return [fai]
+    gzi = file.path.with_name(file.path.name + ".gzi")
+    raw, plain = (_all(file, f"block.{name}") for name in ("raw", "plain"))
+    pairs = np.stack([raw, plain], axis=1)[1:].astype("<u8")
+    publish(gzi, struct.pack("<Q", len(pairs)) + pairs.tobytes())
+    return [fai, gzi]
+
+
+def _lines(file: ReadFile, first: int) -> bytes:
+    found = file.locate(np.arange(first, min(first + _ROWS, file.records), dtype=np.int64))
+    (wrong,) = np.nonzero(found.line == IRREGULAR)
+    names = names_in(*file.headers(found))
+    if len(wrong):
+        raise BadSource(
+            f"{file.path}: record {first + int(wrong[0])} ({names[int(wrong[0])]}) has lines of different lengths, "
+            "which a .fai cannot describe"
+        )
+    offset = found.start + found.head
+    width = np.where(found.line == 0, found.bases, found.line)
+    columns = [found.bases, offset, width, width + found.eol]
+    if file.has_quality:
+        columns.append(offset + found.bases + found.gap)
+    rows = zip(names, *(column.tolist() for column in columns), strict=True)
+    # samtools skips records without bases
+    return "".join("\t".join(map(str, row)) + "\n" for row in rows if row[1]).encode()
+
+
+def _all(file: ReadFile, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    column = file.sections.column(name)
+    return column.take(np.arange(column.rows, dtype=np.int64))

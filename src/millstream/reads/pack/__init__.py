@@ -1,1 +1,308 @@
-"""Packs: reads at two bits per base in one file with random access, and how it is written and read."""
+"""Packs: reads at two bits per base in one file. Here one is open for reading: rows in, sequences out, in any order."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.core.collection import Medium, Numbers
+from millstream.core.console import quoted, say
+from millstream.core.record import Bytes
+from millstream.errors import BadIndex
+from millstream.reads.files import NAME, QUALITY, SEQUENCE, Fetched
+from millstream.reads.files.columns import HeaderColumns
+from millstream.reads.files.encodings import sums_before
+from millstream.reads.files.index import index_paths, write_index
+from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, names_in
+from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
+from millstream.reads.files.texts import PAGE_BYTES
+from millstream.reads.pack.bases import QUALITIES, STREAM, Qualities, TwoBit
+from millstream.reads.pack.header_blocks import HeaderBlocks
+
+WHAT = "packed reads"
+VERSION = 2  # 1 had another description of the line layout, and is read without it
+_NAMES = "names of packed reads"
+_GRANULE = 16  # log2 of 64 kB: what the kernel maps around a page that is touched
+_ROWS_AT_ONCE = 1 << 16
+
+
+def is_pack(path: Path) -> bool:
+    """Whether a file is a pack, perhaps a damaged one; the index of a read file is not."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return False
+    try:
+        return Sections(path).meta.get("what") == WHAT
+    except BadIndex:
+        return True
+
+
+def describe_fidelity(meta: Mapping[str, Any]) -> str:
+    """What `unpack` restores of the packed text."""
+    if meta["exact"]:
+        return "bytes exact"
+    without: list[str] = []
+    if not meta["names"]:
+        without.append("names")
+    if meta["format"] == "fastq" and not meta["quality"]:
+        without.append("base qualities")
+    if meta["settings"]["on_mismatch"] == "skip" and meta["mismatches"]["count"]:
+        without.append(f"the {meta['mismatches']['count']} that do not match header_regex")
+    if meta["damage"]:
+        without.append("what follows the damage")
+    parts = ["records exact" + (f", without {' and '.join(without)}" if without else "")]
+    if meta["irregular_record"] is not None:
+        parts.append(f"line layout is irregular, first at record {meta['irregular_record']}")
+    elif "layout" not in meta:
+        parts.append("line layout is not known (packed by an earlier version)")
+    return "; ".join(parts)
+
+
+def load_pack(path: Path) -> Sections:
+    """The sections of a pack; their `meta` describes it."""
+    sections = Sections(path, remedy=f"Pack it again: millstream pack SOURCE {quoted(path)} --rebuild")
+    meta = sections.meta
+    if meta.get("what") != WHAT:
+        raise BadIndex(f"{path}: is an {meta.get('what')}, not {WHAT} (millstream pack SOURCE OUT makes those)")
+    version = cast(int, meta.setdefault("pack_version", 1))
+    if version > VERSION:
+        raise BadIndex(f"{path}: packed format {version}, this millstream reads up to {VERSION}; upgrade millstream")
+    if version == 1:
+        meta.update(exact=False, irregular_record=None)
+    return sections
+
+
+class PackFile:
+    """One part of a collection of reads. `rows` are record numbers within it."""
+
+    def __init__(self, path: Path, *, memory: int) -> None:
+        self.path = path
+        self.sections = sections = load_pack(path)
+        self.meta = cast(dict[str, Any], sections.meta)
+        self._memory = memory
+        self.records: int = self.meta["records"]
+        self.bases: int = self.meta["bases"]
+        self.has_quality = QUALITIES in sections
+        self._anchors, self._lengths = sections.column("anchor"), sections.column("bases")
+        self._pages = _Pages(sections, memory)
+        self._stream_at = sections.span(STREAM)[0]
+        self.lines: HeaderBlocks | None = None  # header lines, if they were kept
+        if self.meta["codec"] is not None:
+            self.lines = HeaderBlocks(sections, self.meta["codec"], memory=max(memory // 8, 1 << 20))
+        self.columns = HeaderColumns(sections)
+        self._names = sections if "names.tags" in sections else self._names_beside()
+
+    @property
+    def format(self) -> str:
+        """Of the text it was packed from."""
+        return f"packed {self.meta['format']}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `unpack` restores the exact bytes."""
+        return self.meta["exact"]
+
+    @property
+    def fidelity(self) -> str:
+        """What `unpack` restores of the packed text, in words."""
+        return describe_fidelity(self.meta)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether a record can be found by its name without building a table of names first."""
+        return self.lines is None or self._names is not None
+
+    @property
+    def held_bytes(self) -> int:
+        return self._pages.held_bytes + (self.lines.held_bytes if self.lines else 0)
+
+    @property
+    def decoded(self) -> int:
+        return self.lines.decoded if self.lines else 0
+
+    @property
+    def identity(self) -> object:
+        """What changes when the file does."""
+        return self.meta["text_crc32c"], self.records
+
+    @property
+    def medium(self) -> Medium:
+        return Medium(self.sections.num_bytes, PAGE_BYTES, is_random=True)
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        """Start reading the bases from row `first[i]` to row `last[i]`."""
+        starts, ends = self.starts(first) >> 2, self.starts(last) >> 2
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            self.sections.will_need(self._stream_at + start, end - start + PAGE_BYTES)
+
+    def release(self, first: Numbers, last: Numbers) -> None:
+        """Pages are dropped when there are too many."""
+
+    def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
+        """Sequences of these rows, and the qualities, names and columns among `fields`."""
+        columns = {name: self.column(name, rows) for name in fields if name in self.columns}
+        if NAME in fields and NAME not in self.columns:
+            columns[NAME] = pa.array(self.names_of(rows), pa.string())
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        flat, quality = np.empty(0, np.uint8), None
+        if SEQUENCE in fields or QUALITY in fields:
+            np.cumsum(self.lengths(rows), out=offsets[1:])
+            starts = self.starts(rows)
+            flat = self.sequences(starts, offsets)
+            quality = self.qualities(starts, offsets) if QUALITY in fields and self.has_quality else None
+        return Fetched(flat, offsets, quality, columns)
+
+    def lengths(self, rows: Numbers) -> Numbers:
+        return self._lengths.take(rows)
+
+    def starts(self, rows: Numbers) -> Numbers:
+        """Where the records start in the stream of bases."""
+        return sums_before(self._anchors.verified(rows >> 5), self._lengths.verified(rows), rows)
+
+    def sequences(self, starts: Numbers, offsets: Numbers) -> Bytes:
+        """`offsets[i+1] - offsets[i]` bases of the stream from `starts[i]` on, for every i."""
+        ends = starts + np.diff(offsets)
+        self._pages.touch(self._stream_at + (starts >> 2), self._stream_at + (ends + 3 >> 2))
+        flat = self._twobit.sequences(starts, offsets)
+        self._pages.release()
+        return flat
+
+    def qualities(self, starts: Numbers, offsets: Numbers) -> Bytes:
+        """The same for base qualities."""
+        flat = self._qualities.take(starts, offsets)
+        first, num_bytes = self.sections.span(f"{QUALITIES}.words")
+        at = first + (starts * (num_bytes / max(self.bases, 1))).astype(np.int64)  # about
+        self._pages.count(np.minimum(at, first + num_bytes - 1))
+        self._pages.release()
+        return flat
+
+    def length(self, row: int) -> int:
+        return int(self.lengths(np.array([row], np.int64))[0])
+
+    def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
+        """Bases [start, end) of records."""
+        offsets = np.append(0, np.cumsum(ends - starts))
+        return self.sequences(self.starts(rows) + starts, offsets), offsets
+
+    def region(self, row: int, start: int, end: int) -> Bytes:
+        """Bases [start, end) of one record."""
+        first = int(self.starts(np.array([row], np.int64))[0])
+        return self.sequences(np.array([first + start], np.int64), np.array([0, end - start], np.int64))
+
+    def headers(self, rows: Numbers) -> tuple[Bytes, Numbers, Numbers]:
+        """Header lines without '>': text, starts, ends; the record's number when they were not kept."""
+        if self.lines is not None:
+            return self.lines.lines(rows)
+        texts = [str(row).encode() for row in rows.tolist()]
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        flat = np.frombuffer(bytearray(b"".join(texts)), np.uint8)
+        return flat, ends - np.array([len(text) for text in texts], np.int64), ends
+
+    def names_of(self, rows: Numbers) -> list[str]:
+        """The first words of their headers."""
+        return names_in(*self.headers(rows))
+
+    def column(self, name: str, rows: Numbers) -> pa.Array:
+        """A column of these rows; parsed from their headers if it is not stored."""
+        return self.columns.take(name, rows, lengths=self.lengths, headers=self.headers)
+
+    def find(self, name: str) -> list[int]:
+        """Rows with this name, in order."""
+        if self.lines is None:
+            known = name.isascii() and name.isdigit() and name == str(int(name)) and int(name) < self.records
+            return [int(name)] if known else []
+        assert self._names is not None
+        return NameTable(self._names).find(name, self.names_of)
+
+    def with_names(self) -> "PackFile":
+        """The same file, with a name table, built now in a file of its own."""
+        say(f"{self.path}: building a table of its {self.records} names, once")
+        write_index(self.path, self._write_names)
+        return PackFile(self.path, memory=self._memory)
+
+    def verify(self) -> Iterator[str]:
+        """Verify the checksums of the file; yields every damage."""
+        yield from self.sections.damages()
+
+    def _write_names(self, path: Path) -> None:
+        names = NameTableWriter(path.parent, large=True)
+        try:
+            with SectionsWriter(path) as sections:
+                for start in range(0, self.records, _ROWS_AT_ONCE):
+                    rows = np.arange(start, min(start + _ROWS_AT_ONCE, self.records), dtype=np.int64)
+                    names.append(hash_names(*self.headers(rows)))
+                names.finish(sections)
+                sections.publish({"what": _NAMES, "of": self._identity()})
+        finally:
+            names.close()
+
+    def _names_beside(self) -> Sections | None:
+        """The name table that was built later, if there is one for this file."""
+        for path in index_paths(self.path):
+            if path.exists():
+                try:
+                    sections = Sections(path)
+                except BadIndex:
+                    continue
+                if sections.meta.get("what") == _NAMES and sections.meta["of"] == self._identity():
+                    return sections
+        return None
+
+    def _identity(self) -> list[int]:
+        return [self.sections.num_bytes, self.records, self.bases, self.meta["text_crc32c"]]
+
+    @cached_property
+    def _twobit(self) -> TwoBit:
+        return TwoBit(self.sections)
+
+    @cached_property
+    def _qualities(self) -> Qualities:
+        return Qualities(self.sections.column(QUALITIES), self.meta["grades"])
+
+
+class _Pages:
+    """The mapped pages of a file: verified on first use, dropped when there are too many."""
+
+    def __init__(self, sections: Sections, memory: int) -> None:
+        self._sections = sections
+        self._memory = memory
+        self._touched = np.zeros((sections.num_bytes >> _GRANULE) + 1, np.bool_)
+        self._is_small = sections.num_bytes <= memory
+
+    @property
+    def held_bytes(self) -> int:
+        return int(np.count_nonzero(self._touched)) << _GRANULE
+
+    def touch(self, starts: Numbers, ends: Numbers) -> None:
+        """These bytes are about to be read."""
+        if not len(starts):
+            return
+        blocks = np.concatenate([starts // CRC_BYTES, np.maximum(ends - 1, starts) // CRC_BYTES])
+        longest = int((ends - starts).max())
+        if longest > CRC_BYTES:
+            for i in np.flatnonzero(ends - starts > CRC_BYTES).tolist():
+                blocks = np.append(blocks, np.arange(int(starts[i]), int(ends[i]), CRC_BYTES) // CRC_BYTES)
+        for block in self._sections.unchecked(blocks):
+            self._sections.will_need(block * CRC_BYTES, CRC_BYTES)
+            self._sections.check_block(block)
+            self._touched[block * CRC_BYTES >> _GRANULE : (block + 1) * CRC_BYTES >> _GRANULE] = True
+            self.release()
+        self.count(starts)
+        for i in np.flatnonzero(ends - starts > 1 << _GRANULE).tolist() if longest > 1 << _GRANULE else ():
+            self._touched[starts[i] >> _GRANULE : (ends[i] >> _GRANULE) + 1] = True
+
+    def count(self, starts: Numbers) -> None:
+        """These bytes were read."""
+        if not self._is_small:
+            self._touched[starts >> _GRANULE] = True
+
+    def release(self) -> None:
+        """Drop all pages if they exceed the budget."""
+        if not self._is_small and self.held_bytes > self._memory:
+            self._sections.drop_pages()
+            self._touched[:] = False

@@ -27,9 +27,9 @@ from millstream.reads.files.names import NameTableWriter, hash_names
 from millstream.reads.files.scanner import BASES, Format, Scanned
 from millstream.reads.files.sections import SectionsWriter
 from millstream.reads.files.source import Fingerprint, SourceScan, samples_crc32c
+from millstream.reads.pack import VERSION, WHAT, describe_fidelity, is_pack, load_pack
 from millstream.reads.pack.bases import QualitiesWriter, TwoBitWriter
 from millstream.reads.pack.header_blocks import HeaderBlocksWriter, best_codec
-from millstream.reads.pack.pack_file import VERSION, WHAT, describe_fidelity, is_pack, load_pack
 from millstream.reads.pack.unpack import LayoutCheck, LineLayout
 
 

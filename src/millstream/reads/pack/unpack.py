@@ -17,7 +17,7 @@ from millstream.core.files import publishing_text
 from millstream.core.kernels import kernel
 from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadIndex
-from millstream.reads.pack.pack_file import PackFile
+from millstream.reads.pack import PackFile
 
 MEMORY = 256 << 20
 WINDOW_BASES = 4 << 20
