@@ -263,11 +263,7 @@ class Subset(Collection):
         return type(self)(collection, self.chosen, lineage=self._lineage)
 
     def _take(self, numbers: Sequence[int] | Numbers) -> Numbers:
-        wanted = np.asarray(numbers, np.int64)
-        first, last = (int(wanted.min()), int(wanted.max())) if len(wanted) else (0, -1)
-        if first < -len(self) or last >= len(self):
-            raise IndexError(f"record {first} to {last} of a subset of {len(self)}")
-        return self.chosen.take(wanted if first >= 0 else np.where(wanted < 0, wanted + len(self), wanted))
+        return self.chosen.take(checked_numbers(numbers, len(self)))
 
 
 def subset(collection: Collection, numbers: Sequence[int] | Numbers) -> Subset:
@@ -278,10 +274,18 @@ def subset(collection: Collection, numbers: Sequence[int] | Numbers) -> Subset:
     given = np.asarray(numbers).reshape(-1)
     if len(given) and given.dtype.kind not in "iu":
         raise ValueError(f"a subset takes record numbers, not {given.dtype}; for a mask, pass np.flatnonzero(mask)")
-    wanted = given.astype(np.int64)
-    if len(wanted) and not (-len(collection) <= wanted.min() and wanted.max() < len(collection)):
-        raise IndexError(f"record {wanted.min()} to {wanted.max()} of a collection of {len(collection)}")
-    return Subset(collection, Listed(np.where(wanted < 0, wanted + len(collection), wanted)))
+    own = given.astype(np.int64)  # the caller may change theirs
+    return Subset(collection, Listed(checked_numbers(own, len(collection))))
+
+
+def checked_numbers(numbers: Sequence[int] | Numbers, length: int) -> Numbers:
+    """Record numbers from 0; negative ones count from the end."""
+    wanted = np.asarray(numbers, np.int64)
+    first, last = (int(wanted.min()), int(wanted.max())) if len(wanted) else (0, -1)
+    if first < -length or last >= length:
+        wrong = wanted[(wanted < -length) | (wanted >= length)]
+        raise IndexError(f"record {wrong[0]} of {length}")
+    return np.where(wanted < 0, wanted + length, wanted) if first < 0 else wanted
 
 
 class Chosen(Protocol):

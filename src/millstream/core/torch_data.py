@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 # tests/test_private_modules.py fails if torch changes it.
 from torch.utils.data._utils.collate import default_collate_fn_map  # pyright: ignore
 
-from millstream.core.collection import Collection, Numbers
+from millstream.core.collection import Collection, Numbers, checked_numbers
 from millstream.core.config import parse_bytes
 from millstream.core.console import format_bytes
 from millstream.core.features import Feature, FeaturePipeline
@@ -331,11 +331,7 @@ class RecordDataset(Dataset[Sample]):
 
 def checked_indices(indices: Sequence[int], length: int) -> Numbers:
     """The indices of a map-style dataset as numbers from 0; negative ones count from the end."""
-    numbers = np.array([int(index) for index in indices], np.int64)
-    wrong = numbers[(numbers < -length) | (numbers >= length)]
-    if len(wrong):
-        raise IndexError(f"record {wrong[0]} of a dataset of {length}")
-    return numbers % max(length, 1)
+    return checked_numbers([int(index) for index in indices], length)
 
 
 class RecordStream(IterableDataset[object]):
