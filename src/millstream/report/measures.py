@@ -234,6 +234,16 @@ def ratio(part: Counts, whole: Counts) -> Floats:
     return np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole > 0)
 
 
+def spaced(size: int, most: int) -> NDArray[np.int64]:
+    """At most `most` of `size` positions at even steps, with the first and the last."""
+    return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64))
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """The standard deviation between seeds; None with one."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
 def _once(labels: Counts) -> Counts:
     return np.ones((1, len(labels)), np.int64)
 
@@ -261,7 +271,7 @@ def _groups(scores: Counts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _curve(x: Floats, y: Floats) -> Curve:
-    kept = np.unique(np.linspace(0, len(x) - 1, min(len(x), MAX_POINTS)).round().astype(np.int64))
+    kept = spaced(len(x), MAX_POINTS)
     return Curve(x[kept].tolist(), y[kept].tolist())
 
 
@@ -281,7 +291,7 @@ ALPHA = 0.05
 MANY_SEEDS = 5
 SEED = 20_240_607
 CHUNK_BYTES = 10_000_000  # five times as much takes twice as long: fresh pages instead of cached ones
-_ARRAYS = 10  # of eight bytes per count, held by a measure at once
+_ARRAYS = 10  # of eight bytes per count: what a measure holds in memory
 
 
 @dataclass(frozen=True)

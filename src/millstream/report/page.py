@@ -250,7 +250,7 @@ def figure_section(drawings: Sequence[Drawing], *, text: str) -> Section:
 def data_section(
     card: Mapping[str, object], tables: Mapping[str, Table[Any]], *, shown: Sequence[str], tall: Sequence[str] = ()
 ) -> Section:
-    """The data card: tables side by side, and its other entries; `shown` are those that the tables show."""
+    """The data card: tables side by side, and its other entries; `shown` names the entries that the tables show."""
     side = [
         [HeadingBlock(title), TableBlock(table=table, label=title, is_tall=title in tall)]
         for title, table in tables.items()

@@ -12,6 +12,7 @@ from millstream.core.console import format_seconds
 from millstream.core.registry import plug
 from millstream.errors import BadSource, MillstreamError
 from millstream.report import read_mapping, report_of
+from millstream.report.measures import spaced
 from millstream.report.tables import clipped, flat
 from millstream.training.folder import (
     CHECKPOINTS,
@@ -61,7 +62,7 @@ class _Run:
         self.report = RunReport(run)
         self._state = RunState(run)
         self._log = RunLog(run / METRICS)
-        self._lock = threading.Lock()  # several pages may query at once
+        self._lock = threading.Lock()  # several pages may query in parallel
 
     def state(self, query: Query) -> object:
         """Everything, or what has changed since the page saw `since` lines of log `generation`."""
@@ -310,9 +311,8 @@ class Curve:
         """Each measure over the epochs, thinned if there are many; the first, last and best epoch are kept."""
         numbers = sorted(self.epochs)
         if len(numbers) > MOST_POINTS:
-            places = {round(place * (len(numbers) - 1) / (MOST_POINTS - 1)) for place in range(MOST_POINTS)}
             best = self.best()
-            places |= set() if best is None else {numbers.index(best[0])}
+            places = {*spaced(len(numbers), MOST_POINTS).tolist(), *([] if best is None else [numbers.index(best[0])])}
             numbers = [numbers[place] for place in sorted(places)]
         names = dict.fromkeys(name for number in numbers for name in self.epochs[number])
         return {"epoch": numbers, **{name: [self.epochs[n].get(name) for n in numbers] for name in names}}

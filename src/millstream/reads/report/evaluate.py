@@ -19,7 +19,7 @@ from millstream.reads.report.results import (
     SplitResult,
 )
 from millstream.report import damaged, read_files, unfinished
-from millstream.report.measures import about_seeds, compare, mean, verdict
+from millstream.report.measures import about_seeds, compare, deviation, mean, verdict
 from millstream.report.tables import branch, shown
 from millstream.training.folder import DATA, PREDICTIONS, Metrics
 
@@ -132,7 +132,6 @@ def _model(name: str, seeds: Seeds, metrics: Metrics) -> ModelResult:
 
 def _split(seeds: Sequence[Measured]) -> SplitResult:
     first = seeds[0]
-    values = [seed.macro_f1.value for seed in seeds]
     at = [found for seed in seeds if (found := seed.targets[PRECISION].at) is not None]
     return SplitResult(
         num_reads=first.num_reads,
@@ -140,7 +139,7 @@ def _split(seeds: Sequence[Measured]) -> SplitResult:
         num_classes=first.num_classes,
         accuracy=mean([seed.accuracy for seed in seeds]).interval,
         macro_f1=mean([seed.macro_f1 for seed in seeds]).interval,
-        macro_f1_sd=float(np.std(values, ddof=1)) if len(values) > 1 else None,
+        macro_f1_sd=deviation([seed.macro_f1.value for seed in seeds]),
         ranks=[
             RankResult(
                 rank,

@@ -18,7 +18,7 @@ from millstream.core.batches import text_codes_of
 from millstream.errors import BadSource
 from millstream.reads.mapping import prediction_column
 from millstream.report import damaged
-from millstream.report.measures import SEED, Curve, Resampled, calibration, macro_f1s, ratio
+from millstream.report.measures import SEED, Curve, Resampled, calibration, macro_f1s, ratio, spaced
 
 # N reads, C classes, G groups of reads, R draws of groups
 
@@ -121,7 +121,7 @@ class PredictionsFile:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of reads of known classes, per class [..., C]: of it, assigned to it, and correctly so."""
+    """Per class [..., C], of reads of known classes: its reads, reads assigned to it, and correctly assigned ones."""
 
     true: Floats
     assigned: Floats
@@ -237,8 +237,7 @@ class ThresholdCurve:
 
     def thinned(self) -> "ThresholdCurve":
         """Points at about even steps of coverage."""
-        size = len(self.threshold)
-        kept = np.unique(np.linspace(0, size - 1, min(size, MAX_POINTS)).round().astype(np.int64))
+        kept = spaced(len(self.threshold), MAX_POINTS)
         return ThresholdCurve(self.threshold[kept], self.coverage[kept], self.precision[kept], self.recall[kept])
 
 

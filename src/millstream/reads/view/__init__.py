@@ -126,7 +126,7 @@ class Records:
         return names
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Which file, and which record of it."""
+        """The number of its file, and of the record in the file."""
         for place, part in enumerate(self._reads.parts):
             if number < part.records:
                 return place, number
@@ -318,7 +318,7 @@ class _Reads:
         return found.summary()
 
     def classes(self, query: Query) -> object:
-        """The most common values of a column, those that contain `search`, from the one at `first` on."""
+        """The most common values of a column that contain `search`, starting at rank `first`."""
         column = query.text("column")
         if column not in self._reads.column_names:
             raise BadSetting(

@@ -138,7 +138,7 @@ class _Detector:
             seeds=len(seeds),
             parameters=fits[0].parameters,
             auroc=found["auroc"].interval,
-            auroc_sd=float(np.std(areas, ddof=1)) if len(areas) > 1 else None,
+            auroc_sd=measures.deviation(areas),
             auroc_val=self.auroc_val,
             aupr=found["aupr"].interval,
             threshold=first.threshold,

@@ -264,7 +264,7 @@ class _Latest:
 
     def __init__(self, path: Path, run: Path | None, tokenizer: str | None) -> None:
         self._from = path, run, tokenizer
-        self._lock = threading.Lock()  # several pages may be opened at once
+        self._lock = threading.Lock()  # several pages may be opened in parallel
         self._seen = self._modified()
         self.shown = _Shown(*self._from)
 

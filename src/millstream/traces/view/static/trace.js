@@ -48,7 +48,7 @@ function head(trace, step) {
 
 function answerBlock(trace) {
   const parts = [make("h2", { class: "question" }, make("bdi", {}, trace.question ?? `record ${trace.number}`))];
-  const line = make("p", { class: "said" });
+  const line = make("p", { class: "given-answer" });
   if (trace.scalars.status === "error") line.append(make("span", { class: "error" }, trace.scalars.error ?? "failed"));
   else line.append(make("bdi", {}, trace.answer ?? ""), " ");
   if (trace.verdict) line.append(" ", make("span", { class: `verdict ${trace.verdict}` }, trace.verdict));
