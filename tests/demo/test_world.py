@@ -1,11 +1,12 @@
-"""Questions about the real world: enough of every kind, each once, and right where everybody knows the answer."""
+"""The question set `world`: balanced kinds, unique questions, and correct answers to well-known ones."""
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from millstream.traces.llm.questions import Question, read_questions
+from millstream.traces.llm.questions import Question, built_in_questions, read_questions
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,21 @@ def test_there_are_over_three_thousand_questions_of_nineteen_balanced_kinds(ques
     assert len(questions) >= 3000
     assert len(kinds) == 19
     assert min(kinds.values()) >= 100 and max(kinds.values()) <= len(questions) / 5
+
+
+def test_sources_and_licences_are_shipped_with_the_questions():
+    data = built_in_questions()["world"]
+    assert isinstance(data, Path)
+    text = data.with_name("world.SOURCES.txt").read_text()
+    for name in (
+        "GeoNames",
+        "Creative Commons Attribution 4.0",
+        "iso-codes",
+        "LGPL-2.1",
+        "periodictable",
+        "public domain",
+    ):
+        assert name in text
 
 
 def test_questions_and_ids_are_unique(questions: list[Question]):
@@ -113,8 +129,8 @@ def test_every_correct_answer_is_an_alias(by_text: dict[str, Question], text: st
 def test_disputed_facts_are_left_out(by_text: dict[str, Question]):
     for text in (
         "What is the capital of Israel?",
-        "What is the capital of Singapore?",  # given away
-        "What is the chemical symbol of iodine?",  # "I" stands in every second answer
+        "What is the capital of Singapore?",  # the question contains the answer
+        "What is the chemical symbol of iodine?",  # "I" is in every second answer
         "In which country is the city of Hyderabad?",  # India and Pakistan
         "In which country is the city of Valencia?",  # Spain and Venezuela
         "In which US state is the city of Springfield?",
