@@ -4,6 +4,7 @@ import hashlib
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import millstream as ms
 from millstream import features
 from millstream.core.batches import ColumnBatch
 from millstream.errors import BadSource
@@ -18,6 +20,7 @@ from millstream.reads.batch import ReadBatch
 from millstream.reads.features import Augment, BothStrands, KmerBag
 from support.batches import pack, random_reads, unpack
 from support.effort import num_examples
+from support.featuring import write_reads
 
 IUPAC = "ACGTRYSWKMBDHVN"
 COMPLEMENTS = dict(zip(IUPAC + "U" + IUPAC.lower() + "u", "TGCAYRSWMKVHDBNA" + "tgcayrswmkvhdbna", strict=True))
@@ -365,3 +368,45 @@ def test_features_can_be_pickled():
         again = pickle.loads(pickle.dumps(feature))
         made, expected = again(batch_of(["ACGTACGT"])), feature(batch_of(["ACGTACGT"]))
         assert all(np.array_equal(made[name], expected[name]) for name in expected)
+
+
+# -- tokens of reads in a file
+
+
+@pytest.fixture(scope="module")
+def reads(tmp_path_factory: pytest.TempPathFactory) -> ms.Reads:
+    return write_reads(tmp_path_factory.mktemp("features") / "reads.fa")
+
+
+def test_tokens_are_returned_with_the_named_columns(reads: ms.Reads):
+    feature = features.tokens("kmer(4)", columns=["class_id"], max_length=20, pad="max_length")
+    batch = feature(reads.fetch([5, 1, 2], feature.fields))
+    assert np.asarray(batch["input_ids"]).shape == (3, 20) == np.asarray(batch["attention_mask"]).shape
+    assert np.asarray(batch["class_id"]).tolist() == [1, 1, 2]
+
+
+def test_a_record_is_the_same_in_any_batch_and_differs_between_epochs(reads: ms.Reads):
+    feature = features.tokens("base", crop_length=30, reverse_complement=0.5, mask=0.1, n="random", seed=3)
+    alone = [np.asarray(feature(reads.fetch([i], feature.fields), epoch=1)["input_ids"])[0] for i in range(50)]
+    order = np.random.default_rng(1).permutation(50)
+    together = np.asarray(feature(reads.fetch(order, feature.fields), epoch=1)["input_ids"])
+    assert all((together[row] == alone[number]).all() for row, number in enumerate(order))
+    later = np.asarray(feature(reads.fetch(np.arange(50), feature.fields), epoch=2)["input_ids"])
+    assert sum((later[i] == alone[i]).all() for i in range(50)) < 10
+
+
+def test_feature_and_reads_can_be_pickled_together(reads: ms.Reads):
+    feature = features.tokens("kmer(3)", columns=["class_id"], reverse_complement=True)
+    again, same = pickle.loads(pickle.dumps((feature, reads)))
+    ours, theirs = feature(reads.fetch([7], feature.fields)), again(same.fetch([7], again.fields))
+    assert all(np.array_equal(np.asarray(ours[name]), np.asarray(theirs[name])) for name in ours)
+
+
+def test_protein_is_refused_by_base_tokenizers_with_the_characters_found(tmp_path: Path):
+    file = tmp_path / "protein.fa"
+    file.write_text(">p\nMKVLEEQFHI\n")
+    feature = features.tokens("base")
+    proteins = ms.open(file)
+    assert isinstance(proteins, ms.Reads) and proteins[0].sequence == "MKVLEEQFHI"
+    with pytest.raises(BadSource, match=r"[EFILQ]"):
+        feature(proteins.fetch([0], feature.fields))

@@ -1,6 +1,5 @@
-"""What a model sees of a record is the same in whatever batch, order or process it comes."""
+"""Layers and graphs of a trace equal those of a slow reference, in any batch and order."""
 
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,45 +22,11 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> ms.Reads:
     return write_reads(tmp_path_factory.mktemp("features") / "reads.fa")
 
 
-def test_tokens_are_returned_with_the_named_columns(reads: ms.Reads):
-    feature = ms.features.tokens("kmer(4)", columns=["class_id"], max_length=20, pad="max_length")
-    batch = feature(reads.fetch([5, 1, 2], feature.fields))
-    assert np.asarray(batch["input_ids"]).shape == (3, 20) == np.asarray(batch["attention_mask"]).shape
-    assert np.asarray(batch["class_id"]).tolist() == [1, 1, 2]
-
-
-def test_a_record_is_the_same_in_any_batch_and_differs_between_epochs(reads: ms.Reads):
-    feature = ms.features.tokens("base", crop_length=30, reverse_complement=0.5, mask=0.1, n="random", seed=3)
-    alone = [np.asarray(feature(reads.fetch([i], feature.fields), epoch=1)["input_ids"])[0] for i in range(50)]
-    order = np.random.default_rng(1).permutation(50)
-    together = np.asarray(feature(reads.fetch(order, feature.fields), epoch=1)["input_ids"])
-    assert all((together[place] == alone[number]).all() for place, number in enumerate(order))
-    later = np.asarray(feature(reads.fetch(np.arange(50), feature.fields), epoch=2)["input_ids"])
-    assert sum((later[i] == alone[i]).all() for i in range(50)) < 10
-
-
-def test_feature_and_reads_can_be_pickled_together(reads: ms.Reads):
-    feature = ms.features.tokens("kmer(3)", columns=["class_id"], reverse_complement=True)
-    again, same = pickle.loads(pickle.dumps((feature, reads)))
-    ours, theirs = feature(reads.fetch([7], feature.fields)), again(same.fetch([7], again.fields))
-    assert all(np.array_equal(np.asarray(ours[name]), np.asarray(theirs[name])) for name in ours)
-
-
-def test_protein_is_refused_by_base_tokenizers_with_the_characters_found(tmp_path: Path):
-    file = tmp_path / "protein.fa"
-    file.write_text(">p\nMKVLEEQFHI\n")
-    feature = ms.features.tokens("base")
-    proteins = ms.open(file)
-    assert isinstance(proteins, ms.Reads) and proteins[0].sequence == "MKVLEEQFHI"
-    with pytest.raises(ms.errors.BadSource, match=r"[EFILQ]"):
-        feature(proteins.fetch([0], feature.fields))
-
-
 # -- layers
 
 
 def at_token(number: int, token: str | int) -> np.ndarray:
-    """One vector a layer of a record, the slow way."""
+    """One vector per layer of a record, by a slow reference."""
     states: Any = record(number)["hidden"]
     prompt: Any = record(number)["prompt_len"]
     rows: list[list[float]] = []
@@ -71,8 +36,8 @@ def at_token(number: int, token: str | int) -> np.ndarray:
             wanted = tokens if token == "mean" else tokens[prompt:]
             rows.append([sum(values) / len(wanted) for values in zip(*wanted, strict=True)])
         else:
-            places = {"first": 0, "last": len(tokens) - 1, "last_prompt": prompt - 1, "first_answer": prompt}
-            rows.append(tokens[places[token] if isinstance(token, str) else token])
+            positions = {"first": 0, "last": len(tokens) - 1, "last_prompt": prompt - 1, "first_answer": prompt}
+            rows.append(tokens[positions[token] if isinstance(token, str) else token])
     return np.array(rows)
 
 
@@ -115,8 +80,8 @@ def test_states_of_a_dtype_that_numpy_lacks_become_floats(tmp_path: Path):
         (5, 1, "record 0: no token 5 in its 3 tokens"),
         (-4, 1, "no token -4"),
         ("last_prompt", 0, "record 0: no token 'last_prompt' in its 3 tokens"),
-        ("first_answer", 3, "record 0: no token 'first_answer' in its 3 tokens"),
-        ("mean_answer", 3, "no token 'mean_answer'"),
+        ("first_answer", 3, "record 0: .*first_answer"),
+        ("mean_answer", 3, "record 0: .*mean_answer"),
     ],
 )
 def test_a_missing_token_is_refused_with_the_record_number(tmp_path: Path, token: Any, prompt: int, message: str):
@@ -131,7 +96,7 @@ def test_layers_of_records_without_hidden_states_are_refused(traces: ms.Traces, 
         ms.features.layers("middle")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="record 3: 'vector'"):
         make(ms.features.layers(field="vector"), traces, [3])
-    with pytest.raises(ValueError, match="these records are reads"):
+    with pytest.raises(ValueError, match="reads"):
         ms.features.layers()(reads.fetch([0]))
 
 
@@ -213,5 +178,5 @@ def test_graphs_of_mismatched_fields_are_refused_with_the_record_number(tmp_path
         make(ms.features.graphs(), traces, [1])
     with pytest.raises(ValueError, match="k=0"):
         ms.features.graphs(0)
-    with pytest.raises(ValueError, match="these records are reads"):
+    with pytest.raises(ValueError, match="reads"):
         ms.features.graphs()(reads.fetch([0]))
