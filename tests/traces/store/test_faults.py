@@ -40,7 +40,7 @@ from millstream.traces.store.manifest import (
     sidecar_name,
     write_manifest,
 )
-from millstream.traces.store.repair import repair, verify
+from millstream.traces.store.repair import repair, verify, wait_for_writers
 from millstream.traces.store.rewrite import merge
 from millstream.traces.store.shard_writer import ShardWriter
 from millstream.traces.store.traces import Traces
@@ -585,6 +585,19 @@ def test_a_writer_does_not_touch_the_open_shard_of_a_running_writer(tmp_path: Pa
     first.append(record(1, 1))
     first.close()
     assert_holds(path, [(1, 0), (1, 1), (2, 0)])
+
+
+def test_waiting_for_writers_ends_with_the_last_one_or_with_an_error_that_names_its_shard(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with TraceWriter(path) as writer:
+        writer.append(small(1, 0))
+        with pytest.raises(StoreError) as error:
+            wait_for_writers(path, wait_s=0)
+        assert str(open_shard(path)) in str(error.value)
+    wait_for_writers(path, wait_s=0)
+    dead, _ = write_open(tmp_path / "dead", KEYS, small)
+    wait_for_writers(dead, wait_s=0)
+    assert_holds(dead, KEYS, small)
 
 
 def test_many_writers_that_open_and_close_at_the_same_time_lose_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Merging and subsetting: records are copied bit for bit, and no tensor is ever decoded."""
+"""Merging, subsetting and dropping: records are copied bit for bit, and no tensor is ever decoded."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,28 @@ from millstream.errors import SchemaMismatch, StoreError, StoreExists
 from millstream.traces.store import format as layout
 from millstream.traces.store.manifest import shard_name, sidecar_name
 from millstream.traces.store.repair import verify
-from millstream.traces.store.rewrite import Written, find_ids, merge, select_where, subset_records, subset_shards
-from support.making import files_of, keys_in, record, same, write
+from millstream.traces.store.rewrite import (
+    Written,
+    drop_records,
+    find_ids,
+    merge,
+    select_where,
+    subset_records,
+    subset_shards,
+)
+from support.extracting import shard_files
+from support.making import (
+    die_everywhere,
+    files_of,
+    key_of,
+    keys_in,
+    noted,
+    quiet,
+    read_keys,
+    record,
+    same,
+    write,
+)
 
 COMPRESSIONS = ["none", "lz4", "zstd"]
 
@@ -410,3 +430,64 @@ def test_a_selection_can_be_written_as_a_store(source: Path, tmp_path: Path) -> 
     subset_records(traces, tmp_path / "out", numbers)
     assert numbers_of(tmp_path / "out") == numbers
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["config"] == {"model": "gpt2"}
+
+
+# -- dropping records
+
+
+def drop(path: Path, numbers: list[int], report: Callable[[object], None]) -> None:
+    """A job for a child of `making`."""
+    drop_records(path, numbers)
+
+
+def test_dropping_records_leaves_the_others_bit_for_bit_the_same(tmp_path: Path):
+    path = write(tmp_path / "s", [(7, number) for number in range(10)], shard_records=3)
+    before = files_of(path)
+    drop_records(path, [7, 1, 3, 4, 5])
+    assert read_keys(path) == [(7, number) for number in (0, 2, 6, 8, 9)]
+    assert list(verify(path)) == []
+    after = files_of(path)
+    assert not [name for name in after if name.startswith("shard-00001")]
+    assert {name for name, data in after.items() if before.get(name) == data} >= {
+        "shard-00003.arrow",
+        "shard-00003.parquet",
+    }
+    traces = ms.open(path)
+    assert [shard.number for shard in traces.shards] == [0, 2, 3]
+    assert same(traces.by_id("7:8"), record(7, 8))
+    with pytest.raises(KeyError, match="7:4"):
+        traces.by_id("7:4")
+
+
+def test_records_are_found_by_id_after_some_were_dropped(tmp_path: Path):
+    path = write(tmp_path / "s", [(7, number) for number in range(80)], shard_records=1)
+    assert (path / "ids.arrow").exists()
+    drop_records(path, list(range(0, 80, 2)))
+    traces = ms.open(path)
+    assert [key_of(traces.by_id(f"7:{number}"))[1] for number in range(1, 80, 2)] == list(range(1, 80, 2))
+    for number in range(0, 80, 2):
+        with pytest.raises(KeyError):
+            traces.by_id(f"7:{number}")
+
+
+def test_dropping_none_changes_nothing_and_dropping_all_leaves_a_usable_store(tmp_path: Path):
+    path = write(tmp_path / "s", [(7, number) for number in range(4)], shard_records=3)
+    before = shard_files(path)
+    drop_records(path, [])
+    assert shard_files(path) == before
+    drop_records(path, range(4))
+    assert len(ms.open(path)) == 0 and shard_files(path) == {}
+    write(path, [(7, 9)])
+    assert read_keys(path) == [(7, 9)]
+
+
+def test_a_drop_killed_at_any_step_loses_no_other_record_and_can_be_repeated(tmp_path: Path):
+    template = write(tmp_path / "template", [(7, number) for number in range(5)], shard_records=2)
+    dropped = [(7, number) for number in (1, 2, 3)]
+    for path, _, how in die_everywhere(template, tmp_path / "work", drop, [1, 2, 3]):
+        with noted(how), quiet():
+            found = read_keys(path)
+            assert set(found) - set(dropped) == {(7, 0), (7, 4)}
+            assert len(set(found)) == len(found)
+            drop_records(path, [number for number, key in enumerate(found) if key in dropped])
+            assert read_keys(path) == [(7, 0), (7, 4)]

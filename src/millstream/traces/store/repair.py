@@ -55,8 +55,6 @@ from millstream.traces.store.manifest import (
 from millstream.traces.store.shard_writer import ShardWriter
 from millstream.traces.store.sidecar import Sidecar
 
-_WAIT_S = 15.0
-
 
 @dataclass(frozen=True)
 class LostRecord:
@@ -116,11 +114,14 @@ def recover_all(path: Path) -> list[Recovery]:
     return recovered
 
 
-def wait_for_writers(path: Path) -> None:
-    """Wait until no other writer uses the store: the workers of a killed run take a moment to exit."""
-    until = time.monotonic() + _WAIT_S
-    while held := list_shards(path)[1]:
+def wait_for_writers(path: Path, *, wait_s: float = 60.0) -> None:
+    """Wait until no other writer uses the store: the workers of a killed run may take some seconds to exit."""
+    until = time.monotonic() + wait_s
+    while True:
         recover_all(path)
+        held = list_shards(path)[1]
+        if not held:
+            return
         if time.monotonic() > until:
             raise StoreError(
                 f"{open_file(path, held[0])}: another writer is running, and both would do the same work. "
