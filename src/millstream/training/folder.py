@@ -82,6 +82,11 @@ def load_run(run: Path, *, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]
     return cast("dict[str, Any]", config), cast("dict[str, Any]", card)
 
 
+def requested_models(config: Mapping[str, object]) -> list[str]:
+    """The names in the setting `model` of a run; some may stand for several models."""
+    return [name.strip() for name in str(config.get("model") or "").split(",") if name.strip()]
+
+
 def job_folder(run: Path, name: str, seed: int) -> Path:
     """The folder for checkpoints and scores of one model and seed."""
     return run / CHECKPOINTS / f"{name}-{seed}"

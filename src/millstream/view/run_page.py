@@ -26,6 +26,7 @@ from millstream.training.folder import (
     Metrics,
     Tail,
     kind_of,
+    requested_models,
 )
 from millstream.view import Query, View
 
@@ -243,7 +244,7 @@ class RunState:
         """The unfinished models of the run; None while that is unknown."""
         if "evaluates" in config:
             return []
-        names = [name.strip() for name in str(config.get("model") or "").split(",") if name.strip()]
+        names = requested_models(config)
         if not names:
             return None
         if any(group in names for group in self._kind.MODEL_GROUPS):

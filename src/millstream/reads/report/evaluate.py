@@ -21,7 +21,7 @@ from millstream.reads.report.results import (
 from millstream.report import damaged, read_files, unfinished
 from millstream.report.measures import about_seeds, compare, deviation, mean, verdict
 from millstream.report.tables import branch, shown
-from millstream.training.folder import DATA, PREDICTIONS, Metrics
+from millstream.training.folder import DATA, PREDICTIONS, Metrics, requested_models
 
 MAX_NAMES = 5  # in a sentence
 UNEVEN = 2  # times as many reads of one class as of another
@@ -105,9 +105,9 @@ def _classes(file: Path, data: Mapping[str, object]) -> tuple[list[ReadClass], d
 
 def _unfinished(config: Mapping[str, object], finished: Sequence[Key]) -> dict[str, str]:
     """Requested models that have no predictions yet."""
-    requested = [name.strip() for name in str(config.get("model") or "").split(",") if name.strip()]
     done = {name for name, _ in finished}
-    return {name: "not finished; run the same command to resume" for name in requested if name not in done}
+    left = [name for name in requested_models(config) if name not in done]
+    return dict.fromkeys(left, "not finished; run the same command to resume")
 
 
 def _model(name: str, seeds: Seeds, metrics: Metrics) -> ModelResult:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from millstream.core.batches import text_codes_of
 from millstream.core.record import Tensor
 from millstream.errors import BadSetting, BadSource, MillstreamError
+from millstream.report.tables import clipped
 from millstream.traces.label import STATUS, UNLABELLED, alias_fields, answer_fields, references_of
 from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.traces.view import inside
@@ -217,7 +218,7 @@ def _ranks(scores: Floats) -> Floats:
 
 def _head(text: Any) -> Any:
     """The start of a text: answers may have thousands of words."""
-    return f"{text[:_MAX_CHARACTERS]}…" if isinstance(text, str) and len(text) > _MAX_CHARACTERS else text
+    return clipped(text, _MAX_CHARACTERS) if isinstance(text, str) else text
 
 
 def _if(name: str, names: Sequence[str]) -> str | None:
