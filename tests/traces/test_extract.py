@@ -18,8 +18,6 @@ from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.traces.llm.fields import TIERS, parse_fields
 from millstream.traces.llm.questions import Question, read_questions
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
-from millstream.traces.store.repair import verify
-from millstream.traces.store.rewrite import drop_records
 from millstream.traces.store.traces import Traces
 from support.commands import run_here as run
 from support.extracting import (
@@ -29,14 +27,12 @@ from support.extracting import (
     as_arguments,
     assert_all_sealed,
     assert_same_traces,
-    drop,
     recovered_ids,
     shard_files,
     traces_by_id,
     write_questions,
 )
 from support.extras import need
-from support.making import die_everywhere, files_of, key_of, noted, quiet, read_keys, record, same, write
 
 need("transformers")
 
@@ -370,62 +366,6 @@ def test_more_than_fits_on_the_disk_is_refused_after_the_first_batch(
         assert 1 <= first < COUNT / 2
     extract(questions, tmp_path / "s", llama)
     assert_same_traces(tmp_path / "s", whole)
-
-
-# -- dropping records
-
-
-def test_dropping_records_leaves_the_others_bit_for_bit_the_same(tmp_path: Path):
-    path = write(tmp_path / "s", [(7, number) for number in range(10)], shard_records=3)
-    before = files_of(path)
-    drop_records(path, [7, 1, 3, 4, 5])
-    assert read_keys(path) == [(7, number) for number in (0, 2, 6, 8, 9)]
-    assert list(verify(path)) == []
-    after = files_of(path)
-    assert not [name for name in after if name.startswith("shard-00001")]
-    assert {name for name, data in after.items() if before.get(name) == data} >= {
-        "shard-00003.arrow",
-        "shard-00003.parquet",
-    }
-    traces = opened(path)
-    assert [shard.number for shard in traces.shards] == [0, 2, 3]
-    assert same(traces.by_id("7:8"), record(7, 8))
-    with pytest.raises(KeyError, match="7:4"):
-        traces.by_id("7:4")
-
-
-def test_records_are_found_by_id_after_some_were_dropped(tmp_path: Path):
-    path = write(tmp_path / "s", [(7, number) for number in range(80)], shard_records=1)
-    assert (path / "ids.arrow").exists()
-    drop_records(path, list(range(0, 80, 2)))
-    traces = opened(path)
-    assert [key_of(traces.by_id(f"7:{number}"))[1] for number in range(1, 80, 2)] == list(range(1, 80, 2))
-    for number in range(0, 80, 2):
-        with pytest.raises(KeyError):
-            traces.by_id(f"7:{number}")
-
-
-def test_dropping_none_changes_nothing_and_dropping_all_leaves_a_usable_store(tmp_path: Path):
-    path = write(tmp_path / "s", [(7, number) for number in range(4)], shard_records=3)
-    before = shard_files(path)
-    drop_records(path, [])
-    assert shard_files(path) == before
-    drop_records(path, range(4))
-    assert len(opened(path)) == 0 and shard_files(path) == {}
-    write(path, [(7, 9)])
-    assert read_keys(path) == [(7, 9)]
-
-
-def test_a_drop_killed_at_any_step_loses_no_other_record_and_can_be_repeated(tmp_path: Path):
-    template = write(tmp_path / "template", [(7, number) for number in range(5)], shard_records=2)
-    dropped = [(7, number) for number in (1, 2, 3)]
-    for path, _, how in die_everywhere(template, tmp_path / "work", drop, [1, 2, 3]):
-        with noted(how), quiet():
-            found = read_keys(path)
-            assert set(found) - set(dropped) == {(7, 0), (7, 4)}
-            assert len(set(found)) == len(found)
-            drop_records(path, [number for number, key in enumerate(found) if key in dropped])
-            assert read_keys(path) == [(7, 0), (7, 4)]
 
 
 # -- the command line

@@ -1,7 +1,7 @@
 """Merging, subsetting and dropping: records are copied bit for bit, and no tensor is ever decoded."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from millstream.traces.store.rewrite import (
     subset_records,
     subset_shards,
 )
-from support.extracting import shard_files
+from support.extracting import drop, shard_files
 from support.making import (
     die_everywhere,
     files_of,
@@ -433,11 +433,6 @@ def test_a_selection_can_be_written_as_a_store(source: Path, tmp_path: Path) -> 
 
 
 # -- dropping records
-
-
-def drop(path: Path, numbers: list[int], report: Callable[[object], None]) -> None:
-    """A job for a child of `making`."""
-    drop_records(path, numbers)
 
 
 def test_dropping_records_leaves_the_others_bit_for_bit_the_same(tmp_path: Path):
