@@ -112,13 +112,7 @@ def test_forked_workers_that_persist_see_every_epoch(traces: ms.Traces):
     assert epochs[0] != epochs[1]
 
 
-def test_torch_still_collates_samples_through_its_map_of_functions(traces: ms.Traces):
-    """That map has no public name: torch may drop it."""
-    from torch.utils.data._utils.collate import default_collate_fn_map
-
-    from millstream.core.torch_data import Sample
-
-    assert Sample in default_collate_fn_map
+def test_samples_can_be_collated_by_hand(traces: ms.Traces):
     dataset = traces.dataset(LABEL)
     batch = torch.utils.data.default_collate([dataset[5], dataset[3]])
     assert batch["numbers"].tolist() == [5, 3]
