@@ -73,7 +73,9 @@ def test_every_kind_of_old_file_is_imported_exactly_into_a_shard_of_its_own(tmp_
     assert str(ms.open(tmp_path / "new").fields["attentions"]) == "float16[layer, head, query, key]"
     for file in files:
         found = compare(file, tmp_path / "new")
-        assert (found.same, found.different, found.only_a) == (4, 0, 0)
+        assert (found.same, found.different, found.only_a, found.only_b) == (4, 0, 0, 8)
+        found = compare(tmp_path / "new", file)
+        assert (found.same, found.different, found.only_a, found.only_b) == (4, 0, 8, 0)
 
 
 def test_classic_restores_the_layer_and_step_layout_of_the_first_scripts(tmp_path: Path):

@@ -51,12 +51,13 @@ def add_commands(app: typer.Typer) -> None:
 
 def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> None:
     """Print a summary of a store; with another one, of both and of their differences."""
-    from millstream.traces.store.inspect import compare, show_comparison, show_summary, summarise
+    from millstream.traces.store.inspect import Summary, compare, show_comparison, show_summary, summarise
     from millstream.traces.store.traces import Traces
 
-    paths = [path] if other is None else [path, other]
-    with progress("inspect", sum(len(Traces(p)) for p in paths if p.is_dir())) as update:
-        summaries = [summarise(p, examples=examples, progress=update) for p in paths]
+    summaries: list[Summary] = []
+    for store in [path] if other is None else [path, other]:
+        with progress("inspect", len(Traces(store)) if store.is_dir() else 0) as update:
+            summaries.append(summarise(store, examples=examples, progress=update))
     comparison = None
     if other is not None:
         with progress("compare", summaries[0].records) as update:

@@ -1,7 +1,7 @@
 """Summary of a store or of a file to import (counts, fields, lengths, examples), and comparison of two."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,9 +80,9 @@ def summarise(path: Path, *, examples: int = 3, progress: Progress = silent) -> 
     for shard in traces.shards:
         sidecar = load_sidecar(path, shard)
         for name, tally in tallies.items():
-            places = sidecar.tensor(name)
-            if places is not None:
-                tally.add_shapes(places.all_shapes(), nulls=int((places.offsets < 0).sum()))
+            tensors = sidecar.tensor(name)
+            if tensors is not None:
+                tally.add_shapes(tensors.all_shapes(), nulls=int((tensors.offsets < 0).sum()))
             elif isinstance(traces.fields[name], Tensor):
                 tally.nulls += shard.records
             else:
@@ -90,40 +90,37 @@ def summarise(path: Path, *, examples: int = 3, progress: Progress = silent) -> 
         done += shard.records
         progress(done, shard_name(shard.number))
     for number in picks:
-        row = traces.row(number)
-        summary.examples.append(
-            _example(number, shard_name(traces.shards[traces.locate(number)[0]].number), row.values, row.tensors)
-        )
+        row, shard = traces.row(number), traces.shards[traces.locate(number)[0]]
+        summary.examples.append(_example(number, shard_name(shard.number), row.values, row.tensors))
     summary.fields = {name: tally.summary() for name, tally in tallies.items()}
     return summary
 
 
 def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
-    """Match the records of `a` with those of the store `b` by id and compare every field of each pair."""
-    if b.is_file():
-        a, b = b, a
-    if b.is_file():
+    """Match records of two stores, or of a store and a file to import, by id and compare every field of each pair."""
+    if a.is_file() and b.is_file():
         raise StoreError(f"{a} and {b}: neither is a store. Convert one first: millstream convert {quoted(b)} traces/")
+    if b.is_file():  # look up the records of the file in the store
+        result = compare(b, a, progress=progress)
+        return replace(result, only_a=result.only_b, only_b=result.only_a)
     other = Traces(b)
+    if a.is_file():
+        alike, records = False, _file_fingerprints(a)
+    else:
+        mine = Traces(a)
+        alike = len({load_sidecar(t.path, shard).compression for t in (mine, other) for shard in t.shards}) < 2
+        records = _store_fingerprints(mine, alike)
     result = Comparison()
-    seen = 0
-    alike = (
-        not a.is_file() and len({load_sidecar(t.path, s).compression for t in (Traces(a), other) for s in t.shards}) < 2
-    )
-    for seen, (key, fingerprints) in enumerate(
-        _file_fingerprints(a) if a.is_file() else _store_fingerprints(Traces(a), alike), start=1
-    ):
+    for seen, (key, fingerprints) in enumerate(records, start=1):
+        progress(seen)
         try:
             number = other.find(key)
         except KeyError:
             result.only_a += 1
             continue
         theirs = dict(_fingerprints(other, number, alike))
-        differing = [
-            name
-            for name in fingerprints.keys() | theirs.keys()
-            if repr(fingerprints.get(name)) != repr(theirs.get(name))
-        ]
+        names = dict.fromkeys([*fingerprints, *theirs])
+        differing = [name for name in names if repr(fingerprints.get(name)) != repr(theirs.get(name))]
         for name in differing:
             result.differing_fields[name] = result.differing_fields.get(name, 0) + 1
         if differing:
@@ -131,7 +128,6 @@ def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
             result.first_different = [*result.first_different, key][:5]
         else:
             result.same += 1
-        progress(seen, "")
     result.only_b = max(0, len(other) - result.same - result.different)
     return result
 
@@ -261,7 +257,7 @@ def _store_fingerprints(traces: Traces, stored: bool) -> Iterable[tuple[object, 
 
 
 def _fingerprints(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str, object]]:
-    """Each field of a record as a small value to compare. Stores of equal compression compare checksums alone."""
+    """Each field of a record as a small value to compare; `stored`: of the stored bytes, without reading tensors."""
     if stored:
         row = traces.row(number)
         for name, place in row.tensors.items():

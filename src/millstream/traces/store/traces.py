@@ -1,4 +1,4 @@
-"""A trace store as a collection: access by number and id, and `fetch` for fields of many records at once."""
+"""A trace store as a collection: records by number and by id, and fields of many records (`fetch`)."""
 
 import re
 from bisect import bisect_right
@@ -32,8 +32,8 @@ Record = dict[str, object]
 SCALAR_BYTES = 64  # estimated memory of a number or text
 LABELS_FILE = "labels.parquet"
 AHEAD = 4  # records to prefetch when iterating
-Place = tuple[ShardReader, Plan | None]
-Plans = Mapping[str, Sequence[Place]]
+Planned = tuple[ShardReader, Plan | None]  # None: the tensor is None
+Plans = Mapping[str, Sequence[Planned]]
 
 
 class Traces(Collection):
@@ -119,13 +119,9 @@ class Traces(Collection):
             )
         shards, rows = self._locate(numbers)
         wanted = [name for name in names if isinstance(self.fields[name], Tensor)]
-        places = [(self._open(shard), row) for shard, row in zip(shards, rows, strict=True)] if wanted else []
-        plans = {
-            name: [
-                (shard, shard.plan(row, name, layers if picks[name] is None else picks[name])) for shard, row in places
-            ]
-            for name in wanted
-        }
+        located = [(self._open(shard), row) for shard, row in zip(shards, rows, strict=True)] if wanted else []
+        chosen = {name: layers if picks[name] is None else picks[name] for name in wanted}
+        plans = {name: [(shard, shard.plan(row, name, chosen[name])) for shard, row in located] for name in wanted}
         tensors = self._views(plans) if self._mapped else self._copies(plans)
         return {name: tensors[name] if name in tensors else self._scalar_column(name, shards, rows) for name in names}
 
@@ -339,7 +335,7 @@ class Traces(Collection):
             total = -(-starts[name][-1] // 64) * 64
         memory = cast(Bytes, empty(total, np.uint8))
         columns: dict[str, Array | torch.Tensor | list[object]] = {}
-        with RangeReader([place for column in plans.values() for place in column]) as reader:
+        with RangeReader([planned for column in plans.values() for planned in column]) as reader:
             for name, column in plans.items():
                 kind = cast(Tensor, self.fields[name])
                 tensors: list[object] = []
@@ -353,7 +349,7 @@ class Traces(Collection):
                 columns[name] = self._stacked(name, column, whole) if _are_alike(column) else tensors
         return columns
 
-    def _stacked(self, name: str, column: Sequence[Place], data: Bytes) -> "Array | torch.Tensor":
+    def _stacked(self, name: str, column: Sequence[Planned], data: Bytes) -> "Array | torch.Tensor":
         plan = column[0][1]
         assert plan is not None
         return from_bytes(cast(Tensor, self.fields[name]), (len(column), *plan.shape), data)
@@ -370,7 +366,7 @@ class Traces(Collection):
         return values
 
 
-def _are_alike(column: Sequence[Place]) -> bool:
+def _are_alike(column: Sequence[Planned]) -> bool:
     """Whether all tensors have the same shape, so that they can be stacked."""
     shapes = {plan and plan.shape for _, plan in column}
     return len(shapes) == 1 and None not in shapes
