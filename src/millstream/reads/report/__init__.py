@@ -46,9 +46,9 @@ COMPARISON = Comparison("classifier", "macro_f1", "macro F1", by_split=True)
 
 _AT = f"at the threshold with precision {PRECISION} on validation"
 _SHORT = ("macro_f1", "accuracy", "genus_macro_f1", "coverage", "precision", "recall", "ece", "abundance_l1")
-"""The measures for a terminal and for a paper."""
+"""The measures shown in a terminal and in LaTeX."""
 _TERMINAL = {"macro_f1": "macro F1 [95 %]", "genus_macro_f1": "genus", "abundance_l1": "L1"}
-MAX_ROWS = 300  # classes in a table of the page: those with the lowest F1; all are in tables/classes.csv
+MAX_ROWS = 300  # classes in a table of the page, those with the lowest F1; tables/classes.csv has all
 MAX_PAIRS = 15
 _CARD_TABLES = ("classes", "ranks", "files", "formats", "bases", "bytes", "reads", "no_class")  # shown as tables
 _LEFT_OUT = "Left out: no classifier was evaluated."
@@ -115,14 +115,14 @@ COSTS: tuple[Column[Scored], ...] = (
     Column("threshold", "threshold", f"lowest probability {_AT}; first seed", lambda s: s.model.threshold),
     Column("chosen", "chosen", "hyperparameters chosen on validation", lambda s: chosen_text(s.model.chosen), ""),
 )
-# Below, a row is a split, the name of a model, and one of several things the model has on the split.
+# In the tables below, a row is a split, the name of a model, and a result of the model on the split.
 _SPLIT: Column[Any] = Column("part", "split", "", lambda row: row[0], "")
 _MODEL: Column[Any] = Column("model", "classifier", "", lambda row: row[1], "")
 RANKS: tuple[Column[tuple[str, str, RankResult]], ...] = (
     _SPLIT,
     _MODEL,
     Column("rank", "rank", "", lambda row: row[2].rank, ""),
-    Column("num_taxa", "taxa", "taxa that the split has reads of", lambda row: row[2].num_taxa, "d"),
+    Column("num_taxa", "taxa", "taxa with reads in the split", lambda row: row[2].num_taxa, "d"),
     Column("accuracy", "accuracy", "share of correctly classified reads", lambda row: row[2].accuracy),
     Column("macro_f1", "macro F1", "mean over these taxa", lambda row: row[2].macro_f1),
 )
@@ -166,7 +166,7 @@ PAIRS: tuple[Column[tuple[str, str, Pair]], ...] = (
     _SPLIT,
     Column("class", "class", "", lambda row: row[2].name, ""),
     Column("called", "assigned to", "", lambda row: row[2].assigned, ""),
-    Column("reads", "reads", "of the class that are assigned so", lambda row: row[2].reads, ",d"),
+    Column("reads", "reads", "of the class with this assignment", lambda row: row[2].reads, ",d"),
     Column("share", "share", "of the class", lambda row: row[2].share, ".1%"),
     Column("genus", "same genus", "", lambda row: row[2].same_genus, ""),
 )
@@ -348,8 +348,8 @@ def _threshold_blocks(results: ReadResults) -> list[Block]:
         return []
     best = results.models[0].name
     text = (
-        f"What {best} (first seed) classifies when only reads above a threshold are: the lowest threshold with the "
-        "given precision on validation. Classified reads of no known class are errors."
+        f"Reads that {best} (first seed) classifies above a threshold: the lowest threshold with the given precision "
+        "on validation. Classified reads of no known class are errors."
     )
     rows = [row for row in rows_of(results, lambda found: found.targets) if row[1] == best]
     table = Table(TARGETS, rows).without("model")
@@ -417,7 +417,7 @@ def _data_section(results: ReadResults) -> Section:
 
 
 def _facts(results: ReadResults) -> dict[str, object]:
-    """What was run, for the line below the title."""
+    """The line below the title."""
     reads, peak = branch(results.data.get("reads")), max((held for _, held in results.metrics.memory), default=None)
     memory = None if peak is None else f"{format_bytes(peak)} at most"
     if memory and results.metrics.budget is not None:

@@ -1,4 +1,4 @@
-"""A run of classifiers -> everything its report shows. Choices are made on validation; test splits provide numbers."""
+"""A run of classifiers -> the results of its report. Choices are made on validation; test splits are only measured."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,14 +24,14 @@ from millstream.report.tables import branch, shown
 from millstream.training.folder import DATA, PREDICTIONS, Metrics, requested_models
 
 MAX_NAMES = 5  # in a sentence
-UNEVEN = 2  # times as many reads of one class as of another
+UNEVEN = 2  # classes are imbalanced if one has this many times the reads of another
 OVERCONFIDENT = 0.05  # mean probability above accuracy
 RESAMPLES = 1000
 Seeds = Sequence[Mapping[str, Measured]]  # of one model: its splits, for every seed
 
 
 def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
-    """What the finished classifiers of a run found, with intervals from `resamples` draws of reads.
+    """The results of the finished classifiers of a run, with intervals from `resamples` resamples of reads.
 
     >>> read_results("runs/reads").findings[0]
     """
@@ -164,7 +164,7 @@ def _split(seeds: Sequence[Measured]) -> SplitResult:
 
 
 def _gaps(evaluator: Evaluator, best: ModelResult, splits: Sequence[str], seeds: Sequence[int]) -> list[Gap]:
-    """From the first test split to each other one, or from validation to the only one. Splits share no reads."""
+    """Between the first test split and each other one, or validation and the only one. Splits share no reads."""
     tests = [split for split in splits if split != VAL]
     pairs = [(VAL, tests[0])] if len(tests) == 1 else [(tests[0], other) for other in tests[1:]]
     gaps: list[Gap] = []
@@ -192,7 +192,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def findings(results: ReadResults) -> list[str]:
-    """What a reader should know, also when it is not what was hoped for."""
+    """What a reader should know, including negative results."""
     if not results.models:
         return ["No classifier has results that can be evaluated."]
     best = results.models[0]

@@ -1,4 +1,4 @@
-"""The figures of a report on classifiers, one per split where splits differ; each drawn once for page and files."""
+"""The figures of a report on classifiers, some per split; each drawn once for both the page and files."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ from millstream.report.drawing import (
 from millstream.report.measures import Curve
 from millstream.report.tables import clipped, shown
 
-MAX_CLASSES = 40  # more cannot be told apart in a matrix: the most confused pairs are in a table
-_NUMBERED = 12  # up to this many classes, cells have numbers
-_FAINTEST = 0.002  # a share that is not drawn
+MAX_CLASSES = 40  # a larger matrix is unreadable: the most confused pairs are in a table
+_NUMBERED = 12  # up to this many classes, cells show numbers
+_FAINTEST = 0.002  # smaller shares are not drawn
 _MISSING = "no classifier was evaluated"
 _HISTORY = {
     "loss": ("Training loss", "loss", "Per epoch; one line per classifier and seed."),
@@ -61,7 +61,7 @@ def draw(results: ReadResults) -> list[Drawing]:
 
 
 def split_ids(splits: Sequence[str]) -> dict[str, str]:
-    """Names of splits, which are those of files, as ids and file names can have them, no two alike."""
+    """Split names, which come from file names, as unique ids."""
     ids: dict[str, str] = {}
     for split in splits:
         name = re.sub(r"[^A-Za-z0-9_-]+", "_", split)
@@ -100,7 +100,7 @@ def _coverage(results: ReadResults, split: str, id: str, looks: Mapping[str, Loo
 
 
 def _lowest_precision(results: ReadResults) -> float:
-    """A bit below every precision of every split, so that their figures have one scale; the first few reads aside."""
+    """Slightly below the lowest precision of all splits, so that figures share a scale; ignores the first few reads."""
     curves = [found.thresholds for model in results.models for found in model.splits.values()]
     lowest = [float(np.min(one.precision[one.coverage >= min(0.02, one.coverage[-1])])) for one in curves]
     return max(0.0, min([PRECISION, *lowest]) - 0.02)
@@ -119,7 +119,7 @@ def _thresholds(results: ReadResults, split: str, id: str) -> Drawing:
     drawing = curve_drawing(
         (*about, caption),
         ("threshold of the probability", "share"),
-        # Below the lowest probability all reads are classified, as they are there.
+        # Below the lowest probability nothing changes: all reads are classified.
         {
             name: Curve([*found.threshold.tolist(), 0.0], [*some.tolist(), float(some[-1])])
             for name, some in lines.items()
@@ -195,7 +195,7 @@ def _matrices(results: ReadResults, ids: Mapping[str, str]) -> list[Drawing]:
     if not results.models:
         return [Drawing(*about, None, _MISSING)]
     if len(results.classes) > MAX_CLASSES:
-        why = f"{len(results.classes)} classes are too many to tell apart; the most confused pairs are in the table"
+        why = f"{len(results.classes)} classes are too many for a matrix; the most confused pairs are in the table"
         return [Drawing(*about, None, why)]
     best = results.models[0]
     return [_matrix(results, split, best.splits[split], ids[split]) for split in results.splits]
@@ -231,11 +231,11 @@ def _matrix(results: ReadResults, split: str, found: SplitResult, id: str) -> Dr
 
 
 def _shade(axes: Any, share: np.ndarray) -> None:
-    """Two colours in many depths, so that the page can put its own in their place on dark ground."""
+    """Two colours with varying opacity, which the page replaces on a dark background."""
     drawn = [(int(row), int(column)) for row, column in zip(*np.nonzero(share >= _FAINTEST), strict=True)]
     cells = [Rectangle((column - 0.48, row - 0.48), 0.96, 0.96) for row, column in drawn]
     right, wrong = to_rgb(LINES[0]), to_rgb(LINES[1])
-    # The square root lifts what is rare: one read in a hundred is visible.
+    # The square root makes rare errors visible: one read in a hundred.
     depths = [0.12 + 0.68 * float(np.sqrt(share[cell])) for cell in drawn]
     colours = [
         (*(right if row == column else wrong), depth) for (row, column), depth in zip(drawn, depths, strict=True)

@@ -26,14 +26,14 @@ Floats = NDArray[np.float64]
 Codes = NDArray[np.integer]
 VAL = "val"
 UNKNOWN = -1
-PRECISION = 0.95  # on validation: the threshold of a model is chosen for it
+PRECISION = 0.95  # on validation, at the threshold chosen for a model
 TARGETS = (0.9, PRECISION, 0.99, 0.999)
-MIN_CLASSIFIED = 50  # reads of validation: the precision of fewer means nothing
+MIN_CLASSIFIED = 50  # validation reads: the precision of fewer is unreliable
 MAX_POINTS = 400  # per curve: more would not be visible
 MAX_GROUPS = 1000
-"""Up to this number, each read is drawn on its own. More reads are put into this many groups at random, and groups are
-drawn: the same spread, to 2 % of it (1 / sqrt(2 x 1000)), at a cost that no longer grows with the reads."""
-MAX_DENSE = 4_000_000  # cells of a confusion matrix that may be counted one by one
+"""Up to this number, single reads are resampled. More reads are assigned to this many random groups, and groups are
+resampled: the same spread within 2 % (1 / sqrt(2 x 1000)), at a cost that no longer grows with the reads."""
+MAX_DENSE = 4_000_000  # cells of a confusion matrix counted in one array
 Key = tuple[str, int]  # a model and a seed
 
 
@@ -48,7 +48,7 @@ class Predictions:
 
 
 class PredictionsFile:
-    """Rows of a model, a seed and a split are contiguous: they are located once, and sliced on request."""
+    """The contiguous rows of each model, seed and split: located once, and sliced on request."""
 
     def __init__(self, file: Path, *, num_classes: int, ranks: Sequence[str]) -> None:
         self._file, self._num_classes = file, num_classes
@@ -88,12 +88,12 @@ class PredictionsFile:
         rows = np.stack([self._rows("record", key, split), labels])
         first, same = self._first.setdefault(split, (key, rows))
         if not np.array_equal(rows, same):
-            raise self._damaged(f"{key[0]}, seed {key[1]}, has classified other reads of {split} than {first[0]}")
+            raise self._damaged(f"{key[0]}, seed {key[1]}, classified other reads of {split} than {first[0]} did")
         ranks = {rank: self._rows(prediction_column(rank), key, split) for rank in self.ranks}
         return Predictions(labels, found, self._cut(self._probabilities, key, split), ranks)
 
     def labels(self, split: str) -> NDArray[np.int32]:
-        """The labels of a split that was read."""
+        """The labels of a split that has been read."""
         return self._first[split][1][1]
 
     def _rows(self, name: str, key: Key, split: str) -> NDArray[Any]:
@@ -173,14 +173,14 @@ def tally(labels: Codes, found: Codes, num_classes: int, *, groups: Codes | None
 
 @dataclass(frozen=True)
 class Confusion:
-    """The number of reads of each class (-1: of no known one) that are assigned to each: every pair that occurs."""
+    """Counts of reads by true class (-1: no known class) and assigned class, for every pair that occurs."""
 
     labels: NDArray[np.int64]
     found: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def dense(self, num_classes: int) -> NDArray[np.int64]:
-        """[C + 1, C]: the last row is of reads of no known class."""
+        """[C + 1, C]; the last row counts reads of no known class."""
         whole = np.zeros((num_classes + 1, num_classes), np.int64)
         whole[self.labels, self.found] = self.counts
         return whole
@@ -201,7 +201,7 @@ class Confusion:
     def abundance_error(self, num_classes: int) -> float:
         """The L1 distance of the predicted from the true profile, 0 to 2; half of it is Bray-Curtis.
 
-        Reads of no known class are a class of their own, to which none is assigned.
+        Reads of no known class are a class of their own, to which no read is assigned.
         """
         true = np.bincount(self.labels + 1, self.counts, minlength=num_classes + 1)
         assigned = np.bincount(self.found + 1, self.counts, minlength=num_classes + 1)
@@ -221,7 +221,7 @@ def confusion(labels: Codes, found: Codes, num_classes: int, *, max_dense: int =
 
 @dataclass(frozen=True)
 class ThresholdCurve:
-    """What happens when only reads above a threshold of the probability are classified: a number per threshold."""
+    """Measures when only reads above a probability threshold are classified, per threshold."""
 
     threshold: Floats  # falling
     coverage: Floats  # share of all reads that are classified
@@ -229,7 +229,7 @@ class ThresholdCurve:
     recall: Floats  # share of the reads of known classes that are classified correctly
 
     def loosest(self, precision: float, *, coverage: float = 0.0) -> float | None:
-        """The lowest threshold with this precision and at least this coverage; 0 keeps all reads, None: none does."""
+        """The lowest threshold with this precision and at least this coverage; 0: all reads; None: there is none."""
         enough = np.flatnonzero((self.precision >= precision) & (self.coverage >= coverage))
         if not len(enough):
             return None
@@ -242,7 +242,7 @@ class ThresholdCurve:
 
 
 def threshold_curve(labels: Codes, right: NDArray[np.bool_], probabilities: NDArray[np.floating]) -> ThresholdCurve:
-    """A point for each probability that occurs, the highest first."""
+    """One point per distinct probability, the highest first."""
     order = np.argsort(probabilities)[::-1]
     ranked = probabilities[order]
     last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # reads of equal probability go together
@@ -254,7 +254,7 @@ def threshold_curve(labels: Codes, right: NDArray[np.bool_], probabilities: NDAr
 @dataclass(frozen=True)
 class AtThreshold:
     coverage: float
-    precision: float  # NaN where nothing is classified
+    precision: float  # NaN if nothing is classified
     recall: float
     unknown: float  # share of the reads of no known class that are classified; NaN without such reads
 
@@ -275,7 +275,7 @@ def at_threshold(
 
 @dataclass(frozen=True)
 class Target:
-    """A precision on validation, the threshold with it and its effect on a split; None: no threshold has it."""
+    """A target precision on validation, its threshold, and the measures of a split there; None: not reachable."""
 
     precision: float
     threshold: float | None
@@ -284,7 +284,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Draws:
-    """The group of each read of a split, and how often each group is drawn: first once each, then at random."""
+    """The group of each read of a split, and how often each group is drawn: in the first row once, then at random."""
 
     groups: NDArray[np.int64]
     counts_RG: Floats
@@ -303,7 +303,7 @@ class Draws:
 
 
 def draws_of(num_reads: int, *, resamples: int, number: int = 0, max_groups: int = MAX_GROUPS) -> Draws:
-    """Draws of the reads of a split; those of splits with other numbers are independent."""
+    """Draws of the reads of a split; splits with different numbers have independent draws."""
     rng = np.random.default_rng([SEED, number])
     num_groups = max(min(num_reads, max_groups), 1)
     groups = np.arange(num_reads) % num_groups
@@ -342,7 +342,7 @@ class Measured:
 
 
 class Evaluator:
-    """Keeps the draws of each split, which are the same for all models.
+    """Evaluates models on splits; all models share the draws of a split.
 
     `taxa` has the taxon of each class at every rank (-1: none), `num_taxa` how many taxa a rank has.
     """
@@ -357,12 +357,12 @@ class Evaluator:
         resamples: int,
     ) -> None:
         self._file, self._num_classes, self._num_taxa, self._resamples = file, num_classes, num_taxa, resamples
-        # One more, the last: of reads of no known class, which have label -1.
+        # The last entry, -1, is for reads of no known class, whose label -1 indexes it.
         self._taxa = {rank: np.array([*taxa[rank], -1]) for rank in file.ranks}
         self._draws: dict[str, Draws] = {}
 
     def num_bad(self, key: Key, splits: Sequence[str]) -> int:
-        """How many probabilities are not finite."""
+        """The number of probabilities that are not finite."""
         return sum(int(np.sum(~np.isfinite(self._file.read(key, split).probabilities))) for split in splits)
 
     def evaluate(self, key: Key, splits: Sequence[str]) -> dict[str, Measured]:
@@ -382,12 +382,12 @@ class Evaluator:
         return measured
 
     def has(self, split: str) -> NDArray[np.bool_]:
-        """Which classes a measured split has reads of."""
+        """Which classes have reads in an evaluated split."""
         labels = self._file.labels(split)
         return np.bincount(labels[labels >= 0], minlength=self._num_classes) > 0
 
     def macro_f1_over(self, classes: NDArray[np.bool_], key: Key, split: str) -> Resampled:
-        """Macro F1 over these classes on a measured split."""
+        """Macro F1 over these classes on an evaluated split."""
         predictions = self._file.read(key, split)
         return self._draws[split].macro_f1_over(classes, predictions.labels, predictions.found)
 
@@ -420,7 +420,7 @@ class Evaluator:
         )
 
     def _rank(self, predictions: Predictions, rank: str, draws: Draws) -> MeasuredRank:
-        """Reads of classes that have no taxon at this rank are left out, as those of no known class are."""
+        """Reads of classes without a taxon at this rank are left out, like reads of no known class."""
         true, num_taxa = self._taxa[rank][predictions.labels], self._num_taxa[rank]
         accuracy, macro_f1 = draws.accuracy_and_f1(true, predictions.ranks[rank], num_taxa)
         occurs = np.bincount(true[true >= 0], minlength=num_taxa) > 0

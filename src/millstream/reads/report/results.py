@@ -1,4 +1,4 @@
-"""What a run of classifiers found, as plain data, also class by class and pair by pair. Draws nothing."""
+"""The results of a run of classifiers as plain data, also per class and per confused pair. Draws nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ class ReadClass:
     class_id: int
     name: str
     tax_id: int  # 0: unknown
-    taxa: Mapping[str, int]  # rank -> the number of its taxon there, -1: none
-    reads: Mapping[str, int]  # of each split
+    taxa: Mapping[str, int]  # rank -> number of its taxon; -1: none
+    reads: Mapping[str, int]  # by split
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """A model at one rank, where it assigns the taxon whose classes have the highest total probability."""
+    """A model at one rank: it assigns the taxon whose classes have the highest total probability."""
 
     rank: str
-    num_taxa: int  # that the split has reads of
+    num_taxa: int  # with reads in the split
     accuracy: Interval
     macro_f1: Interval
 
@@ -42,13 +42,13 @@ class SplitResult:
     """One model on one split. Numbers are means over its seeds; curves and counts are of the first."""
 
     num_reads: int  # or read pairs
-    num_unknown: int  # of no known class: they count only where a threshold decides what is classified
-    num_classes: int  # that the split has reads of; macro F1 is the mean over them
+    num_unknown: int  # of no known class; they count only at a threshold
+    num_classes: int  # with reads in the split; macro F1 is the mean over them
     accuracy: Interval
     macro_f1: Interval
     macro_f1_sd: float | None  # between seeds; None with one
     ranks: Sequence[RankResult]
-    coverage: float | None  # at the threshold chosen on validation, as the next three; None: no such threshold
+    coverage: float | None  # this and the next three: at the threshold chosen on validation; None: there is none
     precision: float | None
     recall: float | None
     unknown_called: float | None  # share of the reads of no known class that are classified
@@ -72,7 +72,7 @@ class ModelResult:
     threshold: float | None  # of the first seed
     fit_s: float
     train_reads_per_s: float | None  # the median over epochs
-    waiting: float | None  # share of the time that training waited for data
+    waiting: float | None  # share of training time spent waiting for data
     score_reads_per_s: float
     memory: int | None  # bytes: the maximum at the end of an epoch
     chosen: Mapping[str, object]
@@ -95,7 +95,7 @@ class ReadResults(RunResults):
     """Everything that a report shows."""
 
     classes: Sequence[ReadClass]
-    ranks: Mapping[str, Sequence[str]]  # the names of its taxa
+    ranks: Mapping[str, Sequence[str]]  # names of the taxa
     splits: Sequence[str]  # the test splits, then validation
     models: Sequence[ModelResult]  # best macro F1 on validation first
     gaps: Sequence[Gap]
@@ -117,12 +117,12 @@ class ClassRow:
     of: ReadClass
     training: int  # reads
     support: int  # reads of the split
-    assigned: int  # reads assigned to it, also those of no known class
-    unknown: int  # of those, of no known class
+    assigned: int  # reads assigned to it, including reads of no known class
+    unknown: int  # reads of no known class assigned to it
     precision: float  # among reads of known classes, as F1
     recall: float
-    f1: float  # NaN also for a class without reads in the split: macro F1 is not over it
-    confused_with: str  # the class most often assigned instead, and how often
+    f1: float  # NaN for a class without reads in the split, which macro F1 leaves out
+    confused_with: str  # the class most often assigned instead, and its share
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Pair:
     assigned: str
     reads: int
     share: float  # of the reads of the class
-    same_genus: str  # yes, no, or empty where unknown
+    same_genus: str  # yes, no, or empty if unknown
 
 
 def class_rows(results: ReadResults, found: SplitResult) -> list[ClassRow]:
@@ -176,7 +176,7 @@ def confused_pairs(results: ReadResults, found: SplitResult, *, most: int) -> li
 
 
 def _num_true(results: ReadResults, found: SplitResult) -> NDArray[np.intp]:
-    """Reads of each class, and last those of no known class."""
+    """Reads of each class, and last of no known class."""
     whole = np.bincount(found.confusion.labels + 1, found.confusion.counts, minlength=len(results.classes) + 1)
     return np.append(whole[1:], whole[0])
 

@@ -1,4 +1,4 @@
-"""Reads as a page: their lengths, composition and classes, and each of them with its tokens."""
+"""The explorer view of reads: lengths, composition and classes, and single reads with their tokens."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -21,27 +21,27 @@ from millstream.reads.tokenizers.kmers import Kmers
 from millstream.reads.view.statistics import Lengths, Sample, ValueCounts
 from millstream.view import PATIENCE_S, Later, Query, View
 
-GIVEN = "given"  # what a page calls the tokenizer of the command line
-_FILES = 200  # that are listed
+GIVEN = "given"  # the name of the command line's tokenizer in a page
+_FILES = 200  # listed
 _MOST = 200  # rows per response
 MOST_BASES = 20_000  # per response
-_WITH_QUALITY = 4_000_000  # bases of the longest read whose qualities are shown: they are only read as a whole
+_WITH_QUALITY = 4_000_000  # bases; qualities of longer reads are not shown, because they are only read as a whole
 _HEAD = 60
 _NAMES = 100
-WHOLE = 50_000  # bases; in longer reads, a tokenizer that depends on all bases before starts at the window
+WHOLE = 50_000  # bases; in longer reads, a tokenizer that depends on all earlier bases starts at the window
 Numbers = NDArray[np.int64]
 
 
 class Records:
-    """The reads of a collection as a page shows them. Fetches only the bases that are shown."""
+    """Single reads of a collection; fetches only the bases that are shown."""
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
         self._columns = [name for name in reads.column_names if all(p.columns.is_indexed(name) for p in reads.parts)]
-        self._naming = Later(lambda: reads.find(""))  # builds the name table if there is none
+        self._naming = Later(lambda: reads.find(""))  # builds a missing name table
 
     def page(self, first: int, count: int) -> list[dict[str, object]]:
-        """Number, name, length, columns and first bases of neighbouring reads."""
+        """Number, name, length, columns and first bases of consecutive reads."""
         numbers = np.arange(min(first, len(self._reads)), min(first + count, len(self._reads)), dtype=np.int64)
         if not len(numbers):
             return []
@@ -67,7 +67,7 @@ class Records:
     ) -> dict[str, object]:
         """A read, its bases [start, start + count), their qualities, and the tokens among them.
 
-        With `reverse` all positions are those of the reverse complement.
+        With `reverse`, positions are on the reverse complement.
         """
         if number >= len(self._reads):
             raise BadSetting(f"record {number}: must be from 0 to {len(self._reads) - 1}")
@@ -97,14 +97,14 @@ class Records:
         return {**found, **_tokens(tokenizer, bases, length, start, end)}
 
     def find(self, name: str, *, seconds: float = PATIENCE_S) -> dict[str, object]:
-        """Numbers of the records of this name; or that a name table is being built, which reads the whole file."""
+        """The records with this name; or `is_making` while a name table is being built, which reads the whole file."""
         if not all(part.has_names for part in self._reads.parts) and self._naming.soon(seconds) is None:
             return {"is_making": True, "numbers": []}
         numbers = self._reads.find(name)
         return {"is_making": False, "numbers": numbers[:_NAMES], "found": len(numbers)}
 
     def _fields(self, number: int) -> Mapping[str, ColumnValues]:
-        """Also columns that are only in the headers: cheap for one read."""
+        """All columns, including those only in the headers: cheap for one read."""
         return self._reads.fetch([number], self._reads.column_names).columns
 
     def _quality(self, place: int, number: int, length: int, start: int, end: int, *, reverse: bool) -> str | None:
@@ -142,7 +142,7 @@ class Spans:
     starts: list[int]
     ends: list[int]
     texts: list[str]
-    before: list[str]  # special tokens around all others
+    before: list[str]  # special tokens before and after all others
     after: list[str]
     cut: bool = False  # the read is too long: tokenized from the start of the window
 
@@ -155,7 +155,7 @@ def given_tokenizer(spec: str) -> Tokenizer:
 
 
 def typed_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer typed into a page. Not a file: a page must not open any."""
+    """The tokenizer typed into a page; never a file, which a page must not open."""
     if not spec.strip().startswith(("base", "kmer(")):
         raise BadSetting(
             f"tokenizer {spec!r}: must be base, kmer(6) or kmer(12, stride=2, canonical=True) here. To use one "
@@ -165,7 +165,7 @@ def typed_tokenizer(spec: str) -> Tokenizer:
 
 
 def spans_of(chosen: Tokenizer, bases: Callable[[int, int], str], *, length: int, start: int, end: int) -> Spans | None:
-    """The tokens of a window of a record of this length; `bases(start, end)` fetches it. None: not a known kind."""
+    """The tokens of a window of a read; `bases(start, end)` fetches a part of the read. None: unknown kind of tokenizer."""
     if isinstance(chosen, Kmers):
         return _kmers(chosen, bases, length, start, end)
     if isinstance(chosen, HfTokenizer):
@@ -176,7 +176,7 @@ def spans_of(chosen: Tokenizer, bases: Callable[[int, int], str], *, length: int
 def _tokens(
     tokenizer: Callable[[], Tokenizer | None], bases: Callable[[int, int], str], length: int, start: int, end: int
 ) -> dict[str, object]:
-    """The tokens, or why there are none: the bases are shown all the same."""
+    """The tokens, or why there are none; the bases are shown anyway."""
     try:
         chosen = tokenizer()
         spans = None if chosen is None else spans_of(chosen, bases, length=length, start=start, end=end)
@@ -211,7 +211,7 @@ def _kmers(chosen: Kmers, bases: Callable[[int, int], str], length: int, start: 
 
 
 def _encoded(chosen: HfTokenizer, bases: Callable[[int, int], str], length: int, start: int, end: int) -> Spans:
-    """The tokens that reach into the window; they depend on all bases before."""
+    """The tokens that overlap the window; they depend on all earlier bases."""
     cut = length > WHOLE
     low, high = (start, end) if cut else (0, length)
     encoding: Any = chosen.encoder().encode(bases(low, high).upper())
@@ -242,7 +242,7 @@ def _named(spec: str) -> Tokenizer:
 
 
 def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:
-    """The page of the reads at a path: a file, a folder or a pattern. Indexes that are missing are built first.
+    """The page of the reads at a path: a file, a folder or a pattern. Missing indexes are built first.
 
     >>> view_of(Path("reads.fa.gz"), tokenizer="kmer(6)").answers["record"](Query({"number": "17"}))
     """
@@ -278,7 +278,7 @@ class _Reads:
         self._lock = threading.Lock()  # concurrent requests share one count
 
     def overview(self, query: Query) -> object:
-        """What there is, from the head of the index."""
+        """Files, sizes and columns, from the head of the index."""
         reads = self._reads
         files = [
             {
@@ -333,13 +333,13 @@ class _Reads:
         return self._counts[column].summary(search=query.text("search"), first=query.number("first"), most=most)
 
     def page(self, query: Query) -> object:
-        """Neighbouring reads from number `first` on."""
+        """Consecutive reads starting at number `first`."""
         first = query.number("first")
         rows = self._records.page(first, min(query.number("count", 25), _MOST))
         return {"first": first, "of": len(self._reads), "rows": rows}
 
     def record(self, query: Query) -> object:
-        """Read `number`: its bases from `start` on, and their tokens."""
+        """Read `number`: its bases starting at `start`, and their tokens."""
         return self._records.one(
             query.number("number"),
             start=query.number("start"),

@@ -1,7 +1,7 @@
 """Statistics of reads: lengths and classes of all of them from their index, composition from a sample.
 
-Both are computed in a thread while pages request them. The sample is of neighbouring reads at positions spread over the
-file, because compressed files are decoded block by block: a few positions cost a few blocks, however large the file.
+Both are computed in a thread while pages request them. The sample has runs of consecutive reads from all over the file,
+because compressed files are decoded block by block: a few positions cost a few blocks, however large the file.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from millstream.reads.reads import Part, Reads
 from millstream.view import PATIENCE_S, Background
 
 CHUNK_READS = 1 << 20
-_SHORT = 1 << 16  # bases; longer reads are so few that each one's length is kept
+_SHORT = 1 << 16  # bases; the lengths of longer reads are kept one by one: there are few
 _BARS = 60
 _READS, _BASES = 4096, 2 << 20  # of a sample, at most
 _PLACES, _DECODED = 64, 24 << 20
@@ -50,7 +50,7 @@ class Lengths:
             yield
 
     def summary(self, seconds: float | None = PATIENCE_S) -> dict[str, object]:
-        """Of the reads counted so far: a histogram whose bars sum to them, and the usual statistics of lengths."""
+        """A histogram and the usual statistics of the lengths counted so far."""
         self._work.wait(seconds)
         with self._work.lock:
             (values,) = np.nonzero(self._short)
@@ -70,7 +70,7 @@ class Lengths:
             "median": int(values[np.searchsorted(before, (counted + 1) // 2)]),
             "mean": bases[-1] / counted,
             "longest": int(values[-1]),
-            # half of all bases are in reads at least this long
+            # half of all bases are in reads of at least this length
             "n50": int(values[np.searchsorted(bases, bases[-1] - bases[-1] // 2)]),
             "is_log": is_log,
             "bars": {"from": edges[:-1], "to": edges[1:], "count": bars.astype(np.int64)},
@@ -117,7 +117,7 @@ class ValueCounts:
     def summary(
         self, *, search: str = "", first: int = 0, most: int = 50, seconds: float | None = PATIENCE_S
     ) -> dict[str, object]:
-        """The most common values that contain the text searched for, `most` of them from the one at `first` on."""
+        """The most common values that contain `search`: `most` of them, starting at rank `first`."""
         self._work.wait(seconds)
         ranked = self._rank()
         wanted = search.casefold()
@@ -149,7 +149,7 @@ class ValueCounts:
 
 
 class Sample:
-    """Composition, GC content and base qualities by position, and how many reads they were computed from."""
+    """Composition, GC content and base qualities by position, from a sample of reads."""
 
     def __init__(self, reads: Reads) -> None:
         self._total = len(reads)
@@ -159,7 +159,7 @@ class Sample:
         self._work.start()
 
     def summary(self, seconds: float | None = PATIENCE_S) -> dict[str, object]:
-        """What was found so far; `is_done` says whether the sample is complete."""
+        """The results so far; `is_done` says whether the sample is complete."""
         self._work.wait(seconds)
         with self._work.lock:
             found = self._tally.summary()
@@ -202,7 +202,7 @@ def _edges(values: Numbers, counts: Numbers) -> tuple[Numbers, bool]:
 
 
 def _places(reads: Reads) -> Iterator[Numbers]:
-    """Runs of neighbouring reads, in an order that spreads over the file from the start."""
+    """Runs of consecutive reads, in an order that covers the file evenly from the start."""
     medium, total = reads.medium, len(reads)
     if total <= _READS and medium.num_bytes <= _DECODED:
         yield from [np.arange(total, dtype=np.int64)] if total else []
@@ -219,7 +219,9 @@ def _places(reads: Reads) -> Iterator[Numbers]:
 
 class _Tally:
     def __init__(self) -> None:
-        self.weights = np.zeros(256)  # bases of all sampled reads; those outside a window count like those in it
+        self.weights = np.zeros(
+            256
+        )  # estimated counts of bases in all sampled reads: a window stands for its whole read
         self.gc: list[NDArray[np.float64]] = []
         self.qualities = np.zeros((_POSITIONS, 94), np.int64)
         self.num_reads = self.num_bases = self.num_places = 0

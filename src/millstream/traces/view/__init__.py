@@ -173,7 +173,7 @@ class Known:
         if sort == "number":
             return numbers
         scores = self._scores(query.text("detector"))
-        if sort == "mistaken":  # score furthest from the label
+        if sort == "mistaken":  # scores furthest from the label
             ranks, is_right, is_wrong = _ranks(scores), self.verdicts == "right", self.verdicts == "wrong"
             scores = np.where(is_wrong, 1 - ranks, np.where(is_right, ranks, np.nan))
         scores = scores[numbers]
