@@ -24,8 +24,20 @@ from millstream.reads.pack.pack import pack
 from millstream.reads.reads import Reads
 from support.effort import num_examples
 from support.making import plain, record, same_value, write, write_open
-from support.read_files import REGEX, WRAPPERS, fasta, fastq, flushed, index_of, members, opened, records
-from support.slow_reads import fasta_texts, fastq_texts, parse
+from support.read_files import (
+    REGEX,
+    WRAPPERS,
+    fasta,
+    fasta_texts,
+    fastq,
+    fastq_texts,
+    flushed,
+    index_of,
+    members,
+    opened,
+    parse,
+    records,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/explanation/formats.md"
 SETTINGS = settings(deadline=None, max_examples=num_examples(40))

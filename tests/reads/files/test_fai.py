@@ -1,5 +1,6 @@
 """The .fai and .gzi that `index --fai` writes are, byte for byte, what samtools writes."""
 
+import gzip
 import random
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 
 import millstream as ms
 from millstream.reads.files import ReadFile, write_fai
-from support.slow_reads import wrapped
+from support.read_files import wrapped
 
 samtools = pytest.mark.skipif(
     shutil.which("samtools") is None, reason="samtools is not installed (apt install samtools)"
@@ -17,23 +18,18 @@ samtools = pytest.mark.skipif(
 bgzip = pytest.mark.skipif(shutil.which("bgzip") is None, reason="bgzip is not installed (apt install tabix)")
 
 
-def letters(count: int) -> str:
+def bases(count: int) -> str:
     return "".join(random.Random(count).choices("ACGTN", k=count))
 
 
 TEXTS = {
-    "wrapped.fa": ">a about\n"
-    + wrapped(letters(200), 60)
-    + ">b\n"
-    + letters(33)
-    + "\n>c x\n"
-    + wrapped(letters(120), 60),
-    "no_last_newline.fa": ">a\n" + wrapped(letters(130), 60) + ">b\n" + letters(10),
-    "crlf.fa": ">a about\r\n" + wrapped(letters(200), 60, "\r\n") + ">b\r\n" + letters(33) + "\r\n",
+    "wrapped.fa": ">a about\n" + wrapped(bases(200), 60) + ">b\n" + bases(33) + "\n>c x\n" + wrapped(bases(120), 60),
+    "no_last_newline.fa": ">a\n" + wrapped(bases(130), 60) + ">b\n" + bases(10),
+    "crlf.fa": ">a about\r\n" + wrapped(bases(200), 60, "\r\n") + ">b\r\n" + bases(33) + "\r\n",
     "without_bases.fa": ">a\n>b\nACGT\n>c\n\n>d\nAC\n",
-    "reads.fq": "".join(f"@r{i} x\n{letters(20 + i)}\n+\n{'I' * (20 + i)}\n" for i in range(5)),
-    "named_plus.fq": "".join(f"@r{i}\n{letters(20 + i)}\n+r{i}\n{'I' * (20 + i)}\n" for i in range(5)),
-    "crlf.fq": "".join(f"@r{i}\r\n{letters(20 + i)}\r\n+\r\n{'I' * (20 + i)}\r\n" for i in range(5)),
+    "reads.fq": "".join(f"@r{i} x\n{bases(20 + i)}\n+\n{'I' * (20 + i)}\n" for i in range(5)),
+    "named_plus.fq": "".join(f"@r{i}\n{bases(20 + i)}\n+r{i}\n{'I' * (20 + i)}\n" for i in range(5)),
+    "crlf.fq": "".join(f"@r{i}\r\n{bases(20 + i)}\r\n+\r\n{'I' * (20 + i)}\r\n" for i in range(5)),
 }
 
 
@@ -57,7 +53,7 @@ def test_the_fai_is_what_samtools_writes(tmp_path: Path, name: str):
 @bgzip
 def test_the_gzi_of_a_bgzf_file_is_what_samtools_writes(tmp_path: Path):
     file = tmp_path / "genomes.fa"
-    file.write_text("".join(f">n{i} x\n{wrapped(letters(900 + i), 60)}" for i in range(300)))
+    file.write_text("".join(f">n{i} x\n{wrapped(bases(900 + i), 60)}" for i in range(300)))
     subprocess.run(["bgzip", file], check=True)
     packed = tmp_path / "genomes.fa.gz"
     subprocess.run(["samtools", "faidx", packed], check=True)
@@ -74,10 +70,8 @@ def test_the_fai_of_a_small_file_is_known(tmp_path: Path):
 def test_ragged_lines_and_plain_gzip_have_no_fai(tmp_path: Path):
     ragged = tmp_path / "ragged.fa"
     ragged.write_text(">a\nAC\nACGT\n")
-    with pytest.raises(ms.errors.BadSource, match=r"record 0 \(a\) has lines of different lengths"):
+    with pytest.raises(ms.errors.BadSource, match=r"record 0 \(a\)"):
         our_index(ragged)
-    import gzip
-
     packed = tmp_path / "a.fa.gz"
     packed.write_bytes(gzip.compress(b">a\nACGT\n"))
     with pytest.raises(ms.errors.BadSource, match="bgzip"):

@@ -16,7 +16,7 @@ from millstream.reads.files.encodings import ANCHOR, CHUNK, BitColumn, BitColumn
 from millstream.reads.files.index import IndexLimits
 from millstream.reads.files.sections import CRC_BYTES, Sections, SectionsWriter
 from support.effort import num_examples
-from support.read_files import complaint, opened
+from support.read_files import error_of, opened
 
 Numbers = NDArray[np.int64]
 LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
@@ -38,7 +38,7 @@ words = st.none() | st.text("ab|é", min_size=1, max_size=9)
     buffer_bytes=st.sampled_from([128, 1024]),
 )
 @example(pool=[(0, "a"), (HIGHEST, None), (None, "é")], order=[0, 1, 2] * 2000, distinct=3, buffer_bytes=1 << 16)
-def test_any_values_come_back_however_many_of_them_are_distinct(
+def test_any_values_come_back_for_any_number_of_distinct_ones(
     tmp_path: Path, pool: list[tuple[int | None, str | None]], order: list[int], distinct: int, buffer_bytes: int
 ):
     rows = [pool[place % len(pool)] for place in [0, *order]]
@@ -65,7 +65,7 @@ def test_a_full_dictionary_knows_every_value(distinct: int, tmp_path: Path):
     assert ("text" in reads.table.column_names) == (distinct == 3000)
 
 
-def test_texts_longer_altogether_than_a_dictionary_holds_stay_in_the_headers(tmp_path: Path):
+def test_texts_that_exceed_the_dictionary_stay_in_the_headers(tmp_path: Path):
     texts = [f"{number}" * 30_000 for number in range(100, 160)]
     (tmp_path / "reads.fa").write_text("".join(f">{text}\nAC\n" for text in texts))
     reads = opened(tmp_path / "reads.fa", header_regex=r"(?P<text>\w+)")
@@ -106,14 +106,14 @@ def written(values: Numbers, pieces: list[int]) -> tuple[BitColumnWriter, BitCol
 @given(values=columns(), pieces=st.lists(st.integers(0, 20_000), max_size=4))
 @example(values=np.array([LOWEST, -1, 0, 1, HIGHEST] * 50, np.int64), pieces=[7])
 @example(values=np.empty(0, np.int64), pieces=[])
-def test_a_column_gives_back_and_finds_what_was_appended_in_whatever_pieces(values: Numbers, pieces: list[int]):
+def test_a_bit_column_returns_and_finds_values_appended_in_any_pieces(values: Numbers, pieces: list[int]):
     _, column = written(values, pieces)
     rows = np.random.default_rng(0).permutation(len(values))
     assert column.rows == len(values) and np.array_equal(column.take(rows), values[rows])
     ordered = np.sort(values)
-    asked = np.concatenate([ordered[::97], ordered[::89] // 2, [LOWEST, HIGHEST]])
-    found = written(ordered, [])[1].find(asked)
-    assert np.array_equal(found, np.searchsorted(ordered, asked, side="right") - 1)
+    queries = np.concatenate([ordered[::97], ordered[::89] // 2, [LOWEST, HIGHEST]])
+    found = written(ordered, [])[1].find(queries)
+    assert np.array_equal(found, np.searchsorted(ordered, queries, side="right") - 1)
 
 
 @quick
@@ -126,7 +126,7 @@ def test_sums_before_are_the_sums_of_all_values_before(seed: int, count: int, bi
     assert np.array_equal(sums_before(anchors, column, np.arange(count)), starts)
 
 
-def test_values_take_the_bits_they_need_and_a_constant_none():
+def test_values_take_the_bits_they_need_and_a_constant_takes_none():
     values = np.random.default_rng(0).integers(10**15, 10**15 + 64, 4 * CHUNK)
     assert written(values, [])[0].num_words == 4 * CHUNK * 6 // 64
     assert written(np.full(10 * CHUNK, 7), [1, 5000])[0].num_words == 0
@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkey
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == before
 
 
-def test_what_is_open_stays_as_it_is_when_the_file_is_replaced(tmp_path: Path):
+def test_an_open_file_is_unchanged_when_it_is_replaced_on_disk(tmp_path: Path):
     publish(tmp_path / "file", {"a": np.arange(1000)})
     found = Sections(tmp_path / "file")
     publish(tmp_path / "file", {"a": np.arange(1000) + 5})
@@ -176,22 +176,22 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 @quick
 @given(place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255), seed=st.integers(0, 9))
-def test_no_damaged_byte_of_a_large_column_is_believed(large: tuple[Path, bytes], place: float, mask: int, seed: int):
+def test_no_damaged_byte_of_a_large_column_is_used(large: tuple[Path, bytes], place: float, mask: int, seed: int):
     file, data = large
     at = int(place * len(data))
     damaged = file.with_name("damaged")
     damaged.write_bytes(data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :])
     rows = np.random.default_rng(seed).integers(0, len(LARGE), 3)
     for eager_bytes in (0, 1 << 30):
-        said = complaint(
+        message = error_of(
             lambda eager_bytes=eager_bytes: np.array_equal(
                 Sections(damaged, eager_bytes=eager_bytes).column("a").take(rows), LARGE[rows]
             )
         )
-        assert said is None or str(damaged) in said
+        assert message is None or str(damaged) in message
 
 
-def test_damage_of_a_large_column_costs_the_rows_of_its_megabyte_and_is_listed(large: tuple[Path, bytes]):
+def test_damage_of_a_large_column_loses_the_rows_of_its_megabyte_and_is_listed(large: tuple[Path, bytes]):
     file, data = large
     damaged = file.with_name("damaged")
     changed = bytearray(data)
@@ -201,6 +201,6 @@ def test_damage_of_a_large_column_costs_the_rows_of_its_megabyte_and_is_listed(l
     column, lost = Sections(damaged, eager_bytes=0).column("a"), 0
     for chunk in range(160):
         rows = np.arange(chunk * CHUNK, (chunk + 1) * CHUNK)
-        lost += complaint(lambda rows=rows: np.array_equal(column.take(rows), LARGE[rows])) is not None
+        lost += error_of(lambda rows=rows: np.array_equal(column.take(rows), LARGE[rows])) is not None
     assert 80 <= lost <= 120
     assert [str(damaged) in damage for damage in Sections(damaged).damages()] == [True, True]

@@ -19,7 +19,7 @@ from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
 from millstream.reads.files.inflate import ahead
 from millstream.reads.reads import Reads
 from support.effort import PATIENCE_S
-from support.read_files import REGEX, WRAPPERS, fasta, flushed, holds, index_of, letters, opened, records, texts
+from support.read_files import REGEX, WRAPPERS, fasta, flushed, holds, index_of, opened, records, sequences_of, texts
 
 MADE = records(300)
 
@@ -28,7 +28,7 @@ MADE = records(300)
 
 
 def read_all(reads: Reads) -> None:
-    assert texts(reads) == letters(MADE)
+    assert texts(reads) == sequences_of(MADE)
     assert reads.find(MADE[7].header.decode()) == [7]
     assert reads[299].columns["who"] == "r299"
 
@@ -48,7 +48,7 @@ def test_reads_that_were_used_can_be_used_after_a_fork(wrapper: str, memory: int
     assert [child.exitcode for child in children] == [0, 0]
 
 
-def test_a_fork_in_the_middle_of_decoding_hangs_nobody(tmp_path: Path):
+def test_a_fork_in_the_middle_of_decoding_does_not_hang(tmp_path: Path):
     (tmp_path / "reads.fa").write_bytes(WRAPPERS["bgzf"](fasta(MADE)))
     reads = opened(tmp_path / "reads.fa", memory=1, header_regex=REGEX)
     read_all(reads)
@@ -75,14 +75,14 @@ def test_a_fork_in_the_middle_of_decoding_hangs_nobody(tmp_path: Path):
     assert codes == [0] * 4
 
 
-def test_reads_travel_into_a_process_that_knows_nothing(tmp_path: Path):
+def test_pickled_reads_open_in_a_new_process(tmp_path: Path):
     (tmp_path / "reads.fa").write_bytes(flushed(fasta(MADE)))
     (tmp_path / "pickle").write_bytes(pickle.dumps(opened(tmp_path / "reads.fa", header_regex=REGEX, memory="1MB")))
     code = (
         "import pickle, sys; reads = pickle.load(open(sys.argv[1], 'rb')); print(reads[5].columns['who'], len(reads))"
     )
-    told = subprocess.run([sys.executable, "-c", code, tmp_path / "pickle"], capture_output=True, check=True)
-    assert told.stdout.split() == [b"r5", b"300"] and told.stderr == b""
+    result = subprocess.run([sys.executable, "-c", code, tmp_path / "pickle"], capture_output=True, check=True)
+    assert result.stdout.split() == [b"r5", b"300"] and result.stderr == b""
 
 
 # -- killed and interrupted
@@ -147,7 +147,7 @@ def test_an_interrupted_index_leaves_neither_files_nor_threads(
     assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
-def test_whoever_opens_while_an_index_is_replaced_gets_the_old_or_the_new_one(tmp_path: Path):
+def test_opening_while_an_index_is_replaced_gives_the_old_or_the_new_one(tmp_path: Path):
     file = tmp_path / "reads.fa"
     file.write_bytes(fasta(MADE))
     opened(file)
@@ -171,11 +171,11 @@ def test_whoever_opens_while_an_index_is_replaced_gets_the_old_or_the_new_one(tm
 # -- a thread ahead
 
 
-def test_items_come_in_order_and_all_of_them():
+def test_all_items_come_in_order():
     assert list(ahead(iter(range(1000)), depth=3)) == list(range(1000))
 
 
-def test_an_error_comes_where_its_item_would_have():
+def test_an_error_is_raised_in_place_of_its_item():
     def items() -> Iterator[int]:
         yield 1
         yield 2
@@ -198,7 +198,7 @@ def test_closing_stops_the_thread_and_the_items():
 # -- where nothing can be written
 
 
-def test_where_compiled_kernels_cannot_be_kept_reads_are_read_all_the_same(tmp_path: Path):
+def test_reads_work_where_compiled_kernels_cannot_be_cached(tmp_path: Path):
     """As in a container under any user id, or with a read-only home."""
     code, file = tmp_path / "code", tmp_path / "reads.fa"
     shutil.copytree(Path(millstream.__file__).parent, code / "millstream", ignore=shutil.ignore_patterns("__pycache__"))
@@ -209,5 +209,5 @@ def test_where_compiled_kernels_cannot_be_kept_reads_are_read_all_the_same(tmp_p
     nowhere = {"PYTHONPATH": str(code), "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null", "PATH": os.environ["PATH"]}
     nowhere["NUMBA_OPT"] = "0"  # compiling takes seconds
     ask = f"import millstream as ms; print(ms.open({str(file)!r}).fetch([1, 0]).sequences())"
-    told = subprocess.run([sys.executable, "-c", ask], env=nowhere, capture_output=True, check=False)
-    assert told.stdout == b"['AC', 'ACGT']\n", told.stderr.decode()
+    result = subprocess.run([sys.executable, "-c", ask], env=nowhere, capture_output=True, check=False)
+    assert result.stdout == b"['AC', 'ACGT']\n", result.stderr.decode()

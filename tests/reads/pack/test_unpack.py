@@ -27,7 +27,7 @@ def test_a_path_is_written_plain_or_as_gzip_and_nothing_else_is_left(tmp_path, f
     assert {path.name for path in tmp_path.iterdir()} == {"reads.fa", "reads.pack", "out.fa", "out.fa.gz"}
 
 
-def test_a_file_that_is_there_is_not_replaced(tmp_path, file):
+def test_an_existing_file_is_not_replaced(tmp_path, file):
     with pytest.raises(StoreExists, match=r"reads\.fa"):
         unpack(file, tmp_path / "reads.fa")
     assert (tmp_path / "reads.fa").read_bytes() == TEXT
