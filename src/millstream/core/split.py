@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, Self, cast
@@ -158,8 +158,8 @@ def split(
         parts = {f"fold{number}": 1 / folds for number in range(folds)}
     assert parts is not None
     _check_shares(parts)
-    rule = Rule(dict(parts), by or collection.default_key, salt, collection.lineage)
-    return Split(collection, replace(rule, salt=salt or ("folds" if folds else "")))
+    salt = salt or ("folds" if folds else "")
+    return Split(collection, Rule(dict(parts), by or collection.default_key, salt, collection.lineage))
 
 
 def _check_shares(parts: Mapping[str, float]) -> None:
