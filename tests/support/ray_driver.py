@@ -48,7 +48,7 @@ def square(item: int) -> int:
 def run_on_one_cluster() -> None:
     import ray
 
-    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)
+    ray.init(address="local", num_cpus=2, log_to_driver=False)
     run_commands()
     found: list[int] = []
     try:
