@@ -363,7 +363,7 @@ def compare(pairs: Sequence[tuple[str, str, str]], drawn: Mapping[tuple[str, str
 
 
 def verdict(found: Difference, other: str, *, least_p: float = 0.0) -> str:
-    """A difference in words: `beats length (0.612) by 0.120 [0.080, 0.160], p = 0.004 after Holm`.
+    """A difference in words: `beats other (0.612) by 0.120 [0.080, 0.160], p = 0.004 after Holm`.
 
     `least_p` is the smallest corrected p that the number of draws allows.
     """

@@ -165,7 +165,7 @@ def typed_tokenizer(spec: str) -> Tokenizer:
 
 
 def spans_of(chosen: Tokenizer, bases: Callable[[int, int], str], *, length: int, start: int, end: int) -> Spans | None:
-    """The tokens of a window of a read; `bases(start, end)` fetches a part of the read. None: unknown kind of tokenizer."""
+    """The tokens of a window of a read; `bases(start, end)` fetches bases. None: unknown kind of tokenizer."""
     if isinstance(chosen, Kmers):
         return _kmers(chosen, bases, length, start, end)
     if isinstance(chosen, HfTokenizer):
