@@ -1,6 +1,7 @@
 """The figures of a report on detectors, each drawn once for both the page and files."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from millstream.report.drawing import (
     DASHES,
@@ -51,70 +52,45 @@ def _curves(results: Results, looks: Mapping[str, Look]) -> list[Drawing]:
 
     diagonal = ((0.0, 1.0), (0.0, 1.0))
     level = ((0.0, 1.0), (results.prevalence, results.prevalence))
-    missing = "no detector has this curve"
-    calibration = curves(lambda m: m.calibration)
-    return [
-        curve_drawing(
-            (
-                "roc",
-                "ROC curves",
-                "Wrong answers detected against right answers flagged. Dotted: chance. Legend: AUROC.",
-            ),
-            ("false positive rate", "true positive rate"),
-            curves(lambda m: m.roc),
-            looks,
-            missing=missing,
-            labels={model.name: f"{model.name} {shown(model.auroc)}" for model in results.models},
-            reference=diagonal,
-            x_range=(0, 1),
-            y_range=(0, 1.02),  # keeps a line at the top fully visible
-        ),
-        curve_drawing(
-            (
-                "pr",
-                "Precision and recall",
-                f"Dotted: chance, the prevalence of {shown(results.prevalence)}. Legend: AUPR.",
-            ),
-            ("recall", "precision"),
-            curves(lambda m: m.pr),
-            looks,
-            missing=missing,
-            labels={model.name: f"{model.name} {shown(model.aupr)}" for model in results.models},
-            reference=level,
-            x_range=(0, 1),
-            y_range=(0, 1.02),
-        ),
-        curve_drawing(
-            (
-                "calibration",
-                "Calibration",
-                "Share of wrong answers against the probability after Platt scaling, in bins. Dotted: perfect.",
-            ),
-            ("probability that the answer is wrong", "share of wrong answers"),
-            # Few and noisy points: grey lines would hide the others.
-            {name: curve for name, curve in calibration.items() if looks[name].named},
-            looks,
-            missing=missing,
-            reference=diagonal,
-            marker=3,
-            x_range=(0, 1),
-            y_range=(0, 1.02),
-        ),
-        curve_drawing(
-            (
-                "risk_coverage",
-                "Risk and coverage",
-                "Share of wrong answers among those kept when the most suspicious are withheld. Dotted: chance.",
-            ),
-            ("coverage: share of answers kept", "risk: share of wrong answers"),
-            curves(lambda m: m.risk_coverage),
-            looks,
-            missing=missing,
-            reference=level,
-            x_range=(0, 1),
-            y_range=(0, None),
-        ),
-    ]
+    curve = partial(curve_drawing, looks=looks, missing="no detector has this curve", x_range=(0, 1))
+    high = (0, 1.02)  # keeps a line at the top fully visible
+    caption = "Wrong answers detected against right answers flagged. Dotted: chance. Legend: AUROC."
+    roc = curve(
+        ("roc", "ROC curves", caption),
+        ("false positive rate", "true positive rate"),
+        curves(lambda m: m.roc),
+        labels={model.name: f"{model.name} {shown(model.auroc)}" for model in results.models},
+        reference=diagonal,
+        y_range=high,
+    )
+    caption = f"Dotted: chance, the prevalence of {shown(results.prevalence)}. Legend: AUPR."
+    precision = curve(
+        ("pr", "Precision and recall", caption),
+        ("recall", "precision"),
+        curves(lambda m: m.pr),
+        labels={model.name: f"{model.name} {shown(model.aupr)}" for model in results.models},
+        reference=level,
+        y_range=high,
+    )
+    caption = "Share of wrong answers against the probability after Platt scaling, in bins. Dotted: perfect."
+    calibration = curve(
+        ("calibration", "Calibration", caption),
+        ("probability that the answer is wrong", "share of wrong answers"),
+        # Few and noisy points: grey lines would hide the others.
+        {name: line for name, line in curves(lambda m: m.calibration).items() if looks[name].named},
+        reference=diagonal,
+        marker=3,
+        y_range=high,
+    )
+    caption = "Share of wrong answers among those kept when the most suspicious are withheld. Dotted: chance."
+    risk = curve(
+        ("risk_coverage", "Risk and coverage", caption),
+        ("coverage: share of answers kept", "risk: share of wrong answers"),
+        curves(lambda m: m.risk_coverage),
+        reference=level,
+        y_range=(0, None),
+    )
+    return [roc, precision, calibration, risk]
 
 
 def _layers(probe_layers: Mapping[str, Curve]) -> Drawing:
