@@ -19,8 +19,15 @@ from support.making_traces import labelled, make_traces
 
 pytest.importorskip("torch_geometric")
 
-from millstream.traces.detectors.gnn import NUM_ROUNDS, GraphEncoder, HeadMessages, pool_layers
-from millstream.traces.detectors.gvae import ACTIVE, LOGVAR_LIMIT, GraphVAE
+from millstream.traces.detectors.gnn import (
+    ACTIVE,
+    LOGVAR_LIMIT,
+    NUM_ROUNDS,
+    GraphEncoder,
+    GraphVAE,
+    HeadMessages,
+    pool_layers,
+)
 
 RECIPE = Recipe(parameters=2000, dropout=0.0)
 NUM, LAYERS = 12, 3

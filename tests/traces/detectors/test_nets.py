@@ -173,8 +173,7 @@ def family_of(name: str) -> Any:
     if name == "lstm":
         return LayerLSTM
     pytest.importorskip("torch_geometric")
-    from millstream.traces.detectors.gnn import GraphLSTM
-    from millstream.traces.detectors.gvae import GraphVAE
+    from millstream.traces.detectors.gnn import GraphLSTM, GraphVAE
 
     return {"gnn": GraphLSTM, "gvae": GraphVAE}[name]
 

@@ -101,8 +101,7 @@ def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
 
         build = partial(HeadGraph, dim=shapes["x"][1], edge_dim=shapes["edge_attr"][1], dropout=recipe.dropout)
     else:
-        from millstream.traces.detectors.gnn import GraphLSTM
-        from millstream.traces.detectors.gvae import GraphVAE
+        from millstream.traces.detectors.gnn import GraphLSTM, GraphVAE
 
         vae = partial(GraphVAE, kl_weight=recipe.kl_weight, free_bits=recipe.free_bits)
         num_layers, dim = int(cast(Tensor, example["num_layers"])[0]), shapes["x"][1]
