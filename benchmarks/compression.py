@@ -4,7 +4,7 @@
 
 Answers the first 24 questions greedily, keeps hidden states and attention of prompt and answer (computed in float32,
 then rounded) and encodes them as millstream does, slice by slice. Speeds are MB of raw bytes per second of one
-thread's CPU time, the best of 10 interleaved rounds. `compress` is all of `store` including CRC-32C; for `none` that is
+thread's CPU time, the best of 10 interleaved rounds. `compress` is all of `to_slices` with CRC-32C; for `none` that is
 the CRC alone. `decompress` writes into allocated memory, without the CRC check. The whole trace is hidden and attention
 in fp16; its ratio depends on the number of tokens, because attention grows quadratically.
 """
@@ -22,12 +22,12 @@ import pyarrow as pa
 
 from measuring import save
 from millstream.core.record import Bytes, RawTensor, as_tensor, crc32c
-from millstream.traces.store.format import Stored, num_slices, store, unpack
+from millstream.traces.store.format import Slices, decompress, num_slices, to_slices
 
 NUM_TRACES, NEW_TOKENS, ROUNDS = 24, 48, 10
 ITEMSIZE = 2  # fp16 and bf16
 # How to store a tensor, and how to fill a slice's raw bytes (first argument) from its stored bytes (second).
-Way = tuple[Callable[[RawTensor], Stored], Callable[[Bytes, Bytes], None]]
+Way = tuple[Callable[[RawTensor], Slices], Callable[[Bytes, Bytes], None]]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -108,22 +108,22 @@ def one_round(name: str, raws: Sequence[RawTensor], outs: Sequence[Bytes]) -> di
 
 def as_millstream(option: str) -> Way:
     return (
-        lambda raw: store(raw.data, raw.shape, ITEMSIZE, option),
+        lambda raw: to_slices(raw.data, raw.shape, ITEMSIZE, option),
         np.copyto
         if option == "none"
-        else lambda out, packed: unpack(packed, out, ITEMSIZE, option),  # a copy, like `read`
+        else lambda out, packed: decompress(packed, out, ITEMSIZE, option),  # a copy, like `read`
     )
 
 
 def whole_slice(codec: pa.Codec, *, shuffle: bool = False) -> Way:
-    """Like `store`, but each slice in one piece; with shuffle, all low bytes before all high bytes."""
+    """Like `to_slices`, but each slice in one piece; with shuffle, all low bytes before all high bytes."""
 
-    def pack(raw: RawTensor) -> Stored:
+    def pack(raw: RawTensor) -> Slices:
         packed: list[bytes] = []
         for part in raw.data.reshape(num_slices(raw.shape, ITEMSIZE), -1):
             small = codec.compress(pa.py_buffer(part.reshape(-1, ITEMSIZE).T.copy() if shuffle else part))
             packed.append(small.to_pybytes() if small.size < part.size else part.tobytes())
-        return Stored(np.frombuffer(b"".join(packed), np.uint8), tuple(map(crc32c, packed)), tuple(map(len, packed)))
+        return Slices(np.frombuffer(b"".join(packed), np.uint8), tuple(map(crc32c, packed)), tuple(map(len, packed)))
 
     def restore(out: Bytes, packed: Bytes) -> None:
         small = packed.size < out.size
@@ -143,7 +143,7 @@ WAYS: dict[str, Way] = {
     "rejected: zstd 3, whole slice": whole_slice(pa.Codec("zstd", compression_level=3)),
     "rejected: zstd 1, whole slice": whole_slice(pa.Codec("zstd", compression_level=1)),
     "rejected: lz4, byte shuffle": whole_slice(pa.Codec("lz4_raw"), shuffle=True),
-    "memcpy": (lambda raw: Stored(raw.data, (0,), None), np.copyto),
+    "memcpy": (lambda raw: Slices(raw.data, (0,), None), np.copyto),
 }
 
 if __name__ == "__main__":

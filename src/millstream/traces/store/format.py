@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Slices:
     """The slices of one tensor as stored. `sizes` are the bytes of each slice; None if not compressed."""
 
     data: Bytes
@@ -86,17 +86,17 @@ def num_slices(shape: tuple[int, ...], itemsize: int) -> int:
     return shape[0] if prod(shape[1:]) * itemsize >= MIN_SLICE_BYTES else 1
 
 
-def store(data: Bytes, shape: tuple[int, ...], itemsize: int, compression: str) -> Stored:
+def to_slices(data: Bytes, shape: tuple[int, ...], itemsize: int, compression: str) -> Slices:
     """Slice, compress and checksum the bytes of a tensor."""
     parts = data.reshape(num_slices(shape, itemsize), -1) if data.size else data.reshape(1, 0)
     if compression == "none":
-        return Stored(data, tuple(crc32c(part) for part in parts), None)
-    packed = [_pack(part, itemsize, compression) for part in parts]
-    joined = np.frombuffer(b"".join(packed), np.uint8)
-    return Stored(joined, tuple(map(crc32c, packed)), tuple(map(len, packed)))
+        return Slices(data, tuple(crc32c(part) for part in parts), None)
+    compressed = [_compress(part, itemsize, compression) for part in parts]
+    joined = np.frombuffer(b"".join(compressed), np.uint8)
+    return Slices(joined, tuple(map(crc32c, compressed)), tuple(map(len, compressed)))
 
 
-def unpack(stored: Bytes, out: Bytes, itemsize: int, compression: str) -> None:
+def decompress(stored: Bytes, out: Bytes, itemsize: int, compression: str) -> None:
     """Decompress the stored bytes of one slice into `out`."""
     if compression == "lz4":
         out[:] = _expand(stored, out.size, compression)
@@ -306,7 +306,7 @@ def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
 
 
-def _pack(part: Bytes, itemsize: int, compression: str) -> bytes:
+def _compress(part: Bytes, itemsize: int, compression: str) -> bytes:
     if compression == "lz4":
         return _shrink(part, compression)
     planes = [_shrink(np.ascontiguousarray(part[byte::itemsize]), compression) for byte in range(itemsize)]
@@ -314,8 +314,8 @@ def _pack(part: Bytes, itemsize: int, compression: str) -> bytes:
 
 
 def _shrink(data: Bytes, compression: str) -> bytes:
-    packed = _codec(compression).compress(pa.py_buffer(data))
-    return packed.to_pybytes() if packed.size < data.size else data.tobytes()
+    smaller = _codec(compression).compress(pa.py_buffer(data))
+    return smaller.to_pybytes() if smaller.size < data.size else data.tobytes()
 
 
 def _expand(stored: Bytes, size: int, compression: str) -> Bytes:

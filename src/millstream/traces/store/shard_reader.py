@@ -17,7 +17,7 @@ from millstream.core.console import quoted
 from millstream.core.memory import Map
 from millstream.core.record import Array, Bytes, Tensor, crc32c, from_bytes
 from millstream.errors import CorruptRecord, CorruptShard
-from millstream.traces.store.format import ID_FIELD, is_frame_intact, unpack
+from millstream.traces.store.format import ID_FIELD, decompress, is_frame_intact
 from millstream.traces.store.manifest import ShardInfo, shard_name
 from millstream.traces.store.sidecar import Span, load_sidecar
 
@@ -49,7 +49,7 @@ class ShardReader:
         self._first = first  # record number of row 0, for error messages
         self._verify = verify
         self.sidecar = load_sidecar(path, info)
-        self._packed = self.sidecar.compression != "none"
+        self._is_compressed = self.sidecar.compression != "none"
         if self.sidecar.num_records != info.records:
             raise CorruptShard(
                 f"{self.file}: {info.records} records in the manifest, {self.sidecar.num_records} in its sidecar. "
@@ -133,7 +133,7 @@ class ShardReader:
 
     def tensor(self, plan: Plan) -> "Array | torch.Tensor":
         """The tensor of a plan: a view of the mapped file if the bytes are contiguous."""
-        if not self._packed and _are_contiguous(plan.spans):
+        if not self._is_compressed and _are_contiguous(plan.spans):
             data = self._stored(plan, plan.spans)
             if plan.rows is not None:
                 count, picks = plan.rows
@@ -157,10 +157,10 @@ class ShardReader:
 
     def _copy_spans(self, plan: Plan, out: Bytes, reader: "RangeReader | None") -> None:
         parts = out.reshape(len(plan.spans), -1)
-        if self._packed:
+        if self._is_compressed:
             for part, span in zip(parts, plan.spans, strict=True):
                 stored = self._stored(plan, [span]) if reader is None else self._read(plan, span, reader)
-                unpack(stored, part, plan.kind.itemsize, self.sidecar.compression)
+                decompress(stored, part, plan.kind.itemsize, self.sidecar.compression)
             return
         if reader is None:
             for part, (offset, size, _) in zip(parts, plan.spans, strict=True):

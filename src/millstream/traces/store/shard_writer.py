@@ -26,8 +26,8 @@ from millstream.traces.store.format import (
     header,
     metadata_of,
     record_schema,
-    store,
     tail,
+    to_slices,
 )
 from millstream.traces.store.manifest import APPEND_AGAIN, ShardInfo, open_file, shard_name, sidecar_name
 from millstream.traces.store.sidecar import to_parquet
@@ -178,9 +178,9 @@ class Encoder:
                     tensors[name] = None
                     arrays.append(pa.nulls(1, self._types[name]))
                     continue
-                stored = store(raw.data, raw.shape, kind.itemsize, self._compression)
-                data = pa.py_buffer(stored.data)
-                row = TensorRow(offset, raw.shape, stored.crc32c, stored.sizes)
+                slices = to_slices(raw.data, raw.shape, kind.itemsize, self._compression)
+                data = pa.py_buffer(slices.data)
+                row = TensorRow(offset, raw.shape, slices.crc32c, slices.sizes)
                 tensors[name] = row
                 if data.size:
                     pending.append((name, data, row))
