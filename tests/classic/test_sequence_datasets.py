@@ -331,7 +331,7 @@ def test_changing_an_item_in_place_changes_no_other(here: Path, kind: type[ReadD
 def test_an_index_out_of_range_is_an_index_error(here: Path, kind: type[ReadDataset]):
     dataset = make(kind)
     for wrong in (NUM_READS, -NUM_READS - 1):
-        with pytest.raises(IndexError, match=f" {wrong} of .* {NUM_READS}"):
+        with pytest.raises(IndexError, match=f" {wrong} of {NUM_READS}"):
             dataset[wrong]
     assert len(list(dataset)) == NUM_READS  # type: ignore[call-overload]
 
