@@ -258,6 +258,12 @@ def test_the_shards_of_a_subset_are_limited_in_bytes(source: Path, tmp_path: Pat
     assert numbers_of(tmp_path / "out") == list(range(10))
 
 
+def test_the_shards_of_a_subset_are_limited_in_records(source: Path, tmp_path: Path) -> None:
+    subset_records(ms.open(source), tmp_path / "out", range(10), shard_records=4)
+    assert [shard.records for shard in ms.open(tmp_path / "out").shards] == [4, 4, 2]
+    assert numbers_of(tmp_path / "out") == list(range(10))
+
+
 def test_a_subset_of_records_with_late_types_keeps_them(tmp_path: Path) -> None:
     records = [{"n": 0, "x": None}, {"n": 1, "x": np.ones(2)}, {"n": 2, "x": None}]
     path = store(tmp_path / "store", records)

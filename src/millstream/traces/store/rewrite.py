@@ -34,6 +34,7 @@ from millstream.traces.store.repair import rebuild
 from millstream.traces.store.shard_writer import ShardWriter
 from millstream.traces.store.sidecar import load_sidecar
 from millstream.traces.store.traces import Traces
+from millstream.traces.store.writer import MAX_SHARD_RECORDS, SHARD_BYTES
 
 _COPY_BYTES = 64 << 20
 
@@ -86,7 +87,8 @@ def subset_records(
     out: Path,
     numbers: Sequence[int],
     *,
-    shard_bytes: int | str = "512MB",
+    shard_bytes: int | str = SHARD_BYTES,
+    shard_records: int = MAX_SHARD_RECORDS,
     progress: Progress = silent,
 ) -> Written:
     """Copy some records of a store, in the given order, to a new store. Messages are verified and copied unchanged."""
@@ -111,6 +113,7 @@ def subset_records(
                     )
                 if writer is not None and (
                     writer.num_bytes >= limit
+                    or len(writer.rows) >= shard_records
                     or (writer.fields, writer.compression) != (sidecar.schema, sidecar.compression)
                 ):
                     shards.append(writer.seal())
