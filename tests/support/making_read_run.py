@@ -60,7 +60,12 @@ def make_read_run(
     for part in parts:
         if part != "val" and unknown:
             labels[part][-unknown:] = -1
-    config = {"data": {"train": "train.fa"}, "model": configured or ",".join(wanted), "seeds": seeds, "balance": "weights"}
+    config = {
+        "data": {"train": "train.fa"},
+        "model": configured or ",".join(wanted),
+        "seeds": seeds,
+        "balance": "weights",
+    }
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     (run / "env.json").write_text(json.dumps({"time": "2026-11-16 14:00 UTC", "millstream": "0.1.0", "cores": 2}))
     card = data_card(labels, num_classes=num_classes, ranks=ranks, empty=empty)
