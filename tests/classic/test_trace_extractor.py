@@ -46,6 +46,27 @@ def test_an_extraction_resumes_and_the_old_loader_reads_it(model, tmp_path, monk
     assert lengths == loader.answer_lengths() and max(lengths) <= 4
 
 
+def test_global_example_id_is_the_row_in_the_dataset_whatever_the_order_of_extraction(model, tmp_path, monkeypatch):
+    from millstream.classic import TraceBatchLoader, extract_batch_subset
+    from millstream.classic.trace_extractor import main
+
+    monkeypatch.chdir(tmp_path)
+    lengths = [30, 1, 1, 20, 1, 40, 2, 10]  # questions of similar length are traced together
+    rows = [{"id": f"tc_{i}", "question": f"what is {i}" + " so" * n} for i, n in enumerate(lengths)]
+    rows.insert(3, rows[1])  # a repeated row is left out, but counts
+    Path("trivia_qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    main(["--model-id", str(model), "--dataset", "trivia_qa.jsonl", "--batch-size", "4", "max_new_tokens=2"])
+    loader = TraceBatchLoader()
+    traces = list(loader.iter_traces())
+    assert [trace["global_example_id"] for trace in traces] != sorted(trace["global_example_id"] for trace in traces)
+    assert all(rows[trace["global_example_id"]]["id"] == trace["question_id"] for trace in traces)
+    extract_batch_subset([1], "part")
+    for stored in (loader, TraceBatchLoader("part")):
+        for trace in stored.iter_traces():
+            assert stored.get_trace_by_global_id(trace["global_example_id"])["question_id"] == trace["question_id"]
+    assert loader.get_trace_by_global_id(3) is None
+
+
 def test_a_wrong_flag_or_setting_is_one_line(tmp_path, monkeypatch, capsys):
     from millstream.classic.trace_extractor import main
 

@@ -17,6 +17,7 @@ from millstream.traces.store.traces import Traces
 
 TRACES_DIR = "./traces_data"
 ONE_SHARD = "1000TB"
+INDEX_FIELD = "dataset_index"
 
 Trace = dict[str, object]
 
@@ -76,7 +77,10 @@ class TraceBatchLoader:
             yield from batch
 
     def get_trace_by_global_id(self, global_id: int) -> Trace | None:
-        """The trace with this `global_example_id`, found in O(1); None if there is none."""
+        """The trace with this `global_example_id`, found in O(1); None if there is none.
+
+        That is the row in the question set; in a store that does not record it, the record number.
+        """
         number = self._global_ids.get(global_id) if self._global_ids is not None else global_id
         return self.trace(number) if number is not None and 0 <= number < len(self._traces) else None
 
@@ -84,7 +88,8 @@ class TraceBatchLoader:
         """The trace with this record number, with the old keys where the store lacks them."""
         batch, row = self._traces.locate(number)
         record = restore_steps(self._traces[number])
-        place = {"example_id": row, "global_example_id": number, "batch_number": batch}
+        index = record.get(INDEX_FIELD)
+        place = {"example_id": row, "global_example_id": number if index is None else index, "batch_number": batch}
         renamed = {theirs: record[ours] for ours, theirs in NAMES.items() if ours in record}
         return {**place, **renamed, **record}
 
@@ -100,11 +105,12 @@ class TraceBatchLoader:
 
     @cached_property
     def _global_ids(self) -> dict[int, int] | None:
-        """Record numbers by `global_example_id`, if the traces have that field."""
-        if "global_example_id" not in self._traces.fields:
+        """Record numbers by `global_example_id`, if the traces have that field or their row in the question set."""
+        field = next((name for name in ("global_example_id", INDEX_FIELD) if name in self._traces.fields), None)
+        if field is None:
             return None
-        ids = cast(list[int], self._traces.column("global_example_id").to_pylist())
-        return {key: number for number, key in reversed(list(enumerate(ids)))}
+        ids = cast(list[int | None], self._traces.column(field).to_pylist())
+        return {number if key is None else key: number for number, key in reversed(list(enumerate(ids)))}
 
 
 class Batch(Sequence[Trace]):

@@ -5,7 +5,7 @@ import csv
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,6 +57,7 @@ class Question:
     aliases: tuple[str, ...] = ()
     kind: str | None = None  # a relation or category
     exposure: str | None = None  # how well known the fact is: often .. never, popular, obscure
+    index: int | None = field(default=None, compare=False)  # its row in the question set, repeated rows included
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def read_questions(
     ids: set[str] = set()
     texts: set[str] = set()
     same_id = same_text = 0
-    for question in found:
+    for index, question in enumerate(found):
         text = normalise(question.question) or question.question.strip()
         if question.id in ids:
             same_id += 1
@@ -96,7 +97,7 @@ def read_questions(
         else:
             ids.add(question.id)
             texts.add(text)
-            questions.append(question)
+            questions.append(replace(question, index=index))
     if not questions:
         raise BadSource(f"{source}: contains no questions")
     if shuffle_seed is not None:

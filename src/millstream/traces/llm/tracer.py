@@ -212,6 +212,7 @@ class Tracer:
         question = encoded.question
         return {
             "question_id": question.id,
+            "dataset_index": question.index,
             "question": question.question,
             "answer": question.answer,
             "aliases": list(question.aliases),
@@ -232,6 +233,7 @@ class Tracer:
         """Every field of a record and its type."""
         scalars = {
             "question_id": "string",
+            "dataset_index": "int32",
             "question": "string",
             "answer": "string",
             "aliases": "list<string>",
