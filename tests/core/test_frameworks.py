@@ -1,5 +1,8 @@
-"""Lightning's Trainer and Accelerate train on the stock DataLoaders of a collection, and see every record."""
+"""Lightning, Accelerate and torchdata work with the datasets and streams of a collection, and see every record."""
 
+import json
+import warnings
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import millstream as ms
+from millstream.errors import StateMismatch
 from support.loading import numbers_of
 
 FEATURE = ms.features.fields("label", "vector")
@@ -86,3 +90,101 @@ def test_accelerate_prepares_a_dataset_and_a_stream(traces: ms.Traces):
         assert len(seen) == len(batches) == 13
         assert sorted(numbers_of(seen)) == list(range(101))
         assert numbers_of(batches) != numbers_of(seen), "Accelerate sets the epoch of a stream by itself"
+
+
+def stateful_loader(source: Any, **options: Any) -> Any:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="not installed: pip install torchdata")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it
+        return loaders.StatefulDataLoader(source, **options)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine of two cores
+@pytest.mark.parametrize("batched", [True, False], ids=["batches", "samples"])
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(0, {}), (1, {}), (2, {"persistent_workers": True}), (3, {"snapshot_every_n_steps": 3})],
+    ids=["0", "1", "2", "3"],
+)
+def test_a_stateful_dataloader_resumes_with_any_number_of_workers(
+    traces: ms.Traces, workers: int, options: dict[str, Any], batched: bool
+):
+    def loader() -> Any:
+        stream = traces.stream(FEATURE, batch_size=8 if batched else None, seed=1)
+        return stateful_loader(stream, batch_size=None if batched else 8, num_workers=workers, **options)
+
+    whole = loader()
+    whole.dataset.set_epoch(1)
+    batches, states = list[Any](), [json.dumps(whole.state_dict())]
+    for batch in whole:
+        batches.append(batch)
+        states.append(json.dumps(whole.state_dict()))
+    wanted = numbers_of(batches)
+    assert sorted(wanted) == list(range(101))
+    for done in (0, 5, 12):
+        resumed = loader()
+        resumed.load_state_dict(json.loads(states[done]))
+        assert numbers_of(batches[:done]) + numbers_of(resumed) == wanted
+        assert numbers_of(resumed) == wanted, "the next loop is the whole epoch, unless set_epoch chooses another"
+        resumed.dataset.set_epoch(2)
+        following = numbers_of(resumed)
+        assert sorted(following) == list(range(101)) and following != wanted
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_dataloader_saved_after_its_epoch_begins_a_full_one(traces: ms.Traces, workers: int):
+    def loader() -> Any:
+        return stateful_loader(traces.stream(FEATURE, batch_size=8, seed=1), batch_size=None, num_workers=workers)
+
+    whole, resumed = loader(), loader()
+    wanted = numbers_of(whole)
+    resumed.load_state_dict(whole.state_dict())
+    assert numbers_of(resumed) == wanted
+
+
+def test_a_resumed_epoch_that_is_interrupted_again_resumes_in_the_right_place(traces: ms.Traces):
+    def loader() -> Any:
+        return stateful_loader(traces.stream(FEATURE, batch_size=8, seed=1), batch_size=None, num_workers=2)
+
+    wanted, found, state = numbers_of(loader()), list[int](), dict[str, Any]()
+    for batches in (3, 4, 6):
+        resumed = loader()
+        resumed.load_state_dict(state)
+        found += numbers_of(islice(resumed, batches))
+        state = resumed.state_dict()
+    assert found == wanted
+
+
+def test_a_stateful_dataloader_of_another_shape_is_refused(traces: ms.Traces):
+    def loader(workers: int, **options: Any) -> Any:
+        stream = traces.stream(FEATURE, seed=1, **{"batch_size": 8, **options})
+        return stateful_loader(stream, batch_size=None, num_workers=workers)
+
+    saved = loader(2)
+    list(islice(saved, 3))
+    for other, offending in ((loader(1), "num_workers: 2 -> 1"), (loader(2, batch_size=4), "batch_size: 8 -> 4")):
+        other.load_state_dict(saved.state_dict())
+        with pytest.raises(StateMismatch, match=offending):
+            iter(other)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_dataloader_resumes_a_map_style_dataset(traces: ms.Traces, workers: int):
+    def loader() -> Any:
+        return stateful_loader(traces.dataset(FEATURE), batch_size=8, shuffle=True, num_workers=workers)
+
+    whole, resumed = loader(), loader()
+    batches = iter(whole)
+    first = numbers_of(islice(batches, 5))
+    resumed.load_state_dict(whole.state_dict())
+    assert sorted(first + numbers_of(resumed)) == list(range(101))
+
+
+def test_a_stream_read_by_workers_does_not_guess_its_position(traces: ms.Traces):
+    stream = traces.stream(FEATURE, batch_size=8, seed=1)
+    list(islice(DataLoader(stream, batch_size=None, num_workers=1), 3))
+    with pytest.raises(ValueError, match="batches="):
+        stream.state_dict()
+    assert stream.state_dict(batches=3)["samples"] == 24
+    stream.set_epoch(1)
+    assert stream.state_dict()["samples"] == 0

@@ -55,6 +55,7 @@ THEIR_OWN = [
     "ignore:.*LeafSpec:FutureWarning",
     "ignore:.*does not have many workers",
     "ignore:Your `IterableDataset` has",
+    "ignore:'set_vital' is deprecated",  # torchdata
     "ignore:.*found in sys.modules after import:RuntimeWarning",  # `python -m` of a module that is already imported
 ]
 

@@ -4,12 +4,11 @@ They return `Sample`s, which know only their record number; the default collatio
 in one call.
 """
 
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, cast
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,180 +19,14 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map  # pyright: ignore
 
 from millstream.core.collection import Collection, Numbers, checked_numbers
-from millstream.core.config import parse_bytes
+from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_bytes
 from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.loader import OrderName, State, file_share, plan_order
 from millstream.core.memory import Pool
 from millstream.core.order import Layout, Positions, find_ranks
-from millstream.core.record import Bytes
-from millstream.errors import OverBudget
-
-# Batches between processes: tensors stay where a worker put them, and another process maps that memory. Measured: two
-# to three times as fast as torch's own hand-over.
-#
-# A worker allocates its batches in anonymous memory files (memfd) and sends only the location of each tensor. The
-# receiver opens the file through /proc; when its last tensor is gone, it clears the file's first byte and the worker
-# reuses the memory. A crash leaves nothing behind.
-
-
-_HEAD_BYTES = mmap.PAGESIZE
-_POPULATE = 0x8000  # MAP_POPULATE: one call instead of a page fault every 64 kB
-
-
-class SharedBlock:
-    """Memory that other processes can map. The first byte is 1 while one of them uses it."""
-
-    def __init__(self, size: int) -> None:
-        self.fd = os.memfd_create("millstream", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, _HEAD_BYTES + size)
-        self._map = mmap.mmap(self.fd, _HEAD_BYTES + size)
-        self.data: Bytes = np.frombuffer(self._map, np.uint8, offset=_HEAD_BYTES)
-        self.start = self.data.ctypes.data
-
-    @property
-    def is_away(self) -> bool:
-        return self._map[0] == 1
-
-    def send_away(self) -> None:
-        self._map[0] = 1
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-
-class SharedMemory:
-    """The memory of a worker's batches: `pool` leases it."""
-
-    def __init__(self, limit: int) -> None:
-        self._blocks = WeakSet[SharedBlock]()
-        self.pool = Pool(limit, self._make)
-
-    def _make(self, size: int) -> SharedBlock:
-        block = SharedBlock(size)
-        self._blocks.add(block)
-        return block
-
-    def block_of(self, address: int) -> SharedBlock | None:
-        """The block that holds this address."""
-        inside = (b for b in list(self._blocks) if b.start <= address < b.start + b.data.nbytes)
-        return next(inside, None)
-
-
-class SharedBatch(Mapping[str, object]):
-    """A batch on its way to another process, where it arrives as a dict. A collate function may read it here."""
-
-    def __init__(self, batch: Mapping[str, object], memory: SharedMemory) -> None:
-        self._memory = memory
-        self._batch = batch  # keeps its memory alive until it is sent
-        self._blocks: dict[int, SharedBlock] = {}
-        # Here, not in pickling: that runs in a thread whose errors are lost.
-        self._room = _Room(memory, sum(map(self._loose_bytes, batch.values())))
-        self._places = {name: self._place(value) for name, value in batch.items()}
-
-    def __getitem__(self, name: str) -> object:
-        return self._batch[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._batch)
-
-    def __len__(self) -> int:
-        return len(self._batch)
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        for block in self._blocks.values():
-            block.send_away()
-        return _arrive, (os.getpid(), {fd: block.data.nbytes for fd, block in self._blocks.items()}, self._places)
-
-    def _place(self, value: object) -> object:
-        """The reference that is sent for a value; remembers the blocks it uses."""
-        if isinstance(value, list):
-            return [self._place(item) for item in cast("list[object]", value)]
-        if not isinstance(value, torch.Tensor) or not value.nbytes:
-            return value
-        block = self._home(value)
-        tensor = value if block else self._room.put(value)
-        block = block or self._room.block
-        assert block is not None
-        self._blocks[block.fd] = block
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return _TensorRef(block.fd, tensor.data_ptr() - block.start, tuple(tensor.shape), dtype)
-
-    def _home(self, tensor: torch.Tensor) -> SharedBlock | None:
-        """The block that holds a tensor, if it is contiguous there."""
-        return self._memory.block_of(tensor.data_ptr()) if tensor.is_contiguous() else None
-
-    def _loose_bytes(self, value: object) -> int:
-        """Bytes of tensors that are not in shared memory yet."""
-        if isinstance(value, list):
-            return sum(map(self._loose_bytes, cast("list[object]", value)))
-        if isinstance(value, torch.Tensor) and self._home(value) is None:
-            return _aligned(value.nbytes)
-        return 0
-
-
-class _Room:
-    """One block of shared memory for all tensors of a batch that have none: one file instead of many."""
-
-    def __init__(self, memory: SharedMemory, size: int) -> None:
-        self._whole: Bytes = memory.pool.take(size) if size else np.empty(0, np.uint8)  # keeps the lease
-        self._left = self._whole
-        self.block = memory.block_of(self._left.ctypes.data) if size else None
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor in this block."""
-        place, self._left = self._left[: tensor.nbytes], self._left[_aligned(tensor.nbytes) :]
-        copy = torch.from_numpy(place).view(tensor.dtype).reshape(tensor.shape)  # pyright: ignore
-        return copy.copy_(tensor)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
-
-
-class _TensorRef(NamedTuple):
-    """The location of a tensor that is being sent."""
-
-    file: int
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def _arrive(process: int, files: Mapping[int, int], places: Mapping[str, object]) -> dict[str, object]:
-    memory = {fd: _borrow(process, fd, size) for fd, size in files.items()}
-    return {name: _tensor(value, memory) for name, value in places.items()}
-
-
-def _tensor(value: object, memory: Mapping[int, Bytes]) -> object:
-    if isinstance(value, list):
-        return [_tensor(item, memory) for item in cast("list[object]", value)]
-    if not isinstance(value, _TensorRef):
-        return value
-    dtype: torch.dtype = getattr(torch, value.dtype)
-    size = int(np.prod(value.shape, dtype=np.int64)) * dtype.itemsize
-    data = memory[value.file][value.offset : value.offset + size]
-    return torch.from_numpy(data).view(dtype).reshape(value.shape)  # pyright: ignore
-
-
-def _borrow(process: int, fd: int, size: int) -> Bytes:
-    """The memory of another process's block; that process is notified when the last array over it is gone."""
-    file = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        flags = mmap.MAP_SHARED | _POPULATE
-        return np.asarray(_Borrowed(mmap.mmap(file, _HEAD_BYTES + size, flags=flags)))
-    finally:
-        os.close(file)
-
-
-class _Borrowed:
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self.__array_interface__ = np.frombuffer(memory, np.uint8, offset=_HEAD_BYTES).__array_interface__
-
-    def __del__(self) -> None:
-        self._memory[0] = 0
-
+from millstream.core.shared_batch import SharedBatch, SharedMemory
+from millstream.errors import OverBudget, StateMismatch
 
 PREFETCHED = 3  # batches per DataLoader worker: two prefetched and one in progress
 
@@ -339,6 +172,7 @@ class RecordStream(IterableDataset[object]):
 
     With `batch_size`, `DataLoader(stream, batch_size=None, num_workers=N)` gives the same batches in the same order for
     every N. A DataLoader does not report its position: after `k` batches, the state is `stream.state_dict(batches=k)`.
+    torchdata's `StatefulDataLoader` saves and resumes the position itself, with any number of workers.
 
     >>> stream = reads.stream(ms.features.tokens("kmer(6)"), batch_size=64, seed=7)
     >>> first = next(iter(DataLoader(stream, batch_size=None)))
@@ -365,8 +199,10 @@ class RecordStream(IterableDataset[object]):
         self._gives_batches = batch_size is not None
         rank, world = find_ranks(rank, world)
         self._layout = Layout(len(collection), batch_size or 1, rank, world, drop_last)
-        self._cell: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # epoch and first position
-        self._given = 0  # batches or samples, by a loop in this process
+        # Shared with workers: the epoch, its first position, and whether workers have begun to read it.
+        self._cell: torch.Tensor = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self._loop: _Loop | None = None  # the latest in this process
+        self._resumed: _Loop | None = None  # the loop that the next one of this worker continues
 
     def __len__(self) -> int:
         """Batches (or records, without `batch_size`) of this rank in the next loop."""
@@ -375,31 +211,55 @@ class RecordStream(IterableDataset[object]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next loop this epoch, from its start (or from the saved position, if it is the resumed epoch)."""
         if epoch != int(self._cell[0]):
-            self._cell[0], self._cell[1] = epoch, 0
-            self._given = 0
+            self._begin_at(epoch, 0)
 
     def state_dict(self, batches: int | None = None) -> dict[str, object]:
-        """The position after `batches` batches; by default after those that a loop in this process received."""
-        steps = self._given if batches is None else batches
-        return self._state(self._layout.samples(int(self._cell[1]), steps)).to_json()
+        """The position after `batches` batches; by default after those that a loop in this process received.
+
+        In a DataLoader worker, the position of this worker.
+        """
+        loop = self._loop or _Loop(int(self._cell[1]))
+        if batches is None and get_worker_info():
+            return {**self._state(loop.start).to_json(), "given": loop.given, "worker": self._worker()}
+        if batches is None and int(self._cell[2]):
+            raise ValueError(
+                "DataLoader workers read this stream, so it does not know how many batches have arrived: pass "
+                "state_dict(batches=...), or use torchdata's StatefulDataLoader"
+            )
+        return self._state(self._layout.samples(loop.start, loop.given if batches is None else batches)).to_json()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Make the next loop resume where `state_dict` was taken."""
         resumed = self._state(0).resumed(state, any_order=self._wanted == "auto")
+        theirs, mine = cast("dict[str, int]", state.get("worker", {})), self._worker()
+        if differs := config_diff(theirs, mine):
+            raise StateMismatch(f"the state does not fit this DataLoader (saved -> here): {differs}")
         self._plan = resumed.plan
-        self._cell[0], self._cell[1] = resumed.epoch, resumed.samples
-        self._given = 0
+        if mine:  # the start of the epoch is still that of all workers
+            self._cell[0] = resumed.epoch
+            self._resumed = _Loop(resumed.samples, cast(int, state["given"]))
+        else:
+            self._begin_at(resumed.epoch, resumed.samples)
 
     def __iter__(self) -> Iterator[object]:
-        epoch, start = (int(value) for value in self._cell)
+        # Not a generator itself: torchdata takes the state between `iter` and the first `next`.
+        epoch, start = int(self._cell[0]), int(self._cell[1])
+        self._loop, self._resumed = self._resumed or _Loop(start), None
+        # Where to resume counts for one loop. Workers cannot know whether the others have begun theirs.
+        if get_worker_info():
+            self._cell[2] = 1
+        else:
+            self._cell[1] = 0
+        return self._items(self._loop, epoch)
+
+    def _items(self, loop: "_Loop", epoch: int) -> Iterator[object]:
         worker = get_worker_info()
         first, every = (worker.id, worker.num_workers) if worker else (0, 1)
         order = self._plan.order(self._layout.n, seed=self._seed, epoch=epoch)
-        positions = Positions(order, self._layout, start)
-        self._given = 0
+        positions = Positions(order, self._layout, loop.start)
         try:
-            for step in range(first, self._layout.steps(start), every):
-                self._given += 1
+            for step in range(first + loop.given * every, self._layout.steps(loop.start), every):
+                loop.given += 1
                 numbers = positions.of(step)
                 if self._gives_batches:
                     positions.read_ahead(step, self._builder.here().collection)
@@ -409,12 +269,32 @@ class RecordStream(IterableDataset[object]):
         finally:
             positions.close()
 
+    def _begin_at(self, epoch: int, start: int) -> None:
+        self._cell[0], self._cell[1], self._cell[2] = epoch, start, 0
+        self._loop = self._resumed = None
+
+    def _worker(self) -> dict[str, int]:
+        """What the position of a worker depends on; nothing in a process that is none."""
+        worker = get_worker_info()
+        if worker is None:
+            return {}
+        batch_size, world = self._layout.batch_size, self._layout.world
+        return {"worker": worker.id, "num_workers": worker.num_workers, "batch_size": batch_size, "world": world}
+
     def _state(self, samples: int) -> State:
         return State(self._seed, int(self._cell[0]), samples, self._layout.n, self._fingerprint, self._plan)
 
     @cached_property
     def _fingerprint(self) -> str:
         return self._builder.collection.fingerprint
+
+
+@dataclass
+class _Loop:
+    """A loop over a stream in one process: the first position of all workers, and batches (or samples) given here."""
+
+    start: int
+    given: int = 0
 
 
 def _collate(samples: Sequence[Sample], *, collate_fn_map: object = None) -> object:
