@@ -52,6 +52,36 @@ def test_a_custom_text_has_the_question_at_its_placeholder():
     assert (prompt.name, prompt.fill("Who?")) == ("own", "Question Who? / Answer")
 
 
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("Given {context}, Q: {question} A:", "{context}"),
+        ("{question} {answer}", "{answer}"),
+        ("{Question}: {question}", "{Question}"),
+        ("{{question}} A:", "{{question}}"),
+        ("{{x}} {größe} {question}", "{größe}"),
+    ],
+)
+def test_a_placeholder_that_is_not_filled_in_is_refused(tmp_path: Path, text: str, unknown: str):
+    file = tmp_path / "prompt.txt"
+    file.write_text(text, encoding="utf-8")
+    for spec in (text, str(file)):
+        with pytest.raises(BadSetting, match=re.escape(f"contains {unknown},")):
+            make_prompt(spec, TOKENIZER, stop=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        (r"$\frac{{x}}{2}$ {question}", r"$\frac{x}{2}$ {name}?"),
+        (r"Answer in \boxed{}: {question}", r"Answer in \boxed{}: {name}?"),
+        ('Reply {"answer": 1}. {question}', 'Reply {"answer": 1}. {name}?'),
+    ],
+)
+def test_other_braces_reach_the_model(text: str, filled: str):
+    assert make_prompt(text, TOKENIZER, stop=None).fill("{name}?") == filled
+
+
 def test_a_prompt_can_be_a_text_file(tmp_path: Path):
     file = tmp_path / "ask.txt"
     file.write_text("Réponds: {question}\n-", encoding="utf-8")

@@ -3,6 +3,7 @@
 import ast
 import csv
 import json
+import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ Q: {question}
 A:"""
 CHAT = "Answer the question concisely, with the answer only.\n\n{question}"
 QUESTION = "{question}"
+_PLACEHOLDER = re.compile(r"\{\{[^\W\d]\w*\}\}|\{[^\W\d]\w*\}")
 _MARK = "\u2063question\u2063"  # placeholder for the question in a chat template
 
 
@@ -173,7 +175,19 @@ def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
             f"prompt={name}: must be one of auto, plain, few-shot, chat, a text that contains {{question}} once, "
             "or a .txt file of such a text"
         )
-    return Prompt(name if name in texts else "own", text, _stops(stop, ("\n",)), special=True)
+    return Prompt(name if name in texts else "own", _unescape(text, name), _stops(stop, ("\n",)), special=True)
+
+
+def _unescape(text: str, name: str) -> str:
+    """A prompt with `{{word}}` as `{word}`; any placeholder but `{question}` would reach the model as it is written."""
+    unknown = [found for found in _PLACEHOLDER.findall(text.replace(QUESTION, "")) if not found.startswith("{{")]
+    if unknown or f"{{{QUESTION}}}" in text:
+        found = unknown[0] if unknown else f"{{{QUESTION}}}"
+        raise BadSetting(
+            f"prompt={name}: contains {found}, but only {QUESTION} is filled in. Write braces that the model is to see "
+            "twice: {{word}}"
+        )
+    return _PLACEHOLDER.sub(lambda found: found[0][1:-1] if found[0].startswith("{{") else found[0], text)
 
 
 def _parse_columns(text: str | None) -> dict[str, str]:
