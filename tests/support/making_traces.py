@@ -45,6 +45,8 @@ def make_traces(
     with ms.TraceWriter(path, schema=schema, shard_records=50) as writer:
         for number in range(num):
             record = _tokens(rng, number, float(doubt[number]))
+            if seed:  # other questions under the same ids
+                record["question"] = f"Who mills {number} in the year {seed}?"
             hidden = rng.normal(size=(layers + 1, len(record["tokens"]), dim))
             hidden[min(INFORMATIVE_LAYER, layers), record["prompt_len"] - 1 :] += doubt[number] * way_D
             made = {**record, **_states(hidden, record), **_attention(rng, record, layers, heads, float(doubt[number]))}

@@ -1,6 +1,8 @@
 """`ms.train` and `ms.evaluate`: one split for all models, a complete run folder, nothing trained twice."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from millstream.report.measures import auroc
 from millstream.traces.detectors import detector_specs
 from millstream.traces.detectors.baselines import BASELINES
 from millstream.traces.kind import TrainSettings
+from millstream.traces.report.evaluate import read_results
 from support.commands import run_here
 from support.making_traces import make_traces
 from support.training import SHORT, lines_of, losses_of, scores_of
@@ -134,9 +137,75 @@ def test_detectors_score_another_store(run: Path, tmp_path: Path):
     validated = [row for row in rows if row["part"] == "val" and row["model"] == "lstm" and row["seed"] == 0]
     mine = [row for row in pq.read_table(run / "predictions.parquet").to_pylist() if row["part"] == "val"]
     assert {row["score"] for row in validated} <= {row["score"] for row in mine}
-    from millstream.traces.report.evaluate import read_results
-
     assert {model.name for model in read_results(out, resamples=50).models} == {"lstm", "mean_logprob"}
+
+
+def test_questions_that_a_run_was_trained_on_are_left_out_of_its_evaluation_unless_included(
+    run: Path, store: Path, tmp_path: Path, capfd
+):
+    split = ms.Split.load(run / "split.json", ms.open(store))
+    test = set(split["test"].column("question_id").to_pylist())
+    renamed = _copied(store, tmp_path / "renamed", lambda row: {**row, "question_id": f"x{row['question_id']}"})
+    nameless = _copied(store, tmp_path / "nameless", lambda row: {**row, "question": None})
+    for other, prefix in ((store, ""), (renamed, "x"), (nameless, "")):
+        capfd.readouterr()
+        out = ms.evaluate(run, data=str(other), model="mean_logprob", out=str(tmp_path / f"without-{other.name}"))
+        (scores,) = scores_of(out).values()
+        assert set(scores) == {prefix + name for name in test}
+        left_out = 160 - len(test)
+        assert f"{left_out} of 160 records left out" in capfd.readouterr().err
+        assert any(f"{left_out} records are left out" in text for text in read_results(out, resamples=50).findings)
+    out = ms.evaluate(run, data=str(store), model="mean_logprob", out=str(tmp_path / "all"), include_seen=True)
+    (scores,) = scores_of(out).values()
+    assert len(scores) == 160
+    assert any("NOT results on new questions" in text for text in read_results(out, resamples=50).findings)
+
+
+def test_a_store_of_training_questions_only_or_a_run_that_does_not_list_them_is_an_error(
+    run: Path, store: Path, tmp_path: Path
+):
+    train = set(ms.Split.load(run / "split.json", ms.open(store))["train"].column("question_id").to_pylist())
+    only = _copied(store, tmp_path / "only", lambda row: row if row["question_id"] in train else None)
+    with pytest.raises(BadSource, match=f"all {len(train)} .*include_seen=true"):
+        ms.evaluate(run, data=str(only), model="mean_logprob")
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "seen.parquet").write_bytes(b"PAR1")
+    with pytest.raises(BadSource, match=r"seen\.parquet"):
+        ms.evaluate(copy, data=str(store), model="mean_logprob")
+
+
+def test_test_questions_that_were_also_trained_on_under_another_id_are_reported(store: Path, tmp_path: Path):
+    same = _copied(store, tmp_path / "same", lambda row: {**row, "question": "Who mills?"})
+    ms.train(same, model="length", out=str(tmp_path / "run"), **SHORT)
+    assert any("NOT results on new questions" in text for text in read_results(tmp_path / "run", resamples=50).findings)
+
+
+def test_an_evaluation_with_labels_of_another_rule_says_that_thresholds_were_fitted_to_others(
+    store: Path, tmp_path: Path
+):
+    path = shutil.copytree(store, tmp_path / "traces")
+    ms.train(path, model="length,mean_logprob", out=str(tmp_path / "run"), **SHORT)
+    sentence = "fitted to other labels"
+    assert not any(sentence in text for text in read_results(ms.evaluate(tmp_path / "run"), resamples=50).findings)
+    table = pq.read_table(path / "labels.parquet").to_pydict()
+    table["verdict"][:2] = ["wrong", "right"] if table["verdict"][0] == "right" else ["right", "wrong"]
+    pq.write_table(pa.table(table), path / "labels.parquet")
+    assert any(sentence in text for text in read_results(ms.evaluate(tmp_path / "run"), resamples=50).findings)
+
+
+def _copied(store: Path, path: Path, change: Callable[[dict], dict | None]) -> Path:
+    """A copy of a store and its verdicts with changed records, without those that become None."""
+    verdicts = pq.read_table(store / "labels.parquet").column("verdict").to_pylist()
+    ids, kept = [], []
+    traces = ms.open(store)
+    with ms.TraceWriter(path, schema=traces.fields, config=dict(traces.config)) as writer:
+        for record, verdict in zip(traces, verdicts, strict=True):
+            if changed := change(dict(record)):
+                writer.append(changed)
+                ids.append(changed["question_id"])
+                kept.append(verdict)
+    pq.write_table(pa.table({"question_id": ids, "verdict": kept}), path / "labels.parquet")
+    return path
 
 
 class ByNumber:

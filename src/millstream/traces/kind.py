@@ -148,6 +148,7 @@ class EvaluateSettings:
 
     data: Annotated[str | None, "another labelled store; default: the test split of the run"] = None
     model: Annotated[str | None, "detectors of the run, separated by commas; default: all"] = None
+    include_seen: Annotated[bool, "also score questions that the run was trained or validated on"] = False
     memory: Annotated[int | str, "memory budget of the loader and the working data of a model"] = "2GB"
     out: Annotated[str | None, "folder to write; default: evaluated/ in the run, and the name of the data"] = None
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from numpy.typing import NDArray
 
 from millstream.core.collection import Collection
 from millstream.core.config import parse_bytes, read_settings
@@ -19,6 +20,7 @@ from millstream.core.console import quoted, say
 from millstream.core.files import publish, publish_json, publish_table
 from millstream.core.split import LABEL, Split, labelled, split
 from millstream.errors import BadSource, BadSplit, MissingLabel
+from millstream.traces.convert import names_of
 from millstream.traces.detectors import DetectorSpec, detector_specs, scores_of
 from millstream.traces.detectors.logistic import Scores
 from millstream.traces.kind import EvaluateSettings, TrainSettings
@@ -45,6 +47,8 @@ from millstream.training.study import Built, ModelSpec, Workplace
 from millstream.training.task import FitResources
 
 VERDICTS = {"right": 0, "wrong": 1}
+SEEN = "seen.parquet"  # in a run folder: the questions of the splits that models were fitted to
+FITTED = ("train", "val")
 
 
 def open_labelled(path: str, label: str) -> Collection:
@@ -139,10 +143,13 @@ class Detection:
     def _card(self) -> Mapping[str, object]:
         rule = self.parts.rule
         parts = {name: self.parts[name] for name in rule.shares}
-        return data_card(self.source, self.collection, parts, f"by a hash of {rule.by}, salt {rule.salt!r}")
+        card = data_card(self.source, self.collection, parts, f"by a hash of {rule.by}, salt {rule.salt!r}")
+        seen = _seen_in(parts["test"], questions_of({name: parts[name] for name in FITTED}))
+        return {**card, "seen": _seen_card(seen, left_out=False)}
 
     def keep(self, run: Path) -> None:
         self.parts.save(run / SPLIT)
+        publish_table(run / SEEN, questions_of({name: self.parts[name] for name in FITTED}))
 
     def summary(self) -> str:
         used = f"{self.source}: {len(self.collection)} of {self.card['records']} records are right or wrong"
@@ -167,6 +174,54 @@ def scores_table(name: str, part: Collection, scores: Scores) -> pa.Table:
     )
 
 
+def questions_of(parts: Mapping[str, Collection]) -> pa.Table:
+    """The rows of seen.parquet: split, id and a hash of the text of every question; null where a record has none."""
+    tables: list[pa.Table] = []
+    for name, part in parts.items():
+        ids, texts = _ids_and_texts(part)
+        columns = {"part": pa.array([name] * len(part), pa.string()), "question_id": pa.array(ids, pa.string())}
+        tables.append(pa.table({**columns, "text": pa.array(texts, pa.uint64())}))
+    return pa.concat_tables(tables)
+
+
+def _ids_and_texts(part: Collection) -> tuple[list[str | None], list[int | None]]:
+    """The id of every question, and a hash of its text that ignores case and spaces."""
+
+    def column(names: Sequence[str]) -> list[object]:
+        name = next((name for name in names if name in part.field_names), None)
+        return [None] * len(part) if name is None else part.column(name).to_pylist()
+
+    ids, texts = column(["question_id"]), column(names_of("question"))
+    return [None if one is None else str(one) for one in ids], [_text_hash(one) for one in texts]
+
+
+def _text_hash(text: object) -> int | None:
+    words = " ".join(str(text or "").casefold().split())
+    return (
+        int.from_bytes(blake2b(words.encode("utf-8", "replace"), digest_size=8).digest(), "little") if words else None
+    )
+
+
+def _seen_in(collection: Collection, seen: pa.Table) -> NDArray[np.str_]:
+    """The split of `seen` that contains the question of each record, or "". Ids count only if a text is missing."""
+    by_text: dict[int, str] = {}
+    by_id: dict[str, tuple[str, bool]] = {}
+    for row in reversed(seen.to_pylist()):  # the training split comes first in the table, and wins
+        if row["text"] is not None:
+            by_text[row["text"]] = row["part"]
+        if row["question_id"] is not None:
+            by_id[row["question_id"]] = row["part"], row["text"] is not None
+    found: list[str] = []
+    for name, text in zip(*_ids_and_texts(collection), strict=True):
+        part, has_text = by_id.get(name or "", ("", False))
+        found.append(part if text is None or (part and not has_text) else by_text.get(text, ""))
+    return np.array(found, np.str_)
+
+
+def _seen_card(seen: NDArray[np.str_], *, left_out: bool) -> dict[str, object]:
+    return {**{name: int((seen == name).sum()) for name in FITTED}, "left_out": left_out}
+
+
 def _digest(collection: Collection) -> str:
     """Changes when a label changes, or the set of labelled records."""
     numbers = collection.record_numbers(np.arange(len(collection)))
@@ -185,15 +240,16 @@ def _counts(part: Collection) -> dict[str, int]:
 def evaluate(run: str | Path, **settings: object) -> Path:
     """Score records with the detectors of a run. Returns the folder of the predictions, laid out like a run.
 
-    All labelled records of another store are its test split; thresholds and calibration stay as chosen on the
-    validation split of the run. Without `data`, the test split of the run is scored again.
+    The labelled records of another store are its test split, without the questions that the run was trained or
+    validated on (`include_seen=True` scores these too, and the report says so). Thresholds and calibration stay as
+    chosen on the validation split of the run. Without `data`, the test split of the run is scored again.
 
     >>> folder = ms.evaluate("runs/first", data="other_traces/")
     """
     given = read_settings(EvaluateSettings, settings)
     path = Path(run)
     trained, before = load_detector_run(path)
-    collection, card = _records(path, trained, before, given.data)
+    collection, card = _records(path, trained, before, given)
     name = Path(given.data).resolve().name if given.data else "test"
     out = Path(given.out) if given.out else path / "evaluated" / name
     jobs = _jobs(path, given.model)
@@ -238,22 +294,55 @@ def load_detector_run(run: Path) -> tuple[TrainSettings, Mapping[str, Any]]:
 
 
 def _records(
-    run: Path, trained: TrainSettings, before: Mapping[str, Any], data: str | None
+    run: Path, trained: TrainSettings, before: Mapping[str, Any], given: EvaluateSettings
 ) -> tuple[Collection, dict[str, object]]:
     """The records to score, and their data card; `before` is the data card of the run."""
+    data = given.data
     if data is None:
         store = trained.data if Path(trained.data).exists() else str(before["store"])
-        collection = open_labelled(store, trained.label)
-        test = Split.load(run / SPLIT, collection)["test"]
-        return test, data_card(store, test, {"test": test}, str(before["split"]))
-    collection = open_labelled(data, trained.label)
-    card = data_card(data, collection, {"test": collection}, "all records are the test split")
+        whole = open_labelled(store, trained.label)
+        test: Collection = Split.load(run / SPLIT, whole)["test"]
+        how, seen = str(before["split"]), before.get("seen")
+    else:
+        store, whole = data, open_labelled(data, trained.label)
+        test, seen = _unseen(run, whole, given)
+        how = "all records are the test split"
+    card = data_card(store, test, {"test": test}, how)
     if card["language_model"] != before["language_model"]:
         raise BadSource(
-            f"{data}: contains traces of {card['language_model']!r}, but the detectors of {run} were trained on "
+            f"{store}: contains traces of {card['language_model']!r}, but the detectors of {run} were trained on "
             f"those of {before['language_model']!r}. Extract the questions with that model"
         )
-    return collection, card
+    is_relabelled = card["fingerprint"] == before.get("fingerprint") and _digest(whole) != before.get("label_digest")
+    has_other_rule = trained.label in ("verdict", LABEL) and card["label_version"] != before.get("label_version")
+    if is_relabelled or has_other_rule:
+        card["trained_label_rule"] = before.get("label_rule") or "unknown"
+    return test, {**card, "seen": seen}
+
+
+def _unseen(run: Path, collection: Collection, given: EvaluateSettings) -> tuple[Collection, Mapping[str, object]]:
+    """The records whose questions the run was not fitted to, and how many others there are; all with `include_seen`."""
+    try:
+        seen = _seen_in(collection, pq.read_table(run / SEEN))
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise BadSource(
+            f"{run / SEEN}: the list of questions that the run was trained on is missing or damaged "
+            f"({type(error).__name__}). Run the same millstream train command again to write it"
+        ) from None
+    counted = _seen_card(seen, left_out=not given.include_seen)
+    if given.include_seen or not (seen != "").any():
+        return collection, counted
+    unseen = np.flatnonzero(seen == "")
+    if not len(unseen):
+        raise BadSource(
+            f"{given.data}: all {len(seen)} labelled records have questions that {run} was trained or validated on. "
+            "Extract other questions, or score these anyway: include_seen=true"
+        )
+    say(
+        f"{len(seen) - len(unseen)} of {len(seen)} records left out: the run was trained ({counted['train']}) or "
+        f"validated ({counted['val']}) on their questions. To score these too: include_seen=true"
+    )
+    return collection.subset(unseen), counted
 
 
 def _jobs(run: Path, names: str | None) -> list[tuple[str, int]]:

@@ -329,7 +329,7 @@ def findings(
         sentences += sentences_on.structure(name)
     if best.detector is not None:
         sentences += [*_length(by_name), *_size(by_name[best.detector], num_test)]
-    sentences += _excluded(data)
+    sentences += [*_excluded(data), *_seen(data, num_test), *_relabelled(data)]
     if best.trained is not None:
         trained = by_name[best.trained]
         sentences.append(about_seeds(trained.name, "AUROC", trained.seeds, shown(trained.auroc_sd)))
@@ -408,3 +408,27 @@ def _excluded(data: Mapping[str, object]) -> Iterator[str]:
     if excluded:
         kinds = ", ".join(f"{count} {name}" for name, count in excluded.items())
         yield f"{sum(excluded.values())} of {data.get('records')} records are excluded: {kinds}."
+
+
+def _seen(data: Mapping[str, object], num_test: int) -> Iterator[str]:
+    """On test questions that the run was fitted to."""
+    seen = cast("Mapping[str, int]", data.get("seen") or {})
+    train, val = seen.get("train", 0), seen.get("val", 0)
+    if train + val and seen.get("left_out"):
+        yield (
+            f"{train + val} records are left out because the run was trained ({train}) or validated ({val}) on their "
+            "questions."
+        )
+    elif train + val:
+        yield (
+            f"These are NOT results on new questions: the run was trained on the questions of {train} of the "
+            f"{num_test} test records, and validated on those of {val}."
+        )
+
+
+def _relabelled(data: Mapping[str, object]) -> Iterator[str]:
+    if rule := data.get("trained_label_rule"):
+        yield (
+            f"Detectors, thresholds and calibration were fitted to other labels (rule {rule}) than those of the test "
+            f"records (rule {data.get('label_rule') or 'unknown'})."
+        )
