@@ -213,6 +213,17 @@ def test_scores_of_the_old_file_decide_by_threshold_and_missing_ones_give_no_ver
     assert pq.read_metadata(done.path).metadata[b"millstream.threshold"] == b"0.4"
 
 
+def test_high_scores_can_mean_wrong(tmp_path: Path):
+    write(tmp_path / "s", answered("a1", "b1", "c1"))
+    file = write_scores(tmp_path / "f.csv", "question_id,risk\nq0,0.5\nq1,0.4\nq2,\n")
+    done = label(tmp_path / "s", rule="scores", scores=file, positive="wrong")
+    assert verdicts(tmp_path / "s") == ["wrong", "right", None]
+    assert pq.read_table(done.path).column("label").to_pylist() == [1, 0, None]
+    right = label(tmp_path / "s", rule="scores", scores=file, positive="right")
+    assert verdicts(tmp_path / "s") == ["right", "wrong", None]
+    assert right.label_version == label(tmp_path / "s", rule="scores", scores=file).label_version != done.label_version
+
+
 def test_scores_decide_even_if_a_store_has_no_texts(tmp_path: Path):
     write(tmp_path / "s", [{"question_id": i, "status": "ok" if i else "error"} for i in range(4)])
     pq.write_table(pa.table({"question_id": [0, 1, 2], "judge": [1.0, 0.0, 1.0]}), tmp_path / "f.parquet")
@@ -266,7 +277,15 @@ def test_a_missing_or_unreadable_scores_file_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "settings", [LabelSettings("scores"), LabelSettings(column="x"), LabelSettings("em", None, None, 0.5)], ids=range(3)
+    "settings",
+    [
+        LabelSettings("scores"),
+        LabelSettings(column="x"),
+        LabelSettings("em", None, None, 0.5),
+        LabelSettings("em", positive="wrong"),
+        LabelSettings("scores", "f.csv", positive="yes"),
+    ],
+    ids=range(5),
 )
 def test_contradictory_settings_are_rejected(settings: LabelSettings):
     with pytest.raises(ValueError, match="="):

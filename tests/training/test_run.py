@@ -18,6 +18,7 @@ from millstream.traces.detectors import detector_specs
 from millstream.traces.detectors.baselines import BASELINES
 from millstream.traces.kind import TrainSettings
 from millstream.traces.report.evaluate import read_results
+from millstream.traces.study import open_labelled
 from support.commands import run_here
 from support.making_traces import make_traces
 from support.training import SHORT, lines_of, losses_of, scores_of
@@ -191,6 +192,48 @@ def test_an_evaluation_with_labels_of_another_rule_says_that_thresholds_were_fit
     table["verdict"][:2] = ["wrong", "right"] if table["verdict"][0] == "right" else ["right", "wrong"]
     pq.write_table(pa.table(table), path / "labels.parquet")
     assert any(sentence in text for text in read_results(ms.evaluate(tmp_path / "run"), resamples=50).findings)
+
+
+def test_label_columns_of_our_own_are_taken_in_their_own_sense_and_others_must_say_theirs(tmp_path: Path):
+    store = make_traces(tmp_path / "traces", num=100)
+    table = pq.read_table(store / "labels.parquet")
+    wrong = np.array(table.column("label").to_pylist())
+    columns = {"em": wrong == 0, "contains": wrong == 0, "judge": wrong, "good": 1 - wrong, "grade": wrong / 2}
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values))
+    about = {"millstream.rule": "default", "millstream.label_version": "default-1"}
+    pq.write_table(table.replace_schema_metadata(about), store / "labels.parquet")
+
+    def labels_of(label: str, positive: str | None = None) -> list[int]:
+        return open_labelled(str(store), label, positive).column("label").to_pylist()
+
+    expected = wrong.tolist()
+    for label, positive in (("verdict", None), ("label", None), ("em", None), ("em", "right"), ("contains", None)):
+        assert labels_of(label, positive) == expected
+    assert labels_of("judge", "wrong") == labels_of("good", "right") == expected
+    for label, positive in (("judge", None), ("em", "wrong"), ("verdict", "right")):
+        with pytest.raises(BadSetting, match=r"positive="):
+            labels_of(label, positive)
+    with pytest.raises(BadSource, match=r"grade has the value 0\.5"):
+        labels_of("grade", "wrong")
+    settings = {"model": "mean_logprob", "out": str(tmp_path / "run"), **SHORT}
+    with pytest.raises(BadSetting, match="positive=yes"):
+        ms.train(store, label="em", positive="yes", **settings)
+    ms.train(store, label="em", **settings)
+    rows = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
+    assert all(row["label"] == expected[row["record"]] for row in rows)
+    assert auroc(np.array([row["label"] for row in rows]), np.array([row["score"] for row in rows])) > 0.6
+    again = pq.read_table(ms.evaluate(tmp_path / "run") / "predictions.parquet").to_pylist()
+    assert all(row["label"] == expected[row["record"]] for row in again)
+
+
+def test_inverted_labels_of_some_records_keep_their_records(tmp_path: Path):
+    store = make_traces(tmp_path / "traces", num=6)
+    em = [True, None, False, True, None, False]
+    pq.write_table(pa.table({"question_id": [f"q{n}" for n in range(6)], "em": em}), store / "labels.parquet")
+    found = open_labelled(str(store), "em")
+    assert found.column("question_id").to_pylist() == ["q0", "q2", "q3", "q5"]
+    assert found.column("label").to_pylist() == [0, 1, 0, 1]
 
 
 def _copied(store: Path, path: Path, change: Callable[[dict], dict | None]) -> Path:

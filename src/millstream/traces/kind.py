@@ -85,7 +85,8 @@ class LabelSettings:
     rule: Annotated[str, "default, em, f1@0.5, rougeL@0.3, or scores with a scores file"] = "default"
     scores: Annotated[str | None, "CSV or Parquet file with question_id and scores"] = None
     column: Annotated[str | None, "column of the scores file, if it has several"] = None
-    threshold: Annotated[float | None, "minimum score of a right answer"] = None
+    threshold: Annotated[float | None, "score that separates right from wrong answers; default: 0.5"] = None
+    positive: Annotated[str | None, "scores: right or wrong, what a score at or above the threshold means"] = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class TrainSettings(LoopSettings):
         "lstm,gnn,gvae,baselines"
     )
     data: Annotated[str, "labelled trace store"] = ""
-    label: Annotated[str, "verdict (right or wrong), or a column with 0 (right) and 1 (wrong)"] = "verdict"
+    label: Annotated[str, "verdict (right or wrong), or a column with 0 and 1, such as em"] = "verdict"
+    positive: Annotated[str | None, "right or wrong, what 1 means in a label column of your own"] = None
     train: Annotated[float, "fraction of questions in the train split"] = 0.7
     val: Annotated[float, "fraction of questions in the val split; the rest is the test split"] = 0.15
     by: Annotated[str, "field to group records by; a group is never split"] = "question_id"
@@ -136,6 +138,7 @@ class TrainSettings(LoopSettings):
             raise BadSetting(
                 f"train={self.train} val={self.val}: both must be above 0, and their sum below 1 to leave a test split"
             )
+        check_positive(self.positive)
         for name in ("parameters", "k"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")
@@ -151,6 +154,11 @@ class EvaluateSettings:
     include_seen: Annotated[bool, "also score questions that the run was trained or validated on"] = False
     memory: Annotated[int | str, "memory budget of the loader and the working data of a model"] = "2GB"
     out: Annotated[str | None, "folder to write; default: evaluated/ in the run, and the name of the data"] = None
+
+
+def check_positive(positive: str | None) -> None:
+    if positive not in (None, "right", "wrong"):
+        raise BadSetting(f"positive={positive}: must be one of right, wrong")
 
 
 TRAIN_SETTINGS, TRAINS = TrainSettings, "hallucination detectors (data=STORE)"

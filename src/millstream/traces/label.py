@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,7 @@ from millstream.core.files import publish_table, sync_folder
 from millstream.core.split import LABEL
 from millstream.errors import BadSetting, BadSource
 from millstream.traces.convert import names_of
-from millstream.traces.kind import LabelSettings
+from millstream.traces.kind import LabelSettings, check_positive
 from millstream.traces.scores import (
     REFUSALS,
     Bools,
@@ -31,6 +31,7 @@ from millstream.traces.scores import (
     whole_numbers,
 )
 from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.traces import LABELS_FILE, Traces
 
 RIGHT, WRONG, AMBIGUOUS, REFUSED = "right", "wrong", "ambiguous", "refused"
@@ -81,6 +82,7 @@ def label(
     scores: str | Path | None = None,
     column: str | None = None,
     threshold: float | None = None,
+    positive: str | None = None,
     chunk_records: int = CHUNK_RECORDS,
     map: Map = map,
     progress: Progress = silent,
@@ -88,14 +90,14 @@ def label(
     """Write the `labels.parquet` of a store, one row per record in record order, and count the verdicts.
 
     Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3` and `scores`, which labels an answer right if its score in a CSV
-    or Parquet file with a `question_id` is at least `threshold`. With other rules the file is only joined. A record has
+    or Parquet file with a `question_id` is at least `threshold` (wrong, with `positive="wrong"`). A record has
     no verdict if its answer, all aliases or the score is missing, if `status` is not "ok", or if records with the same
     question_id would get different verdicts, because labels are joined by id. `map` runs `score_chunk` over chunks of
     at most `chunk_records` records, in order, possibly in other processes.
 
     >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
-    settings = LabelSettings(rule, None if scores is None else str(scores), column, threshold)
+    settings = LabelSettings(rule, None if scores is None else str(scores), column, threshold, positive)
     chosen = rule_of(settings)
     traces = Traces(store)
     if ID_FIELD not in traces.fields:
@@ -126,13 +128,18 @@ def label(
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`default`, `em`, `f1`, `rougeL` or `scores`; the last three are right at or above a threshold."""
+    """`default`, `em`, `f1`, `rougeL` or `scores`; the last three are right at or above a threshold.
+
+    With `positive="wrong"`, scores are wrong at or above it.
+    """
 
     name: str
     threshold: float | None = None
+    positive: str = RIGHT
 
     def __str__(self) -> str:
-        return self.name if self.threshold is None else f"{self.name}@{self.threshold}"
+        text = self.name if self.threshold is None else f"{self.name}@{self.threshold}"
+        return text if self.positive == RIGHT else f"{text}:{self.positive}"
 
     @property
     def version(self) -> str:
@@ -144,11 +151,14 @@ class Rule:
 def rule_of(settings: LabelSettings) -> Rule:
     """The rule that the settings describe; BadSetting if they contradict each other."""
     rule = parse_rule(settings.rule, threshold=settings.threshold)
+    check_positive(settings.positive)
+    if settings.positive is not None and rule.name != "scores":
+        raise BadSetting(f"positive={settings.positive}: only rule=scores takes it, not rule={settings.rule}")
     if rule.name == "scores" and settings.scores is None:
         raise BadSetting("rule=scores needs a scores file, as in scores=ground_truth_scores.csv")
     if settings.column is not None and settings.scores is None:
         raise BadSetting(f"column={settings.column} is a column of a scores file: also give scores=FILE")
-    return rule
+    return replace(rule, positive=settings.positive or RIGHT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +203,8 @@ def decide(rule: Rule, known: Evidence) -> Verdicts:
     """The verdict on every answer; none where the answer, the reference or the score it needs is missing."""
     right, wrong, ambiguous, refused = range(len(VERDICTS))
     if rule.name == "scores":
-        verdicts = np.where(known.score < np.float64(rule.threshold or 0), wrong, right)
+        above, below = (right, wrong) if rule.positive == RIGHT else (wrong, right)
+        verdicts = np.where(known.score < np.float64(rule.threshold or 0), below, above)
         return np.where(known.has_answer & ~np.isnan(known.score), verdicts, NONE).astype(np.int8)
     if rule.name == "default":
         is_short = known.num_tokens <= MAX_WORDS
@@ -347,7 +358,8 @@ def _join(traces: Traces, verdicts: Verdicts, scored: pa.Table, file: ScoreFile 
 def _publish(out: Path, table: pa.Table, about: Mapping[str, str]) -> None:
     """Write the labels atomically: after a crash either the new or the old ones are there."""
     described = table.cast(table.schema.with_metadata({f"millstream.{key}": value for key, value in about.items()}))
-    publish_table(out, described, "The old labels are kept; free some space and run the same command again")
+    with StoreLock(out.parent, exclusive=False):  # a repair removes temporary files
+        publish_table(out, described, "The old labels are kept; free some space and run the same command again")
     sync_folder(out.parent)
 
 

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import yaml
 from numpy.typing import NDArray
 
-from millstream.core.collection import Collection
+from millstream.core.collection import Collection, Subset
 from millstream.core.config import parse_bytes, read_settings
 from millstream.core.console import quoted, say
 from millstream.core.files import publish, publish_json, publish_table
-from millstream.core.split import LABEL, Split, labelled, split
-from millstream.errors import BadSource, BadSplit, MissingLabel
+from millstream.core.split import LABEL, Labelled, Split, labelled, split
+from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
 from millstream.traces.convert import names_of
 from millstream.traces.detectors import DetectorSpec, detector_specs, scores_of
 from millstream.traces.detectors.logistic import Scores
@@ -47,20 +47,56 @@ from millstream.training.study import Built, ModelSpec, Workplace
 from millstream.training.task import FitResources
 
 VERDICTS = {"right": 0, "wrong": 1}
+POSITIVE = {  # what 1 means in our own columns
+    "verdict": "wrong",
+    LABEL: "wrong",
+    **dict.fromkeys(("em", "f1", "rouge_l", "contains"), "right"),
+}
 SEEN = "seen.parquet"  # in a run folder: the questions of the splits that models were fitted to
 FITTED = ("train", "val")
 
 
-def open_labelled(path: str, label: str) -> Collection:
-    """The records labelled right or wrong; the data card counts the others."""
+def open_labelled(path: str, label: str, positive: str | None = None) -> Collection:
+    """The records labelled right (0) or wrong (1); the data card counts the others.
+
+    `positive` says what 1 means in the column `label`; the columns that `millstream label` writes need none.
+    """
     traces = Traces(path)
     labels_file = traces.path / LABELS_FILE
-    has_verdicts = labels_file.exists() and label in pq.ParquetFile(labels_file).schema_arrow.names
+    schema = pq.ParquetFile(labels_file).schema_arrow if labels_file.exists() else pa.schema([])
+    has_verdicts = label in schema.names
     if label == "verdict" and not has_verdicts and LABEL not in traces.field_names:
         raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {quoted(path)}")
+    is_ours = b"millstream.rule" in (schema.metadata or {}) or (label == "verdict" and has_verdicts)
+    positive = _positive(label, positive, is_ours=is_ours)
     if label == "verdict" and has_verdicts:
         return labelled(traces, column=label, values=cast("dict[object, float]", VERDICTS), missing="drop")
-    return labelled(traces, column=LABEL if label == "verdict" else label, missing="drop")
+    column = LABEL if label == "verdict" else label
+    found = labelled(traces, column=column, missing="drop")
+    values = np.asarray(found.column(LABEL).to_numpy(), np.float64)
+    if not np.isin(values, (0, 1)).all():
+        other = values[~np.isin(values, (0, 1))][0]
+        raise BadSource(f"{path}: label={column} has the value {other:g}; a label column has only 0 and 1")
+    return found if positive == "wrong" else _inverted(traces, found)
+
+
+def _positive(label: str, given: str | None, *, is_ours: bool) -> str:
+    """What 1 means in a label column: right or wrong."""
+    known = POSITIVE.get(label)
+    if given is None and known is None:
+        raise BadSetting(
+            f"label={label}: whether 1 is right or wrong is unknown. Say it: positive=wrong or positive=right"
+        )
+    if given is not None and known is not None and given != known and is_ours:
+        raise BadSetting(f"positive={given}: in the column {label} that millstream label writes, 1 means {known}")
+    return given or known or "wrong"
+
+
+def _inverted(traces: Traces, found: Labelled | Subset) -> Collection:
+    """The same records, with 0 and 1 exchanged."""
+    if isinstance(found, Labelled):
+        return Labelled(traces, 1 - found.labels)
+    return Subset(Labelled(traces, 1 - cast(Labelled, found.collection).labels), found.chosen)
 
 
 def split_of(collection: Collection, settings: TrainSettings) -> Split:
@@ -69,7 +105,7 @@ def split_of(collection: Collection, settings: TrainSettings) -> Split:
     parts = split(collection, shares, by=settings.by, salt=settings.salt)
     for name in shares:
         labels = np.asarray(parts[name].column(LABEL).to_numpy(), np.float64)
-        if len(np.unique(labels)) < 2 or not np.isin(labels, (0, 1)).all():
+        if len(np.unique(labels)) < 2:
             found = dict(Counter[object](labels.tolist()))
             raise BadSplit(
                 f"{settings.data}: the {name} split has {len(labels)} records with the labels {found}; "
@@ -127,7 +163,7 @@ class Detection:
     def __init__(self, settings: TrainSettings) -> None:
         settings.check()
         self.settings, self.source = settings, settings.data
-        self.collection = open_labelled(settings.data, settings.label)
+        self.collection = open_labelled(settings.data, settings.label, settings.positive)
         self.parts: Split = split_of(self.collection, settings)
         self.specs: Sequence[ModelSpec] = detector_specs(settings, self.collection.field_names)
         self.card = self._card()
@@ -300,11 +336,11 @@ def _records(
     data = given.data
     if data is None:
         store = trained.data if Path(trained.data).exists() else str(before["store"])
-        whole = open_labelled(store, trained.label)
+        whole = open_labelled(store, trained.label, trained.positive)
         test: Collection = Split.load(run / SPLIT, whole)["test"]
         how, seen = str(before["split"]), before.get("seen")
     else:
-        store, whole = data, open_labelled(data, trained.label)
+        store, whole = data, open_labelled(data, trained.label, trained.positive)
         test, seen = _unseen(run, whole, given)
         how = "all records are the test split"
     card = data_card(store, test, {"test": test}, how)
