@@ -101,6 +101,7 @@ def open(
     memory: int | str | None = None,
     index_dir: str | Path | None = None,
     salvage: bool = False,
+    unverified: bool = False,
 ) -> Traces | Reads:
     """Open a trace store, or reads: FASTA or FASTQ files (plain, gzip, BGZF, zstd), or packed reads.
 
@@ -108,8 +109,8 @@ def open(
 
     Reads: a file, a folder, a pattern or a list opens as one collection; missing indexes are built. The named
     groups of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is
-    the budget for decoded blocks and mapped files, by default half of the available memory. `salvage` reads a
-    damaged file up to the damage.
+    the budget for decoded blocks and mapped files, by default half of the available memory. `salvage` reads what
+    the checksums of a damaged file verify before the damage; `unverified` also reads text that no checksum verifies.
 
     >>> traces = ms.open("traces/")
     >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)", mapping="species.tsv")
@@ -131,6 +132,7 @@ def open(
         memory=memory,
         index_dir=index_dir,
         salvage=salvage,
+        unverified=unverified,
     )
 
 

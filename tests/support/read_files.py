@@ -108,7 +108,9 @@ def opened(place: Any, *, limits: IndexLimits | None = None, **options: Any) -> 
     """Reads; with `limits`, the index of a file that has none is built with these."""
     index_dir = Path(options["index_dir"]) if options.get("index_dir") else None
     if limits is not None and isinstance(place, Path) and place.is_file() and find_index(place, index_dir) is None:
-        chosen = {name: options[name] for name in ("header_regex", "on_mismatch", "salvage") if name in options}
+        names = ("header_regex", "on_mismatch", "salvage", "unverified")
+        chosen = {name: options[name] for name in names if name in options}
+        chosen["salvage"] = options.get("salvage", False) or options.get("unverified", False)
         build_index(place, IndexSettings(**chosen), index_dir=index_dir, limits=limits)
     reads = ms.open(place, **options)
     assert isinstance(reads, Reads)

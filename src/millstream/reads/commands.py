@@ -27,7 +27,8 @@ OnMismatch = Literal["error", "skip", "null"]
 Mismatch = Annotated[
     OnMismatch, typer.Option(help="For headers that do not match: error, skip or null.", metavar="ACTION")
 ]
-Salvage = Annotated[bool, typer.Option("--salvage", help="Use a damaged file up to the damage.")]
+Salvage = Annotated[bool, typer.Option("--salvage", help="Use what checksums verify before the damage in a file.")]
+Unverified = Annotated[bool, typer.Option("--unverified", help="Use all text before the damage, verified or not.")]
 IndexDir = Annotated[
     Path | None, typer.Option(help="Folder for indexes.", show_default="beside the files", metavar="FOLDER")
 ]
@@ -155,6 +156,7 @@ def index(
     index_dir: IndexDir = None,
     memory: Annotated[str, typer.Option(help="Memory budget.", metavar="SIZE")] = "256MB",
     salvage: Salvage = False,
+    unverified: Unverified = False,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Replace existing indexes.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -173,7 +175,7 @@ def index(
         check_memory(memory)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    settings = _index_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage)
+    settings = _index_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage, unverified=unverified)
     files = [file for path in paths for file in expand(path)]
     reads = open_reads(
         files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
@@ -207,6 +209,7 @@ def pack(
     names: Annotated[bool, typer.Option(help="Keep the header lines.")] = True,
     quality: Annotated[bool, typer.Option(help="Keep the base qualities of FASTQ.")] = True,
     salvage: Salvage = False,
+    unverified: Unverified = False,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Start over and replace OUT.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -223,7 +226,7 @@ def pack(
         raise typer.BadParameter("name the sources, then the file to write: millstream pack reads.fa.gz reads.pack")
     *sources, out = paths
     files = [file for source in sources for file in expand(source)]
-    settings = _index_settings(header_regex, columns, on_mismatch, salvage=salvage)
+    settings = _index_settings(header_regex, columns, on_mismatch, salvage=salvage, unverified=unverified)
     size = sum(file.stat().st_size for file in files if file.exists())
     with progress("pack", size, unit="bytes") as update:
         done = write_pack(
@@ -332,6 +335,7 @@ def _index_settings(
     *,
     names: bool = False,
     salvage: bool = False,
+    unverified: bool = False,
 ) -> "IndexSettings":
     from millstream.reads.files.index import IndexSettings
 
@@ -340,5 +344,6 @@ def _index_settings(
         columns=tuple(columns.split(",")) if columns else None,
         on_mismatch=on_mismatch,
         names=names,
-        salvage=salvage,
+        salvage=salvage or unverified,
+        unverified=unverified,
     )

@@ -44,6 +44,7 @@ def open(
     memory: int | str | None = None,
     index_dir: str | Path | None = None,
     salvage: bool = False,
+    unverified: bool = False,
     **_others: object,
 ) -> Reads:
     """`ms.open` for reads; options of other kinds are ignored."""
@@ -53,9 +54,15 @@ def open(
     given = [path] if isinstance(path, str | Path) else path
     paths = [file for place in given for file in expand(place)]
     settings = None
-    if header_regex is not None or columns is not None or salvage:
+    if header_regex is not None or columns is not None or salvage or unverified:
         chosen = tuple(columns) if columns is not None else None
-        settings = IndexSettings(header_regex=header_regex, columns=chosen, on_mismatch=on_mismatch, salvage=salvage)
+        settings = IndexSettings(
+            header_regex=header_regex,
+            columns=chosen,
+            on_mismatch=on_mismatch,
+            salvage=salvage or unverified,
+            unverified=unverified,
+        )
     return open_reads(paths, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, watch=watch_index)
 
 

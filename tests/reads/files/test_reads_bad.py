@@ -256,7 +256,7 @@ CUT = {"gzip": flushed, "one gzip": gzip.compress, "members": members, "bgzf": b
 
 
 @pytest.mark.parametrize("wrapper", CUT)
-def test_a_compressed_file_cut_anywhere_is_refused_and_salvaged(wrapper: str, tmp_path: Path):
+def test_a_compressed_file_cut_anywhere_is_refused_and_its_unverified_text_can_be_used(wrapper: str, tmp_path: Path):
     data, file = CUT[wrapper](fasta(MADE)), tmp_path / "reads.fa"
     edges = set(borders(wrapper, data))
     for cut in {*range(1, 24, 2), *range(24, len(data) - 12, 67), *range(len(data) - 12, len(data))} - edges:
@@ -265,10 +265,10 @@ def test_a_compressed_file_cut_anywhere_is_refused_and_salvaged(wrapper: str, tm
         message = refused(file)
         assert re.search(r"at byte \d+", message) or cut < 19, message
         if not text:
-            refused(file, salvage=True)
+            refused(file, unverified=True)
             continue
-        assert "--salvage" in message
-        assert holds(opened(file, salvage=True), whole_fasta(text, MADE)), cut
+        assert "--salvage" in message or "--unverified" in message
+        assert holds(opened(file, unverified=True), whole_fasta(text, MADE)), cut
         index_of(file).unlink()
 
 
@@ -294,7 +294,7 @@ def test_a_salvaged_file_has_the_right_columns_wherever_it_was_cut(wrapper: str,
         wanted = whole_fasta(decoded(wrapper, data[:cut]), MADE)
         if len(wanted) < 2:
             continue
-        reads = opened(file, salvage=True, header_regex=REGEX)
+        reads = opened(file, unverified=True, header_regex=REGEX)
         assert reads.fetch(range(len(reads)), ["who"]).columns["who"] == [f"r{n}" for n in range(len(wanted))], cut
         assert texts(reads) == sequences_of(wanted)
         index_of(file).unlink()
@@ -306,7 +306,7 @@ def test_salvage_loses_no_record_of_earlier_buffers(size: int, tmp_path: Path):
     data, file = gzip.compress(fasta(made)), tmp_path / "reads.fa"
     file.write_bytes(data[: len(data) * 2 // 3])
     wanted = whole_fasta(decoded("gzip", file.read_bytes()), made)
-    assert holds(opened(file, salvage=True, limits=IndexLimits(buffer_bytes=size)), wanted)
+    assert holds(opened(file, unverified=True, limits=IndexLimits(buffer_bytes=size)), wanted)
 
 
 def test_a_compressed_fastq_cut_anywhere_gives_every_whole_record(tmp_path: Path):
@@ -315,20 +315,20 @@ def test_a_compressed_fastq_cut_anywhere_gives_every_whole_record(tmp_path: Path
     for cut in range(len(data) // 2, len(data) - 20, 7):
         file.write_bytes(data[:cut])
         wanted = whole_fastq(decoded("gzip", file.read_bytes()), made)
-        assert holds(opened(file, salvage=True), wanted), cut
+        assert holds(opened(file, unverified=True), wanted), cut
         index_of(file).unlink()
 
 
 def test_the_number_of_salvaged_records_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "reads.fa").write_bytes(gzip.compress(fasta(MADE))[:-10])
-    reads = opened(tmp_path / "reads.fa", salvage=True)
+    reads = opened(tmp_path / "reads.fa", unverified=True)
     message = capsys.readouterr().err
     assert f"{len(reads)} records" in message and "at byte" in message
 
 
 def test_a_file_cut_in_its_only_record_is_salvaged_without_records(tmp_path: Path):
     (tmp_path / "reads.fa").write_bytes(flushed(b">a\n" + b"ACGT" * 100, 10)[:-20])
-    reads = opened(tmp_path / "reads.fa", salvage=True)
+    reads = opened(tmp_path / "reads.fa", unverified=True)
     assert len(reads) == 0 and list(reads) == [] and reads.find("a") == [] and reads.table.num_rows == 0
 
 
@@ -338,13 +338,13 @@ def test_trailing_data_after_the_compressed_data_is_refused_with_its_byte(wrappe
     file.write_bytes(data + b"and what is this? It is longer than a header.")
     message = refused(file)
     assert f"at byte {len(data)}" in message and "--salvage" in message
-    assert set(texts(opened(file, salvage=True))) <= set(sequences_of(MADE))
+    assert set(texts(opened(file, unverified=True))) <= set(sequences_of(MADE))
 
 
 @pytest.mark.parametrize("wrapper", ["gzip", "members"])
 def test_trailing_data_after_gzip_data_loses_no_record(wrapper: str, tmp_path: Path):
     (tmp_path / "reads.fa").write_bytes(WRAPPERS[wrapper](fasta(MADE)) + b"and what is this?")
-    assert holds(opened(tmp_path / "reads.fa", salvage=True), MADE)
+    assert holds(opened(tmp_path / "reads.fa", unverified=True), MADE)
 
 
 @pytest.mark.parametrize("count", [1, 2, 511, 512, 4 << 20])
@@ -357,24 +357,85 @@ def test_a_wrong_gzip_checksum_is_refused(tmp_path: Path):
     data, file = gzip.compress(fasta(MADE)), tmp_path / "reads.fa"
     file.write_bytes(data[:-8] + bytes([data[-8] ^ 1]) + data[-7:])
     message = refused(file)
-    assert "incorrect data check" in message and "--salvage" in message and "at byte" in message
+    assert "incorrect data check" in message and "--unverified" in message and "at byte" in message
 
 
-def test_salvage_after_a_wrong_checksum_drops_the_record_that_continues_in_the_next_member(tmp_path: Path):
+def test_unverified_text_before_a_wrong_checksum_ends_before_the_record_that_continues_in_the_next_member(
+    tmp_path: Path,
+):
     first, second = (gzip.compress(part) for part in (b">a\nACGT\n>b\nACGT", b"ACGTACGT\n>c\nAC\n"))
     (tmp_path / "reads.fa").write_bytes(first[:-8] + bytes([first[-8] ^ 1]) + first[-7:] + second)
-    assert texts(opened(tmp_path / "reads.fa", salvage=True)) == ["ACGT"]
+    assert texts(opened(tmp_path / "reads.fa", unverified=True)) == ["ACGT"]
+
+
+@pytest.mark.parametrize("format", ["fasta", "fastq"])
+@pytest.mark.parametrize("wrapper", ["gzip", "one gzip", "members", "bgzf", "zstd"])
+def test_a_salvaged_record_is_a_record_of_the_undamaged_file(wrapper: str, format: str, tmp_path: Path):
+    made = [record for record in records(120, longest=90, quality=format == "fastq") if record.sequence]
+    text = fastq(made) if format == "fastq" else fasta(made)
+    data, file = {**WRAPPERS, "one gzip": gzip.compress}[wrapper](text), tmp_path / "reads.fa"
+    num_salvaged = 0
+    for at in range(20, len(data), len(data) // 60):
+        for bit in (0, 3, 6):
+            file.write_bytes(data)
+            flip(file, at, 1 << bit)
+            try:
+                reads = opened(file, salvage=True)
+            except MillstreamError:
+                continue
+            assert holds(reads, made[: len(reads)]), (at, bit)
+            num_salvaged += len(reads)
+            index_of(file).unlink()
+    assert (num_salvaged > 0) == (wrapper not in ("gzip", "one gzip"))
+
+
+def test_salvage_gives_the_members_before_the_damaged_one_and_tells_how_much_is_not_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    first, second, third = fasta(MADE[:10]), fasta(MADE[10:20]), fasta(MADE[20:])
+    file = tmp_path / "reads.fa.gz"
+    whole = [gzip.compress(part) for part in (first, second, third)]
+    file.write_bytes(b"".join(whole))
+    flip(file, len(whole[0]) + len(whole[1]) - 6)  # the checksum of the second member
+    message = refused(file)
+    assert f"up to byte {len(first)}" in message and "--salvage" in message and "--unverified" in message
+    limits = IndexLimits(point_bytes=64)
+    assert holds(opened(file, salvage=True, limits=limits), MADE[:9])  # the tenth may continue in the next member
+    assert f"{len(second)} bytes" in capsys.readouterr().err
+    assert holds(opened(file), MADE[:9])
+    assert holds(opened(file, unverified=True), MADE[:19])
+    assert f"{len(second)} bytes" in capsys.readouterr().err
+    assert holds(opened(file, salvage=True), MADE[:9])
+
+
+def test_zstd_frames_without_a_checksum_are_not_salvaged_as_verified(tmp_path: Path):
+    file = tmp_path / "reads.fa.zst"
+    plain, checked = (zstandard.ZstdCompressor(write_checksum=on) for on in (False, True))
+    parts = [fasta(MADE[:10]), fasta(MADE[10:20]), fasta(MADE[20:])]
+    file.write_bytes(checked.compress(parts[0]) + plain.compress(parts[1]) + checked.compress(parts[2]))
+    assert holds(opened(file, salvage=True), MADE)  # nothing is wrong with it
+    index_of(file).unlink()
+    flip(file, file.stat().st_size - 1)
+    assert holds(opened(file, salvage=True), MADE[:9])
+    assert holds(opened(file, unverified=True), MADE[:19])
+
+
+def test_a_file_without_verified_text_is_not_salvaged(tmp_path: Path):
+    file = tmp_path / "reads.fa.gz"
+    file.write_bytes(gzip.compress(fasta(MADE))[:-8])
+    message = refused(file, salvage=True)
+    assert f"{len(fasta(MADE))} bytes" in message and "--unverified" in message
 
 
 @pytest.mark.parametrize("wrapper", ["gzip", "one gzip", "members", "bgzf", "zstd"])
-def test_whatever_is_salvaged_can_be_read(wrapper: str, tmp_path: Path):
+def test_whatever_text_precedes_the_damage_can_be_read(wrapper: str, tmp_path: Path):
     made = records(400, longest=90)
     data, file = bytearray({**WRAPPERS, "one gzip": gzip.compress}[wrapper](fasta(made))), tmp_path / "reads.fa"
     for at in range(len(data) // 2, len(data) - 200, len(data) // 12):
         file.write_bytes(data[:at] + random.Random(at).randbytes(150) + data[at + 150 :])
         with pytest.raises(MillstreamError):
             ms.open(file)
-        message = error_of(lambda: texts(opened(file, salvage=True))[:100] == sequences_of(made)[:100])
+        message = error_of(lambda: texts(opened(file, unverified=True))[:100] == sequences_of(made)[:100])
         assert message is None or "in record" in message  # the decoder may make text of it that is no FASTA
         index_of(file).unlink(missing_ok=True)
 

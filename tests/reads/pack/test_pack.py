@@ -344,13 +344,26 @@ def test_a_cut_source_is_refused_or_packed_up_to_the_last_whole_record(tmp_path,
             packed(tmp_path, b"".join(records), wrap=lambda _, cut=cut: whole[:cut], limits=limits)
         messages: list[str] = []
         file = packed(
-            tmp_path, b"", wrap=lambda _, cut=cut: whole[:cut], settings=IndexSettings(salvage=True), limits=limits,
-            notify=messages.append,
+            tmp_path, b"", wrap=lambda _, cut=cut: whole[:cut], limits=limits, notify=messages.append,
+            settings=IndexSettings(salvage=True, unverified=True),
         )  # fmt: skip
         assert "Packed the records before it" in messages[0]
         assert 0 < file.records < 400
         assert unpacked(file) == b"".join(records[: file.records])
         assert file.records >= 400 * (cut - 2000) // len(whole)
+
+
+@pytest.mark.parametrize("format", ["fasta", "fastq"])
+def test_only_the_records_that_checksums_verify_are_packed_of_a_damaged_source(tmp_path, format):
+    one = b"@r%d\nACGT\n+\nIIII\n" if format == "fastq" else b">r%d\nACGT\n"
+    texts = [b"".join(one % number for number in range(at, at + 5)) for at in (0, 5)]
+    first, second = map(gzip.compress, texts)
+    settings, messages = IndexSettings(salvage=True), list[str]()
+    damaged = first + second[:-6] + bytes([second[-6] ^ 1]) + second[-5:]
+    file = packed(tmp_path, b"", wrap=lambda _: damaged, settings=settings, notify=messages.append)
+    # The last FASTA record may continue in the damaged member.
+    assert unpacked(file) == (texts[0] if format == "fastq" else texts[0].rsplit(b">", 1)[0])
+    assert f"{len(texts[1])} bytes" in messages[0]
 
 
 @pytest.mark.parametrize("end", ["@r2", "@r2\nAC", "@r2\nACGT\n", "@r2\nACGT\n+", "@r2\nACGT\n+\nII"])

@@ -21,6 +21,7 @@ POINT_BYTES = 1 << 20  # then the next block that starts at a whole byte: every 
 MAX_FRAME_BYTES = 64 << 20  # a larger zstd frame is too much to decode for one read
 _READ_BYTES = 1 << 20
 _ZSTD, _SKIPPABLE = 0xFD2FB528, 0x184D2A5
+_HAS_CHECKSUM = 4  # in the descriptor of a zstd frame
 _REFUSED = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "a zip archive", b"BAM\1": "BAM", b"CRAM": "CRAM"}
 
 
@@ -38,6 +39,8 @@ class Damage(NamedTuple):
     reason: str
     plain: int
     whole: bool
+    verified: int  # bytes of the text, from its start, that checksums in the file verify
+    raw: int  # bytes of the file read when it was found
 
 
 class MixedGzip(Exception):
@@ -127,11 +130,11 @@ class _RawFile:
         self.point_bytes = point_bytes
         self.frame_bytes = frame_bytes
         self.raw = self.plain = 0
+        self.verified = 0  # bytes of the text, from its start, that checksums in the file verify
         self.crc32c = 0
         self.blocks: list[Block] = []
         self.crcs: list[int] = []
-        self.reason: str | None = None
-        self.whole = False
+        self.damage: Damage | None = None
         self.warning: str | None = None
         self._text_crc: int | None = None
 
@@ -164,7 +167,7 @@ class _RawFile:
 
     def fail(self, reason: str, *, whole: bool = False) -> None:
         """Stop decoding here; read the rest for the checksum of the file."""
-        self.reason, self.whole = reason, whole
+        self.damage = Damage(reason, self.plain, whole, self.verified, self.raw)
         while self.read(_READ_BYTES):
             pass
 
@@ -213,8 +216,7 @@ class DecodedStream:
 
     @property
     def damage(self) -> Damage | None:
-        file = self._file
-        return None if file.reason is None else Damage(file.reason, file.plain, file.whole)
+        return self._file.damage
 
 
 Stream = PlainStream | DecodedStream
@@ -253,6 +255,7 @@ def _gzip(file: _RawFile) -> Generator[memoryview]:
                 file.begin(point.raw, point.window)
         stream.points.clear()
     file.end()
+    file.verified = stream.verified
     stream.close()
     if stream.damage:
         file.fail(stream.damage, whole=stream.whole)
@@ -282,6 +285,7 @@ def _gzip_once(file: _RawFile) -> Generator[memoryview]:
             if text:
                 yield file.text(text)
             data = decoder.unused_data if decoder.eof else file.read(_READ_BYTES)
+        file.verified = file.plain
     file.end()
 
 
@@ -303,6 +307,7 @@ def _bgzf(file: _RawFile) -> Generator[memoryview]:
             file.begin(start)
             yield file.text(text)
             file.end()
+            file.verified = file.plain
     if text:
         file.warning = (
             "the empty block at the end of a BGZF file is missing; the file may be truncated between two blocks"
@@ -320,7 +325,8 @@ def _zstd(file: _RawFile) -> Generator[memoryview]:
                 continue
             if number != _ZSTD:
                 raise _BadFrame(f"the data at byte {start} is not a zstd frame")
-            text = decode_frame(head + _frame(file, start), size=file.frame_bytes)
+            frame = _frame(file, start)
+            text = decode_frame(head + frame, size=file.frame_bytes)
         except (_BadFrame, zlib.error) as error:
             if "did not decompress full frame" in str(error):
                 _check_frame_size(file, start, file.frame_bytes + 1)
@@ -330,6 +336,8 @@ def _zstd(file: _RawFile) -> Generator[memoryview]:
             file.begin(start)
             yield file.text(text)
             file.end()
+        if frame[0] & _HAS_CHECKSUM and file.verified == file.plain - len(text):
+            file.verified = file.plain
 
 
 class _BadFrame(Exception):
@@ -361,7 +369,7 @@ def _frame(file: _RawFile, start: int) -> bytes:
         parts.append(_exactly(file, 1 if block >> 1 & 3 == 1 else block >> 3))
         num_blocks += 1
         _check_frame_size(file, start, (num_blocks - 1) << 10)  # blocks have at most 128 kB, seldom less than 1 kB
-    if flags & 4:
+    if flags & _HAS_CHECKSUM:
         parts.append(_exactly(file, 4))
     return b"".join(parts)
 

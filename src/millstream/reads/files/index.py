@@ -21,7 +21,7 @@ from millstream.core.console import Progress, format_bytes, quoted, say, silent
 from millstream.core.files import cache_folder
 from millstream.errors import BadIndex, BadSource, StaleIndex
 from millstream.reads.files.columns import LIMIT, ColumnsWriter, OnMismatch, Pending
-from millstream.reads.files.containers import Kind, MixedGzip, Stream, sniff
+from millstream.reads.files.containers import Kind, MixedGzip, sniff
 from millstream.reads.files.encodings import ANCHOR
 from millstream.reads.files.headers import Headers
 from millstream.reads.files.names import PARTS, SMALL, NameTableWriter, hash_names
@@ -44,6 +44,7 @@ class IndexSettings:
     on_mismatch: OnMismatch = "error"
     names: bool = False
     salvage: bool = False
+    unverified: bool = False  # salvage text that no checksum verifies, too
 
     def __post_init__(self) -> None:
         if self.on_mismatch not in ("error", "skip", "null"):
@@ -62,6 +63,8 @@ class IndexSettings:
         """Whether an index built with these settings, which are complete, has everything that is wanted."""
         columns = wanted.complete().columns or ()
         if self.names < wanted.names or self.salvage < wanted.salvage:
+            return False
+        if wanted.salvage and self.unverified != wanted.unverified:
             return False
         if wanted.header_regex is None:
             return True
@@ -150,7 +153,8 @@ def build_index(
 
 def settings_of(sections: Sections) -> IndexSettings:
     """The settings an index was built with."""
-    settings = cast(dict[str, Any], sections.meta["settings"])
+    stored = cast(dict[str, Any], sections.meta["settings"])
+    settings: dict[str, Any] = {"unverified": sections.meta["damage"] is not None, **stored}
     return replace(IndexSettings(**settings), columns=tuple(settings["columns"]))
 
 
@@ -175,7 +179,7 @@ def _build(
     names = NameTableWriter(index.parent, large=settings.names, small=limits.names, parts=limits.name_parts)
     try:
         with (
-            SourceScan(path, kind, salvage=settings.salvage, limits=limits) as source,
+            SourceScan(path, kind, salvage=settings.salvage, unverified=settings.unverified, limits=limits) as source,
             SectionsWriter(index) as sections,
         ):
             meta = _scan(source, settings, limits, sections, names, progress, notify)
@@ -217,9 +221,9 @@ def _scan(
                 names.append(hashes.take(len(rows))[slice(None) if kept is None else kept])
             columns.emit(np.ascontiguousarray(rows[:, BASES]), kept)
             geometry.add(rows if kept is None else rows[kept], fastq=source.format == "fastq")
-        blocks.add(source.stream)
+        blocks.add(source)
         progress(source.stream.raw)
-    blocks.add(source.stream)
+    blocks.add(source)
     geometry.finish(source.end, fastq=source.format == "fastq")
     stored = columns.finish()
     names.finish(sections)
@@ -236,6 +240,7 @@ def _scan(
         "bases": geometry.bases,
         "longest": geometry.longest,
         "text_bytes": source.end,
+        "blocks_end": blocks.raw_end if blocks.raw_end or not source.damage else source.damage.raw,
         "settings": asdict(settings),
         "columns": [asdict(column) for column in stored],
         "mismatches": columns.mismatches.meta(),
@@ -295,9 +300,16 @@ class _Blocks:
         self._crcs = sections.column("block.crc32c")
         self._windows = sections.part("block.windows")
         self._window_end = 0
+        self._num_blocks = self._num_crcs = 0
+        self.raw_end: int | None = None  # where the first block that is not usable starts
 
-    def add(self, stream: Stream) -> None:
-        blocks = stream.take_blocks()
+    def add(self, source: SourceScan) -> None:
+        crcs = source.stream.take_crcs()  # first: a block is there before its checksum
+        found = source.stream.take_blocks()
+        blocks = [block for block in found if block.plain < source.usable]
+        if len(blocks) < len(found) and self.raw_end is None:
+            self.raw_end = found[len(blocks)].raw
+        self._num_blocks += len(blocks)
         if blocks:
             rows: list[tuple[int, int, int]] = []
             for block in blocks:
@@ -307,6 +319,7 @@ class _Blocks:
                 self._window_end += len(window)
             for column, values in zip(self._columns, np.array(rows, np.int64).T, strict=True):
                 column.append(values)
-        crcs = stream.take_crcs()
+        crcs = crcs[: self._num_blocks - self._num_crcs]
+        self._num_crcs += len(crcs)
         if crcs:
             self._crcs.append(np.array(crcs, np.int64))

@@ -53,6 +53,7 @@ class Inflate:
         self.member_start = 0
         self.raw = 0  # bytes of the file read so far
         self.plain = 0  # bytes of text decoded so far
+        self.verified = 0  # of these, up to the end of the last member whose checksum matches
         self.points: list[Point] = []
         self.damage: str | None = None
         self.whole = False  # all text was decoded despite the damage
@@ -130,6 +131,7 @@ class Inflate:
         self.plain += self._filled - before
         if status == _Z_STREAM_END:
             self._ended = True
+            self.verified = self.plain
         elif status == _Z_BUF_ERROR and self._stream.avail_in == 0:
             pass  # needs more input
         elif status < 0:

@@ -5,6 +5,7 @@ has changed.
 """
 
 import os
+import sys
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,10 +44,20 @@ class ScanLimits:
 
 
 class SourceScan:
-    """Scans a file buffer by buffer. `format`, `end` and `damage` are final once it is exhausted."""
+    """Scans a file buffer by buffer. `format`, `end` and `damage` are final once it is exhausted.
+
+    With `salvage`, a damaged file ends where its checksums no longer verify its text; with `unverified`, at the damage.
+    """
 
     def __init__(
-        self, path: Path, kind: Kind, *, salvage: bool, points: bool = True, limits: ScanLimits | None = None
+        self,
+        path: Path,
+        kind: Kind,
+        *,
+        salvage: bool,
+        unverified: bool = False,
+        points: bool = True,
+        limits: ScanLimits | None = None,
     ) -> None:
         limits = limits or ScanLimits()
         self.path = path
@@ -54,7 +65,10 @@ class SourceScan:
         self.damage: Damage | None = None
         self.format: Format = "fasta"
         self.end = 0  # of the text with records
+        self.usable = sys.maxsize  # bytes of the text
         self._salvage = salvage
+        self._unverified = unverified
+        self._limits = limits
         self._buffer_bytes = limits.buffer_bytes
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._before = os.fstat(self._fd)
@@ -87,17 +101,20 @@ class SourceScan:
     def _scan(self) -> Generator[Scanned]:
         ring = [np.empty(self._buffer_bytes, np.uint8) for _ in range(5)]
         carried, at, turn = 0, 0, 0
+        if self._salvage and not self._unverified and self.kind != "plain":
+            self.usable = self._count_verified()
+        room = self.usable
         scanner: Scanner | None = None
         while True:
             buffer = ring[turn % len(ring)]
-            count = self.stream.readinto(buffer[carried:])
+            count = self.stream.readinto(buffer[carried : carried + room])
+            room -= count
+            if count == 0:
+                self._finish()
             if scanner is None:
                 self.format = _sniff_format(self.path, buffer[:count], self.stream)
                 scanner = Scanner(self.format, self._buffer_bytes)
             filled = carried + count
-            if count == 0:
-                self.damage = self.stream.damage
-                self._check_damage(scanner)
             found = self._scanned(scanner, buffer, filled, at, final=count == 0)
             cut = (self.damage and not self.damage.whole) or scanner.unfinished() is not None
             if count == 0 and cut:
@@ -134,14 +151,47 @@ class SourceScan:
     def _of_text(self) -> str:
         return "" if self.kind == "plain" else " of the text"
 
-    def _check_damage(self, scanner: Scanner) -> None:
-        if self.damage is None or self._salvage:
+    def _count_verified(self) -> int:
+        """How much of the text to use: all, or if the file is damaged, what checksums verify. Decodes all of it.
+
+        The checksum of a gzip member comes after its text: only a pass over the whole file tells.
+        """
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            stream = open_stream(self.path, self.kind, fd, points=False, frame_bytes=self._limits.frame_bytes)
+            try:
+                _exhaust(stream)
+            finally:
+                stream.close()
+        finally:
+            os.close(fd)
+        return sys.maxsize if stream.damage is None else stream.damage.verified
+
+    def _finish(self) -> None:
+        """Read what is left of the file, and note the damage; BadSource if it is not to be salvaged."""
+        _exhaust(self.stream)
+        damage = self.stream.damage
+        if damage is None:
             return
-        whole = scanner.records - (0 if self.damage.whole else 1)
-        raise BadSource(
-            f"{self.path}: {self.damage.reason}. The {max(whole, 0)} records before it ({self.damage.plain} bytes of "
-            f"text) can be used: millstream index {quoted(self.path)} --salvage"
-        )
+        unverified = damage.plain - damage.verified
+        if damage.plain and (not self._salvage or not self.usable):
+            command = f"millstream index {quoted(self.path)}"
+            if not damage.verified:
+                advice = f"is not verified by a checksum. To use it all the same: {command} --unverified"
+            elif not unverified:
+                advice = f"is verified by checksums. To use it: {command} --salvage"
+            else:
+                advice = (
+                    f"is verified by checksums up to byte {damage.verified}. To use that: {command} --salvage; to use "
+                    f"the unverified text too: {command} --unverified"
+                )
+            raise BadSource(f"{self.path}: {damage.reason}. The text before it ({damage.plain} bytes) {advice}")
+        reason = damage.reason
+        if unverified:
+            reason += f"; {unverified} bytes of text before it are not verified by a checksum"
+            reason += "" if self._unverified else " and are left out (to include them: --unverified)"
+        whole = damage.whole and (self._unverified or not unverified)
+        self.damage = damage._replace(reason=reason, whole=whole)
 
 
 def looks_like_reads(path: Path) -> bool:
@@ -208,6 +258,12 @@ def file_crc32c(path: Path) -> int:
         while data := file.read(1 << 20):
             crc = crc32c(data, crc)
     return crc
+
+
+def _exhaust(stream: Stream) -> None:
+    scratch = np.empty(BUFFER_BYTES, np.uint8)
+    while stream.readinto(scratch):
+        pass
 
 
 def _without_last(found: Scanned, *, fastq: bool) -> Scanned:

@@ -151,7 +151,8 @@ class BlockText:
         self._windows_at = sections.span("block.windows")[0]
         names = ("raw", "window", "crc32c", "plain")
         self._columns = {name: sections.column(f"block.{name}").whole() for name in names}
-        self._ends = {"raw": os.path.getsize(path), "window": len(self._windows)}  # of the last block
+        raw_end = cast("int | None", sections.meta.get("blocks_end")) or os.path.getsize(path)
+        self._ends = {"raw": raw_end, "window": len(self._windows)}  # of the last block
         plain = self._columns.pop("plain")
         self._last = plain.rows - 1
         # Searched for every read, so decoded: 8 bytes per block. Block i is the text from plain[i] to plain[i + 1].

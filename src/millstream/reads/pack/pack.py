@@ -310,8 +310,10 @@ class Packer:
         """Scan a source and pack its records."""
         self._num_headers = self._num_rows = 0
         self._is_cut = False
-        salvage = self._settings.salvage
-        with SourceScan(path, kind, salvage=salvage, points=salvage, limits=self._limits) as source:
+        salvage, unverified = self._settings.salvage, self._settings.unverified
+        with SourceScan(
+            path, kind, salvage=salvage, unverified=unverified, points=salvage, limits=self._limits
+        ) as source:
             for found, is_last in _with_last_marked(iter(source)):
                 self._scan(source, found, is_last=is_last)
                 self._progress(self._raw + source.stream.raw)
