@@ -64,6 +64,40 @@ def test_steps_of_different_shapes_become_one_row_per_layer():
     assert not [name for name in restored if name.endswith("_steps")]
 
 
+def transposed(values: list[list[np.ndarray]]) -> tuple[tuple[np.ndarray, ...], ...]:
+    return tuple(zip(*values, strict=True))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+@pytest.mark.parametrize("fields", [["hidden_states"], ["attentions"], ["hidden_states", "attentions"]])
+def test_steps_of_layers_as_hugging_face_returns_them_are_stored_as_layers_of_steps(num_steps, fields):
+    trace = old_trace(7, num_steps=num_steps)
+    turned = trace | {name: transposed(trace[name]) for name in fields}
+    others = {"hidden_states", "attentions"} - set(fields)
+    turned, trace = ({name: one[name] for name in one if name not in others} for one in (turned, trace))
+    assert same(to_record(turned), to_record(trace))
+
+
+@pytest.mark.parametrize("turn", [False, True], ids=["layer, step", "step, layer"])
+def test_steps_after_a_prompt_of_one_token_are_told_from_layers_by_attention_or_by_the_number_of_tokens(turn):
+    hidden = [[f16(1, 1, 8) for _ in range(4)] for _ in range(3)]
+    weights = [[f16(1, 2, 1, 1 + step) for step in range(4)] for _ in range(3)]
+    for known in ({"attentions": weights}, {"tokens": [1, 2, 3, 4]}, {"tokens_full": [1] * 5, "prompt_length": 1}):
+        turned = {
+            name: transposed(value) if turn and name not in ("tokens", "tokens_full", "prompt_length") else value
+            for name, value in {"hidden_states": hidden, **known}.items()
+        }
+        assert same(restore_steps(to_record(turned))["hidden_states"], hidden)
+    with pytest.raises(BadSource, match="'hidden_states'"):
+        to_record({"hidden_states": hidden})
+
+
+def test_fields_that_contradict_each_other_about_layers_and_steps_are_refused():
+    trace = old_trace(7)
+    with pytest.raises(BadSource, match="'attentions'"):
+        to_record(trace | {"attentions": transposed(trace["attentions"])})
+
+
 def test_torch_tensors_stay_torch_tensors():
     record = to_record(torch_trace(0) | {"steps": [[torch.ones(1, 2).bfloat16()] * 3] * 2})
     assert record["hidden_states"].shape == (3, 6, 8)

@@ -74,6 +74,23 @@ def test_a_single_dict_is_one_trace(tmp_path, save):
     assert same(list(read_traces(write(tmp_path, save(trace)))), [trace])
 
 
+@pytest.mark.parametrize("save", [pickle.dumps, torch_bytes])
+@pytest.mark.parametrize("wrap", [dict, lambda t: {"model": "m", "traces": t}])
+def test_a_dict_of_traces_by_id_gives_every_trace(tmp_path, save, wrap):
+    own, without = new_trace(0), {name: value for name, value in new_trace(1).items() if name != "question_id"}
+    path = write(tmp_path, save(wrap({"a": own, 7: without})))
+    assert same(list(read_traces(path)), [own, {**without, "question_id": "7"}])
+
+
+def test_ids_that_are_not_text_and_preprocessed_data_in_a_plain_pickle_are_refused(tmp_path):
+    for value, word in (
+        ({b"a": new_trace(0)}, "b'a'"),
+        ({"sequences": [f16(3, 8)], "labels": [1.0], "question_ids": ["a"]}, "preprocessed"),
+    ):
+        with pytest.raises(BadSource, match=word):
+            list(read_traces(write(tmp_path, pickle.dumps(value))))
+
+
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.binary()
 arrays = hnp.arrays(st.sampled_from(["f2", "<f4", ">i4", "u1", "?", "U3"]), hnp.array_shapes(min_side=0))
 names = st.text(max_size=3)

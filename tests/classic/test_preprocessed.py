@@ -128,6 +128,19 @@ def test_every_trace_comes_back_exactly(tmp_path, kind, legacy):
         assert_is(record, content, number)
 
 
+@FORMATS
+def test_sequences_in_a_list_of_tensors_come_back_exactly(tmp_path, legacy):
+    content = lstm_content() | {"sequences": [torch.randn(L + number % 2, D) for number in range(5)]}
+    path = write(tmp_path, content, legacy=legacy)
+    assert is_preprocessed(path) == "lstm"
+    records = list(read_preprocessed(path))
+    assert len(records) == 5
+    for number, record in enumerate(records):
+        assert_is(record, content, number)
+    convert([path], tmp_path / "store")
+    assert ms.open(tmp_path / "store").ids == content["question_ids"]
+
+
 def test_the_edges_of_all_layers_are_concatenated_and_keep_their_node_numbers(tmp_path):
     graphs = [Data(x=torch.zeros(3, D).half(), edge_index=torch.tensor(edges), edge_attr=torch.ones(len(edges[0]), 1))
               for edges in ([[0, 1], [1, 2]], [[2], [0]], [[0, 0, 1], [0, 1, 1]])]  # fmt: skip
@@ -327,6 +340,10 @@ def test_layers_that_do_not_match_are_reported(tmp_path, changed, message):
         (lstm_content() | {"labels": ["yes"] * 5}, "'yes'"),
         (lstm_content() | {"question_ids": [b"a"] * 5}, "b'a'"),
         (lstm_content() | {"question_ids": ["\ud800"] * 5}, "surrogates"),
+        (lstm_content() | {"sequences": [torch.zeros(3, 8)] * 4 + [torch.zeros(8)]}, r"trace 4: .*\(8,\)"),
+        (lstm_content() | {"sequences": [np.zeros((3, 8))] * 5}, "trace 0: .*ndarray"),
+        (lstm_content() | {"sequences": np.zeros((5, 3, 8))}, "'sequences'"),
+        (gnn_content() | {"graphs": [1] * 5}, "trace 0: .*graph"),
         (gnn_content() | {"graphs": torch.zeros(5)}, "'graphs'"),
         (gnn_content() | {"graphs": [[]] * 5}, "trace 0: .*layers"),
         (gnn_content() | {"graphs": [[torch.zeros(2)]] * 5}, "trace 0: .*graph"),

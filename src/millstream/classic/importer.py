@@ -3,6 +3,7 @@
 The old scripts wrote
 hidden_states   list of L arrays [T, D], or [layer][step] arrays (1, prompt, D), (1, 1, D), (1, 1, D) ...
 attentions      list of L arrays [H, T, T], or [layer][step] arrays (1, H, q, k) with k growing
+or both as [step][layer], as `generate` of Hugging Face returns them; these are stored as [layer][step].
 Importing this module is fast: the readers of files import torch, so they are imported when a file is read.
 """
 
@@ -145,7 +146,7 @@ def to_record(trace: dict[str, object]) -> dict[str, object]:
         record["hidden_states"].shape, record["question_id"]  # (12, 7, 64), "3"
     """
     record: dict[str, object] = {}
-    for name, value in trace.items():
+    for name, value in _layers_first(trace).items():
         try:
             if not _is_nested(value):
                 record[name] = _storable(name, value)
@@ -226,6 +227,57 @@ def _is_nested(value: object) -> bool:
     items = cast(Sequence[object], value)
     layers = [cast(Sequence[object], item) for item in items if isinstance(item, list | tuple)]
     return len(layers) == len(items) and any(_is_tensor(step) for layer in layers for step in layer)
+
+
+def _layers_first(trace: dict[str, object]) -> dict[str, object]:
+    """The trace with hidden states and attentions as [layer][step], also if they are [step][layer].
+
+    The steps of a layer differ in shape: the prompt first, then one token each, seeing more and more. Shapes of hidden
+    states are all equal if the prompt has one token; then attentions decide, or the number of tokens.
+    """
+    nested = {
+        name: cast(Sequence[Sequence[object]], trace[name])
+        for name in (NAMES["hidden"], NAMES["attention"])
+        if _is_nested(trace.get(name))
+    }
+    found = {name: _order_of_axes(values) for name, values in nested.items()}
+    known = {order for order in found.values() if order}
+    if len(known) > 1:
+        raise BadSource(f"fields {', '.join(map(repr, nested))}: one is [layer][step], the other [step][layer]")
+    if nested and not known:
+        name, values = next(iter(nested.items()))
+        known = {_order_by_counts(trace, name, len(values), len(values[0]))}
+    if known != {"step, layer"}:
+        return trace
+    return {**trace, **{name: list(map(list, zip(*steps, strict=True))) for name, steps in nested.items()}}
+
+
+def _order_of_axes(values: Sequence[Sequence[object]]) -> str | None:
+    """None if the shapes fit both orders. If they fit neither, they are reported when they are stacked."""
+    shapes = [[tuple(getattr(item, "shape", ())) for item in inner] for inner in values]
+    by_layer = all(inner == shapes[0] for inner in shapes)
+    by_step = all(len(inner) == len(shapes[0]) and len(set(inner)) == 1 for inner in shapes)
+    if by_layer and by_step:
+        return None
+    return "step, layer" if by_step else "layer, step"
+
+
+def _order_by_counts(trace: dict[str, object], name: str, outer: int, inner: int) -> str:
+    if inner == 1:  # one step: a model has at least two hidden states
+        return "layer, step"
+    if outer == 1:
+        return "step, layer"
+    counts = {
+        len(cast(Sequence[object], trace[field])) for field in TOKEN_FIELDS if hasattr(trace.get(field), "__len__")
+    }
+    prompt = trace.get(NAMES["prompt_len"])
+    counts |= {count - prompt for count in counts if isinstance(prompt, int)}
+    if (outer in counts) == (inner in counts):
+        raise BadSource(
+            f"field {name!r}: {outer} lists of {inner} tensors of one shape can be [layer][step] or [step][layer]. "
+            "Save one array [token, dim] per layer"
+        )
+    return "step, layer" if outer in counts else "layer, step"
 
 
 def _stack(name: str, items: Sequence[object]) -> Array:

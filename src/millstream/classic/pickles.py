@@ -8,7 +8,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -131,14 +131,8 @@ class TraceUnpickler(Unpickler):
         yield from self.run()
         if not self.source.at_end():
             raise pickle.UnpicklingError("more bytes follow the end of the pickle")
-        if self.trace_list is None:  # a single dict, or a tuple
-            value = self.value
-            if isinstance(value, dict):
-                value = cast(Trace, value).get("traces", [cast(Trace, value)])
-            if not isinstance(value, list | tuple):
-                raise pickle.UnpicklingError(f"it contains {brief(value)}, not a list of traces")
-            for item in cast(list[object], value):
-                yield _trace(item)
+        if self.trace_list is None:
+            yield from map(_trace, _loaded_traces(self.value))
 
     def hand_out(self, item: object) -> None:
         """The next item of the trace list is complete."""
@@ -259,6 +253,28 @@ def _is_constant(value: object) -> bool:
         return False
     items = list(cast(dict[str, object], value).values()) if isinstance(value, dict) else cast(list[object], value)
     return len(items) <= 64 and all(isinstance(item, str | int | float | None) and _is_small(item) for item in items)
+
+
+def _loaded_traces(value: object) -> Iterable[object]:
+    """The traces of a file that is not a list: a tuple, a dict of traces by id, either of them as "traces", or one."""
+    if isinstance(value, dict):
+        value = cast(Trace, value).get("traces", cast(Trace, value))
+    if isinstance(value, list | tuple):
+        return cast(list[object], value)
+    if not isinstance(value, dict):
+        raise pickle.UnpicklingError(f"it contains {brief(value)}, not a list of traces")
+    fields = cast(dict[object, object], value)
+    if fields and all(isinstance(item, dict) for item in fields.values()):
+        return (_with_id(key, cast(Trace, item)) for key, item in fields.items())
+    if fields.keys() & {"labels", "question_ids"} and fields.keys() & {"sequences", "graphs", "graphs_by_layer"}:
+        raise pickle.UnpicklingError("it contains preprocessed traces, which are read from files of torch.save only")
+    return [fields]
+
+
+def _with_id(key: object, trace: Trace) -> Trace:
+    if not isinstance(key, str | int):
+        raise pickle.UnpicklingError(f"its key is {brief(key)}, not a string or a whole number")
+    return trace if trace.get("question_id") is not None else {**trace, "question_id": str(key)}
 
 
 def _trace(value: object) -> Trace:

@@ -1,7 +1,7 @@
 """Old preprocessed training files -> one record per trace. Tensors are read only when their trace is.
 
 kind    file written by torch.save                                      record, next to "question_id" and "label"
-lstm    "sequences": [B, L, d]                                          "layers": [L, d]
+lstm    "sequences": [B, L, d], or B tensors [L, d]                     "layers": [L, d]
 gnn     "graphs": B lists of L torch_geometric.data.Data of             "x": [L, T, d], "edge_counts": [L],
         x [T, d], edge_index [2, E], edge_attr [E] or [E, 1]            "edge_index": [2, all E], "edge_attr": [all E]
 both    "labels": [B], "question_ids": B strings
@@ -60,7 +60,7 @@ def is_preprocessed(path: str | os.PathLike[str]) -> Kind | None:
     fields = cast(dict[str, object], content) if isinstance(content, dict) else {}
     if "labels" not in fields and "question_ids" not in fields:
         return None
-    if isinstance(fields.get("sequences"), StoredTensor):
+    if "sequences" in fields:
         return "lstm"
     return "gnn" if any(key in fields for key in GRAPHS) else None
 
@@ -93,13 +93,13 @@ def read_preprocessed(
             content = LazyUnpickler(source, find_storage).load()
             if not source.at_end():
                 raise pickle.UnpicklingError("more bytes follow the end of the pickle")
-            rows, labels, ids = _columns(name, content)
+            key, rows, labels, ids = _columns(name, content)
             leave_out(cast(dict[str, object], content))
             for number in range(len(ids)):
                 yield {
                     "question_id": _id(ids[number]),
                     "label": _label(labels[number]),
-                    **_tensors(rows, number, leave_out),
+                    **(_layers(rows[number]) if key == "sequences" else _graphs(rows[number], leave_out)),
                 }
     except Refused as reason:
         raise unsafe(name, reason) from None
@@ -183,21 +183,21 @@ KindUnpickler.handlers = handlers_of(KindUnpickler, "NEWOBJ")
 Rows = StoredTensor | Sequence[object]
 
 
-def _columns(name: str, content: object) -> tuple[Rows, Sequence[object], Sequence[object]]:
+def _columns(name: str, content: object) -> tuple[str, Rows, Sequence[object], Sequence[object]]:
     fields = cast(dict[str, object], content) if isinstance(content, dict) else {}
     key = next((key for key in ("sequences", *GRAPHS) if key in fields), None)
     if key is None:
         raise BadSource(f"{name}: not a preprocessed file: it has neither 'sequences' nor 'graphs'")
     rows = fields[key]
-    if isinstance(rows, StoredTensor) and key == "sequences":
-        num_rows = rows.shape[0] if len(rows.shape) == 3 else -1
-    elif isinstance(rows, list | tuple) and key != "sequences":
+    if isinstance(rows, list | tuple):
         num_rows = len(cast(Sequence[object], rows))
+    elif isinstance(rows, StoredTensor) and key == "sequences" and len(rows.shape) == 3:
+        num_rows = rows.shape[0]
     else:
         num_rows = -1
     if num_rows < 0:
         shape = f" of shape {rows.shape}" if isinstance(rows, StoredTensor) else ""
-        wanted = "a tensor [trace, layer, dim]" if key == "sequences" else "lists of graphs"
+        wanted = "a tensor [trace, layer, dim] or a list" if key == "sequences" else "lists of graphs"
         raise pickle.UnpicklingError(f"expected {key!r} to be {wanted}, found {brief(fields[key])}{shape}")
     missing = [None] * num_rows
     labels = _items("labels", fields["labels"]) if "labels" in fields else missing
@@ -207,7 +207,7 @@ def _columns(name: str, content: object) -> tuple[Rows, Sequence[object], Sequen
             f"{name}: {num_rows} {key}, {len(labels)} labels and {len(ids)} question_ids, so they cannot be "
             "matched. Recreate it with the script that wrote it"
         )
-    return cast(Rows, rows), labels, ids
+    return key, cast(Rows, rows), labels, ids
 
 
 def _items(key: str, value: object) -> Sequence[object]:
@@ -242,12 +242,21 @@ def _id(value: object) -> str | None:
 # -- the tensors of a trace
 
 
-def _tensors(rows: Rows, number: int, leave_out: Callable[[Mapping[str, object]], None]) -> dict[str, object]:
-    if isinstance(rows, StoredTensor):
-        return {"layers": rows[number].read()}
-    graphs = [_fields(graph, leave_out) for graph in cast(Sequence[object], rows[number])]
-    if not graphs:
+def _layers(sequence: object) -> dict[str, object]:
+    if not isinstance(sequence, StoredTensor) or len(sequence.shape) != 2:
+        shape = f" of shape {sequence.shape}" if isinstance(sequence, StoredTensor) else ""
+        raise pickle.UnpicklingError(
+            f"expected its sequence to be a tensor [layer, dim], found {brief(sequence)}{shape}"
+        )
+    return {"layers": sequence.read()}
+
+
+def _graphs(layers: object, leave_out: Callable[[Mapping[str, object]], None]) -> dict[str, object]:
+    if not isinstance(layers, list | tuple):
+        raise pickle.UnpicklingError(f"expected a list of one graph per layer, found {brief(layers)}")
+    if not layers:
         raise pickle.UnpicklingError("it has no layers")
+    graphs = [_fields(graph, leave_out) for graph in cast(Sequence[object], layers)]
     x, edge_index = _of_one_dtype("x", graphs), _of_one_dtype("edge_index", graphs)
     has_attr = any(graph.get("edge_attr") is not None for graph in graphs)
     edge_attr = _of_one_dtype("edge_attr", graphs) if has_attr else []
