@@ -231,16 +231,30 @@ def test_scores_decide_even_if_a_store_has_no_texts(tmp_path: Path):
     assert verdicts(tmp_path / "s") == [None, "wrong", "right", None]
 
 
-def test_scores_with_another_rule_are_only_joined(tmp_path: Path):
+def test_the_columns_of_a_scores_file_are_kept_with_the_verdicts_unless_one_is_chosen(tmp_path: Path):
     write(tmp_path / "s", [{**row, "question_id": f"00{i}"} for i, row in enumerate(answered("Paris", "Rome"))])
     file = write_scores(tmp_path / "f.csv", ',question_id,bleurt_score,judge\n0,001,0.9,"no, really"\n1,1,0.8,yes\n')
-    done = label(tmp_path / "s", scores=file)
-    table = pq.read_table(done.path)
-    assert table.column("verdict").to_pylist() == ["right", "wrong"]
+    table = pq.read_table(label(tmp_path / "s", rule="scores", scores=file).path)
+    assert table.column("verdict").to_pylist() == [None, "right"]
     assert table.column("judge").to_pylist() == [None, "no, really"]
     assert table.column("bleurt_score").to_pylist() == [None, 0.9]
-    table = pq.read_table(label(tmp_path / "s", scores=file, column="judge").path)
-    assert "bleurt_score" not in table.column_names
+    table = pq.read_table(label(tmp_path / "s", rule="scores", scores=file, column="bleurt_score").path)
+    assert "judge" not in table.column_names
+
+
+@pytest.mark.parametrize("row", ["other,1", "q0,", "q0,nan"])
+def test_a_file_without_a_score_of_any_record_is_rejected_and_the_labels_are_kept(row: str, tmp_path: Path):
+    write(tmp_path / "s", answered("Paris", "Rome"))
+    label(tmp_path / "s")
+    before = (tmp_path / "s" / "labels.parquet").read_bytes()
+    file = write_scores(tmp_path / "f.csv", f"question_id,score\n{row}\n")
+    with pytest.raises(ms.errors.BadSource, match=rf"f\.csv.* 2 records.*'q0'.*'{row.partition(',')[0]}'"):
+        label(tmp_path / "s", rule="scores", scores=file)
+    code, _, err = run(tmp_path / "s", "rule=scores", f"scores={file}")
+    assert code == 1 and err.count("\n") == 1
+    code, _, err = run(tmp_path / "s", f"scores={file}")
+    assert code == 2 and "rule=scores" in err
+    assert (tmp_path / "s" / "labels.parquet").read_bytes() == before
 
 
 BAD_FILES = {
@@ -273,7 +287,7 @@ def test_a_missing_or_unreadable_scores_file_is_named(tmp_path: Path):
     (tmp_path / "bad.csv").write_bytes(b"question_id,score\n\xff\xfe,1\n")
     for name in ("none.csv", "none.parquet", "bad.parquet", "bad.csv"):
         with pytest.raises(ms.errors.BadSource, match=name):
-            label(tmp_path / "s", scores=tmp_path / name)
+            label(tmp_path / "s", rule="scores", scores=tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -283,9 +297,10 @@ def test_a_missing_or_unreadable_scores_file_is_named(tmp_path: Path):
         LabelSettings(column="x"),
         LabelSettings("em", None, None, 0.5),
         LabelSettings("em", positive="wrong"),
+        LabelSettings("em", "f.csv"),
         LabelSettings("scores", "f.csv", positive="yes"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_contradictory_settings_are_rejected(settings: LabelSettings):
     with pytest.raises(ValueError, match="="):

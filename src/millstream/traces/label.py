@@ -105,10 +105,9 @@ def label(
         raise BadSource(f"{store}: labels need the field {ID_FIELD!r}; its records have only {found}")
     ids = [str(name) for name in traces.ids]  # as `ms.labelled` compares them
     file = read_scores(Path(scores), key=ID_FIELD, column=column) if scores is not None else None
-    is_by_score = chosen.name == "scores"
-    by_id = file.numbers(ids) if file and is_by_score else np.full(len(ids), np.nan)
+    by_id = np.full(len(ids), np.nan) if file is None else _scores_of(file, ids)
     is_usable = _is_usable(traces)
-    answer, aliases = _text_fields(traces, needed=not is_by_score)
+    answer, aliases = _text_fields(traces, needed=file is None)
     chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, chunk_records=chunk_records)
     scored = _score(chunks, len(traces), map=map, progress=progress)
     verdicts = decide(chosen, _evidence(traces, scored, is_usable, by_id))
@@ -124,6 +123,17 @@ def label(
     out = traces.path / LABELS_FILE
     _publish(out, _join(traces, verdicts, scored, file, ids), about)
     return Labelling(out, str(chosen), chosen.version, len(traces), counts, conflicting)
+
+
+def _scores_of(file: ScoreFile, ids: Sequence[str]) -> NDArray[np.float64]:
+    """The score of every record, NaN without one; a file without a single score would remove all labels."""
+    found = file.numbers(ids)
+    if len(ids) and np.isnan(found).all():
+        raise BadSource(
+            f"{file.path}: has no score for any of the {len(ids)} records. Their ids are such as {ids[0]!r}, those of "
+            f"the file such as {next(iter(file.rows), None)!r}"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +166,10 @@ def rule_of(settings: LabelSettings) -> Rule:
         raise BadSetting(f"positive={settings.positive}: only rule=scores takes it, not rule={settings.rule}")
     if rule.name == "scores" and settings.scores is None:
         raise BadSetting("rule=scores needs a scores file, as in scores=ground_truth_scores.csv")
+    if settings.scores is not None and rule.name != "scores":
+        raise BadSetting(f"scores={settings.scores}: only rule=scores uses a scores file, not rule={settings.rule}")
     if settings.column is not None and settings.scores is None:
-        raise BadSetting(f"column={settings.column} is a column of a scores file: also give scores=FILE")
+        raise BadSetting(f"column={settings.column} is a column of a scores file: give rule=scores scores=FILE")
     return replace(rule, positive=settings.positive or RIGHT)
 
 
