@@ -275,7 +275,29 @@ def test_a_custom_detector_is_one_class(store: Path, tmp_path: Path, monkeypatch
     found = scores_of(tmp_path / "run")
     own = found["own_detector:ByNumber", 0]
     assert len(set(own.values())) > 1 and set(own) == set(found["length", 0])
-    assert scores_of(ms.evaluate(tmp_path / "run"))["own_detector:ByNumber", 0] == own
+    again = scores_of(ms.evaluate(tmp_path / "run", model="own_detector:ByNumber"))
+    assert again["own_detector:ByNumber", 0] == own
+    assert list(scores_of(ms.evaluate(tmp_path / "run", out=str(tmp_path / "ours")))) == [("length", 0)]
+
+
+def test_a_run_folder_imports_no_code_unless_the_user_names_it(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+):
+    run = tmp_path / "run"
+    ms.train(store, model="length", out=str(run), **SHORT)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')\nclass Detector: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("evil:Detector-0", "builtins:print-0", "unknown-0", "length-one"):
+        shutil.copytree(run / "checkpoints" / "length-0", run / "checkpoints" / name)
+    assert list(scores_of(ms.evaluate(run))) == [("length", 0)]
+    assert "model=builtins:print,evil:Detector,unknown" in capfd.readouterr().err
+    shutil.rmtree(run / "checkpoints" / "length-0")
+    with pytest.raises(BadSource, match="model=builtins:print"):
+        ms.evaluate(run)
+    for name, error in (("nowhere:Class", BadSource), ("lstm", BadSource), ("unknown", BadSetting)):
+        with pytest.raises(error, match=name):
+            ms.evaluate(run, model=name)
+    assert not (tmp_path / "was-here").exists()
 
 
 def test_a_detector_that_lacks_fields_in_the_store_is_left_out_and_reported(tmp_path: Path, capfd):

@@ -21,7 +21,7 @@ from millstream.core.files import publish, publish_json, publish_table
 from millstream.core.split import LABEL, Labelled, Split, labelled, split
 from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
 from millstream.traces.convert import names_of
-from millstream.traces.detectors import DetectorSpec, detector_specs, scores_of
+from millstream.traces.detectors import DetectorSpec, detector_specs, is_ours, scores_of
 from millstream.traces.detectors.logistic import Scores
 from millstream.traces.kind import EvaluateSettings, TrainSettings
 from millstream.traces.store.traces import LABELS_FILE, Traces
@@ -382,9 +382,23 @@ def _unseen(run: Path, collection: Collection, given: EvaluateSettings) -> tuple
 
 
 def _jobs(run: Path, names: str | None) -> list[tuple[str, int]]:
-    """Name and seed of the trained models of a run, or of those named."""
-    wanted = None if names is None else {name.strip() for name in names.split(",")}
-    found = [(name, seed) for name, seed in finished_jobs(run) if wanted is None or name in wanted]
-    if not found:
-        raise BadSource(f"{run}: contains no trained detector{f' among {names}' if names else ''}")
-    return found
+    """Name and seed of the trained models of a run, or of those named.
+
+    A run folder names no code: a detector of one's own is imported only if it is among `names`.
+    """
+    finished = finished_jobs(run)
+    wanted = None if names is None else {name.strip() for name in names.split(",") if name.strip()}
+    unknown = sorted((wanted or set[str]()) - {name for name, _ in finished})
+    if unknown:
+        found = ", ".join(dict.fromkeys(name for name, _ in finished)) or "none"
+        raise BadSource(f"{run}: contains no trained detector {', '.join(unknown)}; trained are: {found}")
+    if wanted is not None:
+        return [(name, seed) for name, seed in finished if name in wanted]
+    ours = [(name, seed) for name, seed in finished if is_ours(name)]
+    others = ",".join(dict.fromkeys(name for name, _ in finished if not is_ours(name)))
+    if not ours:
+        remedy = f". Name those of your own to import them: model={others}" if others else ""
+        raise BadSource(f"{run}: contains no trained detector of millstream{remedy}")
+    if others:
+        say(f"{others}: left out; detectors of your own are imported only if you name them: model={others}")
+    return ours

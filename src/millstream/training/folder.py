@@ -95,7 +95,7 @@ def job_folder(run: Path, name: str, seed: int) -> Path:
 def finished_jobs(run: Path) -> list[tuple[str, int]]:
     """The models, with their seeds, whose scores are complete."""
     parts = [file.parent.name.rpartition("-") for file in sorted((run / CHECKPOINTS).glob(f"*/{SCORES}"))]
-    return [(name, int(seed)) for name, _, seed in parts]
+    return [(name, int(seed)) for name, _, seed in parts if re.fullmatch("[0-9]{1,18}", seed)]
 
 
 def environment() -> dict[str, object]:

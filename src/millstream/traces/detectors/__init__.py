@@ -136,6 +136,8 @@ class DetectorSpec:
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
         if ":" in self.name:
             return Built(_checked(_custom(self.name)(resources), field_names), self.name, "trained")
+        if self.name not in BASELINES:
+            raise _unknown(self.name)
         baseline = BASELINES[self.name]
         detector = _checked(baseline.make(resources, field_names), field_names)
         return Built(detector, baseline.title, "baseline", baseline.extra_forwards)
@@ -147,14 +149,16 @@ def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[
     for name in found:
         if ":" in name:
             _custom(name)
-        elif name not in NETS and name not in BASELINES:
-            known = [*NETS, *BASELINES, GROUP]
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}, or package.module:Class"
-            raise BadSetting(f"model={name}: unknown detector; {hint}")
+        elif not is_ours(name):
+            raise _unknown(name)
     if not found:
         raise BadSetting("model=: give at least one detector")
     return [DetectorSpec(name, field_names) for name in found]
+
+
+def is_ours(name: str) -> bool:
+    """Whether a detector is one of millstream's, not code of someone's own."""
+    return name in NETS or name in BASELINES
 
 
 def scores_of(model: Model, collection: Collection) -> Scores:
@@ -225,6 +229,13 @@ def _head_graphs(names: Sequence[str]) -> Feature:
 
 def _auroc(labels: Labels, outcome: Outcome) -> float:
     return auroc(labels, outcome["score"].astype(np.float64))
+
+
+def _unknown(name: str) -> BadSetting:
+    known = [*NETS, *BASELINES, GROUP]
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}, or package.module:Class"
+    return BadSetting(f"model={name}: unknown detector; {hint}")
 
 
 def _custom(name: str) -> Callable[[FitResources], Detector]:
