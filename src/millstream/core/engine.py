@@ -1,6 +1,8 @@
 """Jobs -> results: one worker in this process, or many on a Ray cluster. Knows nothing about the jobs."""
 
 import os
+import secrets
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 JobIn = TypeVar("JobIn", contravariant=True)
 ResultOut = TypeVar("ResultOut", covariant=True)
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # if 0, Ray uses loopback, as it does by default on these systems
 _MAX_DEATHS = 3  # per worker, without a result in between
 
 
@@ -116,6 +119,8 @@ def _run_on_ray(
     jobs: Iterable[Job],
     redo: Callable[[Job], Job | None],
 ) -> Generator[Result]:
+    if engine.address is None and "ray" not in sys.modules:
+        _keep_local()
     try:
         ray: Any = import_module("ray")  # its types are partly unknown
     except ImportError:
@@ -167,13 +172,30 @@ def _run_on_ray(
             ray.shutdown()
 
 
+def _keep_local() -> None:
+    """Settings with which a cluster that we start listens on loopback only, and serves only those who know a token.
+
+    Ray reads them when it is imported. By default it listens on all interfaces, and runs what anyone sends.
+    """
+    os.environ[_LOOPBACK] = "0"
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+
+
 def _connect(ray: Any, address: str | None) -> None:
     import logging
 
+    if address is None and os.environ.get(_LOOPBACK) != "0":
+        raise EngineError(
+            "Ray was imported before --engine ray could set it up, so its cluster would listen on all network "
+            "interfaces: import it later, or start the cluster yourself with ray.init()"
+        )
+    options = {} if address else {"include_dashboard": False}
     try:
-        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise EngineError(f"--address {address}: no Ray cluster answers there ({_short(error)})") from None
+        what = f"--address {address}: no Ray cluster answers there" if address else "Ray does not start"
+        raise EngineError(f"{what} ({_short(error)})") from None
 
 
 def _layout(ray: Any, workers: int | None) -> tuple[int, dict[str, float]]:
