@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import millstream as ms
+from millstream.core.console import ignore_message
 from millstream.core.record import Tensor
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.traces.llm.fields import TIERS, parse_fields
+from millstream.traces.llm.model import ModelSettings, describe_model
 from millstream.traces.llm.questions import Question, read_questions
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
 from millstream.traces.store.traces import Traces
@@ -405,6 +407,25 @@ def test_a_bad_setting_prints_one_line_exits_with_2_and_writes_nothing(
     assert (code, out) == (2, "")
     assert err.startswith("millstream: ") and err.count("\n") == 1
     assert not (tmp_path / "s").exists()
+
+
+def test_code_that_comes_with_a_model_runs_only_if_trusted(llama: Path, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(llama, model)
+    config = json.loads((model / "config.json").read_text())
+    changed = {"model_type": "its-own", "auto_map": {"AutoConfig": "code.Config"}}
+    (model / "config.json").write_text(json.dumps({**config, **changed}))
+    (model / "code.py").write_text(
+        f"from pathlib import Path\nfrom transformers import LlamaConfig\nPath({str(ran)!r}).touch()\n"
+        "class Config(LlamaConfig):\n    model_type = 'its-own'\n"
+    )
+    describe_model(ModelSettings(str(llama)), notify=ignore_message)
+    with pytest.raises(BadSource, match="trust_remote_code=true"):
+        describe_model(ModelSettings(str(model)), notify=ignore_message)
+    assert not ran.exists()
+    assert describe_model(ModelSettings(str(model), trust_remote_code=True), notify=ignore_message).size.layers == 3
+    assert ran.exists()
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,12 @@ def address(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str
         "refuse": refuse,
     }
     files = {"report.html": lambda: folder / "report.html", "gone.html": lambda: folder / "gone.html"}
-    return serve_views([View("run", "Run", answers, files=files)])
+    actions = {"act": lambda query: "done"}
+    return serve_views([View("run", "Run", answers, actions, files=files)])
 
 
-def get(url: str, host: str | None = None) -> tuple[int, Message, bytes]:
-    request = urllib.request.Request(url, headers={} if host is None else {"Host": host})
+def get(url: str, host: str | None = None, *, method: str = "GET") -> tuple[int, Message, bytes]:
+    request = urllib.request.Request(url, headers={} if host is None else {"Host": host}, method=method)
     try:
         with urllib.request.urlopen(request) as response:
             return response.status, response.headers, response.read()
@@ -75,6 +76,15 @@ def test_errors_and_invalid_numbers_are_reported_as_one_line(address: str):
     for name, sentence in sentences.items():
         code, _, body = get(f"{address}api/{name}")
         assert code == 400 and json.loads(body)["error"].startswith(sentence)
+
+
+def test_only_a_post_with_the_token_acts_and_only_a_get_queries(address: str):
+    code, headers, body = get(f"{address}api/act", method="POST")
+    assert (code, body) == (200, b'"done"') and "default-src 'none'" in headers["Content-Security-Policy"]
+    assert [get(f"{address}api/act", method=method)[0] for method in ("GET", "HEAD", "PUT")] == [404, 404, 405]
+    assert get(f"{address}api/numbers", method="POST")[0] == 404
+    without_token = re.sub(r"/[^/]+/run/", "/wrong/run/", address)
+    assert without_token != address and get(f"{without_token}api/act", method="POST")[0] == 404
 
 
 def test_requests_without_the_token_are_404(address: str):

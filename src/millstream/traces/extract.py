@@ -139,7 +139,13 @@ def model_settings(settings: ExtractSettings) -> ModelSettings:
     if not settings.model:
         raise BadSetting("model= is missing: a name on the Hugging Face hub, a folder, facts or smollm2")
     return ModelSettings(
-        settings.model, settings.revision, settings.dtype, settings.device, settings.device_map, settings.quantize
+        model=settings.model,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        device=settings.device,
+        device_map=settings.device_map,
+        quantize=settings.quantize,
+        trust_remote_code=settings.trust_remote_code,
     )
 
 

@@ -62,6 +62,7 @@ class ExtractSettings:
     device: Annotated[str, "cpu, cuda, cuda:1, mps, or auto to use what is available"] = "auto"
     device_map: Annotated[str | None, "auto spreads the model over all GPUs (accelerate)"] = None
     quantize: Annotated[str | None, "load the model in 8bit or 4bit"] = None
+    trust_remote_code: Annotated[bool, "run the Python code that comes with the model; it can do anything"] = False
     max_new_tokens: Annotated[int, "maximum length of an answer"] = 32
     num_beams: Annotated[int, "beam search; the best beam is the answer"] = 1
     temperature: Annotated[float, "sampling temperature; 0 is greedy decoding"] = 0.0

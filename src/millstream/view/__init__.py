@@ -47,7 +47,8 @@ class View:
 
     name: str
     title: str
-    answers: Mapping[str, Answer]  # to queries at `api/NAME`
+    answers: Mapping[str, Answer]  # to queries at `api/NAME`; they change nothing
+    actions: Mapping[str, Answer] = field(default_factory=dict[str, Answer])  # the same for a POST; they may
     static: Path = STATIC
     files: Mapping[str, Callable[[], Path]] = field(default_factory=dict[str, Callable[[], Path]])
 

@@ -50,7 +50,8 @@ def run_view(run: Path) -> View:
     return View(
         "run",
         "Run",
-        answers={"state": shown.state, "settings": shown.settings, "make-report": shown.make_report},
+        answers={"state": shown.state, "settings": shown.settings},
+        actions={"make-report": shown.make_report},
         files={"report": lambda: shown.report.path},
     )
 

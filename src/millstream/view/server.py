@@ -49,7 +49,9 @@ _HEADERS = {
 
 
 def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
-    """The application: `/TOKEN/VIEW/` is a page, `/TOKEN/VIEW/api/NAME` a query; anything else is 404."""
+    """The application: `/TOKEN/VIEW/` is a page, `/TOKEN/VIEW/api/NAME` a query, or an action if it is a
+    POST; anything else is 404.
+    """
     by_name = {view.name: view for view in views}
     folders = dict.fromkeys([STATIC, *(view.static for view in views)])
     static_files = {file.name: file for folder in folders for file in folder.iterdir()}
@@ -90,7 +92,9 @@ def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
 
     def answer(request: Request) -> Response:
         view = by_name.get(request.path_params["view"])
-        query = None if view is None else view.answers.get(request.path_params["name"])
+        if view is None:
+            return _missing()
+        query = (view.actions if request.method == "POST" else view.answers).get(request.path_params["name"])
         if query is None:
             return _missing()
         try:
@@ -114,7 +118,7 @@ def make_app(views: Sequence[View], *, token: str, title: str) -> Starlette:
             Route("/{token}/about", guarded(about)),
             Route("/{token}/static/{file}", guarded(static)),
             Route("/{token}/{view}/", guarded(page)),
-            Route("/{token}/{view}/api/{name}", guarded(answer)),
+            Route("/{token}/{view}/api/{name}", guarded(answer), methods=["GET", "POST"]),
             Route("/{token}/{view}/files/{name}", guarded(whole_file)),
         ]
     )

@@ -246,6 +246,12 @@ def test_a_page_cannot_make_the_server_open_a_file(folder: Path, bpe: Path):
     assert query(view, "record", number=0, tokenizer="given")["tokens"] is None
 
 
+def test_a_tokenizer_that_no_parser_can_read_is_an_error_that_the_page_shows(folder: Path):
+    for spec in ("kmer(---1)", f"kmer({'-' * 50_000}1)", f"kmer({'(' * 5_000}", f"kmer({'9' * 5_000})"):
+        shown = query(view_of(folder), "record", number=0, tokenizer=spec)
+        assert shown["tokens"] is None and len(shown["tokens_error"]) < 400
+
+
 def test_class_counts_equal_the_column(folder: Path):
     reads, view = ms.open(folder), view_of(folder)
     for column in ("class_id", "group"):

@@ -21,6 +21,7 @@ from millstream.reads.tokenizers.kmers import Kmers
 from millstream.reads.view.statistics import Lengths, Sample, ValueCounts
 from millstream.view import PATIENCE_S, Later, Query, View
 
+_LONGEST_NAME = 100  # of a tokenizer: Python's parser runs out of memory on thousands of minus signs
 GIVEN = "given"  # the name of the command line's tokenizer in a page
 _FILES = 200  # listed
 _MOST = 200  # rows per response
@@ -156,10 +157,10 @@ def given_tokenizer(spec: str) -> Tokenizer:
 
 def typed_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer typed into a page; never a file, which a page must not open."""
-    if not spec.strip().startswith(("base", "kmer(")):
+    if not spec.strip().startswith(("base", "kmer(")) or len(spec) > _LONGEST_NAME:
         raise BadSetting(
-            f"tokenizer {spec!r}: must be base, kmer(6) or kmer(12, stride=2, canonical=True) here. To use one "
-            "from a file: millstream view READS --tokenizer FOLDER"
+            f"tokenizer {spec[:_LONGEST_NAME]!r}: must be base, kmer(6) or kmer(12, stride=2, canonical=True) here. "
+            "To use one from a file: millstream view READS --tokenizer FOLDER"
         )
     return _named(spec)
 

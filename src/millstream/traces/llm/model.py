@@ -57,6 +57,12 @@ class ModelSettings:
     device: str = "auto"
     device_map: str | None = None
     quantize: str | None = None  # 8bit or 4bit, by bitsandbytes
+    trust_remote_code: bool = False
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What every `from_pretrained` gets. Without an explicit False, transformers may ask to run a model's code."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,8 @@ def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) ->
     name_or_path = find_model(settings.model, notify=notify)
     dtype = _dtype(settings)
     try:
-        config = hf.AutoConfig.from_pretrained(name_or_path, revision=settings.revision)
-        tokenizer = hf.AutoTokenizer.from_pretrained(name_or_path, revision=settings.revision)
+        config = hf.AutoConfig.from_pretrained(name_or_path, **settings.source)
+        tokenizer = hf.AutoTokenizer.from_pretrained(name_or_path, **settings.source)
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(settings, error) from None
     text = config.get_text_config()
@@ -123,7 +129,7 @@ def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
     """The model itself, on its device."""
     hf = transformers()
     device = _device(settings.device)
-    options: dict[str, Any] = {"dtype": card.dtype, "revision": settings.revision, **_quantized(settings.quantize)}
+    options: dict[str, Any] = {"dtype": card.dtype, **settings.source, **_quantized(settings.quantize)}
     device_map = settings.device_map or (device if settings.quantize else None)
     try:
         model = hf.AutoModelForCausalLM.from_pretrained(
@@ -149,6 +155,11 @@ def find_model(name: str, *, notify: Callable[[str], None]) -> str:
 
 
 def _not_loaded(settings: ModelSettings, error: Exception) -> BadSource:
+    if "trust_remote_code" in str(error):
+        return BadSource(
+            f"model={settings.model}: comes with Python code of its own, which is not run. If you have read and trust "
+            "it: trust_remote_code=true"
+        )
     reason = " ".join(str(error).split())[:300]
     return BadSource(
         f"model={settings.model}: cannot be loaded ({reason}). Give the folder of a causal language model, its name on "

@@ -1,9 +1,9 @@
 // Shared by all pages: API queries, elements, numbers, charts, light and dark. Texts from the data enter the page only
 // as text nodes.
 
-export async function query(name, values = {}) {
+export async function query(name, values = {}, method = "GET") {
   const parameters = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null && value !== undefined));
-  const response = await fetch(`api/${name}?${parameters}`);
+  const response = await fetch(`api/${name}?${parameters}`, { method });
   const found = await response.json().catch(() => ({ error: `the server returned ${response.status}` }));
   if (!response.ok) throw new Error(found.error ?? `the server returned ${response.status}`);
   return found;

@@ -15,7 +15,7 @@ await startPage("run");
 query("settings").then(showSettings, (error) => showError(at("settings"), error));
 at("second").addEventListener("change", drawCurves);
 at("make").addEventListener("click", async () => {
-  try { showReport(await query("make-report")); } catch (error) { at("report-text").textContent = error.message; }
+  try { showReport(await query("make-report", {}, "POST")); } catch (error) { at("report-text").textContent = error.message; }
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) follow(); });
 let drawn = innerWidth;
