@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = SimulateSettings(reads=400, insert=300, seed=2)
     simulate(genomes, [path / "both.fq.gz"], settings=pairs, mapping=mapping)
     simulate(genomes, [path / "one.fq.gz", path / "two.fq"], settings=pairs, mapping=mapping)
-    settings = {"model": "kmer-linear", "epochs": 1, "batch_size": 64, "bits": 12, "out": str(path / "run")}
+    settings = {"model": "kmer-linear", "epochs": 1, "batch_size": 64, "bits": 16, "out": str(path / "run")}
     ms.train({"train": str(path / "train.fa"), "val": str(path / "val.fa")}, mapping=str(mapping), **settings)
     return path
 
@@ -153,7 +153,7 @@ def test_a_pair_has_the_mean_of_its_mates_whether_neighbours_or_in_two_files(mad
     assert [row[0] for row in rows] == [name[:-2] for name in batch["name"][::2]]  # type: ignore[index]
     assert not any(row[0].endswith(("/1", "/2")) for row in rows)
     with torch.inference_mode():
-        mean = probabilities(net, batch).reshape(200, 2, 3).mean(dim=1)  # type: ignore[arg-type]
+        mean = probabilities(net, batch)[0].reshape(200, 2, 3).mean(dim=1)  # type: ignore[arg-type]
     assert [int(row[1]) for row in rows] == [list(TAXA)[label] for label in mean.argmax(dim=1).tolist()]
     assert [float(row[5]) for row in rows] == pytest.approx(mean.max(dim=1).values.tolist(), abs=1e-4)
 
@@ -383,6 +383,43 @@ def test_after_ctrl_c_the_same_command_resumes(made: Path, tmp_path: Path, monke
     assert code == 130 and "4,096 reads, 4,096 classified" in err and not (tmp_path / "out.tsv").exists()
     code, _, err = run_here(*command)
     assert code == 0 and "6,000 reads" in err and len(rows_of(tmp_path / "out.tsv")) == 6000
+
+
+GENOMES = Path("/work/shared/data/genomes")
+SPECIES = ("10710_*", "727_*", "210_*_G27*", "1314_*", "666_*_N16961*")  # phage lambda is a hundredth of the others
+
+
+@pytest.mark.skipif(not GENOMES.exists(), reason=f"needs genomes in {GENOMES}")
+def test_random_dna_is_unclassified_and_long_noisy_reads_keep_their_class(tmp_path: Path):
+    genomes = [next(GENOMES.glob(name)) for name in SPECIES]
+    mapping, rng = tmp_path / "species.tsv", np.random.default_rng(0)
+    short, long = SimulateSettings(reads=200_000), {"abundance": "equal", "error": 0.05, "indel": 0.05}
+    files = {
+        "train.fa": short,
+        "val.fa": SimulateSettings(reads=2000, abundance="equal", seed=1),
+        "noisy.fa": SimulateSettings(reads=100, length=10_000, seed=2, **long),  # type: ignore[arg-type]
+    }
+    for name, settings in files.items():
+        simulate(genomes, [tmp_path / name], settings=settings, mapping=mapping, index_dir=tmp_path)
+    for name, count, length in (("random.fa", 500, 150), ("random_long.fa", 100, 10_000)):
+        bases = rng.choice(np.frombuffer(b"ACGT", np.uint8), (count, length))
+        text = "".join(f">r{number}\n{row.tobytes().decode()}\n" for number, row in enumerate(bases))
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty.fa").write_text(f">empty\n\n>unknown\n{'N' * 150}\n>short\nACGTACGT\n")
+    splits = {"train": str(tmp_path / "train.fa"), "val": str(tmp_path / "val.fa")}
+    ms.train(splits, mapping=str(mapping), model="kmer-linear", memory="500MB", out=str(tmp_path / "run"))
+
+    def classes_of(name: str) -> list[str]:
+        classify(tmp_path / "run", tmp_path / name, tmp_path / f"{name}.tsv")
+        return [row[1] for row in rows_of(tmp_path / f"{name}.tsv")]
+
+    for name, least in (("val.fa", 0.9), ("noisy.fa", 0.95)):
+        truth = [header.split("|")[1] for header in names_in(tmp_path / name)]
+        assert np.mean(np.array(truth) == classes_of(name)) > least, name
+    for name in ("random.fa", "random_long.fa"):
+        found = classes_of(name)
+        assert found.count("") > 0.93 * len(found) and found.count("0") < 0.02 * len(found), name
+    assert classes_of("empty.fa") == [""] * 3
 
 
 def test_errors_are_one_line_and_nothing_is_written(made: Path, tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ LOW_31_BITS = 0x7FFFFFFF  # products of two such numbers fit into 62 bits: nothi
 KEEP_N, RANDOM_N, DROP_N = range(3)
 N, LOWER_N = b"Nn"
 BASES = np.frombuffer(b"ACGT", np.uint8)
+NUM_BACKGROUND = 1 << 22  # bases of random DNA
 
 
 def _complement() -> Bases:
@@ -234,6 +235,12 @@ class KmerBag:
             made[f"buckets_{k}"] = buckets[:used].copy() if every > 1 else buckets[:used]
             made[f"starts_{k}"] = starts
         return made
+
+    def background(self) -> Mapping[int, Buckets]:
+        """For each k, the buckets of the k-mers of random DNA, always the same."""
+        flat = BASES[np.random.default_rng(0).integers(0, 4, NUM_BACKGROUND, np.uint8)]
+        random = self(ReadBatch(np.zeros(1, np.int64), flat, np.array([0, flat.size], np.int64), {}))
+        return {k: cast(Buckets, random[f"buckets_{k}"]) for k in self.ks}
 
 
 @kernel

@@ -52,14 +52,19 @@ class Assignments:
         return [*(taxon for taxon in reversed(above) if taxon >= number), *own]
 
     def choose(self, predictions: Mapping[str, Tensor], threshold: float) -> tuple[Numbers, NDArray[np.float32]]:
-        """For each read the lowest taxon that reaches the threshold, and its probability; if none, the class's."""
+        """For each read the lowest taxon that reaches the threshold, and its probability; if none, the class's.
+
+        A probability of 0 means that a read cannot be classified, at any threshold.
+        """
         found = {name: values.cpu().numpy() for name, values in predictions.items()}
         probability = found[PROBABILITY].astype(np.float32)
-        numbers = np.where(probability >= threshold, found[CLASS].astype(np.int64), self.unclassified)
+        numbers = np.where(
+            (probability > 0) & (probability >= threshold), found[CLASS].astype(np.int64), self.unclassified
+        )
         for start, rank in zip(self.starts, self.classes.ranks, strict=True):
             column = prediction_column(rank.name)
             taxon, likely = found[column], found[f"{column}_{PROBABILITY}"]
-            here = (numbers == self.unclassified) & (likely >= threshold)
+            here = (numbers == self.unclassified) & (likely > 0) & (likely >= threshold)
             numbers[here], probability[here] = start + taxon[here], likely[here]
         return numbers, probability
 

@@ -78,7 +78,7 @@ def built(name: str, **changes: Any) -> tuple[Kit, ReadNet]:
 
 def probabilities(kit: Kit, net: ReadNet, reads: Sequence[str]) -> np.ndarray:
     with torch.inference_mode():
-        return probabilities_of(net, batch_of(kit, reads)).numpy()
+        return probabilities_of(net, batch_of(kit, reads))[0].numpy()
 
 
 class Given(ReadNet):
@@ -195,7 +195,7 @@ def test_the_prediction_is_the_most_probable_class():
 
 def test_strands_are_averaged_as_probabilities():
     batch = {"given": logits_of([[0.9, 0.1, 0.0]]), "other_given": logits_of([[0.2, 0.2, 0.6]])}
-    assert probabilities_of(Given(), batch)[0].tolist() == pytest.approx([0.55, 0.15, 0.3])
+    assert probabilities_of(Given(), batch)[0][0].tolist() == pytest.approx([0.55, 0.15, 0.3])
 
 
 def test_a_pair_has_the_mean_of_its_mates():
@@ -316,7 +316,7 @@ def test_gradients_reach_every_parameter(name: str):
 def counted(ks: Mapping[int, int], bits: int, reads: Sequence[str], labels: Sequence[int]) -> tuple[KmerLinear, Batch]:
     """The net after it counted the reads in two batches; and all of them as one batch."""
     bag = KmerBag(tuple(ks), tuple(ks.values()), bits)
-    kit = Kit([bag], lambda _: KmerLinear(tuple(ks), 1 << bits, NUM_CLASSES))
+    kit = Kit([bag], lambda _: KmerLinear(bag, NUM_CLASSES))
     net = kit.build({})
     assert isinstance(net, KmerLinear) and net.needs_preparation
     net.prepare(batch_of(kit, reads[part], labels[part]) for part in (slice(0, 7), slice(7, None)))
@@ -338,9 +338,9 @@ def slow_counts(batch: Batch, k: int, bits: int, without: int | None = None) -> 
     return counts
 
 
-def slow_sizes(counts: np.ndarray) -> np.ndarray:
-    total = np.log(counts.sum(axis=0) + len(counts))
-    return total - total.mean()
+def slow_sizes(net: KmerLinear, counts: np.ndarray, k: int) -> np.ndarray:
+    """The mean log count over the k-mers of random DNA."""
+    return np.log(1 + counts)[net.bag.background()[k]].mean(axis=0)
 
 
 LABELS = [0, 1, 2, 0, 0, 1, 0, 0, 2, 1, 0, 0]
@@ -352,7 +352,7 @@ def test_counted_weights_match_a_slow_count():
     expected = np.tile(np.array([0.1, -0.2, 0.3]), (len(reads), 1))
     for k, gain in ((4, 0.2), (7, 0.5)):
         counts = slow_counts(batch, k, 6)
-        weights = np.log(1 + counts) - slow_sizes(counts)
+        weights = np.log(1 + counts) - slow_sizes(net, counts, k)
         assert getattr(net, f"table_{k}").numpy() == pytest.approx(weights, abs=1e-5)
         expected += gain * np.array([weights[bag].sum(axis=0) for bag in bags_of(batch, k)])
     with torch.no_grad():
@@ -369,7 +369,7 @@ def test_during_training_a_read_is_excluded_from_its_own_counts():
         assert all(len(set(bag.tolist())) == len(bag) for bag in bags_of(batch, k))
     expected = np.tile(np.array([0.1, -0.2, 0.3]), (len(reads), 1))
     for k, gain in ((8, 0.2), (10, 0.5)):
-        sizes = slow_sizes(slow_counts(batch, k, 20))
+        sizes = slow_sizes(net, slow_counts(batch, k, 20), k)
         for number, bag in enumerate(bags_of(batch, k)):
             weights = np.log(1 + slow_counts(batch, k, 20, without=number)) - sizes
             expected[number] += gain * weights[bag].sum(axis=0)
@@ -394,6 +394,48 @@ def test_a_class_with_more_reads_has_no_larger_weights():
     net, _ = counted({8: 1}, 6, 4 * few + few, [0] * 120 + [1] * 30)
     found = net.table_8[:, :2]  # type: ignore[index]
     assert found[:, 0].numpy() == pytest.approx(found[:, 1].numpy(), abs=0.05)  # the counts differ by log(4)
+
+
+def test_random_dna_has_a_score_of_zero_in_classes_of_any_size():
+    reads = random_reads([2000] * 40 + [300], seed=3)
+    net, _ = counted({8: 2, 10: 1}, 12, reads, [0] * 35 + [1] * 5 + [2])
+    kit = Kit([net.bag], lambda _: net)
+    with torch.no_grad():
+        net.bias.zero_()
+        scores = net.eval().logits(batch_of(kit, random_reads([1000] * 300, seed=9)))[0].numpy()
+    assert np.abs(scores.mean(axis=0) / scores.std(axis=0)).max() < 0.25
+    assert np.bincount(scores.argmax(axis=1), minlength=3).max() < 200  # of 300, none of the classes attracts most
+
+
+def test_reads_without_evidence_for_a_class_have_a_probability_of_zero():
+    genomes = random_reads([6000, 6000, 500], seed=3)
+    reads = [genome[at : at + 200] for genome in genomes for at in range(0, len(genome) - 150, 50)]
+    labels = [label for label, genome in enumerate(genomes) for _ in range(0, len(genome) - 150, 50)]
+    net, _ = counted({12: 1, 14: 2}, 14, reads, labels)
+    kit = Kit([net.bag], lambda _: net)
+
+    def predict(reads: Sequence[str], mates: int = 1) -> Mapping[str, Tensor]:
+        with torch.inference_mode():
+            return ReadPredictions({"genus": np.array([0, 0, 1])}, mates)(net.eval(), batch_of(kit, reads))
+
+    of_class = [genomes[0][100:250], genomes[1][3000:3100], genomes[2][20:220]]
+    found = predict(of_class)
+    assert found["class"].tolist() == [0, 1, 2] and (found["probability"] > 0.9).all()
+    nothing = ["", "N" * 200, genomes[0][:11], "ACGTACGTACN" * 20]  # no k-mers
+    found = predict([*nothing, genomes[0][:12] + "N", *random_reads([5000] * 20, seed=1)])
+    assert found["probability"][:5].tolist() == found["genus_probability"][:5].tolist() == [0.0] * 5
+    assert int((found["probability"][5:] > 0).sum()) <= 2
+    found = predict([of_class[1], "", "N" * 30, of_class[2], "", ""], mates=2)
+    assert found["class"][:2].tolist() == [1, 2]
+    assert (found["probability"] > 0.9).tolist() == [True, True, False] and found["probability"][2] == 0
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_reads_without_bases_are_not_classified(name: str):
+    kit, net = built(name)
+    with torch.inference_mode():
+        found = ReadPredictions({})(net, batch_of(kit, ["", "N" * 40, "N" * 20 + "ACGTACGT" + "N" * 20, "ACGTACGT"]))
+    assert (found["probability"] > 0).tolist() == [False, False, True, True]
 
 
 # -- the zoo

@@ -20,10 +20,12 @@ from millstream.reads.classifiers.nets import (
     ReadNet,
     ReadPredictions,
     ReadTransformer,
+    TokenNet,
 )
 from millstream.reads.features import BothStrands, KmerBag, tokens
 from millstream.reads.kind import ReadSettings
 from millstream.reads.mapping import Classes
+from millstream.reads.tokenizers import blank_ids
 from millstream.reads.tokenizers.kmers import LARGEST_K
 from millstream.report import measures
 from millstream.training.folder import load_shapes
@@ -87,6 +89,11 @@ def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_b
     plain = tokens(spec, max_length=settings.max_length, dtype=np.int32)
 
     def build(example: Mapping[str, Tensor]) -> ReadNet:
+        net = untrained(example)
+        net.blank_ids = blank_ids(seen.tokenizer)
+        return net
+
+    def untrained(example: Mapping[str, Tensor]) -> TokenNet:
         width, dropout, num_tokens = settings.width, settings.dropout, seen.tokenizer.vocab_size
         if name == "cnn":
             return ReadCNN(width, num_classes=num_classes, layers=settings.layers, dropout=dropout)
@@ -140,7 +147,7 @@ def _kmer_linear_kit(settings: ReadSettings, num_classes: int, num_bases: int | 
             f"{KMER_LINEAR}: {num_classes} classes with bits={bits} take {format_bytes(size)}. Set at least "
             f"memory={format_bytes(2 * size).replace(' ', '')}, or remove it from model="
         )
-    return Kit([bag], lambda _: KmerLinear(bag.ks, 1 << bits, num_classes))
+    return Kit([bag], lambda _: KmerLinear(bag, num_classes))
 
 
 def _parse_ks(text: str) -> dict[int, int]:

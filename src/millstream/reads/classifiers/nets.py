@@ -1,6 +1,6 @@
 """Nets that classify reads: what they share, `kmer-linear` over k-mers, `cnn` over bases, the others over tokens."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from millstream.core.split import LABEL
 from millstream.errors import BadSetting, MissingExtra
-from millstream.reads.features import OTHER
+from millstream.reads.features import OTHER, KmerBag
 from millstream.reads.mapping import prediction_column
-from millstream.training.task import Batch, Net
+from millstream.training.task import Batch, Moments, Net
 
 # B batch, C classes, G taxa of a rank, K k-mers of all reads, T tokens or bases, S starts of motifs,
 # P positions after pooling, W width
@@ -23,6 +23,8 @@ from millstream.training.task import Batch, Net
 CLASS, PROBABILITY = "class", "probability"
 ROWS = 1 << 16  # of a table per step
 NEVER = -1e4  # the bias of a class without training reads
+LEAST_KMERS = 3.0  # of the class, in a read that is assigned to it
+LEAST_DEVIATIONS = 3.0  # of the score of random DNA of the same length, by which the score of a class must exceed 0
 SYMBOLS = 6  # padding, A C G T, N
 MOTIF, POOLED, INNER = 6, 4, 5  # sizes of the convolutions and the pooling
 FEW, MANY = 8, 64  # reads: smaller batches use running statistics, updated over about this many reads
@@ -39,8 +41,22 @@ class ReadNet(Net):
         super().__init__(width)
         self.num_classes = num_classes
 
+    def is_supported(self, batch: Batch, logits_BC: Tensor) -> Tensor:
+        """[B]: whether there is evidence for the most probable class of a read; if not, it is unclassified."""
+        return torch.ones(len(logits_BC), dtype=torch.bool, device=logits_BC.device)
+
     def loss(self, logits: Tensor, target_B: Tensor, weight_B: Tensor) -> Tensor:
         return (functional.cross_entropy(logits.float(), target_B, reduction="none") * weight_B).mean()
+
+
+class TokenNet(ReadNet):
+    """Takes `input_ids` [B, T] and `attention_mask`; a read of blank tokens only is unclassified."""
+
+    blank_ids: Sequence[int] = ()  # tokens of N, and special tokens
+
+    def is_supported(self, batch: Batch, logits_BC: Tensor) -> Tensor:
+        ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"].bool()
+        return (mask_BT & ~torch.isin(ids_BT, ids_BT.new_tensor(self.blank_ids))).any(dim=1)
 
 
 @dataclass(frozen=True)
@@ -54,29 +70,38 @@ class ReadPredictions:
     mates: int = 1
 
     def __call__(self, net: Net, batch: Batch) -> dict[str, Tensor]:
-        """The most probable class and its probability; and the same for the taxa of each rank, summed over classes."""
-        found_BC = probabilities(net, batch)
+        """The most probable class and its probability; and the same for the taxa of each rank, summed over classes.
+
+        All probabilities are 0 for a read that cannot be classified. Of a read pair, only mates that can be count.
+        """
+        found_BC, is_supported_B = probabilities(net, batch)
         if self.mates > 1:
-            found_BC = found_BC.reshape(-1, self.mates, found_BC.shape[1]).mean(dim=1)
+            found_BMC = found_BC.reshape(-1, self.mates, found_BC.shape[1])
+            is_supported_BM = is_supported_B.reshape(-1, self.mates)
+            is_supported_B = is_supported_BM.any(dim=1)
+            weight_BM = (is_supported_BM | ~is_supported_B[:, None]).float()
+            found_BC = (found_BMC * weight_BM[:, :, None]).sum(dim=1) / weight_BM.sum(dim=1, keepdim=True)
         probability_B, class_B = found_BC.max(dim=1)
-        found = {CLASS: class_B.int(), PROBABILITY: probability_B}
+        found = {CLASS: class_B.int(), PROBABILITY: probability_B * is_supported_B}
         for name, of_class in self.ranks.items():
             taxon_C = torch.as_tensor(of_class, device=found_BC.device)
             sums_BG = found_BC.new_zeros(len(found_BC), int(of_class.max()) + 2)
             sums_BG.index_add_(1, taxon_C + 1, found_BC)  # the first column is for classes without a taxon
             rank_probability_B, taxon_B = sums_BG[:, 1:].max(dim=1)
             column = prediction_column(name)
-            found |= {column: taxon_B.int(), f"{column}_{PROBABILITY}": rank_probability_B}
+            found |= {column: taxon_B.int(), f"{column}_{PROBABILITY}": rank_probability_B * is_supported_B}
         return found
 
 
-def probabilities(net: Net, batch: Batch) -> Tensor:
-    """[B, C]: the mean over both strands, where the batch has them."""
-    found_BC = net.logits(batch)[0].float().softmax(dim=1)
+def probabilities(net: Net, batch: Batch) -> tuple[Tensor, Tensor]:
+    """[B, C]: the mean over both strands, where the batch has them. [B]: whether each read can be classified."""
+    assert isinstance(net, ReadNet)
+    logits_BC = net.logits(batch)[0].float()
+    found_BC, is_supported_B = logits_BC.softmax(dim=1), net.is_supported(batch, logits_BC)
     other = {name.removeprefix(OTHER): value for name, value in batch.items() if name.startswith(OTHER)}
-    if not other:
-        return found_BC
-    return (found_BC + net.logits(other)[0].float().softmax(dim=1)) / 2
+    if other:
+        found_BC = (found_BC + net.logits(other)[0].float().softmax(dim=1)) / 2
+    return found_BC, is_supported_B
 
 
 def seen_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -91,24 +116,28 @@ class KmerLinear(ReadNet):
     """`kmer-linear`: the log-frequencies of each k-mer per class, summed over the read.
 
     Takes `buckets_k` [K] and `starts_k` [B] for each length k. The weights are counted, not learned by gradient
-    descent: `prepare` sees all reads once, and a weight is the log count of its bucket in its class, corrected for the
-    size of the class. Gradients only fit the weight of each k (`gain`) and a bias per class. During training a read is
-    excluded from the counts that classify it: otherwise long k-mers, which every read shares with itself, would get too
-    much weight.
+    descent: `prepare` sees all reads once, and a weight is the log count of its bucket in its class, less the mean over
+    the k-mers of random DNA, which thus has a score of 0 on average, in classes of any size. Gradients only fit the
+    weight of each k (`gain`) and a bias per class. During training a read is excluded from the counts that classify it:
+    otherwise long k-mers, which every read shares with itself, would get too much weight.
+
+    A read is unclassified if random DNA of its length may well reach its score, or few of its k-mers are of the class.
     """
 
     lr = 0.02
     clips = False
     most_records = 400_000  # only a few parameters are fitted
 
-    def __init__(self, ks: Iterable[int], num_buckets: int, num_classes: int) -> None:
+    def __init__(self, bag: KmerBag, num_classes: int) -> None:
         super().__init__(num_classes, num_classes)
-        self.ks = tuple(ks)
+        self.bag, self.ks, num_buckets = bag, bag.ks, 1 << bag.bits
         self.gain = nn.Parameter(torch.full((len(self.ks),), 0.3))
         self.bias = nn.Parameter(torch.zeros(num_classes))
         for k in self.ks:
             self.register_buffer(f"table_{k}", torch.zeros(num_buckets, num_classes))
-            self.register_buffer(f"size_{k}", torch.zeros(num_classes))  # of each class, as a logarithm
+            # Log counts of the k-mers of random DNA: mean and standard deviation. Mean weight of training k-mers: own.
+            for name in ("size", "spread", "own"):
+                self.register_buffer(f"{name}_{k}", torch.zeros(num_classes))
 
     @property
     def needs_preparation(self) -> bool:
@@ -137,22 +166,50 @@ class KmerLinear(ReadNet):
     def num_rows(self, batch: Batch) -> int:
         return len(batch["numbers"])
 
+    def is_supported(self, batch: Batch, logits_BC: Tensor) -> Tensor:
+        class_B = logits_BC.argmax(dim=1)
+        score_B = logits_BC.gather(1, class_B[:, None])[:, 0] - self.bias[class_B]
+        kmers_B = variance_B = own_B = torch.zeros_like(score_B)  # own: the score if all k-mers are of the class
+        for place, k in enumerate(self.ks):
+            count_B, gain = _num_kmers(batch, k), self.gain[place]
+            kmers_B = kmers_B + count_B
+            variance_B = variance_B + count_B * (gain * self._statistic("spread", k)[class_B]).square()
+            own_B = own_B + count_B * gain * self._statistic("own", k)[class_B]
+        is_enough_B = (own_B > 0) & (score_B * kmers_B >= LEAST_KMERS * own_B)
+        return is_enough_B & (score_B > LEAST_DEVIATIONS * variance_B.sqrt())
+
     def _weigh(self) -> None:
-        """In place, log(1 + count) less the logarithm of the size of the class. Classes without k-mers never win."""
+        """In place, log(1 + count) less its mean over random DNA. Classes without k-mers never win.
+
+        A mean over buckets would be too small: random DNA meets buckets that many k-mers share more often.
+        """
         seen_C = torch.stack([self._table(k).any(dim=0) for k in self.ks]).any(dim=0)
         with torch.no_grad():
             self.bias.masked_fill_(~seen_C, NEVER)
+        background = self.bag.background()
         for k in self.ks:
-            table, size_C = self._table(k), self._size(k)
-            total_C = (table.sum(dim=0, dtype=torch.float64) + len(table)).log()
-            size_C.copy_(total_C - total_C.mean())
-            for first in range(0, len(table), ROWS):
-                table[first : first + ROWS].log1p_().sub_(size_C)
+            table = self._table(k)
+            counts_C, sums_C = torch.zeros(2, self.num_classes, dtype=torch.float64)
+            for part in _row_slices(table):
+                counts = part.clone()
+                part.log1p_()
+                counts_C += counts.sum(dim=0, dtype=torch.float64)
+                sums_C += counts.mul_(part).sum(dim=0, dtype=torch.float64)
+            random = Moments()
+            for buckets in _row_slices(torch.as_tensor(background[k])):
+                random.add(table[buckets])
+            assert random.count is not None and random.mean is not None and random.spread is not None
+            size_C = random.mean[0].float()
+            self._statistic("size", k).copy_(size_C)
+            self._statistic("spread", k).copy_((random.spread[0] / random.count[0]).sqrt())
+            self._statistic("own", k).copy_(sums_C / counts_C.clamp(min=1) - size_C)
+            for part in _row_slices(table):
+                part.sub_(size_C)
 
     def _exclude_own(self, found_BC: Tensor, batch: Batch, k: int) -> None:
         """Exclude each read from the counts of its own class."""
         read_K, label_K = _of_kmers(batch, k)
-        size_C = self._size(k)
+        size_C = self._statistic("size", k)
         weight_K = self._table(k)[batch[f"buckets_{k}"].long(), label_K]
         less_K = (weight_K + size_C[label_K]).exp().sub_(1).clamp_(min=1).log_() - size_C[label_K]
         found_BC.view(-1).index_add_(0, read_K * self.num_classes + label_K, less_K - weight_K)
@@ -160,15 +217,24 @@ class KmerLinear(ReadNet):
     def _table(self, k: int) -> Tensor:
         return cast(Tensor, getattr(self, f"table_{k}"))
 
-    def _size(self, k: int) -> Tensor:
-        return cast(Tensor, getattr(self, f"size_{k}"))
+    def _statistic(self, name: str, k: int) -> Tensor:
+        return cast(Tensor, getattr(self, f"{name}_{k}"))
+
+
+def _row_slices(rows: Tensor) -> Iterator[Tensor]:
+    """Views, small enough that copies of one take little memory."""
+    return (rows[first : first + ROWS] for first in range(0, len(rows), ROWS))
+
+
+def _num_kmers(batch: Batch, k: int) -> Tensor:
+    """[B]"""
+    starts_B = batch[f"starts_{k}"]
+    return torch.diff(starts_B, append=starts_B.new_tensor([len(batch[f"buckets_{k}"])]))
 
 
 def _of_kmers(batch: Batch, k: int) -> tuple[Tensor, Tensor]:
     """The read of each k-mer, and its label."""
-    starts_B, buckets_K = batch[f"starts_{k}"].long(), batch[f"buckets_{k}"]
-    counts_B = torch.diff(starts_B, append=starts_B.new_tensor([len(buckets_K)]))
-    read_K = torch.repeat_interleave(counts_B)
+    read_K = torch.repeat_interleave(_num_kmers(batch, k).long())
     return read_K, batch[LABEL].long()[read_K]
 
 
@@ -202,7 +268,7 @@ class Residual(nn.Module):
         return x_BWP + self.dropout(self.second(inner)) * valid_BP
 
 
-class ReadCNN(ReadNet):
+class ReadCNN(TokenNet):
     """Takes `input_ids` [B, T] of single bases; 0 is padding.
 
     Convolutions over six bases, max pooling over four positions, residual blocks, then mean and maximum over the
@@ -240,7 +306,7 @@ class ReadCNN(ReadNet):
         return batch["input_ids"].numel()
 
 
-class ReadLSTM(ReadNet):
+class ReadLSTM(TokenNet):
     """Takes `input_ids` [B, T] and `attention_mask`."""
 
     def __init__(self, width: int, *, num_tokens: int, num_classes: int, dropout: float) -> None:
@@ -264,7 +330,7 @@ class ReadLSTM(ReadNet):
         return 2 * batch["input_ids"].numel()
 
 
-class ReadTransformer(ReadNet):
+class ReadTransformer(TokenNet):
     """Takes `input_ids` [B, T] and `attention_mask`, of at most `max_length` tokens."""
 
     lr = 5e-4
@@ -293,7 +359,7 @@ class ReadTransformer(ReadNet):
         return 4 * batch["input_ids"].numel()
 
 
-class Pretrained(ReadNet):
+class Pretrained(TokenNet):
     """A Hugging Face model, frozen or with LoRA adapters, and a linear head over the mean of its last hidden states.
 
     Only trained weights are parameters of this net, so checkpoints contain the head and the adapters, not the model.

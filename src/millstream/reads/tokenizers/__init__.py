@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from millstream.reads.tokenizers.bpe import MOST_TOKENS, Bpe, Encoded, NotPlain,
 from millstream.reads.tokenizers.kmers import (
     Bases,
     IdType,
+    Kmers,
     Numbers,
     Pad,
     Tokenizer,
@@ -67,6 +68,10 @@ class HfTokenizer:
         self.num_special = self.encoder().num_special_tokens_to_add(False)
         file = cast(dict[str, Any], json.loads(text))
         self.pad_id = _pad_id(file, vocab)
+        special = {int(token["id"]) for token in file.get("added_tokens") or () if token.get("special")}
+        only_n = {own for text, own in vocab.items() if "N" in text.upper() and not set(text.upper()) & set("ACGTU")}
+        self.blank_ids = sorted(special | only_n)
+        """The ids of special tokens, and of tokens without a base other than N."""
         try:
             self._bpe = Bpe(plain_rules(file), most_tokens=most_tokens)
         except NotPlain as reason:
@@ -152,6 +157,13 @@ def tokenizer(spec: str) -> Tokenizer:
         f"unknown tokenizer {spec!r}{reason}; must be base, kmer(6), kmer(12, stride=2, canonical=True), "
         "or hf(path of a tokenizer.json or its folder)"
     )
+
+
+def blank_ids(chosen: Tokenizer) -> Sequence[int]:
+    """The ids of tokens that say nothing about a read: N and other unknown bases, and special tokens."""
+    if isinstance(chosen, HfTokenizer):
+        return chosen.blank_ids
+    return (chosen.vocab_size - 1,) if isinstance(chosen, Kmers) else ()
 
 
 def _pad_id(file: Mapping[str, Any], vocab: Mapping[str, int]) -> int:
