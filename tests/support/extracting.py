@@ -150,7 +150,7 @@ class Nursery:
 
 def drop(path: Path, numbers: list[int], report: Callable[[object], None]) -> None:
     """A job for a child of `making`."""
-    drop_records(path, numbers)
+    drop_records(path, lambda _: numbers)
 
 
 def wait_until(condition: Callable[[], object], *, what: str, pause: float = 0.001) -> None:

@@ -117,6 +117,11 @@ def colorize(text: str, color: str, stream: IO[str]) -> str:
     return f"\x1b[{color}m{text}\x1b[0m" if wanted else text
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 record`, `2 records`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def format_bytes(num_bytes: float) -> str:
     """`2.1 GB`: one decimal and a decimal unit."""
     for unit in _BYTE_UNITS[:-1]:

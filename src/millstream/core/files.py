@@ -137,18 +137,24 @@ def no_space(file: Path, advice: str) -> Generator[None]:
 
 @contextmanager
 def publishing_folder(folder: Path) -> Generator[Path]:
-    """A hidden folder to fill; it is renamed to `folder`, which is new or empty, when the block ends."""
+    """A hidden folder to fill, locked; it is renamed to `folder`, which is new or empty, when the block ends."""
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    partial.mkdir(parents=True)
+    fd = _locked_folder(partial)
     try:
+        for path in partial.iterdir():  # left by a killed process
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield partial
         for path in (*partial.iterdir(), partial):
             sync_folder(path)  # fsync works the same for files
-        os.rename(partial, folder)
+        try:
+            os.rename(partial, folder)
+        except (FileExistsError, NotADirectoryError):
+            raise already_exists(folder) from None
         sync_folder(folder.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if is_same_file(fd, partial):
+            shutil.rmtree(partial, ignore_errors=True)
+        os.close(fd)
 
 
 def make_once(folder: Path, make: Callable[[Path], None], *, notify: Callable[[str], None]) -> Path:
@@ -197,13 +203,14 @@ def locked(path: Path, *, on_wait: Callable[[], object] = lambda: None) -> Gener
         os.close(fd)
 
 
-def lock(fd: int, *, wait: bool = False, without_locks: bool) -> bool:
+def lock(fd: int, *, wait: bool = False, shared: bool = False, without_locks: bool) -> bool:
     """Lock an open file or folder until it is closed; False when another process holds it.
 
-    The kernel releases the lock when the process dies. `without_locks` is returned on a file system without locks.
+    Shared locks exclude only exclusive ones. The kernel releases a lock when the process dies. `without_locks` is
+    returned on a file system without locks.
     """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError:

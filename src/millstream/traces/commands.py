@@ -20,7 +20,7 @@ from millstream.cli.app import (
     with_settings,
 )
 from millstream.core.config import list_settings, read_settings
-from millstream.core.console import format_bytes, progress, say
+from millstream.core.console import format_bytes, plural, progress, say
 from millstream.core.engine import Engine
 from millstream.traces.kind import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
 
@@ -96,9 +96,10 @@ def verify(path: Path, *, fast: bool, as_json: bool) -> None:
     for damage in damages if not as_json else ():
         print(damage)
     if unsealed:
-        say(f"{unsealed} unsealed shard(s): a writer is running, or was interrupted (repair recovers its records)")
+        shards = plural(unsealed, "unsealed shard")
+        say(f"{shards}: a writer is running, or was interrupted (repair recovers its records)")
     if damages:
-        finish(f"{path}: {len(damages)} problem(s) in {len(traces):,} records", "repair", path)
+        finish(f"{path}: {plural(len(damages), 'problem')} in {len(traces):,} records", "repair", path)
         raise typer.Exit(1)
     result = "structure intact" if fast else "all checksums match"
     size = f"{len(traces):,} records, {format_bytes(traces.num_bytes)}"
@@ -262,18 +263,21 @@ def repair(path: Store, as_json: Json = False) -> None:
         for recovery in result.recovered:
             kept = recovery.shard.records if recovery.shard else 0
             print(
-                f"shard {recovery.number}: recovered {kept} records, "
+                f"shard {recovery.number}: recovered {plural(kept, 'record')}, "
                 f"removed {recovery.cut_bytes} bytes of an incomplete one"
             )
         for name in result.resealed:
             print(f"{name}: footer and sidecar rewritten; no record lost")
         for name in result.rebuilt:
             print(f"{name}: rewritten without the damaged records; the old file is {path}/damaged/{name}")
+        for name in result.copies:
+            print(f"{name}: a copy of another shard, now in {path}/damaged/{name}; no record lost")
         for record in result.lost:
             where = f" row {record.row} ({record.question_id!r})" if record.row is not None else ""
             print(f"lost: {record.shard}{where}: {record.reason}")
     if result.lost:
-        say(f"{len(result.lost)} records lost; to extract them again, see the ids in {path}/damaged/lost.jsonl")
+        lost = plural(len(result.lost), "record")
+        say(f"{lost} lost; to extract them again, see the ids in {path}/damaged/lost.jsonl")
     finish(f"{path}: {len(Traces(path)):,} records", "verify", path)
 
 

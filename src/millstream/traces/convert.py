@@ -15,6 +15,7 @@ from millstream.core.record import RawTensor, as_tensor
 from millstream.core.registry import extensions
 from millstream.errors import BadSource, SchemaMismatch, SourceError
 from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import MANIFEST
 from millstream.traces.store.rewrite import Written
 from millstream.traces.store.traces import Traces
@@ -111,6 +112,17 @@ def convert(
 ) -> Written:
     """Import files into a store; a shard ends with the last record of its file."""
     _check_contents(files)
+    with only_job(out):
+        return _convert(files, out, compression, notify, progress)
+
+
+def _convert(
+    files: Sequence[Path],
+    out: Path,
+    compression: Literal["none", "lz4", "zstd"] | None,
+    notify: Callable[[str], None],
+    progress: Progress,
+) -> Written:
     config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}
     writer: TraceWriter | None = TraceWriter(out, config=config) if (out / MANIFEST).exists() else None
     finished: dict[str, int] = json.loads((out / PROGRESS).read_text()) if (out / PROGRESS).exists() else {}

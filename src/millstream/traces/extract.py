@@ -21,6 +21,7 @@ from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
 from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, describe_model, load_model
 from millstream.traces.llm.questions import Prompt, Question, built_in_prompts, make_prompt, read_questions
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
+from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.rewrite import drop_records
 from millstream.traces.store.traces import Traces
@@ -58,8 +59,9 @@ def extract(
     """
     chosen = read_settings(ExtractSettings, settings)
     run = _Run(questions, Path(path), chosen, shuffle_seed)
-    run.prepare(retry_errors=retry_errors)
-    return run.work(engine if isinstance(engine, Engine) else Engine(engine))
+    with only_job(run.path):
+        run.prepare(retry_errors=retry_errors)
+        return run.work(engine if isinstance(engine, Engine) else Engine(engine))
 
 
 @dataclass(frozen=True)
@@ -246,9 +248,16 @@ class _Run:
 
     def _drop_failed(self, texts: Mapping[str, str]) -> None:
         """Remove the failed records of these questions from the store."""
-        records = done_records(self.path, ["question_id", "status"])
-        failed = [n for n, (name, status) in enumerate(records) if status == "error" and name in texts]
-        drop_records(self.path, failed)
+        failed: list[int] = []
+
+        def choose(traces: Traces) -> list[int]:
+            names, states = (traces.column(name).to_pylist() for name in ("question_id", "status"))
+            found = enumerate(zip(names, states, strict=True))
+            failed.extend(number for number, (name, status) in found if status == "error" and name in texts)
+            return failed
+
+        if self.done:
+            drop_records(self.path, choose)
         self.done = self._read_done()
         say(f"retrying {len(failed)} questions that failed")
 

@@ -22,6 +22,7 @@ from millstream.errors import BadSetting, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
 from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.locks import only_job
 from millstream.traces.store.rewrite import Written
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter, done_records, prepare_store
@@ -288,7 +289,22 @@ def featurize(
     _check(chosen, traces)
     if ID_FIELD not in traces.fields:
         raise SchemaMismatch(f"{source}: its records have no {ID_FIELD!r}, which is needed to resume")
-    path = Path(out)
+    chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
+    with only_job(Path(out)):
+        return _featurize(
+            traces, Path(out), chosen, engine=chosen_engine, progress=progress, chunk_records=chunk_records
+        )
+
+
+def _featurize(
+    traces: Traces,
+    path: Path,
+    chosen: FeaturizeSettings,
+    *,
+    engine: Engine,
+    progress: Progress,
+    chunk_records: int,
+) -> Featurized:
     prepare_store(path, _store_config(chosen, traces))
     ids: list[object] = traces.column(ID_FIELD).to_pylist()
 
@@ -299,9 +315,8 @@ def featurize(
     missing = left(range(len(ids))) or []
     jobs = [missing[start : start + chunk_records] for start in range(0, len(missing), chunk_records)]
     done, left_out = len(ids) - len(missing), 0
-    chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
     progress(done)
-    for written, without in chosen_engine.run(partial(FeaturizeWorker, Path(source), path, chosen), jobs, redo=left):
+    for written, without in engine.run(partial(FeaturizeWorker, traces.path, path, chosen), jobs, redo=left):
         done, left_out = done + written + without, left_out + without
         progress(done)
     result = Traces(path)

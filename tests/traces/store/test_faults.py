@@ -649,7 +649,7 @@ def test_a_reader_sees_sealed_shards_and_refresh_adds_new_ones(tmp_path: Path) -
             pickles.append((sealed, pickle.dumps(traces)))
             traces.refresh()
             assert len(traces) == done - done % 3 == len(ms_open(path))
-        assert "1 shard(s) not sealed yet" in repr(traces)
+        assert "1 shard not sealed yet" in repr(traces)
     assert keys_in(traces.refresh()) == keys
     for sealed, data in pickles:
         copy = pickle.loads(data)

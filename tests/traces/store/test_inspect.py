@@ -157,7 +157,7 @@ def test_an_open_shard_is_counted_and_shown(tmp_path: Path) -> None:
         writer.append({"a": 1})
         summary = summarise(tmp_path / "store")
         assert (summary.records, summary.open_shards) == (0, 1)
-        assert "1 shard(s) not sealed" in show_summary(summary)
+        assert "1 shard not sealed" in show_summary(summary)
 
 
 def test_a_summary_reads_no_tensor(tmp_path: Path) -> None:

@@ -418,7 +418,7 @@ def test_repr_is_two_lines_with_counts_bytes_and_fields(tmp_path: Path) -> None:
 def test_repr_mentions_a_shard_that_is_still_being_written(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store") as writer:
         writer.append({"a": 1})
-        assert "0 records in 0 shards, 0 B, 1 shard(s) not sealed yet)" in repr(ms.open(tmp_path / "store"))
+        assert "0 records in 0 shards, 0 B, 1 shard not sealed yet)" in repr(ms.open(tmp_path / "store"))
 
 
 def test_a_record_is_located_by_shard_and_row(store: Path) -> None:

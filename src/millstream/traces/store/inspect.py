@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.core.console import Progress, format_bytes, quoted, silent
+from millstream.core.console import Progress, format_bytes, plural, quoted, silent
 from millstream.core.record import Tensor, as_tensor, crc32c, plain
 from millstream.errors import StoreError
 from millstream.traces.convert import imported_records
@@ -144,7 +144,7 @@ def show_summary(summary: Summary) -> str:
         lines.append(f"  written in {summary.seconds:.1f} s")
     if summary.open_shards:
         lines.append(
-            f"  {summary.open_shards} shard(s) not sealed: a writer is running, or was interrupted; then run: "
+            f"  {plural(summary.open_shards, 'shard')} not sealed: a writer is running, or was interrupted; then run: "
             f"millstream repair {quoted(summary.path)}"
         )
     width = max(map(len, summary.fields), default=0)

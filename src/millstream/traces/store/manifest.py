@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ DAMAGED = "damaged"  # folder for files that repair sets aside
 IDS = "ids.arrow"  # the id index
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
-_SHARD = re.compile(r"shard-(\d{5,})\.arrow(\.open)?")
+_SHARD = re.compile(r"shard-(\d{5,9})\.arrow(\.open)?")  # a number fits 32 bits
 _CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
 
 
@@ -137,6 +137,9 @@ def read_manifest(path: Path) -> Manifest:
     sizes = _sealed_sizes(path)
     unknown = [n for n, size in sizes.items() if n not in known or _is_replaced(path, known[n], size)]
     shards = known | {number: shard_info(path, number) for number in unknown}
+    for copy in [number for number in copied_shards(path, list(shards.values())) if number not in known]:  # known first
+        del shards[copy]
+        unknown.remove(copy)
     schema, compression, config = stored.arrow_schema, stored.compression, stored.config
     for number in unknown:
         found = shard_schema(path, number)
@@ -147,6 +150,21 @@ def read_manifest(path: Path) -> Manifest:
             config = json.loads(metadata_of(found, "config", "null")) or config
         schema = _merged(schema, found, compression)
     return Manifest(config, compression, schema, tuple(shards[number] for number in sorted(shards)))
+
+
+def copied_shards(path: Path, shards: Sequence[ShardInfo]) -> dict[int, int]:
+    """Shards whose file is a copy of an earlier one in the list, with the number of the original."""
+    copies: dict[int, int] = {}
+    seen: dict[int | None, list[int]] = {}
+    for shard in shards:
+        alike = seen.setdefault(shard.sidecar_crc32c, [])
+        if alike and shard.sidecar_crc32c is not None:  # else two shards of equal records, unless the headers are equal
+            mine = _header_crc32c(path, shard.number)
+            original = next((number for number in alike if mine and _header_crc32c(path, number) == mine), None)
+            if original is not None:
+                copies[shard.number] = original
+        alike.append(shard.number)
+    return copies
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -239,6 +257,13 @@ def _sealed_sizes(path: Path) -> dict[int, int]:
 def _is_replaced(path: Path, shard: ShardInfo, size: int) -> bool:
     """Whether an intact shard differs from the one in the manifest: a repair died before updating the manifest."""
     return size != shard.bytes and read_shard_seal(path / shard_name(shard.number)) is not None
+
+
+def _header_crc32c(path: Path, number: int) -> int | None:
+    """A header has the time of its writing, to the microsecond: two shards with the same one are copies."""
+    file = path / shard_name(number)
+    seal = read_shard_seal(file) if file.exists() else None
+    return seal and seal.header_crc32c
 
 
 def _merged(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:

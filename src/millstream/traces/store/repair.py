@@ -3,6 +3,7 @@
 Deletes nothing that cannot be rebuilt.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -35,12 +36,15 @@ from millstream.traces.store.format import (
     record_schema,
 )
 from millstream.traces.store.ids import load_index, update_ids
+from millstream.traces.store.locks import StoreLock, only_job
 from millstream.traces.store.manifest import (
     DAMAGED,
     IDS,
     MANIFEST,
+    Manifest,
     ShardInfo,
     check_version,
+    copied_shards,
     is_manifest_intact,
     list_shards,
     new_schema,
@@ -102,6 +106,7 @@ class Repair:
     resealed: list[str] = field(default_factory=list[str])
     rebuilt: list[str] = field(default_factory=list[str])
     lost: list[LostRecord] = field(default_factory=list[LostRecord])
+    copies: list[str] = field(default_factory=list[str])  # shards set aside: others have the same records
 
 
 def recover_all(path: Path) -> list[Recovery]:
@@ -137,6 +142,8 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> It
         yield Damage(MANIFEST, "missing or damaged; it can be rebuilt")
     if (path / IDS).exists() and load_index(path) is None:
         yield Damage(IDS, "damaged; it can be rebuilt")
+    for copy, original in _copies(path, manifest).items():
+        yield Damage(shard_name(copy), f"a copy of {shard_name(original)}, so its records are there twice")
     done = first = 0
     for shard in manifest.shards:
         yield from _Examination(path, shard).damages(first, fast=fast)
@@ -148,13 +155,25 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> It
 def repair(path: Path, *, progress: Progress = silent) -> Repair:
     """Recover interrupted shards, re-seal or rebuild damaged ones, set damaged records aside with their ids."""
     read_manifest(path)  # raises for anything but a store, and for a newer format
+    with only_job(path, wait_s=0), StoreLock(path, exclusive=True, wait_s=0):
+        return _repair(path, progress)
+
+
+def _repair(path: Path, progress: Progress) -> Repair:
     for number in list_shards(path)[1]:
         with _abandoned(open_file(path, number)) as fd:
             if fd is None:
                 raise StoreError(f"{open_file(path, number)}: a writer is running. Stop it, then repair")
     result = Repair(recovered=recover_all(path))
     result.lost = [record for recovery in result.recovered for record in recovery.lost]
+    for copy in _copies(path, read_manifest(path)):
+        for file in (path / shard_name(copy), path / sidecar_name(copy)):
+            if file.exists():
+                _set_aside(path, file, [])
+                file.unlink()
+        result.copies.append(shard_name(copy))
     manifest = read_manifest(path)
+    manifest = replace(manifest, shards=tuple(s for s in manifest.shards if shard_name(s.number) not in result.copies))
     shards: list[ShardInfo] = []
     done = 0
     for shard in manifest.shards:
@@ -369,12 +388,19 @@ def _problems(view: Bytes, row: Row, schema: Schema) -> list[tuple[str | None, s
     return found + [(name, f"slice {index} fails its CRC-32C") for name, index in damaged_fields(view, row, schema)]
 
 
+def _copies(path: Path, manifest: Manifest) -> dict[int, int]:
+    """Numbers of shards that are copies of others, which are in the manifest or have lower numbers."""
+    known = [shard.number for shard in manifest.shards]
+    others = [number for number in list_shards(path)[0] if number not in known]
+    return copied_shards(path, [*manifest.shards, *(shard_info(path, number) for number in others)])
+
+
 def _set_aside(path: Path, file: Path, lost: Sequence[LostRecord]) -> None:
     """Keep the damaged file (as a hard link, if possible) and list its lost records in `damaged/lost.jsonl`."""
     folder = path / DAMAGED
     folder.mkdir(exist_ok=True)
-    count = sum(1 for _ in folder.glob(f"{file.name}*"))
-    target = folder / (f"{file.name}.{count}" if count else file.name)
+    names = itertools.chain([file.name], (f"{file.name}.{count}" for count in itertools.count(1)))
+    target = next(target for name in names if not (target := folder / name).exists())
     try:
         os.link(file, target)
     except OSError:  # a file system without hard links

@@ -5,7 +5,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,6 +19,7 @@ from millstream.core.record import Schema, Tensor, crc32c, refine
 from millstream.errors import CorruptRecord, SchemaMismatch, StoreError
 from millstream.traces.store.format import ID_FIELD, damaged_fields, is_row_intact, read_header
 from millstream.traces.store.ids import update_ids
+from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.manifest import (
     TOKENIZER,
     Manifest,
@@ -76,7 +77,7 @@ def subset_shards(source: Path, out: Path, numbers: Sequence[int], *, progress: 
         raise StoreError(f"{source}: no shard {missing[0]}; it has {_ranges(sorted(known))}")
     with _new_store(out, [source]) as folder:
         shards: list[ShardInfo] = []
-        for done, number in enumerate(numbers):
+        for done, number in enumerate(dict.fromkeys(numbers)):  # each once
             shards.append(_copy_shard(source, known[number], folder, len(shards)))
             progress(done + 1, shard_name(number))
         return _finish(folder, out, replace(manifest, shards=tuple(shards)))
@@ -129,9 +130,18 @@ def subset_records(
         return _finish(folder, out, replace(read_manifest(source), shards=tuple(shards)))
 
 
-def drop_records(path: Path, numbers: Sequence[int]) -> None:
-    """Remove records from a store: their shards are rewritten without them, or removed if they become empty."""
-    traces = Traces(path)
+def drop_records(path: Path, choose: Callable[[Traces], Sequence[int]]) -> None:
+    """Remove the chosen records from a store: shards are rewritten without them, or removed if they become empty.
+
+    Records are chosen once nobody else can change the store.
+    """
+    with StoreLock(path, exclusive=True):
+        traces = Traces(path)
+        _drop_records(traces, choose(traces))
+
+
+def _drop_records(traces: Traces, numbers: Sequence[int]) -> None:
+    path = traces.path
     manifest = read_manifest(path)
     for index, group in groupby(map(traces.locate, sorted(numbers)), key=lambda place: place[0]):
         info = traces.shards[index]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from millstream.core.collection import Collection, Medium
 from millstream.core.config import config_hash
-from millstream.core.console import format_bytes
+from millstream.core.console import format_bytes, plural
 from millstream.core.memory import empty
 from millstream.core.record import Array, Bytes, Schema, Tensor, from_bytes
 from millstream.traces.store.format import ID_FIELD, Row
@@ -249,7 +249,7 @@ class Traces(Collection):
 
     def __repr__(self) -> str:
         open_shards = len(list_shards(self.path)[1]) if self.path.exists() else 0
-        unsealed = f", {open_shards} shard(s) not sealed yet" if open_shards else ""
+        unsealed = f", {plural(open_shards, 'shard')} not sealed yet" if open_shards else ""
         fields = ", ".join(f"{name} {kind}" for name, kind in self.fields.items())
         size = f"{len(self)} records in {len(self.shards)} shards, {format_bytes(self.num_bytes)}"
         return f"Traces({str(self.path)!r}: {size}{unsealed})\n  {fields}"

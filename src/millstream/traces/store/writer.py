@@ -14,6 +14,7 @@ from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schem
 from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreExists, StoreFull
 from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.ids import update_ids
+from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.manifest import (
     MANIFEST,
     Manifest,
@@ -68,7 +69,15 @@ class TraceWriter:
         self._shard: ShardWriter | None = None
         self._ids: set[object] | None = None
         self._closed = False
+        self._lock = StoreLock(self.path, exclusive=False)
+        try:
+            self._open(config, compression)
+        except BaseException:
+            self._lock.release()
+            raise
 
+    def _open(self, config: Mapping[str, object] | None, compression: str | None) -> None:
+        """Create the store, or recover it and take its settings."""
         _create(self.path, config, compression)
         manifest = read_manifest(self.path)  # raises for a newer format before anything is changed
         self.recovered: list[Recovery] = recover_all(self.path)
@@ -98,7 +107,7 @@ class TraceWriter:
             warnings.warn(
                 f"{self.path}: {len(lost)} damaged records set aside; see {self.path}/damaged/lost.jsonl",
                 DamageWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def append(self, record: Mapping[str, object]) -> None:
@@ -150,6 +159,7 @@ class TraceWriter:
         write_manifest(self.path, manifest)
         update_ids(self.path, manifest)
         self._closed = True
+        self._lock.release()
 
     @property
     def done_ids(self) -> set[object]:
@@ -189,6 +199,7 @@ class TraceWriter:
                 self._shard.release()
                 self._shard = None
             self._closed = True
+            self._lock.release()
 
     def __repr__(self) -> str:
         return f"TraceWriter({str(self.path)!r}: {len(self)} records)"
@@ -246,19 +257,17 @@ def prepare_store(path: Path, config: Mapping[str, object]) -> None:
 
 def done_records(path: Path, fields: Sequence[str]) -> list[tuple[Any, ...]]:
     """These fields of every record in the store, after recovering dead writers: what a resumed job can skip."""
-    recover_all(path)
-    manifest = read_manifest(path)
-    if not manifest.shards:
-        return []
-    table = read_table(path, manifest, fields)
+    with StoreLock(path, exclusive=False):
+        recover_all(path)
+        manifest = read_manifest(path)
+        if not manifest.shards:
+            return []
+        table = read_table(path, manifest, fields)
     return list(zip(*(table.column(name).to_pylist() for name in fields), strict=True))
 
 
 def _create(path: Path, config: Mapping[str, object] | None, compression: str | None) -> None:
     """Create an empty store unless there is one."""
-    if path.exists() and not path.is_dir():
-        raise StoreExists(f"{path}: a file, not a folder. Write to a new folder")
-    path.mkdir(parents=True, exist_ok=True)
     if any(list_shards(path)):
         return
     if not (path / MANIFEST).exists():
