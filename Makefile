@@ -24,6 +24,7 @@ test: install
 
 # NO_MKDOCS_2_WARNING silences mkdocs-material's notice about MkDocs 2.
 docs: install
+	$(BIN)/python docs/make_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 

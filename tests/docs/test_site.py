@@ -14,7 +14,7 @@ import millstream
 import millstream.classic
 from support.docs_blocks import DOCS, ROOT
 
-HOOKS = runpy.run_path(str(DOCS / "site_hooks.py"))  # as mkdocs loads it
+REFERENCE = runpy.run_path(str(DOCS / "make_reference.py"))
 
 needs_mkdocs = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings_handlers")),
@@ -62,12 +62,20 @@ def test_every_public_name_is_on_the_site(site: Path):
     assert "CorruptRecord" in (site / "reference" / "api.html").read_text()
 
 
+@pytest.mark.parametrize("name", ["api", "cli", "config"])
+def test_the_generated_parts_of_the_reference_are_current(name: str):
+    """If not: python docs/make_reference.py"""
+    text = (DOCS / "reference" / f"{name}.md").read_text()
+    assert text == REFERENCE["expand"](text)
+    assert len(text.split("<!-- end -->")) > 1
+
+
 def test_the_reference_lists_every_command_and_option():
     import typer.main
 
     from millstream.cli.app import make_app
 
-    text = HOOKS["commands"]()
+    text = REFERENCE["commands"]()
     for name, command in typer.main.get_command(make_app()).commands.items():  # pyright: ignore
         assert f"\n### {name}\n" in f"\n{text}"
         for option in (option for param in command.params for option in param.opts if option.startswith("--")):
@@ -75,5 +83,5 @@ def test_the_reference_lists_every_command_and_option():
 
 
 def test_every_setting_is_explained():
-    for name in HOOKS["SETTINGS"]:
-        assert [one.name for one in HOOKS["settings_of_name"](name) if not one.help] == [], name
+    for name in REFERENCE["SETTINGS"]:
+        assert [one.name for one in REFERENCE["settings_of_name"](name) if not one.help] == [], name

@@ -1,16 +1,21 @@
-"""mkdocs hook: generates the tables of commands, settings and errors from the code, so that nothing is written twice.
+"""Writes the lists of commands, settings and errors into the pages of docs/reference, from the code:
 
-`<!-- commands -->`, `<!-- errors -->` and `<!-- settings: NAME -->` in a page are replaced with text from the command
-line, from errors.py and from the settings dataclasses.
+    python docs/make_reference.py
+
+The text between `<!-- commands -->`, `<!-- errors -->` or `<!-- settings: NAME -->` and `<!-- end -->` is replaced with
+what the command line, errors.py or a dataclass of settings says.
 """
 
 import inspect
 import re
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from millstream.core.config import Setting, list_settings
 
+REFERENCE = Path(__file__).parent / "reference"
 SETTINGS = {
     "extract": "millstream.traces.kind:ExtractSettings",
     "label": "millstream.traces.kind:LabelSettings",
@@ -21,16 +26,14 @@ SETTINGS = {
 }
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Called by mkdocs for every page."""
-    return expand(markdown)
-
-
 def expand(markdown: str) -> str:
-    """The page with all placeholders replaced."""
-    markdown = re.sub(r"<!-- commands -->", lambda _: commands(), markdown)
-    markdown = re.sub(r"<!-- errors -->", lambda _: errors(), markdown)
-    return re.sub(r"<!-- settings: (\w+) -->", lambda match: settings_table(match[1]), markdown)
+    """The page with its generated parts as they are now."""
+
+    def part(match: re.Match[str]) -> str:
+        text = {"commands": commands, "errors": errors}.get(match[1]) or partial(settings_table, match[2])
+        return f"<!-- {match[1]} -->\n\n{text()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- (commands|errors|settings: (\w+)) -->\n.*?<!-- end -->", part, markdown, flags=re.DOTALL)
 
 
 def commands() -> str:
@@ -98,3 +101,10 @@ def _cell(text: str) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else ""
+
+
+if __name__ == "__main__":
+    for page in REFERENCE.glob("*.md"):
+        before = page.read_text(encoding="utf-8")
+        if (after := expand(before)) != before:
+            page.write_text(after, encoding="utf-8")
