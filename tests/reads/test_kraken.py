@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from millstream.errors import BadSource
-from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report
+from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report, ranks_without_tax_ids
 from millstream.reads.mapping import load_classes, load_mapping
 
 COLUMNS = {
@@ -44,13 +44,14 @@ def test_the_report_has_the_format_of_kraken():
     assert kraken_report(assignments, counts.tolist()).splitlines() == [
         " 10.00\t10\t10\tU\t0\tunclassified",
         " 90.00\t90\t0\tR\t1\troot",
-        " 90.00\t90\t2\tD\t2\t  Bacteria",
-        " 58.00\t58\t3\tG\t561\t    Escherichia",
-        " 50.00\t50\t40\tS\t562\t      Escherichia coli",
-        " 10.00\t10\t10\tS1\t83333\t        Escherichia coli",
-        "  5.00\t5\t5\tS\t564\t      Escherichia fergusonii",
-        " 30.00\t30\t0\tG\t570\t    Klebsiella",
-        " 30.00\t30\t30\tS\t573\t      Klebsiella pneumoniae",
+        " 90.00\t90\t0\tD\t2\t  Bacteria",
+        " 90.00\t90\t2\tC\t0\t    Gammaproteobacteria",
+        " 58.00\t58\t3\tG\t561\t      Escherichia",
+        " 50.00\t50\t40\tS\t562\t        Escherichia coli",
+        " 10.00\t10\t10\tS1\t83333\t          Escherichia coli",
+        "  5.00\t5\t5\tS\t564\t        Escherichia fergusonii",
+        " 30.00\t30\t0\tG\t570\t      Klebsiella",
+        " 30.00\t30\t30\tS\t573\t        Klebsiella pneumoniae",
     ]
 
 
@@ -58,8 +59,9 @@ def test_taxa_without_reads_are_omitted():
     assert report_of(COLUMNS, {"Klebsiella pneumoniae": 4}) == [
         "100.00\t4\t0\tR\t1\troot",
         "100.00\t4\t0\tD\t2\t  Bacteria",
-        "100.00\t4\t0\tG\t570\t    Klebsiella",
-        "100.00\t4\t4\tS\t573\t      Klebsiella pneumoniae",
+        "100.00\t4\t0\tC\t0\t    Gammaproteobacteria",
+        "100.00\t4\t0\tG\t570\t      Klebsiella",
+        "100.00\t4\t4\tS\t573\t        Klebsiella pneumoniae",
     ]
     assert report_of(COLUMNS, {"unclassified": 2}) == ["100.00\t2\t2\tU\t0\tunclassified"]
 
@@ -76,9 +78,23 @@ def test_without_ranks_classes_are_species_below_the_root():
 def test_classes_of_one_tax_id_are_one_taxon():
     columns = {"class_id": [0, 1], "tax_id": [562, 562], "name": ["one", "two"], "genus": ["G", "G"]}
     assert report_of(columns, {"one": 1, "two": 2, "G": 1}) == [
-        "100.00\t4\t1\tR\t1\troot",
-        " 75.00\t3\t3\tS\t562\t  one",
+        "100.00\t4\t0\tR\t1\troot",
+        "100.00\t4\t1\tG\t0\t  G",
+        " 75.00\t3\t3\tS\t562\t    one",
     ]
+
+
+def test_genera_without_tax_ids_are_in_the_report_by_name():
+    columns = {"class_id": [0, 1, 2], "tax_id": [562, 564, 573], "name": list("abc"), "genus": ["E", "E", "K"]}
+    found = report_of(columns, {"E": 5, "K": 3, "a": 2})
+    assert [line.split("\t")[1:] for line in found] == [
+        ["10", "0", "R", "1", "root"],
+        ["7", "5", "G", "0", "  E"],
+        ["2", "2", "S", "562", "    a"],
+        ["3", "3", "G", "0", "  K"],
+    ]
+    assert ranks_without_tax_ids(load_classes(load_mapping(columns))) == ["genus"]
+    assert ranks_without_tax_ids(load_classes(load_mapping({**columns, "genus_tax_id": [561, 561, 570]}))) == []
 
 
 def test_classes_without_tax_ids_are_refused():

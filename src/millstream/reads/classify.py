@@ -23,7 +23,7 @@ from millstream.reads.classifiers import ClassifierSpec, as_built, classificatio
 from millstream.reads.classifiers.nets import ReadPredictions
 from millstream.reads.files.source import file_crc32c
 from millstream.reads.kind import ReadSettings
-from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report
+from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report, ranks_without_tax_ids
 from millstream.reads.mapping import Classes, classes_from_card
 from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, shared_names
 from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run, read_lines
@@ -176,6 +176,11 @@ def classify(
             why = "the best on validation" if model is None else "as given"
             score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
             say(f"{run}: {trained.name} seed {trained.seed}, {why}{score}")
+            if (report is not None or threshold) and (ranks := ranks_without_tax_ids(trained.classes)):
+                say(
+                    f"{run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
+                    f"taxonomy=FOLDER, or a column {ranks[0]}_tax_id in the mapping"
+                )
             budget, names = parse_bytes(memory), name_feature(parts)
             if not work.run(names, watch, stop, memory=budget, batch_size=batch_size, save_s=save_s):
                 return work.summary(interrupted=True)

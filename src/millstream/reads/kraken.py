@@ -80,7 +80,7 @@ def rank_of(classes: Classes, label: int) -> str:
 
 
 class Node(NamedTuple):
-    """A taxon of the tree; `parent` is a tax id."""
+    """A taxon of the tree, whose key is its tax id, or a negative number; `parent` is a key."""
 
     name: str
     rank: str
@@ -91,7 +91,7 @@ def kraken_report(assignments: Assignments, counts: Sequence[int]) -> str:
     """The report, from the number of reads per assignment.
 
     A line is `percent, reads of the clade, reads of the taxon itself, rank code, tax id, name`; names are indented by
-    two blanks per level. Taxa without a tax id are not in the tree: their reads count for the next taxon above.
+    two blanks per level. Taxa whose tax id is not known have the tax id 0, as in the mapping.
     """
     tree = {ROOT: Node("root", "root", ROOT)}
     own: Counter[int] = Counter()
@@ -100,9 +100,9 @@ def kraken_report(assignments: Assignments, counts: Sequence[int]) -> str:
         at = ROOT
         for above in assignments.lineage(number):
             taxon = assignments.taxa[above]
-            if taxon.tax_id > 0:
-                tree.setdefault(taxon.tax_id, Node(taxon.name, assignments.ranks[above], at))
-                at = taxon.tax_id
+            key = taxon.tax_id if taxon.tax_id > 0 else -above
+            tree.setdefault(key, Node(taxon.name, assignments.ranks[above], at))
+            at = key
         own[at] += count
         clades[at] += count
         while at != ROOT:
@@ -112,18 +112,18 @@ def kraken_report(assignments: Assignments, counts: Sequence[int]) -> str:
     total = clades[ROOT] + unclassified
     lines = [_line(total, unclassified, unclassified, "U", 0, "unclassified")] if unclassified else []
     children: defaultdict[int, list[int]] = defaultdict(list)
-    for tax_id, node in tree.items():
-        if tax_id != ROOT and clades[tax_id]:
-            children[node.parent].append(tax_id)
-    left = [(ROOT, "R", 0, 0)] if clades[ROOT] else []  # tax id, code of the rank at or above it, steps below, depth
+    for key, node in tree.items():
+        if key != ROOT and clades[key]:
+            children[node.parent].append(key)
+    left = [(ROOT, "R", 0, 0)] if clades[ROOT] else []  # key, code of the rank at or above it, steps below, depth
     while left:
-        tax_id, code, steps, depth = left.pop()
-        node = tree[tax_id]
+        key, code, steps, depth = left.pop()
+        node = tree[key]
         if node.rank in CODES:
             code, steps = CODES[node.rank], 0
         name = "  " * depth + node.name
-        lines.append(_line(total, clades[tax_id], own[tax_id], f"{code}{steps or ''}", tax_id, name))
-        below = sorted(children[tax_id], key=lambda child: (clades[child], -child))
+        lines.append(_line(total, clades[key], own[key], f"{code}{steps or ''}", max(key, 0), name))
+        below = sorted(children[key], key=lambda child: (clades[child], -abs(child)))
         left += [(child, code, steps + 1, depth + 1) for child in below]
     return "".join(lines)
 
@@ -136,6 +136,10 @@ def check_tax_ids(classes: Classes, where: str) -> None:
             f"{where}: a Kraken report needs tax ids, and {len(missing)} of {len(classes)} classes have none, "
             f"such as {missing[0]}. Train with a mapping that has a column tax_id"
         )
+
+
+def ranks_without_tax_ids(classes: Classes) -> list[str]:
+    return [rank.name for rank in classes.ranks if any(taxon.tax_id <= 0 for taxon in rank.taxa)]
 
 
 def _line(total: int, clade: int, own: int, code: str, tax_id: int, name: str) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,22 @@ def test_models_other_than_bpe_use_the_rust_encoder():
 
     words = Tokenizer(models.WordLevel({"ACGT": 0, "[UNK]": 1}, unk_token="[UNK]"))
     check(words.to_str(), ["ACGT", "A", ""], fast=False)
+
+
+def test_a_vocabulary_that_does_not_fit_dna_is_reported_with_the_share_of_unknown_tokens(tmp_path: Path, capfd):
+    models = tokenizers.models
+    kmers = {"".join(kmer): number for number, kmer in enumerate(product("ACGT", repeat=3), 1)}
+    for name, model in (
+        ("words", models.WordPiece({"[UNK]": 0, **kmers}, unk_token="[UNK]")),
+        ("lower", models.BPE({"[UNK]": 0, "a": 1, "c": 2, "g": 3, "t": 4}, [], unk_token="[UNK]")),
+        ("dropped", models.BPE({"a": 1}, [])),
+    ):
+        tokenizers.Tokenizer(model).save(str(tmp_path / f"{name}.json"))
+        assert hf(tmp_path / f"{name}.json").unknown_share() == 1
+        assert f"{tmp_path / name}.json: warning: 100%" in capfd.readouterr().err
+    (tmp_path / "fits.json").write_text(trained(40))
+    assert hf(tmp_path / "fits.json").unknown_share() == 0
+    assert not capfd.readouterr().err
 
 
 def test_truncation_and_padding_of_the_file_are_ignored():

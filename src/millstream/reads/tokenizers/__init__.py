@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from millstream.core.console import say
 from millstream.errors import BadSource, MissingExtra
 from millstream.reads.tokenizers.bpe import MOST_TOKENS, Bpe, Encoded, NotPlain, plain_rules
 from millstream.reads.tokenizers.kmers import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 
 FILE = "tokenizer.json"
+MOST_UNKNOWN = 0.1  # a larger share of unknown tokens in DNA is reported
 PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
 
 
@@ -50,7 +52,14 @@ def hf(path: str | Path, *, cache_dir: Path | None = None) -> "HfTokenizer":
             f"{file}: not a {FILE}, the JSON file with a model and vocabulary that Hugging Face `tokenizers` saves; "
             "give that file or its folder"
         ) from None
-    return HfTokenizer(text, name=f"hf({path})")
+    found = HfTokenizer(text, name=f"hf({path})")
+    share = found.unknown_share()
+    if share > MOST_UNKNOWN:
+        say(
+            f"{file}: warning: {share:.0%} of the tokens of random DNA are unknown ([UNK]), so reads look alike to a "
+            "model. If the vocabulary is of k-mers, use the tokenizer kmer(K); otherwise another tokenizer"
+        )
+    return found
 
 
 class HfTokenizer:
@@ -68,9 +77,11 @@ class HfTokenizer:
         self.num_special = self.encoder().num_special_tokens_to_add(False)
         file = cast(dict[str, Any], json.loads(text))
         self.pad_id = _pad_id(file, vocab)
-        special = {int(token["id"]) for token in file.get("added_tokens") or () if token.get("special")}
+        self._special = {int(token["id"]) for token in file.get("added_tokens") or () if token.get("special")}
+        unknown = vocab.get(file["model"].get("unk_token"), file["model"].get("unk_id"))
+        self._unknown_id = -1 if unknown is None else int(unknown)
         only_n = {own for text, own in vocab.items() if "N" in text.upper() and not set(text.upper()) & set("ACGTU")}
-        self.blank_ids = sorted(special | only_n)
+        self.blank_ids = sorted(self._special | {self._unknown_id} | only_n)
         """The ids of special tokens, and of tokens without a base other than N."""
         try:
             self._bpe = Bpe(plain_rules(file), most_tokens=most_tokens)
@@ -119,6 +130,13 @@ class HfTokenizer:
                 encoder.enable_truncation(max_length)  # pyright: ignore[reportUnknownMemberType]
             self._rust[max_length] = encoder
         return self._rust[max_length]
+
+    def unknown_share(self) -> float:
+        """The share of tokens of random DNA that the vocabulary lacks; 1 if there are no tokens."""
+        bases = np.frombuffer(b"ACGT", np.uint8)[np.random.default_rng(0).integers(0, 4, 2000)]
+        ids = self._encode(*frozen(bases, np.arange(0, 2001, 100)), None).tokens
+        tokens = ids[~np.isin(ids, sorted(self._special - {self._unknown_id}))]
+        return float((tokens == self._unknown_id).mean()) if tokens.size else 1.0
 
     def _encode(self, flat: Bases, offsets: Numbers, max_length: int | None) -> Encoded:
         """The Rust encoder takes strings and returns lists, so this loops over reads in Python."""
