@@ -1,5 +1,7 @@
 """Class ids -> labels and taxa: the mapping a user keeps beside the reads, and the ranks above, from it or NCBI."""
 
+import csv
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -9,7 +11,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
-from pyarrow import csv, parquet
+from pyarrow import parquet
 
 from millstream.errors import BadSource
 
@@ -18,6 +20,7 @@ RANKS = ("species", "genus", "family", "order", "class", "phylum", "kingdom", "d
 ROOT = 1
 _NAMES = ("species", "name", "label", "organism", "strain")  # columns that name a class, the best first
 _ALIASES = {"superkingdom": "domain", "acellular root": "domain"}
+_NULLS = ("", "NA", "N/A", "#N/A", "null", "NULL", "NaN", "nan")  # in a column of numbers
 _TAX_ID = ("tax_id", "taxid", "taxon_id")
 
 
@@ -115,14 +118,13 @@ def _load_table(path: Path) -> pa.Table:
         raise BadSource(f"{path}: cannot be read as a mapping: {error.strerror or error}") from None
     try:
         if data[:4] == b"PAR1":
-            return parquet.ParquetFile(pa.BufferReader(data)).read()
+            return parquet.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
         if b"\0" in data[:4096]:
             raise BadSource(f"{path}: expected a TSV, CSV or Parquet table, found other binary data")
         first_line = data.lstrip().split(b"\n", 1)[0]
         is_csv = b"\t" not in first_line and b"," in first_line and path.suffix.lower() != ".tsv"
-        options = csv.ParseOptions(delimiter="," if is_csv else "\t")
-        table = csv.read_csv(pa.BufferReader(data), parse_options=options)
-    except (pa.ArrowException, OSError) as error:
+        table = _parse_table(data.decode("utf-8-sig"), delimiter="," if is_csv else "\t")
+    except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadSource(f"{path}: expected a TSV, CSV or Parquet table of class ids and labels: {error}") from None
     values = [name for name in table.column_names if name.strip().isdigit()]
     if values:
@@ -130,6 +132,30 @@ def _load_table(path: Path) -> pa.Table:
             f"{path}: expected column names in the first line, found {first_few(values)}. Add a header line"
         )
     return table
+
+
+def _parse_table(text: str, *, delimiter: str) -> pa.Table:
+    """Not by Arrow's CSV reader: its threads can abort a process that ends soon after (1 of 100, Arrow 26)."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names, rows = next((row for row in reader if row), list[str]()), list[list[str]]()
+    for row in reader:
+        if row and len(row) != len(names):
+            raise csv.Error(f"line {reader.line_num}: expected {len(names)} columns, found {len(row)}")
+        rows += [row] if row else []
+    columns = [_parse_column(column) for column in (zip(*rows, strict=True) if rows else [()] * len(names))]
+    fields = [pa.field(name, column.type) for name, column in zip(names, columns, strict=True)]
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _parse_column(values: Sequence[str]) -> pa.Array:
+    """Integers if all values are, else floats, else text."""
+    numbers = pa.array([None if value.strip() in _NULLS else value.strip() for value in values], pa.string())
+    for kind in (pa.int64(), pa.float64()):
+        try:
+            return numbers.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+    return pa.array(values, pa.string())
 
 
 def _from_dict(source: Mapping[object, object]) -> pa.Table:

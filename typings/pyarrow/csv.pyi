@@ -1,6 +1,0 @@
-from . import NativeFile, Table
-
-class ParseOptions:
-    def __init__(self, delimiter: str | None = ...) -> None: ...
-
-def read_csv(input_file: NativeFile, *, parse_options: ParseOptions | None = ...) -> Table: ...
