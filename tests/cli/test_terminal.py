@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import pty
 import re
@@ -13,8 +14,11 @@ import time
 from contextlib import redirect_stderr
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 
 import millstream as ms
 import millstream.core.console as console
@@ -29,6 +33,8 @@ from millstream.traces.kind import (
     TrainSettings,
 )
 from support.commands import run_here
+from support.extras import need
+from support.making import flip, place_of
 
 GROUP = typer.main.get_command(make_app())
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
@@ -343,3 +349,43 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path):
     taken.write_text("")
     code, _, err = run_here("pack", reads, taken / "reads.pack")
     assert code == 1 and len(err.splitlines()) == 1 and str(taken) in err
+
+
+HOSTILE = "q\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\u202eevil"
+UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def test_nothing_that_a_command_prints_from_data_reaches_the_terminal_as_a_control_character(tmp_path: Path):
+    need("numba")
+    store, reads = tmp_path / f"store {HOSTILE}", tmp_path / "reads.fa"
+    with ms.TraceWriter(store) as writer:
+        for number in range(3):
+            record = {"question_id": f"{HOSTILE}{number}", "question": HOSTILE, HOSTILE.replace("\r", ""): number}
+            writer.append({**record, "hidden": np.full((2, 3), number, np.float32)})
+    reads.write_text(">q\x9b31m\u202eevil\nACGT\n", encoding="utf-8")  # FASTA with bytes below 32 is refused
+    flip(*place_of(store, 1, "hidden"))
+    for command in (
+        ["inspect", store],
+        ["inspect", store, "--json"],
+        ["inspect", store, store],
+        ["inspect", reads],
+        ["inspect", reads, "--json"],
+        ["inspect", tmp_path / HOSTILE],
+        ["verify", store],
+        ["verify", store, "--json"],
+        ["train", f"data={store}", f"out={tmp_path / 'run'}", "model=length"],
+        ["repair", store],
+    ):
+        _, out, err = run_here(*command)
+        assert UNSAFE.findall(out + err) == [], command
+        assert re.search(r"\\x9b|\\u009b", out + err), command
+    _, out, _ = run_here("inspect", store, "--json")
+    assert json.dumps(HOSTILE)[1:-1] in json.dumps(json.loads(out)), "JSON has the text itself, escaped"
+
+
+@given(text=st.text(), extra=st.characters(categories=["Cc", "Cs"]))
+def test_printable_text_is_one_line_and_keeps_everything_else(text: str, extra: str):
+    shown = console.printable(text + extra)
+    assert UNSAFE.findall(shown) == [] and "\n" not in shown and shown.encode()
+    plain = "".join(character for character in text if character.isprintable() or character == "\t")
+    assert console.printable(plain) == plain

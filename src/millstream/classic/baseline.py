@@ -15,7 +15,7 @@ from millstream.classic.preprocessed import Kind
 from millstream.classic.preprocessed_folder import SUBFOLDERS, Scratch, find_folder, holds, is_store, store_in
 from millstream.cli.process import run_script
 from millstream.core.config import parse_bytes, read_settings
-from millstream.core.console import format_bytes, progress, say
+from millstream.core.console import format_bytes, printable, progress, say
 from millstream.core.files import publish_json
 from millstream.errors import (
     BadSetting,
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
         runs = work(options)
     except MillstreamError as error:
         hint = " (--max-cache-batches, --batch-size)" if isinstance(error, OverBudget) else ""
-        print(f"baseline: {error}{hint}", file=sys.stderr)
+        print(f"baseline: {printable(str(error))}{hint}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadSetting) else 1)
     if any(run.interrupted for run in runs):
         say("interrupted; progress saved. Run the same command to resume")

@@ -8,6 +8,7 @@ import numpy as np
 
 from millstream.classic.batch_loader import TRACES_DIR, Trace, TraceBatchLoader
 from millstream.cli.process import run_script
+from millstream.core.console import printable, show
 from millstream.errors import MillstreamError
 from millstream.traces.store.inspect import compare, show_comparison, show_summary, summarise
 
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         inspect(options.traces_dir, options.compare)
     except MillstreamError as error:
-        sys.exit(f"inspect_traces: {error}")
+        sys.exit(f"inspect_traces: {printable(str(error))}")
 
 
 def inspect(traces_dir: Path, other: Path | None) -> None:
@@ -46,7 +47,7 @@ def _show_example(trace: Trace) -> None:
     print(f"  trace {trace['global_example_id']} (batch {trace['batch_number']}, example {trace['example_id']})")
     for name in ("question", "generated_answer", "generated_answer_clean", "answer"):
         if name in trace:
-            print(f"    {name}: {str(trace[name])[:80]}")
+            show(f"    {name}: {str(trace[name])[:80]}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from millstream.classic.batch_loader import TRACES_DIR
 from millstream.cli.process import run_script
 from millstream.core.config import read_settings
-from millstream.core.console import say
+from millstream.core.console import printable, say
 from millstream.errors import BadSetting, MillstreamError
 from millstream.traces.extract import extract
 from millstream.traces.kind import ExtractSettings
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         questions: str = DATASETS.get(options.dataset) or options.dataset
         done = extract(questions, options.output_dir, **vars(settings))
     except MillstreamError as error:
-        print(f"trace_extractor: {error}", file=sys.stderr)
+        print(f"trace_extractor: {printable(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadSetting) else 1)
     name_batches(options.output_dir, options.dataset)
     say(f"{done.path}: {done.records:,} traces in {len(list_shards(done.path)[0])} batches")

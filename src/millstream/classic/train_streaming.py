@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from millstream.cli.process import run_script
 from millstream.core.config import setting_pairs
-from millstream.core.console import format_bytes, say
+from millstream.core.console import format_bytes, printable, say, show
 from millstream.errors import BadSetting, MillstreamError
 from millstream.training.run import Run, train
 
@@ -42,10 +42,10 @@ def main(arguments: list[str] | None = None) -> None:
             from millstream.report import report_of
 
             found = report_of(run.path)
-            print(found.lines())
+            show(found.lines())
             say(f"{run.path}: {found.compared} compared. Open {found.write(run.path / 'report.html')}")
     except (MillstreamError, OSError) as error:
-        print(f"train_streaming: {error}", file=sys.stderr)
+        print(f"train_streaming: {printable(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadSetting) else 1)
     if run.interrupted:
         say("interrupted; progress saved. Run the same command to resume")

@@ -141,7 +141,9 @@ def make_app() -> typer.Typer:
 
 
 def print_json(answer: object) -> None:
-    print(json.dumps(answer, indent=1, default=str, ensure_ascii=False))
+    from millstream.core.console import printable_json
+
+    print(printable_json(json.dumps(answer, indent=1, default=str, ensure_ascii=False)))
 
 
 def finish(done: str, *following: object) -> None:
@@ -155,13 +157,14 @@ def finish(done: str, *following: object) -> None:
 
 def show_report(run: Path, as_json: bool, out: Path | None = None) -> None:
     """Print the comparison of a run and write its page."""
+    from millstream.core.console import show
     from millstream.report import report_of
 
     found = report_of(run)
     if as_json:
         print_json(found.summary)
     else:
-        print(found.lines())
+        show(found.lines())
     page = found.write(out or run / "report.html")
     finish(f"{run}: {found.compared} compared. Open {page}", "view", run)
 
@@ -292,9 +295,10 @@ def _train_settings() -> Mapping[str, Sequence[Setting]]:
 
 
 def _fail(message: str, code: int = 1) -> None:
-    from millstream.core.console import colorize
+    from millstream.core.console import colorize, printable
 
-    print(f"{colorize('millstream:', '1;31', sys.stderr)} {' '.join(message.split())}", file=sys.stderr)
+    sentence = printable(" ".join(message.split()))
+    print(f"{colorize('millstream:', '1;31', sys.stderr)} {sentence}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -59,7 +59,10 @@ def run_script(main: "Callable[[], None]", name: str) -> None:
     except BrokenPipeError:
         close_quietly()
     except OSError as error:
-        print(f"{name}: {error.filename or ''}: {error.strerror or error}".replace(": : ", ": "), file=sys.stderr)
+        from millstream.core.console import printable
+
+        reason = f"{name}: {error.filename or ''}: {error.strerror or error}".replace(": : ", ": ")
+        print(printable(reason), file=sys.stderr)
         sys.exit(1)
 
 
@@ -131,4 +134,6 @@ def _exit() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
-    print(f"millstream: {message}", file=sys.stderr)
+    from millstream.core.console import printable
+
+    print(f"millstream: {printable(str(message))}", file=sys.stderr)

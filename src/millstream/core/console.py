@@ -1,6 +1,7 @@
 """Output while a command runs, on stderr: a progress bar on a terminal, plain lines elsewhere."""
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -18,6 +19,8 @@ LINE_S = 10.0  # between two lines in a log
 REFRESH_S = 0.25  # between two redraws
 QUICK_S = 0.5  # shorter work shows nothing
 MEMORY_S = 1.0  # between two measurements, which take milliseconds each
+# Control characters but tab, marks that reorder text, and halves of pairs: a terminal would act on them or fail.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 RATE_S = 30.0  # the rate is measured over the last half minute
 
 
@@ -39,11 +42,31 @@ def say(text: str) -> None:
     """Print a message on stderr, since stdout is for data; of several processes only the first prints."""
     if not _is_first():
         return
+    text = _printable_lines(text)
     with _lock:
         if _bars is not None:
             _bars.console.out(text, highlight=False)  # above the bars
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def show(text: object) -> None:
+    """Print a result on stdout."""
+    print(_printable_lines(str(text)))
+
+
+def printable(text: str) -> str:
+    """One line with control characters as in Python source, `\\x1b`: text from data must not command a terminal."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_json(text: str) -> str:
+    """JSON with the control characters escaped that JSON itself allows."""
+    return "\n".join(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", line) for line in text.split("\n"))
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def quoted(path: object) -> str:
@@ -162,7 +185,7 @@ class _Meter:
     def __init__(
         self, label: str, total: int, unit: str, memory: Callable[[], tuple[int, int]] | None, line_s: float
     ) -> None:
-        self.label, self.total, self.unit, self.memory, self.line_s = label, total, unit, memory, line_s
+        self.label, self.total, self.unit, self.memory, self.line_s = printable(label), total, unit, memory, line_s
         self.ended = threading.Event()
         self._last: tuple[int, str] | None = None
         self._used: tuple[int, int] | None = None
@@ -205,7 +228,7 @@ class _Meter:
         left = f"{format_seconds(task.time_remaining)} left" if task.time_remaining else ""
         used = f"RAM {_of_bytes(*self._used)}" if self._used and self._used[0] else ""
         rate = f"{_format_amount(task.speed, self.unit)}/s" if task.speed else ""
-        return ", ".join(filter(None, [amount + share, left, used, rate, note]))
+        return ", ".join(filter(None, [amount + share, left, used, rate, printable(note)]))
 
 
 @contextmanager

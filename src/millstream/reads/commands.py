@@ -60,7 +60,7 @@ def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> 
 
 def verify(path: Path, *, fast: bool, as_json: bool) -> None:
     """Print all damage found in reads and their index; exit code 1 if there is any."""
-    from millstream.core.console import format_bytes, progress
+    from millstream.core.console import format_bytes, progress, show
     from millstream.reads.inspect import verify_reads
     from millstream.reads.kind import open as open_reads
     from millstream.reads.pack import is_pack
@@ -71,7 +71,7 @@ def verify(path: Path, *, fast: bool, as_json: bool) -> None:
     if as_json:
         print_json({"records": len(reads), "bytes": reads.num_bytes, "damages": damages})
     elif damages:
-        print(*damages, sep="\n")
+        show("\n".join(damages))
     if damages:
         found = f"{path}: {len(damages)} damage(s) in {len(reads):,} reads"
         if is_pack(path):

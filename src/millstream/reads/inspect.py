@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.core.batches import decoded
-from millstream.core.console import Progress, format_bytes, silent
+from millstream.core.console import Progress, format_bytes, printable, silent
 from millstream.reads.batch import Read
 from millstream.reads.pack import PackFile
 from millstream.reads.reads import Reads
@@ -84,7 +84,7 @@ def show_reads(summary: ReadSummary) -> str:
     for example in summary.examples:
         lines.append(f"  read {example['number']}  {example['name']}")
         lines.append(f"    {example['sequence']}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def verify_reads(reads: Reads, *, progress: Progress = silent) -> Iterator[str]:

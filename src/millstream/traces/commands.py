@@ -20,7 +20,7 @@ from millstream.cli.app import (
     with_settings,
 )
 from millstream.core.config import list_settings, read_settings
-from millstream.core.console import format_bytes, plural, progress, say
+from millstream.core.console import format_bytes, plural, progress, say, show
 from millstream.core.engine import Engine
 from millstream.traces.kind import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
 
@@ -69,9 +69,9 @@ def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> 
         print_json(output if comparison else output["stores"][0])
         return
     for summary in summaries:
-        print(show_summary(summary))
+        show(show_summary(summary))
     if comparison:
-        print(show_comparison(comparison, str(path), str(other)))
+        show(show_comparison(comparison, str(path), str(other)))
 
 
 def verify(path: Path, *, fast: bool, as_json: bool) -> None:
@@ -94,7 +94,7 @@ def verify(path: Path, *, fast: bool, as_json: bool) -> None:
             }
         )
     for damage in damages if not as_json else ():
-        print(damage)
+        show(damage)
     if unsealed:
         shards = plural(unsealed, "unsealed shard")
         say(f"{shards}: a writer is running, or was interrupted (repair recovers its records)")
@@ -171,7 +171,7 @@ def label(
     if as_json:
         print_json(asdict(done))
     for verdict, count in done.counts.items() if not as_json else ():
-        print(f"{verdict:<12}{count:>10,}")
+        show(f"{verdict:<12}{count:>10,}")
     if done.conflicting:
         say(
             f"{done.conflicting} records are unlabelled because another record with the same question_id has a "
@@ -262,19 +262,19 @@ def repair(path: Store, as_json: Json = False) -> None:
     else:
         for recovery in result.recovered:
             kept = recovery.shard.records if recovery.shard else 0
-            print(
+            show(
                 f"shard {recovery.number}: recovered {plural(kept, 'record')}, "
                 f"removed {recovery.cut_bytes} bytes of an incomplete one"
             )
         for name in result.resealed:
-            print(f"{name}: footer and sidecar rewritten; no record lost")
+            show(f"{name}: footer and sidecar rewritten; no record lost")
         for name in result.rebuilt:
-            print(f"{name}: rewritten without the damaged records; the old file is {path}/damaged/{name}")
+            show(f"{name}: rewritten without the damaged records; the old file is {path}/damaged/{name}")
         for name in result.copies:
-            print(f"{name}: a copy of another shard, now in {path}/damaged/{name}; no record lost")
+            show(f"{name}: a copy of another shard, now in {path}/damaged/{name}; no record lost")
         for record in result.lost:
             where = f" row {record.row} ({record.question_id!r})" if record.row is not None else ""
-            print(f"lost: {record.shard}{where}: {record.reason}")
+            show(f"lost: {record.shard}{where}: {record.reason}")
     if result.lost:
         lost = plural(len(result.lost), "record")
         say(f"{lost} lost; to extract them again, see the ids in {path}/damaged/lost.jsonl")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.core.console import Progress, format_bytes, plural, quoted, silent
+from millstream.core.console import Progress, format_bytes, plural, printable, quoted, silent
 from millstream.core.record import Tensor, as_tensor, crc32c, plain
 from millstream.errors import StoreError
 from millstream.traces.convert import imported_records
@@ -153,7 +153,7 @@ def show_summary(summary: Summary) -> str:
         lines.append(f"  record {example['number']} ({example['shard']})")
         shown = {name: value for name, value in example.items() if name not in ("number", "shard")}
         lines += [f"    {name:<{width}}  {_value(value)}" for name, value in shown.items()]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def show_comparison(comparison: Comparison, a: str, b: str) -> str:
@@ -168,7 +168,7 @@ def show_comparison(comparison: Comparison, a: str, b: str) -> str:
     if comparison.different:
         fields = ", ".join(f"{name} ({count})" for name, count in comparison.differing_fields.items())
         lines.append(f"  differing fields: {fields}; first: {', '.join(map(str, comparison.first_different))}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 class _Tally:
