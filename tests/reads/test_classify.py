@@ -1,6 +1,7 @@
 """Classifying: one row per read, in order, and the same bytes after any interruption."""
 
 import gzip
+import inspect
 import json
 import os
 import shutil
@@ -92,7 +93,7 @@ def stopping_after(batches: int) -> Callable[[], bool]:
 
 
 def test_every_read_has_a_row_in_order_with_the_prediction_made_after_training(made: Path, tmp_path: Path):
-    done = classify(made / "run", made / "val.fa", tmp_path / "out.tsv")
+    done = classify(made / "run", made / "val.fa", tmp_path / "out.tsv", threshold=0)
     rows = rows_of(tmp_path / "out.tsv")
     assert [row[0] for row in rows] == names_in(made / "val.fa")
     stored = pq.read_table(made / "run" / "predictions.parquet").to_pylist()
@@ -124,6 +125,23 @@ def test_below_the_threshold_reads_are_assigned_to_a_higher_rank(made: Path, tmp
     assert {"species", "genus"} <= seen
     assert ["", "561", "Escherichia", "genus"] in [row[1:5] for row in sure]
     assert done.num_unclassified == 0  # all are of one family
+
+
+def test_without_a_threshold_a_read_may_be_unclassified():
+    columns = {"class_id": [4, 6, 8], "name": ["a", "b", "c"], "genus": ["G", "G", "H"]}
+    assignments = Assignments(classes := load_classes(load_mapping(columns)))
+    net = ReadNet(3, 3)
+    given = torch.tensor([[0.6, 0.2, 0.2], [0.4, 0.2, 0.4], [0.24, 0.25, 0.51], [0.2, 0.29, 0.51]]).log()
+    net.logits = lambda batch: (given, {})  # type: ignore[method-assign]
+    predictions = ReadPredictions(classes.taxa_by_rank)(net, {})
+    default = inspect.signature(classify).parameters["threshold"].default
+    numbers, _ = assignments.choose(predictions, default)
+    assert [assignments.taxa[number].name for number in numbers] == ["a", "G", "c", "c"]
+    no_genus = Assignments(load_classes(load_mapping({"class_id": [4, 6, 8], "name": ["a", "b", "c"]})))
+    numbers, _ = no_genus.choose(predictions, default)
+    assert [no_genus.taxa[number].name for number in numbers] == ["a", "unclassified", "c", "c"]
+    numbers, _ = no_genus.choose(predictions | {"probability": torch.zeros(4)}, 0.0)
+    assert (numbers == no_genus.unclassified).all()
 
 
 def test_ranks_are_tried_from_the_lowest_and_one_may_be_named_class():
@@ -290,8 +308,8 @@ def test_killed_while_finishing_it_completes_on_the_next_run(made: Path, tmp_pat
 def test_resuming_with_another_threshold_is_refused_and_keeps_the_progress(made: Path, tmp_path: Path):
     out = tmp_path / "out.tsv"
     assert classify(made / "run", made / "val.fa", out, stop=stopping_after(3), **SMALL).interrupted
-    with pytest.raises(ConfigMismatch, match=r"out\.tsv\.partial: .*threshold: 0\.0 -> 0\.5"):
-        classify(made / "run", made / "val.fa", out, threshold=0.5)
+    with pytest.raises(ConfigMismatch, match=r"out\.tsv\.partial: .*threshold: 0\.5 -> 0\.7"):
+        classify(made / "run", made / "val.fa", out, threshold=0.7)
     assert classify(made / "run", made / "val.fa", out, **SMALL).num_resumed == 192
     assert len(rows_of(out)) == 900
 

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,16 @@ from sklearn.metrics import f1_score
 
 import millstream as ms
 from millstream.errors import BadSetting, BadSource, ConfigMismatch
+from millstream.reads.classifiers import ClassifierSpec
 from millstream.reads.classifiers.nets import probabilities
 from millstream.reads.classify import find_classifier
-from millstream.reads.kind import HEADERS
+from millstream.reads.kind import HEADERS, ReadSettings
+from millstream.reads.mapping import load_classes, load_mapping
 from millstream.reads.simulate import SimulateSettings, simulate
 from millstream.reads.study import Classification
 from millstream.training.run import study_of
+from millstream.training.study import NetModel, Workplace
+from millstream.training.task import FitResources
 from support.commands import run_here
 from support.training import lines_of, weights_of
 
@@ -456,6 +461,24 @@ def test_balance_sets_the_weight_of_a_common_class(uneven: Path, tmp_path: Path)
     assert means["none"] > 0.8
     assert 0.3 < means["weights"] < 0.7 and 0.3 < means["sampling"] < 0.7
     assert means["weights"] == means["sampling"]  # k-mers are counted once per read in both
+
+
+@pytest.mark.parametrize("model", ["cnn", "transformer"])
+def test_the_time_of_a_long_training_on_the_cpu_is_announced(made: Path, tmp_path: Path, model: str, capfd):
+    reads = ms.open(made / "train.fa", header_regex=HEADERS, mapping=made / "species.tsv")
+    settings = ReadSettings(**{**SMALL, "model": model, "accelerator": "cpu"})
+    classes = load_classes(load_mapping(made / "species.tsv"))
+    place = Workplace(settings, SimpleNamespace(device=torch.device("cpu"), global_rank=0))
+    built: list[dict[str, torch.Tensor]] = []
+    for num_reads, is_announced in ((0, False), (10**12, True)):
+        torch.manual_seed(0)
+        spec = ClassifierSpec(model, settings, classes, num_reads=num_reads)
+        made_model = spec.build(resources=FitResources(), place=place, folder=tmp_path).model
+        assert isinstance(made_model, NetModel)
+        built.append(dict(made_model.build(reads).state_dict()))
+        found = capfd.readouterr().err
+        assert (f"{model}: about " in found and "1,000,000,000,000 reads" in found) == is_announced
+    assert all(torch.equal(values, built[1][name]) for name, values in built[0].items())  # timing changes no weights
 
 
 def test_sampling_draws_each_class_equally_often_and_otherwise_each_read_once(uneven: Path):

@@ -126,7 +126,7 @@ def classify(
     model: str | None = None,
     mates: Paths | None = None,
     paired: bool = False,
-    threshold: float = 0.0,
+    threshold: float = 0.5,
     kraken_output: str | Path | None = None,
     memory: int | str = "1GB",
     index_dir: str | Path | None = None,
@@ -139,8 +139,9 @@ def classify(
 
     Read pairs, either neighbours (`paired`) or with the second mates in other files (`mates`), get one row each.
     A read whose class is less likely than `threshold` is assigned to the lowest taxon above that reaches it, or to
-    none. The same call resumes where it was interrupted, and ends with the same bytes; progress is saved every `save_s`
-    seconds. `batch_size` is as large as the net and the memory allow if not given.
+    none; with `threshold=0` only reads without evidence for any class are unclassified. The same call resumes where it
+    was interrupted, and ends with the same bytes; progress is saved every `save_s` seconds. `batch_size` is as large as
+    the net and the memory allow if not given.
 
     >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", kraken_output="sample.kreport", threshold=0.5)
     """

@@ -285,9 +285,9 @@ def classify(
     threshold: Annotated[
         float,
         typer.Option(
-            help="Minimum probability; below it, reads are assigned to the genus or a higher rank.", metavar="P"
+            help="Minimum probability; below it, reads are assigned to a higher rank, or unclassified.", metavar="P"
         ),
-    ] = 0.0,
+    ] = 0.5,
     kraken_output: Annotated[
         Path | None, typer.Option(help="Also write a Kraken 2-style report.", metavar="FILE")
     ] = None,

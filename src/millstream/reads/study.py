@@ -53,7 +53,10 @@ class Classification:
         memory = parse_bytes(settings.memory) // 4
         self.splits = splits = open_splits(settings, memory)
         num_bases = splits.files[TRAIN].num_bases
-        specs = [ClassifierSpec(name, settings, splits.classes, num_bases) for name in dict.fromkeys(names)]
+        specs = [
+            ClassifierSpec(name, settings, splits.classes, num_bases, num_reads=len(splits.train))
+            for name in dict.fromkeys(names)
+        ]
         self.train = splits.train
         if settings.balance == "sampling":
             self.train = sample_evenly(splits.train, len(splits.classes), seed=settings.seed, memory=memory)

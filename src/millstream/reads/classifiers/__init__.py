@@ -1,15 +1,18 @@
 """The read classifiers by name: what each sees of a read, how its net is built, and the task they learn."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from millstream.core.collection import Collection
 from millstream.core.config import parse_bytes
-from millstream.core.console import format_bytes
+from millstream.core.console import format_bytes, format_seconds, say
 from millstream.errors import BadSetting
 from millstream.reads.classifiers.nets import (
     CLASS,
@@ -31,7 +34,7 @@ from millstream.report import measures
 from millstream.training.folder import load_shapes
 from millstream.training.loop import LATEST, weights_of
 from millstream.training.study import Built, Kit, NetModel, Workplace
-from millstream.training.task import FitResources, Labels, Outcome, Task
+from millstream.training.task import FitResources, Labels, Net, Outcome, Task
 
 KMER_LINEAR = "kmer-linear"
 CLASSIFIERS = {
@@ -44,6 +47,8 @@ CLASSIFIERS = {
 TOKENIZERS = {"cnn": "base", "lstm": "kmer(8)", "transformer": "kmer(6, stride=3)"}  # defaults
 KS = {14: 4, 16: 8}  # k, and one in how many k-mers is kept: longer ones are more specific, but take more memory
 LEAST_BITS, MOST_BITS = 12, 24
+COPIES = 4  # of an example batch, to time a net
+LONG_S = 60.0  # the time of a training that is worth announcing
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class ClassifierSpec:
     classes: Classes
     num_bases: int | None = None  # in all training reads
     reads: Collection | None = None  # its training reads, if not those of the other classifiers
+    num_reads: int = 0  # to train on
     by_gradients = True
 
     def kit(self) -> Kit:
@@ -69,8 +75,22 @@ class ClassifierSpec:
         task = classification_task(self.settings, self.classes)
         task = replace(task, is_balanced=task.is_balanced or self.reads is not None)
         kit = self._resumed(folder).kit()
+        is_first = folder is not None and not (folder / LATEST).exists() and place.fabric.global_rank == 0
+        if is_first and self.name != KMER_LINEAR and place.fabric.device.type == "cpu":
+            kit = replace(kit, build=partial(self._announced, kit.build))
         model = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
         return Built(model, CLASSIFIERS[self.name], "trained", train=self.reads)
+
+    def _announced(self, build: Callable[[Mapping[str, Tensor]], Net], example: Mapping[str, Tensor]) -> Net:
+        """The net, after saying how long its training will take on the CPU."""
+        net, epochs = build(example), self.settings.epochs
+        seconds = seconds_per_read(net, example) * self.num_reads * epochs / self.settings.devices
+        if seconds > LONG_S:
+            say(
+                f"{self.name}: about {format_seconds(seconds)} on the CPU, for {epochs} epochs of {self.num_reads:,} "
+                f"reads. {KMER_LINEAR} takes minutes; a GPU, fewer epochs or fewer reads also shorten it"
+            )
+        return net
 
     def _resumed(self, folder: Path | None) -> "ClassifierSpec":
         """With the sizes in the checkpoint to resume from: the memory budget may have changed."""
@@ -112,6 +132,24 @@ def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_b
         )
 
     return Kit([seen], build, [BothStrands(plain) if both else plain])
+
+
+def seconds_per_read(net: Net, example: Mapping[str, Tensor]) -> float:
+    """The time of a training step on the CPU, per read of this batch. The net is left as it was."""
+    batch = {name: torch.cat([values] * COPIES) for name, values in example.items()}
+    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    was_training, num_reads = net.training, len(batch["numbers"])
+    net.train()
+    seconds = 0.0
+    for _ in range(2):  # the first pass allocates
+        started = time.perf_counter()
+        net(batch, torch.zeros(num_reads, dtype=torch.long), torch.ones(num_reads))[0].backward()
+        seconds = time.perf_counter() - started
+    net.zero_grad()
+    for name, buffer in net.named_buffers():
+        buffer.copy_(kept[name])
+    net.train(was_training)
+    return seconds / num_reads
 
 
 def as_built(name: str, settings: ReadSettings, shapes: Mapping[str, Sequence[int]]) -> ReadSettings:
