@@ -169,6 +169,35 @@ def is_same_in_re2(nodes: Nodes, *, optional: bool) -> bool:
     return True
 
 
+def ambiguities(nodes: Nodes, follow: int = ANYTHING) -> int:
+    """In how many places a backtracking engine may have to try many ways to match the same text.
+
+    Each place multiplies the time by the length of the header; one in a loop counts as often as the loop repeats.
+    """
+    total = 0
+    for place, node in enumerate(nodes):
+        after = first_of(nodes[place + 1 :], follow)
+        match node:
+            case Run():
+                total += bool(node.high > node.low and node.chars & after)
+            case Group():
+                total += ambiguities(node.body, after)
+            case Repeat():
+                start = first_of(node.body, 0)
+                again = after | (start if node.high > 1 else 0)
+                total += bool(start & after)
+                total += (ambiguities(node.body, again) + (node.high > 1 and is_nullable(node.body))) * node.high
+            case Either():
+                starts = [first_of(body, after) for body in node.bodies]
+                total += sum(bool(start & _union(starts[:index])) for index, start in enumerate(starts))
+                total += sum(ambiguities(body, after) for body in node.bodies)
+            case Anchor():
+                pass
+            case Other():
+                total += sum(ambiguities(body, after) for body in node.bodies)
+    return total
+
+
 def re2_regex(nodes: Nodes, names: list[str]) -> str:
     """RE2 has no re.ASCII for texts, so character sets are spelled out; group `names[i]` becomes `gi`."""
     parts: list[str] = []

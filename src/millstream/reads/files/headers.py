@@ -19,6 +19,7 @@ from millstream.core.record import Bytes
 from millstream.errors import BadSource
 from millstream.reads.files.header_regex import (
     Group,
+    ambiguities,
     inside,
     is_digits,
     is_same_in_re2,
@@ -28,6 +29,7 @@ from millstream.reads.files.header_regex import (
 )
 from millstream.reads.files.header_shape import Shape
 
+_MAX_AMBIGUITIES = 3  # the time per header is up to its length to the power of this
 EXAMPLE = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
 
 
@@ -87,6 +89,9 @@ class Headers:
             HeaderColumn(name, "integer" if name in bodies and is_digits(bodies[name]) else "text")
             for name in self._re.groupindex
         )
+        self._backtracks = ambiguities(self._tree) > _MAX_AMBIGUITIES
+        if self._backtracks and self.path == "re":
+            raise self._too_slow("look-around, a back reference, a flag or a repeated group or empty text")
 
     @property
     def path(self) -> Literal["fast", "re2", "re"]:
@@ -101,6 +106,8 @@ class Headers:
         parsed = self._parse_re2(self._re2, texts) if self._re2 and texts is not None else None
         if parsed is not None:
             return parsed
+        if self._backtracks:
+            raise self._too_slow("a header that is not UTF-8 or has a number above int64")
         data = buffer.tobytes()
         return self._parse_re([_decode(data[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
 
@@ -131,7 +138,7 @@ class Headers:
         return Parsed(spans.matched, columns)
 
     def _parse_re2(self, pattern: str, texts: pa.Array) -> Parsed | None:
-        """None if Arrow cannot convert a number: then Python finds the header."""
+        """None if a number is not an int64: then Python finds the header."""
         found = pc.extract_regex(texts, pattern)
         matched = np.array(found.is_valid(), np.bool_)
         required = required_groups(self._tree)
@@ -169,6 +176,12 @@ class Headers:
                 values[i] = int(digits or 0)
             columns[column.name] = Integers(values, np.array([bool(group) for group in groups], np.bool_))
         return Parsed(np.array([match is not None for match in matches], np.bool_), columns)
+
+    def _too_slow(self, reason: str) -> BadSource:
+        return BadSource(
+            f"header_regex {self.regex!r} may take for ever: {reason} needs backtracking, and its repetitions can "
+            f"match the same text in too many ways. Simplify it. Example: {EXAMPLE}"
+        )
 
     def _too_large(self, header: str) -> BadSource:
         return BadSource(
