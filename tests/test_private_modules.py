@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from millstream.classic.unpickle import Input, Unpickler
+from millstream.classic.limits import Input
+from millstream.classic.unpickle import Unpickler
 from millstream.reads.files.header_regex import ALL, DIGITS, Anchor, Either, Group, Other, Repeat, Run, tree_of
 
 SOURCE = Path(__file__).parents[1] / "src"

@@ -1,5 +1,6 @@
 """Old traces become records and come back exactly; saved graphs and steps become the features of whole traces."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import millstream as ms
-from millstream.classic.importer import SAVED_GRAPHS, SavedGraphFeature, restore_steps, to_record
+from millstream.classic.importer import SAVED_GRAPHS, SavedGraphFeature
+from millstream.classic.records import restore_steps, to_record
 from millstream.core.batches import ColumnBatch, fetch_batch
 from millstream.errors import BadSource
 from millstream.traces.convert import convert, expand
@@ -142,11 +144,28 @@ def test_steps_come_back_bit_for_bit(shapes, dtype, num_layers, use_torch, seed)
         np.array([object()]),
         [object()],
         "\ud800",
+        np.array(["\ud800"]),
+        {"\ud800": 1},
+        {1: 2},
+        2**63,
+        [{"deep": -(2**70)}],
+        [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]],
     ],
 )
 def test_a_value_that_cannot_be_stored_is_reported_by_field(value):
     with pytest.raises(BadSource, match="field 'strange'"):
         to_record({"strange": value})
+
+
+def test_a_name_with_a_lone_surrogate_is_refused():
+    with pytest.raises(BadSource, match="ud800"):
+        to_record({"\ud800": 1})
+
+
+def test_an_error_in_a_field_names_the_file_and_the_trace(tmp_path):
+    (tmp_path / "old.pkl").write_bytes(pickle.dumps([{"a": 1}, {"a": 2**70}]))
+    with pytest.raises(BadSource, match=r"old\.pkl: trace 1: field 'a'"):
+        convert([tmp_path / "old.pkl"], tmp_path / "store")
 
 
 def test_a_list_nested_without_end_is_a_bad_source():

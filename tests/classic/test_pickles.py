@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from millstream.classic.importer import restore_steps, to_record
 from millstream.classic.pickles import read_traces
+from millstream.classic.records import restore_steps, to_record
 from millstream.errors import BadSource, UnsafePickle
 from support.effort import num_examples
 from support.old_files import Call, f16, new_trace, old_trace, same, torch_bytes, torch_trace
@@ -330,6 +330,65 @@ def test_a_key_that_would_overflow_the_stack_when_hashed_is_refused(tmp_path):
     nested = b"\x80\x04]})" + b"\x85" * 500_000 + b"Nsa."
     with pytest.raises(BadSource, match="key"):
         list(read_traces(write(tmp_path, nested)))
+
+
+# -- small files of much data
+
+
+def nested_references(depth: int) -> list[object]:
+    value: list[object] = ["x"]
+    for _ in range(depth):
+        value = [value] * 10
+    return value
+
+
+WHOLE_STORAGE = torch.zeros(250_000)
+AMPLIFIED = {
+    "references to references": pickle.dumps([{"x": nested_references(10)}]),
+    "one text in a list": pickle.dumps([{"x": ["x" * 4000] * 50_000}]),
+    "one text in every trace": pickle.dumps([{"x": text} for text in ["x" * 4000] * 50_000]),
+    "empty dicts, gzip": gzip.compress(b"\x80\x04](}\x8c\x01x(" + b"}" * 20_000_000 + b"e.", 1),
+    "zeros, gzip": gzip.compress(pickle.dumps([{"x": bytes(200_000_000)}], 5), 1),
+    "strides of 0": torch_bytes([{"x": torch.zeros(1).expand(10**10)}]),
+    "strides of 0, legacy": torch_bytes([{"x": torch.zeros(1).expand(10**10)}], legacy=True),
+    "strides of 0, plain": pickle.dumps([{"x": torch.zeros(1).expand(10**10)}]),
+    "tensors of one storage": torch_bytes([{"x": [WHOLE_STORAGE.view(500, 500) for _ in range(5_000)]}]),
+    "copies of one text": b"\x80\x04]}\x8c\x01x](X" + struct.pack("<I", 10**6) + b"a" * 10**6
+    + b"\x94c_codecs\nencode\n\x94\x8c\x06latin1\x94" + b"h\x01h\x00h\x02\x86R" * 1_000 + b"esa.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AMPLIFIED)
+def test_a_small_file_that_decodes_to_far_more_is_refused(tmp_path, name):
+    path = write(tmp_path, AMPLIFIED[name])
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadSource, match="decodes to more than"):
+            for trace in read_traces(path):
+                to_record(trace)
+        assert tracemalloc.get_traced_memory()[1] < 400e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("value", [{1: 2}, {b"x": 1}, {None: 1}])
+def test_a_key_that_is_not_text_is_refused(tmp_path, value):
+    with pytest.raises(BadSource, match="key"):
+        list(read_traces(write(tmp_path, pickle.dumps([value]))))
+
+
+@pytest.mark.parametrize("nested", [b"]" * 100_000 + b"a" * 99_999, b")" + b"\x85" * 100_000])
+def test_a_value_nested_too_deep_is_refused(tmp_path, nested):
+    with pytest.raises(BadSource, match="deep"):
+        list(read_traces(write(tmp_path, b"\x80\x04]}\x8c\x01x" + nested + b"sa.")))
+
+
+def test_an_array_of_strings_without_characters_is_refused(tmp_path):
+    state = (
+        b"(K\x01\x8a\x06" + (2**40).to_bytes(6, "little") + b"\x85" + DTYPE + text("U0") + b"\x89\x88\x87R\x89C\x00tb"
+    )
+    with pytest.raises(BadSource, match="shape"):
+        list(read_traces(write(tmp_path, b"\x80\x04]}" + text("x") + ARRAY + state + b"sa.")))
 
 
 # -- hostile files

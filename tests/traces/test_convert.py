@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.errors import BadSource, ConfigMismatch, SchemaMismatch
+from millstream.errors import BadSource, ConfigMismatch, MillstreamError, SchemaMismatch
 from millstream.traces.convert import convert, expand
-from millstream.traces.store.inspect import compare
+from millstream.traces.store.inspect import compare, summarise
 
 
 def old_trace(g: int, *, batch: int = 4) -> dict[str, object]:
@@ -176,3 +176,11 @@ def test_compression_is_kept_on_resume(tmp_path: Path):
     convert(files, tmp_path / "new", compression="zstd")
     assert ms.open(tmp_path / "new").compression == "zstd"
     assert_converted(tmp_path / "new", 12)
+
+
+def test_a_list_of_different_types_is_one_of_our_errors_in_convert_and_inspect(tmp_path: Path):
+    (tmp_path / "old.pkl").write_bytes(pickle.dumps([{"a": [1, "x"]}]))
+    with pytest.raises(MillstreamError, match="'a'"):
+        convert([tmp_path / "old.pkl"], tmp_path / "new")
+    with pytest.raises(BadSource, match="'a'"):
+        summarise(tmp_path / "old.pkl", examples=1)

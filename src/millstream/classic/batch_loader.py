@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict, cast, overload
 
-from millstream.classic.importer import NAMES, restore_steps
+from millstream.classic.records import NAMES, restore_steps
 from millstream.cli.process import run_script
 from millstream.errors import MillstreamError
 from millstream.traces.store.manifest import check_store, shard_name

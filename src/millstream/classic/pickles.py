@@ -18,12 +18,12 @@ from typing import BinaryIO, cast
 import numpy as np
 import torch
 
+from millstream.classic.limits import Input, Limit, decoded_bytes
 from millstream.classic.unpickle import (
     GLOBALS,
     NESTED_FILE,
     Fetch,
     FindStorage,
-    Input,
     NDArrayType,
     Refused,
     Storage,
@@ -52,6 +52,7 @@ BROKEN = (
     BufferError,
     EOFError,
     LookupError,
+    MemoryError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -123,6 +124,7 @@ class TraceUnpickler(Unpickler):
     def __init__(self, source: Input, find_storage: FindStorage | None = None, *, drop: bool) -> None:
         super().__init__(source, find_storage)
         self.drop = drop
+        self.keeps_all = not drop
         self.trace_list: list[object] | None = None
         self.num_memoised = 0
         self.kept: dict[int, object] = {}  # memo entries of earlier traces; `memo` is that of the trace being read
@@ -132,11 +134,23 @@ class TraceUnpickler(Unpickler):
         if not self.source.at_end():
             raise pickle.UnpicklingError("more bytes follow the end of the pickle")
         if self.trace_list is None:
-            yield from map(_trace, _loaded_traces(self.value))
+            yield from map(self.checked, _loaded_traces(self.value))
+
+    def checked(self, item: object) -> Trace:
+        if not isinstance(item, dict):
+            raise pickle.UnpicklingError(f"it is {brief(item)}, not a dict")
+        for key in cast(dict[object, object], item):
+            if not isinstance(key, str):
+                raise pickle.UnpicklingError(f"one of its keys is {brief(key)}, not a string")
+        try:
+            self.source.spend(decoded_bytes(cast(object, item)))
+        except RecursionError:
+            raise pickle.UnpicklingError("it is nested too deep") from None
+        return cast(Trace, item)
 
     def hand_out(self, item: object) -> None:
         """The next item of the trace list is complete."""
-        trace = _trace(item)
+        trace = self.checked(item)
         self.ready.append(trace)
         if self.drop:
             constants = {id(value) for value in trace.values() if _is_constant(value)}
@@ -277,12 +291,6 @@ def _with_id(key: object, trace: Trace) -> Trace:
     return trace if trace.get("question_id") is not None else {**trace, "question_id": str(key)}
 
 
-def _trace(value: object) -> Trace:
-    if not isinstance(value, dict):
-        raise pickle.UnpicklingError(f"it is {brief(value)}, not a dict")
-    return cast(Trace, value)
-
-
 # -- files
 
 
@@ -296,11 +304,11 @@ def open_pickle(path: str, opened: ExitStack, machine: Machine) -> tuple[Input, 
         return _open_zip(file, end)
     if head.startswith(LEGACY_TORCH):
         source, spans = _find_legacy_storages(file, end, machine)
-        return source, _storages(file, spans.__getitem__)
+        return source, _storages(file, spans.__getitem__, source)
     if head.startswith(b"\x1f\x8b"):
         decompressed = opened.enter_context(gzip.GzipFile(fileobj=file))
-        buffered = io.BufferedReader(_Gunzip(decompressed), BUFFER_BYTES)
-        return _pickle(Input(buffered, None), buffered.peek(16)), None
+        buffered = io.BufferedReader(_Gunzip(decompressed, Limit(end)), BUFFER_BYTES)
+        return _pickle(Input(buffered, None, file_bytes=end), buffered.peek(16)), None
     return _pickle(Input(file, end), head), None
 
 
@@ -313,14 +321,16 @@ def _pickle(source: Input, head: bytes) -> Input:
 class _Gunzip(io.RawIOBase):
     """Decompressed bytes as they arrive: unlike GzipFile.read, it keeps the data before a corrupt block."""
 
-    def __init__(self, file: gzip.GzipFile) -> None:
+    def __init__(self, file: gzip.GzipFile, limit: Limit) -> None:
         self.file = file
+        self.limit = limit
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         data = self.file.read1(len(buffer))
+        self.limit.spend(len(data))
         buffer[: len(data)] = data
         return len(data)
 
@@ -347,10 +357,11 @@ def _open_zip(file: BinaryIO, end: int) -> tuple[Input, FindStorage]:
             raise pickle.UnpicklingError("written on a big-endian machine")
     start, num_bytes = span("data.pkl")
     file.seek(start)
-    return Input(file, start + num_bytes), _storages(file, lambda key: span(f"data/{key}"))
+    source = Input(file, start + num_bytes, file_bytes=end)
+    return source, _storages(file, lambda key: span(f"data/{key}"), source)
 
 
-def _storages(file: BinaryIO, span: Callable[[str], tuple[int, int]]) -> FindStorage:
+def _storages(file: BinaryIO, span: Callable[[str], tuple[int, int]], source: Input) -> FindStorage:
     """Storages read on demand, and only the range a tensor covers: traces may share a large one."""
 
     def find(dtype: torch.dtype, key: str, numel: int) -> Storage:
@@ -369,7 +380,7 @@ def _storages(file: BinaryIO, span: Callable[[str], tuple[int, int]]) -> FindSto
                 wanted, at = wanted[done:], at + done
             return flat
 
-        return Storage(dtype, numel, fetch)
+        return Storage(dtype, numel, fetch, source.spend)
 
     return find
 
@@ -384,7 +395,7 @@ def _find_legacy_storages(file: BinaryIO, end: int, machine: Machine) -> tuple[I
 
     def find(dtype: torch.dtype, key: str, numel: int) -> Storage:
         wanted[key] = (numel, dtype.itemsize)
-        return Storage(dtype, numel, lambda _first, count: torch.empty(count, dtype=dtype, device="meta"))
+        return Storage(dtype, numel, lambda _first, count: torch.empty(count, dtype=dtype, device="meta"), source.spend)
 
     magic, version, facts = (Unpickler(source, find).load() for _ in range(3))
     if magic != LEGACY_MAGIC or version != 1001 or not cast(Trace, facts)["little_endian"]:
@@ -392,7 +403,7 @@ def _find_legacy_storages(file: BinaryIO, end: int, machine: Machine) -> tuple[I
     start = file.tell()
     for _ in machine(source, find).run():
         pass
-    data = Input(file, file.tell())
+    data = Input(file, file.tell(), file_bytes=end)
     spans: dict[str, tuple[int, int]] = {}
     for key in cast(list[str], Unpickler(source, find).load()):
         numel, itemsize = wanted[key]
@@ -410,7 +421,7 @@ def _find_legacy_storages(file: BinaryIO, end: int, machine: Machine) -> tuple[I
 def _storage_of_bytes(data: bytes) -> Storage:
     """A tensor in a plain pickle stores its values as a complete torch file."""
     source, spans = _find_legacy_storages(io.BytesIO(data), len(data), Unpickler)
-    storage = Unpickler(source, lambda dtype, key, numel: Storage(dtype, numel, cast(Fetch, None))).load()
+    storage = Unpickler(source, lambda dtype, key, numel: Storage(dtype, numel, cast(Fetch, None), source.spend)).load()
     if not isinstance(storage, Storage) or len(spans) != 1:
         raise pickle.UnpicklingError("a nested torch file that is not a single storage")
     [(start, num_bytes)] = spans.values()
@@ -418,7 +429,7 @@ def _storage_of_bytes(data: bytes) -> Storage:
         raise pickle.UnpicklingError("a storage with two different sizes")
     flat = torch.empty(storage.numel, dtype=storage.dtype)
     flat.view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8, num_bytes, start)
-    return Storage(storage.dtype, storage.numel, lambda first, count: flat[first : first + count])
+    return Storage(storage.dtype, storage.numel, lambda first, count: flat[first : first + count], source.spend)
 
 
 GLOBALS[NESTED_FILE] = _storage_of_bytes

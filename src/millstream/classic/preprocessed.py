@@ -19,6 +19,7 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
+from millstream.classic.limits import OBJECT_BYTES, Input
 from millstream.classic.pickles import BROKEN, LEGACY_TORCH, ZIP, broken, open_pickle, unsafe
 from millstream.classic.unpickle import Array, Refused, StoredTensor, Unpickler, brief, handlers_of, stored_tensor
 from millstream.errors import BadSource
@@ -93,13 +94,13 @@ def read_preprocessed(
             content = LazyUnpickler(source, find_storage).load()
             if not source.at_end():
                 raise pickle.UnpicklingError("more bytes follow the end of the pickle")
-            key, rows, labels, ids = _columns(name, content)
+            key, rows, labels, ids = _columns(name, content, source)
             leave_out(cast(dict[str, object], content))
             for number in range(len(ids)):
                 yield {
                     "question_id": _id(ids[number]),
                     "label": _label(labels[number]),
-                    **(_layers(rows[number]) if key == "sequences" else _graphs(rows[number], leave_out)),
+                    **(_layers(rows[number]) if key == "sequences" else _graphs(rows[number], source, leave_out)),
                 }
     except Refused as reason:
         raise unsafe(name, reason) from None
@@ -183,7 +184,7 @@ KindUnpickler.handlers = handlers_of(KindUnpickler, "NEWOBJ")
 Rows = StoredTensor | Sequence[object]
 
 
-def _columns(name: str, content: object) -> tuple[str, Rows, Sequence[object], Sequence[object]]:
+def _columns(name: str, content: object, source: Input) -> tuple[str, Rows, Sequence[object], Sequence[object]]:
     fields = cast(dict[str, object], content) if isinstance(content, dict) else {}
     key = next((key for key in ("sequences", *GRAPHS) if key in fields), None)
     if key is None:
@@ -199,6 +200,7 @@ def _columns(name: str, content: object) -> tuple[str, Rows, Sequence[object], S
         shape = f" of shape {rows.shape}" if isinstance(rows, StoredTensor) else ""
         wanted = "a tensor [trace, layer, dim] or a list" if key == "sequences" else "lists of graphs"
         raise pickle.UnpicklingError(f"expected {key!r} to be {wanted}, found {brief(fields[key])}{shape}")
+    source.spend(num_rows * OBJECT_BYTES)
     missing = [None] * num_rows
     labels = _items("labels", fields["labels"]) if "labels" in fields else missing
     ids = _items("question_ids", fields["question_ids"]) if "question_ids" in fields else missing
@@ -251,11 +253,12 @@ def _layers(sequence: object) -> dict[str, object]:
     return {"layers": sequence.read()}
 
 
-def _graphs(layers: object, leave_out: Callable[[Mapping[str, object]], None]) -> dict[str, object]:
+def _graphs(layers: object, source: Input, leave_out: Callable[[Mapping[str, object]], None]) -> dict[str, object]:
     if not isinstance(layers, list | tuple):
         raise pickle.UnpicklingError(f"expected a list of one graph per layer, found {brief(layers)}")
     if not layers:
         raise pickle.UnpicklingError("it has no layers")
+    source.spend(len(cast(Sequence[object], layers)) * OBJECT_BYTES)  # a list may be that of every trace
     graphs = [_fields(graph, leave_out) for graph in cast(Sequence[object], layers)]
     x, edge_index = _of_one_dtype("x", graphs), _of_one_dtype("edge_index", graphs)
     has_attr = any(graph.get("edge_attr") is not None for graph in graphs)

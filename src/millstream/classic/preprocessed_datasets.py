@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from millstream.classic.importer import NAMES, SAVED_GRAPHS
+from millstream.classic.importer import SAVED_GRAPHS
 from millstream.classic.preprocessed import Kind
 from millstream.classic.preprocessed_folder import open_preprocessed
+from millstream.classic.records import NAMES
 from millstream.core.batches import ColumnBatch
 from millstream.core.collection import Collection, Numbers
 from millstream.core.engine import available_cores
@@ -196,6 +197,8 @@ class PreprocessedDataset(Dataset[Item]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
+        if self.kind == "gnn" and get_worker_info():
+            _send_without_open_files()
         numbers = checked_indices(indices, len(self))
         parts = np.split(numbers, len(numbers)) if self._maker.one_by_one and len(numbers) else [numbers]
         return [item for part in parts for item in self._fetch(part)]
@@ -230,6 +233,16 @@ class PreprocessedDataset(Dataset[Item]):
         labels = torch.tensor(np.asarray(columns[LABEL]), dtype=torch.float32).unbind()
         ids = [str(name) for name in cast("Sequence[object]", columns[ID_FIELD])]
         return list(zip(inputs, labels, ids, strict=True))
+
+
+@cache
+def _send_without_open_files() -> None:
+    """In a worker: send tensors by name, not as open files.
+
+    A batch of graphs is hundreds of tensors. If a process may not open that many files (`ulimit -n`), torch's thread
+    that sends them fails, and the DataLoader waits for ever.
+    """
+    torch.multiprocessing.set_sharing_strategy("file_system")
 
 
 class PreprocessedLSTMDataset(PreprocessedDataset):

@@ -4,7 +4,6 @@ A pickle is a program for a small stack machine. This machine has only the opcod
 and tensors need, and may call only the functions in `GLOBALS`, which are our own and check their arguments.
 """
 
-import io
 import pickle
 import re
 import sys
@@ -13,17 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from types import FunctionType
-from typing import BinaryIO, ClassVar, Literal, NoReturn, TypeGuard, cast
+from typing import ClassVar, Literal, NoReturn, TypeGuard, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from millstream.classic.limits import OBJECT_BYTES, Input
+
 Array = NDArray[np.generic]
 DType = np.dtype[np.generic]
 Trace = dict[str, object]
 
-MAX_UNCHECKED_BYTES = 1 << 16  # larger reads are checked against the file size before memory is allocated
 NESTED_FILE = ("torch.storage", "_load_from_bytes")  # a tensor in a plain pickle is a whole torch file
 
 
@@ -41,6 +41,11 @@ class Storage:
     dtype: torch.dtype
     numel: int
     fetch: Fetch
+    spend: Callable[[int], None]  # called with the size of every tensor that is read
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,55 +72,12 @@ class StoredTensor:
         return 0 if 0 in self.shape else 1 + sum((n - 1) * stride for n, stride in steps)
 
     def read(self) -> torch.Tensor:
+        self.storage.spend(max(self.span, prod(self.shape)) * self.dtype.itemsize)  # strides of 0 repeat elements
         return self.storage.fetch(self.first, self.span).as_strided(self.shape, self.strides)
 
 
 # (dtype, key, number of elements) -> the storage that a torch file keeps outside the pickle
 FindStorage = Callable[[torch.dtype, str, int], Storage]
-
-
-class Input:
-    """A binary file that never allocates memory for bytes it does not have. `end` is None if unknown (gzip)."""
-
-    def __init__(self, file: BinaryIO, end: int | None) -> None:
-        self.file = file
-        self.end = end
-
-    def read(self, num_bytes: int) -> bytes:
-        if num_bytes > MAX_UNCHECKED_BYTES:
-            if self.end is None:
-                return bytes(self.read_large(num_bytes))
-            self.check(num_bytes)
-        data = self.file.read(num_bytes)
-        if len(data) < num_bytes:
-            raise EOFError("the file ends too early")
-        return data
-
-    def read_large(self, num_bytes: int) -> bytearray:
-        """Like read, into writable memory, without a second copy."""
-        if self.end is None:
-            data = bytearray()
-            while len(data) < num_bytes:
-                data += self.read(min(num_bytes - len(data), MAX_UNCHECKED_BYTES))
-            return data
-        self.check(num_bytes)
-        data = bytearray(num_bytes)
-        if cast(io.BufferedReader, self.file).readinto(data) < num_bytes:
-            raise EOFError("the file ends too early")
-        return data
-
-    def readline(self) -> bytes:
-        line = self.file.readline(256)  # the name of a module or a global
-        if not line.endswith(b"\n"):
-            raise EOFError("the file ends too early")
-        return line
-
-    def check(self, num_bytes: int) -> None:
-        if self.end is not None and num_bytes > self.end - self.file.tell():
-            raise EOFError(f"the file ends too early: {num_bytes:,} bytes announced")
-
-    def at_end(self) -> bool:
-        return self.file.tell() == self.end if self.end is not None else not self.file.read(1)
 
 
 # Private, but the only unpickler with a hook for each opcode: `pickle.Unpickler` is C and loads a whole file at once,
@@ -143,6 +105,7 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         self.append = self.stack.append
         self.ready: list[Trace] = []
         self.value: object = None
+        self.keeps_all = True  # whether everything read so far is still in memory
 
     def load(self) -> object:
         for _ in self.run():
@@ -152,10 +115,16 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
     def run(self) -> Iterator[Trace]:
         """Execute the pickle, yielding what the handlers put into `ready` as soon as it is there."""
         read, handlers, ready = self.read, self.handlers, self.ready
+        max_objects = self.source.max_objects
+        num_objects = 0  # an upper bound: each opcode makes at most one
         while (opcode := read(1)) in handlers:
             handlers[opcode](self)
+            num_objects += 1
+            if num_objects > max_objects:
+                self.source.spend(num_objects * OBJECT_BYTES)
             while ready:
                 yield ready.pop(0)  # no reference stays here: the caller may free it
+                num_objects = num_objects if self.keeps_all else 0
         if not opcode:
             raise EOFError("the file ends too early")
         if opcode != pickle.STOP:
@@ -212,13 +181,17 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         build = self.stack[-1]
         if type(build) is not FunctionType or type(args) is not tuple:
             raise Refused(f"the file tries to call {brief(build)}")
-        self.stack[-1] = build(*cast(tuple[object, ...], args))
+        built = build(*cast(tuple[object, ...], args))
+        # A call of a few bytes can copy an argument of any size again and again.
+        self.source.spend(len(built) if type(built) is bytes else cast(int, getattr(built, "nbytes", 0)))
+        self.stack[-1] = built
 
     def load_build(self) -> None:
         state = self.stack.pop()
         built = self.stack[-1]
         if type(built) is np.ndarray:
             _fill_array(cast(Array, built), state)
+            self.source.spend(cast(Array, built).nbytes)
         elif isinstance(built, np.dtype):
             _set_byte_order(cast(DType, built), state)
         else:
@@ -348,7 +321,7 @@ def _scalar(dtype: DType, data: bytes) -> np.generic:
 def _check_array(shape: object, dtype: object, data: bytes | bytearray) -> None:
     if not isinstance(dtype, np.dtype) or not _are_counts(shape):
         raise pickle.UnpicklingError("an array without a dtype or a shape")
-    if prod(shape) * dtype.itemsize != len(data):
+    if prod(shape) * dtype.itemsize != len(data) or (not dtype.itemsize and prod(shape)):
         raise pickle.UnpicklingError(f"an array of shape {shape} and dtype {dtype} cannot have {len(data):,} bytes")
     # numpy does not check, and Python raises SystemError when it converts them to str.
     if dtype.kind == "U" and np.frombuffer(data, "<u4").max(initial=0) > sys.maxunicode:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.classic.importer import to_record
+from millstream.classic.records import to_record
 from millstream.errors import MillstreamError
 from millstream.traces.view.inside import TokenTexts
 from support.making_traces import make_traces

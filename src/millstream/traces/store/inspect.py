@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from millstream.core.console import Progress, format_bytes, plural, printable, quoted, silent
 from millstream.core.record import Tensor, as_tensor, crc32c, plain
-from millstream.errors import StoreError
+from millstream.errors import BadSource, StoreError
 from millstream.traces.convert import imported_records
 from millstream.traces.store.format import ID_FIELD, TensorRow
 from millstream.traces.store.manifest import list_shards, shard_name
@@ -229,7 +229,10 @@ def _summarise_file(path: Path, examples: int) -> Summary:
             raw = as_tensor(name, value)
             tally = tallies.setdefault(name, _Tally(str(raw.kind) if raw else type(value).__name__))
             if raw is None:
-                tally.add_column(pa.array([plain(value)]))
+                try:
+                    tally.add_column(pa.array([plain(value)]))
+                except pa.ArrowException as error:
+                    raise BadSource(f"{path}: record {count}: field {name!r}: cannot be stored: {error}") from None
             else:
                 tally.add_shapes(np.array([raw.shape]))
         if len(shown) < examples:
