@@ -129,8 +129,8 @@ class TrainError(MillstreamError):
     """Something about training a model."""
 
 
-class NotFinite(TrainError, ArithmeticError):
-    """A loss is NaN or infinite; the message names the records of the batch."""
+class NotFinite(TrainError, ArithmeticError, ValueError):
+    """A loss or an input is NaN or infinite; the message names the records."""
 
 
 class MissingFields(TrainError):

@@ -21,8 +21,8 @@ from millstream.features import fields
 from millstream.traces.detectors import DETECTION
 from millstream.traces.detectors.net import DetectorNet
 from millstream.traces.kind import TrainSettings
-from millstream.training.folder import Log, load, pack_optimizer, read_lines, save, tree_bytes, unpack_optimizer
-from millstream.training.loop import learning_share, predict
+from millstream.training.folder import Log, load, read_lines, save, tree_bytes
+from millstream.training.loop import learning_share, pack_optimizer, predict, unpack_optimizer
 from millstream.training.run import make_fabric
 from support.making_traces import labelled, make_traces
 

@@ -1,14 +1,19 @@
 """A run that was killed or stopped anywhere ends with the same weights as an uninterrupted one."""
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import millstream as ms
-from millstream.training.folder import Log, load, read_lines
+from millstream.errors import BadSource
+from millstream.training.folder import Log, load, read_lines, save
+from support.commands import run_here
 from support.forked_training import Job
+from support.making import flip
 from support.training import SHORT, losses_of, scores_of, weights_of
 
 ASKED = {**SHORT, "model": "lstm,gvae", "checkpoint_steps": 2}
@@ -80,15 +85,123 @@ def test_an_incomplete_line_of_the_log_is_cut_off_and_time_continues(tmp_path: P
     assert lines[1]["time_s"] >= lines[0]["time_s"]
 
 
-def test_a_damaged_checkpoint_is_an_error_that_names_it(store: Path, whole: Path, tmp_path: Path):
-    import shutil
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the whole run, to be damaged."""
+    return shutil.copytree(whole, tmp_path / "run")
 
-    out = tmp_path / "run"
-    shutil.copytree(whole, out)
-    (out / "checkpoints" / "lstm-0" / "scores.parquet").unlink()
-    file = out / "checkpoints" / "lstm-0" / "latest.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-    from millstream.errors import BadSource
 
+def test_a_checkpoint_that_is_cut_off_or_a_folder_is_an_error_that_names_it(store: Path, copy: Path):
+    (copy / "checkpoints" / "lstm-0" / "scores.parquet").unlink()
+    file = copy / "checkpoints" / "lstm-0" / "latest.safetensors"
+    content = file.read_bytes()
+    for size in (0, 7, 100, len(content) - 1):
+        file.write_bytes(content[:size])
+        with pytest.raises(BadSource, match=r"latest\.safetensors"):
+            ms.train(store, out=str(copy), **ASKED)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(BadSource, match=r"latest\.safetensors.*a folder"):
+        ms.train(store, out=str(copy), **ASKED)
+
+
+def test_no_flipped_bit_of_a_checkpoint_is_loaded_unnoticed(tmp_path: Path):
+    tensors = {"half": torch.arange(5).to(torch.bfloat16), "one": torch.tensor(3.0), "none": torch.zeros(0, 2)}
+    about = {"epoch": 2, "best": 0.1 + 0.2, "sums": {"loss": 1e-9}, "loader": None}
+    save(tmp_path / "whole", tensors, about)
+    found, said = load(tmp_path / "whole")
+    assert said == about and all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    content = (tmp_path / "whole").read_bytes()
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "changed").write_bytes(changed)
+        try:
+            found, said = load(tmp_path / "changed")
+        except BadSource:
+            continue
+        assert said == about and set(found) == set(tensors), bit
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()), bit
+
+
+def test_a_flipped_bit_in_the_weights_is_not_resumed_from_and_removing_the_folder_trains_again(
+    store: Path, whole: Path, copy: Path
+):
+    folder = copy / "checkpoints" / "lstm-0"
+    (folder / "scores.parquet").unlink()
+    flip(folder / "latest.safetensors", (folder / "latest.safetensors").stat().st_size - 5)
+    with pytest.raises(BadSource, match=rf"Remove {folder} .*finished models are kept"):
+        ms.train(store, out=str(copy), **ASKED)
+    flip(copy / "checkpoints" / "gvae-0" / "detector.safetensors", 5000)
+    with pytest.raises(BadSource, match=r"gvae-0/detector\.safetensors"):
+        ms.evaluate(copy, model="gvae")
+    shutil.rmtree(folder)
+    ms.train(store, out=str(copy), **ASKED)
+    assert weights_of(copy, "lstm-0") == weights_of(whole, "lstm-0")
+
+
+def test_weights_of_another_version_are_an_error_that_names_the_checkpoint(store: Path, copy: Path):
+    (copy / "checkpoints" / "lstm-0" / "scores.parquet").unlink()
+    file = copy / "checkpoints" / "lstm-0" / "latest.safetensors"
+    tensors, about = load(file)
+    save(file, {**tensors, "model.more": torch.zeros(2)}, about)
     with pytest.raises(BadSource, match=r"latest\.safetensors"):
-        ms.train(store, out=str(out), **ASKED)
+        ms.train(store, out=str(copy), **ASKED)
+    save(file, tensors, {**about, "moon": "full"})
+    with pytest.raises(BadSource, match=r"latest\.safetensors.*moon"):
+        ms.train(store, out=str(copy), **ASKED)
+
+
+BAD_MAPPINGS = {
+    "garbage": b"\xff\xfe\x00 {[ no\n",
+    "a list": b"[1, 2]\n",
+    "empty": b"",
+    "a tag": b"!!python/object/apply:os.system ['true']\n",
+    "a text": b"once upon a time\n",
+    "nested": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", BAD_MAPPINGS)
+@pytest.mark.parametrize("name", ["config.yaml", "data.json"])
+def test_damaged_settings_or_data_cards_are_named_in_one_line_and_finished_models_are_kept(
+    store: Path, copy: Path, name: str, case: str
+):
+    (copy / name).write_bytes(BAD_MAPPINGS[case])
+    kept = scores_of(copy)
+    settings = [f"{key}={value}" for key, value in ASKED.items()]
+    commands = [("train", f"data={store}", f"out={copy}", *settings), ("evaluate", copy), ("report", copy)]
+    for command in commands:
+        code, _, err = run_here(*command)
+        assert code == 1 and name in err and err.count("\n") == 1, (command[0], err)
+    assert scores_of(copy) == kept and (copy / name).read_bytes() == BAD_MAPPINGS[case]
+
+
+def test_a_data_card_of_something_else_is_named(copy: Path):
+    (copy / "data.json").write_text('{"1": 2}')
+    with pytest.raises(BadSource, match=r"data\.json.* store"):
+        ms.evaluate(copy)
+
+
+def test_damaged_scores_are_named_and_written_again_once_removed(store: Path, whole: Path, copy: Path):
+    file = copy / "checkpoints" / "lstm-0" / "scores.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    for work in (lambda: ms.train(store, out=str(copy), **ASKED), lambda: ms.evaluate(copy)):
+        with pytest.raises(BadSource, match=r"lstm-0/scores\.parquet.*Remove it"):
+            work()
+    file.unlink()
+    ms.train(store, out=str(copy), **ASKED)
+    assert scores_of(copy) == scores_of(whole)
+
+
+@pytest.mark.parametrize(
+    "line", [b"garbage", b"\x00\xff", b"[1]", b"{}", b'{"kind": "fit"}', b"[" * 100_000, b'{"time_s": "late"}', b""]
+)
+def test_a_damaged_line_of_the_log_stops_neither_training_nor_evaluation(store: Path, copy: Path, line: bytes):
+    lines = (copy / "metrics.jsonl").read_bytes().split(b"\n")
+    (copy / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], line, *lines[2:-1], line, b""]))
+    ms.train(store, out=str(copy), **ASKED)
+    assert set(scores_of(ms.evaluate(copy, model="lstm"))) == {("lstm", 0)}
+    code, _, err = run_here("report", copy)
+    assert code in (0, 1) and "Traceback" not in err
+    assert code == 0 or ("metrics.jsonl: line 3" in err and err.count("\n") == 1)

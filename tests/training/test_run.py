@@ -367,6 +367,29 @@ def test_nan_inputs_are_an_error_that_names_the_record(tmp_path: Path):
         ms.train(tmp_path / "broken", model="lstm", out=str(tmp_path / "run"), **SHORT)
 
 
+@pytest.mark.parametrize(
+    ("field", "model"),
+    [
+        ("logprobs", "mean_logprob"),
+        ("laplacian", "lapeigvals"),
+        ("prompt_attention", "lookback"),
+        ("states", "probe_last_answer"),
+    ],
+)
+def test_nan_in_the_inputs_of_a_baseline_is_an_error_that_names_the_record(tmp_path: Path, field: str, model: str):
+    store = make_traces(tmp_path / "traces", num=60)
+    number = int(
+        ms.split(ms.open(store), {"train": 0.7, "val": 0.15, "test": 0.15})["train"].record_numbers(np.array([4]))[0]
+    )
+
+    def spoil(row: dict) -> dict:
+        return {**row, field: np.full_like(row[field], np.nan)} if row["question_id"] == f"q{number}" else row
+
+    broken = _copied(store, tmp_path / "broken", spoil)
+    with pytest.raises(NotFinite, match=rf"records? {number}\b"):
+        ms.train(broken, model=model, out=str(tmp_path / "run"), **SHORT)
+
+
 def test_a_loss_that_is_not_finite_is_an_error_with_the_records_of_the_batch(store: Path, tmp_path: Path):
     with pytest.raises(NotFinite, match=r"(nan|inf) at epoch \d+, step \d+, .* \d+, "):
         ms.train(store, model="lstm", out=str(tmp_path / "run"), **{**SHORT, "lr": 1e30, "clip": 1e30})

@@ -3,7 +3,6 @@
 A kind of record fills in a `Report` with its columns, sections and figures.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from millstream.training.folder import (
     PREDICTIONS,
     Metrics,
     kind_of,
+    read_mapping,
     read_metrics,
 )
 
@@ -159,22 +159,6 @@ def read_files(run: str | Path, *, what: str) -> RunFiles:
         data=read_mapping(folder / DATA),
         metrics=read_metrics(folder / METRICS),
     )
-
-
-def read_mapping(file: Path) -> Mapping[str, object]:
-    """A JSON or YAML file of names and values."""
-    import yaml
-
-    try:
-        text = file.read_text()
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except FileNotFoundError:
-        raise damaged(file, "no such file") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise damaged(file, str(error).partition("\n")[0]) from None
-    if not isinstance(found, dict):
-        raise damaged(file, f"a {type(found).__name__}, not a mapping")
-    return {str(key): value for key, value in cast("dict[object, object]", found).items()}
 
 
 def unfinished(folder: Path, *, what: str) -> BadSource:

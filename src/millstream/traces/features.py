@@ -18,7 +18,7 @@ from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
 from millstream.core.memory import empty
 from millstream.core.record import Array, Tensor
-from millstream.errors import BadSetting, SchemaMismatch
+from millstream.errors import BadSetting, NotFinite, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
 from millstream.traces.store.format import ID_FIELD
@@ -166,7 +166,7 @@ class TokenStats:
         (bad,) = np.nonzero(~np.isfinite(out_BS).all(axis=1))
         if len(bad):
             stats = [name for name, value in zip(self.names, out_BS[bad[0]], strict=True) if not np.isfinite(value)]
-            raise ValueError(f"record {batch.numbers[bad[0]]}: {', '.join(stats)} is NaN or infinite; extract it again")
+            raise NotFinite(f"record {batch.numbers[bad[0]]}: {', '.join(stats)} is NaN or infinite; extract it again")
         return {"stats": out_BS}
 
 

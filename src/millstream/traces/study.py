@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 from numpy.typing import NDArray
 
 from millstream.core.collection import Collection, Subset
 from millstream.core.config import parse_bytes, read_settings
 from millstream.core.console import quoted, say
-from millstream.core.files import publish, publish_json, publish_table
+from millstream.core.files import publish, publish_json
 from millstream.core.split import LABEL, Labelled, Split, labelled, split
+from millstream.core.tables import open_table, publish_table, read_table
 from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
 from millstream.traces.convert import names_of
 from millstream.traces.detectors import DetectorSpec, detector_specs, is_ours, scores_of
@@ -35,12 +35,14 @@ from millstream.training.folder import (
     WEIGHTS,
     Log,
     card_kind,
+    damaged_file,
     environment,
     finished_jobs,
     job_folder,
     load,
     load_run,
     read_lines,
+    read_scores,
 )
 from millstream.training.run import make_fabric, write_predictions
 from millstream.training.study import Built, ModelSpec, Workplace
@@ -63,7 +65,7 @@ def open_labelled(path: str, label: str, positive: str | None = None) -> Collect
     """
     traces = Traces(path)
     labels_file = traces.path / LABELS_FILE
-    schema = pq.ParquetFile(labels_file).schema_arrow if labels_file.exists() else pa.schema([])
+    schema = open_table(labels_file).schema_arrow if labels_file.exists() else pa.schema([])
     has_verdicts = label in schema.names
     if label == "verdict" and not has_verdicts and LABEL not in traces.field_names:
         raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {quoted(path)}")
@@ -122,7 +124,7 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
     labels_file = traces.path / LABELS_FILE
     about: dict[str, object] = {}
     if labels_file.exists():
-        table = pq.read_table(labels_file)
+        table = read_table(labels_file)
         written = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         about = {name: written.get(f"millstream.{name}") for name in ("rule", "label_version")}
         if "verdict" in table.column_names:
@@ -295,7 +297,7 @@ def evaluate(run: str | Path, **settings: object) -> Path:
     publish(out / CONFIG, yaml.safe_dump({**asdict(trained), "evaluates": str(path)}, sort_keys=False).encode())
     (out / METRICS).unlink(missing_ok=True)
     log = Log(out)
-    fits = {(line["model"], line["seed"]): line for line in read_lines(path) if line["kind"] == "fit"}
+    fits = {(line.get("model"), line.get("seed")): line for line in read_lines(path) if line["kind"] == "fit"}
     fabric = make_fabric(replace(trained, devices=1))
     for name, seed in jobs:
         folder = job_folder(path, name, seed)
@@ -308,7 +310,7 @@ def evaluate(run: str | Path, **settings: object) -> Path:
         scores = scores_of(built.model, collection)
         fit = {key: value for key, value in fits.get((name, seed), {}).items() if key not in ("kind", "time_s")}
         log.write("fit", **{**fit, "score_s": time.perf_counter() - begun, "num_scored": len(collection)})
-        scored = pq.read_table(folder / SCORES)
+        scored = read_scores(path, name, seed)
         validation = scored.filter(pa.array([part == "val" for part in scored.column("part").to_pylist()]))
         target = job_folder(out, name, seed)
         target.mkdir(parents=True, exist_ok=True)
@@ -326,6 +328,9 @@ def load_detector_run(run: Path) -> tuple[TrainSettings, Mapping[str, Any]]:
             f"{run}: this run contains read classifiers, not detectors. "
             f"Next: millstream classify {quoted(run)} READS -o calls.tsv"
         )
+    missing = [name for name in ("store", "split", "language_model") if name not in card]
+    if missing:
+        raise damaged_file(run / DATA, f"it has no {', '.join(missing)}")
     return read_settings(TrainSettings, found), card
 
 
@@ -359,7 +364,7 @@ def _records(
 def _unseen(run: Path, collection: Collection, given: EvaluateSettings) -> tuple[Collection, Mapping[str, object]]:
     """The records whose questions the run was not fitted to, and how many others there are; all with `include_seen`."""
     try:
-        seen = _seen_in(collection, pq.read_table(run / SEEN))
+        seen = _seen_in(collection, read_table(run / SEEN))
     except (OSError, KeyError, pa.ArrowException) as error:
         raise BadSource(
             f"{run / SEEN}: the list of questions that the run was trained on is missing or damaged "

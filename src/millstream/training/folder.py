@@ -23,11 +23,12 @@ import yaml
 from millstream.core.console import quoted
 from millstream.core.files import publishing, sync_folder
 from millstream.core.memory import available_bytes, tree_bytes
+from millstream.core.record import crc32c
 from millstream.core.registry import KINDS
 from millstream.errors import BadSource, MissingExtra
 
 if TYPE_CHECKING:
-    import torch
+    import pyarrow as pa
     from torch import Tensor
 
 CONFIG = "config.yaml"
@@ -40,7 +41,7 @@ CHECKPOINTS = "checkpoints"  # a folder for each model and seed, with:
 SCORES = "scores.parquet"
 WEIGHTS = "detector.safetensors"  # of any kind of model: the name is part of the format
 ABOUT = "millstream"  # the key of the metadata in a checkpoint
-OPTIMIZER = "optimizer."
+CHECKSUM = "crc32c"  # in the metadata
 _DISK_FULL = "The previous checkpoint is kept; free some space and run the same command to resume"
 _PACKAGES = (
     "millstream",
@@ -57,10 +58,9 @@ _PACKAGES = (
 def kind_of(folder: Path) -> str:
     """The kind of record of a run, from its data card."""
     try:
-        card = json.loads((folder / DATA).read_text())
-    except (OSError, ValueError):
-        card = None
-    return card_kind(cast("dict[str, object]", card) if isinstance(card, dict) else {})
+        return card_kind(read_mapping(folder / DATA))
+    except BadSource:
+        return KINDS[0]
 
 
 def card_kind(card: Mapping[str, object]) -> str:
@@ -71,15 +71,33 @@ def card_kind(card: Mapping[str, object]) -> str:
 
 def load_run(run: Path, *, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings and the data card of a run."""
+    for name in (CONFIG, DATA):
+        if not (run / name).is_file():
+            raise BadSource(f"{run}: not a run of millstream train (it has no {name}). {remedy}")
+    return read_mapping(run / CONFIG), read_mapping(run / DATA)
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """The names and values in a JSON or YAML file of a run; BadSource if it is damaged."""
     try:
-        config, card = yaml.safe_load((run / CONFIG).read_text()), json.loads((run / DATA).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = f"it has no {Path(str(error.filename)).name}" if missing else str(error)
-        raise BadSource(f"{run}: not a run of millstream train ({why}). {remedy}") from None
-    if not isinstance(config, dict) or not isinstance(card, dict):
-        raise BadSource(f"{run}: not a run of millstream train ({CONFIG} or {DATA} is damaged). {remedy}")
-    return cast("dict[str, Any]", config), cast("dict[str, Any]", card)
+        text = file.read_text()
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise damaged_file(file, "no such file" if isinstance(error, FileNotFoundError) else str(error)) from None
+    except RecursionError:
+        raise damaged_file(file, "it is nested too deeply") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise damaged_file(file, " ".join(str(getattr(error, "problem", None) or error).split())) from None
+    if not isinstance(found, dict):
+        raise damaged_file(file, f"a {type(found).__name__}, not a mapping")
+    return {str(key): value for key, value in cast("dict[object, object]", found).items()}
+
+
+def damaged_file(file: Path, why: str) -> BadSource:
+    return BadSource(
+        f"{file}: is damaged ({why}). Restore it from a copy, or train into another folder with out=; the finished "
+        f"models are still in {quoted(file.parent / CHECKPOINTS)}"
+    )
 
 
 def requested_models(config: Mapping[str, object]) -> list[str]:
@@ -96,6 +114,24 @@ def finished_jobs(run: Path) -> list[tuple[str, int]]:
     """The models, with their seeds, whose scores are complete."""
     parts = [file.parent.name.rpartition("-") for file in sorted((run / CHECKPOINTS).glob(f"*/{SCORES}"))]
     return [(name, int(seed)) for name, _, seed in parts if re.fullmatch("[0-9]{1,18}", seed)]
+
+
+def read_scores(run: Path, name: str, seed: int) -> pa.Table:
+    """The scores of a finished model."""
+    import pyarrow as pa
+
+    from millstream.core.tables import read_table
+
+    file = job_folder(run, name, seed) / SCORES
+    try:
+        if file.is_dir():  # which would be read as a table of many files
+            raise IsADirectoryError("a folder")
+        return read_table(file)
+    except (OSError, pa.ArrowException) as error:
+        why = str(error).partition("\n")[0]
+        raise BadSource(
+            f"{file}: is damaged ({why}). Remove it and run the same millstream train command to score the model again"
+        ) from None
 
 
 def environment() -> dict[str, object]:
@@ -127,9 +163,10 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object])
 
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    described = json.dumps({**about, CHECKSUM: _checksum(whole, about)})
     with publishing(path, _DISK_FULL) as file:
         try:
-            save_file(whole, file.name, metadata={ABOUT: json.dumps(about)})
+            save_file(whole, file.name, metadata={ABOUT: described})
         except SafetensorError as error:  # it keeps only the text of an OSError
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else 0, str(error)) from None
@@ -143,28 +180,28 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
     """The tensors by name, and `about`."""
     with _opened(path) as file:
         tensors = {name: cast("Tensor", file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-        return tensors, cast("dict[str, object]", json.loads(file.metadata()[ABOUT]))
+        about = cast("dict[str, object]", json.loads(file.metadata()[ABOUT]))
+        if about.pop(CHECKSUM, None) != _checksum(tensors, about):
+            raise ValueError("its checksum does not match")
+        return tensors, about
+
+
+def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> int:
+    """CRC-32C of the metadata, and of the name, type, shape and bytes of every tensor."""
+    import torch
+
+    crc = crc32c(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        crc = crc32c(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
+        crc = crc32c(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return crc
 
 
 def load_shapes(path: Path) -> dict[str, list[int]]:
     """The shape of each tensor, by name; no tensor is read."""
     with _opened(path) as file:
         return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
-def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state of every parameter, keyed by number and name."""
-    state = cast("dict[int, dict[str, Tensor]]", optimizer.state_dict()["state"])
-    return {f"{OPTIMIZER}{number}.{name}": value for number, values in state.items() for name, value in values.items()}
-
-
-def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        if name.startswith(OPTIMIZER):
-            number, key = name.removeprefix(OPTIMIZER).split(".")
-            state.setdefault(int(number), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 @contextmanager
@@ -174,10 +211,16 @@ def _opened(path: Path) -> Generator[Any]:
     try:
         with safe_open(path, "pt") as file:  # pyright: ignore[reportUnknownVariableType]
             yield cast(Any, file)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise BadSource(
-            f"{path}: not a millstream checkpoint, or damaged ({error}). Remove it and train again"
-        ) from None
+    except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        why = "a folder" if path.is_dir() else str(error).partition("\n")[0]
+        raise damaged_checkpoint(path, why) from None
+
+
+def damaged_checkpoint(path: Path, why: str) -> BadSource:
+    return BadSource(
+        f"{path}: not a millstream checkpoint, or damaged ({why}). Remove {quoted(path.parent)} and run the same "
+        "millstream train command to train this model again; finished models are kept"
+    )
 
 
 def _cpu() -> str:
@@ -191,6 +234,7 @@ def _cpu() -> str:
 _BLOCK = 16 << 20
 _MARK = 64
 Line = Mapping[str, object]
+DAMAGED_LINE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 class Log:
@@ -311,7 +355,7 @@ class Metrics:
         return list(self.epochs.values())
 
     def take(self, line: Line) -> None:
-        """Add a line; raises AttributeError, KeyError, TypeError or ValueError if it is damaged."""
+        """Add a line; raises one of DAMAGED_LINE if it is damaged."""
         kind = line.get("kind")
         if kind == "epoch":
             self.epochs[str(line["model"]), _int(line["seed"]), _int(line["epoch"])] = line
@@ -334,7 +378,7 @@ def read_metrics(file: Path) -> Metrics:
             raise _damaged(file, number, f"not valid JSON: {line}")
         try:
             metrics.take(cast(Line, line))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except DAMAGED_LINE as error:
             raise _damaged(file, number, f"{type(error).__name__}: {error}") from None
     return metrics
 
@@ -363,12 +407,12 @@ def _float(value: object) -> float:
 
 
 def _damaged(file: Path, number: int, what: str) -> BadSource:
-    again = f"millstream train data=STORE out={quoted(file.parent)}"
-    return BadSource(f"{file}: line {number} is damaged ({what}). Next: remove it, or remove the run and {again}")
+    return BadSource(f"{file}: line {number} is damaged ({what}). Remove this line; all models are kept")
 
 
 def _complete_lines(tail: Tail) -> list[Line]:
-    return [cast(Line, line) for block in tail.blocks() for line in block if isinstance(line, dict)]
+    lines = (cast(Line, line) for block in tail.blocks() for line in block if isinstance(line, dict))
+    return [line for line in lines if "kind" in line]
 
 
 def _cut_incomplete_line(path: Path) -> float:
@@ -377,15 +421,16 @@ def _cut_incomplete_line(path: Path) -> float:
     lines = _complete_lines(tail)
     if path.exists() and tail.position < path.stat().st_size:
         os.truncate(path, tail.position)
-    return float(cast(float, lines[-1].get("time_s", 0.0))) if lines else 0.0
+    times = [line.get("time_s") for line in lines[-1:]]
+    return max((float(time_s) for time_s in times if isinstance(time_s, int | float)), default=0.0)
 
 
 def _parsed(block: bytes) -> Sequence[object]:
     """Parsed as one array, which is three times as fast; line by line if some are damaged."""
     try:
         return cast("list[object]", json.loads(b"[" + block[:-1].replace(b"\n", b",") + b"]"))
-    except ValueError:
-        return [_parsed_line(text) for text in block.splitlines()]
+    except (ValueError, RecursionError):
+        return [_parsed_line(text) for text in block.split(b"\n")[:-1]]
 
 
 def _parsed_line(text: bytes) -> object:
@@ -393,6 +438,8 @@ def _parsed_line(text: bytes) -> object:
         return json.loads(text)
     except ValueError as error:
         return error
+    except RecursionError:
+        return ValueError("nested too deeply")
 
 
 def _tensorboard_writer(run: Path) -> object:

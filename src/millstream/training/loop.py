@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,12 +22,12 @@ from millstream.core.order import mix
 from millstream.core.split import LABEL
 from millstream.errors import NotFinite
 from millstream.training import LoopSettings
-from millstream.training.folder import Log, load, pack_optimizer, save, unpack_optimizer
+from millstream.training.folder import Log, damaged_checkpoint, load, save
 from millstream.training.task import Net, Outcome, Task, fitting_batch, labels_of
 
 SCORED_AT_ONCE = 64
 RECORDS = "records"
-WEIGHTS_PREFIX = "model."
+WEIGHTS_PREFIX, OPTIMIZER = "model.", "optimizer."
 LATEST, BEST = "latest.safetensors", "best.safetensors"
 T = TypeVar("T")
 Parts = Iterable[tuple[bool, dict[str, Any]]]  # micro-batches, and whether each is the last of its step
@@ -254,9 +254,12 @@ class Training:
 
     def _resume(self, loader: Loader) -> None:
         tensors, about = load(self.job.folder / LATEST)
-        self.bare.load_state_dict(weights_of(tensors))
-        unpack_optimizer(self.optimizer, tensors)
-        self.at = Position(**about)  # pyright: ignore[reportArgumentType]
+        try:
+            self.bare.load_state_dict(weights_of(tensors))
+            unpack_optimizer(self.optimizer, tensors)
+            self.at = Position(**about)  # pyright: ignore[reportArgumentType]
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:  # of another version of millstream
+            raise damaged_checkpoint(self.job.folder / LATEST, str(error).partition("\n")[0]) from None
         if self.at.loader is not None:
             loader.load_state_dict(self.at.loader)
 
@@ -324,6 +327,21 @@ def weights_of(found: Mapping[str, T]) -> dict[str, T]:
     return {
         name.removeprefix(WEIGHTS_PREFIX): value for name, value in found.items() if name.startswith(WEIGHTS_PREFIX)
     }
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state of every parameter, keyed by number and name."""
+    state = cast("dict[int, dict[str, Tensor]]", optimizer.state_dict()["state"])
+    return {f"{OPTIMIZER}{number}.{name}": value for number, values in state.items() for name, value in values.items()}
+
+
+def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith(OPTIMIZER):
+            number, key = name.removeprefix(OPTIMIZER).split(".")
+            state.setdefault(int(number), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def seed_all(seed: int) -> None:

@@ -1,7 +1,6 @@
 """`ms.train`: trains every model of a study on the same data, into a run folder. Run again to resume."""
 
 import gc
-import json
 import logging
 import os
 import time
@@ -16,7 +15,6 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import yaml
 from torch import Tensor
@@ -25,9 +23,10 @@ from millstream.core.collection import Collection
 from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_seconds, interruptible, say
 from millstream.core.engine import available_cores
-from millstream.core.files import publish, publish_json, publish_table
+from millstream.core.files import publish, publish_json
 from millstream.core.memory import tree_bytes
 from millstream.core.registry import KINDS, plug
+from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingExtra, MissingFields
 from millstream.training import LoopSettings
 from millstream.training.folder import (
@@ -41,6 +40,8 @@ from millstream.training.folder import (
     environment,
     finished_jobs,
     job_folder,
+    read_mapping,
+    read_scores,
     save,
 )
 from millstream.training.study import Interrupted, ModelSpec, Study, StudyPlug, Workplace
@@ -130,11 +131,15 @@ def write_predictions(run: Path) -> None:
     """predictions.parquet: every score of every finished model, enough to recompute every measure."""
     tables: list[pa.Table] = []
     for model, seed in finished_jobs(run):
-        table = pq.read_table(job_folder(run, model, seed) / SCORES)
+        table = read_scores(run, model, seed)
         size = table.num_rows
         table = table.append_column("model", pa.array([model] * size))
         tables.append(table.append_column("seed", pa.array(np.full(size, seed, np.int32))))
-    publish_table(run / PREDICTIONS, pa.concat_tables(tables))
+    try:
+        publish_table(run / PREDICTIONS, pa.concat_tables(tables))
+    except pa.ArrowException as error:
+        why = str(error).partition("\n")[0]
+        raise BadSource(f"{run}: the {SCORES} of its models have different columns ({why}); one is damaged") from None
 
 
 class _Training:
@@ -185,8 +190,9 @@ class _Training:
         science = {**self.settings.science(), **{name: card[name] for name in self.study.keys}}
         config = self.path / CONFIG
         if config.exists():
-            before = cast("dict[str, Any]", yaml.safe_load(config.read_text()))
-            keys = _keys(self.path, self.study.keys)
+            before = read_mapping(config)
+            described = read_mapping(self.path / DATA)
+            keys = {name: described.get(name) for name in self.study.keys}
             old = {**{name: before.get(name) for name in self.settings.science()}, **keys}
             if old != science:
                 raise ConfigMismatch(
@@ -271,14 +277,6 @@ def _save_arrays(path: Path, arrays: Mapping[str, Any], about: Mapping[str, obje
 def _mean_bytes(collection: Collection, fields: Sequence[str]) -> float:
     some = np.arange(min(64, len(collection)))
     return float(collection.sizes(some, list(fields)).mean()) if len(some) else 0.0
-
-
-def _keys(run: Path, names: Sequence[str]) -> dict[str, object]:
-    try:
-        card = cast("dict[str, object]", json.loads((run / DATA).read_text()))
-    except (OSError, ValueError):
-        return {}
-    return {name: card.get(name) for name in names}
 
 
 def _leave_a_core(num_processes: int = 1) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from millstream.core.console import format_seconds
 from millstream.core.registry import plug
 from millstream.errors import BadSource, MillstreamError
-from millstream.report import read_mapping, report_of
+from millstream.report import report_of
 from millstream.report.measures import spaced
 from millstream.report.tables import clipped, flat
 from millstream.training.folder import (
@@ -26,6 +26,7 @@ from millstream.training.folder import (
     Metrics,
     Tail,
     kind_of,
+    read_mapping,
     requested_models,
 )
 from millstream.view import Query, View

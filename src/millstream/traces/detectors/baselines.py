@@ -22,6 +22,7 @@ from millstream.traces.detectors.logistic import (
     Scores,
     as_tensor,
     binary_labels,
+    check_finite,
     fit_logistic,
     reader,
     score_logistic,
@@ -137,7 +138,7 @@ def _principal(train: Collection, top: int, resources: FitResources) -> _Princip
     pca: _PCA | None = None
     waiting: list[Tensor] = []
     for batch in reader(train, fields("laplacian"), resources):
-        waiting.append(_eigenvalues(batch, top))
+        waiting.append(check_finite(_eigenvalues(batch, top), batch, fields("laplacian")))
         num_components = max(min(_COMPONENTS, waiting[0].shape[1], len(train) // 2), 1)
         if sum(map(len, waiting)) >= num_components:
             pca = pca or _new_pca(num_components)

@@ -15,6 +15,7 @@ from millstream.core.collection import Collection
 from millstream.core.features import Feature, fields
 from millstream.core.loader import Loader
 from millstream.core.split import LABEL
+from millstream.errors import NotFinite
 from millstream.report.measures import auroc
 from millstream.training.task import Arrays, FitResources, Labels, Model, Moments, fitting_batch, labels_of
 
@@ -203,8 +204,6 @@ def _scaling(moments: Moments, num_groups: int) -> tuple[Tensor, Tensor]:
     Inputs have any scale, so a feature is constant if its deviation is tiny relative to its mean.
     """
     assert moments.count is not None and moments.mean is not None and moments.spread is not None, "no rows were added"
-    if not bool(torch.isfinite(moments.mean).all()):
-        raise ValueError("the inputs of the training split contain NaN or infinity; extract those records again")
     deviation = (moments.spread / moments.count).sqrt()
     constant = deviation <= 1e-6 * moments.mean.abs()
     factor = 1 / deviation.masked_fill(constant, 1.0)
@@ -214,7 +213,8 @@ def _scaling(moments: Moments, num_groups: int) -> tuple[Tensor, Tensor]:
 def _prepared(train: Collection, labels: NDArray[np.int64], inputs: Inputs, resources: FitResources) -> Regressions:
     """Regressions with the scaling and the class weights of the training split."""
     moments, num_groups = Moments(), 1
-    for rows_BGF in _rows(reader(train, inputs.feature, resources), inputs):
+    for batch in reader(train, inputs.feature, resources):
+        rows_BGF = check_finite(inputs.groups(batch), batch, inputs.feature)
         num_groups = rows_BGF.shape[1]
         moments.add(rows_BGF.flatten(1))
     shares = np.bincount(labels, minlength=2) / len(labels)
@@ -225,6 +225,18 @@ def _prepared(train: Collection, labels: NDArray[np.int64], inputs: Inputs, reso
         class_weights=torch.tensor(0.5 / shares, dtype=torch.float32),
         seed=resources.seed,
     )
+
+
+def check_finite(rows: Tensor, batch: Mapping[str, object], feature: Feature) -> Tensor:
+    """The rows of a batch; NotFinite if one has NaN or infinity, which would spoil the statistics of all."""
+    is_finite_B = rows.flatten(1).isfinite().all(1)
+    if not bool(is_finite_B.all()):
+        numbers = torch.as_tensor(batch["numbers"])[~is_finite_B].numpy()
+        raise NotFinite(
+            f"NaN or infinity in the inputs of the records {', '.join(map(str, numbers))}, fields "
+            f"{', '.join(feature.fields or ())}. Leave them out: millstream subset"
+        )
+    return rows
 
 
 def _rows(batches: Loader, inputs: Inputs) -> Iterator[Tensor]:
