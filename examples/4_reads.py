@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     run = ms.train(files, mapping=str(mapping), model="kmer-linear", out=str(reads / "run"), memory="300MB")
     print(report_of(run.path).lines())
     out, counts = reads / "test.tsv", reads / "test.kreport"
-    done = ms.classify(run.path, files["test"], out, threshold=0.9, kraken_output=counts, memory="300MB")
+    done = ms.classify(run.path, files["test"], out, threshold=0.9, report=counts, memory="300MB")
     print(f"{done.num_classified} of {done.num_rows} reads are assigned to a taxon with at least 90 % probability:")
     print(f"{counts.read_text()}Wrote {out}. Next: millstream report {run.path}, or open examples/explore.ipynb")
 

@@ -222,10 +222,10 @@ def test_neither_gzip_nor_memory_changes_the_rows(made: Path, tmp_path: Path):
 def test_stopped_after_any_batch_it_resumes_to_the_same_bytes(made: Path, tmp_path: Path, name: str):
     (tmp_path / "whole").mkdir()
     whole, out = tmp_path / "whole" / name, tmp_path / name
-    classify(made / "run", made / "val.fa", whole, kraken_output=tmp_path / "whole.rep", **SMALL)
+    classify(made / "run", made / "val.fa", whole, report=tmp_path / "whole.rep", **SMALL)
     resumed: list[int] = []
     while not out.exists():
-        stopping = {"kraken_output": tmp_path / "out.rep", "stop": stopping_after(4), **SMALL}
+        stopping = {"report": tmp_path / "out.rep", "stop": stopping_after(4), **SMALL}
         done = classify(made / "run", made / "val.fa", out, **stopping)
         resumed.append(done.num_resumed)
         assert done.interrupted == (not out.exists())
@@ -296,8 +296,8 @@ def test_killed_while_finishing_it_completes_on_the_next_run(made: Path, tmp_pat
         else:
             patch.setattr(PartialOutput, "remove", die)
         with pytest.raises(KeyboardInterrupt):
-            classify(made / "run", made / "val.fa", out, kraken_output=report)
-    done = classify(made / "run", made / "val.fa", out, kraken_output=report)
+            classify(made / "run", made / "val.fa", out, report=report)
+    done = classify(made / "run", made / "val.fa", out, kraken_output=report)  # the old name
     assert (done.num_rows, done.num_resumed) == (900, 900)
     assert len(rows_of(out)) == 900 and "\troot\n" in report.read_text()
     assert left_in(tmp_path) == ["out.rep", "out.tsv"]
@@ -372,7 +372,7 @@ def test_evaluate_on_a_run_of_classifiers_points_to_classify(made: Path):
 def test_the_command_writes_rows_and_a_report_and_prints_a_summary(made: Path, tmp_path: Path):
     out, report = tmp_path / "out.tsv", tmp_path / "out.kreport"
     code, text, err = run_here(
-        "classify", made / "run", made / "val.fa", "-o", out, "--kraken-output", report, "--threshold", 0.9, "--json"
+        "classify", made / "run", made / "val.fa", "-o", out, "--report", report, "--threshold", 0.9, "--json"
     )
     assert code == 0, err
     assert json.loads(text)["num_rows"] == 900
@@ -387,7 +387,7 @@ def test_the_command_writes_rows_and_a_report_and_prints_a_summary(made: Path, t
     code, text, err = run_here("classify", made / "run", made / "both.fq.gz", "-o", tmp_path / "p.tsv", "--paired")
     assert code == 0 and "200 read pairs, 200 classified" in err and not text
     code, _, err = run_here(
-        "classify", made / "run", made / "one.fq.gz", "--mates", made / "two.fq", "-o", tmp_path / "m.tsv"
+        "classify", made / "run", made / "one.fq.gz", "--mates", made / "two.fq", "--output", tmp_path / "m.tsv"
     )
     assert code == 0 and (tmp_path / "m.tsv").read_bytes() == (tmp_path / "p.tsv").read_bytes(), err
 
@@ -462,8 +462,8 @@ def test_errors_are_one_line_and_nothing_is_written(made: Path, tmp_path: Path):
         ([tmp_path / "altered", reads, "-o", out], 1, "checkpoints/kmer-linear-0"),
         ([run, tmp_path / "none.fq", "-o", out], 1, "none.fq"),
         ([run, reads, "-o", tmp_path / "there.tsv"], 1, "there.tsv"),
-        ([run, reads, "-o", out, "--kraken-output", tmp_path / "there.tsv"], 1, "there.tsv"),
-        ([run, reads, "-o", out, "--kraken-output", out], 2, "kraken_output="),
+        ([run, reads, "-o", out, "--report", tmp_path / "there.tsv"], 1, "there.tsv"),
+        ([run, reads, "-o", out, "--report", out], 2, "report="),
         ([run, reads, "-o", tmp_path / "no" / "out.tsv"], 2, f"mkdir -p {tmp_path / 'no'}"),
         ([run, reads, "-o", out, "--model", "cnn"], 2, "--model cnn"),
         ([run, reads, "-o", out, "--threshold", "95"], 2, "threshold=95.0"),

@@ -463,6 +463,17 @@ def test_balance_sets_the_weight_of_a_common_class(uneven: Path, tmp_path: Path)
     assert means["weights"] == means["sampling"]  # k-mers are counted once per read in both
 
 
+def test_training_reads_whose_header_does_not_match_are_an_error_or_left_out(made: Path, tmp_path: Path):
+    (tmp_path / "train.fa").write_text((made / "train.fa").read_text() + f">stranger\n{UNKNOWN}\n")
+    files = {"train": str(tmp_path / "train.fa"), "val": str(made / "val.fa")}
+    with pytest.raises(BadSource, match="stranger"):
+        study(made, data=files)
+    for action in ("skip", "null"):
+        assert len(study(made, data={**files, "on_mismatch": action, "index_dir": str(tmp_path)}).train) == 600
+    with pytest.raises(BadSetting, match=r"data\.on_mismatch=ignore"):
+        study(made, data={**files, "on_mismatch": "ignore"})
+
+
 @pytest.mark.parametrize("model", ["cnn", "transformer"])
 def test_the_time_of_a_long_training_on_the_cpu_is_announced(made: Path, tmp_path: Path, model: str, capfd):
     reads = ms.open(made / "train.fa", header_regex=HEADERS, mapping=made / "species.tsv")

@@ -179,9 +179,9 @@ def _num_records(path: Path) -> int:
 
 def _show_answers(path: Path, traces: Traces) -> None:
     """Print accuracy by exposure, and one example of each verdict."""
-    import pyarrow.parquet as pq
+    from millstream.core.tables import read_table
 
-    verdicts = pq.read_table(path / LABELS_FILE).column("verdict").to_pylist()
+    verdicts = read_table(path / LABELS_FILE).column("verdict").to_pylist()
     names = ("exposure", "question", "generated_answer", "answer")
     rows = list(zip(verdicts, *(traces.column(name).to_pylist() for name in names), strict=True))
     right = {name: [row[0] == "right" for row in rows if row[1] == name] for name in EXPOSURES}
@@ -258,7 +258,7 @@ def run_reads(folder: Path, story: ReadStory, *, run: Run = run_child) -> None:
     print("5. The better model classifies every read and writes a Kraken 2-style report:", flush=True)
     report = folder / "strains.kreport"
     classify = command("classify", str(trained), str(folder / "strains.fa"), "-o", str(folder / "strains.tsv"))
-    execute([*classify, "--threshold", "0.9", "--kraken-output", str(report)])
+    execute([*classify, "--threshold", "0.9", "--report", str(report)])
     print("\n".join(f"   {line}" for line in report.read_text().splitlines()[:6]))
     print(f"6. The report, after {format_seconds(time.monotonic() - started)}: {trained / 'report.html'}")
     say(f"Next: millstream view {quoted(trained)}")

@@ -127,6 +127,7 @@ def classify(
     mates: Paths | None = None,
     paired: bool = False,
     threshold: float = 0.5,
+    report: str | Path | None = None,
     kraken_output: str | Path | None = None,
     memory: int | str = "1GB",
     index_dir: str | Path | None = None,
@@ -141,17 +142,18 @@ def classify(
     A read whose class is less likely than `threshold` is assigned to the lowest taxon above that reaches it, or to
     none; with `threshold=0` only reads without evidence for any class are unclassified. The same call resumes where it
     was interrupted, and ends with the same bytes; progress is saved every `save_s` seconds. `batch_size` is as large as
-    the net and the memory allow if not given.
+    the net and the memory allow if not given. `report` is a Kraken 2-style report to write (`kraken_output` is its old
+    name).
 
-    >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", kraken_output="sample.kreport", threshold=0.5)
+    >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", report="sample.kreport", threshold=0.9)
     """
-    path, report = Path(out), None if kraken_output is None else Path(kraken_output)
+    path, report = Path(out), Path(given) if (given := report or kraken_output) else None
     if not 0 <= threshold <= 1:
         raise BadSetting(f"threshold={threshold}: must be a probability, from 0 to 1")
     if paired and mates is not None:
         raise BadSetting("paired and mates: mates are either neighbours or in other files, not both")
     if report is not None and report.absolute() == path.absolute():
-        raise BadSetting(f"kraken_output={report}: is also the output file. Choose another name for the report")
+        raise BadSetting(f"report={report}: is also the output file. Choose another name for the report")
     check_new(path)
     trained = find_classifier(Path(run), model)
     if report is not None:

@@ -274,7 +274,10 @@ def unpack(
 def classify(
     run: RunFolder,
     reads: ReadFiles,
-    out: Annotated[Path, typer.Option("--out", "-o", help="TSV to write, gzipped if it ends in .gz.", metavar="FILE")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "--output", "-o", help="TSV to write, gzipped if it ends in .gz.", metavar="FILE"),
+    ],
     model: Annotated[
         str | None, typer.Option(help="Model of the run.", show_default="the best on validation", metavar="NAME")
     ] = None,
@@ -288,8 +291,9 @@ def classify(
             help="Minimum probability; below it, reads are assigned to a higher rank, or unclassified.", metavar="P"
         ),
     ] = 0.5,
-    kraken_output: Annotated[
-        Path | None, typer.Option(help="Also write a Kraken 2-style report.", metavar="FILE")
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", "--kraken-output", help="Also write a Kraken 2-style report.", metavar="FILE"),
     ] = None,
     memory: Annotated[
         str, typer.Option(help="Memory budget of the reads, in addition to the model.", metavar="SIZE")
@@ -314,7 +318,7 @@ def classify(
     with interruptible() as stop:
         done = predict(
             run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold,
-            kraken_output=kraken_output, memory=memory, index_dir=index_dir,
+            report=report, memory=memory, index_dir=index_dir,
             watch=watch, stop=stop,
         )  # fmt: skip
     if as_json:
@@ -324,7 +328,7 @@ def classify(
     if done.interrupted:
         finish(f"{out}: {count} so far; interrupted; progress saved; run the same command to resume")
         raise typer.Exit(130)
-    taxa = f"; report in {kraken_output}" if kraken_output else "; --kraken-output also writes a report of the taxa"
+    taxa = f"; report in {report}" if report else "; --report also writes a report of the taxa"
     finish(f"{out}: {count}; {done.reads_per_s:,.0f} reads/s{taxa}", "view", run)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MODEL_GROUPS = ()
 HEADERS = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
+ON_MISMATCH = ("error", "skip", "null")
 BALANCES = ("weights", "sampling", "none")
 
 
@@ -78,7 +79,10 @@ class ReadData:
     train: Annotated[str, "reads to train on"] = ""
     val: Annotated[str | None, "validation reads; default: a sample of data.train, which is optimistic"] = None
     test: Annotated[str | None, "test reads; the report treats each file separately"] = None
-    header_regex: Annotated[str, "named groups become columns; class_id is looked up in the mapping"] = HEADERS
+    header_regex: Annotated[
+        str, "matches from the start of a header; named groups become columns; class_id is looked up in the mapping"
+    ] = HEADERS
+    on_mismatch: Annotated[str, "training reads whose header does not match: error, skip, or null (no class)"] = "error"
     index_dir: Annotated[str | None, "folder for indexes; default: beside the files"] = None
 
 
@@ -121,6 +125,8 @@ class ReadSettings(LoopSettings):
             raise BadSetting("mapping= is missing: the table of class ids, as in mapping=species.tsv")
         if self.balance not in BALANCES:
             raise BadSetting(f"balance={self.balance}: must be one of {', '.join(BALANCES)}")
+        if self.data.on_mismatch not in ON_MISMATCH:
+            raise BadSetting(f"data.on_mismatch={self.data.on_mismatch}: must be one of {', '.join(ON_MISMATCH)}")
         for name in ("val_reads", "width", "layers", "max_length", "bits"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ from millstream.core.mixture import Concat, Drawn, Mixture
 from millstream.core.order import Permutation, mix_words
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers import CLASSIFIERS, KMER_LINEAR, ClassifierSpec
+from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.index import IndexSettings
 from millstream.reads.kind import ReadSettings
 from millstream.reads.mapping import Classes, first_few, load_classes, load_mapping
@@ -210,7 +212,8 @@ def sample_evenly(train: Collection, num_classes: int, *, seed: int, memory: int
 
 def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = False) -> Reads:
     files = [file for path in place.split(",") if path.strip() for file in expand(path.strip())]
-    wanted = IndexSettings(header_regex=settings.data.header_regex, on_mismatch="error" if strict else "null")
+    on_mismatch = cast("OnMismatch", settings.data.on_mismatch if strict else "null")
+    wanted = IndexSettings(header_regex=settings.data.header_regex, on_mismatch=on_mismatch)
     return open_reads(
         files,
         settings=wanted,

@@ -844,6 +844,15 @@ def test_no_header_needs_to_match(tmp_path: Path):
     }
 
 
+def test_a_regex_that_matches_further_on_in_a_header_is_named_with_the_remedy(tmp_path: Path):
+    (tmp_path / "reads.fa").write_text(">x tax=7\nACGT\n")
+    for regex, is_within in ((r"tax=(?P<tax>\d+)", True), (r"taxon=(?P<tax>\d+)", False), (r"^tax=(?P<t>\d+)", False)):
+        with pytest.raises(BadSource) as caught:
+            ms.open(tmp_path / "reads.fa", header_regex=regex)
+        assert (f".*?{regex}" in str(caught.value)) == is_within
+    assert ms.open(tmp_path / "reads.fa", header_regex=r".*?tax=(?P<tax>\d+)").column("tax").to_pylist() == [7]
+
+
 def test_an_unknown_on_mismatch_is_refused(tmp_path: Path):
     (tmp_path / "reads.fa").write_bytes(HEADED)
     with pytest.raises(ValueError, match="on_mismatch"):

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from millstream.core.collection import Numbers
@@ -69,9 +70,19 @@ class Mismatches:
         if self._on_mismatch == "error" and len(wrong):
             raise BadSource(
                 f"{path}: {self.count} of the first {first + len(matched)} headers do not match header_regex "
-                f"{self._regex}, e.g. {'; '.join(self.examples)}. Change the regex, or set on_mismatch to 'skip' (skip "
+                f"{self._regex}, e.g. {'; '.join(self.examples)}. {self._remedy()}, or set on_mismatch to 'skip' (skip "
                 "these records) or 'null' (keep them without values)"
             )
+
+    def _remedy(self) -> str:
+        try:  # RE2: no header takes it exponential time
+            found: pa.Array = cast(Any, pc).match_substring_regex(pa.array(self.examples), self._regex)
+            is_within = any(found.to_pylist())
+        except pa.ArrowInvalid:  # RE2 cannot do this regex
+            is_within = False
+        if not is_within:
+            return "Change the regex"
+        return f"It has to match from the start of a header, but matches further on: use '.*?{self._regex}'"
 
     def report(self, notify: Callable[[str], None]) -> None:
         """Say how many headers did not match, if there were any."""
