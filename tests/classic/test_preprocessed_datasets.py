@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from millstream.classic.preprocessed_datasets import _graph_type
 from millstream.classic.preprocessed_folder import SOURCES
 from millstream.errors import BadSource, MissingLabel, StoreExists
 from millstream.traces.convert import convert, expand
+from support.effort import PATIENCE_S
 from support.old_files import Data, old_torch_geometric
 
 L, D = 3, 8  # layers, hidden size
@@ -179,6 +181,27 @@ def test_the_graphs_of_all_layers_share_a_few_tensors(folder):
 
 
 # -- loaders
+
+FEW_FILES = """
+import resource, sys
+from torch.utils.data import DataLoader
+from millstream.classic import PreprocessedGNNDataset, PreprocessedLSTMDataset
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+for dataset in (PreprocessedGNNDataset(sys.argv[1]), PreprocessedLSTMDataset(sys.argv[1], shuffle_buffer_size=9)):
+    batches = DataLoader(dataset, batch_size=100, num_workers=2, collate_fn=list, timeout=float(sys.argv[2]))
+    print(len({item[2] for batch in batches for item in batch}))
+"""
+
+
+def test_workers_send_more_tensors_than_a_process_may_open_files(tmp_path):
+    hidden, attention = np.zeros((3, 4, 8), np.float16), np.ones((3, 2, 4, 4), np.float16)
+    with ms.TraceWriter(tmp_path / "store") as writer:
+        for number in range(200):
+            writer.append({"question_id": f"q{number}", "label": 1, "hidden": hidden, "attention": attention})
+    command = [sys.executable, "-c", FEW_FILES, str(tmp_path / "store"), str(PATIENCE_S)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["200", "200"], done.stderr
 
 
 @quiet_loader

@@ -197,7 +197,7 @@ class PreprocessedDataset(Dataset[Item]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        if self.kind == "gnn" and get_worker_info():
+        if get_worker_info():
             _send_without_open_files()
         numbers = checked_indices(indices, len(self))
         parts = np.split(numbers, len(numbers)) if self._maker.one_by_one and len(numbers) else [numbers]
@@ -242,7 +242,7 @@ def _send_without_open_files() -> None:
     A batch of graphs is hundreds of tensors. If a process may not open that many files (`ulimit -n`), torch's thread
     that sends them fails, and the DataLoader waits for ever.
     """
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    torch.multiprocessing.set_sharing_strategy("file_system")  # pyright: ignore
 
 
 class PreprocessedLSTMDataset(PreprocessedDataset):
