@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.errors import BadSource, ConfigMismatch, MillstreamError, SchemaMismatch
-from millstream.traces.convert import convert, expand
+from millstream.errors import BadSource, ConfigMismatch, MillstreamError
+from millstream.traces.convert import PROGRESS, RESTART, convert, expand
 from millstream.traces.store.inspect import compare, summarise
 
 
@@ -153,13 +153,40 @@ def test_traces_without_an_id_get_one_from_the_file_name_and_their_position(tmp_
     assert ms.open(tmp_path / "new").ids == ["some_batch:0", "some_batch:1"]
 
 
-def test_a_missing_field_is_none_and_an_extra_field_is_named(tmp_path: Path):
-    (tmp_path / "a.pkl").write_bytes(pickle.dumps([{"question": "a", "cutoff": 3}, {"question": "b"}]))
-    convert([tmp_path / "a.pkl"], tmp_path / "a")
-    assert ms.open(tmp_path / "a").column("cutoff").to_pylist() == [3, None]
-    (tmp_path / "b.pkl").write_bytes(pickle.dumps([{"question": "a"}, {"question": "b", "extra": 1}]))
-    with pytest.raises(SchemaMismatch, match="extra"):
-        convert([tmp_path / "b.pkl"], tmp_path / "b")
+def test_a_field_that_a_trace_lacks_is_none_and_one_that_appears_later_is_kept(tmp_path: Path):
+    files = [tmp_path / "a.pkl", tmp_path / "b.pkl"]
+    files[0].write_bytes(
+        pickle.dumps([{"question": "a", "cutoff": 3}, {"question": "b"}, {"question": "c", "late": 1}])
+    )
+    files[1].write_bytes(pickle.dumps([{"question": "d", "state": np.arange(4.0)}]))
+    messages: list[str] = []
+    convert(files, tmp_path / "new", notify=messages.append)
+    traces = ms.open(tmp_path / "new")
+    assert traces.ids == ["a:0", "a:1", "a:2", "b:0"]
+    assert traces.column("cutoff").to_pylist() == [3, None, None, None]
+    assert traces.column("late").to_pylist() == [None, None, 1, None]
+    assert [traces[n]["state"] is None for n in range(4)] == [True, True, True, False]
+    assert len(messages) == 1 and "'late'" in messages[0]
+    convert(files, tmp_path / "new")
+    assert len(ms.open(tmp_path / "new")) == 4
+
+
+def test_a_removal_of_records_that_was_interrupted_is_completed(tmp_path: Path):
+    files = write_old(tmp_path / "old")
+    convert(files, tmp_path / "new")
+    (tmp_path / "new" / "shard-00001.arrow").unlink()
+    (tmp_path / "new" / PROGRESS).write_text(f'{{"{RESTART}": 0}}')
+    convert(files, tmp_path / "new")
+    assert_converted(tmp_path / "new", 12)
+
+
+def test_a_file_and_its_compressed_copy_are_refused(tmp_path: Path):
+    data = pickle.dumps([{"question": "a"}])
+    (tmp_path / "a.pkl").write_bytes(data)
+    (tmp_path / "a.pkl.gz").write_bytes(gzip.compress(data))
+    with pytest.raises(BadSource, match=r"a\.pkl\.gz"):
+        convert(expand([str(tmp_path)]), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_no_files_and_files_without_traces_are_rejected(tmp_path: Path):

@@ -16,7 +16,7 @@ from millstream.core.registry import extensions
 from millstream.errors import BadSource, SchemaMismatch, SourceError
 from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.locks import only_job
-from millstream.traces.store.manifest import MANIFEST
+from millstream.traces.store.manifest import IDS, MANIFEST
 from millstream.traces.store.rewrite import Written
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from millstream.traces.graphs import Wiring
 
 PROGRESS = "converted.json"  # number of records from each finished file
+RESTART = ""  # a key of it while the records are being removed, so that an interrupted removal is completed
 
 
 class Importer(Protocol):
@@ -113,7 +114,19 @@ def convert(
     """Import files into a store; a shard ends with the last record of its file."""
     _check_contents(files)
     with only_job(out):
-        return _convert(files, out, compression, notify, progress)
+        if RESTART in _finished(out):
+            _remove_records(out)
+        try:
+            return _convert(files, out, compression, notify, progress, {})
+        except NewField as error:
+            notify(f"{error}; starting over with the fields of all traces")
+            fields = _fields_of_all(files)
+            _remove_records(out)
+            return _convert(files, out, compression, notify, progress, fields)
+
+
+class NewField(SchemaMismatch):
+    """A trace has a field that the first one lacks."""
 
 
 def _convert(
@@ -122,10 +135,11 @@ def _convert(
     compression: Literal["none", "lz4", "zstd"] | None,
     notify: Callable[[str], None],
     progress: Progress,
+    fields: dict[str, None],
 ) -> Written:
     config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}
     writer: TraceWriter | None = TraceWriter(out, config=config) if (out / MANIFEST).exists() else None
-    finished: dict[str, int] = json.loads((out / PROGRESS).read_text()) if (out / PROGRESS).exists() else {}
+    finished = _finished(out)
     partial = (len(writer) if writer else 0) - sum(finished.values())
     keyed = list(zip(files, _keys(files), strict=True))
     done = sum(file.stat().st_size for file, key in keyed if key in finished)
@@ -137,7 +151,7 @@ def _convert(
                 if writer is None:
                     schema = _axes(record, importer_of(file).AXES)
                     writer = TraceWriter(out, config=config, compression=compression, schema=schema)
-                writer.append(_complete(record, writer))
+                writer.append(_complete(record, writer.fields or list({**record, **fields}), file))
                 del record  # before the next one is read
                 count += 1
                 progress(done, f"{file.name}: trace {partial + count}")
@@ -170,6 +184,11 @@ def imported_records(file: Path, notify: Callable[[str], None] = ignore_message)
 
 
 def _check_contents(files: Sequence[Path]) -> None:
+    for file in files:
+        if (packed := file.with_name(f"{file.name}.gz")) in files:
+            raise BadSource(
+                f"{file} and {packed}: probably the same traces, which would be stored twice. Give one of them"
+            )
     first: dict[str, Path] = {}
     for file in files:
         with suppress(SourceError):  # raised again when the file is imported
@@ -196,13 +215,31 @@ def _axes(record: dict[str, object], names: Mapping[tuple[str, int], str]) -> di
     return {name: f"{known[name].kind.dtype}[{axes}]" for name, axes in named.items() if axes}
 
 
-def _complete(record: dict[str, object], writer: TraceWriter) -> dict[str, object]:
+def _complete(record: dict[str, object], fields: Sequence[str], file: Path) -> dict[str, object]:
     """The record with None for fields it lacks."""
-    fields = writer.fields or list(record)
     extra = next((name for name in record if name not in fields), None)
     if extra is not None:
-        raise SchemaMismatch(
-            f"field {extra!r}: in trace {record[ID_FIELD]!r} but not in the first trace. "
-            "Convert files with different fields into different stores"
-        )
+        raise NewField(f"{file}: trace {record[ID_FIELD]!r} has a field {extra!r}, which the first trace lacks")
     return {name: record.get(name) for name in fields}
+
+
+def _fields_of_all(files: Sequence[Path]) -> dict[str, None]:
+    """The fields of every record, in order of appearance."""
+    fields: dict[str, None] = {}
+    for file in files:
+        with suppress(SourceError):  # raised again when the file is imported
+            for record in imported_records(file):
+                fields.update(dict.fromkeys(record))
+                del record
+    return fields
+
+
+def _remove_records(store: Path) -> None:
+    """Remove what an unfinished conversion has written; it is written again from the same files."""
+    publish_json(store / PROGRESS, {RESTART: 0})
+    for file in [*store.glob("shard-*"), store / IDS, store / MANIFEST, store / PROGRESS]:
+        file.unlink(missing_ok=True)
+
+
+def _finished(store: Path) -> dict[str, int]:
+    return json.loads((store / PROGRESS).read_text()) if (store / PROGRESS).exists() else {}
