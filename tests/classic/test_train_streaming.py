@@ -114,7 +114,8 @@ def test_004_the_command_of_the_guide_ends_in_a_run_folder_with_a_report(guided:
     folder, out, err = guided
     config = config_of(str(folder))
     assert (config["batch_size"], config["epochs"], config["memory"]) == (1, 10, 1_000_000_000)
-    assert (config["max_length"], config["lr"], config["seed"]) == (128, 0.003, 3)
+    assert (config["max_length"], config["lr"], config["seed"]) == (None, 0.003, 3)  # 128 tokens are not 128 bases
+    assert "tokenizer.max_length=128 has no effect on cnn" in err
     assert config["data"]["train"] == TRAIN and config["data"]["val"] == VAL
     assert "--cache_size 10000: memory=1.0 GB" in err
     assert "rtx4090_optimized.yaml: data.num_workers, tokenizer.use_hf_tokenizer have" in err
@@ -169,10 +170,10 @@ def test_the_old_header_regex_and_tokenizer_are_used(here: Path, capsys):
     own = {"data": {"header_regex": r"^species\|(?P<class_id>\d+)\|"}, "tokenizer": {"tokenizer_path": "nowhere"}}
     Path("own.yaml").write_text(yaml.safe_dump(own))
     files = {"train_fasta": Path(TRAIN).name, "val_fasta": Path(VAL).name}
-    main(flags(config="own.yaml", **files))  # cnn does not use the tokenizer
+    main(flags(config="own.yaml", **files))
+    assert "tokenizer.tokenizer_path=hf(nowhere) has no effect on cnn" in capsys.readouterr().err
     assert json.loads(Path("out/data.json").read_text())["no_class"] == {"train": 0, "val": 0}
-    assert config_of("out")["tokenizer"] == "hf(nowhere)"
-    capsys.readouterr()
+    assert config_of("out")["tokenizer"] == "auto"
     with pytest.raises(SystemExit) as ended:
         main(flags(config="own.yaml", **files, model="lstm", output_dir="lstm"))
     assert ended.value.code == 1 and "nowhere: no such file" in capsys.readouterr().err
@@ -193,6 +194,7 @@ def test_every_old_key_sets_an_existing_setting():
         ({"config": "nowhere.yaml"}, 2, "nowhere.yaml: "),
         ({"config": "broken.yaml"}, 2, "broken.yaml: "),
         ({"config": "wrong.yaml"}, 2, "batch_size=many: "),
+        ({"model": "cnn,lstm", "config": "configs/rtx4090_optimized.yaml"}, 2, "tokenizer.max_length=128 "),
         ({"train_fasta": "nowhere.fa"}, 1, "nowhere.fa: "),
         ({"mapping_tsv": "nowhere.tsv"}, 1, "nowhere.tsv: "),
         ({"mapping_tsv": "one.tsv"}, 1, "one.tsv"),

@@ -463,6 +463,15 @@ def test_balance_sets_the_weight_of_a_common_class(uneven: Path, tmp_path: Path)
     assert means["weights"] == means["sampling"]  # k-mers are counted once per read in both
 
 
+def test_settings_without_effect_on_the_chosen_classifiers_are_named(made: Path):
+    lines = study(made, model="kmer-linear", tokenizer="kmer(3)", max_length=50, k="8", dropout=0.3).summary()
+    named = [line.partition("=")[0] for line in lines.splitlines() if "has no effect on kmer-linear" in line]
+    assert named == ["width", "layers", "tokenizer", "max_length", "dropout"]  # the first two are in SMALL
+    lines = study(made, model="cnn,lstm", k="8", bits=9, lora=4, tokenizer="kmer(3)", max_length=50).summary()
+    named = [line.partition("=")[0] for line in lines.splitlines() if "has no effect on cnn, lstm" in line]
+    assert named == ["k", "bits", "lora"]
+
+
 def test_training_reads_whose_header_does_not_match_are_an_error_or_left_out(made: Path, tmp_path: Path):
     (tmp_path / "train.fa").write_text((made / "train.fa").read_text() + f">stranger\n{UNKNOWN}\n")
     files = {"train": str(tmp_path / "train.fa"), "val": str(made / "val.fa")}

@@ -14,6 +14,7 @@ from millstream.training.run import Run, train
 READ_BYTES = 100_000  # per cached sequence, according to the old guide
 LEAST_MEMORY = 300_000_000
 MODEL = "kmer-linear,cnn"
+BY_TOKENS = ("lstm", "transformer", "hf")  # models that see the tokens of a tokenizer
 
 # Keys of the old YAML files -> settings of `millstream train`.
 KEYS = {
@@ -65,6 +66,7 @@ def work(options: argparse.Namespace) -> Run:
         "model": options.model,
     }
     settings |= {name: value for name, value in given.items() if value is not None}
+    _check_tokens(settings)
     memory = max(options.cache_size * READ_BYTES, LEAST_MEMORY)
     say(f"--cache_size {options.cache_size}: memory={format_bytes(memory)}, the memory limit for data and models")
     return train(**cast("dict[str, Any]", settings), memory=memory)
@@ -85,6 +87,22 @@ def _from_config(path: Path | None) -> dict[str, object]:
     if unused:
         say(f"{path}: {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect here")
     return settings
+
+
+def _check_tokens(settings: dict[str, object]) -> None:
+    """Remove settings of the tokenizer if no model has one: `cnn` would take 128 tokens for 128 bases."""
+    models = [name.strip() for name in str(settings["model"]).split(",")]
+    others = ", ".join(name for name in models if name not in BY_TOKENS)
+    for name, key in (("max_length", "tokenizer.max_length"), ("tokenizer", "tokenizer.tokenizer_path")):
+        if name not in settings:
+            continue
+        if not set(models) & set(BY_TOKENS):
+            say(f"{key}={settings.pop(name)} has no effect on {others}; it is for {', '.join(BY_TOKENS)}")
+        elif name == "max_length" and "cnn" in models:
+            raise BadSetting(
+                f"{key}={settings[name]} counts tokens, but cnn would be trained on as many bases. Train it alone: "
+                "--model cnn"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -86,6 +86,21 @@ class ReadData:
     index_dir: Annotated[str | None, "folder for indexes; default: beside the files"] = None
 
 
+NETS = ("cnn", "lstm", "transformer", "hf")
+USED_BY: Mapping[str, Sequence[str]] = {  # settings that have no effect on other classifiers
+    "k": ("kmer-linear",),
+    "bits": ("kmer-linear",),
+    "width": ("cnn", "lstm", "transformer"),
+    "layers": ("cnn", "transformer"),
+    "tokenizer": ("lstm", "transformer", "hf"),
+    "max_length": NETS,
+    "dropout": NETS,
+    "reverse_complement": NETS,
+    "hf": ("hf",),
+    "lora": ("hf",),
+}
+
+
 @dataclass(frozen=True)
 class ReadSettings(LoopSettings):
     """The same files, mapping and augmentation for all classifiers of a run."""
@@ -110,13 +125,23 @@ class ReadSettings(LoopSettings):
     width: Annotated[int, "cnn, lstm, transformer: width"] = 64
     layers: Annotated[int, "cnn, transformer: number of layers"] = 4
     tokenizer: Annotated[str, "lstm, transformer: kmer(6), hf(folder), ..."] = "auto"
-    max_length: Annotated[int | None, "maximum number of tokens per read; longer reads are truncated"] = None
+    max_length: Annotated[
+        int | None, "nets: maximum number of tokens per read (cnn: bases); longer reads are truncated"
+    ] = None
     hf: Annotated[str | None, "hf: name or folder of a transformers model"] = None
     lora: Annotated[int, "hf: rank of LoRA adapters; 0 freezes the model"] = 0
 
     def science(self) -> dict[str, object]:
         """Without the paths of tables: their contents are part of the data."""
         return {name: value for name, value in super().science().items() if name not in ("mapping", "taxonomy")}
+
+    def unused(self, models: Sequence[str]) -> list[str]:
+        """A sentence for each setting that was changed but has no effect on any of these classifiers."""
+        return [
+            f"{name}={getattr(self, name)} has no effect on {', '.join(models)}; it is for {', '.join(users)}"
+            for name, users in USED_BY.items()
+            if getattr(self, name) != getattr(ReadSettings, name) and not set(users) & set(models)
+        ]
 
     def check(self) -> None:
         if not self.data.train:

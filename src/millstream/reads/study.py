@@ -103,6 +103,7 @@ class Classification:
     def summary(self) -> str:
         splits, num_classes = self.splits, len(self.splits.classes)
         lines = [f"{self.source}: {len(splits.train):,} training reads of {num_classes} classes"]
+        lines += self.settings.unused([spec.name for spec in self.specs])
         counts = splits.counts[TRAIN][:-1]
         empty = [splits.classes.taxa[label].name for label in map(int, np.flatnonzero(counts == 0))]
         if empty:
