@@ -85,8 +85,10 @@ def test_a_path_that_is_not_a_store_is_one_line_with_the_remedy(tmp_path: Path, 
         assert "millstream convert" in line
 
 
-def test_inspect_shows_counts_fields_and_examples_from_different_shards(store: Path):
-    done = run("inspect", store)
+def test_inspect_shows_counts_and_fields_and_examples_from_different_shards_on_request(store: Path):
+    short, done = run("inspect", store), run("inspect", store, "--examples", 3)
+    assert "10 records, 3 shards" in short.stdout and "  record" not in short.stdout
+    assert done.stdout.startswith(short.stdout)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0] == str(store)
@@ -105,6 +107,14 @@ def test_inspect_prints_json_for_scripts(store: Path):
     assert (answer["records"], answer["shards"]) == (10, 3)
     assert answer["fields"]["hidden"]["mean_shape"] == [3, 4.5, 1024]
     assert answer["examples"][0]["question_id"] == "q0"
+
+
+def test_two_extractions_that_differ_only_in_timings_are_identical(tmp_path: Path):
+    for name, seconds in (("a", 0.5), ("b", 0.25)):
+        with ms.TraceWriter(tmp_path / name) as writer:
+            writer.extend({**record(i), "generate_s": seconds, "replay_s": seconds} for i in range(3))
+    done = run("inspect", tmp_path / "a", tmp_path / "b")
+    assert "identical  3" in done.stdout and "different  0" in done.stdout
 
 
 def test_inspect_of_two_stores_compares_them_by_id(store: Path, tmp_path: Path):

@@ -365,11 +365,11 @@ def test_nothing_that_a_command_prints_from_data_reaches_the_terminal_as_a_contr
     reads.write_text(">q\x9b31m\u202eevil\nACGT\n", encoding="utf-8")  # FASTA with bytes below 32 is refused
     flip(*place_of(store, 1, "hidden"))
     for command in (
-        ["inspect", store],
+        ["inspect", store, "--examples", 3],
         ["inspect", store, "--json"],
         ["inspect", store, store],
-        ["inspect", reads],
-        ["inspect", reads, "--json"],
+        ["inspect", reads, "--examples", 1],
+        ["inspect", reads, "--examples", 1, "--json"],
         ["inspect", tmp_path / HOSTILE],
         ["verify", store],
         ["verify", store, "--json"],
@@ -379,7 +379,7 @@ def test_nothing_that_a_command_prints_from_data_reaches_the_terminal_as_a_contr
         _, out, err = run_here(*command)
         assert UNSAFE.findall(out + err) == [], command
         assert re.search(r"\\x9b|\\u009b", out + err), command
-    _, out, _ = run_here("inspect", store, "--json")
+    _, out, _ = run_here("inspect", store, "--examples", 1, "--json")
     assert json.dumps(HOSTILE)[1:-1] in json.dumps(json.loads(out)), "JSON has the text itself, escaped"
 
 

@@ -241,7 +241,7 @@ def inspect(
         Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, or reads.", metavar="PATH")
     ],
     other: Annotated[Path | None, typer.Argument(help="Another trace store, to compare with.", metavar="OTHER")] = None,
-    examples: Annotated[int, typer.Option(help="Number of example records.", metavar="N")] = 3,
+    examples: Annotated[int, typer.Option(help="Number of example records to show.", metavar="N")] = 0,
     as_json: Json = False,
 ) -> None:
     """Show what is in a store or in reads, or compare two stores."""

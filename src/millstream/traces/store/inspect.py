@@ -18,6 +18,8 @@ from millstream.traces.store.manifest import list_shards, shard_name
 from millstream.traces.store.sidecar import load_sidecar
 from millstream.traces.store.traces import Traces
 
+TIMINGS = ("generate_s", "replay_s")
+
 
 @dataclass
 class FieldSummary:
@@ -97,7 +99,10 @@ def summarise(path: Path, *, examples: int = 3, progress: Progress = silent) -> 
 
 
 def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
-    """Match records of two stores, or of a store and a file to import, by id and compare every field of each pair."""
+    """Match records of two stores, or of a store and a file to import, by id and compare the fields of each pair.
+
+    Timings differ between any two extractions and are left out.
+    """
     if a.is_file() and b.is_file():
         raise StoreError(f"{a} and {b}: neither is a store. Convert one first: millstream convert {quoted(b)} traces/")
     if b.is_file():  # look up the records of the file in the store
@@ -119,7 +124,7 @@ def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
             result.only_a += 1
             continue
         theirs = dict(_fingerprints(other, number, alike))
-        names = dict.fromkeys([*fingerprints, *theirs])
+        names = [name for name in dict.fromkeys([*fingerprints, *theirs]) if name not in TIMINGS]
         differing = [name for name in names if repr(fingerprints.get(name)) != repr(theirs.get(name))]
         for name in differing:
             result.differing_fields[name] = result.differing_fields.get(name, 0) + 1
