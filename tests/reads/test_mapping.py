@@ -326,3 +326,9 @@ def test_classes_can_be_restored_from_a_data_card(tmp_path: Path):
     for one, other in zip(again.ranks, classes.ranks, strict=True):
         assert (one.name, one.taxa) == (other.name, other.taxa)
         assert np.array_equal(one.of_class, other.of_class)
+
+
+def test_a_column_is_made_once_for_all_batches():
+    mapping = load_mapping({7: "seven", 3: "three"})
+    assert mapping.column("label") is mapping.column("label")
+    assert mapping.column("label").to_pylist() == ["three", "seven"]

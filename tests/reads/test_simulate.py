@@ -317,6 +317,19 @@ def test_the_reported_coverage_is_that_of_the_reads(
         assert done.coverage[path.name] == pytest.approx(found[number] * 70 / size)
 
 
+def test_genomes_of_one_file_name_in_two_folders_have_their_own_coverage(tmp_path: Path):
+    genomes: list[Path] = []
+    for name, size in (("a", 2000), ("b", 8000)):
+        (tmp_path / name).mkdir()
+        genomes.append(tmp_path / name / "genome.fna")
+        genomes[-1].write_text(f">{name}\n{'ACGTTGCA' * (size // 8)}\n")
+    settings = SimulateSettings(reads=200, length=50, abundance="equal")
+    done = simulate(genomes, [tmp_path / "reads.fa"], settings=settings)
+    assert done.coverage == {str(genomes[0]): pytest.approx(2.5), str(genomes[1]): pytest.approx(0.625)}
+    done = simulate([genomes[0]] * 2, [tmp_path / "twice.fa"], settings=settings)
+    assert done.coverage == {"genome.fna": pytest.approx(5)}
+
+
 def test_genomes_have_equal_coverage_or_classes_equal_numbers_of_reads(tmp_path: Path):
     sizes = {"1_a.fna": 1000, "2_b.fna": 4000, "2_c.fna": 12_000}
     paths = [write_genome(tmp_path / name, {f"s{size}": random_bases(size, size)}) for name, size in sizes.items()]

@@ -50,8 +50,14 @@ class LabelMapping:
         return self.table.num_rows
 
     def column(self, name: str) -> pa.Array:
-        """One of the labels, in order of class id."""
-        return pa.array(self.table.column(name).to_pylist())
+        """One of the labels, in order of class id. Every batch takes from it, so it is made once."""
+        if name not in self._columns:
+            self._columns[name] = pa.array(self.table.column(name).to_pylist())
+        return self._columns[name]
+
+    @cached_property
+    def _columns(self) -> dict[str, pa.Array]:
+        return {}
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """Genomes -> labelled reads. Order, positions and errors of all reads are a function of the seed."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ class Genome:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What was written; coverage per genome, by file name."""
+    """What was written; coverage per genome, by file name, or by path if several files have that name."""
 
     reads: int
     bases: int
@@ -142,8 +143,12 @@ class _Fragments:
     def coverage(self) -> dict[str, float]:
         """Mean coverage of each genome."""
         counts = np.diff(self.ends, prepend=0) * self.settings.mates * self.settings.length
-        lengths = [int(genome.lengths.sum()) for genome in self.genomes]
-        return {g.path.name: n / size for g, n, size in zip(self.genomes, counts.tolist(), lengths, strict=True)}
+        names = Counter(path.name for path in {genome.path for genome in self.genomes})
+        found: dict[str, float] = {}
+        for genome, count in zip(self.genomes, counts.tolist(), strict=True):
+            key = genome.path.name if names[genome.path.name] == 1 else str(genome.path)
+            found[key] = found.get(key, 0.0) + count / int(genome.lengths.sum())  # a file may be given twice
+        return found
 
     def texts(self, first: int, *, fastq: Sequence[bool]) -> list[bytes]:
         """The text of a chunk of fragments from `first` on, for each file."""
