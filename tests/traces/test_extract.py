@@ -467,6 +467,17 @@ def test_the_command_counts_failures_and_says_how_to_retry(llama: Path, tmp_path
     assert code == 0 and "retrying 1 questions" in err
 
 
+def test_questions_are_read_before_a_model_is_looked_for(questions: Path, tmp_path: Path):
+    with pytest.raises(BadSource, match=r"none\.jsonl"):
+        extract(tmp_path / "none.jsonl", tmp_path / "s", Path("none/such"))
+
+
+def test_questions_without_correct_answers_are_a_warning(llama: Path, tmp_path: Path, capsys: Any):
+    (tmp_path / "q.jsonl").write_text('{"id": "q0", "question": "Capital of France?"}\n')
+    extract(tmp_path / "q.jsonl", tmp_path / "s", llama)
+    assert "no question has a correct answer" in capsys.readouterr().err
+
+
 def test_settings_are_checked_before_questions_are_read(llama: Path, tmp_path: Path):
     with pytest.raises(BadSetting, match="lots"):
         extract(tmp_path / "none.jsonl", tmp_path / "s", llama, memory="lots")

@@ -257,6 +257,45 @@ def test_a_file_without_a_score_of_any_record_is_rejected_and_the_labels_are_kep
     assert (tmp_path / "s" / "labels.parquet").read_bytes() == before
 
 
+def test_correct_answers_can_be_given_after_extraction(tmp_path: Path):
+    rows = [{**row, "aliases": None} for row in answered("Paris", "Rome", "Bern", "Oslo")]
+    rows[3]["aliases"] = ["Oslo"]
+    write(tmp_path / "s", rows, 3)
+    write(tmp_path / "bare", [{"question_id": row["question_id"], "generated_answer": "Paris"} for row in rows])
+    lines = [{"id": "q0", "question": "x", "answer": "Paris"}, {"id": "q1", "question": "x", "aliases": PARIS}]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = label(tmp_path / "s", references=tmp_path / "q.jsonl", chunk_records=2)
+    assert verdicts(tmp_path / "s") == ["right", "wrong", None, "right"]
+    assert pq.read_metadata(done.path).metadata[b"millstream.references"] == str(tmp_path / "q.jsonl").encode()
+    label(tmp_path / "bare", references=tmp_path / "q.jsonl")
+    assert verdicts(tmp_path / "bare") == ["right", "right", None, None]
+    (tmp_path / "gold.csv").write_text("nr,gold\nq2,Bern\nq2,Berne\nq1,Rome\n")
+    label(tmp_path / "s", rule="em", references=tmp_path / "gold.csv", columns="id=nr,answer=gold")
+    assert verdicts(tmp_path / "s") == [None, "right", "right", "right"]
+
+
+def test_references_that_would_have_no_effect_are_rejected_and_the_labels_are_kept(tmp_path: Path):
+    write(tmp_path / "s", answered("Paris"))
+    label(tmp_path / "s")
+    before = (tmp_path / "s" / "labels.parquet").read_bytes()
+    file = write_scores(tmp_path / "f.csv", "id,answer,score\nother,Paris,1\n")
+    empty = write_scores(tmp_path / "e.csv", "id,question\nq0,Capital?\n")
+    for found, message in ((file, "'q0'.*'other'"), (empty, "e.csv"), (tmp_path / "none.csv", "none.csv")):
+        with pytest.raises(ms.errors.BadSource, match=message):
+            label(tmp_path / "s", references=found)
+    with pytest.raises(ms.errors.BadSetting, match="references="):
+        label(tmp_path / "s", rule="scores", scores=file, references=file)
+    with pytest.raises(ms.errors.BadSetting, match="columns="):
+        label(tmp_path / "s", columns="id=nr")
+    assert (tmp_path / "s" / "labels.parquet").read_bytes() == before
+
+
+def test_the_command_suggests_references_instead_of_training_if_nothing_can_be_labelled(tmp_path: Path):
+    write(tmp_path / "s", [{**row, "aliases": None} for row in answered("Paris")])
+    code, _, err = run(tmp_path / "s")
+    assert code == 0 and "references=FILE" in err and "train" not in err
+
+
 BAD_FILES = {
     "no id": ("id,score\nq0,1\n", None, "'question_id'.* id, score"),
     "no such column": ("question_id,score\nq0,1\n", "judge", "'judge'.* question_id, score"),

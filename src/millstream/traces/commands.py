@@ -177,7 +177,11 @@ def label(
             f"{done.conflicting} records are unlabelled because another record with the same question_id has a "
             "different verdict. Labels are joined by question_id: give each record a unique one"
         )
-    finish(f"{done.path}: {done.records:,} records, rule {done.rule} ({done.label_version})", "train", f"data={store}")
+    labelled = f"{done.path}: {done.records:,} records, rule {done.rule} ({done.label_version})"
+    if done.counts["right"] + done.counts["wrong"]:
+        finish(labelled, "train", f"data={store}")
+    else:
+        finish(f"{labelled}\nno answer is labelled right or wrong; to give correct answers: references=FILE")
 
 
 def featurize(

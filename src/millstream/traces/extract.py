@@ -205,6 +205,9 @@ class _Run:
         self.path = path
         self.fields = kept_fields(settings)  # reports a bad setting before a model is made or loaded
         _check_sizes(settings)
+        found = read_questions(
+            questions, columns=settings.columns, num_samples=settings.num_samples, shuffle_seed=shuffle_seed
+        )
         self.card: ModelCard = describe_model(model_settings(settings), notify=say)
         if settings.prompt == "auto" and settings.model in built_in_prompts():
             settings = replace(settings, prompt=settings.model)
@@ -214,13 +217,15 @@ class _Run:
         decoding(settings, self.prompt)  # also reports bad settings
         for name in ("hidden", "attention"):
             self.fields.layers_of(name, self.card.size)
-        found = read_questions(
-            questions, columns=settings.columns, num_samples=settings.num_samples, shuffle_seed=shuffle_seed
-        )
         self.questions = found.questions
         left_out = [(found.same_id, "id"), (found.same_text, "text")]
         repeats = "".join(f", {count} with a repeated {what} left out" for count, what in left_out if count)
         say(f"questions: {len(self.questions):,}{repeats}")
+        if not any(question.aliases for question in self.questions):
+            say(
+                "warning: no question has a correct answer (a column answer or aliases; choose it with "
+                "columns=answer=NAME). Answers can be labelled later with: millstream label STORE references=FILE"
+            )
         ends = " or ".join([*map(repr, self.prompt.stop), "end of text"])
         say(f"prompt ({self.prompt.name}): {self.prompt.text!r}; an answer ends at {ends}")
         self.ids = self.prompt.ids(self.card.tokenizer, [question.question for question in self.questions])

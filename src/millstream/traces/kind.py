@@ -88,6 +88,8 @@ class LabelSettings:
     column: Annotated[str | None, "column of the scores file, if it has several"] = None
     threshold: Annotated[float | None, "score that separates right from wrong answers; default: 0.5"] = None
     positive: Annotated[str | None, "scores: right or wrong, what a score at or above the threshold means"] = None
+    references: Annotated[str | None, "questions file with correct answers, if the store has none or others"] = None
+    columns: Annotated[str | None, "column names in the references file, such as id=qid,answer=gold"] = None
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ def label(
     threshold: float | None = None,
     positive: str | None = None,
     chunk_records: int = CHUNK_RECORDS,
+    references: str | Path | None = None,
+    columns: str | None = None,
     map: Map = map,
     progress: Progress = silent,
 ) -> Labelling:
@@ -92,13 +94,14 @@ def label(
     Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3` and `scores`, which labels an answer right if its score in a CSV
     or Parquet file with a `question_id` is at least `threshold` (wrong, with `positive="wrong"`). A record has
     no verdict if its answer, all aliases or the score is missing, if `status` is not "ok", or if records with the same
-    question_id would get different verdicts, because labels are joined by id. `map` runs `score_chunk` over chunks of
+    question_id would get different verdicts, because labels are joined by id. `references` is a questions file whose
+    answers are used instead of those of the store, `columns` names its columns. `map` runs `score_chunk` over chunks of
     at most `chunk_records` records, in order, possibly in other processes.
 
     >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
-    settings = LabelSettings(rule, None if scores is None else str(scores), column, threshold, positive)
-    chosen = rule_of(settings)
+    files = [None if file is None else str(file) for file in (scores, references)]
+    chosen = rule_of(LabelSettings(rule, files[0], column, threshold, positive, files[1], columns))
     traces = Traces(store)
     if ID_FIELD not in traces.fields:
         found = ", ".join(traces.fields) or "no fields"
@@ -107,8 +110,10 @@ def label(
     file = read_scores(Path(scores), key=ID_FIELD, column=column) if scores is not None else None
     by_id = np.full(len(ids), np.nan) if file is None else _scores_of(file, ids)
     is_usable = _is_usable(traces)
-    answer, aliases = _text_fields(traces, needed=file is None)
-    chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, chunk_records=chunk_records)
+    added = None if references is None else _references_of(references, ids, columns=columns)
+    answer = _text_field(traces, answer_fields(), is_needed=file is None)
+    aliases = _text_field(traces, alias_fields(), is_needed=file is None and added is None)
+    chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, added=added, chunk_records=chunk_records)
     scored = _score(chunks, len(traces), map=map, progress=progress)
     verdicts = decide(chosen, _evidence(traces, scored, is_usable, by_id))
     verdicts, conflicting = _without_conflicts(ids, verdicts)
@@ -120,6 +125,7 @@ def label(
         "threshold": json.dumps(chosen.threshold),
         "store_fingerprint": traces.fingerprint,
     }
+        **({} if references is None else {"references": str(references)}),
     out = traces.path / LABELS_FILE
     _publish(out, _join(traces, verdicts, scored, file, ids), about)
     return Labelling(out, str(chosen), chosen.version, len(traces), counts, conflicting)
@@ -171,6 +177,10 @@ def rule_of(settings: LabelSettings) -> Rule:
     if settings.column is not None and settings.scores is None:
         raise BadSetting(f"column={settings.column} is a column of a scores file: give rule=scores scores=FILE")
     return replace(rule, positive=settings.positive or RIGHT)
+    if settings.references is not None and rule.name == "scores":
+        raise BadSetting(f"references={settings.references}: rule=scores compares no answers")
+    if settings.columns is not None and settings.references is None:
+        raise BadSetting(f"columns={settings.columns}: names columns of a references file: also give references=FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,17 +277,30 @@ def references_of(values: Sequence[object]) -> list[str]:
     return list(dict.fromkeys(str(text) for text in flat if text not in (None, "")))
 
 
-def _text_fields(traces: Traces, *, needed: bool) -> list[str | None]:
-    """The fields of a store with the answers and the accepted answers; None if it has none."""
-    fields: list[str | None] = []
-    for names in (answer_fields(), alias_fields()):
-        fields.append(_first(traces, names))
-        if needed and fields[-1] is None:
-            raise BadSource(
-                f"{traces.path}: labels need a field {' or '.join(names)}; its records have only "
-                f"{', '.join(traces.fields)}. Or take verdicts from a file: rule=scores scores=FILE"
-            )
-    return fields
+def _text_field(traces: Traces, names: Sequence[str], *, is_needed: bool) -> str | None:
+    """The first of these fields that the store has; None if it has none."""
+    found = _first(traces, names)
+    if is_needed and found is None:
+        raise BadSource(
+            f"{traces.path}: labels need a field {' or '.join(names)}; its records have only "
+            f"{', '.join(traces.fields)}. Or take correct answers or verdicts from a file: references=FILE, or "
+            "rule=scores scores=FILE"
+        )
+    return found
+
+
+def _references_of(file: str | Path, ids: Sequence[str], *, columns: str | None) -> list[list[str] | None]:
+    """The accepted answers of every record in a references file; None if it has none."""
+    from millstream.traces.llm.questions import read_references
+
+    found = read_references(file, columns=columns)
+    added = [found.get(name) for name in ids]
+    if ids and not any(added):
+        raise BadSource(
+            f"{file}: has no answer for any of the {len(ids)} records. Their ids are such as {ids[0]!r}, those of the "
+            f"file such as {next(iter(found))!r}. Choose the id column: columns=id=NAME"
+        )
+    return added
 
 
 def _score(chunks: Iterable[pa.Table], num_records: int, *, map: Map, progress: Progress) -> pa.Table:
@@ -293,9 +316,18 @@ def _score(chunks: Iterable[pa.Table], num_records: int, *, map: Map, progress: 
 
 
 def _chunks(
-    traces: Traces, is_usable: Bools, *, answer: str | None, aliases: str | None, chunk_records: int
+    traces: Traces,
+    is_usable: Bools,
+    *,
+    answer: str | None,
+    aliases: str | None,
+    added: Sequence[list[str] | None] | None,
+    chunk_records: int,
 ) -> Iterator[pa.Table]:
-    """Answers and aliases, `chunk_records` at a time; only one chunk or one shard is in memory."""
+    """Answers and aliases (`added`, or those of the store), `chunk_records` at a time.
+
+    Only one chunk or one shard is in memory.
+    """
     start = 0
     for numbers in _groups(traces, chunk_records):
         part = Traces(traces.path, shards=numbers)
@@ -303,6 +335,9 @@ def _chunks(
         answers = pa.nulls(len(part), pa.string()) if answer is None else _column(part, answer).cast(pa.string())
         accepted = pa.nulls(len(part), _TEXTS) if aliases is None else _as_lists(_column(part, aliases))
         table = pa.table({"answer": answers.take(rows), "aliases": accepted})
+        if added is not None:
+            pairs = zip(added[start : start + len(part)], accepted.to_pylist(), strict=True)
+            accepted = pa.array([new or old for new, old in pairs], _TEXTS)
         for first in range(0, len(part), chunk_records):
             # Taken, not sliced: pickling a slice pickles the whole table.
             yield table.take(np.arange(first, min(first + chunk_records, len(part))))

@@ -108,6 +108,17 @@ def read_questions(
     return QuestionSet(questions[:num_samples], same_id, same_text)
 
 
+def read_references(source: str | Path, *, columns: str | None = None) -> dict[str, list[str]]:
+    """The accepted answers by question id, from a file like those of `read_questions`; it needs no question column."""
+    found: dict[str, list[str]] = {}
+    for question in _find_questions(source, _parse_columns(columns), needs_text=False):
+        if question.aliases:
+            found[question.id] = list(dict.fromkeys([*found.get(question.id, ()), *question.aliases]))
+    if not found:
+        raise BadSource(f"{source}: contains no answers. Choose their column: columns=answer=NAME")
+    return found
+
+
 def built_in_questions() -> Mapping[str, Callable[[], Sequence[Question]] | Path]:
     """The built-in question sets by name: a function that returns the questions, or a file."""
     return ChainMap(*(module.QUESTIONS for module in extensions("built_ins")))
@@ -118,7 +129,9 @@ def built_in_prompts() -> Mapping[str, str]:
     return ChainMap(*(module.PROMPTS for module in extensions("built_ins")))
 
 
-def _find_questions(source: str | Path | Sequence[Question], columns: Mapping[str, str]) -> Iterable[Question]:
+def _find_questions(
+    source: str | Path | Sequence[Question], columns: Mapping[str, str], *, needs_text: bool = True
+) -> Iterable[Question]:
     if not isinstance(source, str | Path):
         return source
     name = str(source)
@@ -132,8 +145,8 @@ def _find_questions(source: str | Path | Sequence[Question], columns: Mapping[st
             raise BadSource(
                 f"{path}: no such file. Questions must be one of {known}, or a dataset on the Hugging Face hub"
             )
-        return _from_rows(_read_file(path), path.name.split(".")[0], columns, path)
-    return _from_rows(_from_hub(name), name, columns, name)
+        return _from_rows(_read_file(path), path.name.split(".")[0], columns, path, needs_text=needs_text)
+    return _from_rows(_from_hub(name), name, columns, name, needs_text=needs_text)
 
 
 @dataclass(frozen=True)
@@ -277,17 +290,19 @@ def _from_hub(name: str) -> Iterator[Row]:
     yield from cast("Iterable[Row]", rows)
 
 
-def _from_rows(rows: Iterable[Row], stem: str, columns: Mapping[str, str], source: object) -> Iterator[Question]:
+def _from_rows(
+    rows: Iterable[Row], stem: str, columns: Mapping[str, str], source: object, *, needs_text: bool
+) -> Iterator[Question]:
     names: dict[str, str | None] = {}
     keys: list[str] = []
     for number, row in enumerate(rows):
         if not keys:
-            _check_columns(row, columns, source)
+            _check_columns(row, columns, source, needs_text=needs_text)
         if list(row) != keys:  # JSON lines may have different keys
             keys = list(row)
             names = {ours: _column(ours, row, columns) for ours in _COLUMNS}
-        question = row.get(names["question"] or "")
-        if not isinstance(question, str) or not question.strip():
+        question = row.get(names["question"] or "") if needs_text else ""
+        if not isinstance(question, str) or (needs_text and not question.strip()):
             raise BadSource(f"{source}: row {number + 1} has no question")
         cell = {ours: row.get(theirs) if theirs else None for ours, theirs in names.items()}
         if names["aliases"] == _SEMICOLONS and isinstance(cell["aliases"], str):
@@ -303,12 +318,12 @@ def _from_rows(rows: Iterable[Row], stem: str, columns: Mapping[str, str], sourc
         )
 
 
-def _check_columns(first: Row, columns: Mapping[str, str], source: object) -> None:
+def _check_columns(first: Row, columns: Mapping[str, str], source: object, *, needs_text: bool) -> None:
     have = ", ".join(map(str, first))
     for theirs in columns.values():
         if theirs not in first:
             raise BadSource(f"{source}: has no column {theirs!r}, only {have}")
-    if _column("question", first, columns) is None:
+    if needs_text and _column("question", first, columns) is None:
         raise BadSource(f"{source}: no question column among {have}. Choose one: columns=question=NAME")
 
 
