@@ -83,9 +83,9 @@ def label(
     column: str | None = None,
     threshold: float | None = None,
     positive: str | None = None,
-    chunk_records: int = CHUNK_RECORDS,
     references: str | Path | None = None,
     columns: str | None = None,
+    chunk_records: int = CHUNK_RECORDS,
     map: Map = map,
     progress: Progress = silent,
 ) -> Labelling:
@@ -124,8 +124,8 @@ def label(
         "counts": json.dumps(counts),
         "threshold": json.dumps(chosen.threshold),
         "store_fingerprint": traces.fingerprint,
-    }
         **({} if references is None else {"references": str(references)}),
+    }
     out = traces.path / LABELS_FILE
     _publish(out, _join(traces, verdicts, scored, file, ids), about)
     return Labelling(out, str(chosen), chosen.version, len(traces), counts, conflicting)
@@ -176,11 +176,11 @@ def rule_of(settings: LabelSettings) -> Rule:
         raise BadSetting(f"scores={settings.scores}: only rule=scores uses a scores file, not rule={settings.rule}")
     if settings.column is not None and settings.scores is None:
         raise BadSetting(f"column={settings.column} is a column of a scores file: give rule=scores scores=FILE")
-    return replace(rule, positive=settings.positive or RIGHT)
     if settings.references is not None and rule.name == "scores":
         raise BadSetting(f"references={settings.references}: rule=scores compares no answers")
     if settings.columns is not None and settings.references is None:
         raise BadSetting(f"columns={settings.columns}: names columns of a references file: also give references=FILE")
+    return replace(rule, positive=settings.positive or RIGHT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,10 +334,10 @@ def _chunks(
         rows = pa.array(np.arange(len(part)), mask=~is_usable[start : start + len(part)])
         answers = pa.nulls(len(part), pa.string()) if answer is None else _column(part, answer).cast(pa.string())
         accepted = pa.nulls(len(part), _TEXTS) if aliases is None else _as_lists(_column(part, aliases))
-        table = pa.table({"answer": answers.take(rows), "aliases": accepted})
         if added is not None:
             pairs = zip(added[start : start + len(part)], accepted.to_pylist(), strict=True)
             accepted = pa.array([new or old for new, old in pairs], _TEXTS)
+        table = pa.table({"answer": answers.take(rows), "aliases": accepted})
         for first in range(0, len(part), chunk_records):
             # Taken, not sliced: pickling a slice pickles the whole table.
             yield table.take(np.arange(first, min(first + chunk_records, len(part))))
