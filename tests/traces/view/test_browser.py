@@ -107,6 +107,22 @@ def test_a_token_shows_its_alternatives(open_page: Open, address: str):
     assert heats != others and len(set(heats)) > 1
 
 
+def test_arrow_keys_move_through_the_list_of_a_fresh_page(open_page: Open, address: str):
+    page = open_page(address).page
+    page.locator("#records tbody tr").nth(49).wait_for()
+    for key, number in (("ArrowDown", 0), ("ArrowDown", 1), ("ArrowDown", 2), ("ArrowUp", 1)):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.getAttribute('href')") == f"#{number}"
+
+
+def test_a_trace_without_a_score_says_so(open_page: Open, address: str):
+    page = open_page(address).page
+    page.locator("#records td.score", has_text="not scored").first.wait_for()
+    scores = page.locator("#records tbody td.score").all_inner_texts()[:4]
+    assert scores == ["0.000", "not scored", "not scored", "0.025"]
+    assert "splits" in page.locator("#records td.score span.soft").first.get_attribute("title")
+
+
 def test_search_open_step_and_close_work_by_keyboard(open_page: Open, address: str):
     page = open_page(address).page
     page.locator("#records tbody tr").nth(49).wait_for()

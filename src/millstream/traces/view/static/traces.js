@@ -99,6 +99,8 @@ function row(record) {
   if (record.score !== null && record.score !== undefined) {
     score.append(record.score.toFixed(3));
     if (record.score >= 0 && record.score <= 1) score.append(meter(record.score));
+  } else {
+    score.append(make("span", { class: "soft", title: "Detectors score only the validation and test splits of a run." }, "not scored"));
   }
   return make("tr", { "data-number": record.number },
     make("td", { class: "number" }, count(record.number)),
@@ -150,7 +152,7 @@ function press(event) {
     step(Number(location.hash.slice(1)), event.key === "ArrowRight" ? 1 : -1);
   } else if (["ArrowDown", "ArrowUp"].includes(event.key) && !byId("list").hidden && !event.target.closest("select, input[type=number]")) {
     const links = [...document.querySelectorAll("#records tbody a")], at = links.indexOf(document.activeElement);
-    if (at < 0 && event.target.id !== "q") return;
+    if (at < 0 && event.target.id !== "q" && event.target !== document.body) return; // the body: nothing has the focus
     event.preventDefault();
     (links[Math.max(0, at + (event.key === "ArrowDown" ? 1 : -1))] ?? links.at(-1))?.focus();
   }
