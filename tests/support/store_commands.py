@@ -1,5 +1,7 @@
-"""Commands on one store, to be run by two processes at the same time."""
+"""Commands on one store, run by two processes at the same time, or in a child that damaged bytes may kill."""
 
+import random
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,8 +10,11 @@ from pathlib import Path
 import numpy as np
 
 import millstream as ms
+from millstream.core.tables import is_table_intact
 from millstream.errors import CorruptRecord, CorruptShard, MillstreamError
 from millstream.traces.convert import convert
+from millstream.traces.store.format import is_whole, read_shard
+from millstream.traces.store.manifest import LABELS, read_sidecar, shard_info, shard_name, sidecar_name
 from millstream.traces.store.repair import repair, verify
 from millstream.traces.store.rewrite import drop_records, merge
 from millstream.traces.store.traces import Traces
@@ -79,3 +84,60 @@ def featurize_all(path: Path) -> None:
 
 def merge_two(path: Path) -> None:
     merge([path.parent / "store", path.parent / "other"], path)
+
+
+def read_flipped(path: Path, places: range, report: Callable[[object], None]) -> None:
+    """Read a shard with each bit of these bytes flipped; report (byte, bit) wherever nothing is noticed."""
+    data = bytearray((path / shard_name(0)).read_bytes())
+    whole = read_shard(np.frombuffer(bytes(data), np.uint8))
+    for place in places:
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            found = read_shard(np.frombuffer(bytes(data), np.uint8))
+            if len(found[1]) == len(whole[1]) and not found[2]:
+                report((place, bit))
+            data[place] ^= 1 << bit
+
+
+def read_damaged(path: Path, seed: int, count: int, report: Callable[[object], None]) -> None:
+    """Read a shard and its sidecar `count` times, each time with other bytes replaced; report the damages done."""
+    rng = random.Random(seed)
+    originals = {name: (path / name).read_bytes() for name in (shard_name(0), sidecar_name(0), LABELS)}
+    sealed = shard_info(path, 0)
+    for _ in range(count):
+        for name, original in originals.items():
+            data = bytearray(original)
+            near = rng.choice([len(data), min(len(data), 2000)])  # often in the header and the first record
+            start = rng.randrange(near)
+            for place in [rng.randrange(near) for _ in range(rng.randint(1, 8))] + [*range(start, start + 4)]:
+                data[min(place, len(data) - 1)] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
+            if name == shard_name(0):
+                view = np.frombuffer(bytes(data), np.uint8)
+                for row in read_shard(view)[1]:
+                    is_whole(view, row.offset)
+                continue
+            (path / name).write_bytes(data)
+            if name == LABELS:  # unless the name of the checksum is destroyed too
+                assert is_table_intact(bytes(data)) in (bytes(data) == original, None)
+            elif read_sidecar(path, 0, None) is not None or read_sidecar(path, 0, sealed.sidecar_crc32c) is not None:
+                assert bytes(data) == original
+            (path / name).write_bytes(original)
+    report(count)
+
+
+def verify_and_repair_damaged(path: Path, seed: int, count: int, report: Callable[[object], None]) -> None:
+    """Verify and repair copies of a store with bytes replaced near the start of its shard; report the records left."""
+    rng = random.Random(seed)
+    for number in range(count):
+        copy = path.with_name(f"{path.name}-{seed}-{number}")
+        shutil.copytree(path, copy)
+        data = bytearray((copy / shard_name(0)).read_bytes())
+        for _ in range(rng.randint(1, 12)):
+            data[rng.randrange(3000)] = rng.randrange(256)
+        (copy / shard_name(0)).write_bytes(data)
+        with quiet():
+            found = list(verify(copy))
+            repair(copy)
+            assert found and not list(verify(copy))
+        report(len(Traces(copy)))
+        shutil.rmtree(copy)

@@ -17,16 +17,13 @@ from glob import escape
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 
 from millstream.core.config import config_diff
 from millstream.core.console import quoted, say
 from millstream.errors import BadSetting, ConfigMismatch, StoreExists, StoreFull
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Write = Callable[[bytes | memoryview], object]
 NOTHING_LEFT = "Nothing was left behind; free some space, or choose another path"
@@ -52,11 +49,7 @@ def publish(file: Path, data: bytes, advice: str = _OLD_KEPT) -> None:
 
 @contextmanager
 def publishing(file: Path, advice: str = _OLD_KEPT) -> Generator[BinaryIO]:
-    """The same for a file written in pieces: it gets its name when the block ends.
-
-    >>> with publishing(Path("labels.parquet")) as file:
-    ...     pq.write_table(table, file)
-    """
+    """The same for a file written in pieces: it gets its name when the block ends."""
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with no_space(file, advice), open(temporary, "wb") as f:
@@ -74,13 +67,6 @@ def publishing(file: Path, advice: str = _OLD_KEPT) -> Generator[BinaryIO]:
 
 def publish_json(file: Path, value: object) -> None:
     publish(file, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def publish_table(file: Path, table: "pa.Table", advice: str = _OLD_KEPT) -> None:
-    import pyarrow.parquet as pq
-
-    with publishing(file, advice) as f:
-        pq.write_table(table, f, compression="zstd")
 
 
 @contextmanager
@@ -216,6 +202,12 @@ def lock(fd: int, *, wait: bool = False, shared: bool = False, without_locks: bo
     except OSError:
         return without_locks
     return True
+
+
+def unlock(fd: int) -> None:
+    """Release a lock before it is closed, since forked processes share it."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_same_file(fd: int, path: Path) -> bool:

@@ -336,10 +336,10 @@ def _find(collection: Collection, table: str | Path | pa.Table | None, column: s
 
 
 def _read_table(path: Path) -> pa.Table:
-    import pyarrow.parquet as pq
+    from millstream.core.tables import read_table
 
     try:
-        return pq.read_table(path)
+        return read_table(path)
     except FileNotFoundError:
         raise BadSource(f"{path}: no such file") from None
     except (OSError, pa.ArrowException) as error:

@@ -274,8 +274,8 @@ def repair(path: Store, as_json: Json = False) -> None:
             show(f"{name}: footer and sidecar rewritten; no record lost")
         for name in result.rebuilt:
             show(f"{name}: rewritten without the damaged records; the old file is {path}/damaged/{name}")
-        for name in result.copies:
-            show(f"{name}: a copy of another shard, now in {path}/damaged/{name}; no record lost")
+        for name in result.set_aside:
+            show(f"{name}: set aside as {path}/damaged/{name}; no record lost")
         for record in result.lost:
             where = f" row {record.row} ({record.question_id!r})" if record.row is not None else ""
             show(f"lost: {record.shard}{where}: {record.reason}")

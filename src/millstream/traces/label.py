@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from millstream.core.config import config_hash
 from millstream.core.console import Progress, silent
-from millstream.core.files import publish_table, sync_folder
+from millstream.core.files import sync_folder
 from millstream.core.split import LABEL
+from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource
 from millstream.traces.convert import names_of
 from millstream.traces.kind import LabelSettings, check_positive

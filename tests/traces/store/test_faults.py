@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +37,7 @@ from millstream.traces.store.manifest import (
     is_manifest_intact,
     list_shards,
     read_manifest,
+    shard_info,
     shard_name,
     sidecar_name,
     write_manifest,
@@ -754,6 +756,8 @@ def many_shards(path: Path, template: Path, count: int) -> tuple[Path, list[Key]
     for number in range(count):
         for name in (shard_name, sidecar_name):
             shutil.copy(template / name(shards[number % len(shards)]), path / name(number))
+    infos = tuple(shard_info(path, number) for number in range(count))
+    write_manifest(path, replace(read_manifest(template), shards=infos))  # else the copies are not counted
     return path, [keys[number % len(keys)] for number in range(count)]
 
 

@@ -156,7 +156,7 @@ def test_a_copied_shard_is_not_counted_is_reported_and_is_set_aside(tmp_path: Pa
         shutil.copyfile(path / name(1), path / name(5))
     assert len(Traces(path)) == 8
     assert [damage.file for damage in damages(path)] == [shard_name(5)]
-    assert repair(path).copies == [shard_name(5)]
+    assert repair(path).set_aside == [shard_name(5), sidecar_name(5)]
     assert (path / DAMAGED / shard_name(5)).exists()
     assert damages(path) == []
     assert Traces(path).ids == [f"q{number}" for number in range(8)]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow import parquet
 
 from millstream.core.batches import text_codes_of
+from millstream.core.tables import open_table
 from millstream.errors import BadSource
 from millstream.reads.mapping import prediction_column
 from millstream.report import damaged
@@ -53,7 +53,7 @@ class PredictionsFile:
     def __init__(self, file: Path, *, num_classes: int, ranks: Sequence[str]) -> None:
         self._file, self._num_classes = file, num_classes
         try:
-            self._open = parquet.ParquetFile(file)
+            self._open = open_table(file)
             names = self._open.schema_arrow.names
             self.ranks = [rank for rank in ranks if f"{prediction_column(rank)}_probability" in names]
             rank_columns = map(prediction_column, self.ranks)

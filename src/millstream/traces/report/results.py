@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow import parquet
 
 from millstream.core.batches import text_codes_of
+from millstream.core.tables import read_table
 from millstream.errors import BadSource
 from millstream.report import RunFiles, RunResults, damaged, read_files, train_elsewhere, unfinished
 from millstream.report.measures import Curve, Floats, Interval, Labels
@@ -135,7 +135,7 @@ class _Predictions:
     def __init__(self, file: Path) -> None:
         self._file = file
         try:
-            table = parquet.read_table(file)
+            table = read_table(file)
             self._models, self._model_names = text_codes_of(table.column("model"))
             self._splits, self._split_names = text_codes_of(table.column("part"))
             self._questions, self._question_names = text_codes_of(table.column("question_id"))

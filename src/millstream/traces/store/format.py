@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -145,20 +145,20 @@ def header(schema: pa.Schema) -> bytes:
 
 
 def read_header(view: Bytes) -> tuple[pa.Schema, int]:
-    """The schema of a shard and the offset of its first record. Raises pa.ArrowInvalid if the header is damaged."""
-    if view[: len(MAGIC)].tobytes() != MAGIC:
-        raise pa.ArrowInvalid("no Arrow magic at the start")
-    source = pa.BufferReader(pa.py_buffer(view[len(MAGIC) :]))
+    """The schema of a shard and the offset of its first record. Raises pa.ArrowInvalid if the header is damaged.
+
+    Arrow's parsers can crash on damaged bytes, so none of them sees bytes whose CRC has not been checked.
+    """
+    end = 16 + int.from_bytes(view[12:16].tobytes(), "little")
+    head = view[: min(end, len(view))].tobytes()
+    if head[:12] != MAGIC + b"\xff" * 4 or len(head) < end or _with_crc(head) != head:
+        raise pa.ArrowInvalid("the magic or the CRC-32C of the header does not match")
     try:
-        schema = pa.ipc.read_schema(pa.ipc.read_message(source))
+        schema = pa.ipc.read_schema(pa.py_buffer(head[len(MAGIC) :]))
         for kind in record_schema(schema).values():
             _ = isinstance(kind, Tensor) and kind.itemsize  # raises for an unknown dtype
     except (EOFError, OSError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise pa.ArrowInvalid(f"not a millstream schema: {error}") from None
-    end = len(MAGIC) + source.tell()
-    head = view[:end].tobytes()
-    if _with_crc(head) != head:
-        raise pa.ArrowInvalid("CRC-32C of the header does not match")
     return schema, end
 
 
@@ -214,33 +214,35 @@ def read_shard(view: Bytes) -> tuple[pa.Schema | None, list[Row], list[tuple[int
         return None, [], [(0, len(view))] if len(view) else []
     rows: list[Row] = []
     gaps: list[tuple[int, int]] = []
+    tensors = _tensor_buffers(schema)
     while position < len(view) and view[position : position + 8].tobytes() != END_OF_STREAM:
-        row = read_row(view, schema, position)
+        row = read_row(view, schema, position, tensors)
         if row is not None:
             rows.append(row)
             position += row.num_bytes
         else:
-            gaps.append((position, _resync(view, schema, position + 8)))
+            gaps.append((position, _resync(view, schema, position + 8, tensors)))
             position = gaps[-1][1]
     return schema, rows, gaps
 
 
 def is_whole(view: Bytes, offset: int) -> bool:
     """Whether a complete message starts at `offset`, damaged or not."""
-    try:
-        return pa.ipc.read_message(pa.py_buffer(view[offset:])).body is not None
-    except (EOFError, OSError, pa.ArrowException):
-        return False
+    frame = _read_frame(view, offset)
+    return frame is not None and offset + frame[0] <= len(view)
 
 
-def read_row(view: Bytes, schema: pa.Schema, offset: int) -> Row | None:
+def read_row(view: Bytes, schema: pa.Schema, offset: int, tensor_buffers: Sequence[int]) -> Row | None:
     """The record whose message starts at `offset`; None if it is incomplete or its CRC does not match."""
+    frame = _read_frame(view, offset)
+    if frame is None or max(tensor_buffers, default=-1) >= len(frame[2]):
+        return None
+    num_bytes, meta_bytes, buffers = frame
+    if not is_frame_intact(view, offset, num_bytes, [buffers[index] for index in tensor_buffers]):
+        return None
     base = view.ctypes.data
     try:
-        marker, meta_bytes = (int(x) for x in view[offset : offset + 8].view("<u4"))
-        if marker != 0xFFFFFFFF:
-            return None
-        message = pa.ipc.read_message(pa.py_buffer(view[offset:]))
+        message = pa.ipc.read_message(pa.py_buffer(view[offset : offset + num_bytes]))
         batch = pa.ipc.read_record_batch(message, schema)
         batch.validate(full=True)
         if batch.num_rows != 1:
@@ -255,9 +257,7 @@ def read_row(view: Bytes, schema: pa.Schema, offset: int) -> Row | None:
             tensors[name] = _tensor_row(cast(pa.StructArray, column), base, default=offset)
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):  # not a millstream record
         return None
-    body = message.body
-    num_bytes = 8 + meta_bytes + (body.size if body else 0)
-    row = Row(offset, num_bytes, 8 + meta_bytes, values, tensors)
+    row = Row(offset, num_bytes, meta_bytes, values, tensors)
     return row if is_row_intact(view, row, record_schema(schema)) else None
 
 
@@ -365,14 +365,58 @@ def _tensor_row(column: pa.StructArray, base: int, default: int) -> TensorRow | 
     return TensorRow(offset, shape, crcs, sizes)
 
 
-def _resync(view: Bytes, schema: pa.Schema, start: int) -> int:
+def _read_frame(view: Bytes, offset: int) -> tuple[int, int, list[tuple[int, int]]] | None:
+    """Bytes of the message at `offset`, of its metadata, and extents of its buffers; None if not a record batch.
+
+    The bytes may be damaged: it reads the few fields that lead to the CRC, with every position checked.
+    """
+    meta_bytes = int.from_bytes(view[offset + 4 : offset + 8], "little")
+    meta = view[offset + 8 : offset + 8 + meta_bytes].tobytes()
+    if view[offset : offset + 4].tobytes() != b"\xff" * 4 or len(meta) < meta_bytes:
+        return None
+
+    def number(kind: str, at: int) -> int:
+        if at < 0:
+            raise struct.error
+        return struct.unpack_from(kind, meta, at)[0]
+
+    def field(table: int, index: int) -> int:
+        vtable = table - number("<i", table)
+        place = number("<H", vtable + 4 + 2 * index) if 4 + 2 * index < number("<H", vtable) else 0
+        return table + place if place else len(meta)  # absent: no number can be read there
+
+    try:
+        message = number("<I", 0)
+        header, body_bytes = field(message, 2), number("<q", field(message, 3))
+        vector = field(header + number("<I", header), 2)
+        vector += number("<I", vector)
+        places = np.frombuffer(meta, "<i8", 2 * number("<I", vector), vector + 4).reshape(-1, 2).tolist()
+    except (struct.error, ValueError):
+        return None
+    body = offset + 8 + meta_bytes
+    buffers = [(body + at, size) for at, size in places]
+    return (8 + meta_bytes + body_bytes, 8 + meta_bytes, buffers) if body_bytes >= 0 else None
+
+
+def _tensor_buffers(schema: pa.Schema) -> list[int]:
+    """Positions of the buffers with tensor data among all buffers of a record."""
+    found: list[int] = []
+    for index, kind in enumerate(record_schema(schema).values()):
+        if isinstance(kind, Tensor):
+            before = cast(Any, empty_batch(pa.schema(list(schema)[:index]))).serialize()
+            frame = _read_frame(np.frombuffer(before, np.uint8), 0)
+            found.append(len(frame[2] if frame else ()) + 3)  # validity of the struct, validity and offsets of data
+    return found
+
+
+def _resync(view: Bytes, schema: pa.Schema, start: int, tensor_buffers: Sequence[int]) -> int:
     """The offset of the next message with a valid checksum, or of the end of the stream, from `start` on."""
     whole = view[start : len(view) - len(view) % 8].view("<u4")[::2]
     for index in np.flatnonzero(whole == 0xFFFFFFFF):
         position = start + int(index) * 8
         if view[position : position + 16].tobytes() == END_OF_STREAM + SEAL_MAGIC:
             return position
-        if read_row(view, schema, position) is not None:
+        if read_row(view, schema, position, tensor_buffers) is not None:
             return position
     return len(view)
 

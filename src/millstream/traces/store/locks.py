@@ -3,14 +3,13 @@
 A lock is the kernel's flock, which ends with the process. Readers take none.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from millstream.core.files import is_same_file, lock
+from millstream.core.files import is_same_file, lock, unlock
 from millstream.errors import StoreError, StoreExists
 
 JOB = ".lock"
@@ -32,8 +31,7 @@ class StoreLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             if os.getpid() == self._pid:
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: forked children share the descriptor
+                unlock(fd)
             os.close(fd)
 
     def __enter__(self) -> None:

@@ -23,6 +23,7 @@ from millstream.core.files import publish
 from millstream.core.memory import Map
 from millstream.core.record import Schema, crc32c, refine
 from millstream.core.registry import extensions
+from millstream.core.tables import is_table_intact
 from millstream.errors import NewerFormat, NotAStore
 from millstream.traces.store.format import (
     SEAL,
@@ -40,6 +41,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder for files that repair sets aside
 IDS = "ids.arrow"  # the id index
+LABELS = "labels.parquet"
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
 _SHARD = re.compile(r"shard-(\d{5,9})\.arrow(\.open)?")  # a number fits 32 bits
@@ -137,7 +139,8 @@ def read_manifest(path: Path) -> Manifest:
     sizes = _sealed_sizes(path)
     unknown = [n for n, size in sizes.items() if n not in known or _is_replaced(path, known[n], size)]
     shards = known | {number: shard_info(path, number) for number in unknown}
-    for copy in [number for number in copied_shards(path, list(shards.values())) if number not in known]:  # known first
+    copies = copied_shards(path, list(shards.values())) if unknown else {}  # the known shards come first
+    for copy in [number for number in copies if number not in known]:
         del shards[copy]
         unknown.remove(copy)
     schema, compression, config = stored.arrow_schema, stored.compression, stored.config
@@ -192,15 +195,24 @@ def shard_info(path: Path, number: int) -> ShardInfo:
     """A sealed shard as described by its seal, or by its sidecar if the seal is damaged."""
     file = path / shard_name(number)
     seal = read_shard_seal(file)
-    try:
-        sidecar = pq.ParquetFile(path / sidecar_name(number))
+    data = read_sidecar(path, number, seal and seal.sidecar_crc32c)
+    records, seconds = 0, 0.0
+    if data is not None:
+        sidecar = pq.ParquetFile(pa.BufferReader(data))
         records = sidecar.metadata.num_rows
         seconds = float(metadata_of(sidecar.schema_arrow, "seconds", "0"))
-    except (OSError, ValueError, pa.ArrowException):
-        records, seconds = 0, 0.0
     if seal is None:
         return ShardInfo(number, records, file.stat().st_size, seconds, None)
     return ShardInfo(number, seal.records, file.stat().st_size, seconds, seal.sidecar_crc32c)
+
+
+def read_sidecar(path: Path, number: int, crc: int | None) -> bytes | None:
+    """The verified bytes of a sidecar; None if missing or damaged. If the shard's CRC of it is lost, its own counts."""
+    try:
+        data = (path / sidecar_name(number)).read_bytes()
+    except OSError:
+        return None
+    return data if (is_table_intact(data) if crc is None else crc == crc32c(data)) else None
 
 
 def read_shard_seal(file: Path) -> Seal | None:
@@ -227,8 +239,11 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
             return schema
     except (ValueError, pa.ArrowException):
         pass
+    data = read_sidecar(path, number, seal and seal.sidecar_crc32c)
+    if data is None:
+        return None
     try:
-        schema = pq.ParquetFile(path / sidecar_name(number)).schema_arrow
+        schema = pq.ParquetFile(pa.BufferReader(data)).schema_arrow
         fields = {name: kind for name, kind in record_schema(schema).items() if not name.startswith("_")}
         return arrow_schema(fields, compression=compression_of(schema), metadata={})
     except (OSError, ValueError, KeyError, pa.ArrowException):

@@ -20,6 +20,7 @@ from millstream.core.console import Progress, silent
 from millstream.core.files import is_same_file, lock, sync_folder
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, Schema, crc32c
+from millstream.core.tables import is_table_intact
 from millstream.errors import StoreError
 from millstream.traces.store.format import (
     END_OF_STREAM,
@@ -40,6 +41,7 @@ from millstream.traces.store.locks import StoreLock, only_job
 from millstream.traces.store.manifest import (
     DAMAGED,
     IDS,
+    LABELS,
     MANIFEST,
     Manifest,
     ShardInfo,
@@ -51,6 +53,7 @@ from millstream.traces.store.manifest import (
     open_file,
     read_manifest,
     read_shard_seal,
+    read_sidecar,
     shard_info,
     shard_name,
     sidecar_name,
@@ -106,7 +109,7 @@ class Repair:
     resealed: list[str] = field(default_factory=list[str])
     rebuilt: list[str] = field(default_factory=list[str])
     lost: list[LostRecord] = field(default_factory=list[LostRecord])
-    copies: list[str] = field(default_factory=list[str])  # shards set aside: others have the same records
+    set_aside: list[str] = field(default_factory=list[str])  # copies of shards, damaged labels: no record is lost
 
 
 def recover_all(path: Path) -> list[Recovery]:
@@ -143,7 +146,9 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> It
     if (path / IDS).exists() and load_index(path) is None:
         yield Damage(IDS, "damaged; it can be rebuilt")
     for copy, original in _copies(path, manifest).items():
-        yield Damage(shard_name(copy), f"a copy of {shard_name(original)}, so its records are there twice")
+        yield Damage(shard_name(copy), f"a copy of {shard_name(original)}")
+    if _are_labels_damaged(path):
+        yield Damage(LABELS, "fails its checksum; write it again with millstream label")
     done = first = 0
     for shard in manifest.shards:
         yield from _Examination(path, shard).damages(first, fast=fast)
@@ -166,14 +171,14 @@ def _repair(path: Path, progress: Progress) -> Repair:
                 raise StoreError(f"{open_file(path, number)}: a writer is running. Stop it, then repair")
     result = Repair(recovered=recover_all(path))
     result.lost = [record for recovery in result.recovered for record in recovery.lost]
-    for copy in _copies(path, read_manifest(path)):
-        for file in (path / shard_name(copy), path / sidecar_name(copy)):
-            if file.exists():
-                _set_aside(path, file, [])
-                file.unlink()
-        result.copies.append(shard_name(copy))
+    copies = _copies(path, read_manifest(path))
+    aside = [name for copy in copies for name in (shard_name(copy), sidecar_name(copy)) if (path / name).exists()]
+    result.set_aside = [*aside, *([LABELS] if _are_labels_damaged(path) else [])]
+    for name in result.set_aside:
+        _set_aside(path, path / name, [])
+        (path / name).unlink()
     manifest = read_manifest(path)
-    manifest = replace(manifest, shards=tuple(s for s in manifest.shards if shard_name(s.number) not in result.copies))
+    manifest = replace(manifest, shards=tuple(shard for shard in manifest.shards if shard.number not in copies))
     shards: list[ShardInfo] = []
     done = 0
     for shard in manifest.shards:
@@ -388,6 +393,10 @@ def _problems(view: Bytes, row: Row, schema: Schema) -> list[tuple[str | None, s
     return found + [(name, f"slice {index} fails its CRC-32C") for name, index in damaged_fields(view, row, schema)]
 
 
+def _are_labels_damaged(path: Path) -> bool:
+    return (path / LABELS).exists() and is_table_intact((path / LABELS).read_bytes()) is False
+
+
 def _copies(path: Path, manifest: Manifest) -> dict[int, int]:
     """Numbers of shards that are copies of others, which are in the manifest or have lower numbers."""
     known = [shard.number for shard in manifest.shards]
@@ -420,9 +429,5 @@ def _header(view: Bytes) -> tuple[pa.Schema | None, int]:
 
 
 def _sidecar(path: Path, shard: ShardInfo, seal: Seal | None) -> Sidecar | None:
-    expected = seal.sidecar_crc32c if seal else shard.sidecar_crc32c
-    try:
-        data = (path / sidecar_name(shard.number)).read_bytes()
-        return Sidecar(data) if expected in (None, crc32c(data)) else None
-    except (OSError, ValueError, pa.ArrowException):
-        return None
+    data = read_sidecar(path, shard.number, seal.sidecar_crc32c if seal else shard.sidecar_crc32c)
+    return None if data is None else Sidecar(data)

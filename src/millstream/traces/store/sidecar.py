@@ -4,7 +4,6 @@ It can always be rebuilt from the shard. Other tools (polars, duckdb) can query 
 a tensor.
 """
 
-import io
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from millstream.core import tables
 from millstream.core.console import quoted
 from millstream.core.memory import Map
-from millstream.core.record import Schema, Tensor, crc32c
+from millstream.core.record import Schema, Tensor
 from millstream.errors import CorruptShard, DamageWarning, SchemaMismatch
 from millstream.traces.store.format import (
     CRCS,
@@ -33,7 +33,7 @@ from millstream.traces.store.format import (
     record_schema,
     tensor_field,
 )
-from millstream.traces.store.manifest import Manifest, ShardInfo, shard_name, sidecar_name
+from millstream.traces.store.manifest import Manifest, ShardInfo, read_sidecar, shard_name, sidecar_name
 
 Ints = NDArray[np.int64]
 Crcs = NDArray[np.uint32]
@@ -46,15 +46,9 @@ _POLYNOMIAL = 0x82F63B78  # of CRC-32C, lowest bit first
 
 def load_sidecar(path: Path, shard: ShardInfo) -> "Sidecar":
     """The sidecar of a shard, verified; rebuilt in memory from the shard if it is missing or damaged."""
-    try:
-        data = (path / sidecar_name(shard.number)).read_bytes()
-    except FileNotFoundError:
-        data = b""
-    if data and shard.sidecar_crc32c in (None, crc32c(data)):
-        try:
-            return Sidecar(data)
-        except (OSError, ValueError, pa.ArrowException):  # only if the CRC is unknown
-            pass
+    data = read_sidecar(path, shard.number, shard.sidecar_crc32c)
+    if data is not None:
+        return Sidecar(data)
     file = path / shard_name(shard.number)
     if not file.exists():
         raise CorruptShard(f"{file}: missing, with its {shard.records} records. See: millstream verify {quoted(path)}")
@@ -111,10 +105,7 @@ def to_parquet(rows: Sequence[Row], schema: Schema, *, compression: str, seconds
     columns[META_BYTES] = [row.meta_bytes for row in rows]
     arrays = [pa.array(columns[field.name], field.type) for field in target]
     metadata = {"millstream.seconds": repr(seconds), "millstream.compression": compression}
-    table = pa.Table.from_arrays(arrays, schema=target.with_metadata(metadata))
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
-    return sink.getvalue()
+    return tables.to_parquet(pa.Table.from_arrays(arrays, schema=target.with_metadata(metadata)))
 
 
 class Sidecar:

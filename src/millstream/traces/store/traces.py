@@ -21,7 +21,7 @@ from millstream.core.memory import empty
 from millstream.core.record import Array, Bytes, Schema, Tensor, from_bytes
 from millstream.traces.store.format import ID_FIELD, Row
 from millstream.traces.store.ids import IdIndex, open_index
-from millstream.traces.store.manifest import ShardInfo, list_shards, read_manifest
+from millstream.traces.store.manifest import LABELS, ShardInfo, list_shards, read_manifest
 from millstream.traces.store.shard_reader import Layers, Plan, RangeReader, ShardReader
 from millstream.traces.store.sidecar import read_table
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, object]
 SCALAR_BYTES = 64  # estimated memory of a number or text
-LABELS_FILE = "labels.parquet"
+LABELS_FILE = LABELS
 AHEAD = 4  # records to prefetch when iterating
 Planned = tuple[ShardReader, Plan | None]  # None: the tensor is None
 Plans = Mapping[str, Sequence[Planned]]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from millstream.core.batches import text_codes_of
 from millstream.core.record import Tensor
+from millstream.core.tables import read_table
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.report.tables import clipped
 from millstream.traces.label import STATUS, UNLABELLED, alias_fields, answer_fields, references_of
@@ -108,7 +108,7 @@ def read_labels(traces: Traces) -> pa.Table | None:
     """The labels.parquet of a store; None if it is not labelled."""
     file = traces.path / LABELS_FILE
     try:
-        return pq.ParquetFile(file).read() if file.exists() else None
+        return read_table(file) if file.exists() else None
     except (OSError, pa.ArrowException) as error:
         raise BadSource(f"{file}: is damaged ({error}). Next: millstream label {traces.path}") from None
 
@@ -128,7 +128,7 @@ def read_scores(run: Path, traces: Traces) -> TraceScores:
     if not file.exists():
         return TraceScores({}, np.full(len(traces), -1, np.int8), ())
     try:
-        table = pq.ParquetFile(file).read().select(["model", "part", "record", "question_id", "score"])
+        table = read_table(file).select(["model", "part", "record", "question_id", "score"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise BadSource(f"{file}: is damaged ({error}). Next: the millstream train command of the run") from None
     records = table.column("record").to_numpy().astype(np.int64)
