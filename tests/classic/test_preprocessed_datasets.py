@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -21,7 +22,7 @@ import millstream as ms
 from millstream.classic import PreprocessedGNNDataset, PreprocessedLSTMDataset, num_workers_for, train_val_test
 from millstream.classic.preprocessed_datasets import _graph_type
 from millstream.classic.preprocessed_folder import SOURCES
-from millstream.errors import BadSource, MissingLabel, StoreExists
+from millstream.errors import BadSetting, BadSource, MissingLabel, StoreExists
 from millstream.traces.convert import convert, expand
 from support.effort import PATIENCE_S
 from support.old_files import Data, old_torch_geometric
@@ -499,3 +500,9 @@ def test_a_batch_of_last_tokens_keeps_one_trace_in_memory_at_a_time(tmp_path):
         tracemalloc.stop()
     assert len(items) == 10
     assert peak < 2 * 2_500_000
+
+
+@pytest.mark.parametrize("files", [2, "preprocessed_0000.pt", [2]])
+def test_files_to_load_that_are_not_a_list_of_names_are_refused(tmp_path: Path, files: Any):
+    with pytest.raises(BadSetting, match=f"batch_files_to_load={re.escape(repr(files))}"):
+        PreprocessedLSTMDataset(tmp_path, files)

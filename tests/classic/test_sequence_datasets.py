@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 import millstream as ms
 from millstream.classic import CachedStreamingDataset, MetaGeneTokenizer, SequenceDataset, StreamingSequenceDataset
 from millstream.classic.sequence_datasets import Item, ReadDataset
-from millstream.errors import BadSource, StaleIndex
+from millstream.errors import BadSetting, BadSource, StaleIndex
 
 METAGENE = Path(__file__).parents[2] / ".." / "shared" / "data" / "metagene"
 needs_metagene = pytest.mark.skipif(not METAGENE.is_dir(), reason=f"the METAGENE-1 tokenizer is not at {METAGENE}")
@@ -613,6 +614,13 @@ def test_a_model_that_is_not_on_this_machine_is_an_error(tmp_path: Path, monkeyp
         MetaGeneTokenizer("no-such-people/NO-SUCH-MODEL")
     with pytest.raises(ValueError, match="tokenizer_path"):
         MetaGeneTokenizer()
+
+
+@pytest.mark.parametrize("dataset", [SequenceDataset, StreamingSequenceDataset, CachedStreamingDataset])
+def test_a_missing_header_regex_is_an_error(dataset: Any, tmp_path: Path):
+    (tmp_path / "reads.fa").write_text(">a\nACGT\n")
+    with pytest.raises(BadSetting, match="header_regex=None"):
+        dataset(tmp_path / "reads.fa", None, "base", None, 8)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import cast
@@ -17,7 +17,7 @@ from millstream.core.collection import Collection, Subset, subset
 from millstream.core.console import format_bytes, progress, say
 from millstream.core.files import locked, publish_json
 from millstream.core.split import Labelled, labelled
-from millstream.errors import BadSource, StoreExists
+from millstream.errors import BadSetting, BadSource, StoreExists
 from millstream.traces.convert import PROGRESS, convert
 from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.traces import Traces
@@ -43,6 +43,10 @@ def open_preprocessed(
         if files is not None:
             raise ValueError("batch_files_to_load needs a folder; for a collection, take a subset first")
         return _labelled(place), None
+    if files is not None and not _are_paths(files):
+        raise BadSetting(
+            f"batch_files_to_load={files!r}: must be a list of file names. A size of the cache is max_cache_batches"
+        )
     folder = find_folder(Path(place), kind)
     store, scratch = store_in(folder, kind)
     traces = Traces(store)
@@ -51,6 +55,12 @@ def open_preprocessed(
     if store != folder:
         _check_folder(files, folder)
     return _labelled(_from_files(traces, files)), scratch
+
+
+def _are_paths(files: object) -> bool:
+    if isinstance(files, str | Path) or not isinstance(files, Iterable):
+        return False
+    return all(isinstance(file, str | Path) for file in cast("Iterable[object]", files))
 
 
 def find_folder(path: Path, kind: Kind) -> Path:

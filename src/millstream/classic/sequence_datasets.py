@@ -20,7 +20,7 @@ from millstream.classic.preprocessed_folder import Scratch
 from millstream.core.console import progress, say
 from millstream.core.registry import kind_at
 from millstream.core.torch_data import checked_indices
-from millstream.errors import BadSource
+from millstream.errors import BadSetting, BadSource
 from millstream.reads.batch import ColumnValues
 from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.headers import Headers
@@ -409,13 +409,12 @@ def _integers(values: ColumnValues, missing: int) -> Numbers:
 
 def _id_columns(header_regex: str, *, need_class: bool) -> tuple[str, ...]:
     """The ids among the groups of a regex."""
+    if not isinstance(header_regex, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadSetting(f"header_regex={header_regex!r}: must be a regex with a group (?P<{CLASS_ID}>...)")
     kinds = {column.name: column.kind for column in Headers(header_regex).columns}
     for name in (CLASS_ID, TAX_ID):
         if kinds.get(name) == "text":
-            raise BadSource(
-                f"header_regex {header_regex!r}: the group {name} may match more than digits, "
-                rf"but ids are integers; write (?P<{name}>\d+)"
-            )
+            raise BadSource(rf"header_regex {header_regex!r}: ids are integers; write the group as (?P<{name}>\d+)")
     if need_class and CLASS_ID not in kinds:
         raise BadSource(
             f"header_regex {header_regex!r} has no group class_id, which is the label without a mapping_df; "

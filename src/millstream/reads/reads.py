@@ -15,7 +15,7 @@ from millstream.core.batches import chunked, joined, values
 from millstream.core.collection import Collection, Medium, Numbers
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
-from millstream.errors import BadSource
+from millstream.errors import BadSetting, BadSource
 from millstream.reads.batch import ColumnValues, FlatReads, Read, ReadBatch, join_reads, split_text
 from millstream.reads.files import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
 from millstream.reads.mapping import LabelMapping
@@ -88,6 +88,8 @@ class Reads(Collection):
     def __getitem__(self, number: int | slice) -> Read | list[Read]:
         if isinstance(number, slice):
             return list(self._iterate(range(*number.indices(len(self)))))
+        if not hasattr(number, "__index__"):
+            raise BadSetting(f"reads[{number!r}]: must be a whole number or a slice. By name: reads.by_name(...)")
         return self._reads(self._check(np.array([number], np.int64)))[0]
 
     def __iter__(self) -> Iterator[Read]:

@@ -5,6 +5,7 @@ import gzip
 import os
 import pickle
 import random
+import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.errors import BadIndex
+from millstream.errors import BadIndex, BadSetting
 from millstream.reads.files import containers
 from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
 from millstream.reads.open import open_reads
@@ -70,6 +71,12 @@ def test_negative_numbers_count_from_the_end(file: Path):
     reads = opened(file)
     assert reads[-1] == reads[299] and reads[-300] == reads[0]
     assert reads.fetch([-1, 0, -300]).numbers.tolist() == [299, 0, 0]
+
+
+@pytest.mark.parametrize("wrong", ["a", 1.5, None])
+def test_an_index_that_is_not_a_number_is_refused(wrong: Any, file: Path):
+    with pytest.raises(BadSetting, match=re.escape(f"reads[{wrong!r}]")):
+        open_reads([file])[wrong]
 
 
 @pytest.mark.parametrize("number", [300, -301, 10**12])
@@ -331,10 +338,20 @@ def test_a_mapping_adds_labels(file: Path):
 
 
 def test_a_name_is_the_first_word_of_a_header(tmp_path: Path):
-    reads = opened(write(tmp_path / "reads.fa", ">one two three\nAC\n>ünï x\nG\n> blank\nT\n>\nTT\n"))
-    assert [read.name for read in reads] == ["one", "ünï", "", ""]
+    reads = opened(
+        write(tmp_path / "reads.fa", ">one two three\nAC\n>ünï x\nG\n> \tblank x\nT\n>\nTT\n>gi|1\1gi|2 y\nA\n")
+    )
+    assert [read.name for read in reads] == ["one", "ünï", "blank", "", "gi|1"]
     assert reads.by_name("one").sequence == "AC" and reads.by_name("ünï").sequence == "G"
-    assert reads.find("") == [2, 3] and reads.find("two") == []
+    assert (
+        reads.find("") == [3] and reads.find("two") == [] and reads.find("blank") == [2] and reads.find("gi|1") == [4]
+    )
+
+
+def test_a_quality_that_is_wrapped_alone_is_read(tmp_path: Path):
+    text = "@a\nACGTACG\n+\n@II\n+II\n@\n@b\nAC\n+b\nII\n"
+    reads = opened(write(tmp_path / "reads.fq", text))
+    assert [(read.sequence, read.quality) for read in reads] == [("ACGTACG", "@II+II@"), ("AC", "II")]
 
 
 def test_find_gives_every_record_of_a_name(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import BadSource
+from millstream.errors import BadSetting, BadSource
 from millstream.reads.tokenizers import Tokens, base, kmer, tokenizer
 from support.batches import pack, random_reads
 
@@ -133,8 +133,18 @@ def test_names_may_have_spaces_and_keywords():
     ["", "bases", "kmer", "kmer()", "kmer(0)", "kmer('6')", "kmer(True)", "kmer(6, step=2)", "kmer(6, 2)", "kmer(6"],
 )
 def test_an_unknown_name_is_refused(spec: str):
-    with pytest.raises(ValueError, match=re.escape(repr(spec))):
+    with pytest.raises(BadSetting, match=re.escape(repr(spec))):
         tokenizer(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["kmer(6,canonical)", "kmer(---1)"],
+)
+def test_an_argument_that_is_not_a_number_is_refused_without_showing_the_parser(spec: str):
+    with pytest.raises(BadSetting, match=re.escape(repr(spec))) as caught:
+        tokenizer(spec)
+    assert "object at" not in str(caught.value)
 
 
 @pytest.mark.parametrize("spec", ["kmer(*[6])", "kmer(**{'k': 6})", "kmer(k=__import__('os').getpid())", "os.kmer(6)"])

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import millstream as ms
 from millstream.core.batches import fetch_batch
-from millstream.traces.detectors import NETS, Recipe, build_net, net_features
+from millstream.errors import BadSetting, NoDetector
+from millstream.traces.detectors import NETS, Recipe, build_net, net_features, scores_of
 from millstream.traces.detectors.net import LIMIT, DetectorNet, LayerLSTM, Scale, match_width
 from millstream.training.task import Moments, count_parameters
 from support.effort import num_examples
@@ -167,6 +168,31 @@ def test_the_lstm_reads_the_token_in_the_settings(place: str, zoo: Zoo):
 
 
 # -- width
+
+
+@pytest.mark.parametrize("name", ["lstm", "gnn", "charm"])
+def test_a_field_that_a_net_needs_and_the_store_lacks_is_named_with_the_net(name: str):
+    fields = {"lstm": ["hidden"], "gnn": ["nodes", "edge_source"], "charm": ["attention"]}[name]
+    with pytest.raises(NoDetector, match=f"{name} .*prompt_len|prompt_len.* {name}"):
+        net_features(name, ["question_id", *fields], Recipe())
+
+
+class Own:
+    def __init__(self, scores: object) -> None:
+        self.scores = scores
+
+    def score(self, collection: object) -> object:
+        return self.scores
+
+
+@pytest.mark.parametrize(
+    ("scores", "found"),
+    [([0.5] * 3, r"\(3,\)"), (np.zeros((4, 2)), r"\(4, 2\)"), (None, "NoneType"), (["a"] * 4, "list")],
+)
+def test_an_own_detector_that_does_not_return_one_score_per_record_is_named(scores: object, found: str):
+    with pytest.raises(BadSetting, match=f"Own.score returned .*{found}.*4"):
+        scores_of(Own(scores), range(4))
+    assert scores_of(Own([1, 2, 3, 4]), range(4)).tolist() == [1, 2, 3, 4]
 
 
 def family_of(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from millstream.core.console import say
-from millstream.errors import BadSource, MissingExtra
+from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.reads.tokenizers.bpe import MOST_TOKENS, Bpe, Encoded, NotPlain, plain_rules
 from millstream.reads.tokenizers.kmers import (
     Bases,
@@ -168,10 +168,11 @@ def tokenizer(spec: str) -> Tokenizer:
             named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
             return kmer(*positional, **named)
     except (SyntaxError, TypeError, ValueError) as error:
-        reason = f" ({error})"
+        is_ours = "ast." not in str(error)  # literal_eval shows the objects of its parser
+        reason = f" ({error})" if is_ours else " (its arguments must be numbers, True or False)"
     else:
         reason = ""
-    raise ValueError(
+    raise BadSetting(
         f"unknown tokenizer {spec!r}{reason}; must be base, kmer(6), kmer(12, stride=2, canonical=True), "
         "or hf(path of a tokenizer.json or its folder)"
     )

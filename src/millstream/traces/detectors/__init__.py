@@ -85,6 +85,11 @@ def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[
         made.append(_graphs(field_names, recipe, net.wiring))
     if net.sees_stats and recipe.token_stats and "logprobs" in field_names:
         made.append(token_stats())
+    needed = [field.split("[")[0] for feature in made for field in feature.fields or ()]
+    if missing := [field for field in dict.fromkeys(needed) if field not in field_names]:
+        raise NoDetector(
+            f"{name} needs the field {', '.join(map(repr, missing))}; the store has {', '.join(field_names)}"
+        )
     return made
 
 
@@ -165,7 +170,17 @@ def scores_of(model: Model, collection: Collection) -> Scores:
     """One number per record, in the order of the collection; higher: more likely wrong."""
     if isinstance(model, NetModel):
         return model.outcome(collection)["score"].astype(np.float64)
-    return cast(Detector, model).score(collection)
+    found = cast(object, cast(Detector, model).score(collection))
+    try:
+        scores = np.asarray(found, np.float64)
+    except (TypeError, ValueError):
+        scores = np.empty(())
+    if scores.shape != (len(collection),):
+        given = f"shape {scores.shape}" if scores.shape else f"a {type(found).__name__}"
+        raise BadSetting(
+            f"{type(model).__name__}.score returned {given}, expected one number per record, {len(collection)} in all"
+        )
+    return scores
 
 
 def scores_by_layer(model: NetModel, collection: Collection) -> Scores | None:
@@ -217,11 +232,10 @@ def _graphs(names: Sequence[str], recipe: Recipe, wiring: Wiring) -> Feature:
 
 
 def _head_graphs(names: Sequence[str]) -> Feature:
-    if "prompt_len" in names and "answer_len" in names:
-        if "attention" in names:
-            return HeadGraphFeature(from_attention=True)
-        if "edge_source" in names and "self_attention" in names:
-            return HeadGraphFeature(from_attention=False)
+    if "attention" in names:
+        return HeadGraphFeature(from_attention=True)
+    if "edge_source" in names and "self_attention" in names:
+        return HeadGraphFeature(from_attention=False)
     raise NoDetector(
         f"the store has neither edges and heads (tiers graph, probe) nor attention (full), only {', '.join(names)}"
     )
