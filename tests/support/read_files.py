@@ -246,7 +246,9 @@ def wrapped(bases: str, width: int, end: str = "\n") -> str:
 BASES = st.sampled_from([b"A", b"C", b"G", b"T", b"N", b"acgtn", b"ACGTACGTACGTACGT", b"RYKM", b"*-", b"MKVLE"])
 ENDS = st.sampled_from([b"\n", b"\n", b"\n", b"\r\n"])
 HEADERS = st.one_of(
-    st.sampled_from([b"", b"a", b"a b", b">x", b"same", b"same", b" lead", "é ü".encode(), b"x\ty", b"@q;+", b"a\rb"]),
+    st.sampled_from(
+        [b"", b"a", b"a b", b">x", b"same", b"same", b" lead", "é ü".encode(), b"x\ty", b"@q;+", b"a\rb", b"a\1b c"]
+    ),
     st.from_regex(rb"lbl\|[0-9]{1,3}\|[0-9]{0,4}\|[0-9]{1,2}\|[a-z]{1,6}/[12]", fullmatch=True),
 )
 
@@ -285,9 +287,10 @@ def fastq_texts(draw: st.DrawFn) -> bytes:
         width = draw(st.sampled_from([0, 0, 5]))
         step = width if width and len(sequence) > width else max(len(sequence), 1)
         pieces = range(0, max(len(sequence), 1), step)
+        quality_step = step if step < len(sequence) else draw(st.sampled_from([step, step, 3]))
         text += b"@" + header + end + b"".join(sequence[at : at + step] + end for at in pieces)
         text += b"+" + draw(st.sampled_from([b"", header])) + end
-        text += b"".join(quality[at : at + step] + end for at in pieces)
+        text += b"".join(quality[at : at + quality_step] + end for at in range(0, max(len(sequence), 1), quality_step))
         text += draw(st.sampled_from([b"", b"", b"\n"]))
     cut = draw(st.sampled_from([0, 0, 1]))
     return text[:-1] if cut and text.endswith(b"\n") else text

@@ -26,6 +26,7 @@ TEXTS = {
     "wrapped.fa": ">a about\n" + wrapped(bases(200), 60) + ">b\n" + bases(33) + "\n>c x\n" + wrapped(bases(120), 60),
     "no_last_newline.fa": ">a\n" + wrapped(bases(130), 60) + ">b\n" + bases(10),
     "crlf.fa": ">a about\r\n" + wrapped(bases(200), 60, "\r\n") + ">b\r\n" + bases(33) + "\r\n",
+    "twice.fa": ">a 1\nACGT\n>b\nAC\n>a 2\nACGTA\n>b\nACG\n",
     "without_bases.fa": ">a\n>b\nACGT\n>c\n\n>d\nAC\n",
     "reads.fq": "".join(f"@r{i} x\n{bases(20 + i)}\n+\n{'I' * (20 + i)}\n" for i in range(5)),
     "named_plus.fq": "".join(f"@r{i}\n{bases(20 + i)}\n+r{i}\n{'I' * (20 + i)}\n" for i in range(5)),
@@ -65,6 +66,12 @@ def test_the_fai_of_a_small_file_is_known(tmp_path: Path):
     file = tmp_path / "a.fa"
     file.write_text(">a about\nACGTAC\nGT\n>b\nAC\n")
     assert our_index(file) == [b"a\t8\t9\t6\t7\nb\t2\t22\t2\t3\n"]
+
+
+def test_the_fai_has_the_first_record_of_each_name_as_samtools_has_it(tmp_path: Path):
+    file = tmp_path / "a.fa"
+    file.write_text(">a 1\nACGT\n>b\nAC\n>a 2\nACGTA\n")
+    assert our_index(file) == [b"a\t4\t5\t4\t5\nb\t2\t13\t2\t3\n"]
 
 
 def test_ragged_lines_and_plain_gzip_have_no_fai(tmp_path: Path):

@@ -80,7 +80,9 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "xz": (lzma.compress(b">a\nAC\n"), ": is xz"),
     "zip": (zipped(b">a\nAC\n"), ": is a zip archive"),
     "CRAM": (b"CRAM\3\0" + bytes(60), ": is CRAM"),
-    "BAM": (bgzf(b"BAM\1" + bytes(60)), "is a binary file"),
+    "BAM": (bgzf(b"BAM\1" + bytes(60)), ": is BAM"),
+    "SAM": (b"@HD\tVN:1.6\n@SQ\tSN:chr1\tLN:4\nr1\t0\tchr1\t1\t9\t4M\t*\t0\t0\tACGT\tIIII\n", ": is SAM"),
+    "line ends of CR": (b">a\rACGT\r>b\rAC\r", "end in CR"),
     "nothing": (b"", ": empty"),
     "gzip of nothing": (gzip.compress(b""), ": empty"),
     "BGZF of nothing": (bgzf(b""), ": empty"),
@@ -167,8 +169,16 @@ def test_a_quality_of_another_length_is_refused_with_record_and_byte(tmp_path: P
 
 
 def test_errors_in_a_compressed_file_give_the_byte_of_the_text(tmp_path: Path):
-    (tmp_path / "reads.fq.gz").write_bytes(gzip.compress(b"@a\nAC\n+\nI\n"))
+    (tmp_path / "reads.fq.gz").write_bytes(gzip.compress(b"@a\nAC\n+\nIII\n"))
     assert "at byte 8 of the text, in record 0" in refused(tmp_path / "reads.fq.gz")
+
+
+@pytest.mark.parametrize(
+    "quality", ["IIII\n", "\nIIIIIIII", "II\nIIII\nII", "III\nIIII\nI", "IIII\nII\nII", "IIII\nIII"]
+)
+def test_a_short_quality_does_not_swallow_the_next_record(quality: str, tmp_path: Path):
+    (tmp_path / "reads.fq").write_text(f"@a\nACGTACGT\n+\n{quality}\n@bcd\nAC\n+\nII\n")
+    assert "reads.fq" in refused(tmp_path / "reads.fq")
 
 
 def test_a_record_without_a_plus_line_is_refused_with_record_and_byte(tmp_path: Path):

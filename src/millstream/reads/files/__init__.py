@@ -245,7 +245,8 @@ def write_fai(file: ReadFile) -> list[Path]:
     if file.sections.meta["kind"] not in ("plain", "bgzf"):
         raise BadSource(f"{file.path}: samtools reads plain and BGZF files only; recompress it: bgzip")
     fai = file.path.with_name(file.path.name + ".fai")
-    publish(fai, b"".join(_lines(file, start) for start in range(0, file.records, _ROWS)))
+    seen = set[str]()
+    publish(fai, b"".join(_lines(file, start, seen) for start in range(0, file.records, _ROWS)))
     if file.sections.meta["kind"] == "plain":
         return [fai]
     gzi = file.path.with_name(file.path.name + ".gzi")
@@ -255,7 +256,7 @@ def write_fai(file: ReadFile) -> list[Path]:
     return [fai, gzi]
 
 
-def _lines(file: ReadFile, first: int) -> bytes:
+def _lines(file: ReadFile, first: int, seen: set[str]) -> bytes:
     found = file.locate(np.arange(first, min(first + _ROWS, file.records), dtype=np.int64))
     (wrong,) = np.nonzero(found.line == IRREGULAR)
     names = names_in(*file.headers(found))
@@ -270,8 +271,12 @@ def _lines(file: ReadFile, first: int) -> bytes:
     if file.has_quality:
         columns.append(offset + found.bases + found.gap)
     rows = zip(names, *(column.tolist() for column in columns), strict=True)
-    # samtools skips records without bases
-    return "".join("\t".join(map(str, row)) + "\n" for row in rows if row[1]).encode()
+    lines: list[str] = []
+    for row in rows:
+        if row[1] and row[0] not in seen:  # samtools skips records without bases, and all but the first of a name
+            seen.add(row[0])
+            lines.append("\t".join(map(str, row)) + "\n")
+    return "".join(lines).encode()
 
 
 def _all(file: ReadFile, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

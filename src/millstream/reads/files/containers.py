@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from millstream.core.console import quoted
 from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadSource, MissingExtra
 from millstream.reads.files.inflate import Inflate, ahead, bgzf_size, decode_bgzf, fast_zlib
@@ -53,7 +54,10 @@ def sniff(path: Path) -> Kind:
         head = file.read(18)
     for magic, name in _REFUSED.items():
         if head.startswith(magic):
-            raise BadSource(f"{path}: is {name}; must be FASTA or FASTQ, plain or compressed with gzip, BGZF or zstd")
+            remedy = f"; convert it: samtools fastq {quoted(path)} > reads.fq" if name in ("BAM", "CRAM") else ""
+            raise BadSource(
+                f"{path}: is {name}; must be FASTA or FASTQ, plain or compressed with gzip, BGZF or zstd{remedy}"
+            )
     if head[:2] == b"\x1f\x8b":
         return "bgzf" if bgzf_size(head) else "gzip"
     number = int.from_bytes(head[:4], "little")

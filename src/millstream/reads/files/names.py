@@ -19,9 +19,9 @@ _HASH_BITS = 63
 
 
 def name_of(header: bytes) -> bytes:
-    """The first word of a header line."""
-    words = header.split(None, 1)
-    return words[0] if words and not header[:1].isspace() else b""
+    """The first word of a header line. A Control-A separates the merged headers of NCBI's nr, so it ends a name too."""
+    words = header.replace(b"\x01", b" ").split(None, 1)
+    return words[0] if words else b""
 
 
 def names_in(text: Bytes, starts: Numbers, ends: Numbers) -> list[str]:
@@ -149,7 +149,10 @@ def _hash_names(text: Bytes, starts: Numbers, ends: Numbers, out: Numbers) -> No
     for index in range(len(starts)):
         a = 2166136261
         b = 84696351
-        for position in range(starts[index], ends[index]):
+        first = starts[index]
+        while first < ends[index] and text[first] <= 32:
+            first += 1
+        for position in range(first, ends[index]):
             byte = np.int64(text[position])
             if byte <= 32:
                 break

@@ -30,7 +30,7 @@ _OUTSIDE, _SEQUENCE, _PLUS, _QUALITY = range(4)
 # kinds of line
 _UNKNOWN, _HEADER, _TEXT, _COMMENT, _PLUS_LINE, _QUALITY_LINE = range(6)
 
-_NEWLINE, _RETURN, _GREATER, _SEMICOLON, _AT, _PLUS_SIGN = 10, 13, 62, 59, 64, 43
+_CONTROL_A, _NEWLINE, _RETURN, _GREATER, _SEMICOLON, _AT, _PLUS_SIGN = 1, 10, 13, 62, 59, 64, 43
 _WHY = {
     1: "not a text character (byte {byte})",
     2: "expected a FASTQ record, which starts with '@'",
@@ -254,6 +254,8 @@ def _follow(
                 state[_RAGGED] += 1  # fine before a newline, ragged before anything else
             elif kind != _QUALITY_LINE and (byte == 32 or byte == 9 or byte == 11 or byte == 12):
                 state[_RAGGED] = 2
+            elif byte == _CONTROL_A and (kind == _HEADER or kind == _PLUS_LINE):
+                pass  # between the merged headers of NCBI's nr
             elif byte < 32 or byte == 127 or kind == _TEXT or kind == _QUALITY_LINE:
                 state[_ERROR] = 1
                 state[_ERROR_AT] = at + position
@@ -315,7 +317,16 @@ def _follow(
             state[_R_QUALITY] += length
             if final and eol == 0 and state[_R_QUALITY] < state[_R_BASES]:
                 break  # cut short by the end of the text
-            if state[_R_QUALITY] > state[_R_BASES] or (state[_NUM_LINES] <= 1 and length != state[_R_BASES]):
+            is_wrong = state[_R_QUALITY] > state[_R_BASES]
+            if state[_NUM_LINES] <= 1 and length != state[_R_BASES]:  # the quality alone is wrapped, or is too short
+                if state[_R_QUALITY] == length:
+                    state[_PREVIOUS] = length
+                    is_wrong |= length == 0
+                else:  # only the last line may be shorter: no header and sequence pass for qualities
+                    ends_here = state[_R_QUALITY] == state[_R_BASES]
+                    is_wrong |= length > state[_PREVIOUS] or (length < state[_PREVIOUS] and not ends_here)
+                state[_R_LINE] = IRREGULAR
+            if is_wrong:
                 state[_ERROR] = 4
                 state[_ERROR_AT] = state[_LINE_START]
                 break

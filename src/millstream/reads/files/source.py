@@ -5,6 +5,7 @@ has changed.
 """
 
 import os
+import re
 import sys
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from millstream.reads.files.inflate import ahead
 from millstream.reads.files.scanner import Format, ScanError, Scanned, Scanner
 
 BUFFER_BYTES = 1 << 20  # fits the L2 cache: 16 MB buffers are half as fast
+_SAM = re.compile(rb"@(HD|SQ|RG|PG|CO)\t(\w\w:)?")
 _EDGE_BYTES = 64 << 10
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -284,6 +286,13 @@ def _sniff_format(path: Path, head: Bytes, stream: Stream) -> Format:
         reason = f": {stream.damage.reason}" if stream.damage else ""
         raise BadSource(f"{path}: empty{reason}")
     text = bytes(head[:65536])
+    name = "BAM" if text.startswith(b"BAM\1") else "SAM" if _SAM.match(text) else None
+    if name:
+        raise BadSource(f"{path}: is {name}, not FASTA or FASTQ. Convert it: samtools fastq {quoted(path)} > reads.fq")
+    if b"\r" in text[:-1] and b"\n" not in text:
+        raise BadSource(
+            f"{path}: its lines end in CR without LF. Convert it: tr '\\r' '\\n' < {quoted(path)} > reads.fa"
+        )
     for line in text.splitlines():
         line = line.strip()
         if line[:1] == b">":
