@@ -66,7 +66,8 @@ def publishing(file: Path, advice: str = _OLD_KEPT) -> Generator[BinaryIO]:
 
 
 def publish_json(file: Path, value: object) -> None:
-    publish(file, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    publish(file, text.encode(errors="backslashreplace"))  # of a path that is not UTF-8: JSON has the same escapes
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 import gzip
+import json
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from millstream.core.files import publish_json
 from millstream.errors import BadIndex, BadSetting
 from millstream.reads.files import containers
 from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
@@ -71,6 +73,14 @@ def test_negative_numbers_count_from_the_end(file: Path):
     reads = opened(file)
     assert reads[-1] == reads[299] and reads[-300] == reads[0]
     assert reads.fetch([-1, 0, -300]).numbers.tolist() == [299, 0, 0]
+
+
+def test_a_folder_whose_name_is_not_utf8_is_opened(tmp_path: Path):
+    folder = tmp_path / os.fsdecode(b"reads-\xff")
+    folder.mkdir()
+    assert [read.sequence for read in open_reads([write(folder / "reads.fa", ">a\nACGT\n")])] == ["ACGT"]
+    publish_json(folder / "card.json", {"data": str(folder)})
+    assert json.loads((folder / "card.json").read_text()) == {"data": str(folder)}
 
 
 @pytest.mark.parametrize("wrong", ["a", 1.5, None])

@@ -7,6 +7,7 @@ the file.
 
 import errno
 import hashlib
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -90,7 +91,7 @@ def check_memory(memory: int | str) -> None:
 
 def index_paths(path: Path, index_dir: Path | None = None) -> list[Path]:
     """Where the index of a file may be, best first: beside it or in the cache folder, or in `index_dir`."""
-    unique = f"{path.name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}{SUFFIX}"
+    unique = f"{path.name}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:12]}{SUFFIX}"
     if index_dir is not None:
         return [index_dir / unique]
     return [path.with_name(path.name + SUFFIX), cache_folder() / unique]
