@@ -10,6 +10,7 @@ import pytest
 
 import millstream as ms
 from millstream.core.memory import Map
+from millstream.core.record import crc32c
 from millstream.core.tables import is_table_intact, publish_table, read_table
 from millstream.errors import BadSource
 from millstream.traces.store.format import read_shard
@@ -55,6 +56,29 @@ def test_a_sidecar_is_trusted_by_its_own_checksum_when_seal_and_manifest_are_dam
     flip(store / shard_name(0), 300)  # the header: without the sidecar nothing could be read
     repair(store)
     assert len(Traces(store)) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"records": 24', '"records": -1'),
+        ('"records": 24', '"records": "many"'),
+        ('"records": 24', '"rows": 24'),
+        ('"config": {}', '"config": []'),
+        ('"compression": "', '"compression": "x'),
+        ('"arrow_schema": "', '"arrow_schema": "AAAA'),
+        ('"shards": [', '"shards": [7, '),
+    ],
+)
+def test_a_manifest_with_a_valid_checksum_and_wrong_values_is_rebuilt(old: str, new: str, store: Path) -> None:
+    body = (store / MANIFEST).read_bytes().rpartition(b',\n "crc32c"')[0]
+    assert old.encode() in body
+    body = body.replace(old.encode(), new.encode(), 1)
+    (store / MANIFEST).write_bytes(body + f',\n "crc32c": {crc32c(body)}\n}}\n'.encode())
+    assert len(Traces(store)) == COUNT
+    assert [damage.file for damage in damages(store)] == [MANIFEST]
+    repair(store)
+    assert damages(store) == [] and len(Traces(store)) == COUNT
 
 
 def test_every_flipped_bit_of_the_labels_is_noticed(store: Path) -> None:

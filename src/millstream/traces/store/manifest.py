@@ -299,14 +299,31 @@ def _parse_manifest(path: Path) -> Manifest | None:
         version = int(content["version"])
         body, mark, _ = data.rpartition(_CRC_LINE[:12].encode())
         is_intact = bool(mark) and data[len(body) :] == _CRC_LINE.format(crc32c(body)).encode()
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if content.get("format") != FORMAT and not any(list_shards(path)):
         raise NotAStore(f"{path / MANIFEST}: format {content.get('format')!r}, expected {FORMAT!r}")
     check_version(path, version)  # before the checksum: a newer version may compute it differently
     if not is_intact:
         return None
-    shards = tuple(ShardInfo(**{k: v for k, v in shard.items() if k != "name"}) for shard in content["shards"])
-    encoded = content["arrow_schema"]
-    schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded))) if encoded else None
-    return Manifest(content["config"], content["compression"], schema, shards)
+    try:
+        shards = tuple(ShardInfo(**{k: v for k, v in shard.items() if k != "name"}) for shard in content["shards"])
+        encoded = content["arrow_schema"]
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded))) if encoded else None
+        manifest = Manifest(content["config"], content["compression"], schema, shards)
+        return manifest if _is_sensible(manifest) else None
+    except (KeyError, TypeError, ValueError, AttributeError, OSError, pa.ArrowException):
+        return None
+
+
+def _is_sensible(manifest: Manifest) -> bool:
+    """Whether the values of a manifest with a valid checksum can be those of a store; else the shards are read."""
+    _ = manifest.fields  # raises for a schema that is not of records
+    counts = [(shard.number, shard.records, shard.bytes) for shard in manifest.shards]
+    return (
+        isinstance(manifest.config, dict)
+        and manifest.compression in ("none", "lz4", "zstd")
+        and all(type(count) is int and count >= 0 for shard in counts for count in shard)
+        and all(type(shard.seconds) in (int, float) for shard in manifest.shards)
+        and all(type(shard.sidecar_crc32c) in (int, type(None)) for shard in manifest.shards)
+    )
