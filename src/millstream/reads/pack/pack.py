@@ -1,8 +1,7 @@
 """FASTA or FASTQ -> a pack, in one pass. Killed at any instant, the same command resumes.
 
-Parts grow in `OUT.partial`. Every two seconds they are flushed to disk, and the journal records how far they are
-complete, at the start of a record. A resumed run scans the text again, which also rebuilds the header columns, and
-packs from that record on; the resulting file is identical.
+Parts grow in `OUT.partial`. Every two seconds they are flushed, and the journal records the first record that is not
+in them. A resumed run scans the text again, for the header columns, and packs from that record on: the same bytes.
 """
 
 import time
