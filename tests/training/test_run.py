@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import millstream as ms
+from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, BadSplit, ConfigMismatch, MissingLabel, NotFinite
 from millstream.report.measures import auroc
 from millstream.traces.detectors import detector_specs
@@ -82,6 +83,16 @@ def _briefly(store: Path, tmp_path: Path) -> Path:
     out = tmp_path / "run"
     ms.train(store, model="lstm,gnn,gvae", out=str(out), **{**SHORT, "epochs": 1, "parameters": 100_000})
     return out
+
+
+def test_a_damaged_labels_file_is_named_in_one_line(store: Path, tmp_path: Path):
+    copy = shutil.copytree(store, tmp_path / "traces")
+    publish_table(copy / "labels.parquet", pa.table({"verdict": ["right", "wrong"] * 80}))
+    data = bytearray((copy / "labels.parquet").read_bytes())
+    data[len(data) // 2] ^= 4
+    (copy / "labels.parquet").write_bytes(data)
+    with pytest.raises(BadSource, match=r"labels\.parquet"):
+        ms.train(copy, model="lstm", out=str(tmp_path / "run"), **SHORT)
 
 
 def test_detectors_learn_a_learnable_signal(store: Path, tmp_path: Path):

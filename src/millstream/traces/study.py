@@ -18,7 +18,7 @@ from millstream.core.config import parse_bytes, read_settings
 from millstream.core.console import quoted, say
 from millstream.core.files import publish, publish_json
 from millstream.core.split import LABEL, Labelled, Split, labelled, split
-from millstream.core.tables import open_table, publish_table, read_table
+from millstream.core.tables import publish_table, read_table
 from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
 from millstream.traces.convert import names_of
 from millstream.traces.detectors import DetectorSpec, detector_specs, is_ours, scores_of
@@ -64,8 +64,7 @@ def open_labelled(path: str, label: str, positive: str | None = None) -> Collect
     `positive` says what 1 means in the column `label`; the columns that `millstream label` writes need none.
     """
     traces = Traces(path)
-    labels_file = traces.path / LABELS_FILE
-    schema = open_table(labels_file).schema_arrow if labels_file.exists() else pa.schema([])
+    schema = _labels_of(traces).schema
     has_verdicts = label in schema.names
     if label == "verdict" and not has_verdicts and LABEL not in traces.field_names:
         raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {quoted(path)}")
@@ -116,15 +115,22 @@ def split_of(collection: Collection, settings: TrainSettings) -> Split:
     return parts
 
 
+def _labels_of(traces: Traces) -> pa.Table:
+    """What `millstream label` wrote; an empty table if it did not."""
+    file = traces.path / LABELS_FILE
+    try:
+        return read_table(file) if file.exists() else pa.table({})
+    except pa.ArrowInvalid as error:
+        raise BadSource(f"{file}: damaged ({error}). Next: millstream label {quoted(traces.path)}") from None
+
+
 def data_card(path: str, collection: Collection, parts: Mapping[str, Collection], how: str) -> dict[str, object]:
     """A summary of the data that accounts for every record."""
     traces = Traces(path)
     names = traces.field_names
     verdicts: Counter[str] = Counter()
-    labels_file = traces.path / LABELS_FILE
-    about: dict[str, object] = {}
-    if labels_file.exists():
-        table = read_table(labels_file)
+    table, about = _labels_of(traces), dict[str, object]()
+    if table.column_names:
         written = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         about = {name: written.get(f"millstream.{name}") for name in ("rule", "label_version")}
         if "verdict" in table.column_names:
