@@ -403,7 +403,7 @@ def test_after_ctrl_c_the_same_command_resumes(made: Path, tmp_path: Path, monke
     assert code == 0 and "6,000 reads" in err and len(rows_of(tmp_path / "out.tsv")) == 6000
 
 
-GENOMES = Path("/work/shared/data/genomes")
+GENOMES = Path(__file__).parents[2] / ".." / "shared" / "data" / "genomes"
 SPECIES = ("10710_*", "727_*", "210_*_G27*", "1314_*", "666_*_N16961*")  # phage lambda is a hundredth of the others
 
 
