@@ -51,7 +51,7 @@ def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> 
 
     if other is not None:
         raise BadSetting(f"{path} {other}: only trace stores can be compared; inspect reads one at a time")
-    summary = summarise_reads(open_reads(path), examples=examples)
+    summary = summarise_reads(open_reads(path, memory="1GB"), examples=examples)
     if as_json:
         print_json(asdict(summary))
     else:
@@ -109,6 +109,7 @@ def simulate(
     mapping: Annotated[
         Path | None, typer.Option(help="Table of class ids by tax_id; written if it does not exist.", metavar="FILE")
     ] = None,
+    memory: Annotated[str, typer.Option(help="Memory budget of the genomes, a byte per base.", metavar="SIZE")] = "4GB",
     index_dir: IndexDir = None,
     seed: Annotated[int, typer.Option(help="Random seed.", metavar="N")] = 0,
     as_json: Json = False,
@@ -129,7 +130,9 @@ def simulate(
     settings.check()
     files = [file for place in genomes for file in expand(place)]
     with progress("simulate", reads, unit="reads") as update:
-        done = sample(files, out, settings=settings, mapping=mapping, index_dir=index_dir, progress=update)
+        done = sample(
+            files, out, settings=settings, mapping=mapping, index_dir=index_dir, memory=memory, progress=update
+        )
     if as_json:
         print_json({**asdict(done), "paths": [str(path) for path in out]})
     depths = sorted(done.coverage.values())

@@ -1,21 +1,24 @@
 """What `inspect` and `verify` print for reads."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.core.batches import decoded
+from millstream.core.batches import chunked, decoded
 from millstream.core.console import Progress, format_bytes, printable, silent
-from millstream.reads.batch import Read
+from millstream.errors import BadSetting
 from millstream.reads.pack import PackFile
 from millstream.reads.reads import Reads
 
 _MOST = 5
 _SHOWN_BASES = 60
+_CHUNK_READS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,15 @@ class ReadSummary:
 
 def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
     """Counts, lengths, columns with their most common values, and the first records. Reads the index, not the data."""
-    lengths = reads.lengths(range(len(reads)))
-    quantiles = np.quantile(lengths, [0, 0.5, 1]) if len(lengths) else np.zeros(3)
-    shown = [_example(number, read) for number, read in enumerate(reads[:examples])]
-    table = reads.table
-    columns = {name: _column(table.column(name)) for name in table.column_names if name != "length"}
+    columns: dict[str, dict[str, object]] = {}
+    lengths: dict[str, float] = {"shortest": 0.0, "median": 0.0, "longest": 0.0}
+    if len(reads):
+        lengths = _quantiles(
+            _counts(len(reads), lambda start, end: chunked([pa.array(reads.lengths(range(start, end)))]))
+        )
+        for name in reads.indexed_columns:
+            columns[name] = _about(_counts(len(reads), partial(reads.column, name)))
+    shown = [_example(reads, number) for number in range(min(examples, len(reads)))]
     for name in reads.column_names:
         columns.setdefault(name, {"kept": "in the headers"})
     return ReadSummary(
@@ -52,7 +59,7 @@ def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
         bytes=reads.num_bytes,
         index_bytes=reads.index_bytes,
         lengths={
-            **dict(zip(("shortest", "median", "longest"), quantiles.tolist(), strict=True)),
+            **lengths,
             "mean": reads.num_bases / max(len(reads), 1),
         },
         columns=columns,
@@ -96,17 +103,43 @@ def verify_reads(reads: Reads, *, progress: Progress = silent) -> Iterator[str]:
         progress(done)
 
 
-def _example(number: int, read: Read) -> dict[str, object]:
-    bases = read.sequence
-    shown = bases if len(bases) <= _SHOWN_BASES else f"{bases[:_SHOWN_BASES]}... ({len(bases)} bases)"
-    return {"number": number, "name": read.name, "sequence": shown, **read.columns}
+def _example(reads: Reads, number: int) -> dict[str, object]:
+    """The start of a read: all of it may be larger than memory."""
+    length = int(reads.lengths([number])[0])
+    try:
+        bases = reads.region(number, 0, min(length, _SHOWN_BASES))
+    except BadSetting:  # too large for the memory budget, in lines of different lengths
+        bases = ""
+    shown = bases if length <= _SHOWN_BASES else f"{bases}... ({length} bases)"
+    columns = reads.fetch([number], ["name", *reads.column_names]).columns
+    values = {name: (column if isinstance(column, list) else column.tolist())[0] for name, column in columns.items()}
+    return {"number": number, "name": values.pop("name"), "sequence": shown, **values}
 
 
-def _column(values: pa.ChunkedArray) -> dict[str, object]:
-    chunks = pa.concat_arrays([decoded(values.chunk(index)) for index in range(values.num_chunks)])
-    counts: list[dict[str, Any]] = pc.value_counts(chunks).to_pylist()
-    most_common = sorted(counts, key=lambda row: -row["counts"])[:_MOST]
+def _counts(num_reads: int, values: Callable[[int, int], pa.ChunkedArray]) -> Counter[Any]:
+    """How often each value occurs. Counted in chunks, from `start` to `end`: all values may not fit in memory."""
+    counts: Counter[Any] = Counter()
+    for start in range(0, num_reads, _CHUNK_READS):
+        some = values(start, min(start + _CHUNK_READS, num_reads))
+        for index in range(some.num_chunks):
+            rows: list[dict[str, Any]] = pc.value_counts(decoded(some.chunk(index))).to_pylist()
+            for row in rows:
+                counts[row["values"]] += row["counts"]
+    return counts
+
+
+def _quantiles(lengths: Counter[int]) -> dict[str, float]:
+    """Shortest, median and longest."""
+    values = np.array(sorted(lengths), np.int64)
+    ends = np.cumsum([lengths[value] for value in values.tolist()])
+    middle = np.array([(ends[-1] - 1) // 2, ends[-1] // 2])
+    median = values[np.searchsorted(ends, middle, side="right")].mean()
+    return {"shortest": float(values[0]), "median": float(median), "longest": float(values[-1])}
+
+
+def _about(counts: Counter[Any]) -> dict[str, object]:
+    """The number of distinct values of a column, of missing ones, and the most common."""
     about: dict[str, object] = {"distinct": len(counts)}
-    if values.null_count:
-        about["without value"] = values.null_count
-    return {**about, "most": ", ".join(f"{row['values']} ({row['counts']})" for row in most_common)}
+    if counts[None]:
+        about["without value"] = counts[None]
+    return {**about, "most": ", ".join(f"{value} ({count})" for value, count in counts.most_common(_MOST))}

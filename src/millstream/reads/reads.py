@@ -17,7 +17,7 @@ from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.batch import ColumnValues, FlatReads, Read, ReadBatch, join_reads, split_text
-from millstream.reads.files import NAME, QUALITY, SEQUENCE, Fetched, ReadFile
+from millstream.reads.files import BYTES_PER_BASE, NAME, QUALITY, SEQUENCE, Fetched, ReadFile, is_large
 from millstream.reads.mapping import LabelMapping
 from millstream.reads.pack import PackFile
 
@@ -52,6 +52,7 @@ class Reads(Collection):
         self._first_numbers: list[int] = self._starts.tolist()
         self._first_of = lru_cache(maxsize=1024)(self._find_first)
         self._header_columns = self._check_columns()
+        self._has_large = any(is_large(part.longest, part.memory) for part in self._parts)
         if mapping is not None:
             self._check_mapping(mapping)
 
@@ -106,6 +107,8 @@ class Reads(Collection):
         names = self._fields(fields)
         needed = [*names, self._mapping.key] if self._mapping else names
         split = self._split(wanted)
+        if self._has_large and (SEQUENCE in names or QUALITY in names):
+            self.check_memory(wanted)
         parts = [part.fetch(rows, needed) for part, rows, _ in split]
         fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
         columns = {name: fetched.columns[name] for name in names if name in fetched.columns}
@@ -121,6 +124,18 @@ class Reads(Collection):
         for part, rows, places in self._split(wanted):
             out[places] = part.lengths(rows)
         return out
+
+    def check_memory(self, numbers: Numbers) -> None:
+        """BadSetting if one of these records is too large for the memory budget. A small gzip file may have such."""
+        for part, rows, places in self._split(numbers):
+            lengths = part.lengths(rows)
+            if len(rows) and is_large(longest := int(lengths.max()), part.memory):
+                number = int(numbers[places][lengths.argmax()])
+                need, has = (format_bytes(b * len(self._parts)) for b in (longest * BYTES_PER_BASE, part.memory))
+                raise BadSetting(
+                    f"{part.path}: record {number} has {longest:,} bases, too many for the memory budget of {has}; "
+                    f"reading it needs {need}. Raise memory, or read a part of it: reads.region({number}, start, end)"
+                )
 
     def find(self, name: str) -> list[int]:
         """The numbers of all records with this name, the first word of the header line."""
@@ -212,19 +227,28 @@ class Reads(Collection):
         return [*self._header_columns, *(self._mapping_names(self._mapping) if self._mapping else ())]
 
     @property
+    def indexed_columns(self) -> list[str]:
+        """The columns that are in the index, or from the mapping, and not only in the headers."""
+        return [name for name in self.column_names if self._is_indexed(name)]
+
+    @property
     def table(self) -> pa.Table:
         """Length and columns of every read as one Arrow table; without columns that are only in the headers."""
-        names = [name for name in self.column_names if self._is_indexed(name)]
+        names = self.indexed_columns
         rows = [np.arange(part.records, dtype=np.int64) for part in self._parts]
         lengths = chunked([pa.array(part.lengths(some)) for part, some in zip(self._parts, rows, strict=True)])
         return pa.table({"length": lengths, **{name: self.column(name) for name in names}}).unify_dictionaries()
 
-    def column(self, name: str) -> pa.ChunkedArray:
-        """One column of every read."""
+    def column(self, name: str, start: int = 0, end: int | None = None) -> pa.ChunkedArray:
+        """One column of every read, or of those from number `start` to `end`."""
         if name not in self.column_names:
             raise KeyError(f"{self._where()}: no column {name!r}; it has {', '.join(self.column_names) or 'none'}")
         key = name if name in self._header_columns else self._mapping.key if self._mapping else name
-        chunks = [part.column(key, np.arange(part.records, dtype=np.int64)) for part in self._parts]
+        edges = np.clip(
+            [start, len(self) if end is None else end] - self._starts[:-1, None], 0, np.diff(self._starts)[:, None]
+        )
+        rows = [np.arange(*span, dtype=np.int64) for span in edges.tolist()]
+        chunks = [part.column(key, some) for part, some in zip(self._parts, rows, strict=True)]
         if name not in self._header_columns and self._mapping:
             chunks = [self._labels(self._mapping, [name], chunk)[name] for chunk in chunks]
         return chunked(chunks)
@@ -278,7 +302,7 @@ class Reads(Collection):
 
     def _fields(self, fields: Sequence[str] | None) -> list[str]:
         if fields is None:
-            return [SEQUENCE, QUALITY, *(name for name in self.column_names if self._is_indexed(name))]
+            return [SEQUENCE, QUALITY, *self.indexed_columns]
         if isinstance(fields, str):
             raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
         for name in fields:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,16 +10,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.console import Progress, say, silent
+from millstream.core.config import parse_bytes
+from millstream.core.console import Progress, format_bytes, say, silent
 from millstream.core.files import publish, publishing_text
 from millstream.core.order import Permutation, mix
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.features import BASES, COMPLEMENT, UPPER
 from millstream.reads.mapping import load_mapping
 from millstream.reads.open import open_reads
+from millstream.reads.reads import Reads
 from millstream.reads.tokenizers.kmers import Bases, Numbers
 
 CHUNK = 1 << 14  # fragments drawn at a time; another number gives other reads
+PIECE = 16 << 20  # bases read at a time
+READING = 256 << 20  # memory budget of one genome while it is read
+MEMORY = "4GB"
 SPECIES = "species"
 BINOMIAL = re.compile(r"[A-Z][a-z]+_[a-z]+")
 SPREAD = 1.5  # standard deviation of log abundances
@@ -94,13 +99,14 @@ def simulate(
     settings: SimulateSettings,
     mapping: Path | None = None,
     index_dir: Path | None = None,
+    memory: int | str = MEMORY,
     progress: Progress = silent,
 ) -> Simulated:
     """Write labelled reads of genomes; read pairs into one file, or into two, one per mate.
 
     Each file is one genome. Its taxon is the number at the start of its name, or that of `kraken:taxid|N` in its first
     header. Class ids are looked up in `mapping` by `tax_id`; if the file does not exist it is written, with one class
-    per taxon. Genomes are held in memory, one byte per base.
+    per taxon. Genomes are held in memory, one byte per base, and must not take more than `memory`.
 
     >>> simulate([Path("562_E_coli.fna.gz")], [Path("reads.fa.gz")], settings=SimulateSettings(reads=1000))
     """
@@ -109,7 +115,7 @@ def simulate(
         raise BadSetting(f"{len(out)} output files: two are only for read pairs, which need insert=")
     if len(set(out)) < len(out):
         raise BadSetting(f"{out[0]}: given twice; give it once for both mates in one file, or two different files")
-    bases, found = _load_genomes(genomes, mapping, index_dir)
+    bases, found = _load_genomes(genomes, mapping, index_dir, parse_bytes(memory))
     made = _Fragments(bases, found, settings)
     is_fastq = [path.name.removesuffix(".gz").endswith((".fq", ".fastq")) for path in out]
     with ExitStack() as stack:
@@ -263,23 +269,49 @@ def _text(headers: Sequence[list[str]], mates: Sequence[Bases], *, fastq: bool) 
     return "".join(lines).encode("latin-1")
 
 
-def _load_genomes(paths: Sequence[Path], mapping: Path | None, index_dir: Path | None) -> tuple[Bases, list[Genome]]:
+def _load_genomes(
+    paths: Sequence[Path], mapping: Path | None, index_dir: Path | None, memory: int
+) -> tuple[Bases, list[Genome]]:
     """The bases of all genomes, in upper case, and the genomes."""
-    pieces: list[Bases] = []
+    opened = [open_reads([path], index_dir=index_dir, memory=READING) for path in paths]
+    total = sum(reads.num_bases for reads in opened)
+    if total > memory:
+        largest = max(opened, key=lambda reads: reads.num_bases)
+        raise BadSetting(
+            f"{largest.paths[0]}: {largest.num_bases:,} of the {total:,} bases of all genomes, too many for the memory "
+            f"budget of {format_bytes(memory)}. Raise memory to {format_bytes(total * 1.05)}, or give fewer genomes"
+        )
+    bases = np.empty(total, np.uint8)
     genomes: list[Genome] = []
     at = 0
     for path in paths:
-        reads = open_reads([path], index_dir=index_dir)
-        batch = reads.fetch(np.arange(len(reads)), ["sequence", "name"])
-        names = [str(name) for name in batch.columns["name"]]
-        pieces.append(UPPER[batch.flat])
-        if bad := np.setdiff1d(pieces[-1], np.flatnonzero(COMPLEMENT)).tolist():
-            raise BadSource(f"{path}: {chr(bad[0])!r} is not a nucleotide; reads can only be simulated from DNA")
+        reads = opened.pop(0)  # decoded blocks are not kept
+        numbers = np.arange(len(reads))
+        lengths = reads.lengths(numbers)
+        first = at
+        for piece in _pieces(reads, lengths):
+            bases[at : at + piece.size] = UPPER[piece]
+            if bad := np.flatnonzero(COMPLEMENT[bases[at : at + piece.size]] == 0)[:1].tolist():
+                found = chr(bases[at + bad[0]])
+                raise BadSource(f"{path}: {found!r} is not a nucleotide; reads can only be simulated from DNA")
+            at += piece.size
+        names = [str(name) for name in reads.fetch(numbers, ["name"]).columns["name"]]
         ascii_names = [re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII) for name in names]
-        genomes.append(Genome(path, 0, _taxon(path, names), ascii_names, batch.offsets[:-1] + at, batch.lengths))
-        at += batch.flat.size
+        starts = first + np.cumsum(lengths) - lengths
+        genomes.append(Genome(path, 0, _taxon(path, names), ascii_names, starts, lengths))
     class_ids = _class_ids(genomes, mapping)
-    return np.concatenate(pieces), [replace(g, class_id=own) for g, own in zip(genomes, class_ids, strict=True)]
+    return bases, [replace(g, class_id=own) for g, own in zip(genomes, class_ids, strict=True)]
+
+
+def _pieces(reads: Reads, lengths: Numbers) -> Iterator[Bases]:
+    """The bases of all sequences in order, some megabytes at a time however long a sequence is."""
+    counts = np.maximum(-(-lengths // PIECE), 1)
+    numbers = np.repeat(np.arange(len(lengths)), counts)
+    starts = (np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE
+    ends = np.minimum(starts + PIECE, lengths[numbers])
+    edges = np.flatnonzero(np.diff(np.cumsum(ends - starts) // PIECE)) + 1
+    for some in np.split(np.arange(len(numbers)), edges):
+        yield reads.regions(numbers[some], starts[some], ends[some]).flat
 
 
 def _taxon(path: Path, names: Sequence[str]) -> int:

@@ -11,11 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.core.collection import Medium, Numbers
-from millstream.core.console import quoted
+from millstream.core.console import format_bytes, quoted
 from millstream.core.files import publish
 from millstream.core.record import Bytes
-from millstream.errors import BadSource, StaleIndex
+from millstream.errors import BadSetting, BadSource, StaleIndex
 from millstream.reads.files.columns import HeaderColumns
+from millstream.reads.files.containers import MAX_FRAME_BYTES
 from millstream.reads.files.encodings import sums_before
 from millstream.reads.files.index import add_names
 from millstream.reads.files.names import NameTable, names_in
@@ -27,6 +28,13 @@ from millstream.reads.files.texts import Runs, Text, open_text
 SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"
 _NO_BASES = np.empty(0, np.uint8)
 _ROWS = 65536
+BYTES_PER_BASE = 4  # of memory while a record is read: the text with line ends, its bases, and a str of them
+_ALWAYS_BYTES = 64 << 20  # records that need no more are read whatever the budget
+
+
+def is_large(num_bases: int, memory: int) -> bool:
+    """Whether a record with this many bases is too large for a memory budget."""
+    return num_bases * BYTES_PER_BASE > max(memory, _ALWAYS_BYTES)
 
 
 class Locations(NamedTuple):
@@ -56,7 +64,9 @@ class ReadFile:
     def __init__(self, path: Path, sections: Sections, *, memory: int) -> None:
         self.path = path
         self.sections = sections
-        self._memory = memory
+        self.memory = memory
+        self.longest: int = sections.meta["longest"]  # pyright: ignore
+        self._largest_block: int = sections.meta.get("largest_block", 0)  # pyright: ignore
         self.records: int = sections.meta["records"]  # pyright: ignore
         self.bases: int = sections.meta["bases"]  # pyright: ignore
         self.has_quality = sections.meta["format"] == "fastq"
@@ -105,6 +115,15 @@ class ReadFile:
                 f"millstream index {quoted(self.path)} --rebuild"
             )
 
+    def _check_blocks(self) -> None:
+        """A gzip file can have gigabytes of text without a place where decoding can start."""
+        if (largest := self._largest_block) > max(self.memory, MAX_FRAME_BYTES):
+            raise BadSetting(
+                f"{self.path}: {format_bytes(largest)} of its text can only be decoded together, more than the memory "
+                f"budget of {format_bytes(self.memory)}. Raise memory, or pack it: millstream pack "
+                f"{quoted(self.path)} OUT"
+            )
+
     def check_unchanged(self) -> None:
         """Raise StaleIndex if the file was replaced or written to since it was opened; takes 2 us."""
         if self._state() != self._stat:
@@ -137,6 +156,7 @@ class ReadFile:
     def locate(self, rows: Numbers) -> Locations:
         """Where these records are in the text."""
         self.check_unchanged()  # never read from a file that has changed
+        self._check_blocks()
         geometry = self._geometry
         start = sums_before(geometry["anchor"].verified(rows >> 5), geometry["span"].verified(rows), rows)
         span, bases, tail, line, eol, gap = (
@@ -191,7 +211,7 @@ class ReadFile:
     def with_names(self) -> "ReadFile":
         """The same file, with a name table in its index, built now."""
         index = add_names(self.path, self.sections)
-        return ReadFile(self.path, index, memory=self._memory)
+        return ReadFile(self.path, index, memory=self.memory)
 
     @property
     def held_bytes(self) -> int:
@@ -209,6 +229,7 @@ class ReadFile:
         """Bases [start, end) of records; where the line layout is regular, only those bytes are read."""
         found = self.locate(rows)
         if (found.line == IRREGULAR).any():
+            self._check_irregular(rows, found)
             parts = [self.sequences(self.locate(rows[at : at + 1]))[0] for at in range(len(rows))]
             parts = [part[start:end] for part, start, end in zip(parts, starts.tolist(), ends.tolist(), strict=True)]
             return np.concatenate([_NO_BASES, *parts]), np.append(0, np.cumsum(ends - starts))
@@ -219,6 +240,16 @@ class ReadFile:
         runs = Runs(raw, ends - starts, last - first + 1, found.line, found.eol, starts % line)
         return self.text.gather(runs)
 
+    def _check_irregular(self, rows: Numbers, found: Locations) -> None:
+        """Records with lines of different lengths are read as a whole."""
+        bases = np.where(found.line == IRREGULAR, found.bases, 0)
+        if is_large(int(bases.max()), self.memory):
+            raise BadSetting(
+                f"{self.path}: record {rows[bases.argmax()]} has {bases.max():,} bases in lines of different lengths, "
+                f"which are read together: too many for the memory budget of {format_bytes(self.memory)}. Raise "
+                f"memory, or pack it: millstream pack {quoted(self.path)} OUT"
+            )
+
     def length(self, row: int) -> int:
         return self._first_base(row)[1]
 
@@ -227,7 +258,7 @@ class ReadFile:
         self.check_unchanged()
         first, _, line, eol = self._first_base(row)
         if line == IRREGULAR:
-            return self.sequences(self.locate(np.array([row], np.int64)))[0][start:end]
+            return self.regions(np.array([row]), np.array([start]), np.array([end]))[0]
         skipped = eol if line else 0
         begin = start + start // (line or 1) * skipped
         span = end + (end - 1) // (line or 1) * skipped - begin

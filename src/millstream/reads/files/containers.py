@@ -21,6 +21,7 @@ Kind = Literal["plain", "gzip", "bgzf", "zstd"]
 POINT_BYTES = 1 << 20  # then the next block that starts at a whole byte: every 2 to 3 MB, 5 ms to decode
 MAX_FRAME_BYTES = 64 << 20  # a larger zstd frame is too much to decode for one read
 _READ_BYTES = 1 << 20
+_BGZF_BYTES = 1 << 16  # of text in a block
 _ZSTD, _SKIPPABLE = 0xFD2FB528, 0x184D2A5
 _HAS_CHECKSUM = 4  # in the descriptor of a zstd frame
 _REFUSED = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "a zip archive", b"BAM\1": "BAM", b"CRAM": "CRAM"}
@@ -279,16 +280,19 @@ def _gzip_once(file: _RawFile) -> Generator[memoryview]:
         if file.raw == len(data):
             file.begin(0)
         while not decoder.eof:
-            if not data:
-                return file.fail(f"the gzip data ends at byte {file.raw}, in the middle {where}")
             try:
-                text = decoder.decompress(data)
+                text = decoder.decompress(data, _READ_BYTES)  # 1 MB of a file can be 1 GB of text
             except fast_zlib.error as error:
                 reason = f"the gzip data is damaged at byte {file.raw} or before ({error}), at the end or in the middle"
                 return file.fail(f"{reason} {where}")
             if text:
                 yield file.text(text)
-            data = decoder.unused_data if decoder.eof else file.read(_READ_BYTES)
+            data = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
+            if data or decoder.eof or len(text) == _READ_BYTES:  # the decoder may have more text
+                continue
+            data = file.read(_READ_BYTES)
+            if not data:
+                return file.fail(f"the gzip data ends at byte {file.raw}, in the middle {where}")
         file.verified = file.plain
     file.end()
 
@@ -301,6 +305,8 @@ def _bgzf(file: _RawFile) -> Generator[memoryview]:
         if not size and head[:3] == b"\x1f\x8b\x08" and len(head) == 18:
             raise MixedGzip
         rest = file.read(max(size - 18, 0))
+        if int.from_bytes(rest[-4:], "little") > _BGZF_BYTES and len(rest) == size - 18:
+            raise MixedGzip  # not what the format allows: decoded at once, 64 kB can be 64 MB of text
         try:
             if not size or len(rest) < size - 18:
                 raise zlib.error("it is truncated" if size or len(head) < 18 else "not a BGZF block")
@@ -325,7 +331,8 @@ def _zstd(file: _RawFile) -> Generator[memoryview]:
             number = int.from_bytes(head, "little")
             if number >> 4 == _SKIPPABLE:
                 size = int.from_bytes(_exactly(file, 4), "little")
-                _exactly(file, size)
+                for skipped in range(0, size, _READ_BYTES):
+                    _exactly(file, min(_READ_BYTES, size - skipped))
                 continue
             if number != _ZSTD:
                 raise _BadFrame(f"the data at byte {start} is not a zstd frame")

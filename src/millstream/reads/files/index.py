@@ -241,6 +241,7 @@ def _scan(
         "bases": geometry.bases,
         "longest": geometry.longest,
         "text_bytes": source.end,
+        "largest_block": max(blocks.largest, source.end - blocks.last) if blocks.num_blocks else 0,
         "blocks_end": blocks.raw_end if blocks.raw_end or not source.damage else source.damage.raw,
         "settings": asdict(settings),
         "columns": [asdict(column) for column in stored],
@@ -301,7 +302,8 @@ class _Blocks:
         self._crcs = sections.column("block.crc32c")
         self._windows = sections.part("block.windows")
         self._window_end = 0
-        self._num_blocks = self._num_crcs = 0
+        self.num_blocks = self._num_crcs = 0
+        self.last = self.largest = 0  # where the last block starts in the text; the size of the largest before it
         self.raw_end: int | None = None  # where the first block that is not usable starts
 
     def add(self, source: SourceScan) -> None:
@@ -310,17 +312,18 @@ class _Blocks:
         blocks = [block for block in found if block.plain < source.usable]
         if len(blocks) < len(found) and self.raw_end is None:
             self.raw_end = found[len(blocks)].raw
-        self._num_blocks += len(blocks)
+        self.num_blocks += len(blocks)
         if blocks:
             rows: list[tuple[int, int, int]] = []
             for block in blocks:
+                self.largest, self.last = max(self.largest, block.plain - self.last), block.plain
                 window = zlib.compress(block.window, 1) if block.window else b""
                 self._windows.write(window)
                 rows.append((block.raw, block.plain, self._window_end))
                 self._window_end += len(window)
             for column, values in zip(self._columns, np.array(rows, np.int64).T, strict=True):
                 column.append(values)
-        crcs = crcs[: self._num_blocks - self._num_crcs]
+        crcs = crcs[: self.num_blocks - self._num_crcs]
         self._num_crcs += len(crcs)
         if crcs:
             self._crcs.append(np.array(crcs, np.int64))

@@ -220,6 +220,7 @@ def ahead(items: Iterator[T], *, depth: int) -> Generator[T]:
 class _Decompressor(Protocol):
     eof: bool
     unused_data: bytes
+    unconsumed_tail: bytes
 
     def decompress(self, data: bytes | memoryview, max_length: int = 0) -> bytes: ...
 

@@ -255,6 +255,8 @@ class Sections:
                 self.check_block(block)
             except BadIndex as error:
                 yield str(error)
+            if block % 16 == 0:  # the pages of a large pack are not kept
+                self.drop_pages()
 
 
 class Column:

@@ -84,7 +84,8 @@ class PackFile:
         self.path = path
         self.sections = sections = load_pack(path)
         self.meta = cast(dict[str, Any], sections.meta)
-        self._memory = memory
+        self.memory = memory
+        self.longest: int = self.meta["longest"]
         self.records: int = self.meta["records"]
         self.bases: int = self.meta["bases"]
         self.has_quality = QUALITIES in sections
@@ -223,7 +224,7 @@ class PackFile:
         """The same file, with a name table, built now in a file of its own."""
         say(f"{self.path}: building a table of its {self.records} names, once")
         write_index(self.path, self._write_names)
-        return PackFile(self.path, memory=self._memory)
+        return PackFile(self.path, memory=self.memory)
 
     def verify(self) -> Iterator[str]:
         """Verify the checksums of the file; yields every damage."""
