@@ -63,6 +63,7 @@ bench: $(BENCH)/installed $(BENCH_LLM)/installed
 	$(BENCH)/bin/python benchmarks/store.py
 	$(BENCH)/bin/python benchmarks/reads.py $(if $(TOKENIZER),tokenizer=$(TOKENIZER))
 	$(BENCH)/bin/python benchmarks/loader.py
+	$(BENCH)/bin/python benchmarks/classic.py
 	$(BENCH)/bin/python benchmarks/label.py
 	$(BENCH)/bin/python benchmarks/train.py
 	$(BENCH)/bin/python benchmarks/view.py

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import millstream as ms
 from millstream.classic import CachedStreamingDataset, MetaGeneTokenizer, SequenceDataset, StreamingSequenceDataset
-from millstream.classic.sequence_datasets import Item, ReadDataset
+from millstream.classic.read_items import ReadItem as Item
+from millstream.classic.sequence_datasets import ReadDataset
 from millstream.errors import BadSetting, BadSource, StaleIndex
 
 METAGENE = Path(__file__).parents[2] / ".." / "shared" / "data" / "metagene"
@@ -187,7 +188,7 @@ import yaml
 import pandas as pd
 from millstream.classic import CachedStreamingDataset
 from millstream.classic import MetaGeneTokenizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 # Load config
 with open("configs/rtx4090_optimized.yaml") as f:
@@ -651,3 +652,20 @@ def test_metagene_1_gives_its_known_tokens_in_all_datasets(here: Path):
     wanted = [expected(number, tokenizer) for number in range(NUM_READS)]
     for kind in ALL:
         assert [plain(item) for item in make(kind, tokenizer=tokenizer)] == wanted  # type: ignore[attr-defined]
+
+
+@quiet_loader
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ALL)
+def test_batches_are_what_default_collation_makes_of_plain_dicts(tmp_path, kind, workers):
+    (tmp_path / "reads.fa").write_text(fasta())
+    dataset = kind(tmp_path / "reads.fa", None, "kmer(6)", REGEX, MAX_LENGTH)
+    for batch_size in (1, 7):
+        batches = list(DataLoader(dataset, batch_size=batch_size, num_workers=workers))
+        items = [dict(dataset[number]) for number in range(len(dataset))]
+        expected = [default_collate(items[at : at + batch_size]) for at in range(0, len(items), batch_size)]
+        for batch, other in zip(batches, expected, strict=True):
+            assert type(batch) is dict and list(batch) == list(other)
+            for name, values in other.items():
+                assert batch[name].dtype == values.dtype and batch[name].is_contiguous()
+                assert batch[name].tolist() == values.tolist()

@@ -9,14 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from millstream.classic.preprocessed_folder import Scratch
+from millstream.classic.read_items import Compact, ReadItem, ReadItems, Rows, as_tensor, mask_of
 from millstream.core.console import progress, say
 from millstream.core.registry import kind_at
 from millstream.core.torch_data import checked_indices
@@ -38,12 +37,10 @@ NO_LABEL = -100  # ignored by torch's cross entropy
 NO_ID = -1
 OLD_SUFFIX = ".index.pkl"
 
-Item = dict[str, torch.Tensor | int]
-Compact = NDArray[np.int16 | np.int32 | np.int64]
 CompactType = type[np.int16 | np.int32 | np.int64]
 
 
-class ReadDataset(Dataset[Item]):
+class ReadDataset(Dataset[ReadItem]):
     """Base of the three datasets. DataLoader calls `__getitems__` once per batch: one fetch, one call to tokenize."""
 
     def __init__(
@@ -89,11 +86,11 @@ class ReadDataset(Dataset[Item]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Item:
+    def __getitem__(self, index: int) -> ReadItem:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        return _items(self._rows.fetch(checked_indices(indices, len(self))), self._rows.names)
+    def __getitems__(self, indices: Sequence[int]) -> ReadItems:
+        return ReadItems(self._rows.fetch(checked_indices(indices, len(self))), self._rows.names)
 
     def _source(self, streamed: "StreamedRows") -> "StreamedRows | HeldRows | CachedRows":
         """Where the dataset takes its rows from."""
@@ -184,17 +181,6 @@ class CachedStreamingDataset(ReadDataset):
 # -- rows of tokens, labels and ids
 
 
-class Rows(NamedTuple):
-    """Some reads, one row each: row i of `ids` is `counts[i]` tokens followed by padding."""
-
-    ids: Compact
-    counts: Numbers
-    columns: Numbers  # one column per name in `names`
-
-    def take(self, places: Numbers) -> "Rows":
-        return Rows(self.ids[places], self.counts[places], self.columns[places])
-
-
 class StreamedRows:
     """Rows read and tokenised on demand. `open_again` opens the reads, also when this object is unpickled.
 
@@ -265,11 +251,11 @@ class HeldRows:
                 chunk = slice(start, min(start + CHUNK_READS, len(rows)))
                 found = rows.fetch(np.arange(chunk.start, chunk.stop))
                 counts[chunk], columns[chunk] = found.counts, found.columns
-                tokens.append(found.ids[_mask(found)].astype(kind))
+                tokens.append(found.ids[mask_of(found) == 1].astype(kind))
                 update(chunk.stop)
-        self._tokens = _tensor(_joined(tokens, kind))
-        self._ends = _tensor(np.cumsum(counts))
-        self._columns = _tensor(columns)
+        self._tokens = as_tensor(_joined(tokens, kind))
+        self._ends = as_tensor(np.cumsum(counts))
+        self._columns = as_tensor(columns)
 
     @property
     def held_bytes(self) -> int:
@@ -280,13 +266,19 @@ class HeldRows:
 
     def fetch(self, numbers: Numbers) -> Rows:
         tokens, ends = self._tokens.numpy(), self._ends.numpy()
+        if len(numbers) == 1:  # a batch of one read
+            number = int(numbers[0])
+            start, end = int(ends[number - 1]) if number else 0, int(ends[number])
+            ids = np.full((1, self._width), self._pad_id, np.int64)
+            ids[0, : end - start] = tokens[start:end]
+            return Rows(ids, np.array([end - start]), self._columns.numpy()[number : number + 1].copy())
         starts = np.where(numbers > 0, ends[numbers - 1], 0)
         counts = ends[numbers] - starts
         rows = Rows(
             np.full((len(numbers), self._width), self._pad_id, np.int64), counts, self._columns.numpy()[numbers]
         )
         total = np.cumsum(counts)
-        rows.ids[_mask(rows)] = tokens[np.arange(counts.sum()) + np.repeat(starts - total + counts, counts)]
+        rows.ids[mask_of(rows) == 1] = tokens[np.arange(counts.sum()) + np.repeat(starts - total + counts, counts)]
         return rows
 
 
@@ -359,11 +351,6 @@ class CachedRows:
         _put(self._cache, places, rows.take(newest))
 
 
-def _mask(rows: Rows) -> NDArray[np.bool_]:
-    """True where an id is a token, False where it is padding."""
-    return np.arange(rows.ids.shape[1], dtype=np.int64) < rows.counts[:, None]
-
-
 def _smallest(largest_id: int) -> CompactType:
     """The smallest dtype for ids up to this one."""
     return next(kind for kind in (np.int16, np.int32, np.int64) if largest_id <= np.iinfo(kind).max)
@@ -378,10 +365,6 @@ def _joined(parts: list[Compact], kind: CompactType) -> Compact:
         at -= len(part)
         out[at : at + len(part)] = part
     return out
-
-
-def _tensor(array: Compact) -> torch.Tensor:
-    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _put(rows: Rows, places: Numbers | NDArray[np.bool_], other: Rows) -> None:
@@ -435,14 +418,3 @@ def _checked(tokenizer: str | Tokenizer, max_length: int) -> Tokenizer:
     no_reads = np.empty(0, np.uint8), np.zeros(1, np.int64)
     tokenizer.tokenize(*no_reads, max_length=max_length, pad="max_length", dtype=np.int64)
     return tokenizer
-
-
-def _items(rows: Rows, names: Sequence[str]) -> list[Item]:
-    """One dict per read. Its tensors are rows of the batch's tensors."""
-    tensors = rows.ids, _mask(rows).astype(np.int64), rows.columns[:, 0].copy()
-    ids, masks, labels = (_tensor(array).unbind() for array in tensors)
-    others = cast(list[list[int]], rows.columns[:, 1:].tolist())
-    return [
-        {"input_ids": row, "attention_mask": mask, "labels": label, **dict(zip(names[1:], numbers, strict=True))}
-        for row, mask, label, numbers in zip(ids, masks, labels, others, strict=True)
-    ]
