@@ -208,6 +208,8 @@ def featurize(
         done = compute(store, out, engine=where, progress=update, **asdict(given))
     if as_json:
         print_json(asdict(done))
+    if done.note:
+        say(done.note)
     without = f"; {done.left_out} traces lack the required tensors" if done.left_out else ""
     finish(f"{done.path}: {done.records:,} records, {format_bytes(done.bytes)}{without}", "inspect", done.path)
 
@@ -289,9 +291,12 @@ def merge(
     paths: Annotated[
         list[Path], typer.Argument(help="Stores to merge, then the store to write.", metavar="A B ... OUT")
     ],
+    mixed: Annotated[
+        bool, typer.Option("--mixed", help="Allow different models or settings, and the same id twice.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Merge several stores into one by copying their shards."""
+    """Merge several stores into one by copying their shards and labels."""
     from millstream.traces.store.rewrite import merge as merge_stores
     from millstream.traces.store.traces import Traces
 
@@ -299,7 +304,7 @@ def merge(
         raise typer.BadParameter("give the stores to merge, then the store to write: millstream merge A B OUT")
     *sources, out = paths
     with progress("merge", sum(Traces(source).num_bytes for source in sources), unit="bytes") as update:
-        _finish_store(merge_stores(sources, out, progress=update), as_json)
+        _finish_store(merge_stores(sources, out, mixed=mixed, progress=update), as_json)
 
 
 def subset(
@@ -309,12 +314,15 @@ def subset(
     ids: Annotated[
         Path | None, typer.Option(help="File of question ids, one per line (or JSON lines).", metavar="FILE")
     ] = None,
-    where: Annotated[str | None, typer.Option(help="SQL condition on the scalar fields.", metavar="SQL")] = None,
+    where: Annotated[
+        str | None, typer.Option(help="SQL condition on scalar fields and labels, such as verdict.", metavar="SQL")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Copy some shards or records of a store into a new one."""
-    from millstream.traces.store.rewrite import find_ids, select_where, subset_records, subset_shards
+    """Copy some shards or records of a store, with their labels, into a new one."""
+    from millstream.traces.store.rewrite import find_ids, subset_records, subset_shards
     from millstream.traces.store.traces import Traces
+    from millstream.traces.store.where import select_where
 
     if sum(option is not None for option in (shards, ids, where)) != 1:
         raise typer.BadParameter("give exactly one of --shards, --ids and --where")
@@ -345,7 +353,8 @@ def _parse_numbers(text: str) -> list[int]:
 
 
 def _finish_store(written: Any, as_json: bool) -> None:
-
+    if written.note:
+        say(written.note)
     if as_json:
         print_json({"path": str(written.path), "records": written.records, "bytes": written.bytes})
     finish(f"{written.path}: {written.records:,} records, {format_bytes(written.bytes)}", "inspect", written.path)

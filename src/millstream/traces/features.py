@@ -22,6 +22,7 @@ from millstream.errors import BadSetting, NotFinite, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
 from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.labels import carry_labels, is_labelled
 from millstream.traces.store.locks import only_job
 from millstream.traces.store.rewrite import Written
 from millstream.traces.store.traces import Traces
@@ -266,7 +267,7 @@ _QUANTITIES: dict[str, Callable[[Floats], Floats]] = {
 class Featurized(Written):
     """A store of features; `left_out` records lack the tensors (their extraction failed)."""
 
-    left_out: int
+    left_out: int = 0
 
 
 def featurize(
@@ -320,7 +321,8 @@ def _featurize(
         done, left_out = done + written + without, left_out + without
         progress(done)
     result = Traces(path)
-    return Featurized(path, len(result), result.num_bytes, left_out)
+    note = "" if is_labelled(path) else carry_labels([traces.path], path, path)
+    return Featurized(path, len(result), result.num_bytes, note, left_out)
 
 
 class FeaturizeWorker:

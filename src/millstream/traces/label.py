@@ -103,33 +103,35 @@ def label(
     """
     files = [None if file is None else str(file) for file in (scores, references)]
     chosen = rule_of(LabelSettings(rule, files[0], column, threshold, positive, files[1], columns))
-    traces = Traces(store)
-    if ID_FIELD not in traces.fields:
-        found = ", ".join(traces.fields) or "no fields"
-        raise BadSource(f"{store}: labels need the field {ID_FIELD!r}; its records have only {found}")
-    ids = [str(name) for name in traces.ids]  # as `ms.labelled` compares them
-    file = read_scores(Path(scores), key=ID_FIELD, column=column) if scores is not None else None
-    by_id = np.full(len(ids), np.nan) if file is None else _scores_of(file, ids)
-    is_usable = _is_usable(traces)
-    added = None if references is None else _references_of(references, ids, columns=columns)
-    answer = _text_field(traces, answer_fields(), is_needed=file is None)
-    aliases = _text_field(traces, alias_fields(), is_needed=file is None and added is None)
-    chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, added=added, chunk_records=chunk_records)
-    scored = _score(chunks, len(traces), map=map, progress=progress)
-    verdicts = decide(chosen, _evidence(traces, scored, is_usable, by_id))
-    verdicts, conflicting = _without_conflicts(ids, verdicts)
-    counts = {name: int((verdicts == code).sum()) for code, name in [*enumerate(VERDICTS), (NONE, UNLABELLED)]}
-    about = {
-        "rule": str(chosen),
-        "label_version": chosen.version,
-        "counts": json.dumps(counts),
-        "threshold": json.dumps(chosen.threshold),
-        "store_fingerprint": traces.fingerprint,
-        **({} if references is None else {"references": str(references)}),
-    }
-    out = traces.path / LABELS_FILE
-    _publish(out, _join(traces, verdicts, scored, file, ids), about)
-    return Labelling(out, str(chosen), chosen.version, len(traces), counts, conflicting)
+    traces = Traces(store)  # raises for anything but a store
+    with StoreLock(traces.path, exclusive=False):  # until the labels are written, no shard is replaced
+        traces.refresh()
+        if ID_FIELD not in traces.fields:
+            found = ", ".join(traces.fields) or "no fields"
+            raise BadSource(f"{store}: labels need the field {ID_FIELD!r}; its records have only {found}")
+        ids = [str(name) for name in traces.ids]  # as `ms.labelled` compares them
+        file = read_scores(Path(scores), key=ID_FIELD, column=column) if scores is not None else None
+        by_id = np.full(len(ids), np.nan) if file is None else _scores_of(file, ids)
+        is_usable = _is_usable(traces)
+        added = None if references is None else _references_of(references, ids, columns=columns)
+        answer = _text_field(traces, answer_fields(), is_needed=file is None)
+        aliases = _text_field(traces, alias_fields(), is_needed=file is None and added is None)
+        chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, added=added, chunk_records=chunk_records)
+        scored = _score(chunks, len(traces), map=map, progress=progress)
+        verdicts = decide(chosen, _evidence(traces, scored, is_usable, by_id))
+        verdicts, conflicting = _without_conflicts(ids, verdicts)
+        counts = {name: int((verdicts == code).sum()) for code, name in [*enumerate(VERDICTS), (NONE, UNLABELLED)]}
+        about = {
+            "rule": str(chosen),
+            "label_version": chosen.version,
+            "counts": json.dumps(counts),
+            "threshold": json.dumps(chosen.threshold),
+            "store_fingerprint": traces.fingerprint,
+            **({} if references is None else {"references": str(references)}),
+        }
+        out = traces.path / LABELS_FILE
+        _publish(out, _join(traces, verdicts, scored, file, ids), about)
+        return Labelling(out, str(chosen), chosen.version, len(traces), counts, conflicting)
 
 
 def _scores_of(file: ScoreFile, ids: Sequence[str]) -> NDArray[np.float64]:
@@ -406,8 +408,7 @@ def _join(traces: Traces, verdicts: Verdicts, scored: pa.Table, file: ScoreFile 
 def _publish(out: Path, table: pa.Table, about: Mapping[str, str]) -> None:
     """Write the labels atomically: after a crash either the new or the old ones are there."""
     described = table.cast(table.schema.with_metadata({f"millstream.{key}": value for key, value in about.items()}))
-    with StoreLock(out.parent, exclusive=False):  # a repair removes temporary files
-        publish_table(out, described, "The old labels are kept; free some space and run the same command again")
+    publish_table(out, described, "The old labels are kept; free some space and run the same command again")
     sync_folder(out.parent)
 
 

@@ -3,24 +3,24 @@
 import json
 import os
 import shutil
-import sqlite3
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from millstream.core.config import parse_bytes
-from millstream.core.console import Progress, quoted, silent
-from millstream.core.files import NOTHING_LEFT, already_exists, no_space, publishing_folder
+from millstream.core.config import config_diff, config_hash, parse_bytes
+from millstream.core.console import Progress, plural, quoted, silent
+from millstream.core.files import NOTHING_LEFT, already_exists, no_space, publish_json, publishing_folder
 from millstream.core.memory import Map
-from millstream.core.record import Schema, Tensor, crc32c, refine
-from millstream.errors import CorruptRecord, SchemaMismatch, StoreError
+from millstream.core.record import Schema, crc32c, refine
+from millstream.errors import ConfigMismatch, CorruptRecord, SchemaMismatch, StoreError
 from millstream.traces.store.format import ID_FIELD, damaged_fields, is_row_intact, read_header
 from millstream.traces.store.ids import update_ids
+from millstream.traces.store.labels import carry_labels
 from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.manifest import (
+    LABELS,
     TOKENIZER,
     Manifest,
     ShardInfo,
@@ -38,6 +38,8 @@ from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import MAX_SHARD_RECORDS, SHARD_BYTES
 
 _COPY_BYTES = 64 << 20
+_ORIGIN = ".origin.json"  # what the store was made from, so that the same command again finds it finished
+_INPUTS = ("converted", "source")  # in a configuration: files that were read, which are not settings
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,20 @@ class Written:
     path: Path
     records: int
     bytes: int
+    note: str = ""  # what a user should know of it: its labels, records with the same id
 
 
-def merge(sources: Sequence[Path], out: Path, *, progress: Progress = silent) -> Written:
-    """Write all records of several stores, in order, to one store. Whole shard files are copied."""
+def merge(sources: Sequence[Path], out: Path, *, mixed: bool = False, progress: Progress = silent) -> Written:
+    """Write all records of several stores, in order, to one store. Whole shard files are copied, and labels.
+
+    Stores of different models or settings, or with records of the same id, are refused unless `mixed`.
+    """
+    origin = {"merge": [_state(source) for source in sources], "mixed": mixed}
+    if (finished := _finished(out, origin)) is not None:
+        return finished
     manifests = [read_manifest(source) for source in sources]
     schema = _common_schema(sources, manifests)
+    note = _check_mixed(sources, manifests, mixed)
     configs = [manifest.config for manifest in manifests]
     config: Mapping[str, object] = configs[0] if all(c == configs[0] for c in configs) else {"merged": configs}
     compression = manifests[0].compression
@@ -65,11 +75,15 @@ def merge(sources: Sequence[Path], out: Path, *, progress: Progress = silent) ->
                 shards.append(_copy_shard(source, shard, folder, len(shards)))
                 done += shard.bytes
                 progress(done, f"{source.name}/{shard_name(shard.number)}")
-        return _finish(folder, out, Manifest(config, compression, arrow if schema else None, tuple(shards)))
+        manifest = Manifest(config, compression, arrow if schema else None, tuple(shards))
+        return _finish(folder, out, manifest, sources, origin, note)
 
 
 def subset_shards(source: Path, out: Path, numbers: Sequence[int], *, progress: Progress = silent) -> Written:
-    """Copy some shards of a store to a new store."""
+    """Copy some shards of a store, with their labels, to a new store."""
+    origin = {"subset": _state(source), "shards": list(numbers)}
+    if (finished := _finished(out, origin)) is not None:
+        return finished
     manifest = read_manifest(source)
     known = {shard.number: shard for shard in manifest.shards}
     missing = [number for number in numbers if number not in known]
@@ -80,7 +94,7 @@ def subset_shards(source: Path, out: Path, numbers: Sequence[int], *, progress: 
         for done, number in enumerate(dict.fromkeys(numbers)):  # each once
             shards.append(_copy_shard(source, known[number], folder, len(shards)))
             progress(done + 1, shard_name(number))
-        return _finish(folder, out, replace(manifest, shards=tuple(shards)))
+        return _finish(folder, out, replace(manifest, shards=tuple(shards)), [source], origin)
 
 
 def subset_records(
@@ -92,9 +106,16 @@ def subset_records(
     shard_records: int = MAX_SHARD_RECORDS,
     progress: Progress = silent,
 ) -> Written:
-    """Copy some records of a store, in the given order, to a new store. Messages are verified and copied unchanged."""
+    """Copy some records of a store, with their labels, in the given order, to a new store.
+
+    Messages are verified and copied unchanged.
+    """
     limit = parse_bytes(shard_bytes)
     source = traces.path
+    chosen = config_hash({"numbers": list(map(int, numbers)), "shard_bytes": limit, "shard_records": shard_records})
+    origin = {"subset": _state(source), "records": chosen}
+    if (finished := _finished(out, origin)) is not None:
+        return finished
     done = 0
     with _new_store(out, [source]) as folder:
         shards: list[ShardInfo] = []
@@ -127,7 +148,7 @@ def subset_records(
                 progress(done, shard_name(info.number))
         if writer is not None:
             shards.append(writer.seal())
-        return _finish(folder, out, replace(read_manifest(source), shards=tuple(shards)))
+        return _finish(folder, out, replace(read_manifest(source), shards=tuple(shards)), [source], origin)
 
 
 def drop_records(path: Path, choose: Callable[[Traces], Sequence[int]]) -> None:
@@ -190,49 +211,6 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
     return numbers
 
 
-def select_where(traces: Traces, where: str) -> list[int]:
-    """Numbers of the records that match an SQL condition on the scalar fields.
-
-    The table `traces` has the scalar fields and `number`; lists are JSON text. SQLite evaluates the condition on disk,
-    so memory stays small; all functions and subqueries of SQLite work.
-    """
-    names = [name for name, kind in traces.fields.items() if not isinstance(kind, Tensor)]
-    quoted = ['"' + name.replace('"', '""') + '"' for name in names]
-    with tempfile.TemporaryDirectory() as folder:
-        database = sqlite3.connect(Path(folder) / "scalars.sqlite", isolation_level=None)
-        try:
-            database.execute("PRAGMA journal_mode = OFF")
-            database.execute("PRAGMA synchronous = OFF")
-            try:
-                database.execute(f"CREATE TABLE traces ({', '.join(['number INTEGER PRIMARY KEY', *quoted])})")
-            except sqlite3.Error as error:
-                raise StoreError(f"--where: {error}") from None
-            database.execute("BEGIN")
-            marks = ", ".join("?" * (len(names) + 1))
-            number = 0
-            for shard in traces.shards:
-                table = load_sidecar(traces.path, shard).table(names)
-                columns = [table.column(name).to_pylist() for name in names]
-                rows = zip(range(number, number + shard.records), *columns, strict=True)
-                database.executemany(f"INSERT INTO traces VALUES ({marks})", map(_sqlite_row, rows))
-                number += shard.records
-            database.execute("COMMIT")
-            database.execute("PRAGMA query_only = ON")
-            try:
-                found = database.execute(f"SELECT number FROM traces WHERE (\n{where}\n) ORDER BY number").fetchall()
-            except sqlite3.Error as error:
-                raise StoreError(f"--where {where!r}: {error}. The columns are number, {', '.join(names)}") from None
-        finally:
-            database.close()
-    return [number for (number,) in found]
-
-
-def _sqlite_row(row: Sequence[object]) -> tuple[object, ...]:
-    plain = (type(None), bool, int, float, str, bytes)
-    row = tuple(float(v) if isinstance(v, int) and v >= 2**63 else v for v in row)
-    return tuple(v if isinstance(v, plain) else json.dumps(v, default=str, ensure_ascii=False) for v in row)
-
-
 @contextmanager
 def _new_store(out: Path, sources: Sequence[Path]) -> Generator[Path]:
     """A hidden folder with the tokenizer of the sources; renamed to `out` once the store is complete."""
@@ -245,10 +223,63 @@ def _new_store(out: Path, sources: Sequence[Path]) -> Generator[Path]:
         yield folder
 
 
-def _finish(folder: Path, out: Path, manifest: Manifest) -> Written:
+def _finish(
+    folder: Path,
+    out: Path,
+    manifest: Manifest,
+    sources: Sequence[Path],
+    origin: Mapping[str, object],
+    note: str = "",
+) -> Written:
     write_manifest(folder, manifest)
     update_ids(folder, manifest)
-    return Written(out, sum(s.records for s in manifest.shards), sum(s.bytes for s in manifest.shards))
+    notes = [note, carry_labels(sources, folder, out) if ID_FIELD in manifest.fields else ""]
+    publish_json(folder / _ORIGIN, {**origin, "made": Traces(folder).fingerprint})
+    size = sum(s.records for s in manifest.shards), sum(s.bytes for s in manifest.shards)
+    return Written(out, *size, "\n".join(filter(None, notes)))
+
+
+def _state(source: Path) -> list[object]:
+    """What a store made from this one depends on: its records and its labels."""
+    labels = source / LABELS
+    return [Traces(source).fingerprint, crc32c(labels.read_bytes()) if labels.exists() else None]
+
+
+def _finished(out: Path, origin: Mapping[str, object]) -> Written | None:
+    """The output of the same command on the same stores, if it is complete and unchanged."""
+    try:
+        found = json.loads((out / _ORIGIN).read_bytes())
+        traces = Traces(out)
+    except (OSError, ValueError, RecursionError, StoreError):
+        return None
+    if found != {**json.loads(json.dumps(origin)), "made": traces.fingerprint}:
+        return None
+    return Written(out, len(traces), traces.num_bytes, "already written by the same command; nothing to do")
+
+
+def _check_mixed(sources: Sequence[Path], manifests: Sequence[Manifest], mixed: bool) -> str:
+    """Refuse stores of different settings, and records with the same id; if allowed, say what is mixed."""
+    notes: list[str] = []
+    full = [(source, manifest) for source, manifest in zip(sources, manifests, strict=True) if manifest.shards]
+    for source, manifest in full[1:]:
+        first, mine = (
+            {key: value for key, value in one.config.items() if key not in _INPUTS} for one in (full[0][1], manifest)
+        )
+        if first != mine:
+            notes.append(f"{full[0][0]} and {source}: written with different settings ({config_diff(first, mine)})")
+            break
+    seen: dict[object, Path] = {}
+    twice: dict[str, None] = {}
+    for source, manifest in full:
+        own = set(Traces(source).ids) - {None} if ID_FIELD in manifest.fields else set[object]()
+        twice |= dict.fromkeys(sorted(str(name) for name in own if name in seen))
+        seen |= dict.fromkeys(own, source)
+    if twice:
+        some = ", ".join([*list(twice)[:5], *(["..."] if len(twice) > 5 else [])])
+        notes.append(f"{plural(len(twice), 'id')} in more than one of the stores ({some})")
+    if notes and not mixed:
+        raise ConfigMismatch(f"{'; '.join(notes)}. To merge them anyway: --mixed (mixed=True)")
+    return "\n".join(notes)
 
 
 def _copy_shard(source: Path, shard: ShardInfo, folder: Path, number: int) -> ShardInfo:
