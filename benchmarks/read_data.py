@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -184,6 +185,17 @@ def records_at(path: Path, numbers: np.ndarray) -> np.ndarray:
     places = places[(places >= 0).all(axis=1)]
     places[:, 2] -= 1
     return places
+
+
+def names_at(path: Path, places: np.ndarray) -> list[str]:
+    """The header lines of records at these offsets, in which there are no blanks."""
+    with path.open("rb") as file:
+        return [_header(file, start, bases) for start, bases, _ in places.tolist()]
+
+
+def _header(file: BinaryIO, start: int, end: int) -> str:
+    file.seek(start + 1)
+    return file.read(end - start - 2).decode()
 
 
 def record_numbers(num_records: int, count: int, seed: int = 0) -> np.ndarray:

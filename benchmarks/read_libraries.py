@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +62,14 @@ class Pysam:
         fetch = self._file.fetch
         return [fetch(name, start, end) for name, start, end in batch]
 
+    def named(self, batch: Sequence[Wanted]) -> list[str]:
+        return self.read(batch)
+
+    def every(self, path: Path) -> Iterator[tuple[str, str]]:
+        with self._pysam.FastxFile(str(path), persist=False) as file:
+            for read in file:
+                yield read.name, read.sequence
+
     def close(self) -> None:
         self._file.close()
 
@@ -117,6 +125,14 @@ class Pyfastx:
     def regions(self, batch: Sequence[tuple[str, int, int]]) -> list[str]:
         fetch = self._file.fetch
         return [fetch(name, (start + 1, end)) for name, start, end in batch]
+
+    def named(self, batch: Sequence[Wanted]) -> list[str]:
+        file = self._file
+        return [file[wanted.name].seq for wanted in batch]
+
+    def every(self, path: Path) -> Iterator[tuple[str, str]]:
+        for read in self._pyfastx.Fastx(str(path)):
+            yield read[0], read[1]
 
     def close(self) -> None:
         del self._file

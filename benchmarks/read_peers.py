@@ -81,6 +81,31 @@ def fetch(
     return opened | rates
 
 
+def named(*, tool: str, path: Path, folder: Path, count: int = NUM_READS) -> Result:
+    """Random reads by name, one at a time."""
+    reader = READERS[tool]()
+    batches, opened = _open_and_choose(reader, tool, path, folder, None, None, count, BATCH_READS)
+    source = opened.pop("source")
+    with contextlib.closing(reader):
+        rates, answer = _timed(batches, reader.named)
+    _compare(tool, answer, _bases_of(source, batches[0]))
+    return opened | rates
+
+
+def iterate(*, tool: str, path: Path) -> Result:
+    """Every read in order, its name and sequence touched."""
+    reader = READERS[tool]()
+    base_mb = ready(path)
+    num_reads = num_bases = 0
+    start = time.perf_counter()
+    for _, bases in reader.every(path):
+        num_reads += 1
+        num_bases += len(bases)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "rate": num_reads / seconds, "unit": "reads/s", "base_mb": base_mb,
+            "num_reads": num_reads, "num_bases": num_bases}  # fmt: skip
+
+
 def kmers(
     *, tool: str, path: Path, folder: Path, num_reads: int | None = None, count: int = NUM_READS, k: int = 6
 ) -> Result:
@@ -190,6 +215,8 @@ def limit(*, tool: str, path: Path) -> Result:
 MEASURES: dict[str, Callable[..., Result]] = {
     "index": index,
     "fetch": fetch,
+    "named": named,
+    "iterate": iterate,
     "kmers": kmers,
     "regions": regions,
     "decompress": decompress,
@@ -218,6 +245,8 @@ def jobs(
     add("index", "samtools pysam pyfaidx pyfastx biopython old-scripts", path=reads, folder=folder)
     add("index", "samtools pysam pyfaidx pyfastx biopython old-scripts", path=genomes, folder=folder)
     add("fetch", "pysam pyfaidx pyfastx biopython old-scripts", path=reads, folder=folder)
+    add("named", "pysam pyfastx", path=reads, folder=folder)
+    add("iterate", "pysam pyfastx", path=reads)
     add("kmers", "pysam old-scripts", path=reads, folder=folder, num_reads=slow_reads)
     add("regions", "pysam pyfaidx pyfastx", path=genomes, folder=folder)
     few = {"folder": folder, "plain": packed["plain"], "count": 400, "batch_reads": 20}
@@ -228,6 +257,8 @@ def jobs(
         add("decompress", "bgzip-1 bgzip-2 pysam", path=packed["bgz"], plain=packed["plain"])
         add("index", "pysam", path=packed["bgz"], folder=folder)
         add("fetch", "pysam", path=packed["bgz"], **few | {"count": NUM_READS, "batch_reads": 256})
+    for kind in packed.keys() & {"bgz", "gz"}:
+        add("iterate", "pysam pyfastx", path=packed[kind])
     if "zst" in packed:
         add("decompress", "zstandard", path=packed["zst"], plain=packed["plain"])
     if tokenizer:

@@ -62,6 +62,33 @@ def fetch(
     return result | {"load_s": load_s, "decoded_blocks": reads.decoded_blocks}
 
 
+def single(*, tool: str, path: Path, plain: Path, access: str, count: int = NUM_READS) -> Result:
+    """Reads one at a time: `reads[i].sequence`, `reads.by_name(name).sequence`, or all of them in a loop."""
+    reads, load_s = _open(path)
+    if access == "iterate":
+        next(iter(reads))
+        num_bases = 0
+        start = time.perf_counter()
+        for read in reads:
+            _, bases = read.name, read.sequence
+            num_bases += len(bases)
+        seconds = time.perf_counter() - start
+        if num_bases != reads.num_bases:
+            raise ValueError(f"{path}: {num_bases} bases, not {reads.num_bases}")
+        return _rates(len(reads), seconds) | {"load_s": load_s}
+    numbers = read_data.record_numbers(len(reads), count)  # those of the peers
+    names = read_data.names_at(plain, read_data.records_at(plain, numbers))
+    keys, get = (numbers.tolist(), reads.__getitem__) if access == "number" else (names, reads.by_name)
+    [get(key).sequence for key in keys[:20]]
+    found: list[str] = []
+    seconds = clock(lambda: found.extend(get(key).sequence for key in keys))
+    places = read_data.records_at(plain, numbers[:BATCH_READS])
+    with plain.open("rb") as file:
+        if found[:BATCH_READS] != [slice_of(file, start, end) for _, start, end in places.tolist()]:
+            raise ValueError(f"{path}: fetched reads differ from the file")
+    return _rates(count, seconds) | {"load_s": load_s}
+
+
 def tokens(
     *, tool: str, path: Path, spec: str, order: str = "exact", count: int = 100 * BATCH_READS, threads: int = 1
 ) -> Result:
@@ -172,7 +199,7 @@ def memory(*, tool: str, path: Path) -> Result:
 
 
 MEASURES: dict[str, Callable[..., Result]] = {
-    "index": index, "fetch": fetch, "tokens": tokens, "bpe": bpe, "regions": regions, "decode": decode, "pack": pack,
+    "index": index, "fetch": fetch, "single": single, "tokens": tokens, "bpe": bpe, "regions": regions, "decode": decode, "pack": pack,
     "memory": memory,
 }  # fmt: skip
 
@@ -219,7 +246,11 @@ def _timed(
     for worker in workers:
         worker.join()
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "rate": len(numbers) / seconds, "unit": "reads/s", "num_reads": len(numbers)}
+    return _rates(len(numbers), seconds)
+
+
+def _rates(num_reads: int, seconds: float) -> Result:
+    return {"seconds": seconds, "rate": num_reads / seconds, "unit": "reads/s", "num_reads": num_reads}
 
 
 def ours(name: str, **kwargs: Any) -> Result:
@@ -261,12 +292,20 @@ def all_measurements(
             for path in packed.values():
                 few = {"count": 4096} if order == "exact" and path == packed["gz"] else {}
                 add(f"fetch {order}", kinds[path], ours("fetch", path=path, plain=small, order=order, **few))
+        for access in ("number", "name", "iterate"):
+            for path in (plain, packed["gz"], packed["bgz"]) if "bgz" in packed else (plain, packed["gz"]):
+                few = {"count": 4096} if path == packed["gz"] else {}
+                text = plain if path == plain else small
+                add(f"single {access}", kinds[path], ours("single", path=path, plain=text, access=access, **few))
         for spec in ("kmer(6)", "base"):
             add(f"{spec}", "reads", ours("tokens", path=plain, spec=spec))
         add("regions", "genomes", ours("regions", path=genomes))
         add("decode", "gz", ours("decode", path=packed["gz"]))
         for tool in ("millstream", "millstream-nonames"):
             add("pack", "gz", ours("pack", tool=tool, path=packed["gz"], plain=small, folder=work))
+        for access in ("number", "name", "iterate"):
+            pack_path = work / "millstream.pack"
+            add(f"single {access}", "pack", ours("single", path=pack_path, plain=small, access=access))
         add("fetch exact", "pack", ours("fetch", path=work / "millstream.pack", plain=small, order="exact"))
         for path in (plain, packed["gz"]):
             add("memory", kinds[path], ours("memory", path=path))
@@ -313,6 +352,17 @@ def _summary(rows: list[Result]) -> dict[str, str]:
             of("seconds", "index", "genomes", "samtools"), of("seconds", "index", "genomes", "millstream-plain")
         ),
         "fetch exact: ours / best of pysam, pyfaidx, pyfastx (>= 15)": ratio(exact, peers),
+        "reads[i]: ours / best of pysam, pyfaidx, pyfastx (>= 1)": ratio(of("rate", "single number", "reads"), peers),
+        "by_name: ours / best of pysam, pyfastx (>= 1)": ratio(
+            of("rate", "single name", "reads"), max(of("rate", "named", "reads", tool) for tool in ("pysam", "pyfastx"))
+        ),
+        "iteration: M reads/s (>= 3), and ours / best of pysam, pyfastx": (
+            f"{of('rate', 'single iterate', 'reads') / 1e6:.2f}, "
+            + ratio(
+                of("rate", "single iterate", "reads"),
+                max(of("rate", "iterate", "reads", tool) for tool in ("pysam", "pyfastx")),
+            )
+        ),
         "6-mers as tensors: M reads/s on one core (>= 1)": f"{kmers / 1e6:.2f}",
         "6-mers as tensors: ours / pysam and Python (>= 40)": ratio(kmers, of("rate", "kmers", "reads", "pysam")),
         "regions of genomes: ours / pysam": ratio(
