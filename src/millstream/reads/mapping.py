@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
-from pyarrow import parquet
 
+from millstream.core.tables import read_parquet
 from millstream.errors import BadSource
 
 KEY = "class_id"
@@ -124,7 +124,7 @@ def _load_table(path: Path) -> pa.Table:
         raise BadSource(f"{path}: cannot be read as a mapping: {error.strerror or error}") from None
     try:
         if data[:4] == b"PAR1":
-            return parquet.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+            return read_parquet(data)
         if b"\0" in data[:4096]:
             raise BadSource(f"{path}: expected a TSV, CSV or Parquet table, found other binary data")
         first_line = data.lstrip().split(b"\n", 1)[0]

@@ -12,10 +12,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from millstream.core.record import Bytes
+from millstream.core.tables import read_table
 from millstream.errors import BadSource
 
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}‘’´`]")
@@ -340,7 +340,7 @@ def _array(values: Sequence[object] | pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _read_parquet(path: Path) -> dict[str, list[object]]:
     try:
-        table = pq.read_table(path)
+        table = read_table(path)
     except FileNotFoundError:
         raise BadSource(f"{path}: no such file") from None
     except (OSError, pa.ArrowException) as error:

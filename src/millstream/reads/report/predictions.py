@@ -104,7 +104,7 @@ class PredictionsFile:
         return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else column[:0]
 
     def _column(self, name: str) -> NDArray[Any]:
-        return self._open.read([name]).column(name).to_numpy()
+        return self._open.read([name], use_threads=False).column(name).to_numpy()
 
     def _numbers(self, name: str) -> NDArray[Any]:
         numbers = self._column(name)
@@ -113,7 +113,7 @@ class PredictionsFile:
         return numbers
 
     def _coded(self, name: str) -> tuple[NDArray[np.int64], list[str]]:
-        return text_codes_of(self._open.read([name]).column(name))
+        return text_codes_of(self._open.read([name], use_threads=False).column(name))
 
     def _damaged(self, what: str) -> BadSource:
         return damaged(self._file, what)

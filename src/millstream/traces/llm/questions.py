@@ -261,10 +261,11 @@ def _csv(path: Path) -> Iterator[Row]:
 
 def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from millstream.core.tables import read_table
 
     try:
-        yield from pq.read_table(path).to_pylist()
+        yield from read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise BadSource(f"{path}: is not a valid Parquet file ({error})") from None
 
