@@ -199,8 +199,8 @@ def memory(*, tool: str, path: Path) -> Result:
 
 
 MEASURES: dict[str, Callable[..., Result]] = {
-    "index": index, "fetch": fetch, "single": single, "tokens": tokens, "bpe": bpe, "regions": regions, "decode": decode, "pack": pack,
-    "memory": memory,
+    "index": index, "fetch": fetch, "single": single, "tokens": tokens, "bpe": bpe, "regions": regions,
+    "decode": decode, "pack": pack, "memory": memory,
 }  # fmt: skip
 
 
