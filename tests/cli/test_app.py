@@ -153,7 +153,7 @@ def test_verify_names_shard_record_and_field_and_repair_lists_the_ids(store: Pat
 
 
 def test_merge_and_subset_name_their_output_and_the_next_command(store: Path, tmp_path: Path):
-    done = run("merge", store, store, tmp_path / "both")
+    done = run("merge", store, store, tmp_path / "both", "--mixed")
     assert done.returncode == 0
     assert f"{tmp_path / 'both'}: 20 records" in done.stderr
     assert f"Next: millstream inspect {tmp_path / 'both'}" in done.stderr

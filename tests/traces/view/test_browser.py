@@ -44,7 +44,7 @@ def many(serve_views: Serve, tmp_path_factory: pytest.TempPathFactory) -> str:
                 for number in range(2_000)
             )
     path = folder / "store"
-    merge([folder / "first"] * 9 + [folder / "last"], path)
+    merge([folder / "first"] * 9 + [folder / "last"], path, mixed=True)
     return serve_views([view_of(path)])
 
 
