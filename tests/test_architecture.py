@@ -4,11 +4,16 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import millstream
 from millstream.core.registry import KINDS
@@ -165,6 +170,63 @@ def test_the_licence_version_and_constraints_agree():
     assert pins["torch"] == "2.13.0"
     wanted = set(re.findall(r'"([\w-]+)(?:\[\w+\])?>=', project))
     assert {name.lower() for name in wanted} <= {name.lower() for name in pins}
+
+
+@cache
+def locked() -> dict[str, tuple[str, str]]:
+    """From the name of each package in locks/ to its version and file."""
+    entry = re.compile(
+        r"^([a-z0-9-]+)==([^ ]+)(?: ; [^\\\n]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", re.MULTILINE
+    )
+    locks: dict[str, tuple[str, str]] = {}
+    for file in sorted((ROOT / "locks").glob("*.txt")):
+        heading, _, text = file.read_text().partition("\n")
+        assert "make lock" in heading and entry.sub("", text) == "", (
+            "a lock has packages and their hashes, nothing else"
+        )
+        for name, version in entry.findall(text):
+            assert name not in locks, "a package has one version, in one file"
+            locks[name] = (version, file.stem)
+    return locks
+
+
+def test_the_locks_have_the_versions_of_the_constraints():
+    pins = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert {canonicalize_name(name): version for name, version in pins}.items() <= {
+        name: version for name, (version, _) in locked().items()
+    }.items()
+    assert locked()["torch"] == ("2.13.0", "demo")
+    assert {"pytest": "dev", "nvidia-cublas": "cuda"}.items() <= {n: file for n, (_, file) in locked().items()}.items()
+
+
+def test_the_locks_have_all_that_the_project_and_its_dependencies_require():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"].values()
+    todo = [
+        *project["build-system"]["requires"],
+        *project["project"]["dependencies"],
+        *(name for e in extras for name in e),
+    ]
+    seen: set[str] = set()
+    while todo:
+        text = todo.pop()
+        requirement = Requirement(text)
+        name = canonicalize_name(requirement.name)
+        if name == "millstream" or text in seen:
+            continue
+        seen.add(text)
+        assert name in locked(), text
+        version = locked()[name][0]
+        assert requirement.specifier.contains(version, prereleases=True), f"{text}: {version} is locked"
+        try:  # what it requires is known if it is installed in this version
+            installed = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if Version(installed.version).public == version:
+            needs = [(need, Requirement(need).marker) for need in installed.requires or ()]
+            wanted = requirement.extras or {""}
+            todo += [need for need, marker in needs if not marker or any(marker.evaluate({"extra": e}) for e in wanted)]
+    assert len(seen) > 130
 
 
 def names_in(file: Path) -> set[str]:
