@@ -6,13 +6,14 @@ BENCH_LLM := .venv-bench-llm
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-# Installs only files whose hashes are in locks/, as they are: nothing is built but millstream. Where pip finds a torch
-# for CUDA, not for CPUs, its libraries follow.
+LOCKED := $(PIP) install --require-hashes --no-deps --only-binary=:all:
+
+# Installs only files whose hashes are in locks/, and builds nothing but millstream. torch comes first: given a choice, pip
+# prefers a file whose hash the index states, and so PyPI's build for CUDA to a build for CPUs in a folder.
 define install_locked
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --require-hashes --no-deps --only-binary=:all: $(1)
-	! $(BIN)/pip show torch | grep -q nvidia || \
-		$(PIP) install --require-hashes --no-deps --only-binary=:all: -r locks/cuda.txt
+	$(LOCKED) -r locks/torch-cpu.txt 2>/dev/null || $(LOCKED) -r locks/torch.txt
+	$(LOCKED) $(1)
 	$(PIP) install --no-deps --no-build-isolation -e .
 endef
 

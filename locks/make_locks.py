@@ -1,11 +1,12 @@
 """Writes the lock files from pyproject.toml and constraints.txt: `make lock`.
 
-Each package is in one of three files, with the SHA-256 of each of its files on the package index, so that they hold for
-every supported Python and platform:
+Each package is in one of them, with the SHA-256 of each of its files on the package index, so that they hold for every
+supported Python and platform:
 
-demo.txt  what `make demo` installs, and what builds millstream
-dev.txt   what `make install` installs beyond that
-cuda.txt  the libraries that a CUDA build of torch needs; a CPU build does not
+demo.txt       what `make demo` installs, and what builds millstream
+dev.txt        what `make install` installs beyond that
+torch-cpu.txt  torch for CPUs, installed where pip finds it
+torch.txt      torch from PyPI, installed elsewhere: on Linux a build for CUDA, with its libraries
 """
 
 import json
@@ -20,8 +21,8 @@ LOCKS = ROOT / "locks"
 DEMO = ("graph", "llm", "reads", "report", "train", "view")
 DEV = (*DEMO, "cloud", "dev", "docs", "lora", "ray")
 BUILD = "hatchling\neditables\n"  # pip installs millstream without fetching what builds it
-CUDA = re.compile(r"(nvidia|cuda)-|triton$")
-TORCH_FOR = ("3.11", "3.12", "3.13")
+TORCH = re.compile(r"torch$|(nvidia|cuda)-|triton$")
+PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_28_aarch64", "macosx_14_0_arm64")
 
 Entries = dict[str, str]  # from `name==version ; marker` to the lines of its hashes
@@ -50,15 +51,15 @@ def resolve(extras: tuple[str, ...], more: str, *, known: str, options: list[str
         return entries_of(output.read_text())
 
 
-def torch_found_by_pip(pin: str) -> set[str]:
-    """The hashes of the builds that pip would choose here: perhaps CPU builds, which PyPI does not have."""
+def cpu_builds_found_by_pip(pin: str) -> set[str]:
+    """The hashes of the CPU builds of torch that pip finds here; PyPI has none."""
     found: set[str] = set()
-    for python in TORCH_FOR:
+    for python in PYTHONS:
         for platform in PLATFORMS:
             where = ["--target=unused", f"--python-version={python}", f"--platform={platform}", "--only-binary=:all:"]
             command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps", "--report=-"]
-            done = subprocess.run([*command, *where, pin], capture_output=True, text=True, check=True)
-            for package in json.loads(done.stdout)["install"]:
+            done = subprocess.run([*command, *where, pin], capture_output=True, text=True)
+            for package in json.loads(done.stdout)["install"] if done.returncode == 0 else []:
                 found.add("sha256:" + package["download_info"]["archive_info"]["hashes"]["sha256"])
     return found
 
@@ -70,15 +71,14 @@ def main() -> None:
     text = "".join(f"{pin} \\\n{hashes}" for pin, hashes in everything.items())
     demo = {name_of(pin) for pin in resolve(DEMO, BUILD + "gguf\n", known=text, options=[])}
 
-    # A CPU build has another hash than PyPI's: those of all machines that wrote this version of torch are kept.
-    torch = next(pin for pin in everything if name_of(pin) == "torch")
-    known = set(re.findall(r"sha256:\w+", everything[torch] + entries_of(before).get(torch, "")))
-    hashes = sorted(known | torch_found_by_pip(torch))
-    everything[torch] = " \\\n".join(f"    --hash={hash}" for hash in hashes) + "\n"
-
-    files: dict[str, Entries] = {"demo": {}, "dev": {}, "cuda": {}}
+    cpu = next(pin for pin in everything if name_of(pin) == "torch") + "+cpu"
+    known = re.findall(r"sha256:\w+", entries_of(before).get(cpu, ""))  # found on other machines
+    if not (hashes := sorted({*known, *cpu_builds_found_by_pip(cpu)})):
+        sys.exit(f"{cpu}: pip finds no such build here; set PIP_EXTRA_INDEX_URL to an index that has it")
+    files: dict[str, Entries] = {"demo": {}, "dev": {}, "torch": {}}
+    files["torch-cpu"] = {cpu: " \\\n".join(f"    --hash={hash}" for hash in hashes) + "\n"}
     for pin, lines in everything.items():
-        file = "cuda" if CUDA.match(name_of(pin)) else "demo" if name_of(pin) in demo else "dev"
+        file = "torch" if TORCH.match(name_of(pin)) else "demo" if name_of(pin) in demo else "dev"
         files[file][pin] = lines
     for file, entries in files.items():
         body = "".join(f"{pin} \\\n{lines}" for pin, lines in entries.items())
