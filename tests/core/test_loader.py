@@ -191,6 +191,16 @@ def test_a_batch_larger_than_the_budget_is_an_error_with_the_sizes(traces: ms.Tr
     assert len(list(ms.Loader(traces, batch_size=4, memory="20kB", order="exact", threads=threads))) == 26
 
 
+def test_a_large_record_at_the_end_is_refused_before_the_first_batch(tmp_path: Path):
+    sizes = [100] * 60 + [40_000]
+    records = ({"question_id": f"q{i}", "values": np.zeros(size, np.float32)} for i, size in enumerate(sizes))
+    loader = ms.Loader(write_records(tmp_path / "traces", records), batch_size=4, memory="100kB", order="none")
+    delivered: list[object] = []
+    with pytest.raises(OverBudget):
+        delivered.extend(loader)
+    assert delivered == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -3,12 +3,13 @@
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from millstream.core.memory import SMALL_BYTES, HeapBlock, Pool, empty
+from millstream.core.memory import SMALL_BYTES, Allowance, Map, OwnBlock, PageLimit, Pool, empty, file_bytes
 
 MB = 1 << 20
 
@@ -167,7 +168,7 @@ def test_unused_memory_of_other_sizes_does_not_accumulate():
 
 
 def test_a_block_that_another_process_still_uses_is_not_leased_again():
-    class Away(HeapBlock):
+    class Away(OwnBlock):
         is_away = True
 
     made: list[Away] = []
@@ -227,3 +228,45 @@ def test_memory_dropped_in_another_thread_returns_to_the_pool():
     worker.start()
     worker.join()
     assert address(pool.take(MB)) == place
+
+
+def test_pages_of_caches_beyond_the_limit_are_dropped_and_read_the_same_again(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * (64 * MB // 256))
+    limit = PageLimit(16 * MB)
+    cache = Map(path, is_cache=True)
+    before = file_bytes()
+    total = int(cache.view.sum(dtype=np.int64))
+    assert file_bytes() - before > 48 * MB
+    limit.enforce()
+    assert file_bytes() - before < 8 * MB
+    assert int(cache.view.sum(dtype=np.int64)) == total
+
+
+def test_pages_below_the_limit_and_those_of_other_maps_are_kept(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(32 * MB))
+    limit, other = PageLimit(8 * MB), Map(path)
+    other.view[:10] = 7  # copy-on-write: dropping the page would lose it
+    other.view.sum()
+    limit.enforce()
+    assert other.view[:10].tolist() == [7] * 10
+
+
+def test_what_kernels_take_when_they_are_compiled_is_not_taken_from_the_budget():
+    allowance = Allowance("100MB")
+    before = allowance.num_bytes
+    Allowance.add_compiled(40 * MB)
+    assert allowance.num_bytes == before + 40 * MB
+    assert abs(Allowance("100MB").num_bytes - before) < 32 * MB  # it is in use already
+
+
+def test_dropping_pages_beyond_the_end_of_a_file_touches_nothing_else(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(MB))
+    dropped: list[tuple[int, int]] = []
+    cache = Map(path)
+    cache._mapping.advise = lambda offset, size, advice: dropped.append((offset, size))  # pyright: ignore
+    cache.drop(MB - 10, 2 * MB)
+    cache.drop(3 * MB, 4 * MB)
+    assert all(offset + max(size, 0) <= MB or size <= 0 for offset, size in dropped) and len(dropped) == 2

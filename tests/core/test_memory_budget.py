@@ -5,12 +5,12 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from millstream.core.memory import tree_bytes
 from support import loading
 from support.effort import PATIENCE_S
 from support.loading import open_reads, write_records
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), re
 
 
 class Measured:
-    """A process that loads data, and the proportional memory (PSS) of it and its workers."""
+    """A process that loads data, and the memory of it and its workers, as the progress line measures it."""
 
     def __init__(self, path: Path, budget: int) -> None:
         child = str(Path(loading.__file__).with_name("memory_child.py"))
@@ -63,29 +63,6 @@ class Measured:
     def _hear(self) -> str:
         assert self._process.stdout
         return self._process.stdout.readline().strip()
-
-
-def tree_bytes(pid: int) -> int:
-    """Memory of a process and its descendants; pages they share count once."""
-    return sum(_pss(process) for process in [pid, *_descendants(pid)])
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    try:
-        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:  # it has just ended
-        return
-    for child in " ".join(lists).split():
-        yield int(child)
-        yield from _descendants(int(child))
-
-
-def _pss(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
 def check(path: Path, budget: int) -> None:

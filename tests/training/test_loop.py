@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import millstream as ms
+from millstream.core.memory import Allowance, tree_bytes
 from millstream.errors import BadSetting, BadSource, StoreFull
 from millstream.features import fields
 from millstream.traces.detectors import DETECTION
 from millstream.traces.detectors.net import DetectorNet
 from millstream.traces.kind import TrainSettings
-from millstream.training.folder import Log, load, read_lines, save, tree_bytes
+from millstream.training.folder import Log, load, read_lines, save
 from millstream.training.loop import learning_share, pack_optimizer, predict, unpack_optimizer
 from millstream.training.run import make_fabric
 from support.making_traces import labelled, make_traces
@@ -233,7 +234,8 @@ def test_settings_that_do_not_affect_results_may_change_when_a_run_resumes():
 
 def test_memory_is_logged_only_inside_the_block(tmp_path: Path):
     log = Log(tmp_path)
-    with log.memory(budget=1 << 30, interval_s=0.02):
+    allowance = Allowance("1GB")
+    with log.memory(allowance, interval_s=0.02):
         while len(read_lines(tmp_path)) < 3:
             time.sleep(0.01)
         log.write("epoch", epoch=0)
@@ -241,14 +243,14 @@ def test_memory_is_logged_only_inside_the_block(tmp_path: Path):
     time.sleep(0.1)
     assert read_lines(tmp_path) == lines
     watched = [line for line in lines if line["kind"] == "memory"]
-    assert len(watched) >= 3 and {line["budget"] for line in watched} == {1 << 30}
+    assert len(watched) >= 3 and {line["budget"] for line in watched} == {allowance.num_bytes}
     assert all(isinstance(line["bytes"], int) and line["bytes"] > 10_000_000 for line in watched)
     times: list[Any] = [line["time_s"] for line in lines]
     assert times == sorted(times) and len(lines) == len(watched) + 1
 
 
 def test_an_error_inside_the_block_ends_logging(tmp_path: Path):
-    with pytest.raises(KeyError), Log(tmp_path).memory(budget=1):
+    with pytest.raises(KeyError), Log(tmp_path).memory(Allowance(1)):
         raise KeyError
     assert [line["kind"] for line in read_lines(tmp_path)] == ["memory"]
 

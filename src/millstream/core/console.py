@@ -88,7 +88,7 @@ def progress(
     On a terminal this is a bar that disappears when the work is done; elsewhere a line every `line_s` seconds. A thread
     draws it, so calling the function that is yielded costs only an assignment.
 
-    >>> with progress("index", size, unit="bytes", memory=usage_within("256MB")) as update:
+    >>> with progress("index", size, unit="bytes", memory=Allowance("256MB").usage) as update:
     ...     update(done)
     """
     meter = _Meter(label, total, unit, memory, line_s)

@@ -1,8 +1,9 @@
 """Features: record numbers in, a batch of tensors out. Knows nothing about order, threads or kinds of record."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 from typing import Protocol, cast
 
@@ -11,10 +12,12 @@ import numpy as np
 from millstream.core.batches import Batch, collate, fetch_batch
 from millstream.core.collection import Collection, Numbers
 from millstream.core.order import mix
+from millstream.core.prefetch import check_budget
 from millstream.core.record import Array
 
 NUMBERS = "numbers"
 _OBJECT_BYTES = 100  # assumed size of a text or a list in a batch
+_SIZES_AT_ONCE = 1 << 16  # records
 _RECORD_BYTES = 24  # the minimum that `Collection.sizes` returns per record
 
 Transform = Callable[[dict[str, object], np.random.Generator], Mapping[str, object]]
@@ -81,11 +84,31 @@ class FeaturePipeline:
         for names, _ in self._groups:
             _check_fields(collection, names)
         self._growth = 0.0  # new bytes per byte fetched, the maximum so far
+        self._largest: int | None = None  # bytes of the largest record
+
+    def _names(self, collection: Collection) -> list[str]:
+        return [name for group, _ in self._groups for name in (collection.field_names if group is None else group)]
 
     def cost(self, collection: Collection, numbers: Numbers) -> int:
         """Bytes needed to make a batch of these records: exact for the fetch, else estimated from earlier batches."""
-        names = [name for group, _ in self._groups for name in (collection.field_names if group is None else group)]
-        return ceil(int(collection.sizes(numbers, names).sum()) * (1 + self._growth))
+        return ceil(int(collection.sizes(numbers, self._names(collection)).sum()) * (1 + self._growth))
+
+    def check_batches(
+        self, collection: Collection, batches: Iterable[Numbers], *, batch_size: int, budget: int
+    ) -> None:
+        """Raise OverBudget if one of these batches costs more than the budget, whatever the number of records."""
+        names = self._names(collection)
+        if self._largest is None:
+            edges = range(0, len(collection), _SIZES_AT_ONCE)
+            parts = (np.arange(at, min(at + _SIZES_AT_ONCE, len(collection)), dtype=np.int64) for at in edges)
+            self._largest = max(int(collection.sizes(part, names).max()) for part in parts)
+        if batch_size * self._largest * (1 + self._growth) <= budget:
+            return  # even a batch of the largest record alone fits: no need to look at each batch
+        remaining = iter(batches)
+        while some := list(islice(remaining, max(_SIZES_AT_ONCE // batch_size, 1))):
+            starts = np.cumsum([0, *map(len, some[:-1])])
+            totals = np.add.reduceat(collection.sizes(np.concatenate(some), names), starts)
+            check_budget(ceil(int(totals.max()) * (1 + self._growth)), budget)
 
     def make(self, collection: Collection, numbers: Numbers, epoch: int) -> tuple[dict[str, object], int]:
         """The batch, and its size in bytes."""

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 from millstream.core.console import say
+from millstream.core.memory import Allowance, resident_bytes
 from millstream.errors import MissingExtra
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,14 +65,21 @@ def _announce_compilation() -> None:
         """Receives compilations, not kernels loaded from the cache."""
 
         is_announced = False
+        depth = 0  # a kernel compiles those it calls; numba compiles in one thread at a time
+        before = 0
 
         def on_start(self, event: Any) -> None:
+            if not self.depth:
+                self.before = resident_bytes()
+            self.depth += 1
             module = event.data["dispatcher"].py_func.__module__
             if not self.is_announced and module.startswith("millstream"):
                 self.is_announced = True
                 say("millstream: compiling kernels (first run only, a few seconds)")
 
         def on_end(self, event: Any) -> None:
-            """Required by numba."""
+            self.depth -= 1
+            if not self.depth:
+                Allowance.add_compiled(resident_bytes() - self.before)
 
     event.register("numba:compile", CompileListener())  # pyright: ignore[reportUnknownMemberType]

@@ -4,173 +4,20 @@ A `Plan` is what the loader chooses (the order, its window, the number of thread
 an epoch, as plain JSON.
 """
 
-import atexit
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, Literal, TypeVar, cast
-from weakref import WeakSet
+from typing import Literal, cast
 
 from millstream.core.collection import Collection, Numbers
 from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_bytes, ignore_message, say
 from millstream.core.engine import available_cores
 from millstream.core.features import Feature, FeaturePipeline
-from millstream.core.memory import Pool, available_bytes
+from millstream.core.memory import PageLimit, Pool, available_bytes
 from millstream.core.order import Layout, Mode, Order, Positions, Tail, find_ranks
-from millstream.errors import OverBudget, StateMismatch
-
-T = TypeVar("T")
-
-
-class Prefetch(Generic[T]):
-    """Makes the items 0 to `steps` - 1, each in one of `threads`, and yields them in order.
-
-    `cost(step)` returns the bytes an item needs while it is made; `make(step)` returns the item and its final bytes.
-    Items in progress, waiting items and the consumer's latest item take at most `budget` bytes together; at most
-    `ahead` items are started ahead of the consumer. An error is raised in place of its item.
-
-    >>> for item in Prefetch(make, cost, steps=100, threads=2, ahead=4, budget=10**9).items(): ...
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], tuple[T, int]],
-        cost: Callable[[int], int],
-        *,
-        steps: int,
-        threads: int,
-        ahead: int,
-        budget: int,
-    ) -> None:
-        self._make, self._cost, self._steps = make, cost, steps
-        self._num_threads, self._ahead, self._budget = threads, ahead, budget
-        self._turn = threading.Lock()  # held by the thread that starts the next item
-        self._changed = threading.Condition()
-        self._begun = 0
-        self._current = 0  # the item the consumer waits for or has
-        self._first_is_made = False
-        self._held: dict[int, int] = {}  # bytes by item
-        self._made: dict[int, tuple[T | None, BaseException | None]] = {}
-        self._stopped = False
-        self._threads: list[threading.Thread] = []
-
-    def items(self) -> Generator[T]:
-        """The items in order. Closing the generator, or leaving the loop, ends the threads."""
-        if not self._num_threads:
-            yield from self._inline()
-            return
-        for number in range(min(self._num_threads, self._steps)):
-            thread = threading.Thread(target=self._work, name=f"millstream-loader-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        _running.add(self)
-        try:
-            for step in range(self._steps):
-                yield self._next(step)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """End the threads, after the items in progress."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        _running.discard(self)
-        self._threads.clear()
-        self._made.clear()
-        self._held.clear()
-
-    def _inline(self) -> Generator[T]:
-        for step in range(self._steps):
-            self._check(self._cost(step))
-            item, _ = self._make(step)
-            yield item
-            del item
-
-    def _next(self, step: int) -> T:
-        with self._changed:
-            self._current = step
-            self._held.pop(step - 1, None)  # the consumer is done with the previous item
-            self._changed.notify_all()
-            while step not in self._made:
-                self._changed.wait()
-            item, error = self._made.pop(step)
-        if error is not None:
-            raise error
-        return item  # pyright: ignore[reportReturnType]
-
-    def _work(self) -> None:
-        while True:
-            with self._turn:
-                step = self._begin()
-            if step is None:
-                return
-            if step >= 0:
-                self._finish(step)
-
-    def _begin(self) -> int | None:
-        """Wait for room and take the next item; None at the end, -1 if its cost alone is an error."""
-        step = self._begun
-        if self._stopped or step >= self._steps:
-            return None
-        try:
-            need = self._cost(step)
-            self._check(need)
-        except BaseException as error:
-            self._begun += 1
-            self._publish(step, None, 0, error)
-            return -1
-        with self._changed:
-            while not self._stopped and not self._has_room(step, need):
-                self._changed.wait()
-            if self._stopped:
-                return None
-            self._held[step] = need
-            self._begun += 1
-        return step
-
-    def _has_room(self, step: int, need: int) -> bool:
-        if step and not self._first_is_made:
-            return False  # `cost` learns from the first item what the others take
-        return step < self._current + self._ahead and sum(self._held.values()) + need <= self._budget
-
-    def _check(self, need: int) -> None:
-        if need > self._budget:
-            raise OverBudget(
-                f"one batch needs {format_bytes(need)}, but batches may take {format_bytes(self._budget)}: "
-                "increase memory or reduce batch_size"
-            )
-
-    def _finish(self, step: int) -> None:
-        try:
-            item, num_bytes = self._make(step)
-            self._publish(step, item, num_bytes, None)
-        except BaseException as error:
-            self._publish(step, None, 0, error)
-
-    def _publish(self, step: int, item: T | None, num_bytes: int, error: BaseException | None) -> None:
-        with self._changed:
-            if not self._stopped:
-                self._made[step] = item, error
-                self._held[step] = num_bytes
-            self._first_is_made = True
-            self._changed.notify_all()
-
-
-_running = WeakSet[Prefetch[Any]]()
-
-
-@atexit.register
-def _end() -> None:
-    """End threads of abandoned iterators: one that still runs when Python exits aborts it with SIGABRT."""
-    for prefetch in list(_running):
-        prefetch.close()
-
+from millstream.core.prefetch import Prefetch
+from millstream.errors import StateMismatch
 
 OrderName = Literal["auto", "exact", "window", "none"]
 BLOCK_BYTES = 256 << 10  # neighbouring records read together in `window` order
@@ -220,6 +67,7 @@ class Loader:
         self._wanted, self._seed, self._threads = order, seed, threads
         self._pins = pin_memory and _can_pin()
         self._pool = Pool(self._budget)
+        self._pages = PageLimit(self._memory - self._budget)
         self._epoch: int = 0
         self._start = 0  # the position at which the epoch starts
         self._samples = 0  # positions that all ranks have received
@@ -290,6 +138,7 @@ class Loader:
             self._notify(f"loader: {self.plan}")
             self._notify = ignore_message
 
+        steps = layout.steps(start)
         records_of: dict[int, tuple[Collection, Numbers]] = {}
 
         def cost(step: int) -> int:
@@ -302,14 +151,17 @@ class Loader:
             try:
                 with self._pool.use():
                     batch, num_bytes = self._pipeline.make(*records, epoch)
+                self._pages.enforce()
             except Exception as error:
                 error.add_note(f"in batch {step} of epoch {epoch}")
                 self._pipeline.blame(*records, epoch, error)
                 raise
+            if not step:  # the estimate is good now: refuse a budget that a later batch would exceed
+                batches = map(numbers.of, range(steps))
+                self._pipeline.check_batches(collection, batches, batch_size=layout.batch_size, budget=self._budget)
             return (_pin(batch) if self._pins else batch), num_bytes
 
         self._samples = start
-        steps = layout.steps(start)
         prefetch = Prefetch(make, cost, steps=steps, threads=threads, ahead=max(threads, 2), budget=self._budget)
         items = prefetch.items()
         try:

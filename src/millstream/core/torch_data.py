@@ -23,12 +23,13 @@ from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_bytes
 from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.loader import OrderName, State, file_share, plan_order
-from millstream.core.memory import Pool
+from millstream.core.memory import Heap, PageLimit, Pool
 from millstream.core.order import Layout, Positions, find_ranks
 from millstream.core.shared_batch import SharedBatch, SharedMemory
 from millstream.errors import OverBudget, StateMismatch
 
 PREFETCHED = 3  # batches per DataLoader worker: two prefetched and one in progress
+TRIM_BYTES = 4 << 20  # of growth, at least, before freed memory is returned to the system
 
 
 class BatchBuilder:
@@ -58,6 +59,8 @@ class BatchBuilder:
         try:
             with here.pool.use():
                 batch, _ = self._pipeline.make(collection, numbers, epoch)
+            here.pages.enforce()
+            here.heap.trim_malloc()
         except Exception as error:
             self._pipeline.blame(collection, numbers, epoch, error)
             raise
@@ -72,7 +75,12 @@ class BatchBuilder:
             collection = self.collection.within(files)
             shared = SharedMemory(memory - files) if worker and hasattr(os, "memfd_create") else None
             self._process_state = _ProcessState(
-                os.getpid(), collection, shared.pool if shared else Pool(memory - files), shared
+                os.getpid(),
+                collection,
+                shared.pool if shared else Pool(memory - files),
+                shared,
+                PageLimit(files),
+                Heap(max(memory // 16, TRIM_BYTES)),
             )
         return self._process_state
 
@@ -87,6 +95,8 @@ class _ProcessState(NamedTuple):
     collection: Collection
     pool: Pool
     shared: SharedMemory | None
+    pages: PageLimit
+    heap: Heap
 
 
 class Sample(Mapping[str, object]):

@@ -312,11 +312,11 @@ def classify(
     from dataclasses import asdict
 
     from millstream.core.console import interruptible, progress
-    from millstream.core.memory import usage_within
+    from millstream.core.memory import Allowance
     from millstream.reads.classify import classify as predict
 
     def watch(total: int) -> "AbstractContextManager[Progress]":
-        return progress("classify", total, unit="reads", memory=usage_within(memory))  # the model is loaded by then
+        return progress("classify", total, unit="reads", memory=Allowance(memory).usage)  # the model is loaded by then
 
     with interruptible() as stop:
         done = predict(

@@ -15,7 +15,7 @@ from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, progress, quoted, say, silent
 from millstream.core.features import Feature, fields
 from millstream.core.kernels import require_numba
-from millstream.core.memory import available_bytes, usage_within
+from millstream.core.memory import Allowance, available_bytes
 from millstream.core.mixture import Concat
 from millstream.errors import BadIndex, BadSource
 from millstream.reads.files import ReadFile
@@ -37,7 +37,7 @@ Paths = str | Path | Sequence[str | Path]
 
 def watch_index(path: Path, memory: int | str | None = None) -> AbstractContextManager[Progress]:
     """Progress of indexing a file within this memory budget."""
-    held = None if memory is None else usage_within(memory)
+    held = None if memory is None else Allowance(memory).usage
     return progress(f"index {path.name}", path.stat().st_size, unit="bytes", memory=held)
 
 

@@ -197,14 +197,17 @@ def featurize(
 
     Run the same command again to resume.
     """
-    from millstream.core.memory import usage_within
+    from millstream.core.memory import Allowance
     from millstream.traces.features import featurize as compute
     from millstream.traces.store.traces import Traces
 
     given = read_settings(FeaturizeSettings, settings or [])
     where = Engine(engine, address, workers)
     num_records = len(Traces(store))
-    with redirect_stdout(sys.stderr), progress("featurize", num_records, memory=usage_within(given.memory)) as update:
+    with (
+        redirect_stdout(sys.stderr),
+        progress("featurize", num_records, memory=Allowance(given.memory).usage) as update,
+    ):
         done = compute(store, out, engine=where, progress=update, **asdict(given))
     if as_json:
         print_json(asdict(done))

@@ -22,7 +22,7 @@ import yaml
 
 from millstream.core.console import quoted
 from millstream.core.files import publishing, sync_folder
-from millstream.core.memory import available_bytes, tree_bytes
+from millstream.core.memory import Allowance, available_bytes
 from millstream.core.record import crc32c
 from millstream.core.registry import KINDS
 from millstream.errors import BadSource, MissingExtra
@@ -257,13 +257,14 @@ class Log:
                     self._tensorboard.add_scalar(tag, value, values["epoch"])  # pyright: ignore
 
     @contextmanager
-    def memory(self, budget: int, *, interval_s: float = 1.0) -> Generator[None]:
+    def memory(self, allowance: Allowance, *, interval_s: float = 1.0) -> Generator[None]:
         """Log the memory of this process and its children every `interval_s` seconds."""
         ended = threading.Event()
 
         def watch() -> None:
             while True:
-                self.write("memory", bytes=tree_bytes(), budget=budget)
+                used, limit = allowance.usage()
+                self.write("memory", bytes=used, budget=limit)
                 if ended.wait(interval_s):
                     return
 

@@ -24,7 +24,7 @@ from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_seconds, interruptible, say
 from millstream.core.engine import available_cores
 from millstream.core.files import publish, publish_json
-from millstream.core.memory import tree_bytes
+from millstream.core.memory import Allowance
 from millstream.core.registry import KINDS, plug
 from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingExtra, MissingFields
@@ -162,15 +162,15 @@ class _Training:
             with suppress(ImportError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 import_module(library)
-        base, self.memory = tree_bytes(), parse_bytes(self.settings.memory)
-        self.budget = base + self.memory
+        self.memory = parse_bytes(self.settings.memory)
+        self.allowance = Allowance(self.memory)
         done: list[str] = []
         with ExitStack() as stack:
             gc.freeze()  # else collecting over all imports takes 0.25 s after each model
             stack.callback(gc.unfreeze)
             stop = stack.enter_context(interruptible())
             if self.is_first:
-                stack.enter_context(log.memory(self.budget))
+                stack.enter_context(log.memory(self.allowance))
             # nets first: the other processes end after them
             for spec in sorted(self.study.specs, key=lambda spec: not spec.by_gradients):
                 if not self.is_first and not spec.by_gradients:
@@ -239,7 +239,7 @@ class _Training:
         """One model with one seed: fit it, score the splits, save its weights and scores."""
         study = self.study
         resources = FitResources(seed, self.memory * 3 // 8)  # the rest is for the model itself and the malloc heap
-        place = Workplace(self.settings, self.fabric, study.source, log, self.budget, stop)
+        place = Workplace(self.settings, self.fabric, study.source, log, self.allowance, stop)
         built = spec.build(resources=resources, place=place, folder=folder)
         model = built.model
         started = time.perf_counter()

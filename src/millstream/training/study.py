@@ -15,7 +15,7 @@ from millstream.core.collection import Collection
 from millstream.core.console import Progress, ignore_message, progress, silent
 from millstream.core.features import Feature, fields
 from millstream.core.loader import Loader
-from millstream.core.memory import tree_bytes
+from millstream.core.memory import Allowance
 from millstream.core.split import LABEL
 from millstream.errors import BadSource, NotFinite
 from millstream.training import LoopSettings
@@ -39,7 +39,7 @@ class Workplace:
     fabric: Any
     source: str = ""  # of the records, for messages
     log: Log | None = None
-    budget: int = 0
+    allowance: Allowance | None = None
     stop: Callable[[], bool] = lambda: False
 
 
@@ -175,8 +175,8 @@ class NetModel:
         if self.fabric.global_rank:
             yield silent
             return
-        budget = self.place.budget
-        with progress(label, total, memory=(lambda: (tree_bytes(), budget)) if budget else None) as shown:
+        allowance = self.place.allowance
+        with progress(label, total, memory=allowance.usage if allowance else None) as shown:
             yield shown
 
     def _finite_batches(self, net: Net, train: Collection, clock: Clock, shown: Progress) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -175,7 +175,8 @@ class Sections:
             in_order = len(MAGIC) <= crcs_at <= text_at <= end == size - _TAIL.size
             file.seek(crcs_at if in_order else 0)
             crcs, text = (file.read(text_at - crcs_at), file.read(end - text_at)) if in_order else (b"", b"")
-            self._map = Map(path, descriptor=file.fileno())
+            self._map = Map(path, descriptor=file.fileno(), is_cache=True)
+            self._inode = _inode(file.fileno())
         if not in_order or crc32c(crcs) != crcs_crc or crc32c(text) != text_crc:
             raise BadIndex(f"{path}: damaged (its table of contents fails its checksum). {remedy}")
         self.meta: dict[str, object] = json.loads(text)
@@ -237,9 +238,17 @@ class Sections:
         """Start reading this range from disk."""
         self._map.will_need(start, num_bytes)
 
-    def drop_pages(self) -> None:
-        """Unmap the pages of the file from this process; the kernel may keep them cached."""
-        self._map.drop()
+    def drop_pages(self, start: int = 0, end: int | None = None) -> None:
+        """Unmap these bytes of the file from this process; the kernel may keep them cached."""
+        self._map.drop(start, end)
+
+    @contextmanager
+    def opened(self) -> Generator[int]:
+        """A descriptor of the file, as long as its path still belongs to it."""
+        with open(self.path, "rb") as file:
+            if _inode(file.fileno()) != self._inode:
+                raise BadIndex(f"{self.path}: was replaced by another file. Open it again")
+            yield file.fileno()
 
     def check_block(self, block: int) -> None:
         data = self._map.view[block * CRC_BYTES : min((block + 1) * CRC_BYTES, self._end)]
@@ -255,8 +264,12 @@ class Sections:
                 self.check_block(block)
             except BadIndex as error:
                 yield str(error)
-            if block % 16 == 0:  # the pages of a large pack are not kept
-                self.drop_pages()
+            self.drop_pages(block * CRC_BYTES, (block + 1) * CRC_BYTES)
+
+
+def _inode(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 class Column:

@@ -18,16 +18,17 @@ import numpy as np
 
 from millstream.core.collection import Numbers
 from millstream.core.console import quoted
-from millstream.core.kernels import c_function, kernel
-from millstream.core.memory import Map
+from millstream.core.kernels import kernel
+from millstream.core.memory import Map, Pool, empty_bytes
 from millstream.core.record import Bytes, crc32c
-from millstream.errors import BadSource, StaleIndex
+from millstream.errors import BadSource
 from millstream.reads.files.containers import Kind, decode_frame
 from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate
+from millstream.reads.files.ranges import read_near
 from millstream.reads.files.sections import Sections
 
 PAGE_BYTES = 4096
-_NEAR_BYTES = 4096  # reading this many unneeded bytes costs less than a second system call
+_AROUND_BYTES = 64 << 10  # what the kernel maps around a byte that is touched
 _NEWLINE, _SEMICOLON = 10, 59
 _GROUP = 32  # records whose first bytes are touched ahead of copying
 _LINE = 64  # bytes of a cache line
@@ -104,41 +105,26 @@ class PlainText:
     def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
         if self._map is not None:
             return runs.from_text(self._map.view, runs.starts)
-        return runs.from_text(*self._read(runs.starts, runs.starts + runs.num_bytes))
+        with _opened(self._path) as fd:
+            return runs.from_text(*read_near(fd, runs.starts, runs.starts + runs.num_bytes))
 
     def read(self, start: int, count: int) -> bytes:
-        return self._read(np.array([start], np.int64), np.array([start + count], np.int64))[0].tobytes()
+        with _opened(self._path) as fd:
+            return read_near(fd, np.array([start], np.int64), np.array([start + count], np.int64))[0].tobytes()
 
     def held_bytes(self) -> int:
         return self._held
 
     def will_need(self, start: int, end: int) -> None:
         if self._map is None:
-            self._map = Map(self._path)
+            self._map = Map(self._path, is_cache=True)
         _read_ahead(self._path, start, end)
         self._held += end - start
 
     def release(self, start: int, end: int) -> None:
         if self._map is not None:
-            self._map.drop(start, end)
+            self._map.drop(max(start - _AROUND_BYTES, 0), end + _AROUND_BYTES)
             self._held -= end - start
-
-    def _read(self, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
-        """The bytes of all ranges, neighbours read together, and where each range starts in them."""
-        if not len(starts):
-            return np.empty(0, np.uint8), starts
-        order = np.argsort(starts)
-        ordered, reach = starts[order], np.maximum.accumulate(ends[order])
-        first = np.flatnonzero(np.append(True, ordered[1:] - reach[:-1] > _NEAR_BYTES))
-        low, high = ordered[first], reach[np.append(first[1:], len(order)) - 1]
-        offsets = np.append(0, np.cumsum(high - low))
-        text = np.empty(int(offsets[-1]), np.uint8)
-        with _opened(self._path) as fd:
-            read_ranges(fd, low, high - low, text, offsets[:-1])
-        run = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(order))))
-        places = np.empty(len(order), np.int64)
-        places[order] = ordered - low[run] + offsets[run]
-        return text, places
 
 
 class BlockText:
@@ -171,6 +157,7 @@ class BlockText:
         self._lock = threading.Lock()
         self._cache: OrderedDict[int, tuple[int, Future[Bytes]]] = OrderedDict()
         self._held = 0
+        self._pool = Pool(self._memory)
         self._decoders: ThreadPoolExecutor | None = None
         self.decoded = 0  # blocks so far
 
@@ -187,7 +174,7 @@ class BlockText:
             self._start()
         offsets = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
-        out = np.empty(int(offsets[-1]), np.uint8)
+        out = empty_bytes(int(offsets[-1]))
         first = self._find(starts)
         last = first.copy()
         (far,) = np.nonzero(starts + counts > self._plain[first + 1])  # continues in the next block, or several
@@ -291,9 +278,10 @@ class BlockText:
                 text = inflate(raw, size=size, window=self._window(span))
         except zlib.error as error:
             raise self._wrong(span, str(error)) from None
-        data = np.frombuffer(text, np.uint8)
-        if len(data) != size or crc32c(data) != span.crc32c:
+        if len(text) != size or crc32c(text) != span.crc32c:
             raise self._wrong(span, "its checksum does not match")
+        data = self._pool.take(size)
+        data[:] = np.frombuffer(text, np.uint8)
         return data
 
     def _window(self, span: "_BlockSpan") -> bytes:
@@ -365,7 +353,7 @@ def gather(
     """
     offsets = np.zeros(len(starts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
-    flat = np.empty(int(offsets[-1]), np.uint8)
+    flat = empty_bytes(int(offsets[-1]))
     _gather(text, starts, lines, eols, np.zeros_like(starts) if phases is None else phases, offsets, flat)
     return flat, offsets
 
@@ -378,22 +366,6 @@ def copy_pieces(
     for index in range(begin, end):
         count = counts[index]
         out[targets[index] : targets[index] + count] = block[sources[index] : sources[index] + count]
-
-
-def read_ranges(fd: int, starts: Numbers, sizes: Numbers, out: Bytes, offsets: Numbers) -> None:
-    """Read `sizes[i]` bytes of a file from `starts[i]` on into `out[offsets[i]:]`, for every i."""
-    done = _read_ranges(fd, starts, sizes, out.ctypes.data, offsets)
-    # The rest, after a short read.
-    parts = zip(starts[done:].tolist(), sizes[done:].tolist(), offsets[done:].tolist(), strict=True)
-    for start, size, offset in parts:
-        part = out[offset : offset + size].data
-        while part.nbytes:
-            count = os.preadv(fd, [part], start)
-            if count == 0:
-                raise StaleIndex(
-                    "the file is shorter than when it was indexed. Rebuild: millstream index FILE --rebuild"
-                )
-            part, start = part[count:], start + count
 
 
 @kernel
@@ -436,15 +408,3 @@ def _gather(
                     target += 1
                 source += 1
     return touched  # otherwise the compiler removes the touching
-
-
-_pread = c_function("pread", num_arguments=4)
-
-
-@kernel
-def _read_ranges(fd: int, starts: Numbers, sizes: Numbers, address: int, offsets: Numbers) -> int:
-    """How many ranges were read completely, up to the first that was not."""
-    for index in range(starts.size):
-        if _pread(fd, np.int64(address + offsets[index]), sizes[index], starts[index]) != sizes[index]:
-            return index
-    return starts.size

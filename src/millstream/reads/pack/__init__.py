@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from millstream.core.collection import Medium, Numbers
 from millstream.core.console import quoted, say
+from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
 from millstream.errors import BadIndex
 from millstream.reads.files import NAME, QUALITY, SEQUENCE, Fetched
@@ -17,6 +18,7 @@ from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.encodings import sums_before
 from millstream.reads.files.index import index_paths, write_index
 from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, names_in
+from millstream.reads.files.ranges import read_near
 from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
 from millstream.reads.files.texts import PAGE_BYTES
 from millstream.reads.pack.bases import QUALITIES, STREAM, Qualities, TwoBit
@@ -90,7 +92,8 @@ class PackFile:
         self.bases: int = self.meta["bases"]
         self.has_quality = QUALITIES in sections
         self._anchors, self._lengths = sections.column("anchor"), sections.column("bases")
-        self._pages = _Pages(sections, memory)
+        # A batch of reads in random order would map 64 kB around each of them: a larger file is read instead.
+        self._is_mapped = sections.num_bytes <= memory
         self._stream_at = sections.span(STREAM)[0]
         self.lines: HeaderBlocks | None = None  # header lines, if they were kept
         if self.meta["codec"] is not None:
@@ -120,7 +123,7 @@ class PackFile:
 
     @property
     def held_bytes(self) -> int:
-        return self._pages.held_bytes + (self.lines.held_bytes if self.lines else 0)
+        return (self.sections.num_bytes if self._is_mapped else 0) + (self.lines.held_bytes if self.lines else 0)
 
     @property
     def decoded(self) -> int:
@@ -142,7 +145,7 @@ class PackFile:
             self.sections.will_need(self._stream_at + start, end - start + PAGE_BYTES)
 
     def release(self, first: Numbers, last: Numbers) -> None:
-        """Pages are dropped when there are too many."""
+        """Nothing is kept."""
 
     def fetch(self, rows: Numbers, fields: Sequence[str]) -> Fetched:
         """Sequences of these rows, and the qualities, names and columns among `fields`."""
@@ -167,20 +170,37 @@ class PackFile:
 
     def sequences(self, starts: Numbers, offsets: Numbers) -> Bytes:
         """`offsets[i+1] - offsets[i]` bases of the stream from `starts[i]` on, for every i."""
-        ends = starts + np.diff(offsets)
-        self._pages.touch(self._stream_at + (starts >> 2), self._stream_at + (ends + 3 >> 2))
-        flat = self._twobit.sequences(starts, offsets)
-        self._pages.release()
-        return flat
+        first, last = (self._stream_at + (at >> 2) for at in (starts, starts + np.diff(offsets) + 3))
+        self._verify(first, last)
+        if self._is_mapped:
+            return self._twobit.sequences(starts, offsets)
+        with self.sections.opened() as fd:
+            return self._twobit.sequences(starts, offsets, read_near(fd, first, last))
 
     def qualities(self, starts: Numbers, offsets: Numbers) -> Bytes:
         """The same for base qualities."""
-        flat = self._qualities.take(starts, offsets)
-        first, num_bytes = self.sections.span(f"{QUALITIES}.words")
-        at = first + (starts * (num_bytes / max(self.bases, 1))).astype(np.int64)  # about
-        self._pages.count(np.minimum(at, first + num_bytes - 1))
-        self._pages.release()
+        if self._is_mapped:
+            return self._qualities.take(starts, offsets)
+        flat = empty_bytes(int(offsets[-1]))
+        some = max(self.memory >> _GRANULE + 1, 1)  # each maps up to two granules
+        for at in range(0, len(starts), some):
+            edges = offsets[at : at + some + 1]
+            flat[edges[0] : edges[-1]] = self._qualities.take(starts[at : at + some], edges - edges[0])
+            self.sections.drop_pages()
         return flat
+
+    def _verify(self, starts: Numbers, ends: Numbers) -> None:
+        """Verify the checksums of these bytes, on first use."""
+        if not len(starts):
+            return
+        blocks = np.concatenate([starts // CRC_BYTES, np.maximum(ends - 1, starts) // CRC_BYTES])
+        for i in np.flatnonzero(ends - starts > CRC_BYTES).tolist():
+            blocks = np.append(blocks, np.arange(int(starts[i]), int(ends[i]), CRC_BYTES) // CRC_BYTES)
+        for block in self.sections.unchecked(blocks):
+            self.sections.will_need(block * CRC_BYTES, CRC_BYTES)
+            self.sections.check_block(block)
+            if not self._is_mapped:
+                self.sections.drop_pages(block * CRC_BYTES, (block + 1) * CRC_BYTES)
 
     def length(self, row: int) -> int:
         return int(self.lengths(np.array([row], np.int64))[0])
@@ -264,46 +284,3 @@ class PackFile:
     @cached_property
     def _qualities(self) -> Qualities:
         return Qualities(self.sections.column(QUALITIES), self.meta["grades"])
-
-
-class _Pages:
-    """The mapped pages of a file: verified on first use, dropped when there are too many."""
-
-    def __init__(self, sections: Sections, memory: int) -> None:
-        self._sections = sections
-        self._memory = memory
-        self._touched = np.zeros((sections.num_bytes >> _GRANULE) + 1, np.bool_)
-        self._is_small = sections.num_bytes <= memory
-
-    @property
-    def held_bytes(self) -> int:
-        return int(np.count_nonzero(self._touched)) << _GRANULE
-
-    def touch(self, starts: Numbers, ends: Numbers) -> None:
-        """These bytes are about to be read."""
-        if not len(starts):
-            return
-        blocks = np.concatenate([starts // CRC_BYTES, np.maximum(ends - 1, starts) // CRC_BYTES])
-        longest = int((ends - starts).max())
-        if longest > CRC_BYTES:
-            for i in np.flatnonzero(ends - starts > CRC_BYTES).tolist():
-                blocks = np.append(blocks, np.arange(int(starts[i]), int(ends[i]), CRC_BYTES) // CRC_BYTES)
-        for block in self._sections.unchecked(blocks):
-            self._sections.will_need(block * CRC_BYTES, CRC_BYTES)
-            self._sections.check_block(block)
-            self._touched[block * CRC_BYTES >> _GRANULE : (block + 1) * CRC_BYTES >> _GRANULE] = True
-            self.release()
-        self.count(starts)
-        for i in np.flatnonzero(ends - starts > 1 << _GRANULE).tolist() if longest > 1 << _GRANULE else ():
-            self._touched[starts[i] >> _GRANULE : (ends[i] >> _GRANULE) + 1] = True
-
-    def count(self, starts: Numbers) -> None:
-        """These bytes were read."""
-        if not self._is_small:
-            self._touched[starts >> _GRANULE] = True
-
-    def release(self) -> None:
-        """Drop all pages if they exceed the budget."""
-        if not self._is_small and self.held_bytes > self._memory:
-            self._sections.drop_pages()
-            self._touched[:] = False

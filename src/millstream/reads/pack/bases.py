@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from millstream.core.collection import Numbers
 from millstream.core.kernels import kernel
+from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
 from millstream.reads.files.encodings import CHUNK, BitColumn, Words
 from millstream.reads.files.sections import Column, Sections, SectionsWriter
@@ -74,10 +75,16 @@ class TwoBit:
             kind: [sections.column(f"{kind}.{name}").whole() for name in names] for kind, names in _RUNS.items()
         }
 
-    def sequences(self, starts: Numbers, offsets: Numbers) -> Bytes:
-        """`offsets[i+1] - offsets[i]` bases from position `starts[i]` on, for every i, one after the other."""
-        out = np.empty(int(offsets[-1]), np.uint8)
-        _decode(self._stream, _TABLE, starts, offsets, out)
+    def sequences(self, starts: Numbers, offsets: Numbers, copied: tuple[Bytes, Numbers] | None = None) -> Bytes:
+        """`offsets[i+1] - offsets[i]` bases from position `starts[i]` on, for every i, one after the other.
+
+        `copied`: bytes of the stream, and the byte with the first base of each i in them; else the mapped file is used.
+        """
+        out = empty_bytes(int(offsets[-1]))
+        if copied is None:
+            _decode(self._stream, _TABLE, starts, offsets, out)
+        else:
+            _decode(copied[0], _TABLE, (copied[1] << 2) + (starts & 3), offsets, out)
         for kind in _RUNS:
             self._apply(kind, starts, offsets, out)
         return out
@@ -248,7 +255,7 @@ class Qualities:
 
     def take(self, starts: Numbers, offsets: Numbers) -> Bytes:
         """`offsets[i+1] - offsets[i]` qualities from position `starts[i]` on, for every i, one after the other."""
-        out = np.empty(int(offsets[-1]), np.uint8)
+        out = empty_bytes(int(offsets[-1]))
         counts = np.diff(offsets)
         some = counts > 0
         starts, counts, targets = starts[some], counts[some], offsets[:-1][some]
