@@ -55,7 +55,7 @@ ANSWERS = [
     "Paris\nQ: x",
 ]
 BY_RULE = {
-    "default": ["right", "right", "ambiguous", "ambiguous", "refused", "wrong", None, None, None, "wrong", "right"],
+    "default": ["right", "right", "ambiguous", "wrong", "refused", "wrong", None, None, None, "wrong", "right"],
     "em": ["right", "wrong", "wrong", "wrong", "wrong", "wrong", None, None, None, "wrong", "right"],
     "f1@0.5": ["right", "right", "wrong", "right", "wrong", "wrong", None, None, None, "wrong", "right"],
     "rougeL@0.3": ["right", "right", "wrong", "right", "wrong", "wrong", None, None, None, "wrong", "right"],
@@ -81,7 +81,7 @@ def test_the_file_has_one_row_per_record_with_all_scores_and_the_rule_as_metadat
     assert table.column_names == ["question_id", "verdict", "label", *scores]
     assert table.column("question_id").to_pylist() == traces.ids
     assert table.schema.field("label").type == pa.int8()
-    assert table.column("label").to_pylist() == [0, 0, None, None, None, 1, None, None, None, 1, 0]
+    assert table.column("label").to_pylist() == [0, 0, None, 1, None, 1, None, None, None, 1, 0]
     assert table.select(scores).to_pylist()[1] == {
         "em": False,
         "f1": pytest.approx(0.5),
@@ -101,11 +101,11 @@ def test_the_file_has_one_row_per_record_with_all_scores_and_the_rule_as_metadat
 def test_label_versions_change_only_with_the_rules():
     versions = [parse_rule(rule).version for rule in ("default", "em", "f1@0.5", "rougeL@0.30", "scores")]
     assert versions == [
-        "default-1-9a7a081b",
-        "em-1-4eab6c3f",
-        "f1@0.5-1-94413c4b",
-        "rougeL@0.3-1-eb656381",
-        "scores@0.5-1-43f5bb8a",
+        "default-2-755413a7",
+        "em-2-5d1fd7cf",
+        "f1@0.5-2-31e66a6a",
+        "rougeL@0.3-2-79675291",
+        "scores@0.5-2-3069fb80",
     ]
 
 
@@ -178,10 +178,10 @@ def test_labelled_takes_verdicts_and_labels_from_the_file(tmp_path: Path):
     traces = write(tmp_path / "s", answered(*ANSWERS))
     label(tmp_path / "s")
     by_verdict = ms.labelled(traces, values={"right": 0, "wrong": 1}, column="verdict", missing="drop")
-    assert by_verdict.column("question_id").to_pylist() == ["q0", "q1", "q5", "q9", "q10"]
-    assert by_verdict.fetch(range(5), ["label"])["label"].tolist() == [0, 0, 1, 1, 0]
-    assert ms.labelled(traces, missing="drop").column("label").to_pylist() == [0, 0, 1, 1, 0]
-    with pytest.raises(ms.errors.MissingLabel, match="6 of 11"):
+    assert by_verdict.column("question_id").to_pylist() == ["q0", "q1", "q3", "q5", "q9", "q10"]
+    assert by_verdict.fetch(range(6), ["label"])["label"].tolist() == [0, 0, 1, 1, 1, 0]
+    assert ms.labelled(traces, missing="drop").column("label").to_pylist() == [0, 0, 1, 1, 1, 0]
+    with pytest.raises(ms.errors.MissingLabel, match="5 of 11"):
         ms.labelled(traces)
 
 
@@ -398,14 +398,15 @@ def test_the_command_prints_counts_the_file_and_the_next_step(tmp_path: Path):
     assert code == 0
     assert [line.split() for line in out.splitlines()] == [
         ["right", "3"],
-        ["wrong", "2"],
-        ["ambiguous", "2"],
+        ["wrong", "3"],
+        ["ambiguous", "1"],
         ["refused", "1"],
         ["unlabelled", "3"],
     ]
-    version = parse_rule("default").version
+    rule = parse_rule("default")
     assert err == (
-        f"{store}/labels.parquet: 11 records, rule default ({version})\nNext: millstream train data={store}\n"
+        f"rule default: {rule.meaning}\n{store}/labels.parquet: 11 records, rule default ({rule.version})\n"
+        f"Next: millstream train data={store}\n"
     )
     code, out, _ = run(store, "rule=f1@0.5", "--json")
     assert code == 0
@@ -421,7 +422,18 @@ def test_the_command_takes_scores_and_reports_conflicting_ids(tmp_path: Path):
     assert (code, out.split()[:4]) == (0, ["right", "0", "wrong", "2"])
     _, out, err = run(store)
     assert out.split()[-1] == "2"
-    assert err.startswith("2 records are unlabelled") and "question_id" in err
+    assert "2 records are unlabelled" in err and "question_id" in err
+
+
+@pytest.mark.parametrize(
+    ("answers", "following"), [(["Paris", "Rome"], "train data="), (["Rome"], "inspect "), ([None], "inspect ")]
+)
+def test_training_is_the_next_step_only_with_right_and_wrong_answers(
+    answers: list[str | None], following: str, tmp_path: Path
+):
+    write(tmp_path / "s", answered(*answers))
+    code, _, err = run(tmp_path / "s")
+    assert code == 0 and err.splitlines()[-1] == f"Next: millstream {following}{tmp_path / 's'}"
 
 
 @pytest.mark.parametrize("wrong", ["rule=best", "rul=em", "rule=scores", "threshold=high", "threshold=0.5", "em"])

@@ -165,11 +165,12 @@ def label(
 
     given = read_settings(LabelSettings, settings or [])
     where = Engine(engine, address, workers)
-    rule_of(given)
+    rule = rule_of(given)
     with redirect_stdout(sys.stderr), progress("label", len(Traces(store))) as update:
         done = write_labels(store, **asdict(given), progress=update, map=where.map)
     if as_json:
         print_json(asdict(done))
+    say(f"rule {rule}: {rule.meaning}")
     for verdict, count in done.counts.items() if not as_json else ():
         show(f"{verdict:<12}{count:>10,}")
     if done.conflicting:
@@ -178,10 +179,16 @@ def label(
             "different verdict. Labels are joined by question_id: give each record a unique one"
         )
     labelled = f"{done.path}: {done.records:,} records, rule {done.rule} ({done.label_version})"
-    if done.counts["right"] + done.counts["wrong"]:
+    if done.counts["right"] and done.counts["wrong"]:
         finish(labelled, "train", f"data={store}")
+    elif done.counts["right"] or done.counts["wrong"]:
+        only = "right" if done.counts["right"] else "wrong"
+        finish(f"{labelled}\nno answer but {only} ones; training needs right and wrong answers", "inspect", store)
     else:
-        finish(f"{labelled}\nno answer is labelled right or wrong; to give correct answers: references=FILE")
+        finish(
+            f"{labelled}\nno answer is labelled right or wrong; to give correct answers: references=FILE",
+            *("inspect", store),
+        )
 
 
 def featurize(

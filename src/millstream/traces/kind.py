@@ -55,7 +55,7 @@ class ExtractSettings:
 
     model: Annotated[str, "name on the Hugging Face hub, folder, facts or smollm2"] = ""
     revision: Annotated[str | None, "branch, tag or commit of the model on the hub"] = None
-    tier: Annotated[str, "how much of each trace to keep: stats, graph, probe or full"] = "graph"
+    tier: Annotated[str, "how much of each trace to keep: stats, graph, probe or full"] = "probe"
     fields: Annotated[str | None, "fields to keep instead of a tier, such as hidden[8,16,24],edges"] = None
     dtype: Annotated[str, "number format of the model: float32, float16 or bfloat16"] = "auto"
     stored: Annotated[str, "number format on disk: float16, bfloat16 or float32"] = "float16"
@@ -83,7 +83,7 @@ class ExtractSettings:
 class LabelSettings:
     """Settings of `millstream label`."""
 
-    rule: Annotated[str, "default, em, f1@0.5, rougeL@0.3, or scores with a scores file"] = "default"
+    rule: Annotated[str, "default (printed when labelling), em, f1@0.5, rougeL@0.3, or scores with a file"] = "default"
     scores: Annotated[str | None, "CSV or Parquet file with question_id and scores"] = None
     column: Annotated[str | None, "column of the scores file, if it has several"] = None
     threshold: Annotated[float | None, "score that separates right from wrong answers; default: 0.5"] = None

@@ -40,9 +40,8 @@ VERDICTS = (RIGHT, WRONG, AMBIGUOUS, REFUSED)
 NONE = -1
 
 MAX_WORDS = 12  # a longer answer may contain an alias only to deny it
-MIN_F1 = 0.5
 MIN_SCORE = 0.5  # of the `scores` rule, when no threshold is given
-_VERSION = 1  # of the rules: increase it when one of them decides differently
+_VERSION = 2  # of the rules: increase it when one of them decides differently
 
 Verdicts = NDArray[np.int8]  # positions in VERDICTS, or NONE
 STATUS = "status"
@@ -161,9 +160,19 @@ class Rule:
         return text if self.positive == RIGHT else f"{text}:{self.positive}"
 
     @property
+    def meaning(self) -> str:
+        """What makes an answer right, in one line."""
+        if self.name == "default":
+            right = f"equals a correct answer, or contains one in at most {MAX_WORDS} words"
+            return f"right: {right}; ambiguous: contains one in more words; refused: declines; wrong: all others"
+        what = {"em": "equals a correct answer", "f1": "F1 of the words", "rougeL": "ROUGE-L"}.get(self.name, "score")
+        limit = "" if self.threshold is None else f" of at least {self.threshold:g}"
+        return f"{self.positive}: {what}{limit}; {WRONG if self.positive == RIGHT else RIGHT}: all others"
+
+    @property
     def version(self) -> str:
-        """`default-1-5c0f3a12`: changes whenever the same answer may get a different verdict."""
-        definition = {"version": _VERSION, "rule": str(self), "words": MAX_WORDS, "f1": MIN_F1, "refusals": REFUSALS}
+        """`default-2-5c0f3a12`: changes whenever the same answer may get a different verdict."""
+        definition = {"version": _VERSION, "rule": str(self), "words": MAX_WORDS, "refusals": REFUSALS}
         return f"{self}-{_VERSION}-{config_hash(definition)[:8]}"
 
 
@@ -234,7 +243,8 @@ def decide(rule: Rule, known: Evidence) -> Verdicts:
     if rule.name == "default":
         is_short = known.num_tokens <= MAX_WORDS
         # "Unknown" may be the correct answer, so an exact match comes before a refusal; all else comes after it.
-        cases = [known.em, known.refused, known.contains & is_short, known.contains | (known.f1 >= MIN_F1)]
+        # F1 decides nothing: of 16 answers with F1 >= 0.5 and no alias, 12 were wrong, 1 right (SmolLM2, docs/results).
+        cases = [known.em, known.refused, known.contains & is_short, known.contains]
         verdicts = np.select(cases, [right, refused, right, ambiguous], wrong)
     elif rule.name == "em":
         verdicts = np.where(known.em, right, wrong)
