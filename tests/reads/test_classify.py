@@ -19,6 +19,7 @@ import torch
 
 import millstream as ms
 from millstream.core.files import PartialOutput
+from millstream.core.finished import done_file
 from millstream.core.loader import Loader
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreExists
 from millstream.features import fields
@@ -78,7 +79,8 @@ def names_in(path: Path) -> list[str]:
 
 
 def left_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """All files, without the records of how they were written."""
+    return sorted(path.name for path in folder.iterdir() if path != done_file(folder / path.name[1:-5]))
 
 
 def stopping_after(batches: int) -> Callable[[], bool]:
@@ -301,8 +303,9 @@ def test_killed_while_finishing_it_completes_on_the_next_run(made: Path, tmp_pat
     assert (done.num_rows, done.num_resumed) == (900, 900)
     assert len(rows_of(out)) == 900 and "\troot\n" in report.read_text()
     assert left_in(tmp_path) == ["out.rep", "out.tsv"]
-    with pytest.raises(StoreExists):
-        classify(made / "run", made / "val.fa", out)
+    assert classify(made / "run", made / "val.fa", out).num_resumed == 900
+    with pytest.raises(StoreExists, match=r"out\.tsv: .*threshold: 0\.5 -> 0\.7"):
+        classify(made / "run", made / "val.fa", out, threshold=0.7)
 
 
 def test_resuming_with_another_threshold_is_refused_and_keeps_the_progress(made: Path, tmp_path: Path):

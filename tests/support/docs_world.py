@@ -33,9 +33,9 @@ def make_world(folder: Path, num_questions: int = 60) -> Path:
     """Make everything that the rules at the top of test_pages.py list."""
     torch.set_num_threads(1)  # more threads do not help models this small
     folder.mkdir(parents=True)
-    _make_model(folder / MODEL, num_questions)
+    make_model(folder / MODEL, num_questions)
     _make_configs(folder / "configs")
-    _make_genomes(folder / "genomes")
+    make_genomes(folder / "genomes")
     with chdir(folder):
         _make_traces(num_questions)
         _make_reads()
@@ -49,7 +49,7 @@ def copy_world(world: Path, folder: Path) -> Path:
     return Path(shutil.copytree(world, folder, dirs_exist_ok=True))
 
 
-def _make_model(folder: Path, num_questions: int) -> None:
+def make_model(folder: Path, num_questions: int) -> None:
     """A Qwen with two layers and words as tokens, so that its answers can be compared with references."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -84,7 +84,7 @@ def _make_configs(folder: Path) -> None:
         (folder / name).write_text("\n".join([*kept, *(f"{key}: {value}" for key, value in short.items())]) + "\n")
 
 
-def _make_genomes(folder: Path) -> None:
+def make_genomes(folder: Path) -> None:
     """A small random genome of each species, and of another strain with a substitution rate of 2 %."""
     rng = np.random.default_rng(0)
     (folder / "strains").mkdir(parents=True)

@@ -1,5 +1,6 @@
 """Reads -> one row each, with a trained classifier of a run. Progress is saved while it runs."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,8 @@ from millstream.core.collection import Collection
 from millstream.core.config import config_hash, parse_bytes, read_settings
 from millstream.core.console import Progress, ignore_message, quoted, say, silent
 from millstream.core.features import Feature
-from millstream.core.files import TextOutput, check_new, publish
+from millstream.core.files import PartialOutput, TextOutput, already_exists, check_new, publish
+from millstream.core.finished import STDOUT, done_file, find_finished, forget_finished, remember_finished
 from millstream.core.loader import Loader
 from millstream.core.memory import Heap
 from millstream.errors import BadSetting, BadSource
@@ -131,6 +133,7 @@ def classify(
     kraken_output: str | Path | None = None,
     memory: int | str = "1GB",
     index_dir: str | Path | None = None,
+    force: bool = False,
     watch: Watch = lambda total: nullcontext(silent),
     stop: Callable[[], bool] = lambda: False,
     batch_size: int | None = None,
@@ -143,7 +146,7 @@ def classify(
     none; with `threshold=0` only reads without evidence for any class are unclassified. The same call resumes where it
     was interrupted, and ends with the same bytes; progress is saved every `save_s` seconds. `batch_size` is as large as
     the net and the memory allow if not given. `report` is a Kraken 2-style report to write (`kraken_output` is its old
-    name).
+    name). `out="-"` writes to stdout. A finished output is not written again, unless `force` replaces it.
 
     >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", report="sample.kreport", threshold=0.9)
     """
@@ -154,7 +157,9 @@ def classify(
         raise BadSetting("paired and mates: mates are either neighbours or in other files, not both")
     if report is not None and report.absolute() == path.absolute():
         raise BadSetting(f"report={report}: is also the output file. Choose another name for the report")
-    check_new(path)
+    is_stdout = str(out) == STDOUT
+    if not (is_stdout or force or done_file(path).exists()):
+        check_new(path)
     trained = find_classifier(Path(run), model)
     if report is not None:
         check_tax_ids(trained.classes, str(run))
@@ -171,7 +176,15 @@ def classify(
         "mates": num_mates,
         "threshold": float(threshold),
     }
-    with TextOutput(path, terms) as file:
+    if force and not is_stdout:
+        _remove(path, report)
+    known = find_finished(path, terms) if done_file(path).exists() and not is_stdout else None
+    if known is not None:
+        done = _Work(trained, collection, _Stdout(path, terms, known), num_mates, threshold, where=first_of(reads))
+        if report is not None:
+            done.write_report(report)
+        return done.summary()
+    with _Stdout(path, terms) if is_stdout else TextOutput(path, terms) as file:
         if report is not None and not file.is_finished:
             check_new(report)
         work = _Work(trained, collection, file, num_mates, threshold, where=first_of(reads))
@@ -188,9 +201,44 @@ def classify(
             if not work.run(names, watch, stop, memory=budget, batch_size=batch_size, save_s=save_s):
                 return work.summary(interrupted=True)
         if report is not None:
-            publish(report, kraken_report(work.assignments, work.counts.tolist()).encode())
+            work.write_report(report, replace=file.is_finished)
         file.publish()
+    if not is_stdout:
+        remember_finished(path, terms, work.state())
     return work.summary()
+
+
+def _remove(out: Path, report: Path | None) -> None:
+    """Remove the output, its progress and its report, unless another process is writing it."""
+    with PartialOutput(out, {}, rebuild=True):
+        forget_finished(out)
+        if report is not None:
+            report.unlink(missing_ok=True)
+
+
+class _Stdout:
+    """Stdout with the methods of `TextOutput`, or, with `saved`, an output to which nothing is left to write."""
+
+    def __init__(self, out: Path, terms: Mapping[str, object], saved: Mapping[str, Any] | None = None) -> None:
+        self.out, self.terms, self.saved, self.is_finished = out, terms, saved, saved is not None
+
+    def __enter__(self) -> "_Stdout":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout.flush()
+
+    def write(self, text: bytes) -> None:
+        sys.stdout.buffer.write(text)
+
+    def save(self, saved: Mapping[str, object]) -> None:
+        """Nothing to save."""
+
+    def finish(self, saved: Mapping[str, object]) -> None:
+        self.is_finished = True
+
+    def publish(self) -> None:
+        """It is published as it is written."""
 
 
 class _Work:
@@ -200,7 +248,7 @@ class _Work:
         self,
         trained: TrainedClassifier,
         collection: Collection,
-        file: TextOutput,
+        file: "TextOutput | _Stdout",
         mates: int,
         threshold: float,
         where: str,
@@ -259,12 +307,19 @@ class _Work:
                 progress(self.num_rows * self.mates)
                 is_stopped = stop()
                 if is_stopped or time.perf_counter() - saved > save_s:
-                    self.file.save(self._state())
+                    self.file.save(self.state())
                     saved = time.perf_counter()
                 if is_stopped and self.num_rows * self.mates < len(self.collection):
                     return False
-        self.file.finish(self._state())
+        self.file.finish(self.state())
         return True
+
+    def write_report(self, report: Path, *, replace: bool = False) -> None:
+        """The Kraken-style report; one that exists must be the same, unless it is to be replaced."""
+        text = kraken_report(self.assignments, self.counts.tolist()).encode()
+        if not replace and report.exists() and report.read_bytes() != text:
+            raise already_exists(report)
+        publish(report, text)
 
     @property
     def num_rows(self) -> int:
@@ -295,5 +350,5 @@ class _Work:
         self.file.write("".join([f"{name}{middles[number]}{likely:.4f}\n" for name, number, likely in rows]).encode())
         self.counts += np.bincount(numbers, minlength=len(self.assignments))
 
-    def _state(self) -> dict[str, object]:
+    def state(self) -> dict[str, object]:
         return {"counts": self.counts.tolist(), "loader": self._loaded}

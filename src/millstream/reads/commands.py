@@ -91,7 +91,7 @@ def simulate(
         typer.Option(
             "--out",
             "-o",
-            help="FASTA or FASTQ, gzipped if it ends in .gz; give it twice for one file per mate.",
+            help="FASTA or FASTQ, gzipped if it ends in .gz; twice for one file per mate; - is stdout (FASTA).",
             metavar="FILE",
         ),
     ],
@@ -119,9 +119,10 @@ def simulate(
     Reads come from both strands, with sequencing errors.
     Their headers are lbl|class|tax|len|name/mate.
     """
+    from contextlib import nullcontext
     from dataclasses import asdict
 
-    from millstream.core.console import progress
+    from millstream.core.console import progress, silent
     from millstream.reads.open import expand
     from millstream.reads.simulate import SimulateSettings
     from millstream.reads.simulate import simulate as sample
@@ -129,7 +130,10 @@ def simulate(
     settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)
     settings.check()
     files = [file for place in genomes for file in expand(place)]
-    with progress("simulate", reads, unit="reads") as update:
+    to_stdout = any(str(path) == "-" for path in out)
+    if to_stdout and as_json:
+        raise BadSetting("--json: stdout is for the reads. Choose a file: --out reads.fa")
+    with nullcontext(silent) if to_stdout else progress("simulate", reads, unit="reads") as update:
         done = sample(
             files, out, settings=settings, mapping=mapping, index_dir=index_dir, memory=memory, progress=update
         )
@@ -138,8 +142,8 @@ def simulate(
     depths = sorted(done.coverage.values())
     size = f"{done.reads:,} reads from {len(depths)} genomes, {done.bases:,} bases, coverage {depths[0]:.3g}x"
     more = f" to {depths[-1]:.3g}x" if f"{depths[0]:.3g}" != f"{depths[-1]:.3g}" else ""
-    following: list[object] = ["index", *out]
-    if mapping is not None and len(out) == 1:
+    following: list[object] = [] if to_stdout else ["index", *out]
+    if not to_stdout and mapping is not None and len(out) == 1:
         following = ["train", f"data.train={out[0]}", f"mapping={mapping}", *(["paired=true"] if insert else [])]
     finish(f"{' and '.join(map(str, out))}: {size}{more}", *following)
 
@@ -160,7 +164,9 @@ def index(
     memory: Annotated[str, typer.Option(help="Memory budget.", metavar="SIZE")] = "256MB",
     salvage: Salvage = False,
     unverified: Unverified = False,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Replace existing indexes.")] = False,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Replace existing indexes; without other options, with their settings.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Index FASTA or FASTQ files for random access to any read.
@@ -171,14 +177,15 @@ def index(
 
     from millstream.core.console import format_bytes
     from millstream.reads.files import ReadFile, write_fai
-    from millstream.reads.files.index import check_memory
+    from millstream.reads.files.index import IndexSettings, check_memory
     from millstream.reads.open import expand, open_reads, watch_index
 
     try:
         check_memory(memory)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    settings = _index_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage, unverified=unverified)
+    given = _index_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage, unverified=unverified)
+    settings = None if given == IndexSettings() else given  # an index keeps its own
     files = [file for path in paths for file in expand(path)]
     reads = open_reads(
         files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
@@ -228,6 +235,8 @@ def pack(
     if len(paths) < 2:
         raise typer.BadParameter("name the sources, then the file to write: millstream pack reads.fa.gz reads.pack")
     *sources, out = paths
+    if out == "-":
+        raise BadSetting("-: a packed file is not written from beginning to end. Choose a file, such as reads.pack")
     files = [file for source in sources for file in expand(source)]
     settings = _index_settings(header_regex, columns, on_mismatch, salvage=salvage, unverified=unverified)
     size = sum(file.stat().st_size for file in files if file.exists())
@@ -279,7 +288,7 @@ def classify(
     reads: ReadFiles,
     out: Annotated[
         Path,
-        typer.Option("--out", "--output", "-o", help="TSV to write, gzipped if it ends in .gz.", metavar="FILE"),
+        typer.Option("--out", "--output", "-o", help="TSV, gzipped if it ends in .gz; - is stdout.", metavar="FILE"),
     ],
     model: Annotated[
         str | None, typer.Option(help="Model of the run.", show_default="the best on validation", metavar="NAME")
@@ -302,6 +311,7 @@ def classify(
         str, typer.Option(help="Memory budget of the reads, in addition to the model.", metavar="SIZE")
     ] = "1GB",
     index_dir: IndexDir = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output and the report.")] = False,
     as_json: Json = False,
 ) -> None:
     """Classify reads with a trained model.
@@ -309,30 +319,39 @@ def classify(
     Writes a TSV with read, class, tax_id, taxon, rank and probability.
     Run the same command again to resume.
     """
+    from contextlib import nullcontext
     from dataclasses import asdict
 
-    from millstream.core.console import interruptible, progress
+    from millstream.core.console import interruptible, progress, silent
     from millstream.core.memory import Allowance
     from millstream.reads.classify import classify as predict
 
+    is_stdout = str(out) == "-"
+    if is_stdout and as_json:
+        raise BadSetting("--json: stdout is for the rows. Choose a file: --out calls.tsv")
+
     def watch(total: int) -> "AbstractContextManager[Progress]":
+        if is_stdout:  # a progress bar would mix with the rows on the same terminal
+            return nullcontext(silent)
         return progress("classify", total, unit="reads", memory=Allowance(memory).usage)  # the model is loaded by then
 
     with interruptible() as stop:
         done = predict(
             run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold,
             report=report, memory=memory, index_dir=index_dir,
-            watch=watch, stop=stop,
+            force=force, watch=watch, stop=stop,
         )  # fmt: skip
     if as_json:
         print_json(asdict(done))
     what = "reads" if done.num_rows == done.num_reads else "read pairs"
     count = f"{done.num_rows:,} {what}, {done.num_classified:,} classified, {done.num_unclassified:,} unclassified"
     if done.interrupted:
-        finish(f"{out}: {count} so far; interrupted; progress saved; run the same command to resume")
+        remedy = "" if is_stdout else "; progress saved; run the same command to resume"
+        finish(f"{out}: {count} so far; interrupted{remedy}")
         raise typer.Exit(130)
     taxa = f"; report in {report}" if report else "; --report also writes a report of the taxa"
-    finish(f"{out}: {count}; {done.reads_per_s:,.0f} reads/s{taxa}", "view", run)
+    speed = f"; {done.reads_per_s:,.0f} reads/s" if done.num_resumed < done.num_rows else ""
+    finish(f"{out}: {count}{speed}{taxa}", "view", run)
 
 
 def _index_settings(

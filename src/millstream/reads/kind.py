@@ -22,7 +22,7 @@ BALANCES = ("weights", "sampling", "none")
 
 
 def is_at(path: Path) -> bool:
-    """Whether a path is for reads: any file, a folder with FASTA or FASTQ in it, a pattern.
+    """Whether a path is for reads: any file, a folder with FASTA or FASTQ in it, a pattern, `-`.
 
     Any file, because opening it as reads gives the best error message for one that is neither FASTA nor FASTQ.
     """
@@ -32,7 +32,8 @@ def is_at(path: Path) -> bool:
         return any(file.is_file() and looks_like_reads(file) for file in path.iterdir())
     from millstream.reads.open import READ_NAMES
 
-    return path.exists() or path.name.lower().endswith(READ_NAMES) or any(mark in str(path) for mark in "*?[")
+    is_pattern = str(path) == "-" or any(mark in str(path) for mark in "*?[")
+    return is_pattern or path.exists() or path.name.lower().endswith(READ_NAMES)
 
 
 def open(

@@ -17,7 +17,7 @@ from millstream.core.features import Feature, fields
 from millstream.core.kernels import require_numba
 from millstream.core.memory import Allowance, available_bytes
 from millstream.core.mixture import Concat
-from millstream.errors import BadIndex, BadSource
+from millstream.errors import BadIndex, BadSource, MillstreamError
 from millstream.reads.files import ReadFile
 from millstream.reads.files.columns import outdated_column
 from millstream.reads.files.index import IndexSettings, build_index, find_index, load_index, settings_of
@@ -44,6 +44,8 @@ def watch_index(path: Path, memory: int | str | None = None) -> AbstractContextM
 def expand(path: str | Path) -> list[Path]:
     """The read files at a path: a file, or the read files in a folder or matching a pattern. Recognised by content."""
     place = Path(path)
+    if str(path) == "-":
+        raise BadSource("-: reads are fetched in any order, which stdin cannot do. Save them first: cat > reads.fa")
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.is_file())
     elif not place.exists() and any(mark in str(path) for mark in "*?["):
@@ -74,7 +76,10 @@ def open_reads(
     watch: Callable[[Path], AbstractContextManager[Progress]] = no_progress,
     notify: Callable[[str], None] = say,
 ) -> Reads:
-    """Open files as one collection, and build the indexes that are missing (`rebuild`: all of them)."""
+    """Open files as one collection, and build the indexes that are missing.
+
+    `rebuild` builds all of them; without `settings`, with those of the existing indexes.
+    """
     require_numba()
     if not paths:
         raise BadSource("no files given")
@@ -93,6 +98,8 @@ def open_reads(
                 )
             parts.append(pack)
             continue
+        if rebuild and settings is None:
+            wanted = _former_settings(path, folder, notify=notify)
         found = wanted if rebuild else _load(path, wanted, folder, explicit=settings is not None, notify=notify)
         if isinstance(found, IndexSettings):
             with watch(path) as progress:
@@ -220,8 +227,9 @@ def as_pairs(reads: Reads, collection: Collection) -> Collection:
 
 
 def _check_readable(path: Path) -> None:
-    if not path.is_file():
-        raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+    if not path.is_file() or path.parts[1:2] in (("dev",), ("proc",)):
+        what = "is a folder" if path.is_dir() else "is not a file on disk" if path.exists() else "no such file"
+        raise BadSource(f"{path}: {what}")
     try:
         os.close(os.open(path, os.O_RDONLY))
     except OSError as error:
@@ -244,6 +252,23 @@ def _load(
         notify(f"{path}: its index was built by an older millstream; rebuilding it")
         return made
     return sections
+
+
+def _former_settings(path: Path, folder: Path | None, *, notify: Callable[[str], None]) -> IndexSettings:
+    """The settings of the existing index, which may be stale or damaged."""
+    index = find_index(path, folder)
+    if index is None:
+        return IndexSettings()
+    try:
+        made = settings_of(Sections(index, remedy=""))
+    except (MillstreamError, LookupError, TypeError, ValueError):
+        notify(f"{path}: its index is damaged; rebuilding it without a header regex")
+        return IndexSettings()
+    kept = [f"header_regex={made.header_regex}"] if made.header_regex else []
+    kept += [name for name in ("names", "salvage", "unverified") if getattr(made, name)]
+    if kept:
+        notify(f"{path}: rebuilding its index with the settings it had ({', '.join(kept)})")
+    return made
 
 
 def _bare(name: str) -> str:

@@ -1,19 +1,22 @@
 """Genomes -> labelled reads. Order, positions and errors of all reads are a function of the seed."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.config import parse_bytes
+from millstream.core.config import config_hash, parse_bytes
 from millstream.core.console import Progress, format_bytes, say, silent
-from millstream.core.files import publish, publishing_text
+from millstream.core.files import already_exists, publish, publishing_text
+from millstream.core.finished import STDOUT, find_finished, remember_finished
 from millstream.core.order import Permutation, mix
+from millstream.core.record import crc32c
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.features import BASES, COMPLEMENT, UPPER
 from millstream.reads.mapping import load_mapping
@@ -106,7 +109,8 @@ def simulate(
 
     Each file is one genome. Its taxon is the number at the start of its name, or that of `kraken:taxid|N` in its first
     header. Class ids are looked up in `mapping` by `tax_id`; if the file does not exist it is written, with one class
-    per taxon. Genomes are held in memory, one byte per base, and must not take more than `memory`.
+    per taxon. Genomes are held in memory, one byte per base, and must not take more than `memory`. The path `-` is
+    stdout. Files that the same call has written are not written again.
 
     >>> simulate([Path("562_E_coli.fna.gz")], [Path("reads.fa.gz")], settings=SimulateSettings(reads=1000))
     """
@@ -117,16 +121,29 @@ def simulate(
         raise BadSetting(f"{out[0]}: given twice; give it once for both mates in one file, or two different files")
     bases, found = _load_genomes(genomes, mapping, index_dir, parse_bytes(memory))
     made = _Fragments(bases, found, settings)
+    done = Simulated(settings.reads, settings.reads * settings.length, made.coverage())
+    about = [[genome.path.name, genome.class_id, genome.tax_id, genome.names] for genome in found]
+    terms = {**asdict(settings), "genomes": config_hash({"bases": crc32c(bases), "about": about})}
+    files = [path for path in out if str(path) != STDOUT]
+    known = [find_finished(path, terms) for path in files]
+    if files and all(known):
+        return done
+    if any(known):
+        raise already_exists(next(path for path, is_known in zip(files, known, strict=True) if is_known))
     is_fastq = [path.name.removesuffix(".gz").endswith((".fq", ".fastq")) for path in out]
     with ExitStack() as stack:
-        writers = [stack.enter_context(publishing_text(path)) for path in out]
+        writers = [
+            stack.enter_context(publishing_text(path)) if path in files else sys.stdout.buffer.write for path in out
+        ]
         progress(0)
         for first in range(0, made.num_fragments, CHUNK):
             texts = made.texts(first, fastq=is_fastq)
             for write, text in zip(writers, texts, strict=True):
                 write(text)
             progress(min(first + CHUNK, made.num_fragments) * settings.mates)
-    return Simulated(settings.reads, settings.reads * settings.length, made.coverage())
+    for path in files:
+        remember_finished(path, terms)
+    return done
 
 
 class _Fragments:

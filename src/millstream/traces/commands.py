@@ -110,7 +110,7 @@ def extract(
     questions: Annotated[
         str,
         typer.Argument(
-            help="JSONL, JSON, CSV or Parquet file, facts, world, or NAME:CONFIG:SPLIT on the hub.",
+            help="JSONL, JSON, CSV or Parquet file, - (JSONL on stdin), facts, world, or NAME:CONFIG:SPLIT on the hub.",
             metavar="QUESTIONS",
         ),
     ],
@@ -322,7 +322,8 @@ def subset(
     out: Out,
     shards: Annotated[str | None, typer.Option(help="Shard numbers, such as 0,3-5.", metavar="NUMBERS")] = None,
     ids: Annotated[
-        Path | None, typer.Option(help="File of question ids, one per line (or JSON lines).", metavar="FILE")
+        Path | None,
+        typer.Option(help="File of question ids, one per line (or JSON lines); - is stdin.", metavar="FILE"),
     ] = None,
     where: Annotated[
         str | None, typer.Option(help="SQL condition on scalar fields and labels, such as verdict.", metavar="SQL")

@@ -14,6 +14,7 @@ _NOT_SCIENCE = (  # what may change when a run resumes
     "memory",
     "accelerator",
     "devices",
+    "threads",
     "checkpoint_minutes",
     "checkpoint_steps",
     "tensorboard",
@@ -39,6 +40,7 @@ class LoopSettings:
     memory: Annotated[int | str, "memory budget of the loader and the working data of a model"] = "2GB"
     accelerator: Annotated[str, "cpu, cuda, mps, or auto to use what is available"] = "auto"
     devices: Annotated[int, "number of GPUs, or of processes on the CPU"] = 1
+    threads: Annotated[int | None, "threads of torch on the CPU, and of the loader; default: by the cores"] = None
     precision: Annotated[str, "any precision of Lightning Fabric; auto: bf16-mixed on GPUs, 32-true on the CPU"] = (
         "auto"
     )
@@ -48,7 +50,7 @@ class LoopSettings:
 
     def check(self) -> None:
         """Raise BadSetting before any work is done."""
-        for name in ("seeds", "epochs", "batch_size", "patience", "devices", "checkpoint_steps"):
+        for name in ("seeds", "epochs", "batch_size", "patience", "devices", "threads", "checkpoint_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")
         if self.batch_size % self.devices:

@@ -119,6 +119,7 @@ class Training:
             features=[*job.features, fields(LABEL)],
             seed=job.seed,
             memory=job.memory,
+            threads=given.threads,
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
             pin_memory=self.fabric.device.type == "cuda",
@@ -193,7 +194,14 @@ class Training:
     def _end_epoch(self, val: Collection, clock: Clock, num_records: int) -> None:
         at, job = self.at, self.job
         outcome, measures = predict(
-            self.bare, val, job.scoring, task=job.task, memory=job.memory, fabric=self.fabric, at_once=job.at_once
+            self.bare,
+            val,
+            job.scoring,
+            task=job.task,
+            memory=job.memory,
+            fabric=self.fabric,
+            at_once=job.at_once,
+            threads=job.settings.threads,
         )
         found = job.task.judge(labels_of(val, job.task.group_size), outcome)
         means = {name: self._over_ranks(sums / at.sums[RECORDS]) for name, sums in at.sums.items() if name != RECORDS}
@@ -273,6 +281,7 @@ def predict(
     memory: int,
     fabric: Any,
     at_once: int = SCORED_AT_ONCE,
+    threads: int | None = None,
     progress: Progress = silent,
 ) -> tuple[Outcome, dict[str, float]]:
     """The predictions for every record, in the collection's order, and the means of what the net measures.
@@ -289,6 +298,7 @@ def predict(
         features=list(features),
         order="none",
         memory=memory,
+        threads=threads,
         rank=fabric.global_rank if shares else 0,
         world=fabric.world_size if shares else 1,
         tail="pad",

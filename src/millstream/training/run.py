@@ -104,7 +104,9 @@ def make_fabric(settings: LoopSettings) -> Any:
             given = f"accelerator={settings.accelerator} devices={settings.devices} precision={settings.precision}"
             raise BadSetting(f"{given}: {error}") from None
         fabric.launch()  # pyright: ignore[reportUnknownMemberType]
-    if not cuda:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    elif not cuda:
         _leave_a_core(settings.devices)
     return fabric
 
@@ -207,6 +209,9 @@ class _Training:
         publish_json(self.path / ENVIRONMENT, environment())
         publish(config, yaml.safe_dump(asdict(self.settings), sort_keys=False).encode())
         say(self.study.summary())
+        if self.settings.batch_size == 1 and any(spec.by_gradients for spec in self.study.specs):
+            usual = type(self.settings)().batch_size
+            say(f"batch_size=1: every step sees one record, which is slow and noisy; the default is {usual}")
 
     def _train_seeds(self, spec: ModelSpec, log: Log, stop: Callable[[], bool]) -> bool:
         """Train a model with every seed. Returns whether the data has what it needs."""
@@ -238,7 +243,8 @@ class _Training:
     def _train_one(self, spec: ModelSpec, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
         """One model with one seed: fit it, score the splits, save its weights and scores."""
         study = self.study
-        resources = FitResources(seed, self.memory * 3 // 8)  # the rest is for the model itself and the malloc heap
+        share = self.memory * 3 // 8  # the rest is for the model itself and the malloc heap
+        resources = FitResources(seed, share, threads=self.settings.threads)
         place = Workplace(self.settings, self.fabric, study.source, log, self.allowance, stop)
         built = spec.build(resources=resources, place=place, folder=folder)
         model = built.model

@@ -111,6 +111,7 @@ class NetModel:
                 memory=self.resources.memory,
                 fabric=self.fabric,
                 at_once=self.at_once,
+                threads=self.resources.threads,
                 progress=shown,
             )[0]
 
@@ -164,6 +165,7 @@ class NetModel:
             features=[*seen, fields(LABEL)] if labels else seen,
             order="none",
             memory=self.resources.memory,
+            threads=self.resources.threads,
             rank=0,
             world=1,
             notify=ignore_message,

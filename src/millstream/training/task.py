@@ -158,6 +158,7 @@ class FitResources:
     seed: int = 0
     memory: int = 500_000_000
     batch_size: int = 256  # for models whose result does not depend on it
+    threads: int | None = None  # of its loaders
 
 
 def fitting_batch(collection: Collection, features: Sequence[Feature], *, memory: int, at_most: int) -> int:

@@ -14,9 +14,11 @@ import numpy as np
 from millstream.core.collection import Numbers
 from millstream.core.console import Progress, silent
 from millstream.core.files import publishing_text
+from millstream.core.finished import find_finished, remember_finished
 from millstream.core.kernels import kernel
 from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadIndex
+from millstream.reads.files.source import samples_crc32c
 from millstream.reads.pack import PackFile
 
 MEMORY = 256 << 20
@@ -32,8 +34,13 @@ def unpack(path: Path, out: BinaryIO | Path, *, progress: Progress = silent, win
     """
     restorer = TextRestorer(PackFile(path, memory=MEMORY), window_bases=window_bases)
     if isinstance(out, Path):
+        terms = {"pack": [path.stat().st_size, samples_crc32c(path)]}
+        if (done := find_finished(out, terms)) is not None:
+            return done
         with publishing_text(out) as write:
-            return _unpack(restorer, write, progress)
+            done = _unpack(restorer, write, progress)
+        remember_finished(out, terms, done)
+        return done
     return _unpack(restorer, out.write, progress)
 
 

@@ -150,7 +150,10 @@ class DetectorSpec:
 
 def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[DetectorSpec]:
     """The detectors that `model=` names."""
-    found = expanded([name.strip() for name in settings.model.split(",") if name.strip()])
+    named = [name.strip() for name in settings.model.split(",") if name.strip()]
+    # Of the group, baselines that cost more forward passes are for stores that were extracted with them.
+    too_costly = {name for name, baseline in BASELINES.items() if baseline.extra_forwards} - {*named, *field_names}
+    found = [name for name in expanded(named) if name not in too_costly]
     for name in found:
         if ":" in name:
             _custom(name)

@@ -47,7 +47,7 @@ def reader(collection: Collection, feature: Feature, resources: FitResources, *,
         seed=resources.seed,
         memory=resources.memory,
         order="exact" if shuffle else "none",
-        threads=_THREADS,
+        threads=resources.threads or _THREADS,
         rank=0,
         world=1,  # in a distributed job one process runs the baselines
     )

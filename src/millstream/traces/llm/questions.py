@@ -135,6 +135,9 @@ def _find_questions(
     if not isinstance(source, str | Path):
         return source
     name = str(source)
+    if name == "-":
+        stdin = Path("/dev/stdin")
+        return _from_rows(_read_file(stdin), stdin.name, columns, stdin, needs_text=needs_text)
     built_in = built_in_questions()
     path = built_in.get(name, Path(source))
     if not isinstance(path, Path):
