@@ -29,6 +29,15 @@ def kernel(function: F) -> F:
         return cast(F, numba.njit(nogil=True)(function))
 
 
+def inlined(function: F) -> F:
+    """A small function for kernels to call, compiled into them: a call would count references to its arrays."""
+    if not _has_numba():
+        return cast(F, _refuse)
+    import numba
+
+    return cast(F, numba.njit(inline="always")(function))
+
+
 def c_function(name: str, *, num_arguments: int) -> Callable[..., int]:
     """A function of the C library for kernels to call: integers in, an integer out.
 

@@ -322,7 +322,7 @@ def _rounded(size: int) -> int:
     Pages that are never written take no memory.
     """
     step = 1 << max(size.bit_length() - 2, 0)
-    return -(-size // step) * step
+    return max(-(-size // step) * step, 1)
 
 
 class _Lease:

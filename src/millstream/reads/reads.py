@@ -16,13 +16,13 @@ from millstream.core.collection import Collection, Medium, Numbers
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.batch import ColumnValues, FlatReads, Read, ReadBatch, join_reads, split_text
+from millstream.reads.batch import FlatReads, Read, ReadBatch, as_list, join_reads
 from millstream.reads.files import BYTES_PER_BASE, NAME, QUALITY, SEQUENCE, Fetched, ReadFile, is_large
 from millstream.reads.mapping import LabelMapping
 from millstream.reads.pack import PackFile
+from millstream.reads.single import fetch_reads, iterate
 
-CHUNK_READS = 1024
-CHUNK_BASES = 4 << 20  # fetched at once when iterating
+LONG_BASES = 64 << 10  # of a record that is not read only to see its name
 LABEL = "label"
 Unknown = Literal["error", "null"]  # for class ids that are not in the mapping; null: no label
 Part = ReadFile | PackFile  # one file of a collection
@@ -52,9 +52,11 @@ class Reads(Collection):
         self._first_numbers: list[int] = self._starts.tolist()
         self._first_of = lru_cache(maxsize=1024)(self._find_first)
         self._header_columns = self._check_columns()
-        self._has_large = any(is_large(part.longest, part.memory) for part in self._parts)
+        self.has_large = any(is_large(part.longest, part.memory) for part in self._parts)
+        self.longest = max(part.longest for part in self._parts)
         if mapping is not None:
             self._check_mapping(mapping)
+        self._has_columns = bool(self.column_names)
 
     @property
     def parts(self) -> list[Part]:
@@ -88,13 +90,22 @@ class Reads(Collection):
     def __getitem__(self, number: slice) -> list[Read]: ...
     def __getitem__(self, number: int | slice) -> Read | list[Read]:
         if isinstance(number, slice):
-            return list(self._iterate(range(*number.indices(len(self)))))
+            return list(iterate(self, range(*number.indices(len(self)))))
         if not hasattr(number, "__index__"):
             raise BadSetting(f"reads[{number!r}]: must be a whole number or a slice. By name: reads.by_name(...)")
-        return self._reads(self._check(np.array([number], np.int64)))[0]
+        place = self._number(number)
+        index = bisect_right(self._first_numbers, place) - 1 if len(self._parts) > 1 else 0
+        fields = None if self.has_large else self._parts[index].one(place - self._first_numbers[index])
+        if fields is None:
+            return fetch_reads(self, np.array([place], np.int64))[0]
+        return Read(*fields, (self, place) if self._has_columns else None)
 
     def __iter__(self) -> Iterator[Read]:
-        return self._iterate(range(len(self)))
+        return iterate(self, range(len(self)))
+
+    def columns_of(self, number: int) -> dict[str, object]:
+        """The columns of one read."""
+        return {name: as_list(column)[0] for name, column in self.fetch([number], self.column_names).columns.items()}
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> ReadBatch:
         """Sequences and columns of many reads, in the given order.
@@ -106,8 +117,8 @@ class Reads(Collection):
         wanted = self._check(np.asarray(numbers, np.int64))
         names = self._fields(fields)
         needed = [*names, self._mapping.key] if self._mapping else names
-        split = self._split(wanted)
-        if self._has_large and (SEQUENCE in names or QUALITY in names):
+        split = self.split(wanted)
+        if self.has_large and (SEQUENCE in names or QUALITY in names):
             self.check_memory(wanted)
         parts = [part.fetch(rows, needed) for part, rows, _ in split]
         fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
@@ -121,13 +132,13 @@ class Reads(Collection):
         """The length of each read, in bases, from the index."""
         wanted = self._check(np.asarray(numbers, np.int64))
         out = np.empty(len(wanted), np.int64)
-        for part, rows, places in self._split(wanted):
+        for part, rows, places in self.split(wanted):
             out[places] = part.lengths(rows)
         return out
 
     def check_memory(self, numbers: Numbers) -> None:
         """BadSetting if one of these records is too large for the memory budget. A small gzip file may have such."""
-        for part, rows, places in self._split(numbers):
+        for part, rows, places in self.split(numbers):
             lengths = part.lengths(rows)
             if len(rows) and is_large(longest := int(lengths.max()), part.memory):
                 number = int(numbers[places][lengths.argmax()])
@@ -140,18 +151,32 @@ class Reads(Collection):
     def find(self, name: str) -> list[int]:
         """The numbers of all records with this name, the first word of the header line."""
         found: list[int] = []
-        for index, part in enumerate(self._parts):
-            if not part.has_names:
-                part = self._parts[index] = part.with_names()
-            found += [int(self._starts[index]) + row for row in part.find(name)]
+        for index, first in enumerate(self._first_numbers[:-1]):
+            found += [first + row for row in self._with_names(index).find(name)]
         return found
+
+    def _with_names(self, index: int) -> Part:
+        """A part with a table of names, which may be built now."""
+        if not self._parts[index].has_names:
+            self._parts[index] = self._parts[index].with_names()
+        return self._parts[index]
 
     def _find_first(self, name: str) -> int | None:
         return next(iter(self.find(name)), None)
 
     def by_name(self, name: str) -> Read:
         """The first record with this name; KeyError if there is none."""
-        return self[self._number(name)]
+        if self.longest > LONG_BASES:
+            return self[self._number(name)]
+        for index, first in enumerate(self._first_numbers[:-1]):
+            part = self._with_names(index)
+            row = part.candidate(name, -1)
+            while row >= 0:
+                read = self[first + row]
+                if read.name == name:
+                    return read
+                row = part.candidate(name, row)
+        raise KeyError(f"{self._where()}: no record named {name!r}")
 
     def region(self, name: str | int, start: int, end: int) -> str:
         """Bases [start, end) of the record with this name or number, without reading the rest of it."""
@@ -174,7 +199,7 @@ class Reads(Collection):
             raise IndexError(
                 f"{self._where()}: region {begin[at]}:{end[at]} of record {wanted[at]}, which has {lengths[at]} bases"
             )
-        split = self._split(wanted)
+        split = self.split(wanted)
         parts = [Fetched(*part.regions(rows, begin[at], end[at]), None, {}) for part, rows, at in split]
         fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
         return ReadBatch(wanted, fetched.flat, fetched.offsets, {})
@@ -217,7 +242,7 @@ class Reads(Collection):
             part.release(rows, ends)
 
     def _ranges(self, first: Numbers, last: Numbers) -> Iterator[tuple[Part, Numbers, Numbers]]:
-        for part, rows, at in self._split(first):
+        for part, rows, at in self.split(first):
             ends = last[at] - self._first_numbers[self._parts.index(part)]
             yield part, rows, np.clip(ends, rows, part.records - 1)
 
@@ -292,9 +317,11 @@ class Reads(Collection):
 
     def _number(self, name: str | int) -> int:
         if not isinstance(name, str):
-            if not -len(self) <= name < len(self):
+            number = int(name)
+            size = self._first_numbers[-1]
+            if not -size <= number < size:
                 raise IndexError(f"record {name} of {len(self)} in {self._where()}")
-            return int(name) % len(self)
+            return number if number >= 0 else number + size
         number = self._first_of(name)
         if number is None:
             raise KeyError(f"{self._where()}: no record named {name!r}")
@@ -313,7 +340,7 @@ class Reads(Collection):
     def _is_indexed(self, name: str) -> bool:
         return name not in self._header_columns or all(part.columns.is_indexed(name) for part in self._parts)
 
-    def _split(self, numbers: Numbers) -> list[tuple[Part, Numbers, Numbers | slice]]:
+    def split(self, numbers: Numbers) -> list[tuple[Part, Numbers, Numbers | slice]]:
         """The parts with these records: part, rows within it, and their places among `numbers`."""
         if len(self._parts) == 1:
             return [(self._parts[0], numbers, slice(None))]
@@ -323,32 +350,6 @@ class Reads(Collection):
             (places,) = np.nonzero(owner == index)
             split.append((self._parts[index], numbers[places] - self._starts[index], places))
         return split or [(self._parts[0], numbers, slice(None))]
-
-    def _iterate(self, numbers: range) -> Iterator[Read]:
-        for start in range(0, len(numbers), CHUNK_READS):
-            some = np.array(numbers[start : start + CHUNK_READS], np.int64)
-            edges = np.cumsum(self.lengths(some)) // CHUNK_BASES
-            for piece in np.split(some, np.flatnonzero(np.diff(edges)) + 1):
-                yield from self._reads(piece)
-
-    def _reads(self, numbers: Numbers) -> list[Read]:
-        reads: list[Read | None] = [None] * len(numbers)
-        for part, rows, places in self._split(numbers):
-            for place, read in zip(
-                np.arange(len(numbers))[places], self._reads_of(part, rows, numbers[places]), strict=True
-            ):
-                reads[int(place)] = read
-        return cast(list[Read], reads)
-
-    def _reads_of(self, part: Part, rows: Numbers, numbers: Numbers) -> Iterator[Read]:
-        """Reads of one part, with quality if it has any."""
-        batch = self.fetch(numbers, [SEQUENCE, QUALITY, *self.column_names])
-        names = part.names_of(rows)
-        missing: list[str | None] = [None] * len(batch)
-        quality = missing if batch.quality is None else list(split_text(batch.quality, batch.offsets))
-        columns = {name: _as_list(batch.columns[name]) for name in self.column_names}
-        for index, sequence in enumerate(split_text(batch.flat, batch.offsets)):
-            yield Read(names[index], sequence, quality[index], {key: column[index] for key, column in columns.items()})
 
     def _check_columns(self) -> list[str]:
         names = self._parts[0].columns.names
@@ -405,10 +406,6 @@ def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetc
     flat, offsets, quality = join_reads([FlatReads(*part[:3]) for part in parts], order)
     columns = {name: joined([part.columns[name] for part in parts], order) for name in parts[0].columns}
     return Fetched(flat, offsets, quality, columns)
-
-
-def _as_list(column: ColumnValues) -> list[object]:
-    return column if isinstance(column, list) else column.tolist()
 
 
 def _label_name(name: str) -> str:

@@ -47,7 +47,8 @@ def open_text(folder: Path, text: bytes, wrapper: str = "plain", *, limits: Inde
 
 def compare(reads: Reads, wanted: list[Record]) -> None:
     assert len(reads) == len(wanted)
-    for read, record in zip(reads, wanted, strict=True):
+    for number, (read, record) in enumerate(zip(reads, wanted, strict=True)):
+        assert read == reads[number]
         assert read.sequence.encode() == record.sequence
         assert read.quality == (None if record.quality is None else record.quality.decode())
         name = next(iter(record.header.replace(b"\1", b" ").split()), b"")
@@ -87,6 +88,7 @@ def test_any_name_finds_its_records(tmp_path: Path, text: bytes):
     names = [read.name for read in reads]
     for name in names:
         assert reads.find(name) == [number for number, other in enumerate(names) if other == name]
+        assert reads.by_name(name) == reads[names.index(name)]
     assert reads.find("no such name") == []
 
 

@@ -17,9 +17,9 @@ from millstream.core.record import Bytes
 from millstream.errors import BadSetting, BadSource, StaleIndex
 from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.containers import MAX_FRAME_BYTES
-from millstream.reads.files.encodings import sums_before
 from millstream.reads.files.index import add_names
-from millstream.reads.files.names import NameTable, names_in
+from millstream.reads.files.names import NameTable, name_of, names_in
+from millstream.reads.files.records import Geometry, Locations, write_lines
 from millstream.reads.files.scanner import IRREGULAR
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import Fingerprint, file_crc32c
@@ -35,18 +35,6 @@ _ALWAYS_BYTES = 64 << 20  # records that need no more are read whatever the budg
 def is_large(num_bases: int, memory: int) -> bool:
     """Whether a record with this many bases is too large for a memory budget."""
     return num_bases * BYTES_PER_BASE > max(memory, _ALWAYS_BYTES)
-
-
-class Locations(NamedTuple):
-    """Where records are in the text."""
-
-    start: Numbers
-    head: Numbers  # bytes of the header line
-    bases: Numbers
-    span: Numbers  # bytes up to the next record
-    line: Numbers
-    eol: Numbers
-    gap: Numbers  # bytes between the last base and the first quality, if all are on one line
 
 
 class Fetched(NamedTuple):
@@ -70,8 +58,7 @@ class ReadFile:
         self.records: int = sections.meta["records"]  # pyright: ignore
         self.bases: int = sections.meta["bases"]  # pyright: ignore
         self.has_quality = sections.meta["format"] == "fastq"
-        names = ("anchor", "span", "bases", "tail", "line", "eol", "gap")
-        self._geometry = {name: sections.column(name) for name in names}
+        self._geometry = Geometry(sections, has_quality=self.has_quality)
         self._stat = self._state()
         self.text: Text = open_text(path, sections, memory=memory)
         self._first_base = lru_cache(maxsize=1024)(self._find_first_base)
@@ -157,16 +144,37 @@ class ReadFile:
         """Where these records are in the text."""
         self.check_unchanged()  # never read from a file that has changed
         self._check_blocks()
-        geometry = self._geometry
-        start = sums_before(geometry["anchor"].verified(rows >> 5), geometry["span"].verified(rows), rows)
-        span, bases, tail, line, eol, gap = (
-            geometry[name].take(rows) for name in ("span", "bases", "tail", "line", "eol", "gap")
-        )
-        head = span - tail - gap - (2 * bases if self.has_quality else bases)
-        return Locations(start, head, bases, span, line, eol, gap)
+        return self._geometry.locate(rows)
 
     def lengths(self, rows: Numbers) -> Numbers:
-        return self._geometry["bases"].take(rows)
+        return self._geometry.bases.take(rows)
+
+    def one(self, row: int) -> tuple[str, str, str | None] | None:
+        """Name, sequence and quality of one record; None if its lines have different lengths."""
+        self.check_unchanged()
+        self._check_blocks()
+        start, head, bases, span, line, _, gap = self._geometry.locate_one(row)
+        if line < 0 or (line and self.has_quality):
+            return None
+        text = self.text.read(start, head + bases if line == 0 and not self.has_quality else span)
+        name = name_of(text[1:head]).decode(errors="replace")
+        if line:
+            return name, text[head:].translate(None, b"\r\n")[:bases].decode("latin-1"), None
+        end = head + bases
+        quality = text[end + gap : end + gap + bases].decode("latin-1") if self.has_quality else None
+        return name, text[head:end].decode("latin-1"), quality
+
+    def lines_of(self, row: int, count: int) -> Iterator[bytes] | None:
+        """Name, sequence and quality of `count` records from a row on, as lines; None if they have none as such."""
+        self.check_unchanged()
+        self._check_blocks()
+        found = self._geometry.neighbours(row, count)
+        start, end = int(found.start[0]), int(found.start[-1] + found.span[-1])
+        if end - start > 8 * int((found.head + found.bases).sum()):  # much that was skipped lies between them
+            return None
+        if found.line.min() < 0 or (self.has_quality and found.line.any()):  # lines of different lengths
+            return None
+        return write_lines(self.text.between(start, end), found, has_quality=self.has_quality)
 
     def sequences(self, found: Locations) -> tuple[Bytes, Numbers]:
         """Bases and offsets."""
@@ -224,6 +232,10 @@ class ReadFile:
     def find(self, name: str) -> list[int]:
         """Rows with this name, in order."""
         return self._name_table.find(name, self.names_of)
+
+    def candidate(self, name: str, after: int) -> int:
+        """The next row after a row that may have this name, or -1."""
+        return self._name_table.candidate(name, after)
 
     def regions(self, rows: Numbers, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
         """Bases [start, end) of records; where the line layout is regular, only those bytes are read."""

@@ -216,7 +216,8 @@ class TextDictionary:
 
 
 @kernel
-def _get(directory: Numbers, words: Words, row: int) -> int:
+def value_of(directory: Numbers, words: Words, row: int) -> int:
+    """One value of a bit column."""
     chunk = row >> 12
     place = directory[chunk, 1]
     width = place & 255
@@ -236,21 +237,27 @@ def _get(directory: Numbers, words: Words, row: int) -> int:
 @kernel
 def _take(directory: Numbers, words: Words, rows: Numbers, out: Numbers) -> None:
     for index in range(len(rows)):
-        out[index] = _get(directory, words, rows[index])
+        out[index] = value_of(directory, words, rows[index])
 
 
 @kernel
 def _find(directory: Numbers, words: Words, rows: int, values: Numbers, out: Numbers) -> None:
     for index in range(len(values)):
-        low = -1
-        high = rows
-        while high - low > 1:
-            middle = (low + high) >> 1
-            if _get(directory, words, middle) <= values[index]:
-                low = middle
-            else:
-                high = middle
-        out[index] = low
+        out[index] = last_not_above(directory, words, rows, values[index])
+
+
+@kernel
+def last_not_above(directory: Numbers, words: Words, rows: int, value: int) -> int:
+    """The last row of an ascending column that is not above a value, or -1."""
+    low = -1
+    high = rows
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if value_of(directory, words, middle) <= value:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @kernel
@@ -262,7 +269,7 @@ def _sums_before(
         place = directory[row >> 12, 1]
         width = place & 255
         count = row & 31
-        total = _get(anchor_directory, anchor_words, row >> 5) + directory[row >> 12, 0] * count
+        total = value_of(anchor_directory, anchor_words, row >> 5) + directory[row >> 12, 0] * count
         if width > 0:
             mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1) if width < 64 else ~np.uint64(0)
             bit = ((row - count) & 4095) * width

@@ -8,9 +8,11 @@ from typing import BinaryIO
 import numpy as np
 
 from millstream.core.collection import Numbers
-from millstream.core.kernels import kernel
+from millstream.core.kernels import inlined, kernel
 from millstream.core.record import Bytes
-from millstream.reads.files.sections import Sections, SectionsWriter
+from millstream.reads.files.encodings import Words
+from millstream.reads.files.records import Checked, table_of, unverified, value_at
+from millstream.reads.files.sections import CRC_BYTES, Sections, SectionsWriter
 
 SMALL = 1 << 20  # files with up to this many records always get a name table
 PARTS = 256  # files that a large table is sorted in
@@ -124,6 +126,8 @@ class NameTable:
         self._tags = sections.view("names.tags")
         self._sections = sections
         self._bits = (self._starts.rows - 1).bit_length() - 1
+        tags_at = sections.span("names.tags")[0]
+        self._index = sections.words, sections.checked, table_of([self._starts, self._numbers]), self._tags, tags_at
 
     def find(self, name: str, names_of: Callable[[Numbers], list[str]]) -> list[int]:
         """The records with this name, in order; `names_of` reads the names of records."""
@@ -142,22 +146,59 @@ class NameTable:
         (hits,) = np.nonzero(self._tags[start:end] == key & 255)
         return sorted(self._numbers.take(hits + start).tolist())
 
+    def candidate(self, name: str, after: int) -> int:
+        """The next record after `after` whose name has the same hash, or -1; without arrays."""
+        word = name.encode()
+        while (row := _candidate(word, *self._index, self._bits, after)) < -1:
+            self._sections.check_block(-2 - row)
+        return row
+
 
 @kernel
 def _hash_names(text: Bytes, starts: Numbers, ends: Numbers, out: Numbers) -> None:
-    # Two 32-bit FNV hashes; all products stay below 2^63.
     for index in range(len(starts)):
-        a = 2166136261
-        b = 84696351
-        first = starts[index]
-        while first < ends[index] and text[first] <= 32:
-            first += 1
-        for position in range(first, ends[index]):
-            byte = np.int64(text[position])
-            if byte <= 32:
-                break
-            a = ((a ^ byte) * 16777619) & 0xFFFFFFFF
-            b = ((b ^ byte) * 709607) & 0xFFFFFFFF
-        a = ((a ^ (a >> 16)) * 73244475) & 0xFFFFFFFF
-        b = ((b ^ (b >> 15)) * 73244475) & 0xFFFFFFFF
-        out[index] = ((a ^ (a >> 16)) << 31) | (b >> 1)
+        out[index] = _hash(text, starts[index], ends[index])
+
+
+@inlined
+def _hash(text: Bytes | bytes, first: int, end: int) -> int:
+    # Two 32-bit FNV hashes; all products stay below 2^63.
+    a = 2166136261
+    b = 84696351
+    while first < end and text[first] <= 32:
+        first += 1
+    for position in range(first, end):
+        byte = np.int64(text[position])
+        if byte <= 32:
+            break
+        a = ((a ^ byte) * 16777619) & 0xFFFFFFFF
+        b = ((b ^ byte) * 709607) & 0xFFFFFFFF
+    a = ((a ^ (a >> 16)) * 73244475) & 0xFFFFFFFF
+    b = ((b ^ (b >> 15)) * 73244475) & 0xFFFFFFFF
+    return int(((a ^ (a >> 16)) << 31) | (b >> 1))
+
+
+@kernel
+def _candidate(
+    name: bytes, words: Words, checked: Checked, table: Numbers, tags: Bytes, tags_at: int, bits: int, after: int
+) -> int:
+    """A row, -1 if there is none, or -2 - a megabyte to verify first. The rows of a bucket ascend."""
+    key = _hash(name, 0, len(name))
+    bucket = key >> (_HASH_BITS - bits)
+    for edge in range(bucket, bucket + 2):
+        block = unverified(words, checked, table, 0, edge, edge)
+        if block >= 0:
+            return -2 - block
+    start, end = value_at(words, table, 0, bucket), value_at(words, table, 0, bucket + 1)
+    for place in range(start, end):
+        block = (tags_at + place) // CRC_BYTES
+        if not checked[block]:
+            return -2 - block
+        if tags[place] == key & 255:
+            block = unverified(words, checked, table, 1, place, place)
+            if block >= 0:
+                return -2 - block
+            row = value_at(words, table, 1, place)
+            if row > after:
+                return row
+    return -1

@@ -30,6 +30,13 @@ def read_near(fd: int, starts: Numbers, ends: Numbers) -> tuple[Bytes, Numbers]:
     return text, places
 
 
+def read_bytes(fd: int, start: int, count: int) -> bytes:
+    """The bytes of one range of a file, without arrays: a tenth of the time."""
+    text = os.pread(fd, count, start)
+    # A short read: of more than 2 GB, or of a file that has become shorter.
+    return text if len(text) == count else read_near(fd, np.array([start]), np.array([start + count]))[0].tobytes()
+
+
 def read_ranges(fd: int, starts: Numbers, sizes: Numbers, out: Bytes, offsets: Numbers) -> None:
     """Read `sizes[i]` bytes of a file from `starts[i]` on into `out[offsets[i]:]`, for every i."""
     done = _read_ranges(fd, starts, sizes, out.ctypes.data, offsets)

@@ -189,6 +189,16 @@ class Sections:
         self._crcs = np.frombuffer(crcs, np.uint32)
         self._checked = np.zeros(len(self._crcs), np.bool_)
 
+    @cached_property
+    def words(self) -> NDArray[np.uint64]:
+        """The whole file as words, not verified: `checked` says which megabytes are."""
+        return self._map.view[: self.num_bytes // 8 * 8].view(np.uint64)
+
+    @property
+    def checked(self) -> NDArray[np.bool_]:
+        """Which megabytes were verified."""
+        return self._checked
+
     def __contains__(self, name: str) -> bool:
         return name in self._places or name in self._rows
 
@@ -224,6 +234,10 @@ class Sections:
             if not self._checked[block]:
                 self.check_block(block)
 
+    def is_checked(self, start: int, end: int) -> bool:
+        """Whether the checksums of these bytes were verified."""
+        return all(self._checked[block] for block in range(start // CRC_BYTES, -(-end // CRC_BYTES)))
+
     def check_blocks(self, blocks: NDArray[np.int64]) -> None:
         if not self._checked[blocks].all():
             for block in np.unique(blocks).tolist():
@@ -245,10 +259,13 @@ class Sections:
     @contextmanager
     def opened(self) -> Generator[int]:
         """A descriptor of the file, as long as its path still belongs to it."""
-        with open(self.path, "rb") as file:
-            if _inode(file.fileno()) != self._inode:
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            if _inode(fd) != self._inode:
                 raise BadIndex(f"{self.path}: was replaced by another file. Open it again")
-            yield file.fileno()
+            yield fd
+        finally:
+            os.close(fd)
 
     def check_block(self, block: int) -> None:
         data = self._map.view[block * CRC_BYTES : min((block + 1) * CRC_BYTES, self._end)]
@@ -300,6 +317,11 @@ class Column:
             self._sections.check_blocks(np.minimum(first, self._words_end) // CRC_BYTES)
             self._sections.check_blocks(np.minimum(last, self._words_end) // CRC_BYTES)
         return self._bits
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Where its directory and its words are in the words of the file."""
+        return self._directory_at // 8, self._words_at // 8
 
     @property
     def _words_end(self) -> int:

@@ -7,6 +7,7 @@ are dropped.
 import os
 import threading
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadSource
 from millstream.reads.files.containers import Kind, decode_frame
 from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate
-from millstream.reads.files.ranges import read_near
+from millstream.reads.files.ranges import read_bytes, read_near
 from millstream.reads.files.sections import Sections
 
 PAGE_BYTES = 4096
@@ -65,6 +66,7 @@ class MappedText:
 
     def __init__(self, path: Path) -> None:
         self._map = Map(path)
+        self._bytes = self._map.view.data
 
     def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
         """The characters of all runs: flat, and n+1 offsets."""
@@ -72,7 +74,11 @@ class MappedText:
 
     def read(self, start: int, count: int) -> bytes:
         """The bytes, line ends included."""
-        return self._map.view[start : start + count].tobytes()
+        return bytes(self._bytes[start : start + count])
+
+    def between(self, start: int, end: int) -> Bytes:
+        """The same as an array."""
+        return self._map.view[start:end]
 
     def held_bytes(self) -> int:
         """Bytes held in memory now."""
@@ -110,7 +116,11 @@ class PlainText:
 
     def read(self, start: int, count: int) -> bytes:
         with _opened(self._path) as fd:
-            return read_near(fd, np.array([start], np.int64), np.array([start + count], np.int64))[0].tobytes()
+            return read_bytes(fd, start, count)
+
+    def between(self, start: int, end: int) -> Bytes:
+        with _opened(self._path) as fd:
+            return read_near(fd, np.array([start], np.int64), np.array([end], np.int64))[0]
 
     def held_bytes(self) -> int:
         return self._held
@@ -143,6 +153,7 @@ class BlockText:
         self._last = plain.rows - 1
         # Searched for every read, so decoded: 8 bytes per block. Block i is the text from plain[i] to plain[i + 1].
         self._plain = np.append(plain.take(np.arange(plain.rows)), cast(int, sections.meta["text_bytes"]))
+        self._edges = self._plain.data
         self._sections = sections
         self._memory = memory
         self._start()
@@ -166,7 +177,19 @@ class BlockText:
         return runs.from_text(text, offsets[:-1]) if runs.lines.any() else (text, offsets)
 
     def read(self, start: int, count: int) -> bytes:
-        return self.text(np.array([start], np.int64), np.array([count], np.int64))[0].tobytes()
+        block = bisect_right(self._edges, start) - 1
+        if self._pid == os.getpid() and block <= self._last and start + count <= self._edges[block + 1]:
+            with self._lock:
+                found = self._cache.get(block)
+                if found is not None:
+                    self._cache.move_to_end(block)
+            if found is not None:  # without arrays: a tenth of the time
+                begin = start - self._edges[block]
+                return found[1].result()[begin : begin + count].tobytes()
+        return self.between(start, start + count).tobytes()
+
+    def between(self, start: int, end: int) -> Bytes:
+        return self.text(np.array([start], np.int64), np.array([end - start], np.int64))[0]
 
     def text(self, starts: Numbers, counts: Numbers) -> tuple[Bytes, Numbers]:
         """`counts[i]` bytes from `starts[i]` on."""

@@ -17,8 +17,9 @@ from millstream.reads.files import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.encodings import sums_before
 from millstream.reads.files.index import index_paths, write_index
-from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, names_in
-from millstream.reads.files.ranges import read_near
+from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, name_of, names_in
+from millstream.reads.files.ranges import read_bytes, read_near
+from millstream.reads.files.records import Sums, join_lines_of
 from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
 from millstream.reads.files.texts import PAGE_BYTES
 from millstream.reads.pack.bases import QUALITIES, STREAM, Qualities, TwoBit
@@ -92,6 +93,7 @@ class PackFile:
         self.bases: int = self.meta["bases"]
         self.has_quality = QUALITIES in sections
         self._anchors, self._lengths = sections.column("anchor"), sections.column("bases")
+        self._sums = Sums(sections, self._anchors, self._lengths)
         # A batch of reads in random order would map 64 kB around each of them: a larger file is read instead.
         self._is_mapped = sections.num_bytes <= memory
         self._stream_at = sections.span(STREAM)[0]
@@ -202,6 +204,28 @@ class PackFile:
             if not self._is_mapped:
                 self.sections.drop_pages(block * CRC_BYTES, (block + 1) * CRC_BYTES)
 
+    def one(self, row: int) -> tuple[str, str, str | None]:
+        """Name, sequence and quality of one record."""
+        start, count = self._sums.one(row)
+        first, last = self._stream_at + (start >> 2), self._stream_at + (start + count + 3 >> 2)
+        if not self.sections.is_checked(first, last):
+            self._verify(np.array([first], np.int64), np.array([last], np.int64))
+        copied = None
+        if not self._is_mapped:
+            with self.sections.opened() as fd:
+                copied = read_bytes(fd, first, last - first)
+        line = str(row).encode() if self.lines is None else self.lines.line(row)
+        quality = None
+        if self.has_quality:
+            quality = str(self.qualities(np.array([start], np.int64), np.array([0, count], np.int64)).data, "latin-1")
+        return name_of(line).decode(errors="replace"), self._twobit.one(start, count, copied), quality
+
+    def lines_of(self, row: int, count: int) -> Iterator[bytes]:
+        """Name, sequence and quality of `count` records from a row on, as lines."""
+        rows = np.arange(row, row + count, dtype=np.int64)
+        flat, offsets, quality, _ = self.fetch(rows, [SEQUENCE, QUALITY])
+        return join_lines_of(self.headers(rows), flat, offsets, quality)
+
     def length(self, row: int) -> int:
         return int(self.lengths(np.array([row], np.int64))[0])
 
@@ -237,8 +261,18 @@ class PackFile:
         if self.lines is None:
             known = name.isascii() and name.isdigit() and name == str(int(name)) and int(name) < self.records
             return [int(name)] if known else []
+        return self._name_table.find(name, self.names_of)
+
+    def candidate(self, name: str, after: int) -> int:
+        """The next row after a row that may have this name, or -1."""
+        if self.lines is None:
+            return next((row for row in self.find(name) if row > after), -1)
+        return self._name_table.candidate(name, after)
+
+    @cached_property
+    def _name_table(self) -> NameTable:
         assert self._names is not None
-        return NameTable(self._names).find(name, self.names_of)
+        return NameTable(self._names)
 
     def with_names(self) -> "PackFile":
         """The same file, with a name table, built now in a file of its own."""

@@ -9,7 +9,7 @@ from millstream.core.collection import Numbers
 from millstream.core.kernels import kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
-from millstream.reads.files.encodings import CHUNK, BitColumn, Words
+from millstream.reads.files.encodings import CHUNK, BitColumn, Words, last_not_above, value_of
 from millstream.reads.files.sections import Column, Sections, SectionsWriter
 
 BASES = b"ACTG"  # a base's code is (ASCII byte >> 1) & 3, so eight of them are coded in a few operations
@@ -88,6 +88,20 @@ class TwoBit:
         for kind in _RUNS:
             self._apply(kind, starts, offsets, out)
         return out
+
+    def one(self, start: int, count: int, copied: bytes | None = None) -> str:
+        """`count` bases from a position on, of the mapped file or of these bytes from there on."""
+        starts, offsets = np.array([start], np.int64), np.array([0, count], np.int64)
+        out = np.empty(count, np.uint8)
+        if copied is None:
+            _decode(self._stream, _TABLE, starts, offsets, out)
+        else:
+            _decode(np.array(memoryview(copied)), _TABLE, starts & 3, offsets, out)
+        for kind, (run_starts, run_lengths, *_) in self._runs.items():
+            if _touches(run_starts.directory, run_starts.words, run_lengths.directory, run_lengths.words,
+                        run_starts.rows, start, start + count):  # fmt: skip
+                self._apply(kind, starts, offsets, out)
+        return str(out.data, "latin-1")
 
     def _apply(self, kind: str, starts: Numbers, offsets: Numbers, out: Bytes) -> None:
         run_starts, run_lengths, *run_bases = self._runs[kind]
@@ -198,6 +212,15 @@ def _decode(stream: Bytes, table: NDArray[np.uint8], starts: Numbers, offsets: N
             target += 4
         for rest in range(end - target):
             out[target + rest] = table[stream[byte], rest]
+
+
+@kernel
+def _touches(
+    start_directory: Numbers, start_words: Words, directory: Numbers, words: Words, rows: int, start: int, end: int
+) -> bool:
+    """Whether one of the runs reaches into [start, end); they are apart and ascending."""
+    last = last_not_above(start_directory, start_words, rows, end - 1)
+    return last >= 0 and value_of(start_directory, start_words, last) + value_of(directory, words, last) > start
 
 
 @kernel

@@ -3,6 +3,7 @@
 import os
 import threading
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -122,6 +123,7 @@ class HeaderBlocks:
         numbers = np.arange(rows.rows, dtype=np.int64)
         self._place, num_bytes = sections.span(SECTION)
         self._rows, self._starts = rows.take(numbers), np.append(starts.take(numbers), num_bytes)  # 16 bytes per block
+        self._edges = self._rows.data
         self._view = sections.view(SECTION)
         self._start()
 
@@ -151,6 +153,12 @@ class HeaderBlocks:
         for text, wanted in found:
             copy_pieces(text, sources[wanted], offsets[:-1][wanted], lengths[wanted], 0, len(wanted), flat)
         return flat, offsets[:-1], offsets[1:].copy()
+
+    def line(self, row: int) -> bytes:
+        """The line of one row."""
+        text, starts, first = self._block(bisect_right(self._edges, row) - 1)
+        start, end = starts[row - first : row - first + 2].tolist()
+        return text[start : end - 1].tobytes()
 
     def _block(self, block: int) -> tuple[Bytes, Numbers, int]:
         """A block's text, where its lines start (and it ends), and the row of its first line."""
