@@ -1,7 +1,6 @@
 """`python -m millstream.classic.baseline`: the old training script's flags on `millstream train`."""
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from millstream.traces.report.results import read_run
 from millstream.traces.scores import USUAL
 from millstream.traces.store.traces import Traces
 from millstream.traces.study import data_card, open_labelled
-from millstream.training.folder import DATA, PREDICTIONS
+from millstream.training.folder import DATA, PREDICTIONS, read_mapping
 from millstream.training.run import Run, train
 
 KINDS: Mapping[str, Kind] = {"lstm": "lstm", "gnn": "gnn", "gvae": "gnn"}  # the preprocessed files that a model reads
@@ -218,7 +217,7 @@ def _has_other_labels(run: Path, store: Path) -> bool:
     """Whether the labels changed since the run; the fingerprint of a store does not cover them."""
     if not (run / DATA).exists():
         return False
-    before = json.loads((run / DATA).read_text())
+    before = read_mapping(run / DATA)
     now = data_card(str(store), open_labelled(str(store), LABEL), {}, "")
     return any(before.get(name) != now[name] for name in ("used", "verdicts", "label_version"))
 

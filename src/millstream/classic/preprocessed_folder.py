@@ -1,6 +1,5 @@
 """A folder of old preprocessed files -> a labelled collection. Files are converted once, into a store beside them."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -14,11 +13,12 @@ import numpy as np
 
 from millstream.classic.preprocessed import Kind, is_preprocessed
 from millstream.core.collection import Collection, Subset, subset
+from millstream.core.config import parse_json
 from millstream.core.console import format_bytes, progress, say
 from millstream.core.files import locked, publish_json
 from millstream.core.split import Labelled, labelled
 from millstream.errors import BadSetting, BadSource, StoreExists
-from millstream.traces.convert import PROGRESS, convert
+from millstream.traces.convert import convert, finished_files
 from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.traces import Traces
 
@@ -134,7 +134,7 @@ def _write_sources(store: Path, files: list[list[str | int]], *, complete: bool)
 
 def _sources(store: Path) -> dict[str, object]:
     try:
-        return cast("dict[str, object]", json.loads((store / SOURCES).read_text()))
+        return cast("dict[str, object]", parse_json((store / SOURCES).read_text()))
     except (OSError, ValueError):
         return {}
 
@@ -176,7 +176,7 @@ def _check_folder(files: Sequence[str | Path], folder: Path) -> None:
 def _from_files(traces: Traces, files: Sequence[str | Path]) -> Subset:
     """The records that came from these files, in the order of the files."""
     try:
-        counts = cast("dict[str, int]", json.loads((traces.path / PROGRESS).read_text()))
+        counts = finished_files(traces.path)
     except FileNotFoundError:
         raise BadSource(
             f"{traces.path}: does not record which file its records came from; omit batch_files_to_load"

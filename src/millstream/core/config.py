@@ -1,10 +1,11 @@
-"""Settings as people write them -> plain values: byte sizes, `key=value`, the fingerprint of a configuration."""
+"""Text as people and files have it -> plain values: JSON, YAML, byte sizes, `key=value`, and their fingerprint."""
 
 import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "none"}
+_TOO_DEEP = "it is nested too deeply"
+_MAX_DEPTH = 100  # what is nested deeper can be parsed, but not always printed or written again
+_MAX_VALUES = 1_000_000  # in YAML, where a few lines of references can stand for any number
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -36,6 +40,34 @@ def parse_bytes(size: int | str) -> int:
     if value <= 0:
         raise BadSetting(f"a size in bytes must be positive, got {size!r}")
     return value
+
+
+def parse_json(text: str | bytes, *, object_hook: Callable[[dict[str, Any]], object] | None = None) -> Any:
+    """The value of a JSON text; ValueError, one line, if it is not JSON, nested too deeply, or has a huge number."""
+    try:
+        found = json.loads(text, object_hook=object_hook)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except ValueError as error:
+        raise ValueError(_reason(error)) from None
+    opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(text.count(mark) for mark in opening) > _MAX_DEPTH:  # pyright: ignore[reportArgumentType]
+        _check_nesting(found)
+    return found
+
+
+def parse_yaml(text: str) -> Any:
+    """The same for a YAML text, which can also refer to itself."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+        _check_nesting(found)
+        return found
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(_reason(error)) from None
 
 
 def config_hash(config: Mapping[str, object]) -> str:
@@ -148,16 +180,14 @@ def _flat(given: Mapping[str, object], prefix: str = "") -> list[tuple[str, obje
 
 
 def _read_yaml(path: Path) -> dict[str, object]:
-    import yaml
-
     try:
-        found = yaml.safe_load(path.read_text())
+        found = parse_yaml(path.read_text())
     except FileNotFoundError:
         raise BadSetting(f"{path}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
-        raise BadSetting(f"{path}: is not valid YAML ({reason})") from None
+    except OSError as error:
+        raise BadSetting(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise BadSetting(f"{path}: is not valid YAML ({error})") from None
     if not isinstance(found, dict):
         raise BadSetting(f"{path}: expected a mapping of key: value, found {type(found).__name__}")
     return {str(key): value for key, value in cast("dict[object, object]", found).items()}
@@ -165,7 +195,11 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
 def _typed(value: object, setting: Setting) -> object:
     """The value as one of the types its setting allows."""
-    text, allowed = str(value).strip(), setting.types
+    try:
+        text = reprlib.repr(cast(object, value)) if isinstance(value, list | dict) else str(value).strip()
+    except ValueError:  # an integer of thousands of digits
+        text = "a number with too many digits"
+    allowed = setting.types
     if type(None) in allowed and (value is None or text.lower() in ("none", "null")):
         return None
     if bool in allowed and text.lower() in ("true", "false", "yes", "no", "1", "0"):
@@ -178,4 +212,34 @@ def _typed(value: object, setting: Setting) -> object:
                 pass
     if str in allowed and isinstance(value, str | int | float):
         return str(value)
-    raise BadSetting(f"{setting.name}={value}: expected {setting.type}")
+    raise BadSetting(f"{setting.name}={text[:200]}: expected {setting.type}")
+
+
+def _check_nesting(value: object) -> None:
+    """ValueError for what cannot be walked: nested too deeply, containing itself, or endless by references."""
+    level: dict[int, tuple[object, int]] = {0: (value, 1)}  # containers at this depth, and how often they occur
+    for _ in range(_MAX_DEPTH):
+        deeper: dict[int, tuple[object, int]] = {}
+        for found, times in level.values():
+            inner: Iterable[object] = cast("list[object]", found) if isinstance(found, list) else ()
+            if isinstance(found, dict):
+                inner = cast("dict[object, object]", found).values()
+            for item in inner:
+                if isinstance(item, dict | list):
+                    place = id(cast(object, item))
+                    deeper[place] = (cast(object, item), deeper[place][1] + times if place in deeper else times)
+        if not deeper:
+            return
+        level = deeper
+        if sum(times for _, times in level.values()) > max(_MAX_VALUES, len(level)):
+            raise ValueError("its references stand for too many values")
+    raise ValueError(_TOO_DEEP)
+
+
+def _reason(error: Exception) -> str:
+    """Why a text cannot be parsed, on one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if "integer string conversion" in str(error):
+        return "a number has too many digits"
+    why = f"line {mark.line + 1}: {problem}" if mark else problem or error
+    return " ".join(str(why).split())

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 
-from millstream.core.config import config_diff
+from millstream.core.config import config_diff, parse_json
 from millstream.core.console import quoted, say
 from millstream.errors import BadSetting, ConfigMismatch, StoreExists, StoreFull
 
@@ -167,7 +167,7 @@ def publish_folder(folder: Path, make: Callable[[Path], None]) -> None:
 def is_complete(folder: Path) -> bool:
     """Whether every file recorded by `publish_folder` still has its full size."""
     try:
-        sizes: dict[str, int] = json.loads((folder / _SIZES).read_text())["num_bytes"]
+        sizes: dict[str, int] = parse_json((folder / _SIZES).read_text())["num_bytes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
@@ -311,7 +311,7 @@ class PartialOutput:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            content = json.loads((self.path / _JOURNAL).read_bytes(), object_hook=_array_from_json)
+            content = parse_json((self.path / _JOURNAL).read_bytes(), object_hook=_array_from_json)
             if content["version"] == _VERSION:
                 return content
         except FileNotFoundError:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from millstream.core.batches import codes_of, with_column
 from millstream.core.collection import Collection, Listed, Marked, Medium, Numbers, Subset
+from millstream.core.config import parse_json
 from millstream.core.files import publish
 from millstream.core.order import mix_words
 from millstream.errors import BadSource, BadSplit, MissingLabel
@@ -109,7 +110,7 @@ class Split:
     def load(cls, path: str | Path, collection: Collection) -> Self:
         """The split of a collection by a saved rule."""
         try:
-            saved = cast("dict[str, object]", json.loads(Path(path).read_text()))
+            saved = cast("dict[str, object]", parse_json(Path(path).read_text()))
             version = saved["millstream split"]
         except OSError as error:
             what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"

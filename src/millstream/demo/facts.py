@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millstream.core.config import config_hash
+from millstream.core.config import config_hash, parse_json
 from millstream.core.files import cache_folder, make_once
 from millstream.demo.smollm2 import smollm2_model
 from millstream.traces.llm import transformers
@@ -222,7 +222,7 @@ def cached_model(world: World, training: Training, *, seed: int, notify: Callabl
     settings = {"version": VERSION, "seed": seed, "world": asdict(world), "training": asdict(training)}
     folder = cache_folder() / f"facts-{config_hash(settings)}"
     make_once(folder, partial(_train, world=world, training=training, seed=seed, notify=notify), notify=notify)
-    notify(_summary(folder, json.loads((folder / _REPORT).read_text())))
+    notify(_summary(folder, parse_json((folder / _REPORT).read_text())))
     return folder
 
 

@@ -1,7 +1,6 @@
 """Trace files of other programs -> a store, one trace at a time, by importers. Run again to resume."""
 
 import glob
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,11 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from millstream.core.console import Progress, ignore_message, silent
+from millstream.core.config import parse_json
+from millstream.core.console import Progress, ignore_message, quoted, silent
 from millstream.core.files import publish_json
 from millstream.core.record import RawTensor, as_tensor
 from millstream.core.registry import extensions
-from millstream.errors import BadSource, SchemaMismatch, SourceError
+from millstream.errors import BadSource, SchemaMismatch, SourceError, StoreError
 from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import IDS, MANIFEST
@@ -242,4 +242,20 @@ def _remove_records(store: Path) -> None:
 
 
 def _finished(store: Path) -> dict[str, int]:
-    return json.loads((store / PROGRESS).read_text()) if (store / PROGRESS).exists() else {}
+    return finished_files(store) if (store / PROGRESS).exists() else {}
+
+
+def finished_files(store: Path) -> dict[str, int]:
+    """The number of records from each file that was converted completely. FileNotFoundError if none was."""
+    try:
+        found = parse_json((store / PROGRESS).read_text())
+    except ValueError as error:
+        found = f"it is not JSON: {error}"
+    if isinstance(found, dict):
+        counts = cast("dict[str, object]", found)
+        if all(type(count) is int and count >= 0 for count in counts.values()):
+            return cast("dict[str, int]", counts)
+        found = f"{str(counts)[:80]}: must be numbers of records"
+    raise StoreError(
+        f"{store / PROGRESS}: damaged ({str(found)[:200]}). Remove {quoted(store)} and convert the files again"
+    )

@@ -18,8 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import yaml
-
+from millstream.core.config import parse_json, parse_yaml
 from millstream.core.console import quoted
 from millstream.core.files import publishing, sync_folder
 from millstream.core.memory import Allowance, available_bytes
@@ -81,13 +80,11 @@ def read_mapping(file: Path) -> dict[str, Any]:
     """The names and values in a JSON or YAML file of a run; BadSource if it is damaged."""
     try:
         text = file.read_text()
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        found = parse_json(text) if file.suffix == ".json" else parse_yaml(text)
     except OSError as error:
         raise damaged_file(file, "no such file" if isinstance(error, FileNotFoundError) else str(error)) from None
-    except RecursionError:
-        raise damaged_file(file, "it is nested too deeply") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise damaged_file(file, " ".join(str(getattr(error, "problem", None) or error).split())) from None
+    except ValueError as error:
+        raise damaged_file(file, str(error)) from None
     if not isinstance(found, dict):
         raise damaged_file(file, f"a {type(found).__name__}, not a mapping")
     return {str(key): value for key, value in cast("dict[object, object]", found).items()}
@@ -180,7 +177,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
     """The tensors by name, and `about`."""
     with _opened(path) as file:
         tensors = {name: cast("Tensor", file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-        about = cast("dict[str, object]", json.loads(file.metadata()[ABOUT]))
+        about = cast("dict[str, object]", parse_json(file.metadata()[ABOUT]))
         if about.pop(CHECKSUM, None) != _checksum(tensors, about):
             raise ValueError("its checksum does not match")
         return tensors, about
@@ -436,11 +433,9 @@ def _parsed(block: bytes) -> Sequence[object]:
 
 def _parsed_line(text: bytes) -> object:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         return error
-    except RecursionError:
-        return ValueError("nested too deeply")
 
 
 def _tensorboard_writer(run: Path) -> object:

@@ -1,7 +1,12 @@
 """Damaged bytes never reach a native parser: each batch of damages is read by a child, whose death is a failure."""
 
 import random
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,10 +16,20 @@ import pytest
 import millstream as ms
 from millstream.core.memory import Map
 from millstream.core.record import crc32c
-from millstream.core.tables import is_table_intact, publish_table, read_table
-from millstream.errors import BadSource
-from millstream.traces.store.format import read_shard
-from millstream.traces.store.manifest import DAMAGED, LABELS, MANIFEST, shard_name
+from millstream.core.tables import is_table_intact, publish_table, read_table, to_parquet
+from millstream.errors import BadSource, DamageWarning, StoreError
+from millstream.traces.store.format import SEAL, read_shard
+from millstream.traces.store.inspect import summarise
+from millstream.traces.store.manifest import (
+    DAMAGED,
+    LABELS,
+    MANIFEST,
+    read_manifest,
+    read_shard_seal,
+    shard_name,
+    sidecar_name,
+    write_manifest,
+)
 from millstream.traces.store.repair import repair
 from millstream.traces.store.traces import Traces
 from support.effort import THOROUGH, num_examples
@@ -110,3 +125,115 @@ def test_a_table_changed_by_another_program_that_keeps_the_metadata_is_read(tmp_
     table = pq.read_table(tmp_path / "ours.parquet").take(np.array([1]))
     pq.write_table(table, tmp_path / "ours.parquet", compression="zstd")
     assert read_table(tmp_path / "ours.parquet").column("a").to_pylist() == [2]
+
+
+# -- sidecars with a valid checksum and wrong values
+
+
+def _forge(store: Path, data: bytes) -> None:
+    """Put a sidecar in place, with its checksum in the seal and in the manifest."""
+    (store / sidecar_name(0)).write_bytes(data)
+    file, manifest = store / shard_name(0), read_manifest(store)
+    seal = read_shard_seal(file)
+    assert seal is not None
+    shard = bytearray(file.read_bytes())
+    fields = list(SEAL.unpack_from(shard, seal.offset))
+    fields[3] = crc32c(data)
+    fields[5] = crc32c(SEAL.pack(*fields)[:-4])
+    SEAL.pack_into(shard, seal.offset, *fields)
+    file.write_bytes(shard)
+    write_manifest(store, replace(manifest, shards=(replace(manifest.shards[0], sidecar_crc32c=fields[3]),)))
+
+
+def _check_forged(store: Path, expected: list[object]) -> None:
+    """Every command says what is wrong or is right; after a repair nothing is lost."""
+    for command in (summarise, damages, lambda path: list(Traces(path)), lambda path: Traces(path).table, repair):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DamageWarning)
+            with suppress(StoreError):
+                command(store)
+    assert damages(store) == [] and [repr(one) for one in Traces(store)] == expected
+    assert (store / DAMAGED / shard_name(0)).exists() is False
+
+
+def _changed(table: pa.Table, name: str, change: Callable[[list[Any]], object], kind: pa.DataType | None = None) -> Any:
+    """The table with one column changed in place."""
+    place, values = table.column_names.index(name), table.column(name).to_pylist()
+    change(values)
+    column = pa.array(values, kind or table.schema.field(name).type)
+    return table.set_column(place, table.schema.field(name).with_type(column.type), column)
+
+
+def _set(number: int, value: object, member: str = "") -> Callable[[list[Any]], object]:
+    return lambda rows: rows[number].__setitem__(member, value) if member else rows.__setitem__(number, value)
+
+
+FORGERIES: dict[str, Callable[[pa.Table], pa.Table]] = {
+    "a column is missing": lambda table: table.drop_columns(["_offset"]),
+    "a field is missing": lambda table: table.drop_columns(["states"]),
+    "another column": lambda table: table.append_column("_more", pa.array([0] * table.num_rows)),
+    "another field": lambda table: table.append_column("more", pa.array([0] * table.num_rows)),
+    "text for numbers": lambda table: table.set_column(
+        table.column_names.index("_bytes"), "_bytes", pa.array([str(n) for n in range(table.num_rows)])
+    ),
+    "fewer records": lambda table: table.slice(3),
+    "no records": lambda table: table.slice(0, 0),
+    "records twice": lambda table: pa.concat_tables([table, table]),
+    "a time in words": lambda table: table.replace_schema_metadata(
+        {**table.schema.metadata, b"millstream.seconds": b"many"}
+    ),
+    "another compression": lambda table: table.replace_schema_metadata(
+        {**table.schema.metadata, b"millstream.compression": b"rot13"}
+    ),
+    "a negative offset": lambda table: _changed(table, "_offset", _set(2, -1)),
+    "an offset beyond the file": lambda table: _changed(table, "_offset", _set(23, 1 << 59)),
+    "the largest offset": lambda table: _changed(table, "_offset", _set(2, (1 << 63) - 1)),
+    "no offset": lambda table: _changed(table, "_offset", _set(2, None)),
+    "no bytes": lambda table: _changed(table, "_bytes", _set(2, 0)),
+    "negative bytes": lambda table: _changed(table, "_bytes", _set(2, -5)),
+    "a frame larger than its record": lambda table: _changed(table, "_meta_bytes", _set(2, 1 << 30)),
+    "no tensor": lambda table: _changed(table, "states", _set(2, None)),
+    "a tensor elsewhere": lambda table: _changed(table, "states", _set(2, 1 << 62, "offset")),
+    "a tensor before its record": lambda table: _changed(table, "states", _set(2, 0, "offset")),
+    "a tensor nowhere": lambda table: _changed(table, "states", _set(2, -7, "offset")),
+    "an empty shape": lambda table: _changed(table, "states", _set(2, [], "shape")),
+    "no shape": lambda table: _changed(table, "states", _set(2, None, "shape")),
+    "a shape of too many axes": lambda table: _changed(table, "states", _set(2, [3, 5000, 1], "shape")),
+    "a negative shape": lambda table: _changed(table, "states", _set(2, [3, -5000], "shape")),
+    "a huge shape": lambda table: _changed(table, "states", _set(2, [3, (1 << 31) - 1], "shape")),
+    "a shape with a hole": lambda table: _changed(table, "states", _set(2, [3, None], "shape")),
+    "no checksums": lambda table: _changed(table, "states", _set(2, [], "crc32c")),
+    "too many checksums": lambda table: _changed(table, "states", _set(2, [1] * 7, "crc32c")),
+    "wrong checksums": lambda table: _changed(table, "states", _set(2, [1] * 3, "crc32c")),
+}
+
+
+@pytest.mark.parametrize("wrong", FORGERIES)
+def test_a_sidecar_with_a_valid_checksum_and_wrong_values_is_rebuilt_from_the_shard(wrong: str, store: Path) -> None:
+    expected = [repr(one) for one in Traces(store)]
+    table = pq.read_table(store / sidecar_name(0))
+    _forge(store, to_parquet(FORGERIES[wrong](table)))
+    _check_forged(store, expected)
+
+
+def test_random_numbers_in_a_sidecar_cost_no_record(store: Path) -> None:
+    expected, table = [repr(one) for one in Traces(store)], pq.read_table(store / sidecar_name(0))
+    rng, numbers = random.Random(5), (-(1 << 31), -1, 0, 1, 7, 300, (1 << 31) - 1)
+    members = ["shape", "crc32c", *(["sizes"] if "sizes" in str(table.schema.field("states").type) else [])]
+    for _ in range(num_examples(40)):
+        row, value = rng.randrange(COUNT), [rng.choice(numbers) for _ in range(rng.randrange(4))]
+        member = rng.choice(members)
+        value = [abs(n) for n in value] if member == "crc32c" else value
+        if rng.random() < 0.3:
+            change = _changed(table, rng.choice(["_offset", "_bytes", "_meta_bytes"]), _set(row, rng.choice(numbers)))
+        else:
+            change = _changed(table, "states", _set(row, value, member))
+        _forge(store, to_parquet(change))
+        _check_forged(store, expected)
+
+
+def test_a_sidecar_that_is_no_table_is_rebuilt(store: Path) -> None:
+    expected = [repr(one) for one in Traces(store)]
+    for data in (b"", b"PAR1", b"PAR1" + bytes(range(256)) + b"PAR1", (store / LABELS).read_bytes()):
+        _forge(store, data)
+        _check_forged(store, expected)

@@ -19,6 +19,7 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.config import parse_json
 from millstream.core.files import no_space, publishing, sync_folder
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, crc32c
@@ -179,8 +180,11 @@ class Sections:
             self._inode = _inode(file.fileno())
         if not in_order or crc32c(crcs) != crcs_crc or crc32c(text) != text_crc:
             raise BadIndex(f"{path}: damaged (its table of contents fails its checksum). {remedy}")
-        self.meta: dict[str, object] = json.loads(text)
-        version = cast(int, self.meta.pop("version"))
+        try:
+            self.meta: dict[str, object] = parse_json(text)
+            version = int(cast(int, self.meta.pop("version")))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise BadIndex(f"{path}: damaged (its table of contents cannot be read: {error}). {remedy}") from None
         if version > VERSION:
             raise BadIndex(f"{path}: format {version}, this millstream reads up to {VERSION}; upgrade millstream")
         self._places: dict[str, tuple[int, int]] = self.meta.pop("sections")  # pyright: ignore

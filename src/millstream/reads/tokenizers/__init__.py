@@ -1,7 +1,6 @@
 """Tokenizers by name: `base`, `kmer(6)`, or a Hugging Face tokenizer.json, with our own BPE or the Rust encoder."""
 
 import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from millstream.core.config import parse_json
 from millstream.core.console import say
 from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.reads.tokenizers.bpe import MOST_TOKENS, Bpe, Encoded, NotPlain, plain_rules
@@ -46,7 +46,7 @@ def hf(path: str | Path, *, cache_dir: Path | None = None) -> "HfTokenizer":
     file = _find(path, cache_dir)
     try:
         text = file.read_text(encoding="utf-8")
-        json.loads(text)["model"]["vocab"]
+        parse_json(text)["model"]["vocab"]
     except (ValueError, KeyError, TypeError):
         raise BadSource(
             f"{file}: not a {FILE}, the JSON file with a model and vocabulary that Hugging Face `tokenizers` saves; "
@@ -75,7 +75,7 @@ class HfTokenizer:
         vocab = self.encoder().get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.num_special = self.encoder().num_special_tokens_to_add(False)
-        file = cast(dict[str, Any], json.loads(text))
+        file = cast(dict[str, Any], parse_json(text))
         self.pad_id = _pad_id(file, vocab)
         self._special = {int(token["id"]) for token in file.get("added_tokens") or () if token.get("special")}
         unknown = vocab.get(file["model"].get("unk_token"), file["model"].get("unk_id"))

@@ -2,7 +2,6 @@
 
 import ast
 import csv
-import json
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from millstream.core.config import parse_json
 from millstream.core.registry import extensions
 from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.traces.llm.model import Tokenizer
@@ -237,7 +237,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                 except ValueError as error:
                     raise BadSource(f"{path}: line {number} is not valid JSON ({error})") from None
                 if not isinstance(row, dict):
@@ -248,7 +248,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 def _json(path: Path) -> Iterator[Row]:
     """A list of rows, or the official TriviaQA file, whose rows are under `Data`."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8-sig"))
+        found: Any = parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise BadSource(f"{path}: is not valid JSON ({error})") from None
     rows: Any = cast("Row", found).get("Data") if isinstance(found, dict) else found
@@ -348,10 +348,10 @@ def _answers(value: object) -> list[str]:
         return [answer for item in cast("Iterable[object]", value) for answer in _answers(item)]
     text = str(value).strip()
     if text.startswith("[") and text.endswith("]"):
-        for read in (json.loads, ast.literal_eval):
+        for read in (parse_json, ast.literal_eval):
             try:
                 return _answers(read(text))
-            except (ValueError, SyntaxError):
+            except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
                 continue
     return [text] if text else []
 

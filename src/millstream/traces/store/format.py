@@ -132,7 +132,7 @@ def record_schema(schema: pa.Schema) -> Schema:
 
 def metadata_of(schema: pa.Schema, key: str, default: str) -> str:
     """The entry `millstream.{key}` in the metadata of a shard or sidecar."""
-    return (schema.metadata or {}).get(f"millstream.{key}".encode(), default.encode()).decode()
+    return (schema.metadata or {}).get(f"millstream.{key}".encode(), default.encode()).decode(errors="replace")
 
 
 def compression_of(schema: pa.Schema) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.core.files import publish
@@ -126,7 +127,7 @@ def _hash_shards(path: Path, shards: Sequence[ShardInfo]) -> tuple[Hashes, Hashe
     hashes = [np.empty(0, np.uint64)]
     places = [np.empty(0, np.uint64)]
     for shard in shards:
-        ids = load_sidecar(path, shard).column(ID_FIELD).to_pylist()
+        ids = load_sidecar(path, shard, {ID_FIELD: pa.null()}).column(ID_FIELD).to_pylist()
         hashes.append(np.array([_hash(key) for key in ids], np.uint64))
         places.append(np.arange(len(ids), dtype=np.uint64) | np.uint64(shard.number << 32))
     return np.concatenate(hashes), np.concatenate(places)

@@ -80,7 +80,7 @@ def summarise(path: Path, *, examples: int = 3, progress: Progress = silent) -> 
     picks = np.linspace(0, len(traces) - 1, min(examples, len(traces))).astype(int).tolist()
     done = 0
     for shard in traces.shards:
-        sidecar = load_sidecar(path, shard)
+        sidecar = load_sidecar(path, shard, traces.fields)
         for name, tally in tallies.items():
             tensors = sidecar.tensor(name)
             if tensors is not None:
@@ -113,7 +113,9 @@ def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
         alike, records = False, _file_fingerprints(a)
     else:
         mine = Traces(a)
-        alike = len({load_sidecar(t.path, shard).compression for t in (mine, other) for shard in t.shards}) < 2
+        alike = (
+            len({load_sidecar(t.path, shard, t.fields).compression for t in (mine, other) for shard in t.shards}) < 2
+        )
         records = _store_fingerprints(mine, alike)
     result = Comparison()
     for seen, (key, fingerprints) in enumerate(records, start=1):

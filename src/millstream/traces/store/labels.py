@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from millstream.core.config import parse_json
 from millstream.core.console import plural, quoted
 from millstream.core.tables import publish_table, read_table
 from millstream.errors import BadSource
@@ -69,7 +70,7 @@ def carry_labels(sources: Sequence[Path], folder: Path, name: Path) -> str:
         return f"labels not copied: {plural(missing, 'record')} without a label. {again}"
     table = table.take(np.array([places[key] for key in keys]))  # one row per record, in record order, as `label` does
     counts = Counter(str(verdicts[key] or "unlabelled") for key in keys)
-    zeros = dict.fromkeys(json.loads(abouts[0].get(_COUNTS, "{}")), 0)
+    zeros = dict.fromkeys(parse_json(abouts[0].get(_COUNTS, "{}")), 0)
     about = {**abouts[0], _FINGERPRINT: traces.fingerprint, _COUNTS: json.dumps({**zeros, **counts})}
     publish_table(folder / LABELS, table.cast(table.schema.with_metadata(about)))
     return f"labels copied: {', '.join(f'{count:,} {verdict}' for verdict, count in counts.items())}"

@@ -10,14 +10,16 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millstream.core.config import config_hash
+from millstream.core.config import config_hash, parse_json
 from millstream.core.console import quoted
 from millstream.core.files import publish
 from millstream.core.memory import Map
@@ -45,6 +47,7 @@ LABELS = "labels.parquet"
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
 _SHARD = re.compile(r"shard-(\d{5,9})\.arrow(\.open)?")  # a number fits 32 bits
+_MOST = 1 << 48  # records or bytes of a store
 _CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
 
 
@@ -150,7 +153,7 @@ def read_manifest(path: Path) -> Manifest:
             continue
         if damaged:
             compression = compression_of(found)
-            config = json.loads(metadata_of(found, "config", "null")) or config
+            config = _config_of(found) or config
         schema = _merged(schema, found, compression)
     return Manifest(config, compression, schema, tuple(shards[number] for number in sorted(shards)))
 
@@ -198,9 +201,10 @@ def shard_info(path: Path, number: int) -> ShardInfo:
     data = read_sidecar(path, number, seal and seal.sidecar_crc32c)
     records, seconds = 0, 0.0
     if data is not None:
-        sidecar = pq.ParquetFile(pa.BufferReader(data))
-        records = sidecar.metadata.num_rows
-        seconds = float(metadata_of(sidecar.schema_arrow, "seconds", "0"))
+        with suppress(OSError, ValueError, pa.ArrowException):  # a checksum of our own, but not a Parquet file
+            sidecar = pq.ParquetFile(pa.BufferReader(data))
+            records = sidecar.metadata.num_rows
+            seconds = number_of(sidecar.schema_arrow, "seconds")
     if seal is None:
         return ShardInfo(number, records, file.stat().st_size, seconds, None)
     return ShardInfo(number, seal.records, file.stat().st_size, seconds, seal.sidecar_crc32c)
@@ -234,7 +238,7 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
     seal = read_shard_seal(file)
     try:
         schema, start = read_header(view)
-        check_version(path, int(metadata_of(schema, "version", str(VERSION))))
+        check_version(path, number_of(schema, "version"))
         if seal is None or crc32c(view[:start]) == seal.header_crc32c:
             return schema
     except (ValueError, pa.ArrowException):
@@ -250,11 +254,20 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
         return None
 
 
-def check_version(path: Path, version: int) -> None:
+def number_of(schema: pa.Schema, key: str) -> float:
+    """The number `millstream.{key}` in the metadata of a shard or sidecar; 0 if it is missing or not one."""
+    try:
+        value = float(metadata_of(schema, key, "0"))
+    except ValueError:
+        return 0.0
+    return value if isfinite(value) and value >= 0 else 0.0
+
+
+def check_version(path: Path, version: float) -> None:
     """Raise NewerFormat for a store that a newer millstream wrote."""
     if version > VERSION:
         raise NewerFormat(
-            f"{path}: written in format {version}, this millstream reads up to {VERSION}. "
+            f"{path}: written in format {version:g}, this millstream reads up to {VERSION}. "
             "Upgrade: pip install --upgrade millstream"
         )
 
@@ -281,6 +294,15 @@ def _header_crc32c(path: Path, number: int) -> int | None:
     return seal and seal.header_crc32c
 
 
+def _config_of(schema: pa.Schema) -> dict[str, object]:
+    """The configuration in the header of a shard; empty if there is none, or no mapping."""
+    try:
+        found = parse_json(metadata_of(schema, "config", "null"))
+    except ValueError:
+        return {}
+    return cast("dict[str, object]", found) if isinstance(found, dict) else {}
+
+
 def _merged(a: pa.Schema | None, b: pa.Schema, compression: str) -> pa.Schema:
     """The schema of a store with both shards: fields that are only None in one take their type from the other."""
     if a is None:
@@ -295,11 +317,11 @@ def _parse_manifest(path: Path) -> Manifest | None:
     """The manifest as stored; None if missing or damaged."""
     try:
         data = (path / MANIFEST).read_bytes()
-        content = json.loads(data)
+        content = parse_json(data)
         version = int(content["version"])
         body, mark, _ = data.rpartition(_CRC_LINE[:12].encode())
         is_intact = bool(mark) and data[len(body) :] == _CRC_LINE.format(crc32c(body)).encode()
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     if content.get("format") != FORMAT and not any(list_shards(path)):
         raise NotAStore(f"{path / MANIFEST}: format {content.get('format')!r}, expected {FORMAT!r}")
@@ -323,7 +345,8 @@ def _is_sensible(manifest: Manifest) -> bool:
     return (
         isinstance(manifest.config, dict)
         and manifest.compression in ("none", "lz4", "zstd")
-        and all(type(count) is int and count >= 0 for shard in counts for count in shard)
+        and all(type(count) is int and 0 <= count < _MOST for shard in counts for count in shard)
+        and len({shard.number for shard in manifest.shards}) == len(manifest.shards)
         and all(type(shard.seconds) in (int, float) for shard in manifest.shards)
         and all(type(shard.sidecar_crc32c) in (int, type(None)) for shard in manifest.shards)
     )

@@ -21,17 +21,17 @@ from millstream.core.files import is_same_file, lock, sync_folder
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, Schema, crc32c
 from millstream.core.tables import is_table_intact
-from millstream.errors import StoreError
+from millstream.errors import CorruptShard, StoreError
 from millstream.traces.store.format import (
     END_OF_STREAM,
     ID_FIELD,
     Row,
     Seal,
+    compression_of,
     damaged_fields,
     is_header_torn,
     is_row_intact,
     is_whole,
-    metadata_of,
     read_header,
     read_shard,
     record_schema,
@@ -50,6 +50,7 @@ from millstream.traces.store.manifest import (
     is_manifest_intact,
     list_shards,
     new_schema,
+    number_of,
     open_file,
     read_manifest,
     read_shard_seal,
@@ -241,7 +242,7 @@ def _recover(path: Path, number: int, fd: int) -> Recovery:
     view = Map(file, sequential=True).view
     schema, rows, gaps = read_shard(view)
     if schema is not None:
-        check_version(path, int(metadata_of(schema, "version", "0")))
+        check_version(path, number_of(schema, "version"))
     cut_bytes = 0
     if gaps and gaps[-1][1] == len(view) and not is_whole(view, gaps[-1][0]):  # else its append had completed
         start, end = gaps.pop()
@@ -261,7 +262,7 @@ def _recover(path: Path, number: int, fd: int) -> Recovery:
 
     good, lost = _sort_out(file, view, rows, gaps, record_schema(schema))
     if not lost:
-        seconds = max(0.0, os.fstat(fd).st_mtime - float(metadata_of(schema, "created", "0")))
+        seconds = max(0.0, os.fstat(fd).st_mtime - number_of(schema, "created"))
         shard = ShardWriter(path, number, os.dup(fd), schema, file=file, rows=rows)
         try:
             return Recovery(number, shard.seal(seconds=seconds), cut_bytes)
@@ -284,7 +285,7 @@ class _Examination:
         self.view: Bytes = np.empty(0, np.uint8) if self.is_missing else Map(self.file, sequential=True).view
         self.seal: Seal | None = None if self.is_missing else read_shard_seal(self.file)
         self.arrow, self.start = _header(self.view)
-        self.sidecar = _sidecar(path, shard, self.seal)
+        self.sidecar = self._load_sidecar(path)
         self.is_header_intact = self.arrow is not None and (
             self.seal is None or crc32c(self.view[: self.start]) == self.seal.header_crc32c
         )
@@ -297,6 +298,23 @@ class _Examination:
         elif self.arrow is not None:
             _, self.rows, self.gaps = read_shard(self.view)
             self.schema = record_schema(self.arrow)
+
+    def _load_sidecar(self, path: Path) -> Sidecar | None:
+        """The sidecar, if it can be the one of this shard; otherwise the shard itself is read."""
+        data = read_sidecar(
+            path, self.shard.number, self.seal.sidecar_crc32c if self.seal else self.shard.sidecar_crc32c
+        )
+        try:
+            sidecar = None if data is None else Sidecar(data, path / sidecar_name(self.shard.number))
+            if sidecar is not None:
+                sidecar.check()
+        except CorruptShard:
+            return None
+        if sidecar is None or (self.seal and self.seal.records != sidecar.num_records):
+            return None
+        found = sidecar.schema, sidecar.compression
+        is_other = self.arrow is not None and found != (record_schema(self.arrow), compression_of(self.arrow))
+        return None if is_other else sidecar
 
     def structure(self) -> Iterator[str]:
         """Damage to the shard apart from its records."""
@@ -342,7 +360,11 @@ def _repair_shard(path: Path, shard: ShardInfo, config: Mapping[str, object], re
     seen = _Examination(path, shard)
     structure = list(seen.structure())
     good, lost = _sort_out(seen.file, seen.view, seen.rows, seen.gaps, seen.schema)
-    if not structure and not lost:
+    if lost and seen.sidecar is not None and seen.arrow is not None:  # is the sidecar wrong, not the records?
+        _, rows, gaps = read_shard(seen.view)
+        again = _sort_out(seen.file, seen.view, rows, gaps, record_schema(seen.arrow))
+        good, lost = max((good, lost), again, key=lambda found: len(found[0]))
+    if not structure and not lost and good == seen.rows:
         return shard_info(path, shard.number)
     if not seen.rows:
         lost = [LostRecord(seen.file.name, None, None, f"{shard.records} records: {'; '.join(structure)}")]
@@ -426,8 +448,3 @@ def _header(view: Bytes) -> tuple[pa.Schema | None, int]:
         return read_header(view)
     except (OSError, ValueError, pa.ArrowException):
         return None, 0
-
-
-def _sidecar(path: Path, shard: ShardInfo, seal: Seal | None) -> Sidecar | None:
-    data = read_sidecar(path, shard.number, seal.sidecar_crc32c if seal else shard.sidecar_crc32c)
-    return None if data is None else Sidecar(data)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from millstream.core.config import config_diff, config_hash, parse_bytes
+from millstream.core.config import config_diff, config_hash, parse_bytes, parse_json
 from millstream.core.console import Progress, plural, quoted, silent
 from millstream.core.files import NOTHING_LEFT, already_exists, no_space, publish_json, publishing_folder
 from millstream.core.memory import Map
@@ -124,7 +124,7 @@ def subset_records(
             info = traces.shards[index]
             mapped = Map(source / shard_name(info.number))
             view = mapped.view
-            sidecar = load_sidecar(source, info)
+            sidecar = load_sidecar(source, info, traces.fields)
             for _, number in group:
                 row = sidecar.row(number)
                 mapped.will_need(row.offset, row.num_bytes)
@@ -167,7 +167,7 @@ def _drop_records(traces: Traces, numbers: Sequence[int]) -> None:
     for index, group in groupby(map(traces.locate, sorted(numbers)), key=lambda place: place[0]):
         info = traces.shards[index]
         dropped = {row for _, row in group}
-        sidecar = load_sidecar(path, info)
+        sidecar = load_sidecar(path, info, traces.fields)
         rows = [sidecar.row(row) for row in range(info.records) if row not in dropped]
         file = path / shard_name(info.number)
         others = tuple(shard for shard in manifest.shards if shard.number != info.number)
@@ -194,9 +194,9 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
         if not (text := line.strip()):
             continue
         try:
-            key = str(json.loads(text)[ID_FIELD]) if text.startswith("{") else text
-        except (ValueError, KeyError):
-            raise StoreError(f"{file}: {text} is neither an id nor JSON with a {ID_FIELD!r}") from None
+            key = str(parse_json(text)[ID_FIELD]) if text.startswith("{") else text
+        except (ValueError, KeyError):  # an id of too many digits, too
+            raise StoreError(f"{file}: {text[:200]} is neither an id nor JSON with a {ID_FIELD!r}") from None
         try:
             numbers.append(traces.find(key))
         except KeyError:
@@ -248,9 +248,9 @@ def _state(source: Path) -> list[object]:
 def _finished(out: Path, origin: Mapping[str, object]) -> Written | None:
     """The output of the same command on the same stores, if it is complete and unchanged."""
     try:
-        found = json.loads((out / _ORIGIN).read_bytes())
+        found = parse_json((out / _ORIGIN).read_bytes())
         traces = Traces(out)
-    except (OSError, ValueError, RecursionError, StoreError):
+    except (OSError, ValueError, StoreError):
         return None
     if found != {**json.loads(json.dumps(origin)), "made": traces.fingerprint}:
         return None

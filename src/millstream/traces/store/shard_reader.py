@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from millstream.core.console import quoted
 from millstream.core.memory import Map
-from millstream.core.record import Array, Bytes, Tensor, crc32c, from_bytes
+from millstream.core.record import Array, Bytes, Schema, Tensor, crc32c, from_bytes
 from millstream.errors import CorruptRecord, CorruptShard
 from millstream.traces.store.format import ID_FIELD, decompress, is_frame_intact
 from millstream.traces.store.manifest import ShardInfo, shard_name
@@ -43,18 +43,13 @@ class Plan:
 class ShardReader:
     """Reads records of one shard by row. Keeps no file descriptor open."""
 
-    def __init__(self, path: Path, info: ShardInfo, *, first: int, verify: bool) -> None:
+    def __init__(self, path: Path, info: ShardInfo, *, first: int, verify: bool, fields: Schema) -> None:
         self._path = path
         self.file = path / shard_name(info.number)
         self._first = first  # record number of row 0, for error messages
         self._verify = verify
-        self.sidecar = load_sidecar(path, info)
+        self.sidecar = load_sidecar(path, info, fields)
         self._is_compressed = self.sidecar.compression != "none"
-        if self.sidecar.num_records != info.records:
-            raise CorruptShard(
-                f"{self.file}: {info.records} records in the manifest, {self.sidecar.num_records} in its sidecar. "
-                f"Run: millstream repair {quoted(path)}"
-            )
 
     @cached_property
     def _map(self) -> Map:

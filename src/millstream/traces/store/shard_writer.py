@@ -24,12 +24,11 @@ from millstream.traces.store.format import (
     compression_of,
     empty_batch,
     header,
-    metadata_of,
     record_schema,
     tail,
     to_slices,
 )
-from millstream.traces.store.manifest import APPEND_AGAIN, ShardInfo, open_file, shard_name, sidecar_name
+from millstream.traces.store.manifest import APPEND_AGAIN, ShardInfo, number_of, open_file, shard_name, sidecar_name
 from millstream.traces.store.sidecar import to_parquet
 
 _IOV_MAX = 1024
@@ -98,7 +97,7 @@ class ShardWriter:
 
     def seal(self, *, seconds: float | None = None) -> ShardInfo:
         """Write footer and sidecar, then rename: the shard is complete under its final name. Can be retried."""
-        created = float(metadata_of(self._schema, "created", "0"))
+        created = number_of(self._schema, "created")
         seconds = round(time.time() - created if seconds is None else seconds, 3)
         sidecar = to_parquet(self.rows, self.fields, compression=self.compression, seconds=seconds)
         end = tail(self._schema, self.rows, header_bytes=header(self._schema), sidecar=sidecar)

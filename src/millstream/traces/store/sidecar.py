@@ -6,6 +6,7 @@ a tensor.
 
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from millstream.core import tables
 from millstream.core.console import quoted
 from millstream.core.memory import Map
-from millstream.core.record import Schema, Tensor
+from millstream.core.record import Schema, Tensor, refine
 from millstream.errors import CorruptShard, DamageWarning, SchemaMismatch
 from millstream.traces.store.format import (
     CRCS,
@@ -40,16 +41,24 @@ Crcs = NDArray[np.uint32]
 Span = tuple[int, int, int]  # offset, stored bytes, CRC-32C
 OFFSET, NUM_BYTES, META_BYTES = "_offset", "_bytes", "_meta_bytes"
 _SMALL_BYTES = 64 << 10
+_MOST = 1 << 60  # a sum of two fits 64 bits
+_MAX_RATIO = 1 << 16  # zstd stores 128 kB of zeros in 4 bytes
 _NUMPY = {"float": "float32", "halffloat": "float16"}  # other types have the same name in numpy
 _POLYNOMIAL = 0x82F63B78  # of CRC-32C, lowest bit first
 
 
-def load_sidecar(path: Path, shard: ShardInfo) -> "Sidecar":
-    """The sidecar of a shard, verified; rebuilt in memory from the shard if it is missing or damaged."""
+def load_sidecar(path: Path, shard: ShardInfo, fields: Schema) -> "Sidecar":
+    """The sidecar of a shard of a store with these fields, verified; rebuilt in memory if it is missing or damaged."""
     data = read_sidecar(path, shard.number, shard.sidecar_crc32c)
+    own, file = path / sidecar_name(shard.number), path / shard_name(shard.number)
     if data is not None:
-        return Sidecar(data)
-    file = path / shard_name(shard.number)
+        with suppress(CorruptShard):
+            sidecar = Sidecar(data, own)
+            if sidecar.num_records == shard.records and all(
+                name in sidecar.schema and refine(kind, sidecar.schema[name]) is not None
+                for name, kind in fields.items()
+            ):
+                return sidecar
     if not file.exists():
         raise CorruptShard(f"{file}: missing, with its {shard.records} records. See: millstream verify {quoted(path)}")
     schema, rows, _ = read_shard(Map(file).view)
@@ -59,12 +68,12 @@ def load_sidecar(path: Path, shard: ShardInfo) -> "Sidecar":
             f"Run: millstream repair {quoted(path)}"
         )
     warnings.warn(
-        f"{path / sidecar_name(shard.number)}: missing or damaged; read from the shard instead. "
-        f"Run: millstream repair {quoted(path)}",
+        f"{own}: missing or damaged; read from the shard instead. Run: millstream repair {quoted(path)}",
         DamageWarning,
         stacklevel=2,
     )
-    return Sidecar(to_parquet(rows, record_schema(schema), compression=compression_of(schema), seconds=shard.seconds))
+    rebuilt = to_parquet(rows, record_schema(schema), compression=compression_of(schema), seconds=shard.seconds)
+    return Sidecar(rebuilt, own)
 
 
 def read_table(path: Path, manifest: Manifest, names: Sequence[str] | None = None) -> pa.Table:
@@ -73,7 +82,8 @@ def read_table(path: Path, manifest: Manifest, names: Sequence[str] | None = Non
     fields = [(n, k) for n, k in schema.items() if not isinstance(k, Tensor) and (names is None or n in names)]
     target = pa.schema(fields)
     tables = [
-        load_sidecar(path, shard).table(target.names).select(target.names).cast(target) for shard in manifest.shards
+        load_sidecar(path, shard, schema).table(target.names).select(target.names).cast(target)
+        for shard in manifest.shards
     ]
     return pa.concat_tables([target.empty_table(), *tables])
 
@@ -109,19 +119,35 @@ def to_parquet(rows: Sequence[Row], schema: Schema, *, compression: str, seconds
 
 
 class Sidecar:
-    """A sidecar in memory; columns are decoded on first use."""
+    """A sidecar in memory; columns are decoded, and their values checked, on first use.
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        file = pq.ParquetFile(pa.BufferReader(data))
-        arrow = file.schema_arrow
-        self._metadata = file.metadata
-        self.schema = {name: kind for name, kind in record_schema(arrow).items() if not name.startswith("_")}
-        self.compression = compression_of(arrow)
-        self.num_records = file.metadata.num_rows
+    Its checksum says that the bytes are those that were written, not that a writer of ours wrote them: values that
+    cannot be those of a shard raise CorruptShard.
+    """
+
+    def __init__(self, data: bytes, file: Path) -> None:
+        self._data, self._file = data, file
+        try:
+            parquet = pq.ParquetFile(pa.BufferReader(data))
+            arrow = parquet.schema_arrow
+            self._metadata = parquet.metadata
+            self.schema = {name: kind for name, kind in record_schema(arrow).items() if not name.startswith("_")}
+            self.compression = compression_of(arrow)
+            expected = _parquet_schema(self.schema, self.compression)
+        except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+            raise self._wrong(str(error).partition("\n")[0]) from None
+        if self.compression not in ("none", "lz4", "zstd") or not arrow.equals(expected):
+            raise self._wrong("its columns are not those of a sidecar")
+        self.num_records = parquet.metadata.num_rows
         self._columns: dict[str, pa.Array] = {}
         self._numbers: dict[str, NDArray[np.generic] | None] = {}
         self._tensors: dict[str, TensorColumn] = {}
+
+    def check(self) -> None:
+        """Read every column now; raises CorruptShard for values that cannot be those of a shard."""
+        _ = self._extents
+        for name in self.schema:
+            _ = self.tensor(name) or self.column(name)
 
     def column(self, name: str) -> pa.Array:
         """One scalar field of all records."""
@@ -143,19 +169,42 @@ class Sidecar:
             kind = self.schema[name]
             if not isinstance(kind, Tensor):
                 return None
-            self._tensors[name] = TensorColumn.of(self._read(name), kind.itemsize)
+            try:
+                column = TensorColumn.of(self._read(name), kind.itemsize)
+                column.check(*self._extents[:2], axes=len(kind.axes))
+            except (ValueError, AssertionError) as error:
+                raise self._wrong(f"field {name!r}: {error}") from None
+            self._tensors[name] = column
         return self._tensors[name]
 
     def table(self, names: Sequence[str]) -> pa.Table:
         """Scalar fields of all records, not cached."""
         # A new reader for every call: threads may call at the same time. One thread: the files are small.
         file = pq.ParquetFile(pa.BufferReader(self._data), metadata=self._metadata)
-        return file.read(columns=list(names), use_threads=False)
+        try:
+            table = file.read(columns=list(names), use_threads=False)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise self._wrong(str(error).partition("\n")[0]) from None
+        if table.num_rows != self.num_records:
+            raise self._wrong(f"{table.num_rows} rows of {self.num_records}")
+        return table
+
+    def _wrong(self, why: str) -> CorruptShard:
+        return CorruptShard(f"{self._file}: damaged ({why}). Run: millstream repair {quoted(self._file.parent)}")
 
     @cached_property
     def _extents(self) -> tuple[Ints, Ints, Ints]:
-        own = (_numbers_of(self._read(name)).astype(np.int64) for name in (OFFSET, NUM_BYTES, META_BYTES))
-        return next(own), next(own), next(own)
+        columns = [self._read(name) for name in (OFFSET, NUM_BYTES, META_BYTES)]
+        offsets, sizes, frames = (_numbers_of(column).astype(np.int64) for column in columns)
+        ends = offsets[:-1] + sizes[:-1]
+        if (
+            any(column.null_count for column in columns)
+            or not ((offsets >= 0) & (offsets < _MOST) & (sizes >= 8) & (sizes < _MOST)).all()
+            or not ((frames >= 0) & (frames <= sizes)).all()
+            or (ends > offsets[1:]).any()
+        ):
+            raise self._wrong("offsets or sizes of its records are out of range")
+        return offsets, sizes, frames
 
     def extent(self, number: int) -> tuple[int, int]:
         """Offset and bytes of one record."""
@@ -209,6 +258,31 @@ class TensorColumn:
             at = _numbers_of(offsets).astype(np.int64)
         sizes = _lists(members["sizes"]) if "sizes" in members else None
         return TensorColumn(at, _lists(members["shape"]), _lists(members["crc32c"]), sizes, itemsize)
+
+    def check(self, starts: Ints, sizes: Ints, *, axes: int) -> None:
+        """ValueError unless every tensor has `axes` axes and lies in its record, given by offset and bytes."""
+        given = self.offsets >= 0
+        counts, ranks = np.diff(self.crc32c[0]), np.diff(self.shapes[0])
+        if (ranks != np.where(given, axes, 0)).any() or len(self.shapes[1]) != axes * int(given.sum()):
+            raise ValueError(f"its tensors do not have {axes} axes")
+        shapes = self.all_shapes()
+        if (shapes < 0).any():
+            raise ValueError("a shape is negative")
+        slices = shapes[:, 0] if axes and len(shapes) else np.ones(len(shapes), np.int64)
+        if (counts[~given] != 0).any() or not ((counts[given] == 1) | (counts[given] == slices)).all():
+            raise ValueError("the checksums do not match the shapes")
+        num_bytes = shapes.astype(np.float64).prod(axis=1) * self.itemsize
+        stored = num_bytes
+        if self.sizes is not None:
+            if (np.diff(self.sizes[0]) != counts).any() or (self.sizes[1] < 0).any():
+                raise ValueError("the sizes do not match the checksums")
+            total = np.concatenate([[0.0], np.cumsum(self.sizes[1], dtype=np.float64)])
+            stored = (total[self.sizes[0][1:]] - total[self.sizes[0][:-1]])[given]
+        first = self.offsets[given].astype(np.float64)
+        if not ((first >= starts[given]) & (first + stored <= (starts + sizes)[given])).all():
+            raise ValueError("a tensor is not inside its record")
+        if (num_bytes > _MAX_RATIO * (stored + 1)).any():
+            raise ValueError("a shape is larger than the data")
 
     def all_shapes(self) -> Ints:
         """The shapes of all tensors that are not None, one per row."""
@@ -298,6 +372,8 @@ def _place(tensor: TensorRow | None) -> dict[str, object] | None:
 
 def _lists(column: pa.Array) -> tuple[Ints, Ints]:
     assert isinstance(column, pa.ListArray)
+    if column.values.null_count:
+        raise ValueError("a number is missing")
     return _numbers_of(column.offsets).astype(np.int64), _numbers_of(column.values).astype(np.int64)
 
 

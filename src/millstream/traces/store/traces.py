@@ -292,7 +292,8 @@ class Traces(Collection):
 
     def _open_shard(self, index: int) -> ShardReader:
         info = self._manifest.shards[index]
-        return ShardReader(self.path, info, first=self._starts[index], verify=self._verify == "always")
+        verify = self._verify == "always"
+        return ShardReader(self.path, info, first=self._starts[index], verify=verify, fields=self.fields)
 
     def _record(self, number: int) -> Record:
         index, row = self.locate(number)

@@ -110,7 +110,7 @@ def _fill(
     marks = ", ".join("?" * (len(quoted) + 1))
     number = 0
     for shard in traces.shards:
-        table = load_sidecar(traces.path, shard).table(fields)
+        table = load_sidecar(traces.path, shard, traces.fields).table(fields)
         columns = [table.column(name).to_pylist() for name in fields]
         if labels:
             ids = [str(name) for name in columns[fields.index(ID_FIELD)]]

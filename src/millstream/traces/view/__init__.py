@@ -1,6 +1,5 @@
 """The explorer view of a trace store: a list of its records, and the details of one record."""
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.core.batches import text_codes_of
+from millstream.core.config import parse_json
 from millstream.core.record import Tensor
 from millstream.core.tables import read_table
 from millstream.errors import BadSetting, BadSource, MillstreamError
@@ -255,7 +255,7 @@ def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None
 def records_of(run: Path) -> Path | None:
     """The store that a run was trained on, from its data card."""
     try:
-        return Path(str(json.loads((run / DATA).read_text())["store"])).resolve()
+        return Path(str(parse_json((run / DATA).read_text())["store"])).resolve()
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
