@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.core.config import config_diff, config_hash, parse_bytes, read_settings
+from millstream.core.config import config_diff, config_hash, parse_bytes, parse_json, parse_yaml, read_settings
 from millstream.errors import BadSetting
 
 
@@ -26,20 +29,24 @@ from millstream.errors import BadSetting
         ("1TB", 10**12),
         ("2TiB", 2**41),
         (".5kB", 500),
+        (2e9, 2 * 10**9),
+        (np.int64(7), 7),
     ],
 )
-def test_sizes_are_parsed_as_people_write_them(text: int | str, num_bytes: int) -> None:
+def test_sizes_are_parsed_as_people_write_them(text: float | str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "MB", "12 apples", "1e6", "-5MB", "5MBB", "5 M B", "1,5GB", "1.5.2MB", "."])
-def test_an_invalid_size_is_an_error_that_quotes_it(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "MB", "12 apples", "1e6", "-5MB", "5MBB", "5 M B", "1,5GB", "1.5.2MB", ".", None, [], True]
+)
+def test_an_invalid_size_is_an_error_that_quotes_it(text: Any) -> None:
     with pytest.raises(BadSetting, match=re.escape(repr(text))):
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("size", [0, -1, "0", "0MB", "0.4B"])
-def test_a_size_that_is_not_positive_is_an_error(size: int | str) -> None:
+@pytest.mark.parametrize("size", [0, -1, "0", "0MB", "0.4B", 0.3, float("nan"), float("inf"), "9" * 25])
+def test_a_size_that_is_not_positive_or_beyond_any_machine_is_an_error(size: float | str) -> None:
     with pytest.raises(BadSetting, match=re.escape(repr(size))):
         parse_bytes(size)
 
@@ -123,3 +130,43 @@ def test_a_wrong_setting_is_an_error_that_names_it(given, message, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadSetting, match=message):
         read_settings(Settings, [given])
+
+
+HOSTILE = {
+    "nested lists": "[" * 100_000 + "]" * 100_000,
+    "nested lists that can be parsed": "[" * 300 + "]" * 300,
+    "nested mappings": '{"a": ' * 50_000 + "1" + "}" * 50_000,
+    "an unfinished text": '{"epochs": ',
+    "an integer of 5,000 digits": '{"epochs": ' + "9" * 5000 + "}",
+    "an integer of 5,000 digits in a list": "[[" + "9" * 5000 + "]]",
+}
+HOSTILE_YAML = {
+    **HOSTILE,
+    "nested blocks": "\n".join("  " * depth + "a:" for depth in range(500)),
+    "a hexadecimal integer of 5,000 digits": "beams: 0x" + "f" * 5000,
+    "a value that contains itself": "beams: &a [*a]",
+    "a billion values by references": "a0: &a0 [0]\n"
+    + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 11)),
+    "a Python tag": "beams: !!python/object/apply:os.getcwd []",
+    "no date": "beams: 2024-13-45",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_json_text_is_an_error_of_one_line(what: str) -> None:
+    for text in (HOSTILE[what], HOSTILE[what].encode()):
+        with pytest.raises(ValueError, match=r"^.{1,120}$"):
+            parse_json(text)
+
+
+@pytest.mark.parametrize("what", HOSTILE_YAML)
+def test_a_hostile_yaml_file_is_an_error_of_one_line_that_names_it(what: str, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(HOSTILE_YAML[what])
+    with pytest.raises(BadSetting, match=r"^.*base\.yaml.{1,160}$"):
+        read_settings(Settings, [str(tmp_path / "base.yaml")])
+
+
+def test_shared_values_and_large_lists_are_not_mistaken_for_hostile_ones() -> None:
+    assert parse_yaml("a: &x [1, 2]\nb: [*x, *x]") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    assert len(parse_json("[" + "[1]," * 100_000 + "[2]]")) == 100_001
+    assert parse_json("9" * 1000) == int("9" * 1000)

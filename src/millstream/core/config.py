@@ -7,8 +7,9 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from millstream.errors import BadSetting
 
@@ -19,27 +20,33 @@ T = TypeVar("T", bound="DataclassInstance")
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "none"}
 _TOO_DEEP = "it is nested too deeply"
+_TOO_LONG = "a number has too many digits"
+_MAX_BITS = 10_000  # Python prints integers of up to 14,000; YAML can write longer ones, in hexadecimal
 _MAX_DEPTH = 100  # what is nested deeper can be parsed, but not always printed or written again
 _MAX_VALUES = 1_000_000  # in YAML, where a few lines of references can stand for any number
+_MOST_BYTES = 1 << 63
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_bytes(size: int | str) -> int:
-    """Number of bytes in `"512MB"`, `"1.5GiB"` or `4096`.
+def parse_bytes(size: float | str) -> int:
+    """Number of bytes in `"512MB"`, `"1.5GiB"`, `4096` or `2e9`.
 
     >>> parse_bytes("512MB")
     512000000
     """
-    if isinstance(size, int):
-        value = size
-    else:
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]i?)?b?\s*", size.lower())
-        if not match:
-            raise BadSetting(f"{size!r} is not a size in bytes; write for example '512MB', '2GiB' or 4096")
-        value = int(float(match[1]) * _UNITS[match[2] or ""])
-    if value <= 0:
-        raise BadSetting(f"a size in bytes must be positive, got {size!r}")
-    return value
+    given: object = size  # callers may have no type checker
+    pattern = r"\s*(\d{1,300}\.?\d*|\.\d+)\s*([kmgt]i?)?b?\s*"
+    match = re.fullmatch(pattern, given.lower()) if isinstance(given, str) else None
+    value = float(match[1]) * _UNITS[match[2] or ""] if match else None
+    if isinstance(given, float | SupportsIndex) and not isinstance(given, bool):
+        value = given if isinstance(given, float) else index(given)
+    is_huge = isinstance(given, int) and given.bit_length() > 64  # Python refuses to print the largest
+    shown = f"an integer of {given.bit_length()} bits" if is_huge else reprlib.repr(given)
+    if value is None:
+        raise BadSetting(f"{shown} is not a size in bytes; write for example '512MB', '2GiB' or 4096")
+    if not 1 <= value < _MOST_BYTES:
+        raise BadSetting(f"a size in bytes must be positive, and less than 2**63, got {shown}")
+    return int(value)
 
 
 def parse_json(text: str | bytes, *, object_hook: Callable[[dict[str, Any]], object] | None = None) -> Any:
@@ -195,10 +202,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
 def _typed(value: object, setting: Setting) -> object:
     """The value as one of the types its setting allows."""
-    try:
-        text = reprlib.repr(cast(object, value)) if isinstance(value, list | dict) else str(value).strip()
-    except ValueError:  # an integer of thousands of digits
-        text = "a number with too many digits"
+    text = reprlib.repr(cast(object, value)) if isinstance(value, list | dict) else str(value).strip()
     allowed = setting.types
     if type(None) in allowed and (value is None or text.lower() in ("none", "null")):
         return None
@@ -216,8 +220,8 @@ def _typed(value: object, setting: Setting) -> object:
 
 
 def _check_nesting(value: object) -> None:
-    """ValueError for what cannot be walked: nested too deeply, containing itself, or endless by references."""
-    level: dict[int, tuple[object, int]] = {0: (value, 1)}  # containers at this depth, and how often they occur
+    """ValueError for what cannot be walked or printed: nested too deeply, endless by references, huge integers."""
+    level: dict[int, tuple[object, int]] = {0: ([value], 1)}  # containers at this depth, and how often they occur
     for _ in range(_MAX_DEPTH):
         deeper: dict[int, tuple[object, int]] = {}
         for found, times in level.values():
@@ -225,6 +229,8 @@ def _check_nesting(value: object) -> None:
             if isinstance(found, dict):
                 inner = cast("dict[object, object]", found).values()
             for item in inner:
+                if isinstance(item, int) and item.bit_length() > _MAX_BITS:
+                    raise ValueError(_TOO_LONG)
                 if isinstance(item, dict | list):
                     place = id(cast(object, item))
                     deeper[place] = (cast(object, item), deeper[place][1] + times if place in deeper else times)
@@ -240,6 +246,6 @@ def _reason(error: Exception) -> str:
     """Why a text cannot be parsed, on one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if "integer string conversion" in str(error):
-        return "a number has too many digits"
+        return _TOO_LONG
     why = f"line {mark.line + 1}: {problem}" if mark else problem or error
     return " ".join(str(why).split())

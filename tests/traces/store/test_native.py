@@ -83,13 +83,23 @@ def test_a_sidecar_is_trusted_by_its_own_checksum_when_seal_and_manifest_are_dam
         ('"compression": "', '"compression": "x'),
         ('"arrow_schema": "', '"arrow_schema": "AAAA'),
         ('"shards": [', '"shards": [7, '),
+        ('"shards": [', '"shardes": ['),
+        ('"records": 24', '"records": 1e300'),
+        ('"records": 24', '"records": 24, "more": 1'),
+        ('"records": 24', f'"records": {1 << 70}'),
+        ('"number": 0', '"number": -7'),
+        ('"number": 0', '"number": "../../7"'),
+        ('"seconds": ', '"seconds": -'),
+        ('"seconds": ', '"seconds": NaN, "x": '),
+        ('"sidecar_crc32c": ', '"sidecar_crc32c": -'),
+        ('"config": {}', '"config": ' + '{"a":' * 5000 + "1" + "}" * 5000),
+        ('"config": {}', '"config": ' + "9" * 5000),
+        ('"version": 1', '"version": "one"'),
     ],
+    ids=lambda text: text[:40],
 )
 def test_a_manifest_with_a_valid_checksum_and_wrong_values_is_rebuilt(old: str, new: str, store: Path) -> None:
-    body = (store / MANIFEST).read_bytes().rpartition(b',\n "crc32c"')[0]
-    assert old.encode() in body
-    body = body.replace(old.encode(), new.encode(), 1)
-    (store / MANIFEST).write_bytes(body + f',\n "crc32c": {crc32c(body)}\n}}\n'.encode())
+    _forge_manifest(store, old, new)
     assert len(Traces(store)) == COUNT
     assert [damage.file for damage in damages(store)] == [MANIFEST]
     repair(store)
@@ -127,7 +137,39 @@ def test_a_table_changed_by_another_program_that_keeps_the_metadata_is_read(tmp_
     assert read_table(tmp_path / "ours.parquet").column("a").to_pylist() == [2]
 
 
-# -- sidecars with a valid checksum and wrong values
+# -- manifests and sidecars with a valid checksum and wrong values
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"records": 24', '"records": 25'),
+        ('"records": 24', '"records": 0'),
+        ('"number": 0', '"number": 7'),
+        ('"bytes": ', '"bytes": 1'),
+        ('"sidecar_crc32c": ', '"sidecar_crc32c": 1, "seconds": 0, "x": '),
+    ],
+)
+def test_a_manifest_with_possible_but_wrong_values_costs_no_record(old: str, new: str, store: Path) -> None:
+    expected = [repr(one) for one in Traces(store)]
+    _forge_manifest(store, old, new)
+    _check_forged(store, expected)
+
+
+def test_a_manifest_with_the_schema_of_other_records_costs_no_record(store: Path, tmp_path: Path) -> None:
+    expected, manifest = [repr(one) for one in Traces(store)], read_manifest(store)
+    with ms.TraceWriter(tmp_path / "other") as writer:
+        writer.append({"id": "1", "states": "text", "more": np.zeros(3)})
+    write_manifest(store, replace(manifest, arrow_schema=read_manifest(tmp_path / "other").arrow_schema))
+    _check_forged(store, expected)
+
+
+def _forge_manifest(store: Path, old: str, new: str) -> None:
+    """Replace a text of the manifest, with a checksum that matches."""
+    body = (store / MANIFEST).read_bytes().rpartition(b',\n "crc32c"')[0]
+    assert old.encode() in body
+    body = body.replace(old.encode(), new.encode(), 1)
+    (store / MANIFEST).write_bytes(body + f',\n "crc32c": {crc32c(body)}\n}}\n'.encode())
 
 
 def _forge(store: Path, data: bytes) -> None:

@@ -333,20 +333,33 @@ def _parse_manifest(path: Path) -> Manifest | None:
         encoded = content["arrow_schema"]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded))) if encoded else None
         manifest = Manifest(content["config"], content["compression"], schema, shards)
-        return manifest if _is_sensible(manifest) else None
+        return manifest if _is_sensible(manifest) and _has_fields_of_shards(path, manifest) else None
     except (KeyError, TypeError, ValueError, AttributeError, OSError, pa.ArrowException):
         return None
+
+
+def _has_fields_of_shards(path: Path, manifest: Manifest) -> bool:
+    """Whether the fields can be those of the first shard; every shard of a store has the same ones."""
+    first = next((shard.number for shard in manifest.shards if (path / shard_name(shard.number)).exists()), None)
+    found = None if first is None else shard_schema(path, first)
+    if found is None:
+        return True
+    fields = record_schema(found)
+    return fields.keys() == manifest.fields.keys() and all(
+        refine(kind, fields[name]) is not None for name, kind in manifest.fields.items()
+    )
 
 
 def _is_sensible(manifest: Manifest) -> bool:
     """Whether the values of a manifest with a valid checksum can be those of a store; else the shards are read."""
     _ = manifest.fields  # raises for a schema that is not of records
     counts = [(shard.number, shard.records, shard.bytes) for shard in manifest.shards]
+    checksums: list[object] = [shard.sidecar_crc32c for shard in manifest.shards]
     return (
         isinstance(manifest.config, dict)
         and manifest.compression in ("none", "lz4", "zstd")
         and all(type(count) is int and 0 <= count < _MOST for shard in counts for count in shard)
         and len({shard.number for shard in manifest.shards}) == len(manifest.shards)
-        and all(type(shard.seconds) in (int, float) for shard in manifest.shards)
-        and all(type(shard.sidecar_crc32c) in (int, type(None)) for shard in manifest.shards)
+        and all(type(s.seconds) in (int, float) and 0 <= s.seconds < _MOST for s in manifest.shards)
+        and all(crc is None or (type(crc) is int and 0 <= crc < 1 << 32) for crc in checksums)
     )
