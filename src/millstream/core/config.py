@@ -40,8 +40,8 @@ def parse_bytes(size: float | str) -> int:
     value = float(match[1]) * _UNITS[match[2] or ""] if match else None
     if isinstance(given, float | SupportsIndex) and not isinstance(given, bool):
         value = given if isinstance(given, float) else index(given)
-    is_huge = isinstance(given, int) and given.bit_length() > 64  # Python refuses to print the largest
-    shown = f"an integer of {given.bit_length()} bits" if is_huge else reprlib.repr(given)
+    bits = given.bit_length() if isinstance(given, int) else 0
+    shown = f"an integer of {bits} bits" if bits > 64 else reprlib.repr(given)  # Python refuses to print huge ones
     if value is None:
         raise BadSetting(f"{shown} is not a size in bytes; write for example '512MB', '2GiB' or 4096")
     if not 1 <= value < _MOST_BYTES:

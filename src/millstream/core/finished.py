@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from millstream.core.config import config_diff
+from millstream.core.config import config_diff, parse_json
 from millstream.core.console import say
 from millstream.core.files import already_exists, publish_json
 from millstream.errors import StoreExists
@@ -35,7 +35,7 @@ def find_finished(out: Path, terms: Mapping[str, object]) -> Any:
         done_file(out).unlink(missing_ok=True)  # of an output that was removed
         return None
     try:
-        known = cast("dict[str, Any]", json.loads(done_file(out).read_bytes()))
+        known = cast("dict[str, Any]", parse_json(done_file(out).read_bytes()))
         is_ours = {key: known[key] for key in ("bytes", "mtime_ns")} == _size_and_time(out)
         before, state = dict[str, object](known["terms"]), known["state"]
     except (OSError, ValueError, LookupError, TypeError):
