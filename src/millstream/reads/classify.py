@@ -17,13 +17,13 @@ from millstream.core.config import config_hash, parse_bytes, read_settings
 from millstream.core.console import Progress, ignore_message, quoted, say, silent
 from millstream.core.features import Feature
 from millstream.core.files import PartialOutput, TextOutput, already_exists, check_new, publish
+from millstream.core.fingerprint import file_crc32c
 from millstream.core.finished import STDOUT, done_file, find_finished, forget_finished, remember_finished
 from millstream.core.loader import Loader
 from millstream.core.memory import Heap
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers import ClassifierSpec, as_built, classification_task
 from millstream.reads.classifiers.nets import ReadPredictions
-from millstream.reads.files.source import file_crc32c
 from millstream.reads.kind import ReadSettings
 from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report, ranks_without_tax_ids
 from millstream.reads.mapping import Classes, classes_from_card

@@ -13,6 +13,7 @@ import pyarrow as pa
 from millstream.core.collection import Medium, Numbers
 from millstream.core.console import format_bytes, quoted
 from millstream.core.files import publish
+from millstream.core.fingerprint import Fingerprint, file_crc32c
 from millstream.core.record import Bytes
 from millstream.errors import BadSetting, BadSource, StaleIndex
 from millstream.reads.files.columns import HeaderColumns
@@ -22,7 +23,6 @@ from millstream.reads.files.names import NameTable, name_of, names_in
 from millstream.reads.files.records import Geometry, Locations, write_lines
 from millstream.reads.files.scanner import IRREGULAR
 from millstream.reads.files.sections import Sections
-from millstream.reads.files.source import Fingerprint, file_crc32c
 from millstream.reads.files.texts import Runs, Text, open_text
 
 SEQUENCE, QUALITY, NAME = "sequence", "quality", "name"

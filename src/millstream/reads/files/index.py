@@ -20,6 +20,7 @@ from millstream.core.collection import Numbers
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, format_bytes, quoted, say, silent
 from millstream.core.files import cache_folder
+from millstream.core.fingerprint import Fingerprint
 from millstream.errors import BadIndex, BadSource, StaleIndex
 from millstream.reads.files.columns import LIMIT, ColumnsWriter, OnMismatch, Pending
 from millstream.reads.files.containers import Kind, MixedGzip, sniff
@@ -28,7 +29,7 @@ from millstream.reads.files.headers import Headers
 from millstream.reads.files.names import PARTS, SMALL, NameTableWriter, hash_names
 from millstream.reads.files.scanner import BASES, EOL, GAP, HEAD, LINE, START
 from millstream.reads.files.sections import Sections, SectionsWriter
-from millstream.reads.files.source import Fingerprint, ScanLimits, SourceScan
+from millstream.reads.files.source import ScanLimits, SourceScan
 
 SUFFIX = ".millstream"
 INDEXING_BYTES = 160 << 20  # measured: 60 MB of buffers, 60 MB to sort a name table

@@ -1,21 +1,17 @@
-"""The file that reads come from: scanned from front to back, buffer by buffer; and its fingerprint.
-
-FASTA and FASTQ are recognised by content. The fingerprint (size, modification time, checksums) shows whether a file
-has changed.
-"""
+"""The file that reads come from: scanned from front to back, buffer by buffer. Recognised by content."""
 
 import os
 import re
 import sys
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
 from millstream.core.console import quoted
-from millstream.core.record import Bytes, crc32c
+from millstream.core.fingerprint import Fingerprint, samples_crc32c
+from millstream.core.record import Bytes
 from millstream.errors import BadSource, StaleIndex
 from millstream.reads.files.containers import (
     MAX_FRAME_BYTES,
@@ -32,8 +28,6 @@ from millstream.reads.files.scanner import Format, ScanError, Scanned, Scanner
 
 BUFFER_BYTES = 1 << 20  # fits the L2 cache: 16 MB buffers are half as fast
 _SAM = re.compile(rb"@(HD|SQ|RG|PG|CO)\t(\w\w:)?")
-_EDGE_BYTES = 64 << 10
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,55 +205,6 @@ def looks_like_reads(path: Path) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """The state of a file when it was indexed."""
-
-    size: int
-    mtime_ns: int
-    samples_crc32c: int
-    crc32c: int
-
-    @staticmethod
-    def of_json(values: object) -> "Fingerprint":
-        return Fingerprint(**cast(dict[str, int], values))
-
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
-
-    def difference(self, path: Path) -> str | None:
-        """How the file has changed, or None. Reads all of it only if its modification time differs."""
-        stat = os.stat(path)
-        if stat.st_size != self.size:
-            return f"size {self.size} -> {stat.st_size}"
-        if samples_crc32c(path) != self.samples_crc32c:
-            return "same size, different content"
-        if stat.st_mtime_ns != self.mtime_ns and file_crc32c(path) != self.crc32c:
-            return "same size, content partly changed"
-        return None
-
-
-def samples_crc32c(path: Path) -> int:
-    """CRC-32C of both ends of a file and of 16 samples in between."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        crc = crc32c(file.read(_EDGE_BYTES))
-        for index in range(_SAMPLES):
-            file.seek(size * index // _SAMPLES)
-            crc = crc32c(file.read(_SAMPLE_BYTES), crc)
-        file.seek(max(size - _EDGE_BYTES, 0))
-        return crc32c(file.read(_EDGE_BYTES), crc)
-
-
-def file_crc32c(path: Path) -> int:
-    """CRC-32C of a whole file, at disk speed."""
-    crc = 0
-    with open(path, "rb", buffering=0) as file:
-        while data := file.read(1 << 20):
-            crc = crc32c(data, crc)
-    return crc
 
 
 def _exhaust(stream: Stream) -> None:
