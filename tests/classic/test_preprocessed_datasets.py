@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -22,6 +21,7 @@ import millstream as ms
 from millstream.classic import PreprocessedGNNDataset, PreprocessedLSTMDataset, num_workers_for, train_val_test
 from millstream.classic.preprocessed_datasets import _graph_type
 from millstream.classic.preprocessed_folder import SOURCES
+from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, MissingLabel, StoreExists
 from millstream.traces.convert import convert, expand
 from support.effort import PATIENCE_S
@@ -457,7 +457,7 @@ def test_labels_come_from_a_table_and_a_missing_one_is_an_error(tmp_path):
     with pytest.raises(BadSource, match="label"):
         PreprocessedLSTMDataset(store)
     table = pa.table({"question_id": ["tc_0", "tc_1", "tc_3"], "label": [1, 0, 1]})
-    pq.write_table(table, store / "labels.parquet")
+    publish_table(store / "labels.parquet", table)
     with pytest.raises(MissingLabel, match="1 of 4"):
         PreprocessedLSTMDataset(store)
     dataset = PreprocessedLSTMDataset(ms.labelled(ms.open(store), missing="drop"))

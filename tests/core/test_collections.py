@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import millstream as ms
 from millstream.core.mixture import Mixture
+from millstream.core.tables import publish_table
 from support.effort import num_examples
 from support.making_small import write_reads, write_traces
 
@@ -392,7 +393,7 @@ def labels_of(collection: ms.Collection) -> list[float]:
 
 
 def test_labels_of_the_store_are_joined_by_question_in_any_order(store: ms.Traces):
-    pq.write_table(label_table(list(range(25))[::-1]), store.path / "labels.parquet")
+    publish_table(store.path / "labels.parquet", label_table(list(range(25))[::-1]))
     labelled = ms.labelled(store)
     assert labels_of(labelled) == [number % 3 for number in range(20)]
     assert labelled.fetch([4])["label"].dtype == np.int64  # pyright: ignore

@@ -7,6 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from millstream.core.tables import publish_table
+
 READERS = """
 import os, sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from millstream.traces.scores import read_scores
 
 folder = Path(sys.argv[1])
 before = len(os.listdir("/proc/self/task"))
-read_table(folder / "scores.parquet")
+read_table(folder / "ours.parquet")
 read_scores(folder / "scores.parquet", key="question_id")
 read_questions(str(folder / "questions.parquet"))
 load_mapping(folder / "mapping.parquet")
@@ -35,5 +37,6 @@ def test_reading_a_parquet_file_starts_no_thread(tmp_path: Path):
     }
     for name, columns in tables.items():
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    publish_table(tmp_path / "ours.parquet", pa.table(tables["scores"]))
     done = subprocess.run([sys.executable, "-c", READERS, tmp_path], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0"

@@ -8,9 +8,10 @@ from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 from numpy.typing import NDArray
+
+from millstream.core.tables import publish_table
 
 EVIL = "<b>x</b>"
 
@@ -80,7 +81,7 @@ def make_read_run(
             lines += _lines(name, made, seed=seed, num_scored=num_reads * len(parts))
     lines += [{"kind": "memory", "time_s": 1.0 * s, "bytes": 500_000_000 + s, "budget": 10**9} for s in range(9)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pq.write_table(pa.concat_tables(tables), run / "predictions.parquet")
+    publish_table(run / "predictions.parquet", pa.concat_tables(tables))
     return run
 
 

@@ -8,11 +8,11 @@ from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 from numpy.typing import NDArray
 
 import millstream as ms
+from millstream.core.tables import publish_table
 
 PROBES = {"probe_last_prompt": 1.2, "probe_first_answer": 1.5, "probe_last_answer": 1.9, "probe_mean_answer": 1.7}
 
@@ -85,7 +85,7 @@ def make_run(
     lines += [{"kind": "memory", "time_s": 1.0 * s, "bytes": 800_000_000 + s, "budget": 10**9} for s in range(9)]
     lines.append({"kind": "missing", "model": "p_true", "why": "the store has no field p_true"})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pq.write_table(pa.concat_tables(tables), run / "predictions.parquet")
+    publish_table(run / "predictions.parquet", pa.concat_tables(tables))
     return run
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 import millstream as ms
+from millstream.core.tables import publish_table
 from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K, parse_fields
 
 INFORMATIVE_LAYER = 2  # the layer of `states` and `hidden` that depends on z; 0 is the embedding
@@ -55,7 +55,7 @@ def make_traces(
             writer.append({**record, **kept})
     verdicts = np.where(wrong, "wrong", "right").tolist()
     table = {"question_id": [f"q{number}" for number in range(num)], "verdict": verdicts, "label": wrong.astype(int)}
-    pq.write_table(pa.table(table), path / "labels.parquet")
+    publish_table(path / "labels.parquet", pa.table(table))
     return path
 
 

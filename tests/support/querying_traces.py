@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from millstream.core.tables import publish_table
 from millstream.traces.view import view_of
 from millstream.view import Query, plain
 
@@ -35,7 +35,7 @@ def make_run(run: Path, store: Path, scores: Mapping[str, Mapping[int, list[floa
          "model": model, "seed": seed, "score": score}
         for model, records in scores.items() for record, found in records.items() for seed, score in enumerate(found)
     ]  # fmt: skip
-    pq.write_table(pa.Table.from_pylist(rows), run / "predictions.parquet")
+    publish_table(run / "predictions.parquet", pa.Table.from_pylist(rows))
     (run / "config.yaml").write_text("{}")
     (run / "data.json").write_text(json.dumps({"store": str(store.resolve())}))
     return run

@@ -125,7 +125,7 @@ def test_a_folder_of_another_run_is_an_error_with_the_differences(run: Path, sto
     relabelled = make_traces(tmp_path / "same", num=160)
     table = pq.read_table(relabelled / "labels.parquet").to_pydict()
     table["verdict"][:2] = ["wrong", "right"] if table["verdict"][0] == "right" else ["right", "wrong"]
-    pq.write_table(pa.table(table), relabelled / "labels.parquet")
+    publish_table(relabelled / "labels.parquet", pa.table(table))
     with pytest.raises(ConfigMismatch, match="label_digest"):
         ms.train(relabelled, model="lstm", out=str(run), **{**SHORT, "epochs": 1})
     (tmp_path / "full").mkdir()
@@ -203,7 +203,7 @@ def test_an_evaluation_with_labels_of_another_rule_says_that_thresholds_were_fit
     assert not any(sentence in text for text in read_results(ms.evaluate(tmp_path / "run"), resamples=50).findings)
     table = pq.read_table(path / "labels.parquet").to_pydict()
     table["verdict"][:2] = ["wrong", "right"] if table["verdict"][0] == "right" else ["right", "wrong"]
-    pq.write_table(pa.table(table), path / "labels.parquet")
+    publish_table(path / "labels.parquet", pa.table(table))
     assert any(sentence in text for text in read_results(ms.evaluate(tmp_path / "run"), resamples=50).findings)
 
 
@@ -215,7 +215,7 @@ def test_label_columns_of_our_own_are_taken_in_their_own_sense_and_others_must_s
     for name, values in columns.items():
         table = table.append_column(name, pa.array(values))
     about = {"millstream.rule": "default", "millstream.label_version": "default-1"}
-    pq.write_table(table.replace_schema_metadata(about), store / "labels.parquet")
+    publish_table(store / "labels.parquet", table.replace_schema_metadata(about))
 
     def labels_of(label: str, positive: str | None = None) -> list[int]:
         return open_labelled(str(store), label, positive).column("label").to_pylist()
@@ -243,7 +243,7 @@ def test_label_columns_of_our_own_are_taken_in_their_own_sense_and_others_must_s
 def test_inverted_labels_of_some_records_keep_their_records(tmp_path: Path):
     store = make_traces(tmp_path / "traces", num=6)
     em = [True, None, False, True, None, False]
-    pq.write_table(pa.table({"question_id": [f"q{n}" for n in range(6)], "em": em}), store / "labels.parquet")
+    publish_table(store / "labels.parquet", pa.table({"question_id": [f"q{n}" for n in range(6)], "em": em}))
     found = open_labelled(str(store), "em")
     assert found.column("question_id").to_pylist() == ["q0", "q2", "q3", "q5"]
     assert found.column("label").to_pylist() == [0, 1, 0, 1]
@@ -260,7 +260,7 @@ def _copied(store: Path, path: Path, change: Callable[[dict], dict | None]) -> P
                 writer.append(changed)
                 ids.append(changed["question_id"])
                 kept.append(verdict)
-    pq.write_table(pa.table({"question_id": ids, "verdict": kept}), path / "labels.parquet")
+    publish_table(path / "labels.parquet", pa.table({"question_id": ids, "verdict": kept}))
     return path
 
 
@@ -359,7 +359,7 @@ def test_answers_without_labels_or_with_a_single_label_are_an_error(tmp_path: Pa
         ms.train(path, model="length", out=str(tmp_path / "run"), **SHORT)
     table = pq.read_table(tmp_path / "labels.parquet").to_pydict()
     table["verdict"] = ["right"] * 40
-    pq.write_table(pa.table(table), path / "labels.parquet")
+    publish_table(path / "labels.parquet", pa.table(table))
     with pytest.raises(BadSplit, match="split"):
         ms.train(path, model="length", out=str(tmp_path / "run"), **SHORT)
 

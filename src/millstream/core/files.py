@@ -108,6 +108,13 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def sync_path(folder: Path) -> None:
+    """Sync a folder and all above it: a new folder survives a power cut only if every one above it lists it."""
+    for place in (folder.absolute(), *folder.absolute().parents):
+        with suppress(PermissionError):  # nothing that this user could have created in
+            sync_folder(place)
+
+
 @contextmanager
 def no_space(file: Path, advice: str) -> Generator[None]:
     """Raise a full disk as StoreFull, with advice."""

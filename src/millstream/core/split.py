@@ -321,7 +321,7 @@ def _find(collection: Collection, table: str | Path | pa.Table | None, column: s
             )
         return collection.column(column).to_pylist(), "the records"
     source = "the table" if isinstance(table, pa.Table) else str(table)
-    rows = table if isinstance(table, pa.Table) else _read_table(Path(table))
+    rows = table if isinstance(table, pa.Table) else _read_table(Path(table), is_own=table == collection.labels_file)
     key = collection.default_key
     if key is None:
         raise BadSource(f"{source}: the records have no key to join on. Use one of their fields instead: column=...")
@@ -336,11 +336,11 @@ def _find(collection: Collection, table: str | Path | pa.Table | None, column: s
     return [values.get(str(name)) for name in collection.column(key).to_pylist()], source
 
 
-def _read_table(path: Path) -> pa.Table:
-    from millstream.core.tables import read_table
+def _read_table(path: Path, *, is_own: bool) -> pa.Table:
+    from millstream.core.tables import read_parquet, read_table
 
     try:
-        return read_table(path)
+        return read_table(path) if is_own else read_parquet(path.read_bytes())
     except FileNotFoundError:
         raise BadSource(f"{path}: no such file") from None
     except (OSError, pa.ArrowException) as error:

@@ -1,6 +1,7 @@
 """Parquet tables that carry their own checksum: damage is noticed before the bytes reach a native parser.
 
-The checksum is in the metadata of the file, computed with zeros in its place. Other tools ignore it.
+The checksum is in the metadata of the file, computed with zeros in its place. Other tools ignore it. A table of ours
+without one is refused: damage may have destroyed it. Only tables of users, which have none, are parsed unverified.
 """
 
 import io
@@ -40,29 +41,34 @@ def publish_table(file: Path, table: pa.Table, advice: str | None = None) -> Non
     publish(file, to_parquet(table), *([advice] if advice else []))
 
 
+def check_table(data: bytes) -> None:
+    """Raise pa.ArrowInvalid unless these are the bytes of a table that we wrote."""
+    found = is_table_intact(data)
+    if not found:
+        raise pa.ArrowInvalid("its checksum does not match" if found is False else "it has no checksum of millstream")
+
+
 def read_table(file: Path) -> pa.Table:
-    """The table in a Parquet file, verified if it has a checksum. Raises OSError, or pa.ArrowInvalid if damaged."""
-    return read_parquet(file.read_bytes())
-
-
-def read_parquet(data: bytes) -> pa.Table:
-    """The table in the bytes of any Parquet file; the same errors.
-
-    On this thread: threads of Arrow's CSV reader aborted commands that ended soon after. Those of its Parquet reader
-    were not seen to, but these files are small and need none.
-    """
-    return _open(data).read(use_threads=False)
+    """A table that we wrote, verified. Raises OSError, or pa.ArrowInvalid if damaged or written by others."""
+    return open_table(file).read(use_threads=False)  # see `read_parquet`
 
 
 def open_table(file: Path) -> pq.ParquetFile:
     """The same, to read some of its columns."""
-    return _open(file.read_bytes())
-
-
-def _open(data: bytes) -> pq.ParquetFile:
-    if is_table_intact(data) is False:
-        raise pa.ArrowInvalid("its checksum does not match")
+    data = file.read_bytes()
+    check_table(data)
     return pq.ParquetFile(pa.BufferReader(data))
+
+
+def read_parquet(data: bytes) -> pa.Table:
+    """The table in the bytes of any Parquet file, verified if it has a checksum; raises pa.ArrowInvalid if damaged.
+
+    On this thread: threads of Arrow's CSV reader aborted commands that ended soon after. Those of its Parquet reader
+    were not seen to, but these files are small and need none.
+    """
+    if is_table_intact(data) is False:
+        check_table(data)
+    return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
 
 
 def _with_checksum(data: bytes) -> bytes:

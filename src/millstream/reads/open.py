@@ -227,8 +227,9 @@ def as_pairs(reads: Reads, collection: Collection) -> Collection:
 
 
 def _check_readable(path: Path) -> None:
-    if not path.is_file() or path.parts[1:2] in (("dev",), ("proc",)):
-        what = "is a folder" if path.is_dir() else "is not a file on disk" if path.exists() else "no such file"
+    if not path.is_file() or Path(os.path.normpath(path)).parts[1:2] in (("dev",), ("proc",)):
+        pipe = "is not a file on disk; reads are fetched in any order. Save them first: cat > reads.fa"
+        what = "is a folder" if path.is_dir() else pipe if path.exists() else "no such file"
         raise BadSource(f"{path}: {what}")
     try:
         os.close(os.open(path, os.O_RDONLY))

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from millstream.core.record import Bytes
-from millstream.core.tables import read_table
+from millstream.core.tables import read_parquet
 from millstream.errors import BadSource
 
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}‘’´`]")
@@ -340,7 +340,7 @@ def _array(values: Sequence[object] | pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _read_parquet(path: Path) -> dict[str, list[object]]:
     try:
-        table = read_table(path)
+        table = read_parquet(path.read_bytes())
     except FileNotFoundError:
         raise BadSource(f"{path}: no such file") from None
     except (OSError, pa.ArrowException) as error:

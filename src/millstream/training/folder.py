@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from millstream.core.config import parse_json, parse_yaml
 from millstream.core.console import quoted
-from millstream.core.files import publishing, sync_folder
+from millstream.core.files import publishing, sync_path
 from millstream.core.memory import Allowance, available_bytes
 from millstream.core.record import crc32c
 from millstream.core.registry import KINDS
@@ -170,7 +170,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object])
         with open(file.name, "rb") as written:  # safetensors may have replaced it with a file private to its owner
             os.fchmod(written.fileno(), os.fstat(file.fileno()).st_mode)
             os.fsync(written.fileno())
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
+from millstream.core.tables import publish_table
 from millstream.errors import BadSource
 from millstream.reads.report.evaluate import read_results
 from millstream.reads.report.results import ModelResult, ReadResults, class_rows, confused_pairs
@@ -52,7 +53,7 @@ def rows_of(run: Path, name: str, part: str, seed: int = 0) -> dict[str, np.ndar
 def rewrite(run: Path, change: Callable[[Row], Row | None]) -> None:
     table = pq.read_table(run / "predictions.parquet")
     rows = [new for row in table.to_pylist() if (new := change(row)) is not None]
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "predictions.parquet")
+    publish_table(run / "predictions.parquet", pa.Table.from_pylist(rows, schema=table.schema))
 
 
 def finding(results: ReadResults, *words: str) -> str:
@@ -284,7 +285,7 @@ def test_damaged_and_unfinished_runs_are_rejected_with_the_next_command(small: P
     (small / "metrics.jsonl").write_text("")
     fails(small, "classifier")
     table = pq.read_table(small / "predictions.parquet").drop_columns(["class"])
-    pq.write_table(table, small / "predictions.parquet")
+    publish_table(small / "predictions.parquet", table)
     fails(small, "predictions.parquet", "class")
     card = json.loads((small / "data.json").read_text())
     (small / "data.json").write_text(json.dumps(card | {"classes": [{"name": "x"}]}))

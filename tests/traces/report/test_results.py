@@ -15,6 +15,7 @@ import pytest
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 import millstream as ms
+from millstream.core.tables import publish_table
 from millstream.errors import BadSource
 from millstream.report.measures import Difference, draw
 from millstream.traces.report.evaluate import read_results
@@ -73,7 +74,7 @@ def rewrite(run: Path, change: Callable[[Row], Row | None]) -> None:
     """Change or drop every row of the predictions."""
     table = pq.read_table(run / "predictions.parquet")
     rows = [new for row in table.to_pylist() if (new := change(row)) is not None]
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), run / "predictions.parquet")
+    publish_table(run / "predictions.parquet", pa.Table.from_pylist(rows, schema=table.schema))
 
 
 def knows(run: Path, name: str, part: str) -> None:
@@ -141,7 +142,7 @@ def test_results_are_deterministic_and_independent_of_row_order(few: Path):
     first = read(few)
     assert read(few) == first
     table = pq.read_table(few / "predictions.parquet")
-    pq.write_table(table.take(np.random.default_rng(0).permutation(table.num_rows)), few / "predictions.parquet")
+    publish_table(few / "predictions.parquet", table.take(np.random.default_rng(0).permutation(table.num_rows)))
     again = read(few)
     assert [again.differences, again.findings, again.mistakes] == [first.differences, first.findings, first.mistakes]
     assert sorted(again.models, key=lambda one: one.name) == sorted(first.models, key=lambda one: one.name)
@@ -163,7 +164,7 @@ def test_the_later_of_duplicate_scores_counts(few: Path):
     first = read(few)
     table = pq.read_table(few / "predictions.parquet")
     stale = table.set_column(6, "score", pa.chunked_array([-table.column("score").to_numpy()]))
-    pq.write_table(pa.concat_tables([stale, table]), few / "predictions.parquet")
+    publish_table(few / "predictions.parquet", pa.concat_tables([stale, table]))
     assert read(few) == first
 
 
@@ -173,7 +174,7 @@ def test_questions_are_resampled_not_records(few: Path):
     table = pq.read_table(few / "predictions.parquet")
     records = table.column("record").to_numpy()
     copies = [table.set_column(1, "record", pa.chunked_array([records * 10 + copy])) for copy in range(10)]
-    pq.write_table(pa.concat_tables(copies), few / "predictions.parquet")
+    publish_table(few / "predictions.parquet", pa.concat_tables(copies))
     many = model(read(few, 400), "gnn").auroc
     assert many.high - many.low == pytest.approx(alone.high - alone.low, rel=0.01)
 
@@ -468,9 +469,9 @@ def test_predictions_with_missing_columns_or_records_are_damaged(few: Path):
     table = pq.read_table(few / "predictions.parquet")
     rewrite(few, lambda row: None if (row["model"], row["record"]) == ("length", 333) else row)
     fails(few, "length, seed 0", "test records")
-    pq.write_table(table.filter(pc.field("part") == "val"), few / "predictions.parquet")
+    publish_table(few / "predictions.parquet", table.filter(pc.field("part") == "val"))
     fails(few, "test split", "no records")
-    pq.write_table(table.drop_columns(["score"]), few / "predictions.parquet")
+    publish_table(few / "predictions.parquet", table.drop_columns(["score"]))
     fails(few, "predictions.parquet", "score")
 
 

@@ -16,10 +16,12 @@ import pytest
 import millstream as ms
 from millstream.core.memory import Map
 from millstream.core.record import crc32c
-from millstream.core.tables import is_table_intact, publish_table, read_table, to_parquet
+from millstream.core.tables import is_table_intact, publish_table, read_parquet, read_table, to_parquet
 from millstream.errors import BadSource, DamageWarning, StoreError
+from millstream.traces import view
 from millstream.traces.store.format import SEAL, read_shard
 from millstream.traces.store.inspect import summarise
+from millstream.traces.store.labels import read_labels
 from millstream.traces.store.manifest import (
     DAMAGED,
     LABELS,
@@ -124,17 +126,39 @@ def test_damaged_labels_are_reported_refused_and_set_aside(store: Path) -> None:
     assert len(Traces(store)) == COUNT
 
 
-def test_a_table_of_another_program_is_read_without_a_checksum(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", [b"millstream.checksum", b"millstream-crc32c="])
+def test_labels_whose_checksum_is_destroyed_are_never_parsed(mark: bytes, store: Path, monkeypatch) -> None:
+    whole = (store / LABELS).read_bytes()
+    (store / LABELS).write_bytes(whole.replace(b"millstream.checksum", b"m" * 19).replace(mark, b"x" * len(mark)))
+    assert is_table_intact((store / LABELS).read_bytes()) is not True
+    assert [damage.file for damage in damages(store)] == [LABELS]
 
-    pq.write_table(pa.table({"a": pa.array([1, 2])}), tmp_path / "other.parquet", compression="zstd")
-    assert read_table(tmp_path / "other.parquet").num_rows == 2
+    def parse(*_: object, **__: object) -> None:
+        raise AssertionError("unverified bytes reach the parser")
+
+    traces = Traces(store)
+    monkeypatch.setattr(pq, "ParquetFile", parse)
+    readers: list[Callable[[], object]] = [
+        lambda: read_labels(store),
+        lambda: view.read_labels(traces),
+        lambda: ms.labelled(traces, column="verdict", values={"right": 0, "wrong": 1}),
+    ]
+    for read in readers:
+        with pytest.raises(BadSource, match="checksum"):
+            read()
 
 
-def test_a_table_changed_by_another_program_that_keeps_the_metadata_is_read(tmp_path: Path) -> None:
-    publish_table(tmp_path / "ours.parquet", pa.table({"a": pa.array([1, 2])}))
-    table = pq.read_table(tmp_path / "ours.parquet").take(np.array([1]))
-    pq.write_table(table, tmp_path / "ours.parquet", compression="zstd")
-    assert read_table(tmp_path / "ours.parquet").column("a").to_pylist() == [2]
+def test_only_a_table_of_the_user_may_lack_a_checksum(tmp_path: Path) -> None:
+    file, table = tmp_path / "other.parquet", pa.table({"a": pa.array([1, 2])})
+    pq.write_table(table, file, compression="zstd")
+    assert read_parquet(file.read_bytes()).equals(table)
+    with pytest.raises(pa.ArrowInvalid, match="no checksum"):
+        read_table(file)
+    publish_table(file, table)
+    pq.write_table(pq.read_table(file).take(np.array([1])), file, compression="zstd")  # with metadata: zeros
+    assert read_parquet(file.read_bytes()).column("a").to_pylist() == [2]
+    with pytest.raises(pa.ArrowInvalid, match="no checksum"):
+        read_table(file)
 
 
 # -- manifests and sidecars with a valid checksum and wrong values

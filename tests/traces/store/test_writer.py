@@ -289,6 +289,24 @@ def test_power_durability_syncs_after_every_record(
     check(tmp_path / "store", 3)
 
 
+def test_a_new_store_survives_a_power_failure_with_the_folders_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or real(fd))
+    store = tmp_path / "new" / "deep" / "store"
+    with ms.TraceWriter(store, durability="power") as writer:
+        writer.append(record(1, 0))
+        assert {str(folder) for folder in (store, *list(store.parents)[:3])} <= set(synced)
+    synced.clear()
+    with ms.TraceWriter(tmp_path / "other" / "store") as writer:
+        writer.append(record(1, 0))
+        assert str(tmp_path) not in synced
+        writer.seal()
+        assert {str(tmp_path / "other" / "store"), str(tmp_path / "other"), str(tmp_path)} <= set(synced)
+
+
 # -- wrong types
 
 FIRST = {

@@ -12,6 +12,7 @@ import torch
 
 import millstream as ms
 from millstream.classic.records import to_record
+from millstream.core.tables import publish_table
 from millstream.errors import MillstreamError
 from millstream.traces.view.inside import TokenTexts
 from support.making_traces import make_traces
@@ -105,7 +106,7 @@ def test_damaged_labels_and_scores_are_reported_and_the_rest_is_shown(store: Pat
 
 def test_a_table_without_predictions_is_reported(store: Path, tmp_path: Path):
     run = make_run(tmp_path / "run", store, {"lstm": {1: [0.5]}})
-    pq.write_table(pa.table({"record": [1], "score": [0.5]}), run / "predictions.parquet")
+    publish_table(run / "predictions.parquet", pa.table({"record": [1], "score": [0.5]}))
     assert '"model" does not exist' in querying(store, run=run)("about")["problems"][0]
 
 
@@ -132,7 +133,7 @@ def test_records_with_the_same_id_have_their_own_verdicts(tmp_path: Path):
         for _ in range(3):
             writer.append({"question_id": "q", "x": np.zeros(1)})
     verdicts = ["right", "wrong", "refused"]
-    pq.write_table(pa.table({"question_id": ["q"] * 3, "verdict": verdicts}), tmp_path / "s" / "labels.parquet")
+    publish_table(tmp_path / "s" / "labels.parquet", pa.table({"question_id": ["q"] * 3, "verdict": verdicts}))
     query = querying(tmp_path / "s")
     assert [row["verdict"] for row in query("list")["rows"]] == verdicts
     assert query("trace", number=1)["labels"]["verdict"] == "wrong"

@@ -265,10 +265,10 @@ def _csv(path: Path) -> Iterator[Row]:
 def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow as pa
 
-    from millstream.core.tables import read_table
+    from millstream.core.tables import read_parquet
 
     try:
-        yield from read_table(path).to_pylist()
+        yield from read_parquet(path.read_bytes()).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise BadSource(f"{path}: is not a valid Parquet file ({error})") from None
 

@@ -149,7 +149,7 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> It
     for copy, original in _copies(path, manifest).items():
         yield Damage(shard_name(copy), f"a copy of {shard_name(original)}")
     if _are_labels_damaged(path):
-        yield Damage(LABELS, "fails its checksum; write it again with millstream label")
+        yield Damage(LABELS, "fails its checksum, or has none; write it again with millstream label")
     done = first = 0
     for shard in manifest.shards:
         yield from _Examination(path, shard).damages(first, fast=fast)
@@ -416,7 +416,7 @@ def _problems(view: Bytes, row: Row, schema: Schema) -> list[tuple[str | None, s
 
 
 def _are_labels_damaged(path: Path) -> bool:
-    return (path / LABELS).exists() and is_table_intact((path / LABELS).read_bytes()) is False
+    return (path / LABELS).exists() and not is_table_intact((path / LABELS).read_bytes())
 
 
 def _copies(path: Path, manifest: Manifest) -> dict[int, int]:

@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.files import is_same_file, lock, no_space, publish, sync_folder
+from millstream.core.files import is_same_file, lock, no_space, publish, sync_path
 from millstream.core.record import Bytes, RawTensor, Schema, Tensor, as_tensor, crc32c, plain
 from millstream.errors import SchemaMismatch
 from millstream.traces.store.format import (
@@ -112,7 +112,7 @@ class ShardWriter:
         if replaces:
             publish(sidecar_file, sidecar, APPEND_AGAIN)
         self.release()
-        sync_folder(self._path)
+        sync_path(self._path)
         size = self.num_bytes + len(end)
         return ShardInfo(self.number, len(self.rows), size, seconds, crc32c(sidecar))
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import pyarrow as pa
 
 from millstream.core.config import config_diff, config_hash, parse_bytes
-from millstream.core.files import sync_folder
+from millstream.core.files import sync_path
 from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreExists, StoreFull
 from millstream.traces.store.format import ID_FIELD
@@ -244,7 +244,7 @@ class TraceWriter:
         arrow = new_schema(schema, compression=self._compression, config=self.config)
         shard = ShardWriter.create(self.path, first=max([-1, *sealed, *opened]) + 1, schema=arrow)
         if self._durable:
-            sync_folder(self.path)
+            sync_path(self.path)
         return shard
 
 
