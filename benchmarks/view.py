@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 import millstream as ms
 from measuring import drop_cache
+from millstream.core.tables import publish_table
 from millstream.reads.kind import HEADERS
 from millstream.traces.llm.fields import parse_fields
 
@@ -85,7 +85,7 @@ def make_store(path: Path, num_traces: int) -> None:
             )
     verdicts = np.where(np.arange(num_traces) % 2, "wrong", "right").tolist()
     ids = [f"q{number}" for number in range(num_traces)]
-    pq.write_table(pa.table({"question_id": ids, "verdict": verdicts}), path / "labels.parquet")
+    publish_table(path / "labels.parquet", pa.table({"question_id": ids, "verdict": verdicts}))
 
 
 def make_run(run: Path, store: Path, num_traces: int) -> None:
@@ -107,7 +107,7 @@ def make_run(run: Path, store: Path, num_traces: int) -> None:
         )
         for place in range(20)
     ]
-    pq.write_table(pa.concat_tables(tables), run / "predictions.parquet", compression="zstd")
+    publish_table(run / "predictions.parquet", pa.concat_tables(tables))
     (run / "config.yaml").write_text("{}\n")
     (run / "data.json").write_text(json.dumps({"store": str(store.resolve())}))
     lines = [{"kind": "memory", "time_s": second, "bytes": 5e8, "budget": 1e9} for second in range(86_400)]

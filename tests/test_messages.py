@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import millstream as ms
+from millstream.core.tables import publish_table
 from support.commands import run_here
 from support.making import flip, place_of
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99'))
     shutil.copytree(tmp_path / "traces", tmp_path / "labelled")
     verdicts = {"question_id": [f"q{number}" for number in range(100)], "verdict": ["right", "wrong"] * 50}
-    pq.write_table(pa.table(verdicts), tmp_path / "labelled" / "labels.parquet")
+    publish_table(tmp_path / "labelled" / "labels.parquet", pa.table(verdicts))
     (tmp_path / "questions.jsonl").write_text('{"id": "q0", "question": "Capital of France?", "answer": "Paris"}\n')
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("buy milk\n")
