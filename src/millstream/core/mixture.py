@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, floor
+from math import ceil, floor, inf
 from typing import Self
 
 import numpy as np
@@ -118,7 +118,7 @@ def concat(collections: Iterable[Collection]) -> Concat:
 
 
 class Mixture(Subset):
-    """Records of several collections in fixed shares, evenly interleaved. Made by `ms.mix`.
+    """Records of several collections in the shares of the epoch, evenly interleaved. Made by `ms.mix`.
 
     If an epoch takes only some records of a collection, the next epoch takes others; an exhausted collection starts
     over in another order. `numbers` in its batches refer to the concatenation of the collections.
@@ -128,7 +128,7 @@ class Mixture(Subset):
         super().__init__(collection, chosen)
         self.collections = collection.collections
         self.counts = list(chosen.counts)
-        """Records of each collection per epoch."""
+        """Records of each collection in this epoch."""
 
     def _of(self, collection: Collection, epoch: int | None = None) -> Self:
         assert isinstance(collection, Concat) and isinstance(self.chosen, Drawn)
@@ -141,27 +141,28 @@ class Mixture(Subset):
         return f"Mixture({len(self)} records per epoch: {shares})"
 
 
-def mix(weights: Mapping[Collection, float], seed: int = 0, *, repeat: bool = False) -> Mixture:
-    """A mixture of collections in these proportions, as large as possible without repeating a record.
+def mix(weights: Mapping[Collection, float | Sequence[float]], seed: int = 0, *, repeat: bool = False) -> Mixture:
+    """A mixture of collections in these proportions, as large as possible without repeating a record in an epoch.
 
-    With `repeat`, an epoch has every record of every collection at least once, and some of them several times.
+    A list of weights has one for each epoch; the last one stays. All epochs have the same number of records. With
+    `repeat`, an epoch has every record of every collection at least once, and some of them several times.
 
     >>> both = ms.mix({ms.open("traces/"): 0.7, ms.open("other_traces/"): 0.3}, seed=7)
+    >>> later_more = ms.mix({ms.open("traces/"): [0.9, 0.7, 0.5], ms.open("other_traces/"): [0.1, 0.3, 0.5]})
     """
-    total = sum(weights.values())
-    if not weights or min(weights.values()) <= 0:
-        raise ValueError("a mixture needs collections, all with weights above 0")
+    epochs = _by_epoch(list(weights.values()), repeat=repeat)
     for collection in weights:
         if not len(collection):
             raise ValueError(f"{collection!r} has no records to mix")
-    needs = [len(collection) * total / weight for collection, weight in weights.items()]
+    lengths = tuple(map(len, weights))
+    needs = [
+        length * sum(row) / weight for row in epochs for length, weight in zip(lengths, row, strict=True) if weight
+    ]
     records = max(needs) if repeat else min(needs)
     if records > MAX_RECORDS:
         raise ValueError(f"a mixture of {records:.0f} records: must be at most {MAX_RECORDS}")
-    lengths = tuple(map(len, weights))
-    return Mixture(
-        Concat(list(weights)), Drawn(lengths, _counts(lengths, list(weights.values()), records, repeat), seed)
-    )
+    counts = [_counts(lengths, row, records, repeat) for row in epochs]
+    return Mixture(Concat(list(weights)), Drawn(lengths, _evened(counts, repeat=repeat), seed))
 
 
 @dataclass(frozen=True)
@@ -169,10 +170,14 @@ class Drawn:
     """Numbers of a concatenation: `counts[i]` of its `lengths[i]` records of collection i, evenly interleaved."""
 
     lengths: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts_by_epoch: tuple[tuple[int, ...], ...]  # the last one stays
     seed: int
     epoch: int = 0
     keeps_neighbours = False
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.counts_by_epoch[min(self.epoch, len(self.counts_by_epoch) - 1)]
 
     def __len__(self) -> int:
         return sum(self.counts)
@@ -191,7 +196,9 @@ class Drawn:
         return out
 
     def digest(self) -> str:
-        return config_hash({"lengths": self.lengths, "counts": self.counts, "seed": self.seed})
+        first, *others = self.counts_by_epoch
+        later = {"later": others} if others else {}
+        return config_hash({"lengths": self.lengths, "counts": first, "seed": self.seed, **later})
 
     def in_epoch(self, epoch: int) -> "Drawn":
         return replace(self, epoch=epoch)
@@ -199,16 +206,54 @@ class Drawn:
     def _rows(self, which: int, places: Numbers) -> Numbers:
         """Records of one collection: a permutation spans several epochs, or an epoch several permutations."""
         length, count = self.lengths[which], self.counts[which]
+        first, start = self._begins_at(which)
         if count <= length:
-            cycle, turn = divmod(self.epoch, length // count if count else 1)
-            return Permutation(length, mix_bits(self.seed, which, cycle))(turn * count + places)
+            return Permutation(length, mix_bits(self.seed, which, first))(start + places)
         rounds = places // length
         out = np.empty_like(places)
         for number in np.unique(rounds).tolist():
             at = rounds == number
-            cycle = self.epoch * ceil(count / length) + number
-            out[at] = Permutation(length, mix_bits(self.seed, which, cycle))(places[at] - number * length)
+            out[at] = Permutation(length, mix_bits(self.seed, which, first + number))(places[at] - number * length)
         return out
+
+    def _begins_at(self, which: int) -> tuple[int, int]:
+        """The permutation of a collection that this epoch begins with, and where in it."""
+        length, last = self.lengths[which], len(self.counts_by_epoch) - 1
+        cycle = start = 0
+        for counts in self.counts_by_epoch[: min(self.epoch, last)]:
+            cycle, start = _skipped(cycle, start, counts[which], epochs=1, length=length)
+        count = self.counts[which]
+        cycle, start = _skipped(cycle, start, count, epochs=max(self.epoch - last, 0), length=length)
+        return (cycle, start) if start + count <= length or not start else (cycle + 1, 0)
+
+
+def _skipped(cycle: int, start: int, count: int, *, epochs: int, length: int) -> tuple[int, int]:
+    """Where so many epochs of `count` records end, if no epoch of at most `length` spans two permutations."""
+    if not count or not epochs:
+        return cycle, start
+    if count > length:
+        return cycle + bool(start) + epochs * ceil(count / length), 0
+    here = min((length - start) // count, epochs)
+    if here == epochs:
+        return cycle, start + epochs * count
+    whole, more = divmod(epochs - here - 1, length // count)
+    return cycle + 1 + whole, (more + 1) * count
+
+
+def _by_epoch(weights: Sequence[float | Sequence[float]], *, repeat: bool) -> list[list[float]]:
+    """The weights of all collections, for each epoch."""
+    given: list[list[float]] = [np.atleast_1d(np.asarray(weight, np.float64)).tolist() for weight in weights]
+    epochs = max(map(len, given), default=0)
+    if any(len(row) not in (1, epochs) for row in given):
+        raise ValueError(f"lists of weights must be equally long, one weight per epoch, not {[len(r) for r in given]}")
+    rows = [[row[epoch % len(row)] for row in given] for epoch in range(epochs)]
+    may_be_zero = epochs > 1 and not repeat  # leaves a collection out of some epochs
+    least = 0 if may_be_zero else min((weight for row in rows for weight in row if weight > 0), default=1)
+    if not given or not all(least <= weight < inf for row in rows for weight in row):
+        raise ValueError("a mixture needs collections, all with weights above 0")
+    if not all(map(any, (*rows, *given))):
+        raise ValueError("every epoch of a mixture, and every collection, needs some weights above 0")
+    return rows
 
 
 def _counts(lengths: Sequence[int], weights: Sequence[float], records: float, repeat: bool) -> tuple[int, ...]:
@@ -217,3 +262,15 @@ def _counts(lengths: Sequence[int], weights: Sequence[float], records: float, re
     if repeat:
         return tuple(max(ceil(share - 1e-6), length) for share, length in zip(exact, lengths, strict=True))
     return tuple(min(floor(share + 1e-6), length) for share, length in zip(exact, lengths, strict=True))
+
+
+def _evened(counts: Sequence[tuple[int, ...]], *, repeat: bool) -> tuple[tuple[int, ...], ...]:
+    """All epochs with as many records: rounding differs by a few, which the largest counts gain or lose."""
+    totals = [sum(row) for row in counts]
+    total = max(totals) if repeat else min(totals)
+    evened: list[tuple[int, ...]] = []
+    for row in map(list, counts):
+        while (missing := total - sum(row)) != 0:
+            row[row.index(max(row))] += 1 if missing > 0 else -1
+        evened.append(tuple(row))
+    return tuple(evened)
