@@ -13,6 +13,7 @@ from hypothesis import settings
 from support.browser import browser, open_page, serve_views
 from support.effort import num_examples
 from support.forked_training import processes
+from support.s3_server import s3, s3_address
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # with a test process on every core, more threads only wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-__all__ = ["browser", "open_page", "processes", "serve_views"]
+__all__ = ["browser", "open_page", "processes", "s3", "s3_address", "serve_views"]
 
 # No deadline: the first call of a kernel compiles it. No database: a failure prints the code that repeats it.
 settings.register_profile("suite", max_examples=num_examples(100), deadline=None, database=None, print_blob=True)

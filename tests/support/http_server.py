@@ -1,0 +1,133 @@
+"""HTTP on loopback for tests: a server that stops cleanly, and one of objects with ranges, etags and conditions."""
+
+import hashlib
+import re
+import socket
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Generic, TypeVar
+from urllib.parse import unquote
+
+State = TypeVar("State")
+
+
+class Server(ThreadingMixIn, TCPServer, Generic[State]):
+    """A thread per connection; closing it ends the connections that clients keep open."""
+
+    allow_reuse_address = True
+    daemon_threads = False  # joined at the end
+    request_queue_size = 128
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler], state: State) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.state = state
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
+        self.errors: list[BaseException | None] = []
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def process_request(self, request, client_address) -> None:  # pyright: ignore
+        with self._lock:
+            self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request) -> None:  # pyright: ignore
+        with self._lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request, client_address) -> None:  # pyright: ignore
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):  # clients give up on purpose
+            self.errors.append(error)
+
+    def end_connections(self) -> None:
+        with self._lock:
+            for request in self._open:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler], state: State) -> Generator[Server[State]]:
+    server = Server(handler, state)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.end_connections()
+        server.server_close()  # joins the threads of connections
+    assert server.errors == []
+
+
+class Objects(dict[str, bytes]):
+    """What a plain web server has, by path: `objects["reads/a.fa"] = b">1"`. Read with GET and HEAD."""
+
+    address = ""
+    has_ranges = True  # without: a request for a range gets everything, 200
+    has_etags = True
+
+
+@contextmanager
+def http_objects() -> Generator[Objects]:
+    """A plain HTTP server with ranges, ETag, If-Match and If-None-Match."""
+    objects = Objects()
+    with serving(_ObjectHandler, objects) as server:
+        objects.address = server.address
+        yield objects
+
+
+class _ObjectHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: Server[Objects]  # pyright: ignore
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        objects = self.server.state
+        data = objects.get(unquote(self.path).partition("?")[0].lstrip("/"))
+        if data is None:
+            self._answer(404, b"not here")
+            return
+        headers = {"Last-Modified": "Wed, 18 Nov 2026 12:00:00 GMT"}
+        if objects.has_ranges:
+            headers["Accept-Ranges"] = "bytes"
+        if objects.has_etags:
+            headers["ETag"] = etag = f'"{hashlib.md5(data).hexdigest()}"'
+            if self.headers.get("If-Match", etag) not in (etag, "*"):
+                self._answer(412, b"changed")
+                return
+            if self.headers.get("If-None-Match") in (etag, "*"):
+                self._answer(304, b"")
+                return
+        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if asked is None or not objects.has_ranges:
+            self._answer(200, data, headers)
+            return
+        first, last = asked.groups()
+        start = int(first) if first else max(0, len(data) - int(last))
+        stop = min(len(data), int(last) + 1) if first and last else len(data)
+        if start >= stop:
+            self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
+            return
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        self._answer(206, data[start:stop], headers)
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response_only(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
