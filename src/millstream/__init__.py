@@ -102,8 +102,13 @@ def open(
     index_dir: str | Path | None = None,
     salvage: bool = False,
     unverified: bool = False,
+    cache: int | str | None = None,
+    cache_dir: str | Path | None = None,
 ) -> Traces | Reads:
     """Open a trace store, or reads: FASTA or FASTQ files (plain, gzip, BGZF, zstd), or packed reads.
+
+    Paths may be URLs: s3://, gs://, az://, https://, hf://. What is fetched is cached on local disk, at most `cache`
+    bytes (default: 20GB; 0: nothing) in `cache_dir`, in this process and those it starts.
 
     Traces: `verify="never"` skips the checksums; `open_shards` is the maximum number of mapped shards.
 
@@ -115,13 +120,16 @@ def open(
     >>> traces = ms.open("traces/")
     >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)", mapping="species.tsv")
     """
+    from millstream.core.block_cache import set_cache
     from millstream.core.registry import kind_at, plug
+    from millstream.core.remote import to_path
     from millstream.errors import BadSource
 
     paths = [path] if isinstance(path, str | Path) else path
     if not paths:
         raise BadSource("no files given")
-    return plug(kind_at(Path(paths[0])), "kind").open(
+    set_cache(cache, cache_dir)
+    return plug(kind_at(to_path(paths[0])), "kind").open(
         path,
         verify=verify,
         open_shards=open_shards,

@@ -27,6 +27,10 @@ MillstreamError
 │   ├── NotFinite          a loss is NaN or infinite
 │   └── MissingFields      the records lack fields that a model needs
 │       └── NoDetector     the store lacks fields that a detector needs
+├── RemoteError            an object store gives no usable answer, or something needs a local path
+│   ├── ObjectMissing      there is no such object
+│   ├── ObjectChanged      an object was replaced while it was being read
+│   └── AccessDenied       the server refuses the credentials
 └── EngineError            a cluster cannot be reached, or its workers keep dying
 
 DamageWarning              something is damaged, but a second copy of the data was read
@@ -139,6 +143,22 @@ class MissingFields(TrainError):
 
 class NoDetector(MissingFields):
     """The store lacks fields that a detector needs; the message names them."""
+
+
+class RemoteError(MillstreamError):
+    """An object store gives no usable answer, or something that needs a local path was given a URL."""
+
+
+class ObjectMissing(RemoteError, FileNotFoundError):
+    """There is no such object, or no such bucket."""
+
+
+class ObjectChanged(RemoteError):
+    """An object was replaced while it was being read."""
+
+
+class AccessDenied(RemoteError):
+    """The server refuses the credentials: they are wrong, expired or not enough."""
 
 
 class EngineError(MillstreamError):

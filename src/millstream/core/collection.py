@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -36,6 +36,8 @@ class Medium:
     """How much has to be read, or is worth reading, for one record."""
     is_random: bool
     """Whether a record can be read without its neighbours."""
+    is_remote: bool = False
+    """Whether reading waits for a network, so that more batches should be on their way."""
 
 
 class Collection(ABC):
@@ -218,9 +220,8 @@ class Subset(Collection):
         whole = self.collection.medium
         share = len(self) / max(len(self.collection), 1)
         # If neighbours here are not neighbours on disk, a window does not help.
-        return Medium(
-            int(whole.num_bytes * share), whole.run_bytes, whole.is_random or not self.chosen.keeps_neighbours
-        )
+        is_random = whole.is_random or not self.chosen.keeps_neighbours
+        return replace(whole, num_bytes=int(whole.num_bytes * share), is_random=is_random)
 
     @property
     def fingerprint(self) -> str:

@@ -23,6 +23,7 @@ OrderName = Literal["auto", "exact", "window", "none"]
 BLOCK_BYTES = 256 << 10  # neighbouring records read together in `window` order
 LARGE_RECORD_BYTES = 256 << 10  # a disk reads such records at full speed in any order
 MAX_THREADS = 8
+REMOTE_THREADS = 4  # each requests all ranges of a batch at once
 VERSION = 1  # of the state
 
 
@@ -97,7 +98,7 @@ class Loader:
         """What was chosen and why, in one line."""
         layout, plan = self._layout, self._plan
         batch_bytes = self._batch_bytes()
-        threads, why = plan_threads(self._threads, batch_bytes=batch_bytes, budget=self._budget)
+        threads, why = self._plan_threads(batch_bytes)
         window = f" of {plan.block * plan.window} records" if plan.mode == "window" else ""
         ranks = f", rank {layout.rank} of {layout.world}" if layout.world > 1 else ""
         ranks += f", {layout.left_out} records left out" if layout.left_out else ""
@@ -133,7 +134,7 @@ class Loader:
         layout, start, epoch = self._layout, self._start, self._epoch
         collection = self._collection.in_epoch(epoch)
         numbers = Positions(self._plan.order(layout.n, seed=self._seed, epoch=epoch), layout, start)
-        threads, _ = plan_threads(self._threads, batch_bytes=self._batch_bytes(), budget=self._budget)
+        threads, _ = self._plan_threads(self._batch_bytes())
         if layout.rank == 0 and (self._threads is None or self._wanted == "auto"):
             self._notify(f"loader: {self.plan}")
             self._notify = ignore_message
@@ -174,6 +175,10 @@ class Loader:
             items.close()
             numbers.close()
         self._epoch, self._start, self._samples = epoch + 1, 0, 0
+
+    def _plan_threads(self, batch_bytes: int) -> tuple[int, str]:
+        is_remote = self._collection.medium.is_remote
+        return plan_threads(self._threads, batch_bytes=batch_bytes, budget=self._budget, is_remote=is_remote)
 
     def _batch_bytes(self) -> int:
         """Approximate bytes of a batch, from the mean record."""
@@ -237,17 +242,17 @@ def file_share(collection: Collection, memory: int) -> int:
     return memory // 4 if reads_alone else memory // 2
 
 
-def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int) -> tuple[int, str]:
-    """The number of threads, and why."""
+def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int, is_remote: bool = False) -> tuple[int, str]:
+    """The number of threads, and why: more than cores if they wait for a network."""
     if wanted is not None:
         if wanted < 0:
             raise ValueError(f"threads={wanted}: must be at least 0 (0: use the thread of the loop)")
         return wanted, "as requested"
-    cores = available_cores()
+    cores = max(available_cores(), REMOTE_THREADS) if is_remote else available_cores()
     room = max(budget // max(batch_bytes, 1) - 1, 1)  # one batch belongs to the consumer
     if room < min(cores, MAX_THREADS):
         return room, f"memory for {room + 1} batches"
-    return min(cores, MAX_THREADS), f"{cores} cores"
+    return min(cores, MAX_THREADS), "remote records" if is_remote else f"{cores} cores"
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class Concat(Collection):
     def medium(self) -> Medium:
         media = [one.medium for one in self.collections]
         num_bytes = sum(medium.num_bytes for medium in media)
-        return Medium(num_bytes, max(m.run_bytes for m in media), all(m.is_random for m in media))
+        is_random, is_remote = all(m.is_random for m in media), any(m.is_remote for m in media)
+        return Medium(num_bytes, max(m.run_bytes for m in media), is_random, is_remote)
 
     @property
     def fingerprint(self) -> str:

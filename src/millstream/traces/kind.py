@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from millstream.core.config import setting_pairs
+from millstream.core.remote import is_url
 from millstream.errors import BadSetting
 from millstream.training import LoopSettings
 
@@ -20,6 +21,8 @@ POSITIONS = ("last_prompt", "first_answer", "last_answer", "mean_answer")  # of 
 
 def is_at(path: Path) -> bool:
     """Whether a path is a trace store, or a file that can be imported into one."""
+    if is_url(path):  # few requests
+        return (path / "manifest.json").is_file() or any(path.glob("shard-*.arrow"))
     if path.is_dir():
         return (path / "manifest.json").exists() or any(path.glob("shard-*.arrow*"))
     from millstream.traces.convert import importers

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from millstream.core.files import publish
 from millstream.core.memory import Map
 from millstream.core.record import Tensor, from_bytes, infer_schema
+from millstream.core.remote import is_url, read_object
 from millstream.traces.store.format import (
     END_OF_STREAM,
     ID_FIELD,
@@ -63,7 +64,7 @@ def open_index(path: Path, shards: Sequence[ShardInfo]) -> list[IdIndex]:
 def load_index(path: Path) -> IdIndex | None:
     """The stored index; None if missing or damaged."""
     try:
-        view = Map(path / IDS).view
+        view = np.frombuffer(read_object(path / IDS), np.uint8) if is_url(path) else Map(path / IDS).view
         seal = read_shard_seal(path / IDS)
     except (OSError, ValueError):
         return None

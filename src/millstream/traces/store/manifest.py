@@ -16,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,6 +26,7 @@ from millstream.core.files import publish
 from millstream.core.memory import Map
 from millstream.core.record import Schema, crc32c, refine
 from millstream.core.registry import extensions
+from millstream.core.remote import RemotePath, read_object
 from millstream.core.tables import is_table_intact
 from millstream.errors import NewerFormat, NotAStore
 from millstream.traces.store.format import (
@@ -104,7 +106,7 @@ def list_shards(path: Path) -> tuple[list[int], list[int]]:
     """Numbers of the sealed and the open shards in the folder, ascending."""
     sealed: list[int] = []
     opened: list[int] = []
-    for name in os.listdir(path):
+    for name in path.entries() if isinstance(path, RemotePath) else os.listdir(path):
         if match := _SHARD.fullmatch(name):
             (opened if match[2] else sealed).append(int(match[1]))
     return sorted(sealed), sorted(opened)
@@ -119,6 +121,10 @@ def foreign_file(path: Path) -> str | None:
 
 def check_store(path: Path) -> None:
     """Raise NotAStore, with a command that may help, unless the folder is a trace store."""
+    if isinstance(path, RemotePath):
+        if (path / MANIFEST).is_file() or any(list_shards(path)):
+            return
+        raise NotAStore(f"{path}: not a trace store (no {MANIFEST}, no shard-*.arrow)")
     if not path.exists():
         raise NotAStore(f"{path}: no such folder. To import old trace files: millstream convert OLD... {quoted(path)}")
     if not path.is_dir():
@@ -213,7 +219,7 @@ def shard_info(path: Path, number: int) -> ShardInfo:
 def read_sidecar(path: Path, number: int, crc: int | None) -> bytes | None:
     """The verified bytes of a sidecar; None if missing or damaged. If the shard's CRC of it is lost, its own counts."""
     try:
-        data = (path / sidecar_name(number)).read_bytes()
+        data = read_object(path / sidecar_name(number), is_intact=lambda data: crc is None or crc == crc32c(data))
     except OSError:
         return None
     return data if (is_table_intact(data) if crc is None else crc == crc32c(data)) else None
@@ -221,8 +227,8 @@ def read_sidecar(path: Path, number: int, crc: int | None) -> bytes | None:
 
 def read_shard_seal(file: Path) -> Seal | None:
     """The seal at the end of a shard file; None if damaged."""
-    with open(file, "rb") as f:
-        size = os.fstat(f.fileno()).st_size
+    with file.open("rb") as f:
+        size = f.seek(0, os.SEEK_END)
         f.seek(max(0, size - 10))  # the length of the footer, and the magic
         end_bytes = SEAL.size + int.from_bytes(f.read(4), "little") + 10
         if end_bytes > size:
@@ -234,7 +240,7 @@ def read_shard_seal(file: Path) -> Seal | None:
 def shard_schema(path: Path, number: int) -> pa.Schema | None:
     """The Arrow schema in the header of a sealed shard, or from its sidecar if the header is damaged."""
     file = path / shard_name(number)
-    view = Map(file).view
+    view = np.frombuffer(file.read_bytes(), np.uint8) if isinstance(file, RemotePath) else Map(file).view
     seal = read_shard_seal(file)
     try:
         schema, start = read_header(view)
@@ -275,6 +281,11 @@ def check_version(path: Path, version: float) -> None:
 def _sealed_sizes(path: Path) -> dict[int, int]:
     """Bytes of every sealed shard in the folder, by number, ascending."""
     sizes: dict[int, int] = {}
+    if isinstance(path, RemotePath):
+        for name, info in path.entries().items():
+            if (match := _SHARD.fullmatch(name)) and not match[2]:
+                sizes[int(match[1])] = info.num_bytes
+        return dict(sorted(sizes.items()))
     with os.scandir(path) as entries:
         for entry in entries:
             if (match := _SHARD.fullmatch(entry.name)) and not match[2]:
@@ -340,6 +351,8 @@ def _parse_manifest(path: Path) -> Manifest | None:
 
 def _has_fields_of_shards(path: Path, manifest: Manifest) -> bool:
     """Whether the fields can be those of the first shard; every shard of a store has the same ones."""
+    if isinstance(path, RemotePath):
+        return True  # sidecars are checked against the fields; opening needs no shard
     first = next((shard.number for shard in manifest.shards if (path / shard_name(shard.number)).exists()), None)
     found = None if first is None else shard_schema(path, first)
     if found is None:

@@ -159,13 +159,13 @@ class ShardReader:
             return
         if reader is None:
             for part, (offset, size, _) in zip(parts, plan.spans, strict=True):
-                self._check_end(plan, offset + size)
+                self._check_end(plan.row, f"field {plan.name!r}", offset + size)
                 part[:] = self._map.view[offset : offset + size]
         else:
             runs = [(plan.spans[0][0], out)] if _are_contiguous(plan.spans) else []
             for offset, part in runs or [(span[0], part) for span, part in zip(plan.spans, parts, strict=True)]:
                 if not reader.read(self, offset, part):
-                    self._check_end(plan, offset + part.size)
+                    self._check_end(plan.row, f"field {plan.name!r}", offset + part.size)
         if self._verify:
             for part, span in zip(parts, plan.spans, strict=True):
                 if crc32c(part) != span[2]:
@@ -175,7 +175,7 @@ class ShardReader:
         offset, size, crc = span
         stored = np.empty(size, np.uint8)
         if not reader.read(self, offset, stored):
-            self._check_end(plan, offset + size)
+            self._check_end(plan.row, f"field {plan.name!r}", offset + size)
         return stored if not self._verify or crc32c(stored) == crc else self._stored(plan, [span])
 
     def sizes(self, rows: NDArray[np.int64], fields: Mapping[str, Sequence[int] | None]) -> NDArray[np.int64]:
@@ -191,7 +191,7 @@ class ShardReader:
     def _stored(self, plan: Plan, spans: Sequence[Span]) -> Bytes:
         """The stored bytes of contiguous slices, as a view of the mapped file."""
         start, end = spans[0][0], spans[-1][0] + spans[-1][1]
-        self._check_end(plan, end)
+        self._check_end(plan.row, f"field {plan.name!r}", end)
         view = self._map.view[start:end]
         if not self._verify or _are_intact(view, spans):
             return view
@@ -212,10 +212,9 @@ class ShardReader:
         bad = [at for at, size, crc in inside if crc32c(data[at - start : at - start + size]) != crc]
         return f"the slice at byte {bad[0]}" if bad else f"the bytes from {start} on"
 
-    def _check_end(self, plan: Plan, end: int) -> None:
+    def _check_end(self, row: int, where: str, end: int) -> None:
         if end > self._map.num_bytes:
-            what = f"the file ends at byte {self._map.num_bytes}, expected {end} or more"
-            self._corrupt(plan.row, f"field {plan.name!r}", what)
+            self._corrupt(row, where, f"the file ends at byte {self._map.num_bytes}, expected {end} or more")
 
     def _corrupt(self, row: int, where: str, what: str) -> None:
         key = f", {ID_FIELD} {self.value(row, ID_FIELD)!r}" if ID_FIELD in self.sidecar.schema else ""

@@ -22,6 +22,7 @@ from millstream.core import tables
 from millstream.core.console import quoted
 from millstream.core.memory import Map
 from millstream.core.record import Schema, Tensor, refine
+from millstream.core.remote import RemotePath
 from millstream.errors import CorruptShard, DamageWarning, SchemaMismatch
 from millstream.traces.store.format import (
     CRCS,
@@ -59,6 +60,8 @@ def load_sidecar(path: Path, shard: ShardInfo, fields: Schema) -> "Sidecar":
                 for name, kind in fields.items()
             ):
                 return sidecar
+    if isinstance(file, RemotePath):
+        raise CorruptShard(f"{own}: missing or damaged. Copy the store, repair the copy, and copy it back")
     if not file.exists():
         raise CorruptShard(f"{file}: missing, with its {shard.records} records. See: millstream verify {quoted(path)}")
     schema, rows, _ = read_shard(Map(file).view)

@@ -19,9 +19,11 @@ from millstream.core.config import config_hash
 from millstream.core.console import format_bytes, plural
 from millstream.core.memory import empty
 from millstream.core.record import Array, Bytes, Schema, Tensor, from_bytes
+from millstream.core.remote import is_url, to_path
 from millstream.traces.store.format import ID_FIELD, Row
 from millstream.traces.store.ids import IdIndex, open_index
 from millstream.traces.store.manifest import LABELS, ShardInfo, list_shards, read_manifest
+from millstream.traces.store.remote_shard import RemoteShard
 from millstream.traces.store.shard_reader import Layers, Plan, RangeReader, ShardReader
 from millstream.traces.store.sidecar import read_table
 
@@ -60,10 +62,10 @@ class Traces(Collection):
             raise ValueError(f"verify must be 'always' or 'never', got {verify!r}")
         if open_shards < 1:
             raise ValueError(f"open_shards must be at least 1, got {open_shards}")
-        self.path = Path(path)
+        self.path = to_path(path)
         self._verify: Literal["always", "never"] = verify
         self._open_shards = open_shards
-        self._mapped = mapped
+        self._mapped = mapped and not is_url(self.path)
         self._load(None if shards is None else set(shards))
 
     def refresh(self) -> Self:
@@ -150,7 +152,8 @@ class Traces(Collection):
 
     @property
     def medium(self) -> Medium:
-        return Medium(self.num_bytes, self.num_bytes // max(len(self), 1), is_random=True)
+        run_bytes = self.num_bytes // max(len(self), 1)
+        return Medium(self.num_bytes, run_bytes, is_random=True, is_remote=is_url(self.path))
 
     @property
     def fingerprint(self) -> str:
@@ -248,7 +251,8 @@ class Traces(Collection):
         return _reopen, (str(self.path), self._verify, self._open_shards, shards.tobytes(), self._mapped)
 
     def __repr__(self) -> str:
-        open_shards = len(list_shards(self.path)[1]) if self.path.exists() else 0
+        is_local = not is_url(self.path)
+        open_shards = len(list_shards(self.path)[1]) if is_local and self.path.exists() else 0
         unsealed = f", {plural(open_shards, 'shard')} not sealed yet" if open_shards else ""
         fields = ", ".join(f"{name} {kind}" for name, kind in self.fields.items())
         size = f"{len(self)} records in {len(self.shards)} shards, {format_bytes(self.num_bytes)}"
@@ -293,7 +297,8 @@ class Traces(Collection):
     def _open_shard(self, index: int) -> ShardReader:
         info = self._manifest.shards[index]
         verify = self._verify == "always"
-        return ShardReader(self.path, info, first=self._starts[index], verify=verify, fields=self.fields)
+        reader = RemoteShard if is_url(self.path) else ShardReader
+        return reader(self.path, info, first=self._starts[index], verify=verify, fields=self.fields)
 
     def _record(self, number: int) -> Record:
         index, row = self.locate(number)
@@ -336,18 +341,22 @@ class Traces(Collection):
             total = -(-starts[name][-1] // 64) * 64
         memory = cast(Bytes, empty(total, np.uint8))
         columns: dict[str, Array | torch.Tensor | list[object]] = {}
+        remote: list[tuple[RemoteShard, Plan, Bytes]] = []
         with RangeReader([planned for column in plans.values() for planned in column]) as reader:
             for name, column in plans.items():
                 kind = cast(Tensor, self.fields[name])
                 tensors: list[object] = []
                 for (shard, plan), at in zip(column, starts[name], strict=False):
                     part = memory[at : at + _num_bytes(plan)]
-                    if plan is not None:
+                    if plan is not None and isinstance(shard, RemoteShard):
+                        remote.append((shard, plan, part))
+                    elif plan is not None:
                         shard.copy(plan, part, reader)
                     if not _are_alike(column):
                         tensors.append(plan and from_bytes(kind, plan.shape, part))
                 whole = memory[starts[name][0] : starts[name][-1]]
                 columns[name] = self._stacked(name, column, whole) if _are_alike(column) else tensors
+        RemoteShard.copy_all(remote)
         return columns
 
     def _stacked(self, name: str, column: Sequence[Planned], data: Bytes) -> "Array | torch.Tensor":

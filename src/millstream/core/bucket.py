@@ -1,0 +1,315 @@
+"""What serves remote objects: one client per bucket and process, retries, and failures in one line.
+
+Clients are made on first use in each process, because their threads do not survive a fork.
+"""
+
+import hashlib
+import io
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
+
+from millstream.errors import AccessDenied, MissingExtra, ObjectChanged, ObjectMissing, RemoteError
+
+Result = TypeVar("Result")
+
+CONNECTIONS = 16  # requests at once; with PART_BYTES they hold at most 32 MB
+PART_BYTES = 2 << 20  # of one request: 16 of them reach 4-5 Gbit/s at 30 ms
+_MULTIPART_BYTES = 8 << 20  # of one part of an upload; four at once hold 32 MB
+_MOST_KNOWN = 1 << 17
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_DENIED = re.compile(
+    r"(?i)expired ?token|invalid ?token|invalidaccesskeyid|signaturedoesnotmatch|accessdenied|forbidden"
+)
+_STATUS = re.compile(r"\bstatus: (\d{3})|\b(4\d\d|5\d\d) [A-Z]")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_PASSING = ("408", "425", "429")  # of the statuses below 500
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """Size and version of an object."""
+
+    num_bytes: int
+    etag: str | None
+    modified_ns: int
+
+    @property
+    def st_size(self) -> int:
+        return self.num_bytes
+
+    @property
+    def st_mtime_ns(self) -> int:
+        return self.modified_ns
+
+
+class Bucket(Protocol):
+    """What serves the objects of one root, such as `s3://bucket`, by key."""
+
+    def known(self, key: str) -> ObjectInfo | None:
+        """What the last listing or request told of an object."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size and version of an object, asked now; raises ObjectMissing."""
+        ...
+
+    def get(self, key: str, span: tuple[int, int] | None = None, etag: str | None = None) -> tuple[bytes, ObjectInfo]:
+        """An object, or a range of it; ObjectChanged if it has another etag."""
+        ...
+
+    def list(self, prefix: str, *, deep: bool = False, most: int | None = None) -> list[tuple[str, ObjectInfo]]:
+        """The objects below a prefix, by the rest of their key; unless `deep`, folders as names that end in a slash."""
+        ...
+
+    def put(self, key: str, data: bytes | Path, *, is_new: bool = False) -> ObjectInfo:
+        """Upload an object whole or not at all, and verify it. With `is_new`, FileExistsError if there is one."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if there is one."""
+        ...
+
+
+_FOLDER = ObjectInfo(0, None, 0)
+
+
+class ObjectBucket:
+    """A bucket of S3, Google Cloud Storage or Azure, or a web server, by obstore."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._is_web = root.startswith("http")
+        self._obstore = import_extra("obstore", root)
+        self._store = _object_store(root)
+        self._known: dict[str, ObjectInfo] = {}
+
+    def known(self, key: str) -> ObjectInfo | None:
+        return self._known.get(key)
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._learn(retried(self._url(key), lambda: self._obstore.head(self._store, key)))
+
+    def get(self, key: str, span: tuple[int, int] | None = None, etag: str | None = None) -> tuple[bytes, ObjectInfo]:
+        def once() -> tuple[bytes, ObjectInfo]:
+            # Not `get_ranges`, which takes no etag: a batch could mix two versions of an object.
+            options = {"range": span, "if_match": etag}
+            result = self._obstore.get(self._store, key, options={k: v for k, v in options.items() if v is not None})
+            info = self._learn(result.meta)
+            data = cast(bytes, result.bytes())
+            size = info.num_bytes if span is None else min(span[1], info.num_bytes) - span[0]
+            if len(data) != size:
+                raise IncompleteBody(f"{len(data)} of {size} bytes arrived")
+            return data, info
+
+        return retried(self._url(key), once)
+
+    def list(self, prefix: str, *, deep: bool = False, most: int | None = None) -> list[tuple[str, ObjectInfo]]:
+        if self._is_web:  # a web server lists nothing
+            return []
+        start = len(prefix)
+
+        def once() -> list[tuple[str, ObjectInfo]]:
+            if deep or most is not None:
+                pages = self._obstore.list(
+                    self._store, prefix or None, **({} if most is None else {"chunk_size": most})
+                )
+                pages = islice(pages, None if most is None else 1)
+                return [(meta["path"][start:], self._learn(meta)) for page in pages for meta in page]
+            found = self._obstore.list_with_delimiter(self._store, prefix or None)
+            folders = [(name[start:].rstrip("/") + "/", _FOLDER) for name in found["common_prefixes"]]
+            return [*folders, *((meta["path"][start:], self._learn(meta)) for meta in found["objects"])]
+
+        return retried(self._url(prefix), once)
+
+    def put(self, key: str, data: bytes | Path, *, is_new: bool = False) -> ObjectInfo:
+        if self._is_web:
+            raise RemoteError(f"{self._url(key)}: a web server is read only. Write to s3://, gs:// or az://")
+        is_multipart = isinstance(data, Path) and data.stat().st_size > _MULTIPART_BYTES
+        options = {"use_multipart": is_multipart, "chunk_size": _MULTIPART_BYTES, "max_concurrency": 4}
+        mode = "create" if is_new else "overwrite"
+        try:
+            sent = retried(self._url(key), lambda: self._obstore.put(self._store, key, data, mode=mode, **options))
+        except FileExistsError:
+            # Perhaps by an attempt of ours whose answer was lost.
+            if self._is_same(key, data):
+                return self.head(key)
+            raise
+        if str(sent["e_tag"]).strip('"') != _expected_etag(data, is_multipart) and not self._is_same(key, data):
+            raise RemoteError(f"{self._url(key)}: differs from what was uploaded. Run the same command again")
+        return self.head(key)
+
+    def delete(self, key: str) -> None:
+        with suppress(ObjectMissing):
+            retried(self._url(key), lambda: self._obstore.delete(self._store, key))
+        self._known.pop(key, None)
+
+    def _url(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _learn(self, meta: Mapping[str, Any]) -> ObjectInfo:
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        modified_ns = int(meta["last_modified"].timestamp() * 1e9)
+        info = self._known[meta["path"]] = ObjectInfo(meta["size"], meta["e_tag"], modified_ns)
+        return info
+
+    def _is_same(self, key: str, data: bytes | Path) -> bool:
+        """Whether the object has these bytes; reads it."""
+        info = self.head(key)
+        with _opened(data) as ours:
+            for start in range(0, info.num_bytes, PART_BYTES):
+                theirs = self.get(key, (start, min(start + PART_BYTES, info.num_bytes)), info.etag)[0]
+                if bytes(theirs) != ours.read(PART_BYTES):
+                    return False
+            return not ours.read(1)
+
+
+def import_extra(module: str, where: str) -> Any:
+    """A module of the extra `cloud`."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise MissingExtra(f"{where}: needs {module}. Run: pip install 'millstream[cloud]'") from None
+
+
+def retried(url: str, once: Callable[[], Result]) -> Result:
+    """Call until it succeeds, fails for good, or has failed for MILLSTREAM_PATIENCE seconds; errors are ours."""
+    patience_s = float(os.environ.get("MILLSTREAM_PATIENCE", "60"))
+    deadline = time.monotonic() + patience_s
+    wait = _FIRST_WAIT_S
+    while True:
+        try:
+            return once()
+        except Exception as error:
+            if (final := _final_error(url, error)) is not None:
+                raise final from None
+            if time.monotonic() + wait > deadline:
+                raise RemoteError(
+                    f"{url}: no complete answer in {patience_s:g} s ({_reason(str(error))}). Check the network and "
+                    "the endpoint, and run the same command again"
+                ) from None
+        time.sleep(wait * random.uniform(0.5, 1.5))
+        wait = min(2 * wait, _LONGEST_WAIT_S)
+
+
+class IncompleteBody(Exception):
+    """The body of an answer has another length than announced."""
+
+
+def _final_error(url: str, error: Exception) -> Exception | None:
+    """What to raise for a failure that trying again would not mend."""
+    name, text = type(error).__name__, str(error)
+    if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
+        what = "no such bucket" if "NoSuchBucket" in text else "no such object"
+        return ObjectMissing(f"{url}: {what}")
+    if name == "AlreadyExistsError" or isinstance(error, FileExistsError):
+        return FileExistsError(f"{url}: already exists")
+    if name == "PreconditionError":
+        return ObjectChanged(f"{url}: was replaced")
+    denied = _DENIED.search(text)
+    if denied or name in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(error, PermissionError):
+        reason = denied[0] if denied else "access denied"
+        return AccessDenied(
+            f"{url}: refused by the server ({reason}). Check or renew the credentials in the environment"
+        )
+    status = next((a or b for a, b in _STATUS.findall(text)), "")
+    is_passing = name in ("GenericError", "JoinError", "IncompleteBody") or isinstance(error, OSError)
+    if not is_passing or (status.startswith("4") and status not in _PASSING):
+        return RemoteError(f"{url}: refused by the server ({_reason(text)})")
+    return None
+
+
+def _reason(text: str) -> str:
+    """What the server, or else obstore, tells of a failure; nothing of the request, which can hold credentials."""
+    if code := _CODE.search(text):
+        return code[1]
+    causes = {
+        "dns error": "the name of the server cannot be resolved",
+        "timed out": "timed out",
+        "TimedOut": "timed out",
+    }
+    cause = next((words for mark, words in causes.items() if mark in text), None)
+    told = cause or next(iter(re.findall(r'message: "([^"]+)"', text)), None) or text.partition("\n")[0]
+    told = told.rpartition(" - ")[2].strip(" :")
+    return re.sub(r"//[^/@\s]*@", "//", re.sub(r"\?[^\s)\"']*", "", told))[:120] or "unknown"
+
+
+def _object_store(root: str) -> Any:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    client = {
+        "connect_timeout": timedelta(seconds=5),
+        "read_timeout": timedelta(seconds=20),  # without a byte
+        "timeout": timedelta(seconds=300),
+        # Credentials are sent in the clear only to an endpoint that the user named so.
+        "allow_http": root.startswith("http:") or endpoint.startswith("http:"),
+    }
+    retry = {"max_retries": 0}  # `retried` tries again, also after a failure in the middle of a body
+    return import_module("obstore.store").from_url(root, client_options=client, retry_config=retry)
+
+
+def _expected_etag(data: bytes | Path, is_multipart: bool) -> str:
+    """What S3 answers for these bytes: their MD5, or the MD5 of the MD5s of their parts."""
+    parts: list[bytes] = []
+    whole = hashlib.md5(usedforsecurity=False)
+    with _opened(data) as file:
+        while part := file.read(_MULTIPART_BYTES):
+            whole.update(part)
+            parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+    if not is_multipart:
+        return whole.hexdigest()
+    return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+def _opened(data: bytes | Path) -> BinaryIO:
+    return data.open("rb") if isinstance(data, Path) else io.BytesIO(data)
+
+
+class _Process:
+    """The clients and request threads of one process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.buckets: dict[str, Bucket] = {}
+        self.pool: ThreadPoolExecutor | None = None
+
+
+_process = _Process()
+
+
+def _here() -> _Process:
+    """Those of this process: after a fork, clients, threads and locks belong to the parent."""
+    global _process
+    if _process.pid != os.getpid():
+        _process = _Process()
+    return _process
+
+
+def bucket_at(root: str) -> Bucket:
+    """The client of a root, in this process."""
+    here = _here()
+    with here.lock:
+        if root not in here.buckets:
+            here.buckets[root] = ObjectBucket(root)
+        return here.buckets[root]
+
+
+def request_threads() -> ThreadPoolExecutor:
+    """The threads that wait for answers, in this process."""
+    here = _here()
+    with here.lock:
+        if here.pool is None:
+            here.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="millstream-remote")
+        return here.pool
