@@ -208,7 +208,7 @@ def sample_evenly(train: Collection, num_classes: int, *, seed: int, memory: int
     parts = [subset(train, some) for some in np.split(order, np.cumsum(counts)[:-1]) if len(some)]
     each, more = divmod(len(train), len(parts))
     drawn = tuple(each + (number < more) for number in range(len(parts)))
-    return Mixture(Concat(parts), Drawn(tuple(map(len, parts)), drawn, seed))
+    return Mixture(Concat(parts), Drawn(tuple(map(len, parts)), (drawn,), seed))
 
 
 def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = False) -> Reads:
