@@ -1,5 +1,6 @@
 """The datasets and the tokenizer of the old streaming guide: its scripts run, and what it promises holds."""
 
+import copy
 import gzip
 import os
 import pickle
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import millstream as ms
 from millstream.classic import CachedStreamingDataset, MetaGeneTokenizer, SequenceDataset, StreamingSequenceDataset
-from millstream.classic.read_items import ReadItem as Item
+from millstream.classic.read_items import Item
 from millstream.classic.sequence_datasets import ReadDataset
 from millstream.errors import BadSetting, BadSource, StaleIndex
 
@@ -317,6 +318,19 @@ def test_an_item_is_int64_tensors_and_plain_ids_that_the_default_collate_takes(h
         "class_id": (4,),
         "tax_id": (4,),
     }
+
+
+def test_the_items_that_a_collate_fn_gets_are_like_dicts(here: Path):
+    dataset = make(StreamingSequenceDataset)
+    (item,) = dataset.__getitems__([3])
+    wanted = plain(dataset[3])
+    for made in (item, {**item}, copy.copy(item), item.copy(), pickle.loads(pickle.dumps(item)), item | {}):
+        assert list(made) == list(wanted) and plain(made) == wanted
+    assert item.get("tax_id") == wanted["tax_id"] and (item | {"tax_id": 5})["tax_id"] == 5
+    lists = DataLoader(dataset, batch_size=2, collate_fn=list)
+    assert [plain(made) for made in next(iter(lists))] == [plain(dataset[0]), plain(dataset[1])]
+    batch = default_collate(dataset.__getitems__([0, 1])[:])
+    assert batch["labels"].tolist() == [int(dataset[number]["labels"]) for number in (0, 1)]
 
 
 @pytest.mark.parametrize("kind", ALL)

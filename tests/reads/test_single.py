@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from millstream.errors import BadIndex
+from millstream.reads.batch import as_list
+from millstream.reads.files.index import IndexSettings
 from millstream.reads.files.sections import CRC_BYTES
 from millstream.reads.pack.pack import pack
 from millstream.reads.reads import Reads
@@ -65,6 +67,28 @@ def test_the_columns_of_a_read_come_when_they_are_asked_for(tmp_path: Path):
             assert {name: one.columns[name] for name in wanted} == wanted
     assert read == reads[-1] != reads[0] and "who" in repr(read)
     assert read.with_columns({"who": 3}).columns["who"] == 3 and read.columns["who"] == "r699"
+
+
+@pytest.mark.parametrize("kind", ["index", "pack"])
+def test_the_columns_of_one_read_are_those_of_a_batch(kind: str, tmp_path: Path):
+    """Values, codes of numbers and texts, lengths, and those of them that are missing in some headers."""
+    regex = r"(?P<value>\d+) (?P<code>\d+)?;(?P<text>[a-z]+)?;(?P<length>\d+);(?P<distinct>\w+)"
+    lines = [
+        f">{number * 977 % 5003} {'' if number % 3 else 10**15 + number % 5};{'' if number % 7 else 'ab'[number % 2]};"
+        f"{number % 50 + 1};n{number}\n{'A' * (number % 50 + 1)}\n"
+        for number in range(5000)
+    ]
+    file = tmp_path / "a.fa"
+    file.write_text("".join(lines))
+    if kind == "pack":
+        pack([file], tmp_path / "pack", settings=IndexSettings(header_regex=regex))
+    reads = opened(file, header_regex=regex) if kind == "index" else opened(tmp_path / "pack")
+    names = ["length", "value", "code", "text"]
+    batch = reads.fetch(range(5000), names)
+    found = [reads.columns_of(number, names) for number in range(5000)]
+    assert found == [{name: as_list(batch.columns[name])[number] for name in names} for number in range(5000)]
+    assert found[6] == {"length": 7, "value": 6 * 977 % 5003, "code": 10**15 + 1, "text": None}
+    assert reads[6].columns == {**found[6], "distinct": "n6"} == reads.columns_of(6)
 
 
 def test_a_newline_that_damage_made_moves_no_read_into_another(tmp_path: Path):

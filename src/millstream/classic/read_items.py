@@ -1,7 +1,8 @@
 """Reads as DataLoader gets them: the items of a batch, and the batch that the default collation makes of them."""
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, cast, overload
 
 import numpy as np
@@ -10,35 +11,53 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate, get_worker_info  # pyright: ignore
 
 from millstream.core.torch_data import default_collate_fn_map  # pyright: ignore
-from millstream.reads.tokenizers.kmers import Numbers
+from millstream.reads.tokenizers.kmers import Ids, Numbers
 
-Compact = NDArray[np.int16 | np.int32 | np.int64]
+as_tensor = cast("Callable[[NDArray[np.generic]], torch.Tensor]", torch.from_numpy)  # pyright: ignore
 
 
 class Rows(NamedTuple):
-    """Some reads, one row each: row i of `ids` is `counts[i]` tokens followed by padding."""
+    """Some reads, one row each: tokens followed by padding, 1 where there is a token, and the labels and ids."""
 
-    ids: Compact
-    counts: Numbers
+    ids: Ids
+    mask: Ids
     columns: Numbers  # one column per name in `names`
 
-    def take(self, places: Numbers) -> "Rows":
-        return Rows(self.ids[places], self.counts[places], self.columns[places])
+
+Item = dict[str, torch.Tensor | int]
 
 
-class ReadItem(dict[str, "torch.Tensor | int"]):
-    """One read. DataLoader's default collation makes a batch of the rows that the items of a batch come from."""
+class ReadItem(UserDict[str, torch.Tensor | int]):
+    """One read of a batch: a dict that is made when something looks into it.
+
+    DataLoader's default collation only looks at its type, and makes a batch of the rows that the items come from.
+    """
+
+    def __init__(self, items: "ReadItems", index: int) -> None:
+        self._items, self._index = items, index  # and no `data` yet
+
+    @cached_property
+    def data(self) -> Item:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._items.item(self._index)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return dict, (self.data,)
+
+    def __copy__(self) -> Item:
+        return dict(self.data)
+
+    def __or__(self, other: Mapping[str, torch.Tensor | int]) -> Item:  # pyright: ignore
+        return {**self.data, **other}
 
 
 class ReadItems(Sequence[ReadItem]):
     """The items of one batch, made when they are accessed: views of its rows."""
 
     def __init__(self, rows: Rows, names: Sequence[str]) -> None:
-        self.names = names
-        self.arrays = rows.ids, mask_of(rows), rows.columns
+        self.names, self.rows = names, rows
 
     def __len__(self) -> int:
-        return len(self.arrays[2])
+        return len(self.rows.columns)
 
     @overload
     def __getitem__(self, index: int) -> ReadItem: ...
@@ -47,9 +66,20 @@ class ReadItems(Sequence[ReadItem]):
     def __getitem__(self, index: int | slice) -> ReadItem | list[ReadItem]:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        ids, mask, columns = (array[index] for array in self.arrays)
-        item = ReadItem(zip(self.names[1:], columns[1:].tolist(), strict=True))
-        return ReadItem(input_ids=as_tensor(ids), attention_mask=as_tensor(mask), labels=as_tensor(columns)[0], **item)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        return ReadItem(self, index)
+
+    def item(self, index: int) -> Item:
+        """One item: views of its row."""
+        ids, mask, columns = self.rows
+        item: Item = {
+            "input_ids": as_tensor(ids[index]),
+            "attention_mask": as_tensor(mask[index]),
+            "labels": as_tensor(columns[index, 0, ...]),
+        }
+        item.update(zip(self.names[1:], columns[index, 1:].tolist(), strict=True))
+        return item
 
 
 class SentBatch:
@@ -62,34 +92,21 @@ class SentBatch:
         self._items = items
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _batch, (*self._items.arrays, self._items.names)
+        return _batch, (*self._items.rows, self._items.names)
 
 
-def _batch(ids: Compact, mask: Compact, columns: Numbers, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _batch(ids: Ids, mask: Ids, columns: Numbers, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """What the default collation makes of the items of these rows."""
     batch = {"input_ids": as_tensor(ids), "attention_mask": as_tensor(mask)}
-    batch.update(zip(names, as_tensor(columns.T.copy()).unbind(), strict=True))
+    by_name = columns.T if len(columns) == 1 else columns.T.copy()
+    batch.update(zip(names, map(as_tensor, by_name), strict=True))
     return batch
 
 
 def _collate(items: Sequence[ReadItem], *, collate_fn_map: object = None) -> object:
     if not isinstance(items, ReadItems):
-        return default_collate([dict(item) for item in items])
-    return SentBatch(items) if get_worker_info() else _batch(*items.arrays, items.names)
+        return default_collate([item.data for item in items])
+    return SentBatch(items) if get_worker_info() else _batch(*items.rows, items.names)
 
 
 cast("dict[type, Callable[..., object]]", default_collate_fn_map)[ReadItem] = _collate
-
-
-def mask_of(rows: Rows) -> Numbers:
-    """1 where an id is a token, 0 where it is padding."""
-    return (_places(rows.ids.shape[1]) < rows.counts[:, None]).astype(np.int64)
-
-
-@cache
-def _places(width: int) -> Numbers:
-    return np.arange(width, dtype=np.int64)
-
-
-def as_tensor(array: Compact) -> torch.Tensor:
-    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]

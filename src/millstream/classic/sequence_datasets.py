@@ -5,42 +5,34 @@ All three give the same items: a dict of `input_ids` and `attention_mask` (max_l
 class id, or without a mapping the class id itself. A read without a class id has the label -100; a missing id is -1.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from millstream.classic.preprocessed_folder import Scratch
-from millstream.classic.read_items import Compact, ReadItem, ReadItems, Rows, as_tensor, mask_of
-from millstream.core.console import progress, say
+from millstream.classic.read_items import Item, ReadItems
+from millstream.classic.read_rows import CLASS_ID, CachedRows, HeldRows, StreamedRows
+from millstream.core.console import say
 from millstream.core.registry import kind_at
 from millstream.core.torch_data import checked_indices
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.batch import ColumnValues
 from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.headers import Headers
 from millstream.reads.files.index import SUFFIX
 from millstream.reads.kind import open as open_reads
-from millstream.reads.mapping import LabelMapping, MappingSource, load_mapping
-from millstream.reads.reads import Reads
+from millstream.reads.mapping import MappingSource, load_mapping
 from millstream.reads.tokenizers import tokenizer as tokenizer_named
-from millstream.reads.tokenizers.kmers import Numbers, Tokenizer
+from millstream.reads.tokenizers.kmers import Tokenizer
 
-CHUNK_READS = 8192  # tokenised at a time
 MEMORY = "1GB"
-CLASS_ID, TAX_ID = "class_id", "tax_id"
-NO_LABEL = -100  # ignored by torch's cross entropy
-NO_ID = -1
+TAX_ID = "tax_id"
 OLD_SUFFIX = ".index.pkl"
 
-CompactType = type[np.int16 | np.int32 | np.int64]
 
-
-class ReadDataset(Dataset[ReadItem]):
+class ReadDataset(Dataset[Item]):
     """Base of the three datasets. DataLoader calls `__getitems__` once per batch: one fetch, one call to tokenize."""
 
     def __init__(
@@ -82,17 +74,27 @@ class ReadDataset(Dataset[ReadItem]):
         self.num_classes = None if labels is None else labels.num_classes
         """Number of classes in the mapping; None without one."""
         self._rows = self._source(streamed)
+        self._length = len(self._rows)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._length
 
-    def __getitem__(self, index: int) -> ReadItem:
-        return self.__getitems__([index])[0]
+    def __getitem__(self, index: int) -> Item:
+        return self.__getitems__([index]).item(0)
 
     def __getitems__(self, indices: Sequence[int]) -> ReadItems:
-        return ReadItems(self._rows.fetch(checked_indices(indices, len(self))), self._rows.names)
+        if len(indices) == 1:
+            rows = self._rows.one(self._checked_index(int(indices[0])))
+        else:
+            rows = self._rows.fetch(checked_indices(indices, self._length))
+        return ReadItems(rows, self._rows.names)
 
-    def _source(self, streamed: "StreamedRows") -> "StreamedRows | HeldRows | CachedRows":
+    def _checked_index(self, index: int) -> int:
+        if not -self._length <= index < self._length:
+            raise IndexError(f"record {index} of {self._length}")
+        return index if index >= 0 else index + self._length
+
+    def _source(self, streamed: StreamedRows) -> StreamedRows | HeldRows | CachedRows:
         """Where the dataset takes its rows from."""
         return streamed
 
@@ -106,7 +108,7 @@ class SequenceDataset(ReadDataset):
     >>> loader = DataLoader(dataset, batch_size=32, shuffle=True)
     """
 
-    def _source(self, streamed: "StreamedRows") -> "HeldRows":
+    def _source(self, streamed: StreamedRows) -> HeldRows:
         self._held = HeldRows(streamed)
         return self._held
 
@@ -163,7 +165,7 @@ class CachedStreamingDataset(ReadDataset):
         reads = fasta_path, mapping_df, tokenizer, header_regex, max_length, cache_index
         super().__init__(*reads, on_mismatch=on_mismatch, memory=memory)
 
-    def _source(self, streamed: "StreamedRows") -> "CachedRows":
+    def _source(self, streamed: StreamedRows) -> CachedRows:
         self._cached = CachedRows(streamed, size=self._cache_size)
         return self._cached
 
@@ -176,218 +178,6 @@ class CachedStreamingDataset(ReadDataset):
     def held_bytes(self) -> int:
         """Bytes of the reads in this process's cache."""
         return self._cached.held_bytes
-
-
-# -- rows of tokens, labels and ids
-
-
-class StreamedRows:
-    """Rows read and tokenised on demand. `open_again` opens the reads, also when this object is unpickled.
-
-    `names` are the columns: `labels`, and the ids in the headers. `scratch` is the folder of an index that is not kept.
-    """
-
-    def __init__(
-        self,
-        open_again: Callable[..., Reads],
-        *,
-        ids: tuple[str, ...],
-        labels: LabelMapping | None,
-        tokenizer: Tokenizer,
-        max_length: int,
-        scratch: Scratch | None,
-    ) -> None:
-        self.names = ("labels", *ids)
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self._labels = labels
-        self._key = labels.key if labels else CLASS_ID
-        self._scratch = scratch
-        self._open_again = open_again
-        self._open()
-
-    def __len__(self) -> int:
-        return len(self._reads)
-
-    def fetch(self, numbers: Numbers) -> Rows:
-        batch = self._reads.fetch(numbers, list(dict.fromkeys(["sequence", self._key, *self.names[1:]])))
-        ids, mask = self.tokenizer.tokenize(
-            batch.flat, batch.offsets, max_length=self.max_length, pad="max_length", dtype=np.int64
-        )
-        columns = np.empty((len(batch), len(self.names)), np.int64)
-        columns[:, 0] = _label_numbers(batch.columns[self._key], self._labels)
-        for place, name in enumerate(self.names[1:], start=1):
-            columns[:, place] = _integers(batch.columns[name], NO_ID)
-        return Rows(ids, mask.sum(axis=1), columns)
-
-    def __getstate__(self) -> Mapping[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_reads"}
-
-    def __setstate__(self, state: Mapping[str, object]) -> None:
-        self.__dict__.update(state)
-        if self._scratch is not None and not self._scratch.path.exists():  # the process that created it has ended
-            self._scratch = Scratch()
-        self._open()
-
-    def _open(self) -> None:
-        self._reads = self._open_again(index_dir=None if self._scratch is None else self._scratch.path)
-
-
-class HeldRows:
-    """All rows of a source in memory: tokens concatenated without padding, in the smallest dtype that fits.
-
-    They are torch tensors, so spawned DataLoader workers share them instead of copying.
-    """
-
-    def __init__(self, rows: StreamedRows) -> None:
-        self.names = rows.names
-        self._width = rows.max_length
-        self._pad_id = rows.tokenizer.pad_id
-        kind = _smallest(rows.tokenizer.vocab_size - 1)
-        tokens: list[Compact] = []
-        counts, columns = np.empty(len(rows), np.int64), np.empty((len(rows), len(rows.names)), np.int64)
-        with progress("tokenize", len(rows)) as update:
-            for start in range(0, len(rows), CHUNK_READS):
-                chunk = slice(start, min(start + CHUNK_READS, len(rows)))
-                found = rows.fetch(np.arange(chunk.start, chunk.stop))
-                counts[chunk], columns[chunk] = found.counts, found.columns
-                tokens.append(found.ids[mask_of(found) == 1].astype(kind))
-                update(chunk.stop)
-        self._tokens = as_tensor(_joined(tokens, kind))
-        self._ends = as_tensor(np.cumsum(counts))
-        self._columns = as_tensor(columns)
-
-    @property
-    def held_bytes(self) -> int:
-        return self._tokens.nbytes + self._ends.nbytes + self._columns.nbytes
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def fetch(self, numbers: Numbers) -> Rows:
-        tokens, ends = self._tokens.numpy(), self._ends.numpy()
-        if len(numbers) == 1:  # a batch of one read
-            number = int(numbers[0])
-            start, end = int(ends[number - 1]) if number else 0, int(ends[number])
-            ids = np.full((1, self._width), self._pad_id, np.int64)
-            ids[0, : end - start] = tokens[start:end]
-            return Rows(ids, np.array([end - start]), self._columns.numpy()[number : number + 1].copy())
-        starts = np.where(numbers > 0, ends[numbers - 1], 0)
-        counts = ends[numbers] - starts
-        rows = Rows(
-            np.full((len(numbers), self._width), self._pad_id, np.int64), counts, self._columns.numpy()[numbers]
-        )
-        total = np.cumsum(counts)
-        rows.ids[mask_of(rows) == 1] = tokens[np.arange(counts.sum()) + np.repeat(starts - total + counts, counts)]
-        return rows
-
-
-class CachedRows:
-    """An LRU cache of `size` rows in front of a source. Unpickled, it starts empty."""
-
-    def __init__(self, rows: StreamedRows, *, size: int) -> None:
-        self.names = rows.names
-        self._rows = rows
-        self._size = min(size, len(rows))
-        self._width = rows.max_length
-        self._kind = _smallest(max(rows.tokenizer.vocab_size - 1, rows.tokenizer.pad_id))
-        self._clear()
-
-    def _clear(self) -> None:
-        # record number -> row of the cache, least recently used first
-        self._places: OrderedDict[int, int] = OrderedDict()
-        self._cache = self._empty_rows(self._size, self._kind)  # memory is allocated on first write
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._places)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the rows now in the cache."""
-        return sum(part[: self.num_cached].nbytes for part in self._cache)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def fetch(self, numbers: Numbers) -> Rows:
-        places = np.array([self._find(number) for number in numbers.tolist()], np.int64)
-        cached = places >= 0
-        rows = self._empty_rows(len(numbers), np.int64)
-        _put(rows, cached, self._cache.take(places[cached]))
-        if not cached.all():
-            missing, which = np.unique(numbers[~cached], return_inverse=True)
-            found = self._rows.fetch(missing)
-            _put(rows, ~cached, found.take(which))
-            self._keep(missing, found)
-        return rows
-
-    def __getstate__(self) -> Mapping[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_places", "_cache")}
-
-    def __setstate__(self, state: Mapping[str, object]) -> None:
-        self.__dict__.update(state)
-        self._clear()
-
-    def _empty_rows(self, count: int, kind: CompactType) -> Rows:
-        ids = np.empty((count, self._width), kind)
-        return Rows(ids, np.empty(count, np.int64), np.empty((count, len(self.names)), np.int64))
-
-    def _find(self, number: int) -> int:
-        place = self._places.get(number, -1)
-        if place >= 0:
-            self._places.move_to_end(number)
-        return place
-
-    def _keep(self, numbers: Numbers, rows: Rows) -> None:
-        if not self._size:
-            return
-        newest = np.arange(max(len(numbers) - self._size, 0), len(numbers))
-        places = np.empty(len(newest), np.int64)
-        for at, number in enumerate(numbers[newest].tolist()):
-            full = len(self._places) == self._size
-            places[at] = self._places.popitem(last=False)[1] if full else len(self._places)
-            self._places[number] = int(places[at])
-        _put(self._cache, places, rows.take(newest))
-
-
-def _smallest(largest_id: int) -> CompactType:
-    """The smallest dtype for ids up to this one."""
-    return next(kind for kind in (np.int16, np.int32, np.int64) if largest_id <= np.iinfo(kind).max)
-
-
-def _joined(parts: list[Compact], kind: CompactType) -> Compact:
-    """All parts in one array. Each part is freed once it is copied, so the peak stays below twice their size."""
-    out = np.empty(sum(map(len, parts)), kind)
-    at = len(out)
-    while parts:
-        part = parts.pop()
-        at -= len(part)
-        out[at : at + len(part)] = part
-    return out
-
-
-def _put(rows: Rows, places: Numbers | NDArray[np.bool_], other: Rows) -> None:
-    for part, values in zip(rows, other, strict=True):
-        part[places] = values
-
-
-def _label_numbers(keys: ColumnValues, mapping: LabelMapping | None) -> Numbers:
-    """The same as the column `label` of the reads, but faster, which matters for batches of one read."""
-    if mapping is None:
-        return _integers(keys, NO_LABEL)
-    if not isinstance(keys, list):
-        return mapping.rows(keys)
-    known = np.array([key is not None for key in keys], np.bool_)
-    labels = np.full(len(keys), NO_LABEL, np.int64)
-    labels[known] = mapping.rows(_integers(keys, NO_ID)[known])
-    return labels
-
-
-def _integers(values: ColumnValues, missing: int) -> Numbers:
-    if isinstance(values, list):
-        return np.array([missing if value is None else value for value in values], np.int64)
-    return values
 
 
 def _id_columns(header_regex: str, *, need_class: bool) -> tuple[str, ...]:

@@ -77,6 +77,13 @@ class LabelMapping:
         rows = np.minimum(np.searchsorted(self.ids, wanted), self.num_classes - 1)
         return np.where(self.ids[rows] == wanted, rows, -1)
 
+    def row(self, value: int) -> int:
+        """The row of one class id, without an array."""
+        at = int(self.ids.searchsorted(value))
+        if at == len(self.ids) or self.ids[at] != value:
+            self.check([value], where="the given class ids")
+        return at
+
     def check(self, ids: ArrayLike, *, where: str) -> None:
         """BadSource if a class id found in `where` (a file, usually) is not in the mapping."""
         unknown = np.setdiff1d(np.asarray(ids, np.int64), self.ids)

@@ -57,6 +57,7 @@ class Reads(Collection):
         if mapping is not None:
             self._check_mapping(mapping)
         self._has_columns = bool(self.column_names)
+        self._stored = {name for name in self._header_columns if self._is_indexed(name)}
 
     @property
     def parts(self) -> list[Part]:
@@ -94,8 +95,8 @@ class Reads(Collection):
         if not hasattr(number, "__index__"):
             raise BadSetting(f"reads[{number!r}]: must be a whole number or a slice. By name: reads.by_name(...)")
         place = self._number(number)
-        index = bisect_right(self._first_numbers, place) - 1 if len(self._parts) > 1 else 0
-        fields = None if self.has_large else self._parts[index].one(place - self._first_numbers[index])
+        part, row = self._part_of(place)
+        fields = None if self.has_large else part.one(row)
         if fields is None:
             return fetch_reads(self, np.array([place], np.int64))[0]
         return Read(*fields, (self, place) if self._has_columns else None)
@@ -103,9 +104,13 @@ class Reads(Collection):
     def __iter__(self) -> Iterator[Read]:
         return iterate(self, range(len(self)))
 
-    def columns_of(self, number: int) -> dict[str, object]:
-        """The columns of one read."""
-        return {name: as_list(column)[0] for name, column in self.fetch([number], self.column_names).columns.items()}
+    def columns_of(self, number: int, names: Sequence[str] | None = None) -> dict[str, object]:
+        """The columns of one read; all of them, or those in `names`."""
+        wanted = tuple(self.column_names if names is None else names)
+        if self._stored.issuperset(wanted):
+            part, row = self._part_of(number)
+            return dict(zip(wanted, part.columns.one(row, wanted, lengths=part.lengths), strict=True))
+        return {name: as_list(column)[0] for name, column in self.fetch([number], wanted).columns.items()}
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> ReadBatch:
         """Sequences and columns of many reads, in the given order.
@@ -181,8 +186,7 @@ class Reads(Collection):
     def region(self, name: str | int, start: int, end: int) -> str:
         """Bases [start, end) of the record with this name or number, without reading the rest of it."""
         number = self._number(name)
-        index = bisect_right(self._first_numbers, number) - 1
-        part, row = self._parts[index], number - self._first_numbers[index]
+        part, row = self._part_of(number)
         if not 0 <= start <= end <= part.length(row):
             has = f"which has {part.length(row)} bases"
             raise IndexError(f"{self._where()}: region {start}:{end} of record {name!r}, {has}")
@@ -314,6 +318,11 @@ class Reads(Collection):
             wrong = numbers[(numbers < -len(self)) | (numbers >= len(self))]
             raise IndexError(f"record {wrong[0]} of {len(self)} in {self._where()}")
         return np.where(numbers < 0, numbers + len(self), numbers)
+
+    def _part_of(self, number: int) -> tuple[Part, int]:
+        """The part with a record, and its row there."""
+        index = bisect_right(self._first_numbers, number) - 1 if len(self._parts) > 1 else 0
+        return self._parts[index], number - self._first_numbers[index]
 
     def _number(self, name: str | int) -> int:
         if not isinstance(name, str):

@@ -51,6 +51,7 @@ class ReadFile:
 
     def __init__(self, path: Path, sections: Sections, *, memory: int) -> None:
         self.path = path
+        self._path = str(path)
         self.sections = sections
         self.memory = memory
         self.longest: int = sections.meta["longest"]  # pyright: ignore
@@ -120,7 +121,7 @@ class ReadFile:
 
     def _state(self) -> tuple[int, int, int] | None:
         try:
-            stat = os.stat(self.path)
+            stat = os.stat(self._path)
         except FileNotFoundError:
             return None
         return stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,6 +1,6 @@
 """Header columns, written to an index and read from it, encoded in bounded memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +17,7 @@ from millstream.core.record import Bytes
 from millstream.errors import BadSource
 from millstream.reads.files.encodings import LIMIT, BitColumnWriter, IntegerDictionary, TextDictionary
 from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Texts
+from millstream.reads.files.records import Values
 from millstream.reads.files.scanner import Scanned
 from millstream.reads.files.sections import Column, Sections, SectionsWriter
 
@@ -157,6 +158,7 @@ class HeaderColumns:
     def __init__(self, sections: Sections) -> None:
         self._sections = sections
         self._columns = {stored.name: _ColumnReader(stored, sections) for stored in stored_columns(sections)}
+        self._rows: dict[tuple[str, ...], tuple[Values, list[_ColumnReader]]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
@@ -196,6 +198,16 @@ class HeaderColumns:
         texts = [text[start:end].decode(errors="replace") if valid else None for start, end, valid in spans]
         return pa.array(texts, pa.string())
 
+    def one(self, row: int, names: tuple[str, ...], *, lengths: Callable[[Numbers], Numbers]) -> list[object]:
+        """The values of one row, of columns that are stored by themselves; without an array per column."""
+        if names not in self._rows:
+            readers = [self._columns[name] for name in names]
+            stored_in = [column for reader in readers for column in reader.stored_in]
+            self._rows[names] = Values(self._sections, stored_in), readers
+        source, readers = self._rows[names]
+        values = iter(source.one(row))
+        return [reader.one(row, values, lengths) for reader in readers]
+
     @cached_property
     def _regex(self) -> Headers:
         return Headers(cast("dict[str, Any]", self._sections.meta["settings"])["header_regex"])
@@ -217,6 +229,24 @@ class _ColumnReader:
                 ends = sections.array(f"{stored.name}.ends", np.int64).tolist()
                 texts = [bytes(flat[a:b]).decode(errors="replace") for a, b in pairwise(ends)]
                 self.distinct = pa.array(texts, pa.string())
+
+    @property
+    def stored_in(self) -> Sequence[Column]:
+        """The columns of the file with its values, and with whether they are valid."""
+        return [column for column in (self._column, self._valid) if column is not None]
+
+    def one(self, row: int, values: Iterator[int], lengths: Callable[[Numbers], Numbers]) -> object:
+        """The value of a row, given what `stored_in` has there."""
+        if self._column is None:
+            value = int(lengths(np.array([row], np.int64))[0])
+        else:
+            value = next(values)
+        if self._valid is not None and not next(values):
+            return None
+        if self.stored.kept != "codes":
+            return value
+        assert self.distinct is not None
+        return self.distinct[value].as_py() if isinstance(self.distinct, pa.Array) else int(self.distinct[value])
 
     def take(self, rows: Numbers, lengths: Callable[[Numbers], Numbers]) -> pa.Array:
         mask = None if self._valid is None else self._valid.take(rows) == 0

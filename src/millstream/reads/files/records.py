@@ -88,9 +88,25 @@ class Sums:
         return found
 
 
+class Values:
+    """Columns of which all values of one row are needed."""
+
+    def __init__(self, sections: Sections, columns: list[Column]) -> None:
+        self._sections = sections
+        self._index = sections.words, sections.checked, table_of(columns)
+        self._count = len(columns)
+
+    def one(self, row: int) -> list[int]:
+        """The value of each column."""
+        out = np.empty(self._count, np.int64)
+        while (block := _take_one(*self._index, row, out)) >= 0:
+            self._sections.check_block(block)
+        return out.tolist()
+
+
 def table_of(columns: list[Column]) -> Numbers:
     """Where columns are in the words of a file, as the kernels take it."""
-    return np.array([column.places for column in columns], np.int64)
+    return np.array([column.places for column in columns], np.int64).reshape(-1, 2)
 
 
 def write_lines(text: Bytes, found: Locations, *, has_quality: bool) -> Generator[bytes]:
@@ -198,6 +214,17 @@ def _locate_one(words: Words, checked: Checked, table: Numbers, row: int, runs: 
     head = span - value_at(words, table, _TAIL, row) - gap - runs * bases
     line, eol = value_at(words, table, _LINE, row), value_at(words, table, _EOL, row)
     return start, head, bases, span, line, eol, gap
+
+
+@kernel
+def _take_one(words: Words, checked: Checked, table: Numbers, row: int, out: Numbers) -> int:
+    """The values of all columns; or a megabyte to verify first."""
+    for column in range(len(out)):
+        block = unverified(words, checked, table, column, row, row)
+        if block >= 0:
+            return block
+        out[column] = value_at(words, table, column, row)
+    return -1
 
 
 @kernel

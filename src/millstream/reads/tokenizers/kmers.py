@@ -59,10 +59,14 @@ class Tokenizer(Protocol):
 
 def frozen(flat: Bases, offsets: Numbers) -> tuple[Bases, Numbers]:
     """The batch as read-only arrays: numba would compile again for writable ones."""
-    views = np.ascontiguousarray(flat, np.uint8).view(), np.ascontiguousarray(offsets, np.int64).view()
-    for view in views:
-        view.flags.writeable = False
-    return views
+    flat, offsets = np.ascontiguousarray(flat, np.uint8), np.ascontiguousarray(offsets, np.int64)
+    if flat.flags.writeable:
+        flat = flat.view()
+        flat.flags.writeable = False
+    if offsets.flags.writeable:
+        offsets = offsets.view()
+        offsets.flags.writeable = False
+    return flat, offsets
 
 
 def width_of(counts: Numbers, *, max_length: int | None, pad: Pad) -> int:
@@ -185,17 +189,19 @@ class Kmers:
         if dtype == np.int32 and self.k > LARGEST_K_INT32:
             raise ValueError(f"{self.name}: int32 ids allow k up to {LARGEST_K_INT32}; use dtype=np.int64")
         flat, offsets = frozen(flat, offsets)
-        counts = np.maximum((np.diff(offsets) - self.k) // self.stride + 1, 0)
+        counts = offsets[:0]  # of no interest: not counted, which would take as long as the tokens of one read
+        if pad == "longest":
+            counts = np.maximum((np.diff(offsets) - self.k) // self.stride + 1, 0)
         width = width_of(counts, max_length=max_length, pad=pad)
-        ids, mask = rectangle(counts.size, width, dtype=dtype)
-        read = _fill(flat, offsets, CODES, self.k, self.stride, self.canonical, ids, mask)
+        tokens = rectangle(offsets.size - 1, width, dtype=dtype)
+        read = _fill(flat, offsets, CODES, self.k, self.stride, self.canonical, *tokens)
         if read >= 0:
             found = foreign_bytes(flat[offsets[read] : offsets[read + 1]], CODES == FOREIGN)
             raise BadSource(
                 f"read {read} of the batch contains {found}: the {self.name} tokenizer accepts A C G T U N and the "
                 "IUPAC codes R Y S W K M B D H V; for protein or other text use another tokenizer, such as hf(folder)"
             )
-        return Tokens(ids, mask)
+        return tokens
 
 
 @kernel
