@@ -212,11 +212,14 @@ def equal_bins(values: Counts, num_bins: int) -> NDArray[np.int64]:
 
 
 def macro_f1(labels: Counts, predicted: Counts) -> float:
-    """The mean F1 over the classes that occur in the labels; records of label -1 are left out. NaN without any."""
+    """The mean F1 over the classes that occur in the labels; records of label -1 are left out. NaN without any.
+
+    A record predicted as -1 is assigned to no class.
+    """
     true, found = np.asarray(labels, np.int64), np.asarray(predicted, np.int64)
     true, found = true[true >= 0], found[true >= 0]
     size = int(max(true.max(initial=0), found.max(initial=0))) + 1
-    counts = (np.bincount(some, minlength=size) for some in (true, found, true[true == found]))
+    counts = (np.bincount(some, minlength=size) for some in (true, found[found >= 0], true[true == found]))
     return float(macro_f1s(*counts))
 
 

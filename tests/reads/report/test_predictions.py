@@ -9,29 +9,35 @@ from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, precisio
 
 from millstream.reads.report import predictions
 from millstream.reads.report.predictions import ThresholdCurve, confusion, draws_of, tally
-from millstream.report.measures import mean
+from millstream.report.measures import macro_f1, mean
 
 Codes = NDArray[np.int64]
 
 
-def made(seed: int, *, size: int = 500, num_classes: int = 7, unknown: bool = True) -> tuple[Codes, Codes, Codes]:
-    """Labels without the class 2, predictions without 3, and probabilities with ties."""
+def made(
+    seed: int, *, size: int = 500, num_classes: int = 7, unknown: bool = True, unclassified: bool = False
+) -> tuple[Codes, Codes, Codes]:
+    """Labels without the class 2, predictions without 3, and probabilities with ties; 0 for unclassified reads (-1)."""
     rng = np.random.default_rng(seed)
     labels = rng.choice([label for label in range(-1 if unknown else 0, num_classes) if label != 2], size)
     found = np.where(rng.random(size) < 0.6, labels, rng.integers(num_classes, size=size))
     found[(found == 3) | (found < 0)] = 4
-    return labels, found, rng.integers(1, 50, size) / 50
+    chances = rng.integers(1, 50, size) / 50
+    if unclassified:
+        none = rng.random(size) < 0.2
+        found[none], chances[none] = -1, 0
+    return labels, found, chances
 
 
-@pytest.mark.parametrize(("seed", "unknown"), list(product(range(5), (True, False))))
-def test_accuracy_and_f1_equal_scikit_learn_on_reads_of_known_classes(seed: int, unknown: bool):
-    labels, found, _ = made(seed, unknown=unknown)
+@pytest.mark.parametrize(("seed", "unknown", "unclassified"), list(product(range(3), *2 * [(True, False)])))
+def test_accuracy_and_f1_equal_scikit_learn_on_reads_of_known_classes(seed: int, unknown: bool, unclassified: bool):
+    labels, found, _ = made(seed, unknown=unknown, unclassified=unclassified)
     known = labels >= 0
     present = np.unique(labels[known])
     counts = tally(labels, found, 7)
     assert counts.accuracy[0] == pytest.approx(accuracy_score(labels[known], found[known]))
     expected = f1_score(labels[known], found[known], labels=present, average="macro", zero_division=0)
-    assert counts.macro_f1[0] == pytest.approx(expected)
+    assert counts.macro_f1[0] == pytest.approx(expected) == pytest.approx(macro_f1(labels, found))
     precision, recall, f1, support = precision_recall_fscore_support(
         labels[known], found[known], labels=range(7), zero_division=np.nan
     )
@@ -52,13 +58,13 @@ def test_without_reads_of_known_classes_measures_are_nan():
     assert np.isnan(counts.accuracy[0]) and np.isnan(counts.macro_f1[0])
 
 
-@pytest.mark.parametrize("most", [4_000_000, 1])
-def test_the_confusion_matrix_equals_scikit_learn(most: int):
-    labels, found, _ = made(1)
+@pytest.mark.parametrize(("most", "unclassified"), list(product([4_000_000, 1], [True, False])))
+def test_the_confusion_matrix_equals_scikit_learn(most: int, unclassified: bool):
+    labels, found, _ = made(1, unclassified=unclassified)
     cells = confusion(labels, found, 7, max_dense=most)
-    expected = confusion_matrix(labels, found, labels=[*range(7), -1])[:, :7]
+    expected = confusion_matrix(labels, found, labels=[*range(7), -1])
     assert np.array_equal(cells.dense(7), expected)
-    assert np.array_equal(cells.unknown(7), expected[-1])
+    assert np.array_equal(cells.unknown(7), expected[-1, :7])
     one, other = cells.tally(7), tally(labels, found, 7)
     assert all(np.array_equal(getattr(one, name), getattr(other, name)[0]) for name in ("true", "assigned", "hits"))
 
@@ -82,6 +88,22 @@ def test_classified_unknown_reads_are_errors_at_every_threshold(seed: int):
     assert curve.coverage[-1] == 1
 
 
+def test_unclassified_reads_are_below_every_threshold():
+    labels, found, chances = made(0, unclassified=True)
+    right = (found == labels) & (labels >= 0)
+    assert ((labels < 0) & (found < 0)).any()
+    curve = predictions.threshold_curve(labels, right, chances)
+    assert curve.threshold[-1] > 0 and curve.coverage[-1] == (found >= 0).mean()
+    at = predictions.at_threshold(labels, right, chances, 0.0)
+    assert (at.coverage, at.precision, at.recall) == (curve.coverage[-1], curve.precision[-1], curve.recall[-1])
+    assert at.unknown == (found[labels < 0] >= 0).mean()
+
+
+def test_a_model_that_classifies_nothing_has_no_threshold():
+    curve = predictions.threshold_curve(np.zeros(3, np.int64), np.zeros(3, bool), np.zeros(3))
+    assert curve.coverage.tolist() == curve.recall.tolist() == [0] and curve.loosest(0.5) is None
+
+
 def test_the_loosest_threshold_is_the_lowest_with_enough_precision():
     numbers = np.array([0.9, 0.8, 0.7, 0.6])
     curve = ThresholdCurve(numbers, numbers, precision=np.array([1.0, 0.94, 0.96, 0.5]), recall=numbers)
@@ -96,18 +118,19 @@ def test_a_threshold_above_all_probabilities_classifies_nothing():
 
 def test_a_thinned_curve_keeps_its_ends():
     labels = np.zeros(5000, np.int64)
-    chances = np.linspace(0, 1, 5000)
+    chances = np.linspace(1, 5000, 5000) / 5000
     curve = predictions.threshold_curve(labels, labels == 0, chances)
     few = curve.thinned()
     assert len(few.threshold) == predictions.MAX_POINTS
-    assert (few.threshold[0], few.threshold[-1], few.coverage[-1]) == (1, 0, 1)
+    assert (few.threshold[0], few.threshold[-1], few.coverage[-1]) == (1, 1 / 5000, 1)
 
 
 def test_abundance_error_is_the_l1_distance_with_unknown_as_a_class():
-    labels, found, _ = made(2)
+    labels, found, _ = made(2, unclassified=True)
     true = np.array([(labels == label).mean() for label in range(-1, 7)])
     predicted = np.array([(found == label).mean() for label in range(-1, 7)])
     assert confusion(labels, found, 7).abundance_error(7) == pytest.approx(np.abs(true - predicted).sum())
+    assert confusion(labels, labels, 7).abundance_error(7) == 0  # reads of no known class are left unclassified
     assert confusion(labels, labels % 7, 7).abundance_error(7) == pytest.approx(2 * (labels < 0).mean())
 
 

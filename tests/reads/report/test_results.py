@@ -13,6 +13,7 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from millstream.core.tables import publish_table
 from millstream.errors import BadSource
+from millstream.reads.report import report_on
 from millstream.reads.report.evaluate import read_results
 from millstream.reads.report.results import ModelResult, ReadResults, class_rows, confused_pairs
 from millstream.training.folder import kind_of
@@ -126,6 +127,34 @@ def test_reads_of_no_known_class_are_counted(results: ReadResults):
     assert finding(results, "20 of 1,500 on known", "20 of 1,500 on heldout")
 
 
+def test_unclassified_reads_count_as_missed(small: Path):
+    before = read(small).models[0].splits["known"]
+    rewrite(small, lambda row: row | {"probability": 0.0} if row["record"] % 4 == 0 and row["model"] == "cnn" else row)
+    rows, found = rows_of(small, "cnn", "known"), model(read(small), "cnn").splits["known"]
+    known, none = rows["label"] >= 0, rows["probability"] == 0
+    labels, classes = rows["label"][known], np.where(none, -1, rows["class"])[known]
+    assert (found.unclassified, before.unclassified) == (0.25, 0)
+    assert found.accuracy.value == pytest.approx((labels == classes).mean())
+    assert found.accuracy.value < before.accuracy.value
+    assert found.macro_f1.value == pytest.approx(f1_score(labels, classes, labels=range(6), average="macro"))
+    assert found.ranks[1].accuracy.value == pytest.approx(((labels // 2 == classes // 2) & (classes >= 0)).mean())
+    assert found.confidence == pytest.approx(rows["probability"][known].mean())
+    for row, label in zip(class_rows(read(small), found), range(6), strict=True):
+        assert row.assigned == ((rows["class"] == label) & ~none).sum()
+        assert row.recall == pytest.approx((classes == label)[labels == label].mean())
+    pairs = confused_pairs(read(small), found, most=100)
+    assert sum(one.reads for one in pairs) == ((rows["class"] != rows["label"]) & ~none).sum()
+    assert finding(read(small), "cnn leaves", "25.0% of reads on known", "count as missed")
+    assert not finding(read(small), "kmer-linear leaves")
+
+
+def test_a_model_that_classifies_nothing_is_reported(small: Path):
+    rewrite(small, lambda row: row | {"probability": 0.0} if row["model"] == "cnn" else row)
+    found = model(read(small), "cnn").splits["known"]
+    assert (found.unclassified, found.accuracy.value, found.macro_f1.value) == (1, 0, 0)
+    assert report_on(read(small)).write(small / "report.html").exists()
+
+
 def test_test_splits_come_first_and_their_gap_is_a_finding(results: ReadResults):
     assert list(results.splits) == ["known", "heldout", "val"] and list(results.tests) == ["known", "heldout"]
     (one,) = results.gaps
@@ -225,7 +254,7 @@ def test_a_model_that_is_precise_enough_with_all_reads_classified_needs_no_thres
     found = read(make_read_run(tmp_path, models={"good": Made("good", {"val": 0.98, "known": 0.9})}))
     split = found.models[0].splits["known"]
     assert found.models[0].threshold == 0 and split.coverage == split.unknown_called == 1
-    assert finding(found, "good", "no threshold is set")
+    assert finding(found, "good", "without a threshold, so none is set")
 
 
 def test_read_pairs_are_counted_as_pairs(tmp_path: Path):

@@ -16,6 +16,7 @@ from millstream.core.console import format_bytes, format_seconds, say
 from millstream.errors import BadSetting
 from millstream.reads.classifiers.nets import (
     CLASS,
+    PROBABILITY,
     KmerLinear,
     Pretrained,
     ReadCNN,
@@ -211,5 +212,6 @@ def _tokenizer(name: str, settings: ReadSettings) -> str:
 
 
 def _macro_f1(labels: Labels, outcome: Outcome) -> float:
-    """The mean F1 over the classes that occur; reads of unknown classes are excluded."""
-    return float(np.nan_to_num(measures.macro_f1(labels, outcome[CLASS])))
+    """The mean F1 over the classes that occur; reads of unknown classes are excluded, unclassified ones are missed."""
+    found = np.where(np.asarray(outcome[PROBABILITY], np.float32) > 0, outcome[CLASS], -1)
+    return float(np.nan_to_num(measures.macro_f1(labels, found)))

@@ -51,6 +51,7 @@ _TERMINAL = {"macro_f1": "macro F1 [95 %]", "genus_macro_f1": "genus", "abundanc
 MAX_ROWS = 300  # classes in a table of the page, those with the lowest F1; tables/classes.csv has all
 MAX_PAIRS = 15
 _CARD_TABLES = ("classes", "ranks", "files", "formats", "bases", "bytes", "reads", "no_class")  # shown as tables
+_UNCLASSIFIED = "share of reads without evidence for a class; they count as missed"
 _LEFT_OUT = "Left out: no classifier was evaluated."
 T = TypeVar("T")
 
@@ -73,7 +74,8 @@ ABOUT: tuple[Column[Scored], ...] = (
 )
 _MEASURES: tuple[Column[Scored], ...] = grouped(
     {
-        "all reads classified": (
+        "without a threshold": (
+            Column("unclassified", "unclassified", _UNCLASSIFIED, lambda s: s.found.unclassified or None),
             Column("macro_f1", "macro F1", "mean over the classes of the split", lambda s: s.found.macro_f1),
             Column("macro_f1_sd", "± sd", "standard deviation between seeds", lambda s: s.found.macro_f1_sd),
             Column("accuracy", "accuracy", "share of correctly classified reads", lambda s: s.found.accuracy),
@@ -130,12 +132,7 @@ TARGETS: tuple[Column[tuple[str, str, Target]], ...] = (
     _MODEL,
     _SPLIT,
     Column("val_precision", "precision on validation", "target of the threshold", lambda row: row[2].precision, "g"),
-    Column(
-        "threshold",
-        "threshold",
-        "0: all reads are classified; –: no threshold reaches the target",
-        lambda row: row[2].threshold,
-    ),
+    Column("threshold", "threshold", "0: none is needed; –: none reaches the target", lambda row: row[2].threshold),
     Column("coverage", "coverage", "share of all reads classified", lambda row: _at(row, lambda at: at.coverage)),
     Column("precision", "precision", "share of these that are correct", lambda row: _at(row, lambda at: at.precision)),
     Column("recall", "recall", "share of known reads classified correctly", lambda row: _at(row, lambda at: at.recall)),
@@ -216,6 +213,8 @@ def comparison_text(results: ReadResults, *, width: int = 110) -> str:
         for split, found in ((split, model.splits[split]) for split in results.splits)
     ]
     lines.append(f"{results.what}: {', '.join(counts)}. Coverage, precision, recall {_AT}. L1: abundance error.")
+    if any(found.unclassified for model in results.models for found in model.splits.values()):
+        lines.append(f"Unclassified {results.what} (no evidence for a class) count as missed.")
     return "\n".join(lines) + "\n"
 
 
@@ -321,7 +320,7 @@ def _comparison_blocks(results: ReadResults) -> list[Block]:
         TextBlock(
             f"Best on validation first. Small numbers are 95 % intervals over {results.what}, with the same draws for "
             "all classifiers. Epochs and thresholds were chosen on validation only. Reads of no known class are "
-            "excluded from macro F1 and accuracy. Click a heading to sort."
+            "excluded from macro F1 and accuracy; unclassified reads count as missed. Click a heading to sort."
         )
     ]
     for split in results.splits:
@@ -361,7 +360,7 @@ def _class_blocks(results: ReadResults) -> list[Block]:
         return []
     best = results.models[0]
     text = (
-        f"Classes as {best.name}, the best on validation, assigns them (first seed, all reads classified), the hardest "
+        f"Classes as {best.name}, the best on validation, assigns them (first seed, without a threshold), the hardest "
         "first. Precision, recall and F1 are over reads of known classes."
     )
     keys = ("name", "class_id", "f1", "precision", "recall", "support", "called", "unknown_called", "training_reads")
@@ -391,7 +390,7 @@ def _pair_blocks(results: ReadResults) -> list[Block]:
         label = f"Most confused pairs of {split}"
         table = Table(PAIRS, pairs).without("model", "part")
         block = TableBlock(table=table, label=label, css="confused", sort=("reads", "descending"))
-        nothing = TextBlock("None: every read is classified correctly.", "missing")
+        nothing = TextBlock("None: every assigned read is correct.", "missing")
         blocks.append(FoldBlock(label, [block if pairs else nothing], is_open=place == 0))
     return blocks
 

@@ -7,7 +7,8 @@ from typing import cast
 
 import numpy as np
 
-from millstream.reads.report.predictions import PRECISION, VAL, Evaluator, Key, Measured, PredictionsFile
+from millstream.reads.report.predictions import PRECISION, VAL, Evaluator, Measured
+from millstream.reads.report.predictions_file import Key, PredictionsFile
 from millstream.reads.report.results import (
     GENUS,
     TRAIN,
@@ -136,6 +137,7 @@ def _split(seeds: Sequence[Measured]) -> SplitResult:
     return SplitResult(
         num_reads=first.num_reads,
         num_unknown=first.num_unknown,
+        unclassified=_mean([seed.num_unclassified / max(seed.num_reads, 1) for seed in seeds]),
         num_classes=first.num_classes,
         accuracy=mean([seed.accuracy for seed in seeds]).interval,
         macro_f1=mean([seed.macro_f1 for seed in seeds]).interval,
@@ -205,6 +207,7 @@ def findings(results: ReadResults) -> list[str]:
         *_genus(results, best),
         *_threshold(results, best),
         *_unknown(results, best),
+        *_unclassified(results),
         *_overconfident(results, best),
         *_class_findings(results),
         *_absent(results, best),
@@ -276,12 +279,14 @@ def _genus(results: ReadResults, best: ModelResult) -> Iterator[str]:
     clauses: list[str] = []
     for split in results.tests or [VAL]:
         found = best.splits[split].confusion
-        wrong = (found.labels >= 0) & (found.labels != found.found)
+        wrong = (found.labels >= 0) & (found.labels != found.found) & (found.found >= 0)
         true, assigned, counts = genera[found.labels[wrong]], genera[found.found[wrong]], found.counts[wrong]
         if counts.sum():
             inside = int(counts[(true == assigned) & (true >= 0)].sum()) / int(counts.sum())
             rank = next(one for one in best.splits[split].ranks if one.rank == GENUS)
-            clauses.append(f"{rank.macro_f1} on {split}, where {inside:.0%} of its errors stay within the genus")
+            clauses.append(
+                f"{rank.macro_f1} on {split}, where {inside:.0%} of its wrong assignments stay within the genus"
+            )
     if clauses:
         yield f"At genus rank, macro F1 of {best.name} is {'; '.join(clauses)}."
 
@@ -297,8 +302,8 @@ def _threshold(results: ReadResults, best: ModelResult) -> Iterator[str]:
         yield f"No threshold gives {best.name} a precision of {PRECISION} on validation."
     elif best.threshold == 0:
         yield (
-            f"{best.name} has a precision of {PRECISION} or more on validation with all {results.what} classified, so "
-            "no threshold is set; the table of thresholds shows the effect of one."
+            f"{best.name} has a precision of {PRECISION} or more on validation without a threshold, so none is set; "
+            "the table of thresholds shows the effect of one."
         )
     elif clauses:
         yield (
@@ -319,6 +324,21 @@ def _unknown(results: ReadResults, best: ModelResult) -> Iterator[str]:
             f"{results.what.capitalize()} of no class in the mapping: {'; '.join(clauses)}. They are excluded from "
             "accuracy and F1; classifying one counts against precision and abundance."
         )
+
+
+def _unclassified(results: ReadResults) -> Iterator[str]:
+    """One sentence per model that leaves reads unclassified."""
+    for model in results.models:
+        clauses = [
+            f"{_share(found.unclassified)} of {results.what} on {split}"
+            for split, found in ((split, model.splits[split]) for split in results.splits)
+            if found.unclassified
+        ]
+        if clauses:
+            yield (
+                f"{model.name} leaves {', '.join(clauses)} unclassified at any threshold, because they have no "
+                "evidence for a class. They count as missed in accuracy, recall and F1."
+            )
 
 
 def _overconfident(results: ReadResults, best: ModelResult) -> Iterator[str]:

@@ -119,7 +119,7 @@ def _thresholds(results: ReadResults, split: str, id: str) -> Drawing:
     drawing = curve_drawing(
         (*about, caption),
         ("threshold of the probability", "share"),
-        # Below the lowest probability nothing changes: all reads are classified.
+        # Below the lowest probability nothing changes.
         {
             name: Curve([*found.threshold.tolist(), 0.0], [*some.tolist(), float(some[-1])])
             for name, some in lines.items()
@@ -205,11 +205,13 @@ def _matrix(results: ReadResults, split: str, found: SplitResult, id: str) -> Dr
     """A row per class, its reads as shaded cells; classes of a genus are neighbours."""
     size = len(results.classes)
     order = sorted(range(size), key=lambda label: (results.classes[label].taxa.get(GENUS, -1), label))
-    counts = found.confusion.dense(size)[[*order, size]][:, order]
-    counts = counts if found.num_unknown else counts[:size]
+    counts = found.confusion.dense(size)[np.ix_([*order, size], [*order, size])]
+    num_columns = size + bool(counts[:, size].any())
+    counts = counts[: size + bool(found.num_unknown), :num_columns]
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     names = [clipped(results.classes[label].name, 26) for label in order]
     rows = [*names, *([NO_CLASS] if found.num_unknown else [])]
+    columns = [*names, "unclassified"][:num_columns]
     inches = 2.3 + 0.235 * max(size, 10)
     figure, axes = new_axes("assigned class", "true class", (inches + 0.3, inches))
     _shade(axes, share)
@@ -217,9 +219,9 @@ def _matrix(results: ReadResults, split: str, found: SplitResult, id: str) -> Dr
         for row, column in zip(*np.nonzero(share >= 0.005), strict=True):
             text = f"{100 * share[row, column]:.0f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=8, color=INK)
-    axes.set_xlim(-0.5, size - 0.5)
+    axes.set_xlim(-0.5, num_columns - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xticks(range(size), names, rotation=90)
+    axes.set_xticks(range(num_columns), columns, rotation=90)
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0, labelsize=8)
     axes.grid(visible=False)

@@ -1,23 +1,16 @@
 """Predictions of one model and seed -> its measures on every split, with thresholds chosen on validation.
 
 Reads of no known class have label -1: accuracy and F1 leave them out, and above a threshold they count as errors.
+Reads that a model leaves unclassified are assigned to class -1: they count as missed, and as correct for no class.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.core.batches import text_codes_of
-from millstream.core.tables import open_table
-from millstream.errors import BadSource
-from millstream.reads.mapping import prediction_column
-from millstream.report import damaged
+from millstream.reads.report.predictions_file import UNKNOWN, Key, Predictions, PredictionsFile
 from millstream.report.measures import SEED, Curve, Resampled, calibration, macro_f1s, ratio, spaced
 
 # N reads, C classes, G groups of reads, R draws of groups
@@ -25,7 +18,6 @@ from millstream.report.measures import SEED, Curve, Resampled, calibration, macr
 Floats = NDArray[np.float64]
 Codes = NDArray[np.integer]
 VAL = "val"
-UNKNOWN = -1
 PRECISION = 0.95  # on validation, at the threshold chosen for a model
 TARGETS = (0.9, PRECISION, 0.99, 0.999)
 MIN_CLASSIFIED = 50  # validation reads: the precision of fewer is unreliable
@@ -34,89 +26,6 @@ MAX_GROUPS = 1000
 """Up to this number, single reads are resampled. More reads are assigned to this many random groups, and groups are
 resampled: the same spread within 2 % (1 / sqrt(2 x 1000)), at a cost that no longer grows with the reads."""
 MAX_DENSE = 4_000_000  # cells of a confusion matrix counted in one array
-Key = tuple[str, int]  # a model and a seed
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """How a model of one seed classifies the reads of a split."""
-
-    labels: NDArray[np.int32]  # -1: of no known class
-    found: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
-    ranks: Mapping[str, NDArray[np.int32]]  # the assigned taxon at each rank
-
-
-class PredictionsFile:
-    """The contiguous rows of each model, seed and split: located once, and sliced on request."""
-
-    def __init__(self, file: Path, *, num_classes: int, ranks: Sequence[str]) -> None:
-        self._file, self._num_classes = file, num_classes
-        try:
-            self._open = open_table(file)
-            names = self._open.schema_arrow.names
-            self.ranks = [rank for rank in ranks if f"{prediction_column(rank)}_probability" in names]
-            rank_columns = map(prediction_column, self.ranks)
-            self._columns = {name: self._numbers(name) for name in ("record", "label", "class", *rank_columns)}
-            self._probabilities = self._column("probability").astype(np.float32, copy=False)
-            models, model_names = self._coded("model")
-            splits, split_names = self._coded("part")
-            seeds = self._numbers("seed")
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            raise damaged(file, str(error).partition("\n")[0]) from None
-        changes = (np.diff(models) != 0) | (np.diff(splits) != 0) | (np.diff(seeds) != 0)
-        edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(models)] if len(models) else [0]
-        self._runs: dict[tuple[str, int, str], list[slice]] = {}
-        for start, stop in pairwise(edges):
-            key = model_names[int(models[start])], int(seeds[start]), split_names[int(splits[start])]
-            self._runs.setdefault(key, []).append(slice(start, stop))
-        self.keys: list[Key] = list(dict.fromkeys((model, seed) for model, seed, _ in self._runs))
-        self.splits: list[str] = list(dict.fromkeys(split for *_, split in self._runs))
-        self._first: dict[str, tuple[Key, NDArray[Any]]] = {}
-
-    def read(self, key: Key, split: str) -> Predictions:
-        """The predictions on a split; all models must have classified the same reads."""
-        labels, found = self._rows("label", key, split), self._rows("class", key, split)
-        if not len(labels):
-            raise self._damaged(f"{key[0]}, seed {key[1]}, has no predictions on {split}")
-        if labels.max() >= self._num_classes or labels.min() < -1:
-            raise self._damaged(f"a label of {split} is not one of the {self._num_classes} classes on the data card")
-        if found.max() >= self._num_classes or found.min() < 0:
-            raise self._damaged(
-                f"{key[0]} predicts a class that is not one of the {self._num_classes} on the data card"
-            )
-        rows = np.stack([self._rows("record", key, split), labels])
-        first, same = self._first.setdefault(split, (key, rows))
-        if not np.array_equal(rows, same):
-            raise self._damaged(f"{key[0]}, seed {key[1]}, classified other reads of {split} than {first[0]} did")
-        ranks = {rank: self._rows(prediction_column(rank), key, split) for rank in self.ranks}
-        return Predictions(labels, found, self._cut(self._probabilities, key, split), ranks)
-
-    def labels(self, split: str) -> NDArray[np.int32]:
-        """The labels of a split that has been read."""
-        return self._first[split][1][1]
-
-    def _rows(self, name: str, key: Key, split: str) -> NDArray[Any]:
-        return self._cut(self._columns[name], key, split)
-
-    def _cut(self, column: NDArray[Any], key: Key, split: str) -> NDArray[Any]:
-        runs = [column[run] for run in self._runs.get((*key, split), [])]
-        return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else column[:0]
-
-    def _column(self, name: str) -> NDArray[Any]:
-        return self._open.read([name], use_threads=False).column(name).to_numpy()
-
-    def _numbers(self, name: str) -> NDArray[Any]:
-        numbers = self._column(name)
-        if not np.issubdtype(numbers.dtype, np.integer):
-            raise ValueError(f"{name}: expected integers, found {numbers.dtype}")
-        return numbers
-
-    def _coded(self, name: str) -> tuple[NDArray[np.int64], list[str]]:
-        return text_codes_of(self._open.read([name], use_threads=False).column(name))
-
-    def _damaged(self, what: str) -> BadSource:
-        return damaged(self._file, what)
 
 
 @dataclass(frozen=True)
@@ -168,40 +77,42 @@ def tally(labels: Codes, found: Codes, num_classes: int, *, groups: Codes | None
         counts = np.bincount(places, minlength=num_groups * num_classes)
         return counts.reshape(num_groups, num_classes).astype(np.float64)
 
-    return Tally(counted(labels), counted(found), counted(labels, labels == found))
+    return Tally(counted(labels), counted(found, found >= 0), counted(labels, labels == found))
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """Counts of reads by true class (-1: no known class) and assigned class, for every pair that occurs."""
+    """Counts of reads by true class (-1: no known class) and assigned one (-1: unclassified), for pairs that occur."""
 
     labels: NDArray[np.int64]
     found: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def dense(self, num_classes: int) -> NDArray[np.int64]:
-        """[C + 1, C]; the last row counts reads of no known class."""
-        whole = np.zeros((num_classes + 1, num_classes), np.int64)
+        """[C + 1, C + 1]; the last row is of reads of no known class, the last column of unclassified reads."""
+        whole = np.zeros((num_classes + 1, num_classes + 1), np.int64)
         whole[self.labels, self.found] = self.counts
         return whole
 
     def unknown(self, num_classes: int) -> NDArray[np.int64]:
         """Reads of no known class that are assigned to each class."""
-        mine = self.labels == UNKNOWN
+        mine = (self.labels == UNKNOWN) & (self.found >= 0)
         return np.bincount(self.found[mine], self.counts[mine], minlength=num_classes).astype(np.int64)
 
     def tally(self, num_classes: int) -> Tally:
-        known, hit = self.labels >= 0, self.labels == self.found
+        known = self.labels >= 0
+        hit = known & (self.labels == self.found)
 
         def counted(classes: NDArray[np.int64], only: NDArray[np.bool_]) -> Floats:
             return np.bincount(classes[only], self.counts[only], minlength=num_classes).astype(np.float64)
 
-        return Tally(counted(self.labels, known), counted(self.found, known), counted(self.labels, hit))
+        assigned = counted(self.found, known & (self.found >= 0))
+        return Tally(counted(self.labels, known), assigned, counted(self.labels, hit))
 
     def abundance_error(self, num_classes: int) -> float:
         """The L1 distance of the predicted from the true profile, 0 to 2; half of it is Bray-Curtis.
 
-        Reads of no known class are a class of their own, to which no read is assigned.
+        Reads of no known class are a class of their own, to which unclassified reads are assigned.
         """
         true = np.bincount(self.labels + 1, self.counts, minlength=num_classes + 1)
         assigned = np.bincount(self.found + 1, self.counts, minlength=num_classes + 1)
@@ -209,14 +120,15 @@ class Confusion:
 
 
 def confusion(labels: Codes, found: Codes, num_classes: int, *, max_dense: int = MAX_DENSE) -> Confusion:
-    codes = (labels.astype(np.int64) + 1) * num_classes + found
-    if (num_classes + 1) * num_classes <= max_dense:
+    size = num_classes + 1
+    codes = (labels.astype(np.int64) + 1) * size + found + 1
+    if size * size <= max_dense:
         counts = np.bincount(codes)
         cells = np.flatnonzero(counts)
         counts = counts[cells]
     else:
         cells, counts = np.unique(codes, return_counts=True)
-    return Confusion(cells // num_classes - 1, cells % num_classes, counts)
+    return Confusion(cells // size - 1, cells % size - 1, counts)
 
 
 @dataclass(frozen=True)
@@ -229,7 +141,7 @@ class ThresholdCurve:
     recall: Floats  # share of the reads of known classes that are classified correctly
 
     def loosest(self, precision: float, *, coverage: float = 0.0) -> float | None:
-        """The lowest threshold with this precision and at least this coverage; 0: all reads; None: there is none."""
+        """The lowest threshold with this precision and at least this coverage; 0: none needed; None: there is none."""
         enough = np.flatnonzero((self.precision >= precision) & (self.coverage >= coverage))
         if not len(enough):
             return None
@@ -242,8 +154,11 @@ class ThresholdCurve:
 
 
 def threshold_curve(labels: Codes, right: NDArray[np.bool_], probabilities: NDArray[np.floating]) -> ThresholdCurve:
-    """One point per distinct probability, the highest first."""
+    """One point per distinct probability above 0, the highest first: a probability of 0 is no assignment."""
     order = np.argsort(probabilities)[::-1]
+    order = order[probabilities[order] > 0]
+    if not len(order):
+        return ThresholdCurve(np.ones(1), np.zeros(1), np.full(1, np.nan), np.zeros(1))
     ranked = probabilities[order]
     last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # reads of equal probability go together
     hits, num_kept = np.cumsum(right[order])[last], last + 1.0
@@ -262,7 +177,7 @@ class AtThreshold:
 def at_threshold(
     labels: Codes, right: NDArray[np.bool_], probabilities: NDArray[np.floating], threshold: float
 ) -> AtThreshold:
-    kept, unknown = probabilities >= threshold, labels == UNKNOWN
+    kept, unknown = (probabilities >= threshold) & (probabilities > 0), labels == UNKNOWN
     num_kept, hits = int(kept.sum()), int((kept & right).sum())
     num_unknown = int(unknown.sum())
     return AtThreshold(
@@ -328,6 +243,7 @@ class Measured:
 
     num_reads: int
     num_unknown: int
+    num_unclassified: int
     num_classes: int
     accuracy: Resampled
     macro_f1: Resampled
@@ -371,7 +287,7 @@ class Evaluator:
         measured: dict[str, Measured] = {}
         for split in sorted(splits, key=lambda split: split != VAL):
             predictions = self._file.read(key, split)
-            right = predictions.found == predictions.labels
+            right = _are_right(predictions)
             curve = threshold_curve(predictions.labels, right, predictions.probabilities)
             if split == VAL:
                 least = min(MIN_CLASSIFIED / len(right), 1)
@@ -395,10 +311,11 @@ class Evaluator:
         self, predictions: Predictions, curve: ThresholdCurve, thresholds: Mapping[float, float | None], *, draws: Draws
     ) -> Measured:
         labels, found, probabilities = predictions.labels, predictions.found, predictions.probabilities
-        right, known = found == labels, labels >= 0
+        right, known = _are_right(predictions), labels >= 0
+        classified = known & (found >= 0)
         cells = confusion(labels, found, self._num_classes)
         accuracy, macro_f1 = draws.accuracy_and_f1(labels, found, self._num_classes)
-        ece, points = calibration(right[known].astype(np.int8), probabilities[known].astype(np.float64))
+        ece, points = calibration(right[classified].astype(np.int8), probabilities[classified].astype(np.float64))
         at = {
             target: None if one is None else at_threshold(labels, right, probabilities, one)
             for target, one in thresholds.items()
@@ -406,6 +323,7 @@ class Evaluator:
         return Measured(
             num_reads=len(labels),
             num_unknown=int(np.sum(~known)),
+            num_unclassified=int(np.sum(found < 0)),
             num_classes=int(np.sum(cells.tally(self._num_classes).true > 0)),
             accuracy=accuracy,
             macro_f1=macro_f1,
@@ -430,6 +348,11 @@ class Evaluator:
         if split not in self._draws:
             self._draws[split] = draws_of(num_reads, resamples=self._resamples, number=len(self._draws))
         return self._draws[split]
+
+
+def _are_right(predictions: Predictions) -> NDArray[np.bool_]:
+    """A read of no known class is never right, not even if it is unclassified."""
+    return (predictions.labels >= 0) & (predictions.found == predictions.labels)
 
 
 def _resampled(numbers_R: Floats) -> Resampled:

@@ -7,7 +7,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.reads.report.predictions import UNKNOWN, VAL, Confusion, Target, ThresholdCurve
+from millstream.reads.report.predictions import VAL, Confusion, Target, ThresholdCurve
+from millstream.reads.report.predictions_file import UNCLASSIFIED, UNKNOWN
 from millstream.report import RunResults
 from millstream.report.measures import Curve, Interval
 
@@ -43,6 +44,7 @@ class SplitResult:
 
     num_reads: int  # or read pairs
     num_unknown: int  # of no known class; they count only at a threshold
+    unclassified: float  # share of reads without evidence for a class, whose probability is 0; they count as missed
     num_classes: int  # with reads in the split; macro F1 is the mean over them
     accuracy: Interval
     macro_f1: Interval
@@ -53,7 +55,7 @@ class SplitResult:
     recall: float | None
     unknown_called: float | None  # share of the reads of no known class that are classified
     ece: float
-    confidence: float  # mean probability of the assigned class, over reads of known classes
+    confidence: float  # mean probability of the assigned class, over reads of known classes; 0 if unclassified
     abundance_l1: float
     targets: Sequence[Target]
     thresholds: ThresholdCurve
@@ -160,7 +162,7 @@ def class_rows(results: ReadResults, found: SplitResult) -> list[ClassRow]:
 def confused_pairs(results: ReadResults, found: SplitResult, *, most: int) -> list[Pair]:
     """The pairs with the most reads, the largest first; reads of no known class are one of the classes."""
     cells, num_true = found.confusion, _num_true(results, found)
-    wrong = np.flatnonzero(cells.labels != cells.found)
+    wrong = np.flatnonzero((cells.labels != cells.found) & (cells.found != UNCLASSIFIED))
     order = wrong[np.argsort(-cells.counts[wrong], kind="stable")][:most]
     triples = np.stack([cells.labels[order], cells.found[order], cells.counts[order]], axis=1)
     return [
@@ -186,7 +188,7 @@ def _confused_with(results: ReadResults, found: SplitResult) -> list[str]:
     texts = [""] * len(results.classes)
     for place in np.argsort(cells.counts, kind="stable").tolist():  # the last of each class is the largest
         label, other = int(cells.labels[place]), int(cells.found[place])
-        if label not in (UNKNOWN, other):
+        if label not in (UNKNOWN, other) and other != UNCLASSIFIED:
             texts[label] = f"{results.classes[other].name} ({cells.counts[place] / num_true[label]:.1%})"
     return texts
 
