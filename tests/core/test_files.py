@@ -111,7 +111,7 @@ def test_a_folder_appears_when_it_is_complete_and_replaces_only_an_empty_one(tmp
         (folder / "a").write_text("a")
         assert names_in(out) == []
     assert names_in(out) == ["a"]
-    with pytest.raises(OSError, match="not empty"), publishing_folder(out) as folder:
+    with pytest.raises(StoreExists, match="out"), publishing_folder(out) as folder:
         (folder / "b").write_text("b")
     assert names_in(out) == ["a"] and names_in(tmp_path) == ["out"]
 

@@ -1,5 +1,6 @@
 """Commands on one store, run by two processes at the same time, or in a child that damaged bytes may kill."""
 
+import os
 import random
 import shutil
 import time
@@ -14,9 +15,10 @@ from millstream.core.tables import is_table_intact
 from millstream.errors import CorruptRecord, CorruptShard, MillstreamError
 from millstream.traces.convert import convert
 from millstream.traces.store.format import is_whole, read_shard
+from millstream.traces.store.inspect import summarise
 from millstream.traces.store.manifest import LABELS, read_sidecar, shard_info, shard_name, sidecar_name
 from millstream.traces.store.repair import repair, verify
-from millstream.traces.store.rewrite import drop_records, merge
+from millstream.traces.store.rewrite import drop_records, merge, subset_shards
 from millstream.traces.store.traces import Traces
 from support.making import quiet
 
@@ -48,6 +50,35 @@ def drop_last(path: Path) -> None:
     drop_records(path, lambda traces: [number for number, name in enumerate(traces.ids) if name == "q19"])
 
 
+def copy_all(path: Path) -> None:
+    """Merge, subset and inspect the store; both copies have each record once, and are as whole as the store."""
+    for number, copy in enumerate((merge_alone, subset_all)):
+        out = path.with_name(f"{path.name}-{os.getpid()}-{number}")
+        copy(path, out)
+        with suppress(CorruptShard):  # dropped meanwhile
+            summarise(path)
+        ids = Traces(out).ids
+        damaged = {damage.question_id for damage in verify(out)}
+        assert len(ids) == len(set(ids)) >= COUNT - 6 and damaged <= {f"q{DAMAGED_RECORD}"}
+        shutil.rmtree(out)
+
+
+def merge_alone(path: Path, out: Path) -> None:
+    merge([path], out)
+
+
+def subset_all(path: Path, out: Path) -> None:
+    subset_shards(path, out, [shard.number for shard in Traces(path).shards])
+
+
+def featurize_copy(path: Path) -> None:
+    out = path.with_name(f"{path.name}-{os.getpid()}-features")
+    try:
+        ms.featurize(path, out, feature="layers", token="last", field="hidden")
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
 COMMANDS: dict[str, Callable[[Path], object]] = {
     "repair": repair,
     "append": append,
@@ -55,6 +86,8 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "label": ms.label,
     "drop": drop_last,
     "read": read,
+    "copy": copy_all,
+    "featurize": featurize_copy,
     "verify": lambda path: list(verify(path)),
 }
 

@@ -2,6 +2,9 @@
 
 import gzip
 import pickle
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +12,10 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.errors import BadSource, ConfigMismatch, MillstreamError
-from millstream.traces.convert import PROGRESS, RESTART, convert, expand
+from millstream.errors import BadSource, ConfigMismatch, MillstreamError, StoreError
+from millstream.traces.convert import PROGRESS, RESTART, convert, expand, imported_records
 from millstream.traces.store.inspect import compare, summarise
+from millstream.traces.store.rewrite import drop_records
 
 
 def old_trace(g: int, *, batch: int = 4) -> dict[str, object]:
@@ -99,8 +103,8 @@ def test_classic_restores_the_layer_and_step_layout_of_the_first_scripts(tmp_pat
         assert "hidden_states_steps" not in got
 
 
-def test_an_interrupted_conversion_resumes_where_it_stopped(tmp_path: Path):
-    files = write_old(tmp_path / "old")
+def convert_six(files: list[Path], out: Path) -> None:
+    """A conversion that is interrupted in its second file."""
 
     class Stopped(Exception):
         pass
@@ -110,14 +114,47 @@ def test_an_interrupted_conversion_resumes_where_it_stopped(tmp_path: Path):
             raise Stopped
 
     with pytest.raises(Stopped):
-        convert(files, tmp_path / "new", progress=stop_in_second_file)
-    assert len(ms.open(tmp_path / "new")) == 6
+        convert(files, out, progress=stop_in_second_file)
+    assert len(ms.open(out)) == 6
+
+
+def test_an_interrupted_conversion_resumes_where_it_stopped(tmp_path: Path):
+    files = write_old(tmp_path / "old")
+
+    convert_six(files, tmp_path / "new")
     before = {file.name: file.read_bytes() for file in (tmp_path / "new").glob("shard-*")}
     convert(files, tmp_path / "new")
     assert_converted(tmp_path / "new", 12)
     assert all((tmp_path / "new" / name).read_bytes() == data for name, data in before.items())
     convert(files, tmp_path / "new")
     assert_converted(tmp_path / "new", 12)
+
+
+def test_a_conversion_waits_for_records_that_another_process_is_recovering(tmp_path: Path):
+    files, out = write_old(tmp_path / "old"), tmp_path / "new"
+    convert_six(files, out)
+    with ThreadPoolExecutor(1) as thread:
+        with ms.TraceWriter(out) as recovering:
+            recovering.append(list(imported_records(files[1]))[2])
+            job = thread.submit(convert, files, out)
+            with suppress(TimeoutError):
+                job.result(timeout=0.3)
+        assert job.result().records == 12
+    assert_converted(out, 12)
+
+
+def test_a_conversion_resumes_only_after_its_own_records(tmp_path: Path):
+    files, out = write_old(tmp_path / "old"), tmp_path / "new"
+    convert_six(files, out)
+    fewer = shutil.copytree(out, tmp_path / "fewer")
+    with ms.TraceWriter(out) as writer:
+        writer.append(dict(ms.open(out)[0]))
+    with pytest.raises(StoreError, match="'tc_0'"):
+        convert(files, out)
+    assert len(ms.open(out)) == 7
+    drop_records(fewer, lambda traces: [0, 1, 2])
+    with pytest.raises(StoreError, match="3 of the 4"):
+        convert(files, fewer)
 
 
 def test_a_damaged_file_keeps_the_traces_before_the_damage_and_resumes_once_restored(tmp_path: Path):

@@ -142,7 +142,9 @@ def publishing_folder(folder: Path) -> Generator[Path]:
             sync_folder(path)  # fsync works the same for files
         try:
             os.rename(partial, folder)
-        except (FileExistsError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
             raise already_exists(folder) from None
         sync_folder(folder.parent)
     finally:

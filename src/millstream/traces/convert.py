@@ -4,7 +4,6 @@ import glob
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -17,6 +16,7 @@ from millstream.errors import BadSource, SchemaMismatch, SourceError, StoreError
 from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import IDS, MANIFEST
+from millstream.traces.store.repair import wait_for_writers
 from millstream.traces.store.rewrite import Written
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter
@@ -137,29 +137,32 @@ def _convert(
     progress: Progress,
     fields: dict[str, None],
 ) -> Written:
+    if (out / MANIFEST).exists():
+        wait_for_writers(out)  # they recover records of an interrupted conversion
     config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}
     writer: TraceWriter | None = TraceWriter(out, config=config) if (out / MANIFEST).exists() else None
     finished = _finished(out)
-    partial = (len(writer) if writer else 0) - sum(finished.values())
     keyed = list(zip(files, _keys(files), strict=True))
+    left = [(file, key) for file, key in keyed if key not in finished]
+    partial = _partial_ids(out, sum(finished.values())) if writer and left else []
     done = sum(file.stat().st_size for file, key in keyed if key in finished)
     progress(done, "")
     try:
-        for file, key in [pair for pair in keyed if pair[1] not in finished]:
+        for file, key in left:
             count = 0
-            for record in islice(imported_records(file, notify), partial, None):
+            for record in _after(partial, imported_records(file, notify), out):
                 if writer is None:
                     schema = _axes(record, importer_of(file).AXES)
                     writer = TraceWriter(out, config=config, compression=compression, schema=schema)
                 writer.append(_complete(record, writer.fields or list({**record, **fields}), file))
                 del record  # before the next one is read
                 count += 1
-                progress(done, f"{file.name}: trace {partial + count}")
+                progress(done, f"{file.name}: trace {len(partial) + count}")
             if writer is not None:
                 writer.seal()
-                finished[key] = partial + count
+                finished[key] = len(partial) + count
                 publish_json(out / PROGRESS, finished)
-            partial = 0
+            partial = []
             done += file.stat().st_size
             progress(done, file.name)
     finally:
@@ -169,6 +172,26 @@ def _convert(
         raise BadSource(f"{', '.join(map(str, files))}: contain no traces")
     traces = Traces(out)
     return Written(out, len(traces), traces.num_bytes)
+
+
+def _partial_ids(out: Path, num_finished: int) -> list[str]:
+    """Ids of the records after those of finished files: the first ones of the file that was interrupted."""
+    traces = Traces(out)
+    if len(traces) < num_finished:
+        raise StoreError(f"{out}: has {len(traces)} of the {num_finished} records that were converted. {_again(out)}")
+    return [str(name) for name in traces.ids[num_finished:]] if len(traces) else []
+
+
+def _after(partial: Sequence[str], records: Iterator[dict[str, object]], out: Path) -> Iterator[dict[str, object]]:
+    """The records after the first ones, which are already in the store; StoreError if other ones are."""
+    for found in partial:
+        if str(next(records, dict[str, object]()).get(ID_FIELD)) != found:
+            raise StoreError(f"{out}: record {found!r} is not of the files to convert in their order. {_again(out)}")
+    yield from records
+
+
+def _again(out: Path) -> str:
+    return f"Remove {quoted(out)}, or choose another folder, and convert the files again"
 
 
 def imported_records(file: Path, notify: Callable[[str], None] = ignore_message) -> Iterator[dict[str, object]]:

@@ -23,7 +23,7 @@ from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
 from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.labels import carry_labels, is_labelled
-from millstream.traces.store.locks import only_job
+from millstream.traces.store.locks import StoreLock, only_job
 from millstream.traces.store.rewrite import Written
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter, done_records, prepare_store
@@ -291,7 +291,8 @@ def featurize(
     if ID_FIELD not in traces.fields:
         raise SchemaMismatch(f"{source}: its records have no {ID_FIELD!r}, which is needed to resume")
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
-    with only_job(Path(out)):
+    with only_job(Path(out)), StoreLock(traces.path, exclusive=False):  # until it is done, no shard is replaced
+        traces.refresh()
         return _featurize(
             traces, Path(out), chosen, engine=chosen_engine, progress=progress, chunk_records=chunk_records
         )

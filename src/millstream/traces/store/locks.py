@@ -1,4 +1,4 @@
-"""Who may change a store: any number of writers at a time, or one process that rewrites it; one job at a time.
+"""Who may change a store: any number of writers and copiers, or one process that rewrites it; one job at a time.
 
 A lock is the kernel's flock, which ends with the process. Readers take none.
 """
@@ -17,13 +17,13 @@ WAIT_S = 60.0  # the workers of a killed run may take some seconds to exit
 
 
 class StoreLock:
-    """Locks the folder of a store until released: shared by all its writers, or exclusive, to rewrite it.
+    """Locks the folder of a store until released: shared by writers and whoever copies it, or exclusive, to rewrite it.
 
     Read the state of the store after taking the lock. Raises StoreError if others keep it locked for `wait_s` seconds.
     """
 
     def __init__(self, path: Path, *, exclusive: bool, wait_s: float = WAIT_S) -> None:
-        what = "a writer is running" if exclusive else "it is being repaired or rewritten"
+        what = "a writer or another command is using it" if exclusive else "it is being repaired or rewritten"
         self._pid = os.getpid()
         self._fd = _locked(path, f"{path}: {what}", exclusive=exclusive, wait_s=wait_s)
 

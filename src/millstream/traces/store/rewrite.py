@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -57,6 +57,11 @@ def merge(sources: Sequence[Path], out: Path, *, mixed: bool = False, progress: 
 
     Stores of different models or settings, or with records of the same id, are refused unless `mixed`.
     """
+    with _unchanged(sources):
+        return _merge(sources, out, mixed, progress)
+
+
+def _merge(sources: Sequence[Path], out: Path, mixed: bool, progress: Progress) -> Written:
     origin = {"merge": [_state(source) for source in sources], "mixed": mixed}
     if (finished := _finished(out, origin)) is not None:
         return finished
@@ -81,6 +86,11 @@ def merge(sources: Sequence[Path], out: Path, *, mixed: bool = False, progress: 
 
 def subset_shards(source: Path, out: Path, numbers: Sequence[int], *, progress: Progress = silent) -> Written:
     """Copy some shards of a store, with their labels, to a new store."""
+    with _unchanged([source]):
+        return _subset_shards(source, out, numbers, progress)
+
+
+def _subset_shards(source: Path, out: Path, numbers: Sequence[int], progress: Progress) -> Written:
     origin = {"subset": _state(source), "shards": list(numbers)}
     if (finished := _finished(out, origin)) is not None:
         return finished
@@ -117,7 +127,7 @@ def subset_records(
     if (finished := _finished(out, origin)) is not None:
         return finished
     done = 0
-    with _new_store(out, [source]) as folder:
+    with _unchanged([source]), _new_store(out, [source]) as folder:
         shards: list[ShardInfo] = []
         writer: ShardWriter | None = None
         for index, group in groupby(map(traces.locate, numbers), key=lambda place: place[0]):
@@ -209,6 +219,16 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
             "Remove them from the file, or use another store"
         )
     return numbers
+
+
+@contextmanager
+def _unchanged(sources: Sequence[Path]) -> Generator[None]:
+    """No other command rewrites the sources meanwhile, so that their manifests describe the shards that are copied."""
+    with ExitStack() as held:
+        for source in sources:
+            read_manifest(source)  # raises for anything but a store
+            held.enter_context(StoreLock(source, exclusive=False))
+        yield
 
 
 @contextmanager

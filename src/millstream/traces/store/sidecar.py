@@ -35,7 +35,14 @@ from millstream.traces.store.format import (
     record_schema,
     tensor_field,
 )
-from millstream.traces.store.manifest import Manifest, ShardInfo, read_sidecar, shard_name, sidecar_name
+from millstream.traces.store.manifest import (
+    Manifest,
+    ShardInfo,
+    read_shard_seal,
+    read_sidecar,
+    shard_name,
+    sidecar_name,
+)
 
 Ints = NDArray[np.int64]
 Crcs = NDArray[np.uint32]
@@ -65,6 +72,11 @@ def load_sidecar(path: Path, shard: ShardInfo, fields: Schema) -> "Sidecar":
     if not file.exists():
         raise CorruptShard(f"{file}: missing, with its {shard.records} records. See: millstream verify {quoted(path)}")
     schema, rows, _ = read_shard(Map(file).view)
+    if (seal := read_shard_seal(file)) and (seal.records, seal.sidecar_crc32c) != (shard.records, shard.sidecar_crc32c):
+        raise CorruptShard(
+            f"{file}: was rewritten after the store was opened, or its manifest is not of these shards. Open the store "
+            f"again; if that does not help, run: millstream repair {quoted(path)}"
+        )
     if schema is None or len(rows) != shard.records:
         raise CorruptShard(
             f"{file}: its sidecar is damaged and only {len(rows)} of its {shard.records} records are readable. "
