@@ -43,7 +43,7 @@ class ReadItem(UserDict[str, torch.Tensor | int]):
     def __reduce__(self) -> tuple[object, ...]:
         return dict, (self.data,)
 
-    def __copy__(self) -> Item:
+    def __copy__(self) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
         return dict(self.data)
 
     def __or__(self, other: Mapping[str, torch.Tensor | int]) -> Item:  # pyright: ignore
