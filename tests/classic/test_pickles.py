@@ -371,6 +371,29 @@ def test_a_small_file_that_decodes_to_far_more_is_refused(tmp_path, name):
         tracemalloc.stop()
 
 
+LARGE = {
+    "empty dicts": b"\x80\x04]}\x8c\x01x](" + b"}" * 2_000_000 + b"esa.",
+    "bytes": pickle.dumps([{"x": bytes(120_000_000)}], 5),
+    "many texts": pickle.dumps([{"x": [f"{number:060000}" for number in range(2000)]}]),
+    "torch": torch_bytes([{"x": torch.zeros(30_000_000)}]),
+    "torch legacy": torch_bytes([{"x": torch.zeros(30_000_000)}], legacy=True),
+    "gzip": gzip.compress(pickle.dumps([{"x": np.random.default_rng(0).bytes(4_000_000) * 30}], 5), 1),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_trace_larger_than_the_memory_is_refused_and_a_smaller_one_is_kept(tmp_path, name):
+    path = write(tmp_path, LARGE[name])
+    tracemalloc.start()  # torch's memory is not traced
+    try:
+        with pytest.raises(BadSource, match=r"memory=50\.0 MB.*--memory"):
+            list(read_traces(path, memory=50_000_000))
+        assert tracemalloc.get_traced_memory()[1] < 80e6
+    finally:
+        tracemalloc.stop()
+    assert len(list(read_traces(path, memory=2_000_000_000))) == 1
+
+
 @pytest.mark.parametrize("value", [{1: 2}, {b"x": 1}, {None: 1}])
 def test_a_key_that_is_not_text_is_refused(tmp_path, value):
     with pytest.raises(BadSource, match="key"):

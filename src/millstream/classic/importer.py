@@ -60,19 +60,19 @@ def recognises(path: Path) -> bool:
     return head[:1] == b"\x80" or (head.startswith(b"PK") and b"/data.pkl" in head)
 
 
-def describe(path: Path) -> str:
+def describe(path: Path, *, memory: int | None = None) -> str:
     from millstream.classic.preprocessed import is_preprocessed
 
-    return _CONTENTS[is_preprocessed(path)]
+    return _CONTENTS[is_preprocessed(path, memory=memory)]
 
 
-def records(path: Path, *, notify: Callable[[str], None]) -> Iterator[dict[str, object]]:
+def records(path: Path, *, notify: Callable[[str], None], memory: int | None = None) -> Iterator[dict[str, object]]:
     from millstream.classic.pickles import read_traces
     from millstream.classic.preprocessed import is_preprocessed, read_preprocessed
 
-    if is_preprocessed(path):
-        return read_preprocessed(path, notify=notify)
-    return _located(path, map(to_record, read_traces(path, notify=notify)))
+    if is_preprocessed(path, memory=memory):
+        return read_preprocessed(path, notify=notify, memory=memory)
+    return _located(path, map(to_record, read_traces(path, notify=notify, memory=memory)))
 
 
 def _located(path: Path, made: Iterator[dict[str, object]]) -> Iterator[dict[str, object]]:

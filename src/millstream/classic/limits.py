@@ -1,7 +1,7 @@
 """What an old file may cost: no memory for bytes that it does not have, nor for data far larger than the file.
 
 A pickle of a few hundred bytes can describe terabytes: by references to one object, by tensors that share their
-storage, by gzip.
+storage, by gzip. Memory is limited too: objects take up to 64 times the bytes that describe them.
 """
 
 import io
@@ -11,10 +11,14 @@ from collections.abc import Iterable
 from typing import BinaryIO, cast
 
 from millstream.core.console import format_bytes
+from millstream.core.memory import Heap, available_bytes, resident_bytes
+from millstream.errors import BadSource
 
 MAX_FACTOR = 100  # a file decodes to at most so many times its size,
 MIN_LIMIT = 64_000_000  # but to this many bytes in any case
 OBJECT_BYTES = 64  # an empty dict
+MEASURED_OBJECTS = 1 << 16  # memory is measured after so many objects, and
+_MEASURED_BYTES = 4 << 20  # so many bytes
 MAX_UNCHECKED_BYTES = 1 << 16  # larger reads are checked against the file size before memory is allocated
 
 
@@ -35,25 +39,65 @@ class Limit:
             )
 
 
+class MemoryLimit:
+    """The bytes that this process may grow by while a file is decoded; default: half of the free memory."""
+
+    def __init__(self, path: str, num_bytes: int | None = None) -> None:
+        self._path = path
+        self._num_bytes = available_bytes() // 2 if num_bytes is None else num_bytes
+        self._heap = Heap(-1)  # trims whenever it is asked to
+        self._heap.trim_malloc()  # free memory of earlier work would hide new growth
+        self._base = resident_bytes()
+
+    def check(self, more: int = 0) -> None:
+        """BadSource if the process has grown too much, or would by allocating `more` bytes."""
+        if self._is_over(more):
+            self._heap.trim_malloc()  # of the traces before
+            if self._is_over(more):
+                raise BadSource(
+                    f"{self._path}: decoding a trace takes more than memory={format_bytes(self._num_bytes)}. "
+                    "Give it more, as in --memory 16GB, or make smaller files"
+                )
+
+    def _is_over(self, more: int) -> bool:
+        return resident_bytes() - self._base + more > self._num_bytes
+
+
 class Input:
     """A binary file that never allocates memory for bytes it does not have. `end` is None if unknown (gzip).
 
     What is made of the file is reported to `spend`, which raises if a file of `file_bytes` must not cost that much.
     """
 
-    def __init__(self, file: BinaryIO, end: int | None, *, file_bytes: int | None = None) -> None:
+    def __init__(
+        self, file: BinaryIO, end: int | None, *, file_bytes: int | None = None, memory: MemoryLimit | None = None
+    ) -> None:
         self.file = file
         self.end = end
+        self.memory = memory
         self.limit = Limit(end or 0 if file_bytes is None else file_bytes)
-        self.spend = self.limit.spend
+        self._unmeasured = 0  # bytes that were allocated since memory was measured
         # An object takes about as much memory as MAX_FACTOR bytes of pickle, so only gzip needs a limit.
         self.max_objects = self.limit.num_bytes // OBJECT_BYTES if end is None else sys.maxsize
+
+    def spend(self, num_bytes: int) -> None:
+        """This many bytes were made of the file."""
+        self.limit.spend(num_bytes)
+        self._allocate(num_bytes)
+
+    def check_objects(self, num_objects: int) -> None:
+        """So many objects were made of the file."""
+        if num_objects > self.max_objects:
+            self.limit.spend(num_objects * OBJECT_BYTES)
+        if self.memory is not None:
+            self.memory.check()
 
     def read(self, num_bytes: int) -> bytes:
         if num_bytes > MAX_UNCHECKED_BYTES:
             if self.end is None:
                 return bytes(self.read_large(num_bytes))
             self.check(num_bytes)
+        self._allocate(num_bytes)
         data = self.file.read(num_bytes)
         if len(data) < num_bytes:
             raise EOFError("the file ends too early")
@@ -67,6 +111,7 @@ class Input:
                 data += self.read(min(num_bytes - len(data), MAX_UNCHECKED_BYTES))
             return data
         self.check(num_bytes)
+        self._allocate(num_bytes)
         data = bytearray(num_bytes)
         if cast(io.BufferedReader, self.file).readinto(data) < num_bytes:
             raise EOFError("the file ends too early")
@@ -81,6 +126,12 @@ class Input:
     def check(self, num_bytes: int) -> None:
         if self.end is not None and num_bytes > self.end - self.file.tell():
             raise EOFError(f"the file ends too early: {num_bytes:,} bytes announced")
+
+    def _allocate(self, num_bytes: int) -> None:
+        self._unmeasured += num_bytes
+        if self._unmeasured > _MEASURED_BYTES and self.memory is not None:
+            self.memory.check(num_bytes)
+            self._unmeasured = 0
 
     def at_end(self) -> bool:
         return self.file.tell() == self.end if self.end is not None else not self.file.read(1)

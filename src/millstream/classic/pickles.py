@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 import numpy as np
 import torch
 
-from millstream.classic.limits import Input, Limit, decoded_bytes
+from millstream.classic.limits import Input, Limit, MemoryLimit, decoded_bytes
 from millstream.classic.unpickle import (
     GLOBALS,
     NESTED_FILE,
@@ -63,7 +63,7 @@ Machine = Callable[[Input, FindStorage | None], Unpickler]
 
 
 def read_traces(
-    path: str | os.PathLike[str], *, notify: Callable[[str], None] | None = None
+    path: str | os.PathLike[str], *, notify: Callable[[str], None] | None = None, memory: int | None = None
 ) -> Iterator[dict[str, object]]:
     """The traces of an old `.pkl`, `.pkl.gz` or `.pt` file as they were written, one in memory at a time.
 
@@ -72,6 +72,7 @@ def read_traces(
 
     The kind is detected from the content. Nothing in the file is run: UnsafePickle names what was refused. A broken
     file raises BadSource after its last whole trace. `notify` gets a message if a file must be loaded as a whole.
+    Decoding a trace takes up to `memory` bytes, by default half of the free memory; more raises BadSource.
     """
     name = os.fspath(path)
     number = 0
@@ -79,7 +80,7 @@ def read_traces(
         try:
             with ExitStack() as opened:
                 machine = partial(TraceUnpickler, drop=drop)
-                traces = machine(*open_pickle(name, opened, machine)).traces()
+                traces = machine(*open_pickle(name, opened, machine, MemoryLimit(name, memory))).traces()
                 for trace in islice(traces, number, None):
                     number += 1
                     yield trace
@@ -294,22 +295,24 @@ def _with_id(key: object, trace: Trace) -> Trace:
 # -- files
 
 
-def open_pickle(path: str, opened: ExitStack, machine: Machine) -> tuple[Input, FindStorage | None]:
+def open_pickle(
+    path: str, opened: ExitStack, machine: Machine, memory: MemoryLimit
+) -> tuple[Input, FindStorage | None]:
     """The pickle in the file and, for torch files, a function that finds their storages. `machine` will read it."""
     file = opened.enter_context(io.BufferedReader(io.FileIO(path), BUFFER_BYTES))
     end = file.seek(0, io.SEEK_END)
     file.seek(0)
     head = file.peek(16)
     if head.startswith(ZIP):
-        return _open_zip(file, end)
+        return _open_zip(file, end, memory)
     if head.startswith(LEGACY_TORCH):
-        source, spans = _find_legacy_storages(file, end, machine)
+        source, spans = _find_legacy_storages(file, end, machine, memory)
         return source, _storages(file, spans.__getitem__, source)
     if head.startswith(b"\x1f\x8b"):
         decompressed = opened.enter_context(gzip.GzipFile(fileobj=file))
         buffered = io.BufferedReader(_Gunzip(decompressed, Limit(end)), BUFFER_BYTES)
-        return _pickle(Input(buffered, None, file_bytes=end), buffered.peek(16)), None
-    return _pickle(Input(file, end), head), None
+        return _pickle(Input(buffered, None, file_bytes=end, memory=memory), buffered.peek(16)), None
+    return _pickle(Input(file, end, memory=memory), head), None
 
 
 def _pickle(source: Input, head: bytes) -> Input:
@@ -335,7 +338,7 @@ class _Gunzip(io.RawIOBase):
         return len(data)
 
 
-def _open_zip(file: BinaryIO, end: int) -> tuple[Input, FindStorage]:
+def _open_zip(file: BinaryIO, end: int, memory: MemoryLimit) -> tuple[Input, FindStorage]:
     """torch.save since 1.6: an uncompressed zip of NAME/data.pkl and the storages NAME/data/KEY."""
     members = {member.filename: member for member in zipfile.ZipFile(file).infolist()}
     pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -357,7 +360,7 @@ def _open_zip(file: BinaryIO, end: int) -> tuple[Input, FindStorage]:
             raise pickle.UnpicklingError("written on a big-endian machine")
     start, num_bytes = span("data.pkl")
     file.seek(start)
-    source = Input(file, start + num_bytes, file_bytes=end)
+    source = Input(file, start + num_bytes, file_bytes=end, memory=memory)
     return source, _storages(file, lambda key: span(f"data/{key}"), source)
 
 
@@ -370,6 +373,8 @@ def _storages(file: BinaryIO, span: Callable[[str], tuple[int, int]], source: In
             raise pickle.UnpicklingError(f"storage {key} has {num_bytes:,} bytes, too few for {numel:,} of {dtype}")
 
         def fetch(first: int, count: int) -> torch.Tensor:
+            if source.memory is not None:
+                source.memory.check(count * dtype.itemsize)
             flat = torch.empty(count, dtype=dtype)
             wanted = memoryview(cast(bytearray, flat.view(torch.uint8).numpy()))
             at = start + first * dtype.itemsize
@@ -385,12 +390,14 @@ def _storages(file: BinaryIO, span: Callable[[str], tuple[int, int]], source: In
     return find
 
 
-def _find_legacy_storages(file: BinaryIO, end: int, machine: Machine) -> tuple[Input, dict[str, tuple[int, int]]]:
+def _find_legacy_storages(
+    file: BinaryIO, end: int, machine: Machine, memory: MemoryLimit | None = None
+) -> tuple[Input, dict[str, tuple[int, int]]]:
     """For a torch file that is not a zip: the pickle of the data, and the offset and size in bytes of each storage.
 
     Such a file is five pickles followed by the storages, so this is a first pass of `machine` over the data only.
     """
-    source = Input(file, end)
+    source = Input(file, end, memory=memory)
     wanted: dict[str, tuple[int, int]] = {}
 
     def find(dtype: torch.dtype, key: str, numel: int) -> Storage:
@@ -403,7 +410,7 @@ def _find_legacy_storages(file: BinaryIO, end: int, machine: Machine) -> tuple[I
     start = file.tell()
     for _ in machine(source, find).run():
         pass
-    data = Input(file, file.tell(), file_bytes=end)
+    data = Input(file, file.tell(), file_bytes=end, memory=memory)
     spans: dict[str, tuple[int, int]] = {}
     for key in cast(list[str], Unpickler(source, find).load()):
         numel, itemsize = wanted[key]

@@ -19,7 +19,7 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
-from millstream.classic.limits import OBJECT_BYTES, Input
+from millstream.classic.limits import OBJECT_BYTES, Input, MemoryLimit
 from millstream.classic.pickles import BROKEN, LEGACY_TORCH, ZIP, broken, open_pickle, unsafe
 from millstream.classic.unpickle import Array, Refused, StoredTensor, Unpickler, brief, handlers_of, stored_tensor
 from millstream.errors import BadSource
@@ -36,7 +36,7 @@ GRAPH_CLASSES = {
 }
 
 
-def is_preprocessed(path: str | os.PathLike[str]) -> Kind | None:
+def is_preprocessed(path: str | os.PathLike[str], *, memory: int | None = None) -> Kind | None:
     """The kind of a preprocessed file, detected quickly from its content; None for traces and anything else.
 
         is_preprocessed("gnn/preprocessed_0000.pt")  # "gnn"
@@ -49,7 +49,7 @@ def is_preprocessed(path: str | os.PathLike[str]) -> Kind | None:
             return None
     try:
         with ExitStack() as opened:
-            content = KindUnpickler(*open_pickle(name, opened, KindUnpickler)).load()
+            content = KindUnpickler(*open_pickle(name, opened, KindUnpickler, MemoryLimit(name, memory))).load()
     except KindIsClear as clear:
         return "gnn" if clear.is_gnn else None
     except Refused as reason:
@@ -67,7 +67,7 @@ def is_preprocessed(path: str | os.PathLike[str]) -> Kind | None:
 
 
 def read_preprocessed(
-    path: str | os.PathLike[str], *, notify: Callable[[str], None] | None = None
+    path: str | os.PathLike[str], *, notify: Callable[[str], None] | None = None, memory: int | None = None
 ) -> Iterator[dict[str, object]]:
     """The traces of a preprocessed file as records of torch tensors, one in memory at a time.
 
@@ -76,7 +76,7 @@ def read_preprocessed(
 
     Labels are unchanged: NaN stays NaN, and a missing label is None. Nothing in the file is run: UnsafePickle names
     what was refused. A broken file raises BadSource after its last whole trace. `notify` gets a message about fields
-    that are left out of the records.
+    that are left out of the records. `memory` as in `read_traces`.
     """
     name = os.fspath(path)
     number = 0
@@ -90,7 +90,7 @@ def read_preprocessed(
 
     try:
         with ExitStack() as opened:
-            source, find_storage = open_pickle(name, opened, LazyUnpickler)
+            source, find_storage = open_pickle(name, opened, LazyUnpickler, MemoryLimit(name, memory))
             content = LazyUnpickler(source, find_storage).load()
             if not source.at_end():
                 raise pickle.UnpicklingError("more bytes follow the end of the pickle")

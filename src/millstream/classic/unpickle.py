@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from millstream.classic.limits import OBJECT_BYTES, Input
+from millstream.classic.limits import MEASURED_OBJECTS, Input
 
 Array = NDArray[np.generic]
 DType = np.dtype[np.generic]
@@ -117,14 +117,17 @@ class Unpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         read, handlers, ready = self.read, self.handlers, self.ready
         max_objects = self.source.max_objects
         num_objects = 0  # an upper bound: each opcode makes at most one
+        check_at = min(max_objects, MEASURED_OBJECTS)
         while (opcode := read(1)) in handlers:
             handlers[opcode](self)
             num_objects += 1
-            if num_objects > max_objects:
-                self.source.spend(num_objects * OBJECT_BYTES)
+            if num_objects > check_at:
+                self.source.check_objects(num_objects)
+                check_at = min(max_objects, num_objects + MEASURED_OBJECTS)
             while ready:
                 yield ready.pop(0)  # no reference stays here: the caller may free it
-                num_objects = num_objects if self.keeps_all else 0
+                if not self.keeps_all:
+                    num_objects, check_at = 0, min(max_objects, MEASURED_OBJECTS)
         if not opcode:
             raise EOFError("the file ends too early")
         if opcode != pickle.STOP:

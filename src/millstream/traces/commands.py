@@ -232,6 +232,9 @@ def convert(
         Literal["none", "lz4", "zstd"] | None,
         typer.Option(help="none, lz4 or zstd.", show_default="none", metavar="NAME"),
     ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory budget.", show_default="the free memory", metavar="SIZE")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Import old .pkl, .pkl.gz and .pt files into a store.
@@ -247,7 +250,7 @@ def convert(
     *patterns, out = paths
     files = expand(patterns)
     with progress("convert", sum(file.stat().st_size for file in files), unit="bytes") as update:
-        written = import_files(files, Path(out), compression=compression, notify=say, progress=update)
+        written = import_files(files, Path(out), compression=compression, memory=memory, notify=say, progress=update)
     _finish_store(written, as_json)
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from millstream.core.config import parse_json
+from millstream.core.config import parse_bytes, parse_json
 from millstream.core.console import Progress, ignore_message, quoted, silent
 from millstream.core.files import publish_json
 from millstream.core.record import RawTensor, as_tensor
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from millstream.traces.graphs import Wiring
 
 PROGRESS = "converted.json"  # number of records from each finished file
+_COPIES = 2  # of a trace in memory: as it was decoded, and as it is written
 RESTART = ""  # a key of it while the records are being removed, so that an interrupted removal is completed
 
 
@@ -41,12 +42,14 @@ class Importer(Protocol):
 
     def recognises(self, path: Path) -> bool: ...
 
-    def describe(self, path: Path) -> str:
+    def describe(self, path: Path, *, memory: int | None = None) -> str:
         """The content of a file, in a few words; files with different contents cannot share a store."""
         ...
 
-    def records(self, path: Path, *, notify: Callable[[str], None]) -> Iterator[dict[str, object]]:
-        """The records of a file, one in memory at a time."""
+    def records(
+        self, path: Path, *, notify: Callable[[str], None], memory: int | None = None
+    ) -> Iterator[dict[str, object]]:
+        """The records of a file, one in memory at a time; decoding one takes up to `memory` bytes."""
         ...
 
     def layer_feature(self, field_names: Sequence[str]) -> "Feature | None":
@@ -108,21 +111,26 @@ def convert(
     out: Path,
     *,
     compression: Literal["none", "lz4", "zstd"] | None = None,
+    memory: int | str | None = None,
     notify: Callable[[str], None] = ignore_message,
     progress: Progress = silent,
 ) -> Written:
-    """Import files into a store; a shard ends with the last record of its file."""
-    _check_contents(files)
+    """Import files into a store within `memory`, by default the free memory.
+
+    A shard ends with the last record of its file.
+    """
+    share = None if memory is None else parse_bytes(memory) // _COPIES
+    _check_contents(files, share)
     with only_job(out):
         if RESTART in _finished(out):
             _remove_records(out)
         try:
-            return _convert(files, out, compression, notify, progress, {})
+            return _convert(files, out, compression, notify, progress, {}, share)
         except NewField as error:
             notify(f"{error}; starting over with the fields of all traces")
-            fields = _fields_of_all(files)
+            fields = _fields_of_all(files, share)
             _remove_records(out)
-            return _convert(files, out, compression, notify, progress, fields)
+            return _convert(files, out, compression, notify, progress, fields, share)
 
 
 class NewField(SchemaMismatch):
@@ -136,6 +144,7 @@ def _convert(
     notify: Callable[[str], None],
     progress: Progress,
     fields: dict[str, None],
+    share: int | None,
 ) -> Written:
     if (out / MANIFEST).exists():
         wait_for_writers(out)  # they recover records of an interrupted conversion
@@ -150,7 +159,7 @@ def _convert(
     try:
         for file, key in left:
             count = 0
-            for record in _after(partial, imported_records(file, notify), out):
+            for record in _after(partial, imported_records(file, notify, memory=share), out):
                 if writer is None:
                     schema = _axes(record, importer_of(file).AXES)
                     writer = TraceWriter(out, config=config, compression=compression, schema=schema)
@@ -194,11 +203,13 @@ def _again(out: Path) -> str:
     return f"Remove {quoted(out)}, or choose another folder, and convert the files again"
 
 
-def imported_records(file: Path, notify: Callable[[str], None] = ignore_message) -> Iterator[dict[str, object]]:
+def imported_records(
+    file: Path, notify: Callable[[str], None] = ignore_message, *, memory: int | None = None
+) -> Iterator[dict[str, object]]:
     """The records of one file, each with an id, one in memory at a time."""
     stem = file.name.split(".")[0]
     position = 0  # enumerate() would keep a record in memory while the next one is read
-    for record in importer_of(file).records(file, notify=notify):
+    for record in importer_of(file).records(file, notify=notify, memory=memory):
         if record.get(ID_FIELD) is None:
             record[ID_FIELD] = f"{stem}:{position}"
         yield record
@@ -206,7 +217,7 @@ def imported_records(file: Path, notify: Callable[[str], None] = ignore_message)
         position += 1  # noqa: SIM113
 
 
-def _check_contents(files: Sequence[Path]) -> None:
+def _check_contents(files: Sequence[Path], memory: int | None) -> None:
     for file in files:
         if (packed := file.with_name(f"{file.name}.gz")) in files:
             raise BadSource(
@@ -215,7 +226,7 @@ def _check_contents(files: Sequence[Path]) -> None:
     first: dict[str, Path] = {}
     for file in files:
         with suppress(SourceError):  # raised again when the file is imported
-            first.setdefault(importer_of(file).describe(file), file)
+            first.setdefault(importer_of(file).describe(file, memory=memory), file)
     if len(first) > 1:
         found = ", ".join(f"{file} contains {content}" for content, file in first.items())
         raise SchemaMismatch(f"files of different kinds: {found}. Convert each kind into its own store")
@@ -246,12 +257,12 @@ def _complete(record: dict[str, object], fields: Sequence[str], file: Path) -> d
     return {name: record.get(name) for name in fields}
 
 
-def _fields_of_all(files: Sequence[Path]) -> dict[str, None]:
+def _fields_of_all(files: Sequence[Path], memory: int | None) -> dict[str, None]:
     """The fields of every record, in order of appearance."""
     fields: dict[str, None] = {}
     for file in files:
         with suppress(SourceError):  # raised again when the file is imported
-            for record in imported_records(file):
+            for record in imported_records(file, memory=memory):
                 fields.update(dict.fromkeys(record))
                 del record
     return fields
