@@ -242,10 +242,15 @@ def inspect(
     ],
     other: Annotated[Path | None, typer.Argument(help="Another trace store, to compare with.", metavar="OTHER")] = None,
     examples: Annotated[int, typer.Option(help="Number of example records to show.", metavar="N")] = 0,
+    tolerance: Annotated[
+        float, typer.Option(help="Numbers x and y are equal if |x - y| <= X (1 + |y|).", metavar="X", min=0)
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Show what is in a store or in reads, or compare two stores."""
-    _kind_at(path).inspect(path, other, examples=examples, as_json=as_json)
+    if tolerance and other is None:
+        raise typer.BadParameter("--tolerance compares two stores: give another one")
+    _kind_at(path).inspect(path, other, examples=examples, tolerance=tolerance, as_json=as_json)
 
 
 def verify(

@@ -42,7 +42,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command(rich_help_panel=TRAIN)(classify)
 
 
-def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> None:
+def inspect(path: Path, other: Path | None, *, examples: int, tolerance: float, as_json: bool) -> None:
     """Print a summary of reads."""
     from dataclasses import asdict
 

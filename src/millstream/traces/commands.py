@@ -49,7 +49,7 @@ def add_commands(app: typer.Typer) -> None:
         app.command(rich_help_panel=MAINTAIN)(command)
 
 
-def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> None:
+def inspect(path: Path, other: Path | None, *, examples: int, tolerance: float, as_json: bool) -> None:
     """Print a summary of a store; with another one, of both and of their differences."""
     from millstream.traces.store.inspect import Summary, compare, show_comparison, show_summary, summarise
     from millstream.traces.store.traces import Traces
@@ -61,7 +61,7 @@ def inspect(path: Path, other: Path | None, *, examples: int, as_json: bool) -> 
     comparison = None
     if other is not None:
         with progress("compare", summaries[0].records) as update:
-            comparison = compare(path, other, progress=update)
+            comparison = compare(path, other, tolerance=tolerance, progress=update)
     if as_json:
         output: dict[str, Any] = {"stores": [asdict(summary) for summary in summaries]}
         if comparison:

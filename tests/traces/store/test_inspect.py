@@ -12,6 +12,7 @@ import torch
 import millstream as ms
 from millstream.traces.store.inspect import Comparison, FieldSummary, compare, show_comparison, show_summary, summarise
 from millstream.traces.store.rewrite import merge
+from support.commands import run_here
 from support.making import record, write
 
 RECORDS = [
@@ -264,3 +265,19 @@ def test_a_store_merged_from_stores_of_different_compression_compares_by_value(t
     whole = store(tmp_path / "whole", RECORDS)
     assert compare(tmp_path / "merged", whole) == Comparison(same=3)
     assert compare(whole, tmp_path / "merged") == Comparison(same=3)
+
+
+def test_numbers_within_the_tolerance_are_the_same(tmp_path: Path) -> None:
+    rows = {"question_id": "a", "text": "x", "n": 2.0, "h": np.array([1.0, np.nan, 100.0], np.float32)}
+    near = {**rows, "n": 2.02, "h": np.array([1.01, np.nan, 101.0], np.float32)}
+    for name, row in (("a", rows), ("near", near), ("text", near | {"text": "y"}), ("far", near | {"n": 3.0})):
+        with ms.TraceWriter(tmp_path / name) as writer:
+            writer.append(row)
+    assert compare(tmp_path / "a", tmp_path / "near").differing_fields == {"n": 1, "h": 1}
+    assert compare(tmp_path / "a", tmp_path / "near", tolerance=0.01) == Comparison(same=1)
+    assert compare(tmp_path / "a", tmp_path / "near", tolerance=0.001).different == 1
+    assert compare(tmp_path / "a", tmp_path / "text", tolerance=0.01).differing_fields == {"text": 1}
+    assert compare(tmp_path / "a", tmp_path / "far", tolerance=0.01).differing_fields == {"n": 1}
+    same = ("inspect", tmp_path / "a", tmp_path / "near", "--tolerance", "0.01")
+    assert "identical  1" in run_here(*same)[1]
+    assert run_here("inspect", tmp_path / "a", "--tolerance", "0.01")[0] == 2

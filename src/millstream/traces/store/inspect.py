@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -98,27 +99,28 @@ def summarise(path: Path, *, examples: int = 3, progress: Progress = silent) -> 
     return summary
 
 
-def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
+def compare(a: Path, b: Path, *, tolerance: float = 0.0, progress: Progress = silent) -> Comparison:
     """Match records of two stores, or of a store and a file to import, by id and compare the fields of each pair.
 
-    Timings differ between any two extractions and are left out.
+    Timings differ between any two extractions and are left out. Numbers x and y are the same if |x - y| is at most
+    `tolerance * (1 + |y|)`.
     """
     if a.is_file() and b.is_file():
         raise StoreError(f"{a} and {b}: neither is a store. Convert one first: millstream convert {quoted(b)} traces/")
     if b.is_file():  # look up the records of the file in the store
-        result = compare(b, a, progress=progress)
+        result = compare(b, a, tolerance=tolerance, progress=progress)
         return replace(result, only_a=result.only_b, only_b=result.only_a)
     other = Traces(b)
     if a.is_file():
-        alike, records = False, _file_fingerprints(a)
+        alike, records = False, _file_fingerprints(a, keep=bool(tolerance))
     else:
         mine = Traces(a)
         alike = (
             len({load_sidecar(t.path, shard, t.fields).compression for t in (mine, other) for shard in t.shards}) < 2
         )
-        records = _store_fingerprints(mine, alike)
+        records = _store_fingerprints(mine, alike, keep=bool(tolerance))
     result = Comparison()
-    for seen, (key, fingerprints) in enumerate(records, start=1):
+    for seen, (key, fingerprints, values) in enumerate(records, start=1):
         progress(seen)
         try:
             number = other.find(key)
@@ -128,6 +130,9 @@ def compare(a: Path, b: Path, *, progress: Progress = silent) -> Comparison:
         theirs = dict(_fingerprints(other, number, alike))
         names = [name for name in dict.fromkeys([*fingerprints, *theirs]) if name not in TIMINGS]
         differing = [name for name in names if repr(fingerprints.get(name)) != repr(theirs.get(name))]
+        if differing and tolerance:
+            second = other[number]
+            differing = [name for name in differing if not _is_close(values.get(name), second.get(name), tolerance)]
         for name in differing:
             result.differing_fields[name] = result.differing_fields.get(name, 0) + 1
         if differing:
@@ -260,10 +265,13 @@ def _example(
     return {**values, **shapes, "number": number, "shard": file}
 
 
-def _store_fingerprints(traces: Traces, stored: bool) -> Iterable[tuple[object, dict[str, object]]]:
+Fingerprinted = tuple[object, dict[str, object], Mapping[str, object]]  # id, fingerprints, values if they are kept
+
+
+def _store_fingerprints(traces: Traces, stored: bool, *, keep: bool) -> Iterable[Fingerprinted]:
     for number in range(len(traces)):
         fingerprints = dict(_fingerprints(traces, number, stored))
-        yield fingerprints.get(ID_FIELD), fingerprints
+        yield fingerprints.get(ID_FIELD), fingerprints, traces[number] if keep else {}
 
 
 def _fingerprints(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str, object]]:
@@ -278,9 +286,25 @@ def _fingerprints(traces: Traces, number: int, stored: bool) -> Iterable[tuple[s
         yield name, _fingerprint(name, value)
 
 
-def _file_fingerprints(path: Path) -> Iterable[tuple[object, dict[str, object]]]:
+def _file_fingerprints(path: Path, *, keep: bool) -> Iterable[Fingerprinted]:
     for record in imported_records(path):
-        yield record[ID_FIELD], {name: _fingerprint(name, value) for name, value in record.items()}
+        fingerprints = {name: _fingerprint(name, value) for name, value in record.items()}
+        yield record[ID_FIELD], fingerprints, record if keep else {}
+
+
+def _is_close(a: object, b: object, tolerance: float) -> bool:
+    """Whether two values are numbers, or tensors of numbers of one shape, that are the same within the tolerance."""
+    try:
+        first, second = (np.asarray(_numbers(value), np.float64) for value in (a, b))
+    except (TypeError, ValueError):  # texts, None, lists of different lengths
+        return False
+    return first.shape == second.shape and np.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, str | bytes | None):
+        raise TypeError(f"{type(value).__name__}: not numbers")
+    return value.double() if hasattr(value, "double") else value  # bfloat16 tensors are of torch
 
 
 def _fingerprint(name: str, value: object) -> object:
