@@ -386,7 +386,7 @@ def test_a_trace_larger_than_the_memory_is_refused_and_a_smaller_one_is_kept(tmp
     path = write(tmp_path, LARGE[name])
     tracemalloc.start()  # torch's memory is not traced
     try:
-        with pytest.raises(BadSource, match=r"memory=50\.0 MB.*--memory"):
+        with pytest.raises(BadSource, match=r"more than 50\.0 MB.*--memory"):
             list(read_traces(path, memory=50_000_000))
         assert tracemalloc.get_traced_memory()[1] < 80e6
     finally:

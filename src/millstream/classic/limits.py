@@ -55,8 +55,8 @@ class MemoryLimit:
             self._heap.trim_malloc()  # of the traces before
             if self._is_over(more):
                 raise BadSource(
-                    f"{self._path}: decoding a trace takes more than memory={format_bytes(self._num_bytes)}. "
-                    "Give it more, as in --memory 16GB, or make smaller files"
+                    f"{self._path}: decoding a trace takes more than {format_bytes(self._num_bytes)}. "
+                    "Give it more memory, as in --memory 16GB, or make smaller files"
                 )
 
     def _is_over(self, more: int) -> bool:
