@@ -7,7 +7,6 @@ Every measurement runs in its own process, with its files in the page cache. MET
 `tokenizer=PATH` names its tokenizer.json. Compare ratios: the machine's speed cancels out.
 """
 
-import os
 import sys
 import tempfile
 import threading
@@ -147,12 +146,12 @@ def regions(*, tool: str, path: Path, count: int = NUM_READS, width: int = 150) 
 
 def decode(*, tool: str, path: Path) -> Result:
     """Our own decompression alone, the reference for packing."""
+    from millstream.core.remote import open_raw
     from millstream.reads.files.containers import open_stream, sniff
 
     read_peers.ready(path)
     buffer = np.empty(1 << 20, np.uint8)
-    fd = os.open(path, os.O_RDONLY)
-    stream = open_stream(path, sniff(path), fd, points=False)
+    stream = open_stream(path, sniff(path), open_raw(path), points=False)
     num_bytes = 0
     start = time.perf_counter()
     while count := stream.readinto(buffer):

@@ -7,9 +7,11 @@ even after kill -9 or a power cut. A lock is the kernel's flock, which ends with
 import base64
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -43,13 +45,22 @@ def cache_folder() -> Path:
 
 def publish(file: Path, data: bytes, advice: str = _OLD_KEPT) -> None:
     """Write a file so that its name always holds either the old bytes or all of the new ones, even after a crash."""
+    if is_object(file):
+        file.write_bytes(data)
+        return
     with publishing(file, advice) as f:
         f.write(data)
 
 
 @contextmanager
 def publishing(file: Path, advice: str = _OLD_KEPT) -> Generator[BinaryIO]:
-    """The same for a file written in pieces: it gets its name when the block ends."""
+    """The same for a file written in pieces: it gets its name when the block ends. An object is uploaded then."""
+    if is_object(file):
+        with no_space(spool_root(), advice), tempfile.NamedTemporaryFile(dir=spool_root()) as f:
+            yield cast(BinaryIO, f)
+            f.flush()
+            cast(Any, file).put(Path(f.name))
+        return
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with no_space(file, advice), open(temporary, "wb") as f:
@@ -95,12 +106,30 @@ def already_exists(out: Path) -> StoreExists:
 
 def remove_unpublished(file: Path) -> None:
     """Remove what a killed process left while publishing this file. No other process may be publishing it now."""
+    if is_object(file):
+        return
     for temporary in file.parent.glob(f".{escape(file.name)}.{'[0-9a-f]' * 12}.tmp"):
         temporary.unlink()
 
 
+def is_object(path: Path) -> bool:
+    """Whether a path is a URL: written whole, when it is complete."""
+    from millstream.core.remote import is_url  # which caches in files
+
+    return is_url(path)
+
+
+def spool_root() -> Path:
+    """Where objects are made before they are uploaded: `$MILLSTREAM_SPOOL_DIR`, or a folder of the cache folder."""
+    folder = Path(os.environ.get("MILLSTREAM_SPOOL_DIR") or cache_folder() / "spool").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def sync_folder(path: Path) -> None:
     """Sync a folder to disk, so that a rename survives a power cut."""
+    if is_object(path):
+        return
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -245,6 +274,9 @@ _VERSION = 2
 
 
 def partial_folder(out: Path) -> Path:
+    """Where an output grows: beside it, or in the spool folder if it is an object."""
+    if is_object(out):
+        return spool_root() / f"{out.name}-{hashlib.sha256(str(out).encode()).hexdigest()[:12]}.partial"
     return out.with_name(f"{out.name}.partial")
 
 
@@ -309,8 +341,11 @@ class PartialOutput:
 
     def publish(self, part: str) -> None:
         """Rename a part, complete and on disk, to the output."""
-        os.rename(self.path / part, self.out)
-        sync_folder(self.out.parent)
+        if is_object(self.out):
+            cast(Any, self.out).put(self.path / part)
+        else:
+            os.rename(self.path / part, self.out)
+            sync_folder(self.out.parent)
         self.remove()
 
     def remove(self) -> None:
@@ -413,7 +448,9 @@ class TextOutput:
         if self.out.exists():
             if self.is_finished and not file.exists():
                 return  # renamed, and killed before the folder was removed
-            raise already_exists(self.out)  # another process has just finished it
+            is_ours = is_object(self.out) and file.exists() and file.stat().st_size == self.out.stat().st_size
+            if not (self.is_finished and is_ours):  # uploaded, and killed before the folder was removed
+                raise already_exists(self.out)  # another process has just finished it
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.truncate(self._fd, state["bytes"])  # what was written after the last save is written again
         os.lseek(self._fd, 0, os.SEEK_END)
@@ -422,10 +459,11 @@ class TextOutput:
 
 def check_new(out: Path, *, resumable: bool = True) -> None:
     """Refuse, before anything is read, an output that already exists or whose folder does not."""
-    if not out.absolute().parent.is_dir():
+    if not is_object(out) and not out.absolute().parent.is_dir():
         raise BadSetting(f"{out}: its folder does not exist. Make it: mkdir -p {quoted(out.parent)}")
     folder = partial_folder(out)
-    was_published = (folder / _JOURNAL).exists() and not (folder / _TEXT).exists()  # killed just before the end
+    # Killed just before the end. An object is uploaded from its part, which is still there.
+    was_published = (folder / _JOURNAL).exists() and (is_object(out) or not (folder / _TEXT).exists())
     if out.exists() and not (resumable and was_published):
         raise already_exists(out)
 

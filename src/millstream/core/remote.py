@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path, PosixPath
@@ -23,6 +23,8 @@ from millstream.errors import BadSetting, ObjectChanged, ObjectMissing, RemoteEr
 
 Wanted = tuple["RemoteFile", int, memoryview]  # an object, where to start, what to fill
 
+_PARTS_AHEAD = 6  # of a stream: 12 MB
+_FIRST_BYTES = 64 << 10
 _WASTE = 0.15  # neighbouring ranges are one request while it fetches at most this share of unwanted bytes
 _URL = re.compile(r"(s3|gs|az|hf|https?):/{1,2}(?=[^/])")
 
@@ -176,11 +178,11 @@ class RemoteFile:
     """One version of one object, open for reading ranges. Opening it asks nothing that is known from a listing."""
 
     def __init__(self, path: RemotePath, *, align: int = 1, known: ObjectInfo | None = None) -> None:
-        """Ranges are fetched, and cached, in multiples of `align` bytes."""
+        """Ranges are fetched, and cached, in multiples of `align` bytes. `known`: read this version, or none."""
         self.path = path
         self.align = align
         self._info = known
-        self._is_confirmed = False  # has the server given bytes of this version?
+        self._is_confirmed = known is not None  # has the server given bytes of this version?
         self._cache_id: str | None = None
 
     @property
@@ -303,6 +305,62 @@ def _copy(data: memoryview, start: int, targets: Sequence[tuple[int, memoryview]
         low, high = max(at, start), min(at + out.nbytes, end)
         if low < high:
             out[low - at : high - at] = data[low - start : high - start]
+
+
+class RemoteStream(io.RawIOBase):
+    """An object from its start to its end, the next parts on their way. It is not cached: it may be of any size."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._file = RemoteFile(path, known=path.info())
+        self._asked = 0  # bytes that were requested so far
+        self._coming: deque[Future[memoryview]] = deque()
+        self._left = memoryview(b"")
+
+    @property
+    def info(self) -> ObjectInfo:
+        return self._file.info
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._left.nbytes:
+            is_first = not self._asked  # to recognise a file takes less than a part
+            for _ in range(1 if is_first else _PARTS_AHEAD - len(self._coming)):
+                start, end = self._asked, min(self._asked + (_FIRST_BYTES if is_first else PART_BYTES), self.num_bytes)
+                if start < end:
+                    self._coming.append(request_threads().submit(self._file.get, start, end))
+                    self._asked = end
+            if not self._coming:
+                return 0
+            self._left = self._coming.popleft().result()
+        out = memoryview(buffer).cast("B")
+        count = min(out.nbytes, self._left.nbytes)
+        out[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.num_bytes
+
+    def close(self) -> None:
+        while self._coming:
+            self._coming.popleft().cancel()
+        super().close()
+
+
+def open_raw(path: Path) -> io.RawIOBase:
+    """A file or an object, for reading it once from its start."""
+    return RemoteStream(path) if isinstance(path, RemotePath) else io.FileIO(path)
+
+
+def read_range(path: Path, start: int, count: int) -> bytes:
+    """One range of a file or an object, up to its end."""
+    if isinstance(path, RemotePath):
+        return RemoteFile(path).read(start, count)
+    with open(path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), count, start)
 
 
 class _Raw(io.RawIOBase):

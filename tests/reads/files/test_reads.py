@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.core.files import publish_json
+from millstream.core.remote import open_raw
 from millstream.errors import BadIndex, BadSetting
 from millstream.reads.files import containers
 from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
@@ -630,14 +631,14 @@ def test_a_gzip_member_may_be_empty(data: str, tmp_path: Path):
 def test_without_seek_points_the_same_text_is_decoded(wrapper: str, tmp_path: Path):
     write(tmp_path / "reads.fa", WRAPPERS[wrapper](fasta(MADE)))
     for points in (True, False):
-        fd = os.open(tmp_path / "reads.fa", os.O_RDONLY)
+        raw = open_raw(tmp_path / "reads.fa")
         stream = containers.open_stream(
-            tmp_path / "reads.fa", containers.sniff(tmp_path / "reads.fa"), fd, points=points
+            tmp_path / "reads.fa", containers.sniff(tmp_path / "reads.fa"), raw, points=points
         )
         out = np.empty(1 << 20, np.uint8)
         assert out[: stream.readinto(out)].tobytes() == fasta(MADE)
         stream.close()
-        os.close(fd)
+        raw.close()
 
 
 # -- memory

@@ -3,9 +3,9 @@
 Reading the stream also records its blocks: the places where decoding can start.
 """
 
-import os
 import zlib
 from collections.abc import Callable, Generator
+from io import RawIOBase
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from millstream.core.console import quoted
 from millstream.core.record import Bytes, crc32c
+from millstream.core.remote import read_range
 from millstream.errors import BadSource, MissingExtra
 from millstream.reads.files.inflate import Inflate, ahead, bgzf_size, decode_bgzf, fast_zlib
 
@@ -51,8 +52,7 @@ class MixedGzip(Exception):
 
 def sniff(path: Path) -> Kind:
     """The compression of a file, from its first bytes."""
-    with open(path, "rb") as file:
-        head = file.read(18)
+    head = read_range(path, 0, 18)
     for magic, name in _REFUSED.items():
         if head.startswith(magic):
             remedy = f"; convert it: samtools fastq {quoted(path)} > reads.fq" if name in ("BAM", "CRAM") else ""
@@ -68,21 +68,21 @@ def sniff(path: Path) -> Kind:
 def open_stream(
     path: Path,
     kind: Kind,
-    fd: int,
+    raw: RawIOBase,
     *,
     points: bool = True,
     point_bytes: int = POINT_BYTES,
     frame_bytes: int = MAX_FRAME_BYTES,
 ) -> "Stream":
-    """The text of a file from its start. The caller keeps `fd` open, and closes it.
+    """The text of a file from its start. The caller closes `raw`, the bytes of the file.
 
     With `points`, a gzip file gets a seek point about every `point_bytes` of text; without them it is decoded twice as
     fast. A zstd frame of more than `frame_bytes` of text is an error.
     """
     if kind == "plain":
-        return PlainStream(fd)
+        return PlainStream(raw)
     pieces = {"gzip": _gzip if points else _gzip_once, "bgzf": _bgzf, "zstd": _zstd}[kind]
-    return DecodedStream(_RawFile(path, fd, point_bytes=point_bytes, frame_bytes=frame_bytes), pieces)
+    return DecodedStream(_RawFile(path, raw, point_bytes=point_bytes, frame_bytes=frame_bytes), pieces)
 
 
 def decode_frame(data: bytes, *, size: int) -> bytes:
@@ -100,8 +100,8 @@ def decode_frame(data: bytes, *, size: int) -> bytes:
 class PlainStream:
     """The text of a plain file, in order."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, raw: RawIOBase) -> None:
+        self._source = raw
         self.raw = 0  # bytes of the file read so far
         self.crc32c = 0  # of these bytes
         self.damage: Damage | None = None  # why the text ended early, if it did
@@ -109,7 +109,7 @@ class PlainStream:
 
     def readinto(self, out: Bytes) -> int:
         """Fill `out` as far as there is text; 0 at its end."""
-        count = os.readv(self._fd, [out.data])
+        count = self._source.readinto(out.data) or 0
         self.crc32c = crc32c(out[:count], self.crc32c)
         self.raw += count
         return count
@@ -129,9 +129,9 @@ class PlainStream:
 class _RawFile:
     """The raw bytes of a file, in order, and what its decoder has found."""
 
-    def __init__(self, path: Path, fd: int, *, point_bytes: int, frame_bytes: int) -> None:
+    def __init__(self, path: Path, source: RawIOBase, *, point_bytes: int, frame_bytes: int) -> None:
         self.path = path
-        self.fd = fd
+        self._source = source
         self.point_bytes = point_bytes
         self.frame_bytes = frame_bytes
         self.raw = self.plain = 0
@@ -145,7 +145,7 @@ class _RawFile:
 
     def read(self, count: int) -> bytes:
         parts: list[bytes] = []
-        while count > 0 and (part := os.read(self.fd, count)):
+        while count > 0 and (part := self._source.read(count)):
             parts.append(part)
             count -= len(part)
         data = parts[0] if len(parts) == 1 else b"".join(parts)

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from millstream.core.console import quoted
-from millstream.core.fingerprint import Fingerprint, samples_crc32c
+from millstream.core.fingerprint import Fingerprint, fingerprint_of, version_of
 from millstream.core.record import Bytes
+from millstream.core.remote import RemotePath, RemoteStream, open_raw
 from millstream.errors import BadSource, StaleIndex
 from millstream.reads.files.containers import (
     MAX_FRAME_BYTES,
@@ -66,10 +67,10 @@ class SourceScan:
         self._unverified = unverified
         self._limits = limits
         self._buffer_bytes = limits.buffer_bytes
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._before = os.fstat(self._fd)
+        self._raw = open_raw(path)
+        self._before = self._raw.info if isinstance(self._raw, RemoteStream) else os.fstat(self._raw.fileno())
         self.stream = open_stream(
-            path, kind, self._fd, points=points, point_bytes=limits.point_bytes, frame_bytes=limits.frame_bytes
+            path, kind, self._raw, points=points, point_bytes=limits.point_bytes, frame_bytes=limits.frame_bytes
         )
         self._scans: Generator[Scanned] | None = None
 
@@ -85,14 +86,14 @@ class SourceScan:
         if self._scans is not None:
             self._scans.close()  # stops the thread that reads ahead
         self.stream.close()
-        os.close(self._fd)
+        self._raw.close()
 
     def fingerprint(self) -> "Fingerprint":
         """The fingerprint of the file, once all of it has been read; StaleIndex if it has changed since."""
-        before, after = self._before, os.stat(self.path)
-        if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
+        after = self.path.info() if isinstance(self.path, RemotePath) else self.path.stat()
+        if version_of(after) != version_of(self._before):
             raise StaleIndex(f"{self.path}: changed while it was being read. Try again once it is complete")
-        return Fingerprint(after.st_size, after.st_mtime_ns, samples_crc32c(self.path), self.stream.crc32c)
+        return fingerprint_of(self.path, after, self.stream.crc32c)
 
     def _scan(self) -> Generator[Scanned]:
         ring = [np.empty(self._buffer_bytes, np.uint8) for _ in range(5)]
@@ -152,15 +153,12 @@ class SourceScan:
 
         The checksum of a gzip member comes after its text: only a pass over the whole file tells.
         """
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            stream = open_stream(self.path, self.kind, fd, points=False, frame_bytes=self._limits.frame_bytes)
+        with open_raw(self.path) as raw:
+            stream = open_stream(self.path, self.kind, raw, points=False, frame_bytes=self._limits.frame_bytes)
             try:
                 _exhaust(stream)
             finally:
                 stream.close()
-        finally:
-            os.close(fd)
         return sys.maxsize if stream.damage is None else stream.damage.verified
 
     def _finish(self) -> None:
@@ -192,18 +190,16 @@ class SourceScan:
 
 def looks_like_reads(path: Path) -> bool:
     """Whether a file starts like FASTA or FASTQ."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     head = np.empty(4096, np.uint8)
-    try:
-        stream = open_stream(path, sniff(path), fd)
+    with open_raw(path) as raw:
         try:
-            _sniff_format(path, head[: stream.readinto(head)], stream)
-        finally:
-            stream.close()
-    except (BadSource, MixedGzip):
-        return False
-    finally:
-        os.close(fd)
+            stream = open_stream(path, sniff(path), raw)
+            try:
+                _sniff_format(path, head[: stream.readinto(head)], stream)
+            finally:
+                stream.close()
+        except (BadSource, MixedGzip):
+            return False
     return True
 
 
