@@ -268,6 +268,17 @@ def test_a_batch_larger_than_a_workers_share_is_an_error(big: ms.Traces):
         load(big.dataset(memory="4MB"), batch_size=4, num_workers=2)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_large_record_at_the_end_of_a_stream_is_refused_before_the_first_batch(tmp_path: Path, num_workers: int):
+    sizes = [100] * 120 + [40_000]
+    records = ({"question_id": f"q{i}", "values": np.zeros(size, np.float32)} for i, size in enumerate(sizes))
+    stream = write_records(tmp_path / "traces", records).stream(batch_size=4, memory="500kB", order="none")
+    delivered: list[object] = []
+    with pytest.raises(OverBudget):
+        delivered.extend(batches_of(DataLoader(stream, batch_size=None, num_workers=num_workers)))
+    assert delivered == []
+
+
 # -- memory files
 
 

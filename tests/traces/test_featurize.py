@@ -15,9 +15,11 @@ import pytest
 import millstream as ms
 from millstream.core.batches import fetch_batch
 from millstream.core.features import Feature
+from millstream.core.memory import file_bytes
 from millstream.errors import BadSetting, ConfigMismatch, SchemaMismatch
 from millstream.traces.features import featurize
 from support.commands import run_here
+from support.loading import write_records
 
 COUNT, FAILED = 40, (3, 17, 39)
 GOOD = [number for number in range(COUNT) if number not in FAILED]
@@ -116,6 +118,21 @@ def test_the_memory_budget_does_not_change_the_result(memory: Any, store: Path, 
     ours, theirs = opened(tmp_path / "one"), opened(tmp_path / "other")
     assert ours.ids == theirs.ids
     assert all(np.array_equal(a["layers"], b["layers"]) for a, b in zip(ours, theirs, strict=True))  # pyright: ignore
+
+
+def test_no_file_stays_mapped_beside_the_budget(tmp_path: Path):
+    records = ({"question_id": f"q{i}", "hidden": np.full((2, 62_500), i, np.float32)} for i in range(100))
+    write_records(tmp_path / "store", records)
+    before, most = file_bytes(), 0
+
+    def look(done: int, note: str = "") -> None:
+        nonlocal most
+        most = max(most, file_bytes() - before)
+
+    options = {"feature": "fields", "fields": "hidden", "memory": "8MB"}
+    done = featurize(tmp_path / "store", tmp_path / "out", progress=look, chunk_records=10, **options)
+    assert done.records == 100
+    assert most < 16e6, most  # 50 MB when the shard was mapped
 
 
 @pytest.mark.parametrize("feature", ["layers", "graphs"])

@@ -12,7 +12,6 @@ import numpy as np
 from millstream.core.batches import Batch, collate, fetch_batch
 from millstream.core.collection import Collection, Numbers
 from millstream.core.order import mix
-from millstream.core.prefetch import check_budget
 from millstream.core.record import Array
 
 NUMBERS = "numbers"
@@ -93,22 +92,22 @@ class FeaturePipeline:
         """Bytes needed to make a batch of these records: exact for the fetch, else estimated from earlier batches."""
         return ceil(int(collection.sizes(numbers, self._names(collection)).sum()) * (1 + self._growth))
 
-    def check_batches(
-        self, collection: Collection, batches: Iterable[Numbers], *, batch_size: int, budget: int
-    ) -> None:
-        """Raise OverBudget if one of these batches costs more than the budget, whatever the number of records."""
+    def excess(self, collection: Collection, batches: Iterable[Numbers], *, batch_size: int, budget: int) -> int | None:
+        """The cost of one of these batches that exceeds the budget, if any does, whatever the number of records."""
         names = self._names(collection)
         if self._largest is None:
             edges = range(0, len(collection), _SIZES_AT_ONCE)
             parts = (np.arange(at, min(at + _SIZES_AT_ONCE, len(collection)), dtype=np.int64) for at in edges)
             self._largest = max(int(collection.sizes(part, names).max()) for part in parts)
         if batch_size * self._largest * (1 + self._growth) <= budget:
-            return  # even a batch of the largest record alone fits: no need to look at each batch
+            return None  # even a batch of the largest record alone fits: no need to look at each batch
         remaining = iter(batches)
         while some := list(islice(remaining, max(_SIZES_AT_ONCE // batch_size, 1))):
             starts = np.cumsum([0, *map(len, some[:-1])])
             totals = np.add.reduceat(collection.sizes(np.concatenate(some), names), starts)
-            check_budget(ceil(int(totals.max()) * (1 + self._growth)), budget)
+            if (need := ceil(int(totals.max()) * (1 + self._growth))) > budget:
+                return need
+        return None
 
     def make(self, collection: Collection, numbers: Numbers, epoch: int) -> tuple[dict[str, object], int]:
         """The batch, and its size in bytes."""

@@ -16,7 +16,7 @@ from millstream.core.engine import available_cores
 from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.memory import PageLimit, Pool, available_bytes
 from millstream.core.order import Layout, Mode, Order, Positions, Tail, find_ranks
-from millstream.core.prefetch import Prefetch
+from millstream.core.prefetch import Prefetch, check_budget
 from millstream.errors import StateMismatch
 
 OrderName = Literal["auto", "exact", "window", "none"]
@@ -159,7 +159,8 @@ class Loader:
                 raise
             if not step:  # the estimate is good now: refuse a budget that a later batch would exceed
                 batches = map(numbers.of, range(steps))
-                self._pipeline.check_batches(collection, batches, batch_size=layout.batch_size, budget=self._budget)
+                need = self._pipeline.excess(collection, batches, batch_size=layout.batch_size, budget=self._budget)
+                check_budget(need or 0, self._budget)
             return (_pin(batch) if self._pins else batch), num_bytes
 
         self._samples = start

@@ -5,7 +5,7 @@ in one call.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, cast
@@ -50,12 +50,7 @@ class BatchBuilder:
         """A batch."""
         here = self.here()
         collection, numbers = here.collection.in_epoch(epoch).resolved(numbers)
-        need, budget = self._pipeline.cost(collection, numbers), here.pool.limit // PREFETCHED
-        if need > budget:
-            raise OverBudget(
-                f"one batch needs {format_bytes(need)}, but this process has {format_bytes(budget)} for each of "
-                f"{PREFETCHED} batches: increase memory, or reduce batch_size or num_workers"
-            )
+        self._check(self._pipeline.cost(collection, numbers))
         try:
             with here.pool.use():
                 batch, _ = self._pipeline.make(collection, numbers, epoch)
@@ -65,6 +60,20 @@ class BatchBuilder:
             self._pipeline.blame(collection, numbers, epoch, error)
             raise
         return batch
+
+    def check_all(self, batches: Iterable[Numbers], *, batch_size: int) -> None:
+        """Raise OverBudget if one of these batches does not fit. The first batch must have been made."""
+        here = self.here()
+        collection, budget = here.collection, here.pool.limit // PREFETCHED
+        self._check(self._pipeline.excess(collection, batches, batch_size=batch_size, budget=budget) or 0)
+
+    def _check(self, need: int) -> None:
+        budget = self.here().pool.limit // PREFETCHED
+        if need > budget:
+            raise OverBudget(
+                f"one batch needs {format_bytes(need)}, but this process has {format_bytes(budget)} for each of "
+                f"{PREFETCHED} batches: increase memory, or reduce batch_size or num_workers"
+            )
 
     def here(self) -> "_ProcessState":
         """The collection and memory of this process; a forked worker does not touch its parent's."""
@@ -268,12 +277,17 @@ class RecordStream(IterableDataset[object]):
         order = self._plan.order(self._layout.n, seed=self._seed, epoch=epoch)
         positions = Positions(order, self._layout, loop.start)
         try:
-            for step in range(first + loop.given * every, self._layout.steps(loop.start), every):
+            steps = range(first + loop.given * every, self._layout.steps(loop.start), every)
+            for step in steps:
                 loop.given += 1
                 numbers = positions.of(step)
                 if self._gives_batches:
                     positions.read_ahead(step, self._builder.here().collection)
-                    yield self._builder.send(numbers, epoch)
+                    batch = self._builder.send(numbers, epoch)
+                    if step == steps.start:  # the estimate is good now: refuse a budget that a later batch would exceed
+                        self._builder.check_all(map(positions.of, steps), batch_size=self._layout.batch_size)
+                    yield batch
+                    del batch
                 else:
                     yield Sample(self._builder, int(numbers[0]), epoch)
         finally:

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from millstream.core.config import parse_bytes, read_settings
-from millstream.core.console import format_bytes, format_seconds, ignore_message, interruptible, progress, say
+from millstream.core.console import MEMORY_S, format_bytes, format_seconds, ignore_message, interruptible, progress, say
 from millstream.core.engine import Engine
 from millstream.core.files import publish
-from millstream.core.memory import resident_bytes
+from millstream.core.memory import Allowance
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
@@ -109,7 +109,8 @@ class ExtractWorker:
             shard_bytes=settings.shard_bytes,
             shard_records=settings.shard_records,
         )
-        self._budget = resident_bytes() + parse_bytes(settings.memory)  # the model is already loaded
+        self._allowance = Allowance(settings.memory)  # the model is already loaded
+        self._usage, self._measured = self._allowance.usage(), time.monotonic()
 
     def do(self, batch: Batch) -> Traced:
         begun = time.perf_counter()
@@ -120,6 +121,8 @@ class ExtractWorker:
         new = [record for record in records if record["question_id"] not in batch.skip]
         for record in new:
             self._writer.append(record)
+        if time.monotonic() - self._measured > MEMORY_S:
+            self._usage, self._measured = self._allowance.usage(), time.monotonic()
         return Traced(
             records=len(new),
             errors=sum(record["status"] == "error" for record in new),
@@ -128,8 +131,8 @@ class ExtractWorker:
             bytes=sum(getattr(value, "nbytes", 0) for record in new for value in record.values()),
             seconds=time.perf_counter() - begun,
             worker=(socket.gethostname(), os.getpid()),
-            worker_bytes=resident_bytes(),
-            worker_budget=self._budget,
+            worker_bytes=self._usage[0],
+            worker_budget=self._usage[1],
             shard=self._writer.shard_number,
         )
 

@@ -330,7 +330,7 @@ class FeaturizeWorker:
     """Computes the feature of some records and appends it to the output store."""
 
     def __init__(self, source: Path, out: Path, settings: FeaturizeSettings) -> None:
-        self._traces = Traces(source)
+        self._traces = Traces(source).within(parse_bytes(settings.memory) // 4)  # read, not mapped
         self._feature = make_feature(settings)
         self._one_by_one = isinstance(self._feature, GraphFeature)  # it makes one graph of a whole batch
         self._memory = parse_bytes(settings.memory)

@@ -1,5 +1,6 @@
 """A study is what a run compares: models (a net among them), the records they train on, and those they score."""
 
+import gc
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,8 +77,10 @@ class NetModel:
         seed_all(self.resources.seed)
         net = self.build(train)
         self.parameters = count_parameters(net)
+        gc.collect()  # frames of imports and compilers keep a Loader, and with it decoded blocks
         if net.needs_preparation and not (self.folder / LATEST).exists():
             self.prepare(net, train)
+            gc.collect()
         job = Job(
             self.name,
             self.resources.seed,
