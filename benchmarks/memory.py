@@ -301,10 +301,11 @@ def load(told: dict[str, Any]) -> None:
     import millstream as ms
 
     collection = ms.open(told["path"])
-    torch.ones(1 << 20).sum()
+    loader = ms.Loader(collection, batch_size=told["batch_size"], memory=told["memory"], order=told["order"])
+    torch.ones(1 << 20).sum()  # its threads
     gc.collect()
     Allowance(told["memory"])
-    for _ in ms.Loader(collection, batch_size=told["batch_size"], memory=told["memory"], order=told["order"]):
+    for _ in loader:
         pass
 
 

@@ -21,7 +21,7 @@ from millstream.training.task import Batch, Moments, Net
 # P positions after pooling, W width
 
 CLASS, PROBABILITY = "class", "probability"
-ROWS = 1 << 16  # of a table per step
+VALUES = 1 << 19  # of a table per step: each step makes several copies of them, some in float64
 NEVER = -1e4  # the bias of a class without training reads
 LEAST_KMERS = 3.0  # of the class, in a read that is assigned to it
 LEAST_DEVIATIONS = 3.0  # of the score of random DNA of the same length, by which the score of a class must exceed 0
@@ -183,28 +183,29 @@ class KmerLinear(ReadNet):
 
         A mean over buckets would be too small: random DNA meets buckets that many k-mers share more often.
         """
-        seen_C = torch.stack([self._table(k).any(dim=0) for k in self.ks]).any(dim=0)
-        with torch.no_grad():
-            self.bias.masked_fill_(~seen_C, NEVER)
+        seen_C = torch.zeros(self.num_classes, dtype=torch.bool)
         background = self.bag.background()
         for k in self.ks:
             table = self._table(k)
             counts_C, sums_C = torch.zeros(2, self.num_classes, dtype=torch.float64)
-            for part in _row_slices(table):
+            for part in self._slices(table):
+                seen_C |= part.any(dim=0)
                 counts = part.clone()
                 part.log1p_()
                 counts_C += counts.sum(dim=0, dtype=torch.float64)
                 sums_C += counts.mul_(part).sum(dim=0, dtype=torch.float64)
             random = Moments()
-            for buckets in _row_slices(torch.as_tensor(background[k])):
+            for buckets in self._slices(torch.as_tensor(background[k])):
                 random.add(table[buckets])
             assert random.count is not None and random.mean is not None and random.spread is not None
             size_C = random.mean[0].float()
             self._statistic("size", k).copy_(size_C)
             self._statistic("spread", k).copy_((random.spread[0] / random.count[0]).sqrt())
             self._statistic("own", k).copy_(sums_C / counts_C.clamp(min=1) - size_C)
-            for part in _row_slices(table):
+            for part in self._slices(table):
                 part.sub_(size_C)
+        with torch.no_grad():
+            self.bias.masked_fill_(~seen_C, NEVER)
 
     def _exclude_own(self, found_BC: Tensor, batch: Batch, k: int) -> None:
         """Exclude each read from the counts of its own class."""
@@ -214,16 +215,16 @@ class KmerLinear(ReadNet):
         less_K = (weight_K + size_C[label_K]).exp().sub_(1).clamp_(min=1).log_() - size_C[label_K]
         found_BC.view(-1).index_add_(0, read_K * self.num_classes + label_K, less_K - weight_K)
 
+    def _slices(self, rows: Tensor) -> Iterator[Tensor]:
+        """Views of rows of a table, or of their numbers, so few that copies take little memory."""
+        count = max(VALUES // self.num_classes, 1)
+        return (rows[first : first + count] for first in range(0, len(rows), count))
+
     def _table(self, k: int) -> Tensor:
         return cast(Tensor, getattr(self, f"table_{k}"))
 
     def _statistic(self, name: str, k: int) -> Tensor:
         return cast(Tensor, getattr(self, f"{name}_{k}"))
-
-
-def _row_slices(rows: Tensor) -> Iterator[Tensor]:
-    """Views, small enough that copies of one take little memory."""
-    return (rows[first : first + ROWS] for first in range(0, len(rows), ROWS))
 
 
 def _num_kmers(batch: Batch, k: int) -> Tensor:
