@@ -81,6 +81,7 @@ bench: $(BENCH)/installed $(BENCH_LLM)/installed
 	$(BENCH)/bin/python benchmarks/classic.py
 	$(BENCH)/bin/python benchmarks/label.py
 	$(BENCH)/bin/python benchmarks/train.py
+	$(BENCH)/bin/python benchmarks/memory.py
 	$(BENCH)/bin/python benchmarks/view.py
 	$(if $(GENOMES),$(BENCH)/bin/python benchmarks/classify.py $(GENOMES))
 	$(BENCH_LLM)/bin/python benchmarks/extract.py

@@ -1,24 +1,20 @@
-"""Training: graphs as one union or one by one, streaming or in RAM, and peak memory against store size.
+"""Training: graphs as one union or one by one, streaming or in RAM.
 
-    python benchmarks/train.py                    # about 10 minutes, 12 GB of disk; benchmarks/results/train.json
-    python benchmarks/train.py graphs epoch       # parts: graphs, epoch, memory
+    python benchmarks/train.py                    # about 5 minutes, 1 GB of disk; benchmarks/results/train.json
+    python benchmarks/train.py graphs epoch       # parts: graphs, epoch
     python benchmarks/train.py quick=true         # small sizes, in less than a minute; train-quick.json
-    python benchmarks/train.py memory dir=FOLDER  # where stores are written; removed at the end
+    python benchmarks/train.py dir=FOLDER         # where the store is written; removed at the end
 
 graphs: the same net with the same weights on the same records; our features and one call for all layers of all records,
 against one graph per record and layer, one call per layer and a mask scan for the last token of each graph. Once with
 the default malloc, once with a malloc that keeps freed memory: otherwise page faults dominate for large tensors.
 epoch: the steps of `millstream train` on batches streamed from a store and on the same batches in RAM, interleaved.
-memory: one epoch of `ms.train` over a whole store, in its own process: peak PSS of its process tree above that after
-imports. Stores are read, not mapped, so the page cache does not count; pages of mapped files, such as libraries, are
-included and shown separately.
 """
 
 import gc
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,14 +29,14 @@ from typing import Any
 import torch
 
 import millstream as ms
-from measuring import Result, drop_cache, peak_pss, save, tree_pss
+from measuring import Result, drop_cache, save
 from millstream.core.console import ignore_message, silent
 from millstream.core.split import LABEL
 from millstream.features import fields
 from millstream.traces.detectors import DETECTION, DetectorSpec
 from millstream.traces.kind import TrainSettings
 from millstream.traces.study import open_labelled
-from millstream.training.folder import Log, read_lines
+from millstream.training.folder import Log
 from millstream.training.loop import Clock, Job, Training, seed_all, steps_of
 from millstream.training.run import make_fabric
 from millstream.training.study import Workplace
@@ -49,7 +45,7 @@ from train_data import Shape, write_store
 from train_graphs import LEAST_TURNS, GraphSizes, all_graphs, show_graphs
 
 MEMORY = 500_000_000
-PARTS = ("graphs", "epoch", "memory")
+PARTS = ("graphs", "epoch")
 CHILD = "child"
 EPOCHS_S = 35  # no new round starts after this long
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc: return no memory to the system
@@ -62,19 +58,17 @@ class Sizes:
 
     graphs: GraphSizes = GRAPHS
     shape: Shape = LIKE_7B
-    stores: tuple[int, int] = (1_000_000_000, 10_000_000_000)
+    store_bytes: int = 1_000_000_000
     epochs: int = 7  # interleaved, after one warm-up
     num_records: tuple[tuple[str, int], ...] = (("lstm", 640), ("gnn", 512), ("gvae", 384))  # per epoch
-    memory_of: tuple[str, ...] = ("lstm", "gnn")
 
 
 QUICK = Sizes(
     graphs=GraphSizes(records=8, layers=8, tokens=24, turns=3),
     shape=Shape(layers=6, heads=4, hidden=1024, prompt=(10, 40), answer=(2, 6)),
-    stores=(20_000_000, 80_000_000),
+    store_bytes=20_000_000,
     epochs=3,
     num_records=(("lstm", 192), ("gnn", 128), ("gvae", 128)),
-    memory_of=("gnn",),
 )
 
 
@@ -84,10 +78,7 @@ def main() -> int:
     sizes = QUICK if quick else Sizes()
     threads = sorted({1, torch.get_num_threads()})
     if CHILD in options:
-        name = options[CHILD]
-        found = (
-            all_graphs(sizes.graphs, threads) if name == "graphs" else trained(options["store"], name, options["out"])
-        )
+        found = all_graphs(sizes.graphs, threads)
         print(json.dumps(found))
         return 0
     parts = [word for word in sys.argv[1:] if "=" not in word] or list(PARTS)
@@ -108,14 +99,11 @@ def main() -> int:
             kept = child("graphs", f"quick={str(quick).lower()}", environment=KEEPING)
             keep("graphs", {"as it is": all_graphs(sizes.graphs, threads), "freed memory kept": kept})
             show_graphs(result["graphs"], sizes.graphs)
-        stores = make_stores(folder, sizes, "memory" in parts) if {"epoch", "memory"} & set(parts) else []
         if "epoch" in parts:
+            store = make_store(folder, sizes)
             pairs = [(model, count) for model in sizes.num_records for count in threads]
-            keep("epoch", [epochs(name, stores[0], folder, sizes, num, count) for (name, num), count in pairs])
+            keep("epoch", [epochs(name, store, folder, sizes, num, count) for (name, num), count in pairs])
             show_epochs(result["epoch"])
-        if "memory" in parts:
-            keep("memory", [memory(name, stores, folder) for name in sizes.memory_of])
-            show_memory(result["memory"])
     print(f"\n{result['seconds']:.0f} s")
     return 0
 
@@ -133,19 +121,13 @@ def child(name: str, *arguments: str, environment: dict[str, str] | None = None)
 # Epochs
 
 
-def make_stores(folder: Path, sizes: Sizes, both: bool) -> list[Path]:
-    """Write a small store and, if `both`, a large one; smaller than planned if the disk is too full."""
-    made: list[Path] = []
-    for wanted in sizes.stores[: 1 + both]:
-        num_bytes = min(wanted, int(shutil.disk_usage(folder).free * 0.8))
-        if num_bytes < wanted:
-            print(f"disk too full: writing a store of {num_bytes / 1e9:.1f} GB instead of {wanted / 1e9:.1f} GB")
-        path = folder / f"store{len(made)}"
-        started = time.perf_counter()
-        num = write_store(path, num_bytes, sizes.shape)
-        print(f"{path}: {num} records, {num_bytes / 1e9:.2f} GB, written in {time.perf_counter() - started:.0f} s")
-        made.append(path)
-    return made
+def make_store(folder: Path, sizes: Sizes) -> Path:
+    """Write a store of traces."""
+    path = folder / "store"
+    started = time.perf_counter()
+    num = write_store(path, sizes.store_bytes, sizes.shape)
+    print(f"{path}: {num} records, {sizes.store_bytes / 1e9:.2f} GB, in {time.perf_counter() - started:.0f} s")
+    return path
 
 
 def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int, threads: int) -> Result:
@@ -261,64 +243,6 @@ def show_epochs(found: Sequence[Result]) -> None:
             f"{max(one['ratios']):>6.2f}{one['waiting']:>9.1%}{'< 5 %':>7}{one['first_s'] * 1e3:>9.0f}"
             f"{one['cold']['ratio']:>6.2f}{one['cold']['waiting']:>8.1%}"
         )
-    sys.stdout.flush()
-
-
-# Memory
-
-
-def memory(name: str, stores: Sequence[Path], folder: Path) -> Result:
-    """Peak memory of training on each store, each in its own process."""
-    runs = [child(name, f"store={store}", f"out={folder / f'run-{name}-{store.name}'}") for store in stores]
-    found = [run for run in runs if "failed" not in run]
-    growth = found[-1]["peak_bytes"] / found[0]["peak_bytes"] if len(found) > 1 else None
-    return {"model": name, "stores": found, "growth": growth}
-
-
-def trained(store: str, name: str, out: str) -> Result:
-    """One epoch of `ms.train` over a whole store: its peak memory above that after imports."""
-    import millstream.training.run  # noqa: F401  so that it is in the base, like torch_geometric
-
-    settings = TrainSettings(data=store, train=0.9, val=0.05)
-    make_fabric(settings)
-    gc.collect()
-    base, base_files = tree_pss()
-    started = time.perf_counter()
-    with peak_pss() as peak:
-        ms.train(store, model=name, out=out, epochs=1, seeds=1, train=settings.train, val=settings.val, memory=MEMORY)
-    took = time.perf_counter() - started
-    (line,) = [line for line in read_lines(Path(out)) if line["kind"] == "epoch"]
-    traces = ms.open(store)
-    return {
-        "store_bytes": traces.num_bytes,
-        "records": len(traces),
-        "base_bytes": base,
-        "peak_bytes": peak.peak_bytes - base,
-        "peak_file_bytes": peak.peak_file_bytes - base_files,
-        "samples": peak.num_samples,
-        "seconds": took,
-        "records_per_s": line["records_per_s"],
-        "waiting": line["waiting"],
-    }
-
-
-def show_memory(found: Sequence[Result]) -> None:
-    print(
-        f"\npeak of `ms.train` for one epoch over a whole store, memory={MEMORY / 1e6:.0f}MB: MB of PSS above imports"
-    )
-    print("waiting is as in metrics.jsonl")
-    print(
-        f"{'model':8}{'store GB':>9}{'records':>9}{'peak':>8}{'of files':>10}{'of budget':>11}{'goal':>7}{'growth':>8}"
-        f"{'goal':>9}{'seconds':>9}{'records/s':>11}{'waiting':>9}{'goal':>7}"
-    )
-    for one in found:
-        for row in one["stores"]:
-            growth = f"{row['peak_bytes'] / one['stores'][0]['peak_bytes']:.2f}"
-            print(
-                f"{one['model']:8}{row['store_bytes'] / 1e9:>9.2f}{row['records']:>9}{row['peak_bytes'] / 1e6:>8.0f}"
-                f"{row['peak_file_bytes'] / 1e6:>10.0f}{row['peak_bytes'] / MEMORY:>11.2f}{'<= 1':>7}{growth:>8}"
-                f"{'<= 1.1':>9}{row['seconds']:>9.0f}{row['records_per_s']:>11.0f}{row['waiting']:>9.1%}{'< 5 %':>7}"
-            )
     sys.stdout.flush()
 
 
