@@ -30,7 +30,7 @@ settings.load_profile("suite")
 # Slow files, the slowest first: started last, one of them would keep a single core busy at the end.
 LONG = (
     "docs/test_pages.py",
-    "traces/test_extract_ray.py",
+    "test_ray.py",
     "training/test_run.py",
     "test_examples.py",
     "reads/pack/test_pack.py",

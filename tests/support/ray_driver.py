@@ -1,24 +1,35 @@
-"""Runs commands on Ray, the first of them with a worker that stops itself. Run as a script:
+"""Runs commands on Ray, with workers that stop or die. Run as a script:
 
-    python ray_driver.py '{"mark": PATH, "commands": [[...], ...], "shared": BOOL}'
+    python ray_driver.py '{"mark": PATH, "log": PATH, "commands": [[...], ...], "shared": BOOL}'
 
 If the file at `mark` exists, the first worker to write a trace renames it to `mark.PID` and stops (SIGSTOP), so a test
 can kill the worker or this driver at a known point, however slow the machine is. With `shared`, all commands run on
-one cluster that this script starts; otherwise the command starts its own.
+one cluster that this script starts, `log` gets a line per job, and the first worker of each of the other commands dies
+(SIGKILL) in the middle of its first job. Without `shared`, the command starts its own cluster.
 """
 
 import json
 import os
 import signal
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from millstream.cli.app import main
 from millstream.core.engine import Engine
 from millstream.errors import BadSource
-from millstream.traces import extract
+from millstream.reads import classify, open, scorer
+from millstream.reads.files.sections import SectionsWriter
+from millstream.reads.pack import each
+from millstream.traces import extract, features
+from millstream.traces.store.writer import TraceWriter
 
 GIVEN = json.loads(sys.argv[1])
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StoppingWorker(extract.ExtractWorker):
@@ -39,6 +50,55 @@ class StoppingWorker(extract.ExtractWorker):
         self._writer.append = append_and_stop
 
 
+def begin(kind: str, job: object) -> bool:
+    """Log a job; whether its worker is the first of its kind, which is to die."""
+    with Path(GIVEN["log"]).open("a") as log:
+        log.write(f"{kind} {job}\n")
+    try:
+        Path(f"{GIVEN['log']}.{kind}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class DyingIndexWorker(open.IndexWorker):
+    """Dies when the index is complete, but not published."""
+
+    def do(self, job: Any) -> Any:
+        if begin("index", job.path.name):
+            SectionsWriter.publish = die  # pyright: ignore
+        return super().do(job)
+
+
+class DyingPackWorker(each.PackWorker):
+    """Saves progress after every piece of text, and dies when the pack is complete, but not published."""
+
+    def do(self, job: Any) -> Any:
+        if begin("pack", job.source.name):
+            self._write = partial(self._write, commit_s=0.0)
+            SectionsWriter.publish = die  # pyright: ignore
+        return super().do(job)
+
+
+class DyingClassifyWorker(scorer.ClassifyWorker):
+    """Dies when its rows are complete, but not returned."""
+
+    def do(self, span: Any) -> Any:
+        dies = begin("classify", "-".join(map(str, span)))
+        rows = super().do(span)
+        return die() if dies else rows
+
+
+class DyingFeaturizeWorker(features.FeaturizeWorker):
+    """Dies after ten records."""
+
+    def do(self, numbers: Any) -> Any:
+        if begin("featurize", len(numbers)):
+            append, left = TraceWriter.append, iter(range(10))
+            self._writer.append = lambda record: append(self._writer, record) if next(left, None) is not None else die()
+        return super().do(numbers)
+
+
 def square(item: int) -> int:
     if item == 7:
         raise BadSource("7: not this one")
@@ -48,8 +108,12 @@ def square(item: int) -> int:
 def run_on_one_cluster() -> None:
     import ray
 
+    open.IndexWorker, each.PackWorker = DyingIndexWorker, DyingPackWorker
+    classify.ClassifyWorker, features.FeaturizeWorker = DyingClassifyWorker, DyingFeaturizeWorker
+    classify.classify.__kwdefaults__.update(batch_size=64, chunk_reads=128)  # type: ignore[union-attr]
     ray.init(address="local", num_cpus=2, log_to_driver=False)
-    run_commands()
+    for command in GIVEN["commands"]:
+        run(command)
     found: list[int] = []
     try:
         for result in Engine("ray", workers=2).map(square, range(9)):
@@ -60,16 +124,19 @@ def run_on_one_cluster() -> None:
     ray.shutdown()
 
 
-def run_commands() -> None:
-    for command in GIVEN["commands"]:
-        sys.argv = ["millstream", *command]
-        try:
-            main()
-        except SystemExit as end:
-            if end.code:
-                raise
+def run(command: list[str]) -> None:
+    sys.argv = ["millstream", *command]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 if __name__ == "__main__":
     extract.ExtractWorker = StoppingWorker
-    run_on_one_cluster() if GIVEN["shared"] else run_commands()
+    if GIVEN["shared"]:
+        run_on_one_cluster()
+    else:
+        for command in GIVEN["commands"]:
+            run(command)

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -92,6 +92,15 @@ Settings = Annotated[
     list[str] | None, typer.Argument(help="Settings, or YAML files with settings.", metavar="KEY=VALUE")
 ]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+EngineName = Annotated[
+    Literal["local", "ray"], typer.Option("--engine", help="local, or ray for many machines.", metavar="NAME")
+]
+Address = Annotated[
+    str | None, typer.Option(help="Address of the Ray cluster.", show_default="start one here", metavar="HOST:PORT")
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Workers on the cluster.", show_default="one per GPU or machine", metavar="N")
+]
 
 _REMEDIES = {
     errno.ENOSPC: "Free some space and run the same command again",

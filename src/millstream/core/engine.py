@@ -3,7 +3,6 @@
 import os
 import secrets
 import sys
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +52,8 @@ class Engine:
     ) -> Generator[Result]:
         """The results as they arrive. `redo` returns what is left of a job whose worker died; None: nothing.
 
-        `make` creates a worker in the process where it runs. After stopping early, jobs in progress still finish.
+        `make` creates a worker in the process where it runs. A job is taken when a worker is free for it: an iterator
+        that ends early lets the jobs in progress finish, and their results arrive.
         """
         if self.name == "local":
             return _run_here(make, jobs)
@@ -130,20 +130,27 @@ def _run_on_ray(
         _connect(ray, engine.address)
     count, needs = _layout(ray, engine.workers)
     actor_class: Any = ray.remote(_Actor).options(**needs)
-    waiting, deaths = deque(jobs), 0
+    left, again, deaths = iter(jobs), list[Job](), 0
     actors, idle, busy = list[Any](), list[Any](), dict[Any, tuple[Any, Job]]()
 
-    def start() -> None:
-        actors.append(actor_class.remote(make))
-        idle.append(actors[-1])
+    def assign() -> None:
+        """Give every worker a job, and start workers while there are jobs for them. Takes only jobs that can start."""
+        while len(busy) < count:
+            try:
+                job = again.pop() if again else next(left)
+            except StopIteration:
+                return
+            if not idle:
+                actors.append(actor_class.remote(make))
+                idle.append(actors[-1])
+            actor = idle.pop()
+            busy[actor.do.remote(job)] = (actor, job)
 
-    for _ in range(min(count, len(waiting))):
-        start()
     try:
-        while waiting or busy:
-            while waiting and idle:
-                actor, job = idle.pop(), waiting.popleft()
-                busy[actor.do.remote(job)] = (actor, job)
+        while True:
+            assign()
+            if not busy:
+                break
             (done,), _ = ray.wait(list(busy), num_returns=1)
             actor, job = busy.pop(done)
             try:
@@ -153,11 +160,9 @@ def _run_on_ray(
                 if deaths > _MAX_DEATHS * count:
                     raise EngineError(f"workers keep dying; the last error was: {_short(error)}") from None
                 actors.remove(actor)
-                left = redo(job)
-                if left is not None:
-                    waiting.appendleft(left)
-                if waiting:
-                    start()
+                rest = redo(job)
+                if rest is not None:
+                    again.append(rest)
                 continue
             deaths = 0
             idle.append(actor)

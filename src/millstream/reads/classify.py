@@ -2,107 +2,46 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from millstream.core.collection import Collection
-from millstream.core.config import config_hash, parse_bytes, read_settings
-from millstream.core.console import Progress, ignore_message, quoted, say, silent
-from millstream.core.features import Feature
-from millstream.core.files import PartialOutput, TextOutput, already_exists, check_new, publish
-from millstream.core.fingerprint import file_crc32c
+from millstream.core.config import parse_bytes
+from millstream.core.console import Progress, say, silent
+from millstream.core.engine import Engine
+from millstream.core.files import (
+    RESUME,
+    PartialOutput,
+    TextOutput,
+    already_exists,
+    check_new,
+    partial_folder,
+    publish,
+)
 from millstream.core.finished import STDOUT, done_file, find_finished, forget_finished, remember_finished
-from millstream.core.loader import Loader
-from millstream.core.memory import Heap
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.classifiers import ClassifierSpec, as_built, classification_task
-from millstream.reads.classifiers.nets import ReadPredictions
-from millstream.reads.kind import ReadSettings
 from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report, ranks_without_tax_ids
-from millstream.reads.mapping import Classes, classes_from_card
-from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, shared_names
-from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run, read_lines
-from millstream.training.run import ScoringDevice
-from millstream.training.study import NetModel, Workplace
-from millstream.training.task import FitResources, Net, fitting_batch
+from millstream.reads.open import Paths, first_of, index_files
+from millstream.reads.scorer import (
+    ClassifyWorker,
+    ReadSource,
+    Rows,
+    Scorer,
+    ScoreSettings,
+    TrainedClassifier,
+    find_classifier,
+)
 
 Watch = Callable[[int], AbstractContextManager[Progress]]  # progress over this many reads
+Span = tuple[int, int]  # reads, from the first to before the last
 HEAD = b"read\tclass\ttax_id\ttaxon\trank\tprobability\n"
-
-
-@dataclass(frozen=True)
-class TrainedClassifier:
-    """One trained model of one seed. `score` is its macro F1 on validation, if the log has it."""
-
-    run: Path
-    name: str
-    seed: int
-    settings: ReadSettings
-    classes: Classes
-    score: float | None
-
-    @property
-    def weights(self) -> Path:
-        return job_folder(self.run, self.name, self.seed) / WEIGHTS
-
-    @property
-    def digest(self) -> str:
-        """Changes if its predictions or its classes do."""
-        taxa = [
-            [taxon.name, taxon.tax_id]
-            for taxa in (self.classes.taxa, *(r.taxa for r in self.classes.ranks))
-            for taxon in taxa
-        ]
-        return config_hash({"weights": file_crc32c(self.weights), "taxa": taxa, "settings": self.settings.science()})
-
-    def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, Net]:
-        """The model for records like these, and its net with the trained weights."""
-        tensors, _ = load(self.weights)
-        settings = as_built(self.name, self.settings, {name: tensor.shape for name, tensor in tensors.items()})
-        place = Workplace(settings, ScoringDevice.default(), str(self.run))
-        spec = ClassifierSpec(self.name, settings, self.classes)
-        model = spec.build(resources=FitResources(self.seed, parse_bytes(memory) // 2), place=place).model
-        assert isinstance(model, NetModel)
-        model.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        net = model.restored(collection)
-        model.arrays = {}  # the net has them
-        net.eval()
-        return model, net
-
-
-def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
-    """The first finished seed of this model, or of the best one on validation."""
-    found, card = load_run(run, remedy="Next: millstream train data.train=FILE mapping=TABLE")
-    if card_kind(card) != "reads":
-        raise BadSource(
-            f"{run}: this run contains detectors, not read classifiers. Next: millstream evaluate {quoted(run)}"
-        )
-    settings, classes = read_settings(ReadSettings, found), classes_from_card(card)
-    seeds: dict[str, int] = {}
-    for model, seed in sorted(finished_jobs(run), key=lambda job: job[1]):
-        if (job_folder(run, model, seed) / WEIGHTS).exists():
-            seeds.setdefault(model, seed)
-    if not seeds:
-        raise BadSource(
-            f"{run}: no classifier is finished yet. Next: millstream train {quoted(run / CONFIG)} out={quoted(run)}"
-        )
-    if name is not None and name not in seeds:
-        raise BadSetting(f"--model {name}: not finished in {run}; must be one of {', '.join(sorted(seeds))}")
-    best: dict[str, float] = {}
-    key = classification_task(settings, classes).key
-    for line in read_lines(run):
-        model = str(line.get("model"))
-        if line["kind"] == "epoch" and line.get("seed") == seeds.get(model):
-            best[model] = max(best.get(model, -1.0), float(cast(float, line[key])))
-    chosen = name or max(seeds, key=lambda one: best.get(one, -1.0))
-    return TrainedClassifier(run, chosen, seeds[chosen], settings, classes, best.get(chosen))
 
 
 @dataclass(frozen=True)
@@ -134,10 +73,12 @@ def classify(
     memory: int | str = "1GB",
     index_dir: str | Path | None = None,
     force: bool = False,
+    engine: Engine | str = "local",
     watch: Watch = lambda total: nullcontext(silent),
     stop: Callable[[], bool] = lambda: False,
     batch_size: int | None = None,
     save_s: float = 5.0,
+    chunk_reads: int = 1 << 16,
 ) -> Classified:
     """Classify reads with a run's classifier: a TSV of read, class, tax_id, taxon, rank and probability.
 
@@ -146,7 +87,9 @@ def classify(
     none; with `threshold=0` only reads without evidence for any class are unclassified. The same call resumes where it
     was interrupted, and ends with the same bytes; progress is saved every `save_s` seconds. `batch_size` is as large as
     the net and the memory allow if not given. `report` is a Kraken 2-style report to write (`kraken_output` is its old
-    name). `out="-"` writes to stdout. A finished output is not written again, unless `force` replaces it.
+    name). `out="-"` writes to stdout. A finished output is not written again, unless `force` replaces it. With
+    `engine="ray"`, workers index the files and score `chunk_reads` reads at a time, each within `memory`; the rows are
+    those of one process, and every chunk is saved when it arrives.
 
     >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", report="sample.kreport", threshold=0.9)
     """
@@ -160,10 +103,14 @@ def classify(
     is_stdout = str(out) == STDOUT
     if not (is_stdout or force or done_file(path).exists()):
         check_new(path)
+    chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
     trained = find_classifier(Path(run), model)
     if report is not None:
         check_tax_ids(trained.classes, str(run))
-    collection, parts = open_files(reads, mates, memory=parse_bytes(memory) // 4, index_dir=index_dir)
+    source = ReadSource(reads, mates, memory, index_dir)
+    if chosen_engine.name != "local":
+        index_files(source.files, index_dir=index_dir, engine=chosen_engine)
+    collection, parts = source.open()
     num_mates = 2 if paired or mates is not None else 1
     if len(collection) % num_mates:
         raise BadSource(
@@ -180,14 +127,14 @@ def classify(
         _remove(path, report)
     known = find_finished(path, terms) if done_file(path).exists() and not is_stdout else None
     if known is not None:
-        done = _Work(trained, collection, _Stdout(path, terms, known), num_mates, threshold, where=first_of(reads))
+        work = _Work(trained, _Stdout(path, terms, known), len(collection), num_mates)
         if report is not None:
-            done.write_report(report)
-        return done.summary()
+            work.write_report(report)
+        return work.summary()
     with _Stdout(path, terms) if is_stdout else TextOutput(path, terms) as file:
         if report is not None and not file.is_finished:
             check_new(report)
-        work = _Work(trained, collection, file, num_mates, threshold, where=first_of(reads))
+        work = _Work(trained, file, len(collection), num_mates)
         if not file.is_finished:
             why = "the best on validation" if model is None else "as given"
             score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
@@ -197,9 +144,18 @@ def classify(
                     f"{run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
                     f"taxonomy=FOLDER, or a column {ranks[0]}_tax_id in the mapping"
                 )
-            budget, names = parse_bytes(memory), name_feature(parts)
-            if not work.run(names, watch, stop, memory=budget, batch_size=batch_size, save_s=save_s):
-                return work.summary(interrupted=True)
+            settings = ScoreSettings(num_mates, threshold, parse_bytes(memory), batch_size, first_of(reads))
+            scorer = Scorer(trained, collection, parts, settings)
+            make = partial(ClassifyWorker, trained.absolute(), source.absolute(), collection.fingerprint, settings)
+            if chosen_engine.name == "local":
+                results = partial(_rows_here, scorer, stop)
+            else:
+                chunk = -(-chunk_reads // scorer.size) * scorer.size
+                results = partial(_rows_on_workers, chosen_engine, make, chunk, stop)
+                save_s = 0.0
+            with _early(path, terms, chosen_engine, is_stdout=is_stdout) as early, watch(len(collection)) as progress:
+                if not work.run(early, results, progress, save_s=save_s):
+                    return work.summary(interrupted=True)
         if report is not None:
             work.write_report(report, replace=file.is_finished)
         file.publish()
@@ -208,9 +164,52 @@ def classify(
     return work.summary()
 
 
+def _early(out: Path, terms: Mapping[str, object], engine: Engine, *, is_stdout: bool) -> "_Early":
+    """Only workers deliver rows before their turn, perhaps in an earlier run."""
+    is_used = engine.name != "local" or partial_folder(early_file(out)).exists()
+    return _Early(out if is_used and not is_stdout else None, terms)
+
+
+def _rows_here(scorer: Scorer, stop: Callable[[], bool], gaps: Sequence[Span]) -> Generator[Rows]:
+    """The rows of ranges of reads, batch by batch."""
+    for gap in gaps:
+        for rows in scorer.rows(*gap):
+            yield rows
+            if stop():
+                return
+
+
+def _rows_on_workers(
+    engine: Engine,
+    make: Callable[[], ClassifyWorker],
+    chunk: int,
+    stop: Callable[[], bool],
+    gaps: Sequence[Span],
+) -> Generator[Rows]:
+    """The rows of ranges of reads, `chunk` reads at a time, as they arrive. Chunks in progress when it stops arrive."""
+
+    def jobs() -> Iterator[Span]:
+        for first, last in gaps:
+            # Batches are the same whoever scores them: chunks start at multiples of a batch.
+            edges = [first, *range((first // chunk + 1) * chunk, last, chunk), last]
+            for span in pairwise(edges):
+                if stop():
+                    return
+                yield span
+
+    with (
+        redirect_stdout(sys.stderr),
+        closing(engine.run(make, jobs())) as results,
+    ):  # Ray reports dead workers on stdout
+        yield from results
+
+
 def _remove(out: Path, report: Path | None) -> None:
     """Remove the output, its progress and its report, unless another process is writing it."""
     with PartialOutput(out, {}, rebuild=True):
+        if partial_folder(early_file(out)).exists():
+            with PartialOutput(early_file(out), {}, rebuild=True):
+                pass
         forget_finished(out)
         if report is not None:
             report.unlink(missing_ok=True)
@@ -223,13 +222,14 @@ class _Stdout:
         self.out, self.terms, self.saved, self.is_finished = out, terms, saved, saved is not None
 
     def __enter__(self) -> "_Stdout":
+        self._file = sys.stdout.buffer
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.stdout.flush()
+        self._file.flush()
 
     def write(self, text: bytes) -> None:
-        sys.stdout.buffer.write(text)
+        self._file.write(text)
 
     def save(self, saved: Mapping[str, object]) -> None:
         """Nothing to save."""
@@ -241,77 +241,116 @@ class _Stdout:
         """It is published as it is written."""
 
 
+def early_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.early")
+
+
+class _Early:
+    """Rows that arrive before their turn: on disk in `OUT.early.partial`, safe at once; for stdout in memory."""
+
+    def __init__(self, out: Path | None, terms: Mapping[str, object]) -> None:
+        self._output = None if out is None else PartialOutput(early_file(out), terms)
+        self._held: dict[Span, Rows | None] = {}  # None: on disk
+        if self._output is not None:
+            spans: Sequence[Span] = (self._output.load() or {"spans": []})["spans"]
+            self._held.update(((first, last), None) for first, last in spans)
+
+    @property
+    def spans(self) -> list[Span]:
+        return sorted(self._held)
+
+    def __enter__(self) -> "_Early":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._output is not None:
+            if not self._held:
+                self._output.remove()
+            self._output.__exit__()
+
+    def add(self, rows: Rows) -> None:
+        span = rows.first, rows.last
+        self._held[span] = rows if self._output is None else None
+        if self._output is not None:
+            publish(self._output.path / _name(span), rows.counts.tobytes() + rows.text, RESUME)
+            self._commit()
+
+    def take(self, span: Span, num_counts: int) -> Rows:
+        rows = self._held[span]
+        if rows is None:
+            assert self._output is not None
+            data = (self._output.path / _name(span)).read_bytes()
+            counts = np.frombuffer(data, np.int64, num_counts)
+            rows = Rows(*span, data[counts.nbytes :], counts)
+        return rows
+
+    def drop_before(self, position: int) -> None:
+        """Forget rows that are saved in the output, or that it has passed."""
+        past = [span for span in self._held if span[0] < position]
+        for span in past:
+            del self._held[span]
+        if past and self._output is not None:
+            self._commit()
+            for span in past:
+                (self._output.path / _name(span)).unlink()
+
+    def _commit(self) -> None:
+        assert self._output is not None
+        sizes = {_name(span): (self._output.path / _name(span)).stat().st_size for span in self._held}
+        self._output.commit({"spans": self.spans}, sizes)
+
+
+def _name(span: Span) -> str:
+    return f"{span[0]}-{span[1]}"
+
+
 class _Work:
-    """Writes the rows of all reads, batch by batch, and counts them per taxon."""
+    """Writes the rows of all reads in order, and counts them per taxon."""
 
     def __init__(
         self,
         trained: TrainedClassifier,
-        collection: Collection,
         file: "TextOutput | _Stdout",
-        mates: int,
-        threshold: float,
-        where: str,
+        num_reads: int,
+        group: int,
     ) -> None:
-        self.trained, self.collection, self.file, self.where = trained, collection, file, where
-        self.mates, self.threshold = mates, threshold
+        self.file, self.num_reads, self.group = file, num_reads, group
         self.assignments = assignments = Assignments(trained.classes)
-        saved = file.saved or {"counts": [0] * len(assignments), "loader": None}
+        saved = file.saved or {"counts": [0] * len(assignments)}
         self.counts: NDArray[np.int64] = np.array(saved["counts"], np.int64)
-        self._loaded: Mapping[str, object] | None = saved["loader"]
         self._before = int(self.counts.sum())
         self._started = time.perf_counter()
-        rows = zip(assignments.class_ids, assignments.taxa, assignments.ranks, strict=True)
-        self._middles = [  # of a row, from class to rank
-            f"\t{own}\t{taxon.tax_id}\t{' '.join(taxon.name.split())}\t{rank}\t" for own, taxon, rank in rows
-        ]
 
     def run(
         self,
-        names: Feature,
-        watch: Watch,
-        stop: Callable[[], bool],
+        early: _Early,
+        results: Callable[[Sequence[Span]], Iterator[Rows]],
+        progress: Progress,
         *,
-        memory: int,
-        batch_size: int | None,
         save_s: float,
     ) -> bool:
-        """Whether it finished."""
-        predict = ReadPredictions(self.trained.classes.taxa_by_rank, self.mates)
-        model, net = self.trained.restore(self.collection, memory=memory)
-        features, heap = [*model.scoring, names], Heap(memory // 2)
-        most = max((batch_size or model.at_once) // self.mates, 1) * self.mates
-        size = fitting_batch(self.collection, features, memory=memory // 2, at_most=most)
-        loader = Loader(
-            self.collection,
-            batch_size=-(-size // self.mates) * self.mates,
-            features=features,
-            order="none",
-            memory=memory // 2,
-            rank=0,
-            world=1,
-            notify=ignore_message,
-        )
-        if self._loaded is None:
+        """Write `results`, which are the rows of ranges of reads; whether all are written."""
+        if self.file.saved is None:
             self.file.write(HEAD)
-        else:
-            loader.load_state_dict(self._loaded)
+        early.drop_before(self.position)
         self._started = saved = time.perf_counter()
-        with torch.inference_mode(), watch(len(self.collection)) as progress:
-            progress(self.num_rows * self.mates)
-            for batch in loader:
-                self._add(batch.pop(NAME), predict(net, model.fabric.to_device(batch)))
-                self._loaded = loader.state_dict()
-                del batch
-                heap.trim_malloc()
-                progress(self.num_rows * self.mates)
-                is_stopped = stop()
-                if is_stopped or time.perf_counter() - saved > save_s:
-                    self.file.save(self.state())
-                    saved = time.perf_counter()
-                if is_stopped and self.num_rows * self.mates < len(self.collection):
-                    return False
+        progress(self.position)
+        for rows in results(self._gaps(early.spans)):
+            if rows.first == self.position:
+                self._add(rows)
+                self._add_early(early)
+            else:
+                early.add(rows)
+            progress(self.position + sum(last - first for first, last in early.spans))
+            if time.perf_counter() - saved > save_s:
+                self._save(early)
+                saved = time.perf_counter()
+        self._add_early(early)
+        if self.position < self.num_reads:
+            self._save(early)
+            return False
         self.file.finish(self.state())
+        early.drop_before(self.position)
         return True
 
     def write_report(self, report: Path, *, replace: bool = False) -> None:
@@ -325,13 +364,18 @@ class _Work:
     def num_rows(self) -> int:
         return int(self.counts.sum())
 
+    @property
+    def position(self) -> int:
+        """The number of the next read."""
+        return self.num_rows * self.group
+
     def summary(self, *, interrupted: bool = False) -> Classified:
         num_unclassified = int(self.counts[self.assignments.unclassified])
-        num_new = (self.num_rows - self._before) * self.mates
+        num_new = (self.num_rows - self._before) * self.group
         return Classified(
             out=str(self.file.out),
             model=str(self.file.terms["model"]),
-            num_reads=self.num_rows * self.mates,
+            num_reads=self.position,
             num_rows=self.num_rows,
             num_classified=self.num_rows - num_unclassified,
             num_unclassified=num_unclassified,
@@ -340,15 +384,24 @@ class _Work:
             interrupted=interrupted,
         )
 
-    def _add(self, names: Any, predictions: Mapping[str, torch.Tensor]) -> None:
-        """The rows of one batch."""
-        if self.mates == 2:
-            names = shared_names(names, first=self.num_rows, where=self.where)
-        numbers, probabilities = self.assignments.choose(predictions, self.threshold)
-        middles = self._middles
-        rows = zip(names, numbers.tolist(), probabilities.tolist(), strict=True)
-        self.file.write("".join([f"{name}{middles[number]}{likely:.4f}\n" for name, number, likely in rows]).encode())
-        self.counts += np.bincount(numbers, minlength=len(self.assignments))
-
     def state(self) -> dict[str, object]:
-        return {"counts": self.counts.tolist(), "loader": self._loaded}
+        return {"counts": self.counts.tolist()}
+
+    def _add(self, rows: Rows) -> None:
+        self.file.write(rows.text)
+        self.counts += rows.counts
+
+    def _add_early(self, early: _Early) -> None:
+        """The rows whose turn has come."""
+        for span in early.spans:
+            if span[0] == self.position:
+                self._add(early.take(span, len(self.counts)))
+
+    def _save(self, early: _Early) -> None:
+        self.file.save(self.state())
+        early.drop_before(self.position)
+
+    def _gaps(self, spans: Sequence[Span]) -> list[Span]:
+        """The ranges of reads that are neither written nor in `spans`."""
+        edges = [self.position, *(edge for span in spans for edge in span), self.num_reads]
+        return [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.cli.app import TRAIN, Json, RunFolder, finish, print_json
+from millstream.cli.app import TRAIN, Address, EngineName, Json, RunFolder, Workers, finish, print_json
 from millstream.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -167,19 +167,26 @@ def index(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Replace existing indexes; without other options, with their settings.")
     ] = False,
+    engine: EngineName = "local",
+    address: Address = None,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Index FASTA or FASTQ files for random access to any read.
 
     Files may be plain, gzip, BGZF or zstd; they are never decompressed on disk.
     """
+    import sys
+    from contextlib import redirect_stdout
     from functools import partial
 
     from millstream.core.console import format_bytes
+    from millstream.core.engine import Engine
     from millstream.reads.files import ReadFile, write_fai
     from millstream.reads.files.index import IndexSettings, check_memory
     from millstream.reads.open import expand, open_reads, watch_index
 
+    where = Engine(engine, address, workers)
     try:
         check_memory(memory)
     except ValueError as error:
@@ -187,10 +194,11 @@ def index(
     given = _index_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage, unverified=unverified)
     settings = None if given == IndexSettings() else given  # an index keeps its own
     files = [file for path in paths for file in expand(path)]
-    reads = open_reads(
-        files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
-        watch=partial(watch_index, memory=memory),
-    )  # fmt: skip
+    with redirect_stdout(sys.stderr):  # Ray reports dead workers on stdout, which is for data
+        reads = open_reads(
+            files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
+            engine=where, watch=partial(watch_index, memory=memory),
+        )  # fmt: skip
     written = [str(out) for part in reads.parts if fai and isinstance(part, ReadFile) for out in write_fai(part)]
     if as_json:
         print_json(
@@ -211,7 +219,8 @@ def index(
 
 def pack(
     paths: Annotated[
-        list[str], typer.Argument(help="FASTA or FASTQ files, then the file to write.", metavar="SOURCE... OUT")
+        list[str],
+        typer.Argument(help="FASTA or FASTQ files, then the file or folder to write.", metavar="SOURCE... OUT"),
     ],
     header_regex: Regex = None,
     columns: Columns = None,
@@ -221,15 +230,25 @@ def pack(
     salvage: Salvage = False,
     unverified: Unverified = False,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Start over and replace OUT.")] = False,
+    engine: EngineName = "local",
+    address: Address = None,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Pack reads into one file of 2 bits per base.
 
     Any read can then be fetched at memory speed.
+    If OUT is a folder, every file gets a pack of its own in it; --engine ray packs them on many machines.
     Run the same command again to resume.
     """
-    from millstream.core.console import format_bytes, progress, say
+    import sys
+    from contextlib import redirect_stdout
+    from functools import partial
+
+    from millstream.core.console import format_bytes, plural, progress, say
+    from millstream.core.engine import Engine
     from millstream.reads.open import expand
+    from millstream.reads.pack.each import pack_each
     from millstream.reads.pack.pack import pack as write_pack
 
     if len(paths) < 2:
@@ -237,27 +256,38 @@ def pack(
     *sources, out = paths
     if out == "-":
         raise BadSetting("-: a packed file is not written from beginning to end. Choose a file, such as reads.pack")
+    where, is_folder = Engine(engine, address, workers), out.endswith("/") or Path(out).is_dir()
+    if where.name != "local" and not is_folder:
+        raise BadSetting(
+            f"--engine ray: one process writes {out}. To pack every file on its own, name a folder: {out}/"
+        )
     files = [file for source in sources for file in expand(source)]
     settings = _index_settings(header_regex, columns, on_mismatch, salvage=salvage, unverified=unverified)
     size = sum(file.stat().st_size for file in files if file.exists())
-    with progress("pack", size, unit="bytes") as update:
-        done = write_pack(
-            files, Path(out), settings=settings, names=names, quality=quality, rebuild=rebuild, progress=update,
-            notify=say,
-        )  # fmt: skip
+    write = partial(write_pack, settings=settings, names=names, quality=quality, rebuild=rebuild)
+    with redirect_stdout(sys.stderr), progress("pack", size, unit="bytes") as update:
+        if is_folder:
+            packs = pack_each(files, Path(out), write=write, rebuild=rebuild, engine=where, progress=update)
+        else:
+            packs = [write(files, Path(out), progress=update, notify=say)]
     if as_json:
-        print_json(
+        rows = [
             {
-                "path": out,
+                "path": str(done.path) if is_folder else out,
                 "records": done.records,
                 "bases": done.bases,
                 "bytes": done.bytes,
                 "exact": done.is_exact,
                 "fidelity": done.fidelity,
             }
-        )
-    size = f"{done.records:,} reads, {done.bases:,} bases, {format_bytes(done.bytes)}"
-    finish(f"{out}: {size}; {done.fidelity}", "inspect", out)
+            for done in packs
+        ]
+        print_json({"path": out, "packs": rows} if is_folder else rows[0])
+    records, bases, num_bytes = (sum(getattr(done, name) for done in packs) for name in ("records", "bases", "bytes"))
+    size = f"{records:,} reads, {bases:,} bases, {format_bytes(num_bytes)}"
+    many = f"{plural(len(packs), 'pack')}, " if is_folder else ""
+    fidelity = "; ".join(dict.fromkeys(done.fidelity for done in packs))
+    finish(f"{out}: {many}{size}; {fidelity}", "inspect", out)
 
 
 def unpack(
@@ -312,6 +342,9 @@ def classify(
     ] = "1GB",
     index_dir: IndexDir = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output and the report.")] = False,
+    engine: EngineName = "local",
+    address: Address = None,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Classify reads with a trained model.
@@ -323,6 +356,7 @@ def classify(
     from dataclasses import asdict
 
     from millstream.core.console import interruptible, progress, silent
+    from millstream.core.engine import Engine
     from millstream.core.memory import Allowance
     from millstream.reads.classify import classify as predict
 
@@ -339,7 +373,7 @@ def classify(
         done = predict(
             run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold,
             report=report, memory=memory, index_dir=index_dir,
-            force=force, watch=watch, stop=stop,
+            force=force, engine=Engine(engine, address, workers), watch=watch, stop=stop,
         )  # fmt: skip
     if as_json:
         print_json(asdict(done))

@@ -22,14 +22,15 @@ BALANCES = ("weights", "sampling", "none")
 
 
 def is_at(path: Path) -> bool:
-    """Whether a path is for reads: any file, a folder with FASTA or FASTQ in it, a pattern, `-`.
+    """Whether a path is for reads: any file, a folder with FASTA, FASTQ or packs in it, a pattern, `-`.
 
     Any file, because opening it as reads gives the best error message for one that is neither FASTA nor FASTQ.
     """
     if path.is_dir():
         from millstream.reads.files.source import looks_like_reads
+        from millstream.reads.pack import is_named_pack
 
-        return any(file.is_file() and looks_like_reads(file) for file in path.iterdir())
+        return any(file.is_file() and (looks_like_reads(file) or is_named_pack(file)) for file in path.iterdir())
     from millstream.reads.open import READ_NAMES
 
     is_pattern = str(path) == "-" or any(mark in str(path) for mark in "*?[")

@@ -13,18 +13,19 @@ from millstream.core.batches import Batch
 from millstream.core.collection import Collection, Numbers, Subset
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, progress, quoted, say, silent
+from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
 from millstream.core.kernels import require_numba
 from millstream.core.memory import Allowance, available_bytes
 from millstream.core.mixture import Concat
-from millstream.errors import BadIndex, BadSource, MillstreamError
+from millstream.errors import BadIndex, BadSource, EngineError, MillstreamError
 from millstream.reads.files import ReadFile
 from millstream.reads.files.columns import outdated_column
 from millstream.reads.files.index import IndexSettings, build_index, find_index, load_index, settings_of
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import looks_like_reads
 from millstream.reads.mapping import MappingSource, load_mapping
-from millstream.reads.pack import PackFile, is_pack
+from millstream.reads.pack import PackFile, is_named_pack, is_pack
 from millstream.reads.reads import Part, Reads, Unknown
 
 # Files named like reads must be reads; other files in a folder are used if they look like reads.
@@ -42,7 +43,10 @@ def watch_index(path: Path, memory: int | str | None = None) -> AbstractContextM
 
 
 def expand(path: str | Path) -> list[Path]:
-    """The read files at a path: a file, or the read files in a folder or matching a pattern. Recognised by content."""
+    """The read files at a path: a file, or the read files in a folder or matching a pattern. Recognised by content.
+
+    Packs count if there are no other reads.
+    """
     place = Path(path)
     if str(path) == "-":
         raise BadSource("-: reads are fetched in any order, which stdin cannot do. Save them first: cat > reads.fa")
@@ -53,9 +57,16 @@ def expand(path: str | Path) -> list[Path]:
     else:
         return [place]
     found = [file for file in files if file.name.lower().endswith(READ_NAMES) or looks_like_reads(file)]
+    found = found or [file for file in files if is_named_pack(file)]  # packs are usually of the files beside them
     if not found:
         raise BadSource(f"{path}: no FASTA or FASTQ files there")
     return found
+
+
+def read_files(paths: Paths) -> list[Path]:
+    """The read files at these paths."""
+    given = [paths] if isinstance(paths, str | Path) else paths
+    return [file for path in given for file in expand(path)]
 
 
 @contextmanager
@@ -73,17 +84,20 @@ def open_reads(
     memory: int | str | None = None,
     index_dir: str | Path | None = None,
     rebuild: bool = False,
+    engine: Engine = Engine(),  # noqa: B008  (frozen)
     watch: Callable[[Path], AbstractContextManager[Progress]] = no_progress,
     notify: Callable[[str], None] = say,
 ) -> Reads:
     """Open files as one collection, and build the indexes that are missing.
 
-    `rebuild` builds all of them; without `settings`, with those of the existing indexes.
+    `rebuild` builds all of them; without `settings`, with those of the existing indexes. On Ray, a worker builds each.
     """
     require_numba()
     if not paths:
         raise BadSource("no files given")
-    wanted = settings or IndexSettings()
+    if engine.name != "local":
+        index_files(paths, settings=settings, index_dir=index_dir, rebuild=rebuild, engine=engine, notify=notify)
+        rebuild = False
     budget = (parse_bytes(memory) if memory is not None else available_bytes() // 2) // len(paths)
     folder = Path(index_dir).absolute() if index_dir is not None else None
     parts: list[Part] = []
@@ -98,9 +112,7 @@ def open_reads(
                 )
             parts.append(pack)
             continue
-        if rebuild and settings is None:
-            wanted = _former_settings(path, folder, notify=notify)
-        found = wanted if rebuild else _load(path, wanted, folder, explicit=settings is not None, notify=notify)
+        found = _find_or_plan(path, settings, folder, rebuild=rebuild, notify=notify)
         if isinstance(found, IndexSettings):
             with watch(path) as progress:
                 place = build_index(path, found, index_dir=folder, progress=progress, notify=notify)
@@ -111,6 +123,59 @@ def open_reads(
     return Reads(
         parts, reopen=Reopen(tuple(str(part.path) for part in parts), arguments), mapping=labels, unknown=unknown
     )
+
+
+def index_files(
+    paths: Sequence[str | Path],
+    *,
+    settings: IndexSettings | None = None,
+    index_dir: str | Path | None = None,
+    rebuild: bool = False,
+    engine: Engine,
+    notify: Callable[[str], None] = say,
+) -> None:
+    """Build the indexes that are missing, each by a worker of the engine."""
+    folder = Path(index_dir).absolute() if index_dir is not None else None
+    jobs: list[IndexJob] = []
+    for path in dict.fromkeys(Path(path).absolute() for path in paths):
+        _check_readable(path)
+        if is_pack(path):
+            continue
+        found = _find_or_plan(path, settings, folder, rebuild=rebuild, notify=notify)
+        if isinstance(found, IndexSettings):
+            jobs.append(IndexJob(path, found, folder, path.stat().st_size))
+    if not jobs:
+        return
+    done = 0
+    with progress("index", sum(job.num_bytes for job in jobs), unit="bytes") as update:
+        for job, place, messages in engine.run(IndexWorker, jobs):
+            for message in messages:
+                notify(message)
+            if not place.exists():
+                raise EngineError(f"{place}: written by a worker, but not here. All machines must share this folder")
+            update(done := done + job.num_bytes)
+
+
+@dataclass(frozen=True)
+class IndexJob:
+    """A file to index with these settings."""
+
+    path: Path
+    settings: IndexSettings
+    index_dir: Path | None
+    num_bytes: int
+
+
+class IndexWorker:
+    """Indexes files where it is; returns each index and the messages."""
+
+    def do(self, job: IndexJob) -> tuple[IndexJob, Path, list[str]]:
+        messages: list[str] = []
+        place = build_index(job.path, job.settings, index_dir=job.index_dir, notify=messages.append)
+        return job, place, messages
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +197,7 @@ def open_files(
 
     def opened(paths: Paths) -> list[Reads]:
         """One collection per file: their indexes need not have the same columns."""
-        given = [paths] if isinstance(paths, str | Path) else paths
-        files = [file for path in given for file in expand(path)]
+        files = read_files(paths)
         share = memory // max(len(files), 1)
         return [open_reads([f], memory=share, index_dir=index_dir, watch=watch_index, notify=say) for f in files]
 
@@ -235,6 +299,20 @@ def _check_readable(path: Path) -> None:
         os.close(os.open(path, os.O_RDONLY))
     except OSError as error:
         raise BadSource(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _find_or_plan(
+    path: Path,
+    settings: IndexSettings | None,
+    folder: Path | None,
+    *,
+    rebuild: bool,
+    notify: Callable[[str], None],
+) -> Sections | IndexSettings:
+    """The index of a file, if it can be used; otherwise the settings to build one with."""
+    if rebuild:
+        return _former_settings(path, folder, notify=notify) if settings is None else settings
+    return _load(path, settings or IndexSettings(), folder, explicit=settings is not None, notify=notify)
 
 
 def _load(

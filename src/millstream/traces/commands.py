@@ -11,9 +11,12 @@ import typer
 from millstream.cli.app import (
     MAINTAIN,
     TRAIN,
+    Address,
+    EngineName,
     Json,
     RunFolder,
     Settings,
+    Workers,
     finish,
     print_json,
     show_report,
@@ -28,15 +31,6 @@ PANEL = "Language models: from questions to labelled traces"
 
 Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", metavar="STORE")]
 Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", metavar="OUT")]
-EngineName = Annotated[
-    Literal["local", "ray"], typer.Option("--engine", help="local, or ray for many machines.", metavar="NAME")
-]
-Address = Annotated[
-    str | None, typer.Option(help="Address of the Ray cluster.", show_default="start one here", metavar="HOST:PORT")
-]
-Workers = Annotated[
-    int | None, typer.Option(help="Workers on the cluster.", show_default="one per GPU or machine", metavar="N")
-]
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -25,6 +25,7 @@ from millstream.reads.files.texts import PAGE_BYTES
 from millstream.reads.pack.bases import QUALITIES, STREAM, Qualities, TwoBit
 from millstream.reads.pack.header_blocks import HeaderBlocks
 
+SUFFIX = ".pack"
 WHAT = "packed reads"
 VERSION = 2  # 1 had another description of the line layout, and is read without it
 _NAMES = "names of packed reads"
@@ -43,6 +44,11 @@ def is_pack(path: Path) -> bool:
         return Sections(path).meta.get("what") == WHAT
     except BadIndex:
         return True
+
+
+def is_named_pack(path: Path) -> bool:
+    """Whether a file is a pack and has the name of one: in a folder, no other file is opened to see it."""
+    return path.name.lower().endswith(SUFFIX) and is_pack(path)
 
 
 def describe_fidelity(meta: Mapping[str, Any]) -> str:

@@ -1,0 +1,246 @@
+"""A trained classifier of a run and reads -> the rows of any range of them, in this process or another."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millstream.core.collection import Collection, Numbers, Subset
+from millstream.core.config import config_hash, parse_bytes, read_settings
+from millstream.core.console import ignore_message, quoted
+from millstream.core.fingerprint import file_crc32c
+from millstream.core.loader import Loader
+from millstream.core.memory import Heap
+from millstream.errors import BadSetting, BadSource
+from millstream.reads.classifiers import ClassifierSpec, as_built, classification_task
+from millstream.reads.classifiers.nets import ReadPredictions
+from millstream.reads.kind import ReadSettings
+from millstream.reads.kraken import Assignments
+from millstream.reads.mapping import Classes, classes_from_card
+from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, read_files, shared_names
+from millstream.reads.reads import Part
+from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run, read_lines
+from millstream.training.run import ScoringDevice
+from millstream.training.study import NetModel, Workplace
+from millstream.training.task import FitResources, Net, fitting_batch
+
+
+@dataclass(frozen=True)
+class TrainedClassifier:
+    """One trained model of one seed. `score` is its macro F1 on validation, if the log has it."""
+
+    run: Path
+    name: str
+    seed: int
+    settings: ReadSettings
+    classes: Classes
+    score: float | None
+
+    def absolute(self) -> "TrainedClassifier":
+        """The same for a process in another folder."""
+        return replace(self, run=self.run.absolute())
+
+    @property
+    def weights(self) -> Path:
+        return job_folder(self.run, self.name, self.seed) / WEIGHTS
+
+    @property
+    def digest(self) -> str:
+        """Changes if its predictions or its classes do."""
+        taxa = [
+            [taxon.name, taxon.tax_id]
+            for taxa in (self.classes.taxa, *(r.taxa for r in self.classes.ranks))
+            for taxon in taxa
+        ]
+        return config_hash({"weights": file_crc32c(self.weights), "taxa": taxa, "settings": self.settings.science()})
+
+    def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, Net]:
+        """The model for records like these, and its net with the trained weights."""
+        tensors, _ = load(self.weights)
+        settings = as_built(self.name, self.settings, {name: tensor.shape for name, tensor in tensors.items()})
+        place = Workplace(settings, ScoringDevice.default(), str(self.run))
+        spec = ClassifierSpec(self.name, settings, self.classes)
+        model = spec.build(resources=FitResources(self.seed, parse_bytes(memory) // 2), place=place).model
+        assert isinstance(model, NetModel)
+        model.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        net = model.restored(collection)
+        model.arrays = {}  # the net has them
+        net.eval()
+        return model, net
+
+
+def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
+    """The first finished seed of this model, or of the best one on validation."""
+    found, card = load_run(run, remedy="Next: millstream train data.train=FILE mapping=TABLE")
+    if card_kind(card) != "reads":
+        raise BadSource(
+            f"{run}: this run contains detectors, not read classifiers. Next: millstream evaluate {quoted(run)}"
+        )
+    settings, classes = read_settings(ReadSettings, found), classes_from_card(card)
+    seeds: dict[str, int] = {}
+    for model, seed in sorted(finished_jobs(run), key=lambda job: job[1]):
+        if (job_folder(run, model, seed) / WEIGHTS).exists():
+            seeds.setdefault(model, seed)
+    if not seeds:
+        raise BadSource(
+            f"{run}: no classifier is finished yet. Next: millstream train {quoted(run / CONFIG)} out={quoted(run)}"
+        )
+    if name is not None and name not in seeds:
+        raise BadSetting(f"--model {name}: not finished in {run}; must be one of {', '.join(sorted(seeds))}")
+    best: dict[str, float] = {}
+    key = classification_task(settings, classes).key
+    for line in read_lines(run):
+        model = str(line.get("model"))
+        if line["kind"] == "epoch" and line.get("seed") == seeds.get(model):
+            best[model] = max(best.get(model, -1.0), float(cast(float, line[key])))
+    chosen = name or max(seeds, key=lambda one: best.get(one, -1.0))
+    return TrainedClassifier(run, chosen, seeds[chosen], settings, classes, best.get(chosen))
+
+
+@dataclass(frozen=True)
+class ReadSource:
+    """Files of reads, and of their second mates; opens them in any process."""
+
+    reads: Paths
+    mates: Paths | None
+    memory: int | str
+    index_dir: str | Path | None
+
+    @property
+    def files(self) -> list[Path]:
+        return read_files(self.reads) + ([] if self.mates is None else read_files(self.mates))
+
+    def absolute(self) -> "ReadSource":
+        """The same for a process in another folder."""
+        reads, mates = ([file.absolute() for file in read_files(given or [])] for given in (self.reads, self.mates))
+        folder = None if self.index_dir is None else Path(self.index_dir).absolute()
+        return ReadSource(reads, mates if self.mates is not None else None, self.memory, folder)
+
+    def open(self) -> tuple[Collection, Sequence[Part]]:
+        return open_files(self.reads, self.mates, memory=parse_bytes(self.memory) // 4, index_dir=self.index_dir)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of the reads from `first` to before `last`, and how many have each assignment."""
+
+    first: int
+    last: int
+    text: bytes
+    counts: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ScoreSettings:
+    """`group` neighbouring reads get one row: 1, or 2 that are mates. `where` names the reads in messages."""
+
+    group: int
+    threshold: float
+    memory: int
+    batch_size: int | None
+    where: str
+
+
+class Scorer:
+    """Scores reads batch by batch.
+
+    A row depends on the batch it is scored in only by rounding, and not at all if ranges start at multiples of `size`.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedClassifier,
+        collection: Collection,
+        parts: Sequence[Part],
+        settings: ScoreSettings,
+    ) -> None:
+        self._collection, self._settings = collection, settings
+        group, memory = settings.group, settings.memory
+        self._assignments = Assignments(trained.classes)
+        self._predict = ReadPredictions(trained.classes.taxa_by_rank, group)
+        self._model, self._net = trained.restore(collection, memory=memory)
+        self._features = [*self._model.scoring, name_feature(parts)]
+        most = max((settings.batch_size or self._model.at_once) // group, 1) * group
+        size = fitting_batch(collection, self._features, memory=memory // 2, at_most=most)
+        self.size = -(-size // group) * group  # reads per batch
+        rows = zip(self._assignments.class_ids, self._assignments.taxa, self._assignments.ranks, strict=True)
+        self._middles = [  # of a row, from class to rank
+            f"\t{own}\t{taxon.tax_id}\t{' '.join(taxon.name.split())}\t{rank}\t" for own, taxon, rank in rows
+        ]
+
+    def rows(self, first: int, last: int) -> Iterator[Rows]:
+        """The rows of a range of reads, batch by batch."""
+        heap = Heap(self._settings.memory // 2)
+        is_whole = (first, last) == (0, len(self._collection))
+        loader = Loader(
+            self._collection if is_whole else Subset(self._collection, Range(first, last)),
+            batch_size=self.size,
+            features=self._features,
+            order="none",
+            memory=self._settings.memory // 2,
+            rank=0,
+            world=1,
+            notify=ignore_message,
+        )
+        with closing(iter(loader)) as batches:
+            for batch in batches:
+                found = self._rows(first, batch.pop(NAME), batch)
+                del batch
+                heap.trim_malloc()
+                yield found
+                first = found.last
+
+    def _rows(self, first: int, names: Any, batch: Mapping[str, object]) -> Rows:
+        last = first + len(names)
+        if self._settings.group == 2:
+            names = shared_names(names, first=first // 2, where=self._settings.where)
+        with torch.inference_mode():
+            predictions = self._predict(self._net, self._model.fabric.to_device(batch))
+        numbers, probabilities = self._assignments.choose(predictions, self._settings.threshold)
+        middles = self._middles
+        rows = zip(names, numbers.tolist(), probabilities.tolist(), strict=True)
+        text = "".join([f"{name}{middles[number]}{likely:.4f}\n" for name, number, likely in rows]).encode()
+        return Rows(first, last, text, np.bincount(numbers, minlength=len(self._assignments)))
+
+
+class ClassifyWorker:
+    """A scorer that opens reads and run where it is. A job is a range of reads."""
+
+    def __init__(
+        self, trained: TrainedClassifier, source: ReadSource, fingerprint: str, settings: ScoreSettings
+    ) -> None:
+        collection, parts = source.open()
+        if collection.fingerprint != fingerprint:
+            raise BadSource(f"{first_of(source.reads)}: other reads at this path on a worker. All need the same files")
+        self._scorer = Scorer(trained, collection, parts, settings)
+
+    def do(self, span: tuple[int, int]) -> Rows:
+        parts = list(self._scorer.rows(*span))
+        counts = np.sum([part.counts for part in parts], axis=0)
+        return Rows(*span, b"".join(part.text for part in parts), counts)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `first` to before `last`."""
+
+    first: int
+    last: int
+    keeps_neighbours = True
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def take(self, positions: Numbers) -> Numbers:
+        return positions + self.first
+
+    def digest(self) -> str:
+        return f"range {self.first} {self.last}"
