@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from millstream.reads.classify import classify
     from millstream.reads.mapping import MappingSource
     from millstream.reads.reads import Reads
+    from millstream.tables.rows import Rows
     from millstream.traces.extract import extract
     from millstream.traces.features import featurize
     from millstream.traces.label import label
@@ -40,6 +41,7 @@ __all__ = [
     "Reads",
     "RecordDataset",
     "RecordStream",
+    "Rows",
     "Split",
     "Subset",
     "TraceWriter",
@@ -70,6 +72,7 @@ _HOME = {
     "Reads": "millstream.reads.reads",
     "RecordDataset": "millstream.core.torch_data",
     "RecordStream": "millstream.core.torch_data",
+    "Rows": "millstream.tables.rows",
     "Split": "millstream.core.split",
     "Subset": "millstream.core.collection",
     "TraceWriter": "millstream.traces.store.writer",
@@ -104,8 +107,8 @@ def open(
     unverified: bool = False,
     cache: int | str | None = None,
     cache_dir: str | Path | None = None,
-) -> Traces | Reads:
-    """Open a trace store, or reads: FASTA or FASTQ files (plain, gzip, BGZF, zstd), or packed reads.
+) -> Traces | Reads | Rows:
+    """Open a trace store; reads (FASTA or FASTQ files, plain, gzip, BGZF or zstd, or packed); or the rows of tables.
 
     Paths may be URLs: s3://, gs://, az://, https://, hf://. What is fetched is cached on local disk, at most `cache`
     bytes (default: 20GB; 0: nothing) in `cache_dir`, in this process and those it starts.
@@ -117,8 +120,12 @@ def open(
     the budget for decoded blocks and mapped files, by default half of the available memory. `salvage` reads what
     the checksums of a damaged file verify before the damage; `unverified` also reads text that no checksum verifies.
 
+    Tables: Parquet, JSON lines (.jsonl) or CSV (.csv, .tsv); a file, a pattern or a list. `memory` is the budget for
+    decoded row groups. A text file of more than 16 MB is indexed first, beside it or in `index_dir`.
+
     >>> traces = ms.open("traces/")
     >>> reads = ms.open("reads.fa.gz", header_regex=r"lbl\\|(?P<class_id>\\d+)", mapping="species.tsv")
+    >>> questions = ms.open("triviaqa.jsonl")
     """
     from millstream.core.block_cache import set_cache
     from millstream.core.registry import kind_at, plug

@@ -21,6 +21,13 @@ class DataType:
 class ListType(DataType):
     value_type: DataType
 
+class DictionaryType(DataType):
+    value_type: DataType
+
+class FixedSizeListType(DataType):
+    value_type: DataType
+    list_size: int
+
 class StructType(DataType):
     def __iter__(self) -> Iterator[Field]: ...
     def get_field_index(self, name: str) -> int: ...
@@ -53,6 +60,7 @@ class Buffer:
 
 class Array:
     null_count: int
+    nbytes: int
     offset: int
     type: DataType
     @staticmethod
@@ -83,6 +91,9 @@ class ListArray(Array):
     offsets: Array
     values: Array
 
+class FixedSizeListArray(Array):
+    def flatten(self) -> Array: ...
+
 class StructArray(Array):
     type: StructType
     @staticmethod
@@ -106,9 +117,10 @@ class ChunkedArray:
 
 class RecordBatch:
     num_rows: int
+    nbytes: int
     @staticmethod
     def from_arrays(arrays: Sequence[Array], *, schema: Schema) -> RecordBatch: ...
-    def column(self, i: int) -> Array: ...
+    def column(self, i: int | str) -> Array: ...
     def validate(self, *, full: bool = ...) -> None: ...
 
 class Table:

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from millstream.cli.process import PART, close_quietly, report_interrupt
 from millstream.core.config import Setting, list_settings
-from millstream.core.registry import extensions, kind_at, plug, plugs
+from millstream.core.registry import extensions, kind_at, kinds_with, plug, plugs
 from millstream.errors import BadSetting, MillstreamError
 
 # The groups of commands in `millstream --help`. A kind of record adds its own group, shown after the first.
@@ -191,7 +191,7 @@ def train(settings: Settings = None, as_json: Json = False) -> None:
 
     from millstream.core.config import read_settings
 
-    kinds = plugs("kind")
+    kinds = [plug(kind, "kind") for kind in kinds_with("study")]
     kind = next((one for one in kinds if one.is_training_on(settings or [])), kinds[0])
     given = read_settings(kind.TRAIN_SETTINGS, settings or [])
     given.check()
@@ -247,7 +247,7 @@ def view(
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, or reads.", metavar="PATH")
+        Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, a table, or reads.", metavar="PATH")
     ],
     other: Annotated[Path | None, typer.Argument(help="Another trace store, to compare with.", metavar="OTHER")] = None,
     examples: Annotated[int, typer.Option(help="Number of example records to show.", metavar="N")] = 0,
@@ -256,14 +256,14 @@ def inspect(
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a store or in reads, or compare two stores."""
+    """Show what is in a store, in a table or in reads, or compare two stores."""
     if tolerance and other is None:
         raise typer.BadParameter("--tolerance compares two stores: give another one")
     _kind_at(path).inspect(path, other, examples=examples, tolerance=tolerance, as_json=as_json)
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A trace store, or indexed or packed reads.", metavar="PATH")],
+    path: Annotated[Path, typer.Argument(help="A trace store, a table, or indexed or packed reads.", metavar="PATH")],
     fast: Annotated[bool, typer.Option("--fast", help="Check the structure only, not the checksums.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -303,7 +303,8 @@ def _train_settings() -> Mapping[str, Sequence[Setting]]:
     from millstream.training import LoopSettings
 
     shared = list_settings(LoopSettings)
-    kinds = {f"Settings for {kind.TRAINS}": list_settings(kind.TRAIN_SETTINGS) for kind in plugs("kind")}
+    trained = [plug(kind, "kind") for kind in kinds_with("study")]
+    kinds = {f"Settings for {kind.TRAINS}": list_settings(kind.TRAIN_SETTINGS) for kind in trained}
     own = {title: [one for one in found if one not in shared] for title, found in kinds.items()}
     return own | {"Settings for every model": [one for one in shared if any(one in found for found in kinds.values())]}
 

@@ -25,7 +25,7 @@ from millstream.core.console import format_seconds, interruptible, say
 from millstream.core.engine import available_cores
 from millstream.core.files import publish, publish_json
 from millstream.core.memory import Allowance
-from millstream.core.registry import KINDS, plug
+from millstream.core.registry import kinds_with, plug
 from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingExtra, MissingFields
 from millstream.training import LoopSettings
@@ -76,7 +76,7 @@ def train(data: str | Path | Mapping[str, object] | None = None, **settings: obj
 
 def study_of(settings: Mapping[str, object]) -> Study:
     """The study of the kind of record that these settings are for."""
-    for kind in KINDS:
+    for kind in kinds_with("study"):
         if plug(kind, "kind").is_training_on(settings):
             return cast(StudyPlug, plug(kind, "study")).make_study(settings)
     raise BadSetting(f"data={settings.get('data')}: not data of a known kind. See: millstream train --help")
