@@ -28,6 +28,7 @@ class Fault:
     """What is wrong with an answer. With `status`, the request never reaches the server."""
 
     status: int | None = None
+    withheld: str = ""  # a header of the request that does not reach the server
     headers: dict[str, str] = field(default_factory=dict[str, str])  # added to those of the answer
     body: bytes = b""  # with `status`
     etag: str | None = None  # instead of the object's own; a request that insists on another one gets 412
@@ -202,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault.etag is not None and seen.if_match not in ("", "*", fault.etag):
             status, headers, body = 412, {}, s3_error(412, "PreconditionFailed").body
         else:
-            status, headers, body = self._ask(proxy.upstream, sent)
+            status, headers, body = self._ask(proxy.upstream, sent, fault.withheld)
         if fault.cut_at == -1:  # the server has done what was asked, and the client never hears of it
             self.close_connection = True
             return
@@ -211,12 +212,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
-    def _ask(self, upstream: str, sent: bytes) -> tuple[int, dict[str, str], bytes]:
+    def _ask(self, upstream: str, sent: bytes, withheld: str) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(upstream, timeout=60)
         try:
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
-                if name.lower() not in HOP_BY_HOP:
+                if name.lower() not in (*HOP_BY_HOP, withheld.lower()):
                     connection.putheader(name, value)
             if sent or self.command in ("PUT", "POST"):
                 connection.putheader("Content-Length", str(len(sent)))

@@ -24,6 +24,7 @@ from millstream.errors import AccessDenied, MissingExtra, ObjectChanged, ObjectM
 
 Result = TypeVar("Result")
 
+URL = re.compile(r"(s3|gs|az|hf|https?):/{1,2}(?=[^/])")
 CONNECTIONS = 16  # requests at once; with PART_BYTES they hold at most 32 MB
 PART_BYTES = 2 << 20  # of one request: 16 of them reach 4-5 Gbit/s at 30 ms
 _MULTIPART_BYTES = 8 << 20  # of one part of an upload; four at once hold 32 MB
@@ -35,6 +36,11 @@ _DENIED = re.compile(
 _STATUS = re.compile(r"\bstatus: (\d{3})|\b(4\d\d|5\d\d) [A-Z]")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _PASSING = ("408", "425", "429")  # of the statuses below 500
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is a URL of an object store."""
+    return URL.match(str(path)) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 
+from millstream.core.bucket import is_url
 from millstream.core.config import config_diff, parse_json
 from millstream.core.console import quoted, say
 from millstream.errors import BadSetting, ConfigMismatch, StoreExists, StoreFull
@@ -114,8 +115,6 @@ def remove_unpublished(file: Path) -> None:
 
 def is_object(path: Path) -> bool:
     """Whether a path is a URL: written whole, when it is complete."""
-    from millstream.core.remote import is_url  # which caches in files
-
     return is_url(path)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path, PosixPath
 from typing import Any, Self
 
 from millstream.core.block_cache import block_cache
-from millstream.core.bucket import PART_BYTES, Bucket, ObjectInfo, bucket_at, request_threads
+from millstream.core.bucket import PART_BYTES, Bucket, ObjectInfo, bucket_at, is_url, request_threads
 from millstream.errors import BadSetting, ObjectChanged, ObjectMissing, RemoteError
 
 Wanted = tuple["RemoteFile", int, memoryview]  # an object, where to start, what to fill
@@ -26,12 +26,6 @@ Wanted = tuple["RemoteFile", int, memoryview]  # an object, where to start, what
 _PARTS_AHEAD = 6  # of a stream: 12 MB
 _FIRST_BYTES = 64 << 10
 _WASTE = 0.15  # neighbouring ranges are one request while it fetches at most this share of unwanted bytes
-_URL = re.compile(r"(s3|gs|az|hf|https?):/{1,2}(?=[^/])")
-
-
-def is_url(path: object) -> bool:
-    """Whether a path is a URL of an object store."""
-    return isinstance(path, RemotePath) or _URL.match(str(path)) is not None
 
 
 def to_path(path: str | Path) -> Path:
@@ -144,7 +138,7 @@ class RemotePath(PosixPath):
         """Folders need not be made."""
 
     def read_bytes(self) -> bytes:
-        return self.bucket.get(self.key)[0]
+        return bytes(self.bucket.get(self.key)[0])  # not obstore's own type, which has no methods of bytes
 
     def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")

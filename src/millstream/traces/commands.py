@@ -25,12 +25,13 @@ from millstream.cli.app import (
 from millstream.core.config import list_settings, read_settings
 from millstream.core.console import format_bytes, plural, progress, say, show
 from millstream.core.engine import Engine
+from millstream.core.remote import to_path
 from millstream.traces.kind import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
 
 PANEL = "Language models: from questions to labelled traces"
 
-Store = Annotated[Path, typer.Argument(help="A trace store (a folder).", metavar="STORE")]
-Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", metavar="OUT")]
+Store = Annotated[Path, typer.Argument(help="A trace store (a folder or URL).", metavar="STORE", parser=to_path)]
+Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", metavar="OUT", parser=to_path)]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -187,7 +188,9 @@ def label(
 
 def featurize(
     store: Store,
-    out: Annotated[Path, typer.Argument(help="The feature store to write or to resume.", metavar="OUT")],
+    out: Annotated[
+        Path, typer.Argument(help="The feature store to write or to resume.", metavar="OUT", parser=to_path)
+    ],
     settings: Settings = None,
     engine: EngineName = "local",
     address: Address = None,
@@ -244,7 +247,7 @@ def convert(
     *patterns, out = paths
     files = expand(patterns)
     with progress("convert", sum(file.stat().st_size for file in files), unit="bytes") as update:
-        written = import_files(files, Path(out), compression=compression, memory=memory, notify=say, progress=update)
+        written = import_files(files, to_path(out), compression=compression, memory=memory, notify=say, progress=update)
     _finish_store(written, as_json)
 
 
@@ -296,7 +299,8 @@ def repair(path: Store, as_json: Json = False) -> None:
 
 def merge(
     paths: Annotated[
-        list[Path], typer.Argument(help="Stores to merge, then the store to write.", metavar="A B ... OUT")
+        list[Path],
+        typer.Argument(help="Stores to merge, then the store to write.", metavar="A B ... OUT", parser=to_path),
     ],
     mixed: Annotated[
         bool, typer.Option("--mixed", help="Allow different models or settings, and the same id twice.")

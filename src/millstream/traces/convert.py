@@ -12,6 +12,8 @@ from millstream.core.console import Progress, ignore_message, quoted, silent
 from millstream.core.files import publish_json
 from millstream.core.record import RawTensor, as_tensor
 from millstream.core.registry import extensions
+from millstream.core.remote import to_path
+from millstream.core.spool import spool_folder
 from millstream.errors import BadSource, SchemaMismatch, SourceError, StoreError
 from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.locks import only_job
@@ -121,6 +123,7 @@ def convert(
     """
     share = None if memory is None else parse_bytes(memory) // _COPIES
     _check_contents(files, share)
+    out = to_path(out)
     with only_job(out):
         if RESTART in _finished(out):
             _remove_records(out)
@@ -147,7 +150,7 @@ def _convert(
     share: int | None,
 ) -> Written:
     if (out / MANIFEST).exists():
-        wait_for_writers(out)  # they recover records of an interrupted conversion
+        wait_for_writers(spool_folder(out))  # they recover records of an interrupted conversion
     config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}
     writer: TraceWriter | None = TraceWriter(out, config=config) if (out / MANIFEST).exists() else None
     finished = _finished(out)
@@ -271,7 +274,8 @@ def _fields_of_all(files: Sequence[Path], memory: int | None) -> dict[str, None]
 def _remove_records(store: Path) -> None:
     """Remove what an unfinished conversion has written; it is written again from the same files."""
     publish_json(store / PROGRESS, {RESTART: 0})
-    for file in [*store.glob("shard-*"), store / IDS, store / MANIFEST, store / PROGRESS]:
+    shards = [file for folder in (spool_folder(store), store) for file in folder.glob("shard-*")]
+    for file in dict.fromkeys([*shards, store / IDS, store / MANIFEST, store / PROGRESS]):
         file.unlink(missing_ok=True)
 
 

@@ -15,6 +15,7 @@ from millstream.core.console import MEMORY_S, format_bytes, format_seconds, igno
 from millstream.core.engine import Engine
 from millstream.core.files import publish
 from millstream.core.memory import Allowance
+from millstream.core.remote import is_url, to_path
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
 from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
@@ -58,7 +59,7 @@ def extract(
     >>> done = ms.extract("triviaqa.jsonl", "traces/", model="Qwen/Qwen3-4B", tier="probe", max_new_tokens=64)
     """
     chosen = read_settings(ExtractSettings, settings)
-    run = _Run(questions, Path(path), chosen, shuffle_seed)
+    run = _Run(questions, to_path(path), chosen, shuffle_seed)
     with only_job(run.path):
         run.prepare(retry_errors=retry_errors)
         return run.work(engine if isinstance(engine, Engine) else Engine(engine))
@@ -351,14 +352,14 @@ class _Run:
         lengths = [len(ids) for question, ids in encoded if question.id not in self.done]
         measured = first.bytes / (good * trace_bytes(prompt=round(first.prompt_tokens / good)))
         total = int(measured * sum(trace_bytes(prompt=length) for length in lengths))
-        free = shutil.disk_usage(self.path).free + first.bytes
+        free = None if is_url(self.path) else shutil.disk_usage(self.path).free + first.bytes
         seconds = first.seconds * (sum(lengths) + answer * len(lengths)) / (first.prompt_tokens + first.new_tokens)
         workers = engine.workers or 1
         say(
             f"{format_bytes(first.bytes / good)} per trace in the first batch; about {format_bytes(total)} in total, "
-            f"{format_bytes(free)} free, about {format_seconds(seconds / workers)}"
+            f"{'' if free is None else f'{format_bytes(free)} free, '}about {format_seconds(seconds / workers)}"
         )
-        if total > free * FREE_SHARE:
+        if free is not None and total > free * FREE_SHARE:
             raise StoreFull(
                 f"{self.path}: {missing} traces of {self.config['fields']} need about {format_bytes(total)}, "
                 f"but only {format_bytes(free)} are free. Keep less (tier=stats, fields=...), run fewer questions "

@@ -18,6 +18,7 @@ from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
 from millstream.core.memory import empty
 from millstream.core.record import Array, Tensor
+from millstream.core.remote import to_path
 from millstream.errors import BadSetting, NotFinite, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
@@ -286,16 +287,14 @@ def featurize(
     >>> done = ms.featurize("full/", "layers/", feature="layers", token="last")
     """
     chosen = read_settings(FeaturizeSettings, settings)
-    traces = Traces(source)
+    traces, out = Traces(source), to_path(out)
     _check(chosen, traces)
     if ID_FIELD not in traces.fields:
         raise SchemaMismatch(f"{source}: its records have no {ID_FIELD!r}, which is needed to resume")
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
-    with only_job(Path(out)), StoreLock(traces.path, exclusive=False):  # until it is done, no shard is replaced
+    with only_job(out), StoreLock(traces.path, exclusive=False):  # until it is done, no shard is replaced
         traces.refresh()
-        return _featurize(
-            traces, Path(out), chosen, engine=chosen_engine, progress=progress, chunk_records=chunk_records
-        )
+        return _featurize(traces, out, chosen, engine=chosen_engine, progress=progress, chunk_records=chunk_records)
 
 
 def _featurize(

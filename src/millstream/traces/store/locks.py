@@ -9,7 +9,10 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from millstream.core.console import quoted
 from millstream.core.files import is_same_file, lock, unlock
+from millstream.core.remote import is_url
+from millstream.core.spool import spool_folder
 from millstream.errors import StoreError, StoreExists
 
 JOB = ".lock"
@@ -20,9 +23,18 @@ class StoreLock:
     """Locks the folder of a store until released: shared by writers and whoever copies it, or exclusive, to rewrite it.
 
     Read the state of the store after taking the lock. Raises StoreError if others keep it locked for `wait_s` seconds.
+    Shards in an object store are never rewritten: a URL needs no shared lock, and gets no exclusive one.
     """
 
     def __init__(self, path: Path, *, exclusive: bool, wait_s: float = WAIT_S) -> None:
+        self._fd = -1
+        if is_url(path):
+            if exclusive:
+                raise StoreError(
+                    f"{path}: shards in an object store are never rewritten. Copy it, change the copy, and copy that "
+                    f"to a new URL: millstream copy {quoted(path)} FOLDER"
+                )
+            return
         what = "a writer or another command is using it" if exclusive else "it is being repaired or rewritten"
         self._pid = os.getpid()
         self._fd = _locked(path, f"{path}: {what}", exclusive=exclusive, wait_s=wait_s)
@@ -49,10 +61,12 @@ class StoreLock:
 def only_job(path: Path, *, wait_s: float = WAIT_S) -> Generator[None]:
     """No other job (extract, featurize, convert, repair) runs on the store: two would do the same work twice.
 
-    The folder is created if necessary, and removed again if the job leaves it empty.
+    The folder is created if necessary, and removed again if the job leaves it empty. The lock of a URL is in its spool:
+    it excludes jobs on this machine.
     """
+    name, path = path, spool_folder(path)
     is_new = not path.exists()
-    fd = _locked(path / JOB, f"{path}: another process is working on it", exclusive=True, wait_s=wait_s)
+    fd = _locked(path / JOB, f"{name}: another process is working on it", exclusive=True, wait_s=wait_s)
     try:
         yield
     finally:

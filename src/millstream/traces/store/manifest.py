@@ -24,9 +24,9 @@ from millstream.core.config import config_hash, parse_json
 from millstream.core.console import quoted
 from millstream.core.files import publish
 from millstream.core.memory import Map
-from millstream.core.record import Schema, crc32c, refine
+from millstream.core.record import Bytes, Schema, crc32c, refine
 from millstream.core.registry import extensions
-from millstream.core.remote import RemotePath, read_object
+from millstream.core.remote import RemoteFile, RemotePath, read_object
 from millstream.core.tables import is_table_intact
 from millstream.errors import NewerFormat, NotAStore
 from millstream.traces.store.format import (
@@ -49,6 +49,7 @@ LABELS = "labels.parquet"
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
 _SHARD = re.compile(r"shard-(\d{5,9})\.arrow(\.open)?")  # a number fits 32 bits
+_HEADER_BYTES, _MOST_HEADER_BYTES = 64 << 10, 16 << 20  # of a shard: what is fetched at first, and at most
 _MOST = 1 << 48  # records or bytes of a store
 _CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
 
@@ -115,7 +116,7 @@ def list_shards(path: Path) -> tuple[list[int], list[int]]:
 def foreign_file(path: Path) -> str | None:
     """The first file in the folder that does not belong to a store, ignoring hidden files."""
     own = {MANIFEST, IDS, DAMAGED}
-    names = sorted(os.listdir(path))
+    names = sorted(entry.name for entry in path.iterdir())
     return next((n for n in names if not (n.startswith((".", "shard-")) or n in own)), None)
 
 
@@ -179,7 +180,8 @@ def copied_shards(path: Path, shards: Sequence[ShardInfo]) -> dict[int, int]:
     return copies
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Path, manifest: Manifest, *, is_new: bool = False) -> None:
+    """Publish the manifest. With `is_new` and a URL, raises FileExistsError if another writer has just done so."""
     schema = manifest.arrow_schema
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -192,7 +194,11 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "shards": [{"name": shard_name(shard.number), **asdict(shard)} for shard in manifest.shards],
     }
     body = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}").encode()
-    publish(path / MANIFEST, body + _CRC_LINE.format(crc32c(body)).encode(), APPEND_AGAIN)
+    data = body + _CRC_LINE.format(crc32c(body)).encode()
+    if is_new and isinstance(path, RemotePath):
+        (path / MANIFEST).put(data, is_new=True)
+    else:
+        publish(path / MANIFEST, data, APPEND_AGAIN)
 
 
 def is_manifest_intact(path: Path) -> bool:
@@ -240,7 +246,7 @@ def read_shard_seal(file: Path) -> Seal | None:
 def shard_schema(path: Path, number: int) -> pa.Schema | None:
     """The Arrow schema in the header of a sealed shard, or from its sidecar if the header is damaged."""
     file = path / shard_name(number)
-    view = np.frombuffer(file.read_bytes(), np.uint8) if isinstance(file, RemotePath) else Map(file).view
+    view = _remote_header(file) if isinstance(file, RemotePath) else Map(file).view
     seal = read_shard_seal(file)
     try:
         schema, start = read_header(view)
@@ -258,6 +264,15 @@ def shard_schema(path: Path, number: int) -> pa.Schema | None:
         return arrow_schema(fields, compression=compression_of(schema), metadata={})
     except (OSError, ValueError, KeyError, pa.ArrowException):
         return None
+
+
+def _remote_header(file: RemotePath) -> Bytes:
+    remote = RemoteFile(file)
+    head = remote.read(0, _HEADER_BYTES)
+    end = 16 + int.from_bytes(head[12:16], "little")
+    if len(head) < end <= _MOST_HEADER_BYTES:
+        head = remote.read(0, end)
+    return np.frombuffer(head, np.uint8)
 
 
 def number_of(schema: pa.Schema, key: str) -> float:

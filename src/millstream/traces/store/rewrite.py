@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+
 from millstream.core.config import config_diff, config_hash, parse_bytes, parse_json
 from millstream.core.console import Progress, plural, quoted, silent
 from millstream.core.files import NOTHING_LEFT, already_exists, no_space, publish_json, publishing_folder
 from millstream.core.memory import Map
-from millstream.core.record import Schema, crc32c, refine
-from millstream.errors import ConfigMismatch, CorruptRecord, SchemaMismatch, StoreError
-from millstream.traces.store.format import ID_FIELD, damaged_fields, is_row_intact, read_header
+from millstream.core.record import Bytes, Schema, crc32c, refine
+from millstream.core.remote import RemoteFile, RemotePath, is_url
+from millstream.errors import BadSetting, ConfigMismatch, CorruptRecord, SchemaMismatch, StoreError
+from millstream.traces.store.format import ID_FIELD, Row, damaged_fields, is_row_intact, read_header
 from millstream.traces.store.ids import update_ids
 from millstream.traces.store.labels import carry_labels
 from millstream.traces.store.locks import StoreLock
@@ -132,17 +135,14 @@ def subset_records(
         writer: ShardWriter | None = None
         for index, group in groupby(map(traces.locate, numbers), key=lambda place: place[0]):
             info = traces.shards[index]
-            mapped = Map(source / shard_name(info.number))
-            view = mapped.view
+            file = source / shard_name(info.number)
+            record = _records_of(file)
             sidecar = load_sidecar(source, info, traces.fields)
             for _, number in group:
                 row = sidecar.row(number)
-                mapped.will_need(row.offset, row.num_bytes)
-                if not is_row_intact(view, row, sidecar.schema) or damaged_fields(view, row, sidecar.schema):
-                    raise CorruptRecord(
-                        f"{source / shard_name(info.number)}: row {number} is damaged. "
-                        f"Run: millstream repair {quoted(source)}"
-                    )
+                message, place = record(row), row.moved(0)
+                if not is_row_intact(message, place, sidecar.schema) or damaged_fields(message, place, sidecar.schema):
+                    raise CorruptRecord(f"{file}: row {number} is damaged. Run: millstream repair {quoted(source)}")
                 if writer is not None and (
                     writer.num_bytes >= limit
                     or len(writer.rows) >= shard_records
@@ -153,12 +153,26 @@ def subset_records(
                 if writer is None:
                     arrow = new_schema(sidecar.schema, compression=sidecar.compression, config=traces.config)
                     writer = ShardWriter.create(folder, first=len(shards), schema=arrow)
-                writer.append_message(view[row.offset : row.offset + row.num_bytes], row)
+                writer.append_message(message, row)
                 done += 1
                 progress(done, shard_name(info.number))
         if writer is not None:
             shards.append(writer.seal())
         return _finish(folder, out, replace(read_manifest(source), shards=tuple(shards)), [source], origin)
+
+
+def _records_of(file: Path) -> Callable[[Row], Bytes]:
+    """Reads the messages of a shard."""
+    if isinstance(file, RemotePath):
+        remote = RemoteFile(file)
+        return lambda row: np.frombuffer(remote.read(row.offset, row.num_bytes), np.uint8)
+    mapped = Map(file)
+
+    def record(row: Row) -> Bytes:
+        mapped.will_need(row.offset, row.num_bytes)
+        return mapped.view[row.offset : row.offset + row.num_bytes]
+
+    return record
 
 
 def drop_records(path: Path, choose: Callable[[Traces], Sequence[int]]) -> None:
@@ -234,6 +248,8 @@ def _unchanged(sources: Sequence[Path]) -> Generator[None]:
 @contextmanager
 def _new_store(out: Path, sources: Sequence[Path]) -> Generator[Path]:
     """A hidden folder with the tokenizer of the sources; renamed to `out` once the store is complete."""
+    if is_url(out):
+        raise BadSetting(f"{out}: write a local store, then copy it: millstream copy FOLDER {quoted(out)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise already_exists(out)
     with publishing_folder(out) as folder:
@@ -315,11 +331,11 @@ def _copy_shard(source: Path, shard: ShardInfo, folder: Path, number: int) -> Sh
 
 def _copy(source: Path, target: Path) -> None:
     """Copy in the kernel; XFS and btrfs share the blocks instead."""
-    with no_space(target, NOTHING_LEFT), open(source, "rb") as a, open(target, "wb") as b:
+    with no_space(target, NOTHING_LEFT), source.open("rb") as a, open(target, "wb") as b:
         try:
             while os.copy_file_range(a.fileno(), b.fileno(), _COPY_BYTES):
                 pass
-        except OSError:  # across file systems
+        except OSError:  # across file systems, or from an object store
             a.seek(0)
             b.seek(0)
             shutil.copyfileobj(a, b, _COPY_BYTES)

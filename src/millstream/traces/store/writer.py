@@ -1,7 +1,7 @@
 """Records -> shards, one record at a time. Once `append` returns, kill -9 loses nothing."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -11,7 +11,17 @@ import pyarrow as pa
 from millstream.core.config import config_diff, config_hash, parse_bytes
 from millstream.core.files import sync_path
 from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
-from millstream.errors import ConfigMismatch, DamageWarning, SchemaMismatch, StoreExists, StoreFull
+from millstream.core.remote import RemotePath, to_path
+from millstream.core.spool import spool_folder
+from millstream.errors import (
+    ConfigMismatch,
+    CorruptShard,
+    DamageWarning,
+    RemoteError,
+    SchemaMismatch,
+    StoreExists,
+    StoreFull,
+)
 from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.ids import update_ids
 from millstream.traces.store.locks import StoreLock
@@ -27,6 +37,7 @@ from millstream.traces.store.manifest import (
 from millstream.traces.store.repair import Recovery, recover_all, wait_for_writers
 from millstream.traces.store.shard_writer import ShardWriter
 from millstream.traces.store.sidecar import check_storable, read_table
+from millstream.traces.store.uploads import MOST_WAITING, Uploads
 
 SHARD_BYTES = "512MB"  # default
 NO_LIMIT = 2**62
@@ -37,6 +48,9 @@ class TraceWriter:
     """Appends records to a new or existing trace store.
 
     Interrupted shards are recovered first; sealed shards are never rewritten. Several writers may share a store.
+    At a URL, records are appended to a spool on this machine, whose sealed shards are uploaded in the background; an
+    upload that fails raises RemoteError at the next append or close, and the next writer of the URL on this machine
+    finishes it.
 
     >>> with ms.TraceWriter("mine/", shard_bytes="512MB") as writer:
     ...     writer.append({"question_id": "q1", "question": "Why?", "hidden": np.zeros((17, 20, 64), np.float16)})
@@ -59,7 +73,9 @@ class TraceWriter:
             raise ValueError(f"compression must be 'none', 'lz4' or 'zstd', got {compression!r}")
         if shard_records is not None and shard_records < 1:
             raise ValueError(f"shard_records must be at least 1, got {shard_records}")
-        self.path = Path(path)
+        self.path = to_path(path)
+        self._folder = spool_folder(self.path)  # where shards are written
+        self._uploads = Uploads(self.path, self._folder) if isinstance(self.path, RemotePath) else None
         self._shard_bytes = parse_bytes(
             shard_bytes if shard_bytes is not None else SHARD_BYTES if shard_records is None else NO_LIMIT
         )
@@ -69,7 +85,8 @@ class TraceWriter:
         self._shard: ShardWriter | None = None
         self._ids: set[object] | None = None
         self._closed = False
-        self._lock = StoreLock(self.path, exclusive=False)
+        self.recovered: list[Recovery] = []
+        self._lock = StoreLock(self._folder, exclusive=False)
         try:
             self._open(config, compression)
         except BaseException:
@@ -78,11 +95,7 @@ class TraceWriter:
 
     def _open(self, config: Mapping[str, object] | None, compression: str | None) -> None:
         """Create the store, or recover it and take its settings."""
-        _create(self.path, config, compression)
-        manifest = read_manifest(self.path)  # raises for a newer format before anything is changed
-        self.recovered: list[Recovery] = recover_all(self.path)
-        if self.recovered:
-            manifest = read_manifest(self.path)
+        manifest = self._recover_spool(config, compression) if self._uploads else self._recover(config, compression)
         self.config: dict[str, object] = dict(manifest.config)
         if config is not None and config_hash(config) != config_hash(self.config):
             raise ConfigMismatch(
@@ -101,24 +114,52 @@ class TraceWriter:
                 if (found := self._schema.get(name, "no such field")) != kind:
                     raise SchemaMismatch(f"field {name!r}: {kind} in the given schema, {found} in {self.path}")
         self._num_sealed = sum(shard.records for shard in manifest.shards)
-        if self.recovered:
-            write_manifest(self.path, manifest)
         if lost := [record for recovery in self.recovered for record in recovery.lost]:
             warnings.warn(
-                f"{self.path}: {len(lost)} damaged records set aside; see {self.path}/damaged/lost.jsonl",
+                f"{self.path}: {len(lost)} damaged records set aside; see {self._folder}/damaged/lost.jsonl",
                 DamageWarning,
                 stacklevel=3,
             )
+
+    def _recover(self, config: Mapping[str, object] | None, compression: str | None) -> Manifest:
+        _create(self.path, config, compression)
+        manifest = read_manifest(self.path)  # raises for a newer format before anything is changed
+        self.recovered = recover_all(self.path)
+        if self.recovered:
+            manifest = read_manifest(self.path)
+            write_manifest(self.path, manifest)
+        return manifest
+
+    def _recover_spool(self, config: Mapping[str, object] | None, compression: str | None) -> Manifest:
+        """The same for a store at a URL: what a killed writer left in the spool is uploaded."""
+        assert self._uploads
+        self.recovered = recover_all(self._folder)
+        if not list_shards(self._folder)[0]:
+            _create(self.path, config, compression)
+            return read_manifest(self.path)
+        left = read_manifest(self._folder)
+        if not any(list_shards(self.path)) and not (self.path / MANIFEST).exists():
+            _create(self.path, left.config, left.compression)
+        manifest = read_manifest(self.path)
+        if config_hash(left.config) != config_hash(manifest.config):
+            raise ConfigMismatch(
+                f"{self._folder}: holds records for {self.path} that were written with another configuration "
+                f"({config_diff(manifest.config, left.config)}). Remove this folder to discard them"
+            )
+        self._uploads.wait()
+        return read_manifest(self.path)
 
     def append(self, record: Mapping[str, object]) -> None:
         """Write one record. Once this returns, the record survives a crash of this process."""
         if self._closed:
             raise ValueError(f"{self.path}: this writer is closed")
+        if self._uploads:
+            self._uploads.check()
         if self._is_full():
-            self.seal()
+            self._end_shard()
         schema = self._fit(record)
         if schema != self._schema:
-            self.seal()  # a field that was None so far has a type now: start a shard with it
+            self._end_shard()  # a field that was None so far has a type now: start a shard with it
         if self._shard is None:
             self._shard = self._new_shard(schema)
         try:
@@ -135,7 +176,7 @@ class TraceWriter:
             self._ids.add(key)
         if self._is_full():
             with suppress(StoreFull):  # the record is written; the next append or close tries again and raises
-                self.seal()
+                self._end_shard()
 
     def extend(self, records: Iterable[Mapping[str, object]]) -> None:
         """Append every record of an iterable."""
@@ -144,9 +185,18 @@ class TraceWriter:
 
     def seal(self) -> None:
         """Complete the current shard, so that readers see its records. The next append starts a new one."""
+        self._end_shard()
+        if self._uploads:
+            self._uploads.wait()
+
+    def _end_shard(self) -> None:
         # Manifest last. It can be rebuilt, so a full disk matters only on close; shards that a concurrent writer leaves
         # out of it are found in the folder.
-        if self._complete_shard():
+        if not self._complete_shard():
+            return
+        if self._uploads:
+            self._uploads.start()
+        else:
             with suppress(StoreFull):
                 write_manifest(self.path, read_manifest(self.path))
 
@@ -155,8 +205,11 @@ class TraceWriter:
         if self._closed:
             return
         self._complete_shard()
+        if self._uploads:
+            self._uploads.wait()
         manifest = read_manifest(self.path)
-        write_manifest(self.path, manifest)
+        if not self._uploads:  # else written with the last upload
+            write_manifest(self.path, manifest)
         update_ids(self.path, manifest)
         self._closed = True
         self._lock.release()
@@ -165,10 +218,9 @@ class TraceWriter:
     def done_ids(self) -> set[object]:
         """Every `question_id` in the store, including unsealed records of this writer: what a resumed job can skip."""
         if self._ids is None:
-            manifest = read_manifest(self.path)
             self._ids = {row.values.get(ID_FIELD) for row in (self._shard.rows if self._shard else ())}
-            if ID_FIELD in manifest.fields:
-                self._ids |= set(read_table(self.path, manifest, [ID_FIELD]).column(ID_FIELD).to_pylist())
+            for table in _stored(self.path, [ID_FIELD]):
+                self._ids |= set(table.column(ID_FIELD).to_pylist() if ID_FIELD in table.column_names else ())
             self._ids.discard(None)
         return self._ids
 
@@ -190,7 +242,10 @@ class TraceWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.close()
+            if isinstance(error, RemoteError):
+                self._complete_shard()  # without the server, which the next writer of the spool may find answering
+            else:
+                self.close()
         except StoreFull:
             if error is None:
                 raise
@@ -240,11 +295,13 @@ class TraceWriter:
         return refined
 
     def _new_shard(self, schema: Schema) -> ShardWriter:
-        sealed, opened = list_shards(self.path)
+        if self._uploads:
+            self._uploads.wait(MOST_WAITING)
+        sealed, opened = list_shards(self._folder)
         arrow = new_schema(schema, compression=self._compression, config=self.config)
-        shard = ShardWriter.create(self.path, first=max([-1, *sealed, *opened]) + 1, schema=arrow)
+        shard = ShardWriter.create(self._folder, first=max([-1, *sealed, *opened]) + 1, schema=arrow)
         if self._durable:
-            sync_path(self.path)
+            sync_path(self._folder)
         return shard
 
 
@@ -252,18 +309,35 @@ def prepare_store(path: Path, config: Mapping[str, object]) -> None:
     """Create or resume the store that workers will append to; raises if its settings differ, recovers dead writers."""
     with TraceWriter(path, config=config):
         pass
-    wait_for_writers(path)
+    wait_for_writers(spool_folder(path))
 
 
 def done_records(path: Path, fields: Sequence[str]) -> list[tuple[Any, ...]]:
-    """These fields of every record in the store, after recovering dead writers: what a resumed job can skip."""
-    with StoreLock(path, exclusive=False):
-        recover_all(path)
-        manifest = read_manifest(path)
-        if not manifest.shards:
-            return []
-        table = read_table(path, manifest, fields)
-    return list(zip(*(table.column(name).to_pylist() for name in fields), strict=True))
+    """These fields of every record in the store, after recovering dead writers: what a resumed job can skip.
+
+    A record that is being uploaded may be listed twice.
+    """
+    folder = spool_folder(path)
+    with StoreLock(folder, exclusive=False):
+        recover_all(folder)
+        tables = [table for table in _stored(path, fields) if table.num_rows]
+    return [row for table in tables for row in zip(*(table.column(name).to_pylist() for name in fields), strict=True)]
+
+
+def _stored(path: Path, fields: Sequence[str]) -> Iterator[pa.Table]:
+    """These fields of the sealed records in the spool of a store, and then of those in the store."""
+    folder = spool_folder(path)
+    for attempt in range(3 if folder != path else 0):
+        try:
+            table = read_table(folder, read_manifest(folder), fields) if any(list_shards(folder)) else None
+        except (FileNotFoundError, CorruptShard):  # uploaded meanwhile, or damaged
+            if attempt == 2:
+                raise
+        else:
+            if table is not None:
+                yield table
+            break
+    yield read_table(path, read_manifest(path), fields)
 
 
 def _create(path: Path, config: Mapping[str, object] | None, compression: str | None) -> None:
@@ -273,7 +347,8 @@ def _create(path: Path, config: Mapping[str, object] | None, compression: str | 
     if not (path / MANIFEST).exists():
         if (foreign := foreign_file(path)) is not None:
             raise StoreExists(f"{path}: not a trace store and not empty (contains {foreign!r}). Write to a new folder")
-        write_manifest(path, Manifest(config or {}, compression or "none"))
+        with suppress(FileExistsError):  # by another machine, just now
+            write_manifest(path, Manifest(config or {}, compression or "none"), is_new=True)
     elif config is not None and not (found := read_manifest(path)).shards:
         # Left by a run that failed before its first record: its settings do not matter.
         write_manifest(path, Manifest(config, compression or found.compression))
