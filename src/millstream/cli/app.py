@@ -87,6 +87,13 @@ def _shown(default: object) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
+def parse_path(text: str) -> Path:
+    """A local path or a URL."""
+    from millstream.core.remote import to_path  # imports numpy
+
+    return to_path(text)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Settings = Annotated[
     list[str] | None, typer.Argument(help="Settings, or YAML files with settings.", metavar="KEY=VALUE")

@@ -18,6 +18,7 @@ from millstream.cli.app import (
     Settings,
     Workers,
     finish,
+    parse_path,
     print_json,
     show_report,
     with_settings,
@@ -25,13 +26,12 @@ from millstream.cli.app import (
 from millstream.core.config import list_settings, read_settings
 from millstream.core.console import format_bytes, plural, progress, say, show
 from millstream.core.engine import Engine
-from millstream.core.remote import to_path
 from millstream.traces.kind import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
 
 PANEL = "Language models: from questions to labelled traces"
 
-Store = Annotated[Path, typer.Argument(help="A trace store (a folder or URL).", metavar="STORE", parser=to_path)]
-Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", metavar="OUT", parser=to_path)]
+Store = Annotated[Path, typer.Argument(help="A trace store (a folder or URL).", metavar="STORE", parser=parse_path)]
+Out = Annotated[Path, typer.Argument(help="The store to write; must not exist yet.", metavar="OUT", parser=parse_path)]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -189,7 +189,7 @@ def label(
 def featurize(
     store: Store,
     out: Annotated[
-        Path, typer.Argument(help="The feature store to write or to resume.", metavar="OUT", parser=to_path)
+        Path, typer.Argument(help="The feature store to write or to resume.", metavar="OUT", parser=parse_path)
     ],
     settings: Settings = None,
     engine: EngineName = "local",
@@ -247,7 +247,9 @@ def convert(
     *patterns, out = paths
     files = expand(patterns)
     with progress("convert", sum(file.stat().st_size for file in files), unit="bytes") as update:
-        written = import_files(files, to_path(out), compression=compression, memory=memory, notify=say, progress=update)
+        written = import_files(
+            files, parse_path(out), compression=compression, memory=memory, notify=say, progress=update
+        )
     _finish_store(written, as_json)
 
 
@@ -300,7 +302,7 @@ def repair(path: Store, as_json: Json = False) -> None:
 def merge(
     paths: Annotated[
         list[Path],
-        typer.Argument(help="Stores to merge, then the store to write.", metavar="A B ... OUT", parser=to_path),
+        typer.Argument(help="Stores to merge, then the store to write.", metavar="A B ... OUT", parser=parse_path),
     ],
     mixed: Annotated[
         bool, typer.Option("--mixed", help="Allow different models or settings, and the same id twice.")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from millstream.core.bucket import is_url
 from millstream.core.config import setting_pairs
-from millstream.core.remote import is_url
 from millstream.errors import BadSetting
 from millstream.training import LoopSettings
 

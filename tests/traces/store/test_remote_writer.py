@@ -61,20 +61,21 @@ def test_what_is_written_is_read_back_and_nothing_stays_in_the_spool(url: str) -
 
 def test_a_shard_that_the_manifest_does_not_list_is_read_without_fetching_it(s3: Bucket, url: str) -> None:
     big = {"question_id": "1:0", "hidden": np.arange(1 << 20, dtype=np.int32)}
-    with ms.TraceWriter(url) as writer:
-        writer.append(big)
-    (remote(url) / MANIFEST).unlink()
     with faulty_proxy(s3.address) as proxy:
         s3.through(proxy.address)
-        traces = ms.open(f"{s3.url}/traces")
-        assert len(traces) == 1 and proxy.num_bytes("GET") < 1 << 20
-    assert same(traces[0], big)
+        with ms.TraceWriter(url) as writer:
+            writer.append(big)
+        (remote(url) / MANIFEST).unlink()
+        proxy.forget()
+        traces = ms.open(url)
+        assert len(traces) == 1 and 0 < proxy.num_bytes("GET") < 1 << 20
+        assert same(traces[0], big)
 
 
 def test_a_writer_killed_between_any_two_steps_loses_and_doubles_nothing(
     s3: Bucket, spool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in count(1, 1 if THOROUGH else 2):
+    for step in count(1, 1 if THOROUGH else 4):
         url = f"{s3.url}/killed-{step}"
         child = Child(append_remotely, environment(spool / str(step)), url, KEYS[:3], {"shard_records": 2}, step)
         acknowledged = max([0, *child.rest()])
@@ -109,7 +110,7 @@ def test_writers_on_two_machines_write_one_store_at_once(url: str, spool: Path) 
 
 def test_what_a_dead_machine_has_not_uploaded_is_written_when_it_is_back(url: str, spool: Path) -> None:
     run_child(append_remotely, environment(spool / "alive"), url, KEYS[:1], {}, 0)
-    child = Child(append_remotely, environment(spool / "dead"), url, KEYS[1:4], {}, 9)
+    child = Child(append_remotely, environment(spool / "dead"), url, KEYS[1:4], {}, -1)
     assert max(child.rest()) == 4
     child.join()
     assert remote_keys(url) == KEYS[:1]
@@ -124,8 +125,8 @@ def test_the_answer_to_a_claim_may_be_lost(s3: Bucket, url: str) -> None:
         lost = proxy.program(Fault(cut_at=-1), method="PUT", match=f"{CLAIMS}/0", times=1)
         with ms.TraceWriter(url) as writer:
             writer.append(plain(1, 0))
-        assert lost.hits == 2
-    assert remote_keys(url) == [(1, 0)] and objects(url)[-1] == "shard-00000.parquet"
+        assert lost.hits > 1
+        assert remote_keys(url) == [(1, 0)] and objects(url)[-1] == "shard-00000.parquet"
 
 
 def test_an_outage_is_one_error_and_the_next_writer_uploads_what_was_written(
@@ -156,10 +157,10 @@ def test_a_server_that_ignores_conditions_is_for_one_machine_at_a_time(s3: Bucke
         proxy.program(Fault(withheld="If-None-Match"))
         write_remotely(url, KEYS[:2])
         assert capsys.readouterr().err.count("only one machine at a time") == 1
-        s3.through(s3.address)
-    write_remotely(url, KEYS[2:])
-    assert remote_keys(url) == KEYS
-    assert capsys.readouterr().err == ""
+        proxy.heal()
+        write_remotely(url, KEYS[2:])
+        assert remote_keys(url) == KEYS
+        assert capsys.readouterr().err == ""
 
 
 def write_remotely(url: str, keys: list[tuple[int, int]], **options: Any) -> None:
@@ -168,7 +169,7 @@ def write_remotely(url: str, keys: list[tuple[int, int]], **options: Any) -> Non
 
 
 def test_records_in_the_spool_never_get_into_a_store_with_other_settings(url: str, spool: Path) -> None:
-    child = Child(append_remotely, environment(spool), url, KEYS[:2], {"config": {"model": "a"}}, 5)
+    child = Child(append_remotely, environment(spool), url, KEYS[:2], {"config": {"model": "a"}}, -1)
     assert max(child.rest()) == 2
     child.join()
     with pytest.raises(ConfigMismatch, match="model"):
