@@ -266,6 +266,9 @@ def inspect(
     """Show what is in a store, in a table or in reads, or compare two stores."""
     if tolerance and other is None:
         raise typer.BadParameter("--tolerance compares two stores: give another one")
+    from millstream.core.remote import to_path
+
+    path, other = to_path(path), to_path(other) if other else None
     _kind_at(path).inspect(path, other, examples=examples, tolerance=tolerance, as_json=as_json)
 
 
@@ -275,6 +278,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Verify every checksum, and list what is damaged."""
+    from millstream.core.remote import to_path
+
+    path = to_path(path)
     _kind_at(path).verify(path, fast=fast, as_json=as_json)
 
 

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import sys
+import tempfile
 import threading
 from bisect import bisect_left, insort
 from collections import deque
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 64 << 10  # smaller arrays are left to numpy
 _HUGE_BYTES = 4 << 20  # from here on huge pages save page faults, as in numpy
+_SMALL_MAP_BYTES = 4 << 20  # not worth an open file
 _CACHED_BYTES = 256 << 10  # requesting less than this is cheaper than checking the cache
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0x40  # a private mapping larger than RAM must not be refused
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -203,6 +205,48 @@ class Map:
             os.close(fd)
 
 
+class FilledMap(Map):
+    """`num_bytes` bytes that are filled piece by piece, such as those of an object; zeros where they are not.
+
+    A large one is an unnamed file in `folder`, as far as its disk has room, so that its pages can be dropped.
+    """
+
+    def __init__(self, num_bytes: int, folder: Path | None) -> None:
+        self._file: BinaryIO | None = None
+        if folder is not None and num_bytes > _SMALL_MAP_BYTES:
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                file = cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
+                file.truncate(num_bytes)
+                self._file = file
+        if self._file is not None:
+            super().__init__(Path(), descriptor=self._file.fileno(), is_cache=True)
+            return
+        self.num_bytes = num_bytes
+        self._mapping = _Mapping(-1, num_bytes)
+        self.view = np.asarray(self._mapping)
+
+    def fill(self, start: int, data: Bytes) -> None:
+        """Put bytes into their place."""
+        if self._file is not None:
+            try:
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(self._file.fileno(), data[done:].data, start + done)
+                return
+            except OSError:  # no room: from now on its pages are memory of this process
+                self._file = None
+                _caches.discard(self)
+        self.view[start : start + len(data)] = data
+
+    def will_need(self, offset: int, num_bytes: int) -> None:
+        """Nothing to read: what is not filled is not here."""
+
+    def drop(self, start: int = 0, end: int | None = None) -> None:
+        if self._file is not None:
+            super().drop(start, end)
+
+
 _caches = WeakSet[Map]()
 
 
@@ -347,7 +391,7 @@ class _Mapping:
         self.address = 0
         self._num_bytes = num_bytes
         if num_bytes:
-            flags = mmap.MAP_PRIVATE | _NORESERVE
+            flags = mmap.MAP_PRIVATE | _NORESERVE | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
             address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
             if address in (None, ctypes.c_void_p(-1).value):
                 error = ctypes.get_errno()

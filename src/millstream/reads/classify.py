@@ -26,6 +26,7 @@ from millstream.core.files import (
     publish,
 )
 from millstream.core.finished import STDOUT, done_file, find_finished, forget_finished, remember_finished
+from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report, ranks_without_tax_ids
 from millstream.reads.open import Paths, first_of, index_files
@@ -93,7 +94,7 @@ def classify(
 
     >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", report="sample.kreport", threshold=0.9)
     """
-    path, report = Path(out), Path(given) if (given := report or kraken_output) else None
+    path, report = to_path(out), to_path(given) if (given := report or kraken_output) else None
     if not 0 <= threshold <= 1:
         raise BadSetting(f"threshold={threshold}: must be a probability, from 0 to 1")
     if paired and mates is not None:
@@ -104,7 +105,7 @@ def classify(
     if not (is_stdout or force or done_file(path).exists()):
         check_new(path)
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
-    trained = find_classifier(Path(run), model)
+    trained = find_classifier(to_path(run), model)
     if report is not None:
         check_tax_ids(trained.classes, str(run))
     source = ReadSource(reads, mates, memory, index_dir)

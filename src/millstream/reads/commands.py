@@ -123,12 +123,14 @@ def simulate(
     from dataclasses import asdict
 
     from millstream.core.console import progress, silent
+    from millstream.core.remote import to_path
     from millstream.reads.open import expand
     from millstream.reads.simulate import SimulateSettings
     from millstream.reads.simulate import simulate as sample
 
     settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)
     settings.check()
+    out = [to_path(path) for path in out]
     files = [file for place in genomes for file in expand(place)]
     to_stdout = any(str(path) == "-" for path in out)
     if to_stdout and as_json:
@@ -247,6 +249,7 @@ def pack(
 
     from millstream.core.console import format_bytes, plural, progress, say
     from millstream.core.engine import Engine
+    from millstream.core.remote import to_path
     from millstream.reads.open import expand
     from millstream.reads.pack.each import pack_each
     from millstream.reads.pack.pack import pack as write_pack
@@ -256,7 +259,7 @@ def pack(
     *sources, out = paths
     if out == "-":
         raise BadSetting("-: a packed file is not written from beginning to end. Choose a file, such as reads.pack")
-    where, is_folder = Engine(engine, address, workers), out.endswith("/") or Path(out).is_dir()
+    where, is_folder = Engine(engine, address, workers), out.endswith("/") or to_path(out).is_dir()
     if where.name != "local" and not is_folder:
         raise BadSetting(
             f"--engine ray: one process writes {out}. To pack every file on its own, name a folder: {out}/"
@@ -267,9 +270,9 @@ def pack(
     write = partial(write_pack, settings=settings, names=names, quality=quality, rebuild=rebuild)
     with redirect_stdout(sys.stderr), progress("pack", size, unit="bytes") as update:
         if is_folder:
-            packs = pack_each(files, Path(out), write=write, rebuild=rebuild, engine=where, progress=update)
+            packs = pack_each(files, to_path(out), write=write, rebuild=rebuild, engine=where, progress=update)
         else:
-            packs = [write(files, Path(out), progress=update, notify=say)]
+            packs = [write(files, to_path(out), progress=update, notify=say)]
     if as_json:
         rows = [
             {
@@ -300,9 +303,11 @@ def unpack(
     import sys
 
     from millstream.core.console import progress, say, silent
+    from millstream.core.remote import to_path
     from millstream.reads.pack import PackFile
     from millstream.reads.pack.unpack import unpack as restore
 
+    path, out = to_path(path), to_path(out)
     file = PackFile(path, memory=256 << 20)
     if str(out) == "-":  # a progress bar would mix with the sequences on the same terminal
         restore(path, sys.stdout.buffer, progress=silent)
@@ -358,8 +363,10 @@ def classify(
     from millstream.core.console import interruptible, progress, silent
     from millstream.core.engine import Engine
     from millstream.core.memory import Allowance
+    from millstream.core.remote import to_path
     from millstream.reads.classify import classify as predict
 
+    out = to_path(out)
     is_stdout = str(out) == "-"
     if is_stdout and as_json:
         raise BadSetting("--json: stdout is for the rows. Choose a file: --out calls.tsv")

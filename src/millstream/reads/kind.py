@@ -26,6 +26,14 @@ def is_at(path: Path) -> bool:
 
     Any file, because opening it as reads gives the best error message for one that is neither FASTA nor FASTQ.
     """
+    from millstream.core.remote import RemotePath
+
+    if isinstance(path, RemotePath):
+        from millstream.reads.open import READ_NAMES
+
+        if path.name.lower().endswith(READ_NAMES) or any(mark in path.name for mark in "*["):
+            return True
+        return path.is_file() or any(name.lower().endswith(READ_NAMES) for name in path.entries())
     if path.is_dir():
         from millstream.reads.files.source import looks_like_reads
         from millstream.reads.pack import is_named_pack

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from millstream.core.remote import to_path
 from millstream.core.tables import read_parquet
 from millstream.errors import BadSource
 
@@ -106,7 +107,7 @@ def load_mapping(source: MappingSource) -> LabelMapping:
     """
     name = str(source) if isinstance(source, str | Path) else "the mapping"
     if isinstance(source, str | Path):
-        table = _load_table(Path(source))
+        table = _load_table(to_path(source))
     elif isinstance(source, pa.Table):
         table = source
     elif isinstance(source, Mapping):

@@ -2,14 +2,17 @@
 
 import glob
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from millstream.core.batches import Batch
+from millstream.core.bucket import CONNECTIONS
 from millstream.core.collection import Collection, Numbers, Subset
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, progress, quoted, say, silent
@@ -18,10 +21,11 @@ from millstream.core.features import Feature, fields
 from millstream.core.kernels import require_numba
 from millstream.core.memory import Allowance, available_bytes
 from millstream.core.mixture import Concat
+from millstream.core.remote import RemotePath, is_url, to_path
 from millstream.errors import BadIndex, BadSource, EngineError, MillstreamError
 from millstream.reads.files import ReadFile
 from millstream.reads.files.columns import outdated_column
-from millstream.reads.files.index import IndexSettings, build_index, find_index, load_index, settings_of
+from millstream.reads.files.index import SUFFIX, IndexSettings, build_index, find_index, load_index, settings_of
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import looks_like_reads
 from millstream.reads.mapping import MappingSource, load_mapping
@@ -33,6 +37,7 @@ _SUFFIXES = (".fa", ".fasta", ".fna", ".fq", ".fastq")
 READ_NAMES = tuple(suffix + wrap for suffix in _SUFFIXES for wrap in ("", ".gz", ".bgz", ".zst"))
 NAME = "name"
 CHECKED = 1 << 16  # names per step
+Found = TypeVar("Found")
 Paths = str | Path | Sequence[str | Path]
 
 
@@ -47,10 +52,14 @@ def expand(path: str | Path) -> list[Path]:
 
     Packs count if there are no other reads.
     """
-    place = Path(path)
+    place = to_path(path)
     if str(path) == "-":
         raise BadSource("-: reads are fetched in any order, which stdin cannot do. Save them first: cat > reads.fa")
-    if place.is_dir():
+    if isinstance(place, RemotePath):
+        files = _objects_at(place)
+        if files is None:
+            return [place]
+    elif place.is_dir():
         files = sorted(file for file in place.iterdir() if file.is_file())
     elif not place.exists() and any(mark in str(path) for mark in "*?["):
         files = [Path(file) for file in sorted(glob.glob(str(path)))]
@@ -67,6 +76,16 @@ def read_files(paths: Paths) -> list[Path]:
     """The read files at these paths."""
     given = [paths] if isinstance(paths, str | Path) else paths
     return [file for path in given for file in expand(path)]
+
+
+def _objects_at(place: RemotePath) -> list[Path] | None:
+    """The objects in a folder or matching a pattern, by name; None if the path is that of an object."""
+    if any(mark in place.name for mark in "*?["):
+        return sorted(place.parent.glob(place.name))
+    if place.name.lower().endswith(READ_NAMES) or place.is_file():
+        return None
+    found = [place / name for name in place.entries()]
+    return sorted(file for file in found if file.suffix != SUFFIX and not file.name.startswith(".")) or None
 
 
 @contextmanager
@@ -99,25 +118,22 @@ def open_reads(
         index_files(paths, settings=settings, index_dir=index_dir, rebuild=rebuild, engine=engine, notify=notify)
         rebuild = False
     budget = (parse_bytes(memory) if memory is not None else available_bytes() // 2) // len(paths)
-    folder = Path(index_dir).absolute() if index_dir is not None else None
-    parts: list[Part] = []
-    for path in (Path(path).absolute() for path in paths):
+    folder = to_path(index_dir).absolute() if index_dir is not None else None
+    places = [to_path(path).absolute() for path in paths]
+
+    def find(path: Path) -> PackFile | Sections | IndexSettings:
         _check_readable(path)
         if is_pack(path):
-            pack = PackFile(path, memory=budget)
-            if (column := outdated_column(pack.sections)) is not None:
-                raise BadIndex(
-                    f"{path}: an older millstream packed its column {column!r}. Pack it again: millstream unpack "
-                    f"{quoted(path)} reads.fa, then millstream pack reads.fa {quoted(path)} --rebuild"
-                )
-            parts.append(pack)
-            continue
-        found = _find_or_plan(path, settings, folder, rebuild=rebuild, notify=notify)
+            return _load_pack(path, budget)
+        return _find_or_plan(path, settings, folder, rebuild=rebuild, notify=notify)
+
+    parts: list[Part] = []
+    for path, found in zip(places, _map_objects(find, places), strict=True):
         if isinstance(found, IndexSettings):
             with watch(path) as progress:
                 place = build_index(path, found, index_dir=folder, progress=progress, notify=notify)
             found = load_index(path, place)
-        parts.append(ReadFile(path, found, memory=budget))
+        parts.append(found if isinstance(found, PackFile) else ReadFile(path, found, memory=budget))
     arguments = {"settings": settings, "mapping": mapping, "unknown": unknown, "memory": memory, "index_dir": folder}
     labels = load_mapping(mapping) if mapping is not None else None
     return Reads(
@@ -135,9 +151,9 @@ def index_files(
     notify: Callable[[str], None] = say,
 ) -> None:
     """Build the indexes that are missing, each by a worker of the engine."""
-    folder = Path(index_dir).absolute() if index_dir is not None else None
+    folder = to_path(index_dir).absolute() if index_dir is not None else None
     jobs: list[IndexJob] = []
-    for path in dict.fromkeys(Path(path).absolute() for path in paths):
+    for path in dict.fromkeys(to_path(path).absolute() for path in paths):
         _check_readable(path)
         if is_pack(path):
             continue
@@ -290,7 +306,30 @@ def as_pairs(reads: Reads, collection: Collection) -> Collection:
     return collection
 
 
+def _map_objects(find: Callable[[Path], Found], paths: Sequence[Path]) -> Iterator[Found]:
+    """Like map; objects many at once, since each takes some requests."""
+    if len(paths) == 1 or not any(map(is_url, paths)):
+        yield from map(find, paths)
+        return
+    with ThreadPoolExecutor(CONNECTIONS) as threads:
+        yield from threads.map(find, paths)
+
+
+def _load_pack(path: Path, memory: int) -> PackFile:
+    pack = PackFile(path, memory=memory)
+    if (column := outdated_column(pack.sections)) is not None:
+        raise BadIndex(
+            f"{path}: an older millstream packed its column {column!r}. Pack it again: millstream unpack "
+            f"{quoted(path)} reads.fa, then millstream pack reads.fa {quoted(path)} --rebuild"
+        )
+    return pack
+
+
 def _check_readable(path: Path) -> None:
+    if isinstance(path, RemotePath):
+        if not path.is_file():
+            raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such object'}")
+        return
     if not path.is_file() or Path(os.path.normpath(path)).parts[1:2] in (("dev",), ("proc",)):
         pipe = "is not a file on disk; reads are fetched in any order. Save them first: cat > reads.fa"
         what = "is a folder" if path.is_dir() else pipe if path.exists() else "no such file"

@@ -225,6 +225,7 @@ class Reads(Collection):
             sum(medium.num_bytes for medium in media),
             max(medium.run_bytes for medium in media),
             all(medium.is_random for medium in media),
+            any(medium.is_remote for medium in media),
         )
 
     @property

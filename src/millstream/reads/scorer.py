@@ -16,6 +16,7 @@ from millstream.core.console import ignore_message, quoted
 from millstream.core.fingerprint import file_crc32c
 from millstream.core.loader import Loader
 from millstream.core.memory import Heap
+from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers import ClassifierSpec, as_built, classification_task
 from millstream.reads.classifiers.nets import ReadPredictions
@@ -118,7 +119,7 @@ class ReadSource:
     def absolute(self) -> "ReadSource":
         """The same for a process in another folder."""
         reads, mates = ([file.absolute() for file in read_files(given or [])] for given in (self.reads, self.mates))
-        folder = None if self.index_dir is None else Path(self.index_dir).absolute()
+        folder = None if self.index_dir is None else to_path(self.index_dir).absolute()
         return ReadSource(reads, mates if self.mates is not None else None, self.memory, folder)
 
     def open(self) -> tuple[Collection, Sequence[Part]]:

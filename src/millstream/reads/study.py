@@ -14,6 +14,7 @@ from millstream.core.config import config_hash, parse_bytes, read_settings
 from millstream.core.console import say
 from millstream.core.mixture import Concat, Drawn, Mixture
 from millstream.core.order import Permutation, mix_words
+from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers import CLASSIFIERS, KMER_LINEAR, ClassifierSpec
 from millstream.reads.files.columns import OnMismatch
@@ -84,7 +85,7 @@ class Classification:
                 | {"class_ids": classes.mapping.ids.tolist()}
                 | {name: reads.fingerprint for name, reads in splits.files.items()}
             ),
-            "mapping": str(Path(self.settings.mapping).resolve()),
+            "mapping": str(to_path(self.settings.mapping).resolve()),
             "files": {name: [str(path) for path in reads.paths] for name, reads in splits.files.items()},
             "formats": {name: reads.formats for name, reads in splits.files.items()},
             "bases": {name: reads.num_bases for name, reads in splits.files.items()},
@@ -150,7 +151,7 @@ class ReadSplits:
 
 def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
     """Open all files. Classes in `train` must be in the mapping; in other splits unknown ones are counted."""
-    classes = load_classes(load_mapping(settings.mapping), Path(settings.taxonomy) if settings.taxonomy else None)
+    classes = load_classes(load_mapping(settings.mapping), to_path(settings.taxonomy) if settings.taxonomy else None)
     files = {TRAIN: _open(settings, settings.data.train, memory, strict=True)}
     if settings.data.val:
         files[VAL] = _open(settings, settings.data.val, memory)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from millstream.core.bucket import is_url
 from millstream.core.config import setting_pairs
 from millstream.errors import BadSetting
 from millstream.training import LoopSettings
@@ -21,6 +20,8 @@ POSITIONS = ("last_prompt", "first_answer", "last_answer", "mean_answer")  # of 
 
 def is_at(path: Path) -> bool:
     """Whether a path is a trace store, or a file that can be imported into one."""
+    from millstream.core.remote import is_url
+
     if is_url(path):  # few requests
         return (path / "manifest.json").is_file() or any(path.glob("shard-*.arrow"))
     if path.is_dir():

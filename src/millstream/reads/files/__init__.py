@@ -15,6 +15,7 @@ from millstream.core.console import format_bytes, quoted
 from millstream.core.files import publish
 from millstream.core.fingerprint import Fingerprint, file_crc32c
 from millstream.core.record import Bytes
+from millstream.core.remote import is_url
 from millstream.errors import BadSetting, BadSource, StaleIndex
 from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.containers import MAX_FRAME_BYTES
@@ -60,6 +61,7 @@ class ReadFile:
         self.bases: int = sections.meta["bases"]  # pyright: ignore
         self.has_quality = sections.meta["format"] == "fastq"
         self._geometry = Geometry(sections, has_quality=self.has_quality)
+        self._is_remote = is_url(path)  # then one version is read, or none
         self._stat = self._state()
         self.text: Text = open_text(path, sections, memory=memory)
         self._first_base = lru_cache(maxsize=1024)(self._find_first_base)
@@ -77,8 +79,9 @@ class ReadFile:
 
     @property
     def medium(self) -> Medium:
-        run_bytes, is_random = self.text.run_bytes, self.sections.meta["kind"] == "plain"
-        return Medium(int(self.sections.meta["text_bytes"]), run_bytes, is_random)  # pyright: ignore
+        is_random = self.sections.meta["kind"] == "plain" and not self._is_remote
+        num_bytes = int(self.sections.meta["text_bytes"])  # pyright: ignore
+        return Medium(num_bytes, self.text.run_bytes, is_random, self._is_remote)
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
         """Start reading the file from row `first[i]` to row `last[i]`."""
@@ -114,12 +117,14 @@ class ReadFile:
 
     def check_unchanged(self) -> None:
         """Raise StaleIndex if the file was replaced or written to since it was opened; takes 2 us."""
-        if self._state() != self._stat:
+        if not self._is_remote and self._state() != self._stat:
             raise StaleIndex(
                 f"{self.path}: changed while it was open. Rebuild: millstream index {quoted(self.path)} --rebuild"
             )
 
     def _state(self) -> tuple[int, int, int] | None:
+        if self._is_remote:
+            return None
         try:
             stat = os.stat(self._path)
         except FileNotFoundError:

@@ -216,19 +216,24 @@ class HeaderColumns:
 class _ColumnReader:
     def __init__(self, stored: Stored, sections: Sections) -> None:
         self.stored = stored
+        self._sections = sections
         self._column: Column | None = None
         if stored.kept in ("values", "codes"):
             self._column = sections.column(f"{stored.name}.{stored.kept}")
         self._valid = sections.column(f"{stored.name}.valid") if stored.nullable else None
-        self.distinct: Numbers | pa.Array | None = None
-        if f"{stored.name}.distinct" in sections:
-            flat = sections.array(f"{stored.name}.distinct")
-            if stored.kind == "integer":
-                self.distinct = flat.view(np.int64)
-            else:
-                ends = sections.array(f"{stored.name}.ends", np.int64).tolist()
-                texts = [bytes(flat[a:b]).decode(errors="replace") for a, b in pairwise(ends)]
-                self.distinct = pa.array(texts, pa.string())
+
+    @cached_property
+    def distinct(self) -> Numbers | pa.Array | None:
+        """The distinct values, if they are stored."""
+        name = f"{self.stored.name}.distinct"
+        if name not in self._sections:
+            return None
+        flat = self._sections.array(name)
+        if self.stored.kind == "integer":
+            return flat.view(np.int64)
+        ends = self._sections.array(f"{self.stored.name}.ends", np.int64).tolist()
+        texts = [bytes(flat[a:b]).decode(errors="replace") for a, b in pairwise(ends)]
+        return pa.array(texts, pa.string())
 
     @property
     def stored_in(self) -> Sequence[Column]:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -19,9 +20,10 @@ import numpy as np
 from millstream.core.collection import Numbers
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, format_bytes, quoted, say, silent
-from millstream.core.files import cache_folder
+from millstream.core.files import cache_folder, spool_root
 from millstream.core.fingerprint import Fingerprint
-from millstream.errors import BadIndex, BadSource, StaleIndex
+from millstream.core.remote import RemotePath, is_url
+from millstream.errors import AccessDenied, BadIndex, BadSetting, BadSource, StaleIndex
 from millstream.reads.files.columns import LIMIT, ColumnsWriter, OnMismatch, Pending
 from millstream.reads.files.containers import Kind, MixedGzip, sniff
 from millstream.reads.files.encodings import ANCHOR
@@ -34,6 +36,7 @@ from millstream.reads.files.source import ScanLimits, SourceScan
 SUFFIX = ".millstream"
 INDEXING_BYTES = 160 << 20  # measured: 60 MB of buffers, 60 MB to sort a name table
 _WHAT = "index of reads"
+_READ_ONLY_SCHEMES = ("http", "https", "hf")
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -92,7 +95,7 @@ def check_memory(memory: int | str) -> None:
 
 def index_paths(path: Path, index_dir: Path | None = None) -> list[Path]:
     """Where the index of a file may be, best first: beside it or in the cache folder, or in `index_dir`."""
-    unique = f"{path.name}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:12]}{SUFFIX}"
+    unique = f"{path.name}-{hashlib.sha256(os.fsencode(str(path.resolve()))).hexdigest()[:12]}{SUFFIX}"
     if index_dir is not None:
         return [index_dir / unique]
     return [path.with_name(path.name + SUFFIX), cache_folder() / unique]
@@ -100,12 +103,24 @@ def index_paths(path: Path, index_dir: Path | None = None) -> list[Path]:
 
 def find_index(path: Path, index_dir: Path | None = None) -> Path | None:
     """The index of a file; None if it has none."""
-    return next((index for index in index_paths(path, index_dir) if index.exists()), None)
+    places = index_paths(path, index_dir)
+    if index_dir is not None and is_url(path):
+        places = [path.with_name(path.name + SUFFIX), *places]
+    return next((index for index in places if _is_there(index)), None)
+
+
+def _is_there(index: Path) -> bool:
+    try:
+        return index.is_file()
+    except AccessDenied:  # some servers refuse to tell that there is no such object
+        return False
 
 
 def write_index(path: Path, write: Callable[[Path], None], *, index_dir: Path | None = None) -> Path:
     """Call `write` with the first path for the index of a file that can be written; returns that path."""
     paths = index_paths(path, index_dir)
+    if isinstance(paths[0], RemotePath):
+        return _upload_index(paths[0], write)
     for index in paths:
         try:
             index.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +130,20 @@ def write_index(path: Path, write: Callable[[Path], None], *, index_dir: Path | 
             if index is paths[-1] or error.errno not in _READ_ONLY:
                 raise
     raise AssertionError
+
+
+def _upload_index(index: RemotePath, write: Callable[[Path], None]) -> Path:
+    """Write an index on local disk, and upload it."""
+    if index.scheme in _READ_ONLY_SCHEMES:
+        raise BadSetting(
+            f"{index.parent}: is read only, so the index of {index.stem} needs another folder: --index-dir FOLDER "
+            "(in Python: index_dir=)"
+        )
+    with TemporaryDirectory(dir=spool_root()) as folder:
+        made = Path(folder) / index.name
+        write(made)
+        index.put(made)
+    return index
 
 
 def load_index(path: Path, index: Path) -> Sections:
@@ -148,7 +177,7 @@ def build_index(
             _build(path, chosen, given, index, "gzip", progress, notify)
 
     index = write_index(path, write, index_dir=index_dir)
-    if index != index_paths(path, index_dir)[0]:
+    if index != index_paths(path, index_dir)[0]:  # never of an object
         notify(f"{path.parent} is not writable; the index is {index}")
     return index
 

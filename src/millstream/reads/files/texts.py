@@ -1,28 +1,26 @@
 """The text of a read file by position: mapped if it is plain, decoded block by block if it is compressed.
 
 Holds at most `memory` bytes: larger plain files are read instead of mapped, and the least recently used decoded blocks
-are dropped.
+are dropped. The text of an object is read in large ranges.
 """
 
 import os
-import threading
 import zlib
-from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
 
+from millstream.core.bucket import ObjectInfo
 from millstream.core.collection import Numbers
 from millstream.core.console import quoted
+from millstream.core.fingerprint import Fingerprint
 from millstream.core.kernels import kernel
-from millstream.core.memory import Map, Pool, empty_bytes
+from millstream.core.memory import Map, empty_bytes
 from millstream.core.record import Bytes, crc32c
+from millstream.core.remote import RemoteFile, RemotePath
 from millstream.errors import BadSource
+from millstream.reads.files.blocks import BLOCK_BYTES, Blocks, BlockSpan, equal_blocks, opened
 from millstream.reads.files.containers import Kind, decode_frame
 from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate
 from millstream.reads.files.ranges import read_bytes, read_near
@@ -111,15 +109,15 @@ class PlainText:
     def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
         if self._map is not None:
             return runs.from_text(self._map.view, runs.starts)
-        with _opened(self._path) as fd:
+        with opened(self._path) as fd:
             return runs.from_text(*read_near(fd, runs.starts, runs.starts + runs.num_bytes))
 
     def read(self, start: int, count: int) -> bytes:
-        with _opened(self._path) as fd:
+        with opened(self._path) as fd:
             return read_bytes(fd, start, count)
 
     def between(self, start: int, end: int) -> Bytes:
-        with _opened(self._path) as fd:
+        with opened(self._path) as fd:
             return read_near(fd, np.array([start], np.int64), np.array([end], np.int64))[0]
 
     def held_bytes(self) -> int:
@@ -128,7 +126,8 @@ class PlainText:
     def will_need(self, start: int, end: int) -> None:
         if self._map is None:
             self._map = Map(self._path, is_cache=True)
-        _read_ahead(self._path, start, end)
+        with opened(self._path) as fd:
+            os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_WILLNEED)
         self._held += end - start
 
     def release(self, start: int, end: int) -> None:
@@ -137,233 +136,157 @@ class PlainText:
             self._held -= end - start
 
 
-class BlockText:
-    """A compressed file. A block is decoded by the first thread that needs it, and cached within `memory`."""
+class RemoteText:
+    """A plain object. What fits into the budget is read in blocks and kept, and so are the windows of `window` order.
 
-    def __init__(self, path: Path, sections: Sections, *, memory: int) -> None:
-        self._path = path
-        self._kind: Kind = sections.meta["kind"]  # pyright: ignore
-        self._windows = sections.view("block.windows")
-        self._windows_at = sections.span("block.windows")[0]
-        names = ("raw", "window", "crc32c", "plain")
-        self._columns = {name: sections.column(f"block.{name}").whole() for name in names}
-        raw_end = cast("int | None", sections.meta.get("blocks_end")) or os.path.getsize(path)
-        self._ends = {"raw": raw_end, "window": len(self._windows)}  # of the last block
-        plain = self._columns.pop("plain")
-        self._last = plain.rows - 1
-        # Searched for every read, so decoded: 8 bytes per block. Block i is the text from plain[i] to plain[i + 1].
-        self._plain = np.append(plain.take(np.arange(plain.rows)), cast(int, sections.meta["text_bytes"]))
-        self._edges = self._plain.data
-        self._sections = sections
-        self._memory = memory
-        self._start()
+    Otherwise exactly what is wanted is requested.
+    """
 
-    def __del__(self) -> None:
-        decoders: ThreadPoolExecutor | None = getattr(self, "_decoders", None)
-        if decoders is not None and self._pid == os.getpid():
-            decoders.shutdown(wait=False)
+    run_bytes = BLOCK_BYTES
 
-    def _start(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[int, tuple[int, Future[Bytes]]] = OrderedDict()
-        self._held = 0
-        self._pool = Pool(self._memory)
-        self._decoders: ThreadPoolExecutor | None = None
-        self.decoded = 0  # blocks so far
+    def __init__(self, file: RemoteFile, *, memory: int) -> None:
+        self._file = file
+        edges, spans = equal_blocks(file.num_bytes)
+        self._blocks = Blocks(file, edges, spans=spans, decode=lambda _, raw: raw, is_checked=False, memory=memory)
+        self._is_kept = file.num_bytes <= memory
 
     def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
-        text, offsets = self.text(runs.starts, runs.num_bytes)
+        if not self._is_kept:
+            return runs.from_text(*read_near(self._file, runs.starts, runs.starts + runs.num_bytes))
+        text, offsets = self._blocks.text(runs.starts, runs.num_bytes)
         return runs.from_text(text, offsets[:-1]) if runs.lines.any() else (text, offsets)
 
     def read(self, start: int, count: int) -> bytes:
-        block = bisect_right(self._edges, start) - 1
-        if self._pid == os.getpid() and block <= self._last and start + count <= self._edges[block + 1]:
-            with self._lock:
-                found = self._cache.get(block)
-                if found is not None:
-                    self._cache.move_to_end(block)
-            if found is not None:  # without arrays: a tenth of the time
-                begin = start - self._edges[block]
-                return found[1].result()[begin : begin + count].tobytes()
-        return self.between(start, start + count).tobytes()
+        return self._blocks.read(start, count) if self._is_kept else self._file.read(start, count)
 
     def between(self, start: int, end: int) -> Bytes:
-        return self.text(np.array([start], np.int64), np.array([end - start], np.int64))[0]
+        return np.array(memoryview(self.read(start, end - start)))  # writable: else the kernels are compiled again
 
-    def text(self, starts: Numbers, counts: Numbers) -> tuple[Bytes, Numbers]:
-        """`counts[i]` bytes from `starts[i]` on."""
-        if self._pid != os.getpid():  # after a fork: locks, threads and half-decoded blocks belong to the parent
-            self._start()
-        offsets = np.zeros(len(starts) + 1, np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        out = empty_bytes(int(offsets[-1]))
-        first = self._find(starts)
-        last = first.copy()
-        (far,) = np.nonzero(starts + counts > self._plain[first + 1])  # continues in the next block, or several
-        last[far] = self._find(starts[far] + counts[far] - 1)
-        rows, blocks = np.arange(len(starts)), first
-        if len(far):
-            pieces = last - first + 1
-            rows, blocks = np.repeat(rows, pieces), np.repeat(first, pieces)
-            blocks += np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        order = _order(blocks)
-        rows, blocks = rows[order], blocks[order]
-        edges = np.flatnonzero(np.diff(blocks, prepend=-1, append=-1))
-        spans = self._spans(blocks[edges[:-1]])
-        ahead = self._decode_ahead(spans)
-        begin, end = self._plain[blocks], self._plain[blocks + 1]
-        low = np.maximum(starts[rows], begin)
-        sizes = np.minimum(starts[rows] + counts[rows], end) - low
-        sources, targets = low - begin, offsets[rows] + low - starts[rows]
-        for span, begin_at, end_at in zip(spans, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            copy_pieces(self._block(span), sources, targets, sizes, begin_at, end_at, out)
-        for late in ahead:  # no longer needed: started now, it would decode what was already used
-            late.cancel()
-        return out, offsets
+    def held_bytes(self) -> int:
+        return self._blocks.held_bytes
 
-    def _find(self, positions: Numbers) -> Numbers:
-        """The block of each position of the text."""
-        return np.searchsorted(self._plain[:-1], positions, side="right") - 1
+    @property
+    def decoded(self) -> int:
+        return 0
 
-    def _spans(self, blocks: Numbers) -> "list[_BlockSpan]":
+    def will_need(self, start: int, end: int) -> None:
+        self._is_kept = True
+        self._blocks.will_need(start, end)
+
+    def release(self, start: int, end: int) -> None:
+        """The least recently used blocks are dropped anyway."""
+
+
+class BlockText:
+    """A compressed file. A block is decoded by the first thread that needs it, and cached within `memory`."""
+
+    def __init__(self, path: Path, sections: Sections, *, memory: int, file: RemoteFile | None = None) -> None:
+        self._path, self._file = path, file
+        self._kind: Kind = sections.meta["kind"]  # pyright: ignore
+        self._windows = sections.view("block.windows")
+        self._windows_at = sections.span("block.windows")[0]
+        self._sections = sections
+        self._memory = memory
+        self._made = None if file is not None else self._make_blocks()  # of an object, its index is read when needed
+
+    @property
+    def _blocks(self) -> Blocks:
+        if self._made is None:
+            self._made = self._make_blocks()
+        return self._made
+
+    def _make_blocks(self) -> Blocks:
+        sections, file = self._sections, self._file
+        columns = {name: sections.column(f"block.{name}") for name in ("raw", "window", "crc32c", "plain")}
+        plain = columns.pop("plain").whole()
+        self._columns = columns if file is not None else {name: column.whole() for name, column in columns.items()}
+        size = os.path.getsize(self._path) if file is None else file.num_bytes
+        raw_end = cast("int | None", sections.meta.get("blocks_end")) or size
+        self._ends = {"raw": raw_end, "window": len(self._windows)}  # of the last block
+        # Searched for every read, so decoded: 8 bytes per block. Block i is the text from plain[i] to plain[i + 1].
+        self._plain = np.append(plain.take(np.arange(plain.rows)), cast(int, sections.meta["text_bytes"]))
+        self._last = plain.rows - 1
+        source = self._path if file is None else file
+        return Blocks(source, self._plain, spans=self._spans, decode=self._decode, is_checked=True, memory=self._memory)
+
+    def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
+        text, offsets = self._blocks.text(runs.starts, runs.num_bytes)
+        return runs.from_text(text, offsets[:-1]) if runs.lines.any() else (text, offsets)
+
+    def read(self, start: int, count: int) -> bytes:
+        return self._blocks.read(start, count)
+
+    def between(self, start: int, end: int) -> Bytes:
+        return self._blocks.text(np.array([start], np.int64), np.array([end - start], np.int64))[0]
+
+    def held_bytes(self) -> int:
+        return self._made.held_bytes if self._made else 0
+
+    @property
+    def decoded(self) -> int:
+        return self._made.decoded if self._made else 0
+
+    @property
+    def run_bytes(self) -> int:
+        return self._blocks.run_bytes
+
+    def will_need(self, start: int, end: int) -> None:
+        self._blocks.will_need(start, end)
+
+    def release(self, start: int, end: int) -> None:
+        """The least recently used blocks are dropped anyway."""
+
+    def _spans(self, blocks: Numbers) -> list[BlockSpan]:
         columns = [blocks, self._plain[blocks], self._plain[blocks + 1], self._columns["crc32c"].take(blocks)]
         after = np.minimum(blocks + 1, self._last)
         for name, end in self._ends.items():
             column = self._columns[name]
             columns += [column.take(blocks), np.where(blocks == self._last, end, column.take(after))]
-        return [_BlockSpan(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return [BlockSpan(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
-    def held_bytes(self) -> int:
-        return self._held
-
-    @property
-    def run_bytes(self) -> int:
-        return int(self._plain[-1]) // max(self._last + 1, 1)
-
-    def will_need(self, start: int, end: int) -> None:
-        first, last = self._spans(self._find(np.array([start, max(end - 1, start)], np.int64)))
-        _read_ahead(self._path, first.raw, last.raw_end)
-
-    def release(self, start: int, end: int) -> None:
-        """The least recently used blocks are dropped anyway."""
-
-    def _decode_ahead(self, spans: "Sequence[_BlockSpan]") -> list[Future[Bytes]]:
-        """Decode missing blocks in other threads, as many as fit into half of the budget."""
-        missing = [span for span in spans if span.block not in self._cache]
-        room = self._memory // 2
-        ahead: list[Future[Bytes]] = []
-        for span in missing[1:]:
-            room -= span.size
-            if room < 0:
-                break
-            if self._decoders is None:
-                self._decoders = ThreadPoolExecutor(max_workers=max((os.cpu_count() or 2) - 1, 1))
-            ahead.append(self._decoders.submit(self._block, span))
-        return ahead
-
-    def _block(self, span: "_BlockSpan") -> Bytes:
-        """The text of a block, decoded or from the cache."""
-        with self._lock:
-            found = self._cache.get(span.block)
-            if found is not None:
-                self._cache.move_to_end(span.block)
-                mine = found[1]
-            else:
-                mine = Future[Bytes]()
-                self._cache[span.block] = span.size, mine
-                self._held += span.size
-                while self._held > self._memory and len(self._cache) > 1:
-                    self._held -= self._cache.popitem(last=False)[1][0]
-        if found is not None:  # decoded, or being decoded by another thread
-            return mine.result()
+    def _decode(self, span: BlockSpan, raw: memoryview) -> bytes:
+        data = bytes(raw)
         try:
-            mine.set_result(self._decode(span))
-        except BaseException as error:
-            with self._lock:
-                if span.block in self._cache:
-                    self._held -= self._cache.pop(span.block)[0]
-            mine.set_exception(error)
-            raise
-        return mine.result()
-
-    def _decode(self, span: "_BlockSpan") -> Bytes:
-        self.decoded += 1
-        size = span.size
-        try:
-            with _opened(self._path) as fd:
-                raw = os.pread(fd, span.raw_end - span.raw, span.raw)
             if self._kind == "bgzf":
-                text = decode_bgzf(raw[18 : bgzf_size(raw[:18])])
+                text = decode_bgzf(data[18 : bgzf_size(data[:18])])
             elif self._kind == "zstd":
-                text = decode_frame(raw, size=size)
+                text = decode_frame(data, size=span.size)
             else:
-                text = inflate(raw, size=size, window=self._window(span))
+                text = inflate(data, size=span.size, window=self._window(span))
         except zlib.error as error:
             raise self._wrong(span, str(error)) from None
-        if len(text) != size or crc32c(text) != span.crc32c:
+        if len(text) != span.size or crc32c(text) != span.crc32c:
             raise self._wrong(span, "its checksum does not match")
-        data = self._pool.take(size)
-        data[:] = np.frombuffer(text, np.uint8)
-        return data
+        return text
 
-    def _window(self, span: "_BlockSpan") -> bytes:
+    def _window(self, span: BlockSpan) -> bytes:
         self._sections.check(self._windows_at + span.window, self._windows_at + span.window_end)
         data = self._windows[span.window : span.window_end].tobytes()
         return zlib.decompress(data) if data else b""
 
-    def _wrong(self, span: "_BlockSpan", reason: str) -> BadSource:
+    def _wrong(self, span: BlockSpan, reason: str) -> BadSource:
         return BadSource(
             f"{self._path}: the block at byte {span.raw} cannot be decoded ({reason}); the file has changed or is "
             f"damaged. Check it: millstream verify {quoted(self._path)}"
         )
 
 
-@contextmanager
-def _opened(path: Path) -> Generator[int]:
-    """A descriptor while something is read: a folder may have more files than a process may have open."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _read_ahead(path: Path, start: int, end: int) -> None:
-    with _opened(path) as fd:
-        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_WILLNEED)
-
-
-def _order(blocks: Numbers) -> Numbers:
-    """The stable order of blocks. numpy radix-sorts 16-bit numbers, ten times as fast as others."""
-    if not len(blocks):
-        return blocks
-    near = blocks - blocks.min()
-    return np.argsort(near.astype(np.uint16) if near.max() < 1 << 16 else near, kind="stable")
-
-
-class _BlockSpan(NamedTuple):
-    block: int
-    plain: int
-    plain_end: int
-    crc32c: int
-    raw: int
-    raw_end: int
-    window: int
-    window_end: int
-
-    @property
-    def size(self) -> int:
-        return self.plain_end - self.plain
-
-
-Text = MappedText | PlainText | BlockText
+Text = MappedText | PlainText | RemoteText | BlockText
 
 
 def open_text(path: Path, sections: Sections, *, memory: int) -> Text:
     """The text of an indexed file."""
+    file = None
+    if isinstance(path, RemotePath):
+        indexed = Fingerprint.of_json(sections.meta["fingerprint"])
+        known = path.bucket.known(path.key) or path.info()
+        if indexed.url == str(path):  # read no other version than the index describes
+            known = ObjectInfo(indexed.size, indexed.etag, indexed.mtime_ns)
+        file = RemoteFile(path, known=known)
     if sections.meta["kind"] != "plain":
-        return BlockText(path, sections, memory=memory)
+        return BlockText(path, sections, memory=memory, file=file)
+    if file is not None:
+        return RemoteText(file, memory=memory)
     return MappedText(path) if path.stat().st_size <= memory else PlainText(path)
 
 
@@ -379,16 +302,6 @@ def gather(
     flat = empty_bytes(int(offsets[-1]))
     _gather(text, starts, lines, eols, np.zeros_like(starts) if phases is None else phases, offsets, flat)
     return flat, offsets
-
-
-@kernel
-def copy_pieces(
-    block: Bytes, sources: Numbers, targets: Numbers, counts: Numbers, begin: int, end: int, out: Bytes
-) -> None:
-    """Copy pieces `begin` to `end` of one decoded block to their targets."""
-    for index in range(begin, end):
-        count = counts[index]
-        out[targets[index] : targets[index] + count] = block[sources[index] : sources[index] + count]
 
 
 @kernel

@@ -12,13 +12,13 @@ from millstream.core.collection import Medium, Numbers
 from millstream.core.console import quoted, say
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
+from millstream.core.remote import read_range
 from millstream.errors import BadIndex
 from millstream.reads.files import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.encodings import sums_before
 from millstream.reads.files.index import index_paths, write_index
 from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, name_of, names_in
-from millstream.reads.files.ranges import read_bytes, read_near
 from millstream.reads.files.records import Sums, join_lines_of
 from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
 from millstream.reads.files.texts import PAGE_BYTES
@@ -35,11 +35,11 @@ _ROWS_AT_ONCE = 1 << 16
 
 def is_pack(path: Path) -> bool:
     """Whether a file is a pack, perhaps a damaged one; the index of a read file is not."""
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
+    try:
+        if read_range(path, 0, len(MAGIC)) != MAGIC:
             return False
+    except (FileNotFoundError, IsADirectoryError):
+        return False
     try:
         return Sections(path).meta.get("what") == WHAT
     except BadIndex:
@@ -102,6 +102,8 @@ class PackFile:
         self._sums = Sums(sections, self._anchors, self._lengths)
         # A batch of reads in random order would map 64 kB around each of them: a larger file is read instead.
         self._is_mapped = sections.num_bytes <= memory
+        if sections.is_remote and not self._is_mapped:
+            sections.limit(memory - memory // 8)
         self._stream_at = sections.span(STREAM)[0]
         self.lines: HeaderBlocks | None = None  # header lines, if they were kept
         if self.meta["codec"] is not None:
@@ -131,7 +133,8 @@ class PackFile:
 
     @property
     def held_bytes(self) -> int:
-        return (self.sections.num_bytes if self._is_mapped else 0) + (self.lines.held_bytes if self.lines else 0)
+        mapped = self.sections.num_bytes if self._is_mapped else self.sections.held_bytes
+        return mapped + (self.lines.held_bytes if self.lines else 0)
 
     @property
     def decoded(self) -> int:
@@ -144,13 +147,15 @@ class PackFile:
 
     @property
     def medium(self) -> Medium:
+        if self.sections.is_remote:  # verified by the megabyte
+            return Medium(self.sections.num_bytes, CRC_BYTES, is_random=False, is_remote=True)
         return Medium(self.sections.num_bytes, PAGE_BYTES, is_random=True)
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
         """Start reading the bases from row `first[i]` to row `last[i]`."""
         starts, ends = self.starts(first) >> 2, self.starts(last) >> 2
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            self.sections.will_need(self._stream_at + start, end - start + PAGE_BYTES)
+            self.sections.will_need_verified(self._stream_at + start, end - start + PAGE_BYTES)
 
     def release(self, first: Numbers, last: Numbers) -> None:
         """Nothing is kept."""
@@ -182,12 +187,11 @@ class PackFile:
         self._verify(first, last)
         if self._is_mapped:
             return self._twobit.sequences(starts, offsets)
-        with self.sections.opened() as fd:
-            return self._twobit.sequences(starts, offsets, read_near(fd, first, last))
+        return self._twobit.sequences(starts, offsets, self.sections.read_near(first, last))
 
     def qualities(self, starts: Numbers, offsets: Numbers) -> Bytes:
         """The same for base qualities."""
-        if self._is_mapped:
+        if self._is_mapped or self.sections.is_remote:
             return self._qualities.take(starts, offsets)
         flat = empty_bytes(int(offsets[-1]))
         some = max(self.memory >> _GRANULE + 1, 1)  # each maps up to two granules
@@ -199,11 +203,14 @@ class PackFile:
 
     def _verify(self, starts: Numbers, ends: Numbers) -> None:
         """Verify the checksums of these bytes, on first use."""
-        if not len(starts):
+        if not len(starts) or self.sections.verifies_reading:
             return
         blocks = np.concatenate([starts // CRC_BYTES, np.maximum(ends - 1, starts) // CRC_BYTES])
         for i in np.flatnonzero(ends - starts > CRC_BYTES).tolist():
             blocks = np.append(blocks, np.arange(int(starts[i]), int(ends[i]), CRC_BYTES) // CRC_BYTES)
+        if self.sections.is_remote:
+            self.sections.check_blocks(blocks)
+            return
         for block in self.sections.unchecked(blocks):
             self.sections.will_need(block * CRC_BYTES, CRC_BYTES)
             self.sections.check_block(block)
@@ -216,10 +223,7 @@ class PackFile:
         first, last = self._stream_at + (start >> 2), self._stream_at + (start + count + 3 >> 2)
         if not self.sections.is_checked(first, last):
             self._verify(np.array([first], np.int64), np.array([last], np.int64))
-        copied = None
-        if not self._is_mapped:
-            with self.sections.opened() as fd:
-                copied = read_bytes(fd, first, last - first)
+        copied = None if self._is_mapped else self.sections.read(first, last - first)
         line = str(row).encode() if self.lines is None else self.lines.line(row)
         quality = None
         if self.has_quality:

@@ -284,6 +284,10 @@ class Qualities:
         starts, counts, targets = starts[some], counts[some], offsets[:-1][some]
         if not len(starts):
             return out
+        if self._column.is_copied:
+            codes, rows = self._column.copied(starts, starts + counts - 1)
+            _take_runs(codes.directory, codes.words, rows, counts, targets, self._values, out)
+            return out
         edges = [starts, starts + counts - 1]
         for read in np.flatnonzero(counts > CHUNK).tolist():
             edges.append(np.arange(int(starts[read]), int(starts[read] + counts[read]), CHUNK, dtype=np.int64))

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, BinaryIO, Literal
 
@@ -15,8 +16,8 @@ import numpy as np
 from millstream.core.collection import Numbers
 from millstream.core.record import Bytes
 from millstream.reads.files.containers import decode_frame
+from millstream.reads.files.ranges import copy_pieces
 from millstream.reads.files.sections import Sections, SectionsWriter
-from millstream.reads.files.texts import copy_pieces
 from millstream.reads.pack.bases import join_lines
 
 Codec = Literal["zstd", "zlib"]
@@ -119,13 +120,21 @@ class HeaderBlocks:
         self._sections = sections
         self._codec = codec
         self._memory = memory
-        rows, starts = sections.column(ROW).whole(), sections.column(START).whole()
-        numbers = np.arange(rows.rows, dtype=np.int64)
-        self._place, num_bytes = sections.span(SECTION)
-        self._rows, self._starts = rows.take(numbers), np.append(starts.take(numbers), num_bytes)  # 16 bytes per block
-        self._edges = self._rows.data
-        self._view = sections.view(SECTION)
+        self._place, self._num_bytes = sections.span(SECTION)
         self._start()
+
+    @cached_property
+    def _rows(self) -> Numbers:
+        """The first row of each block."""
+        return self._whole(ROW)
+
+    @cached_property
+    def _starts(self) -> Numbers:
+        return np.append(self._whole(START), self._num_bytes)
+
+    def _whole(self, name: str) -> Numbers:
+        column = self._sections.column(name).whole()
+        return column.take(np.arange(column.rows, dtype=np.int64))
 
     def _start(self) -> None:
         self._pid = os.getpid()
@@ -156,7 +165,7 @@ class HeaderBlocks:
 
     def line(self, row: int) -> bytes:
         """The line of one row."""
-        text, starts, first = self._block(bisect_right(self._edges, row) - 1)
+        text, starts, first = self._block(bisect_right(self._rows.data, row) - 1)
         start, end = starts[row - first : row - first + 2].tolist()
         return text[start : end - 1].tobytes()
 
@@ -183,8 +192,7 @@ class HeaderBlocks:
 
     def _decode(self, block: int) -> Bytes:
         start, end = self._starts[block : block + 2].tolist()
-        self._sections.check(self._place + start, self._place + end)
-        data = self._view[start:end].tobytes()
+        data = self._sections.verified_bytes(self._place + start, end - start)
         text = zlib.decompress(data) if self._codec == "zlib" else decode_frame(data, size=_BLOCK_BYTES)
         return np.frombuffer(bytearray(text), np.uint8)  # writable: otherwise the kernels would be compiled again
 
