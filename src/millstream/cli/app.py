@@ -98,7 +98,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Settings = Annotated[
     list[str] | None, typer.Argument(help="Settings, or YAML files with settings.", metavar="KEY=VALUE")
 ]
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder or URL.", metavar="RUN", parser=parse_path)]
 EngineName = Annotated[
     Literal["local", "ray"], typer.Option("--engine", help="local, or ray for many machines.", metavar="NAME")
 ]
@@ -175,13 +175,15 @@ def show_report(run: Path, as_json: bool, out: Path | None = None) -> None:
     """Print the comparison of a run and write its page."""
     from millstream.core.console import show
     from millstream.report import report_of
+    from millstream.training.remote_run import writing_run
 
-    found = report_of(run)
-    if as_json:
-        print_json(found.summary)
-    else:
-        show(found.lines())
-    page = found.write(out or run / "report.html")
+    with writing_run(run) as folder:
+        found = report_of(folder)
+        if as_json:
+            print_json({**found.summary, "run": run})
+        else:
+            show(found.lines())
+        page = found.write(out or folder / "report.html")
     finish(f"{run}: {found.compared} compared. Open {page}", "view", run)
 
 
@@ -231,11 +233,16 @@ def report(
 
 
 def view(
-    path: Annotated[Path, typer.Argument(help="A trace store, a run folder, or reads.", metavar="STORE|RUN|READS")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="A trace store, a run folder, or reads.", metavar="STORE|RUN|READS", parser=parse_path),
+    ],
     port: Annotated[int, typer.Option(help="Port on this machine.", metavar="NUMBER", show_default="any free")] = 0,
     run: Annotated[
         Path | None,
-        typer.Option(help="Run whose scores to show.", metavar="RUN", show_default="one next to the store"),
+        typer.Option(
+            help="Run whose scores to show.", metavar="RUN", show_default="one next to the store", parser=parse_path
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,

@@ -26,6 +26,7 @@ from millstream.reads.mapping import Classes, classes_from_card
 from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, read_files, shared_names
 from millstream.reads.reads import Part
 from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run, read_lines
+from millstream.training.remote_run import local_run
 from millstream.training.run import ScoringDevice
 from millstream.training.study import NetModel, Workplace
 from millstream.training.task import FitResources, Net, fitting_batch
@@ -48,7 +49,7 @@ class TrainedClassifier:
 
     @property
     def weights(self) -> Path:
-        return job_folder(self.run, self.name, self.seed) / WEIGHTS
+        return job_folder(local_run(self.run), self.name, self.seed) / WEIGHTS
 
     @property
     def digest(self) -> str:
@@ -77,15 +78,16 @@ class TrainedClassifier:
 
 def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
     """The first finished seed of this model, or of the best one on validation."""
-    found, card = load_run(run, remedy="Next: millstream train data.train=FILE mapping=TABLE")
+    folder = local_run(run)
+    found, card = load_run(folder, remedy="Next: millstream train data.train=FILE mapping=TABLE")
     if card_kind(card) != "reads":
         raise BadSource(
             f"{run}: this run contains detectors, not read classifiers. Next: millstream evaluate {quoted(run)}"
         )
     settings, classes = read_settings(ReadSettings, found), classes_from_card(card)
     seeds: dict[str, int] = {}
-    for model, seed in sorted(finished_jobs(run), key=lambda job: job[1]):
-        if (job_folder(run, model, seed) / WEIGHTS).exists():
+    for model, seed in sorted(finished_jobs(folder), key=lambda job: job[1]):
+        if (job_folder(folder, model, seed) / WEIGHTS).exists():
             seeds.setdefault(model, seed)
     if not seeds:
         raise BadSource(
@@ -95,7 +97,7 @@ def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
         raise BadSetting(f"--model {name}: not finished in {run}; must be one of {', '.join(sorted(seeds))}")
     best: dict[str, float] = {}
     key = classification_task(settings, classes).key
-    for line in read_lines(run):
+    for line in read_lines(folder):
         model = str(line.get("model"))
         if line["kind"] == "epoch" and line.get("seed") == seeds.get(model):
             best[model] = max(best.get(model, -1.0), float(cast(float, line[key])))

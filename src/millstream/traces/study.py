@@ -17,6 +17,7 @@ from millstream.core.collection import Collection, Subset
 from millstream.core.config import parse_bytes, read_settings
 from millstream.core.console import quoted, say
 from millstream.core.files import publish, publish_json
+from millstream.core.remote import to_path
 from millstream.core.split import LABEL, Labelled, Split, labelled, split
 from millstream.core.tables import publish_table, read_table
 from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
@@ -44,6 +45,7 @@ from millstream.training.folder import (
     read_lines,
     read_scores,
 )
+from millstream.training.remote_run import local_run, writing_run
 from millstream.training.run import make_fabric, write_predictions
 from millstream.training.study import Built, ModelSpec, Workplace
 from millstream.training.task import FitResources
@@ -141,7 +143,7 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
         verdicts["error"] = failed
     config = dict(traces.config)
     return {
-        "store": str(Path(path).resolve()),
+        "store": str(to_path(path).resolve()),
         "fingerprint": traces.fingerprint,
         "records": len(traces),
         "label_digest": _digest(collection),
@@ -291,11 +293,19 @@ def evaluate(run: str | Path, **settings: object) -> Path:
     >>> folder = ms.evaluate("runs/first", data="other_traces/")
     """
     given = read_settings(EvaluateSettings, settings)
-    path = Path(run)
+    if given.out:
+        with writing_run(given.out) as out:
+            _evaluate(local_run(run), out, given)
+        return to_path(given.out)
+    place = Path("evaluated") / (Path(given.data).resolve().name if given.data else "test")
+    with writing_run(run) as path:
+        _evaluate(path, path / place, given)
+    return to_path(run) / place
+
+
+def _evaluate(path: Path, out: Path, given: EvaluateSettings) -> None:
     trained, before = load_detector_run(path)
     collection, card = _records(path, trained, before, given)
-    name = Path(given.data).resolve().name if given.data else "test"
-    out = Path(given.out) if given.out else path / "evaluated" / name
     jobs = _jobs(path, given.model)
     out.mkdir(parents=True, exist_ok=True)
     publish_json(out / DATA, card)
@@ -323,7 +333,6 @@ def evaluate(run: str | Path, **settings: object) -> Path:
         publish_table(target / SCORES, pa.concat_tables([validation, scores_table("test", collection, scores)]))
         say(f"{name} seed {seed}: {len(collection)} records scored")
     write_predictions(out)
-    return out
 
 
 def load_detector_run(run: Path) -> tuple[TrainSettings, Mapping[str, Any]]:
@@ -346,7 +355,7 @@ def _records(
     """The records to score, and their data card; `before` is the data card of the run."""
     data = given.data
     if data is None:
-        store = trained.data if Path(trained.data).exists() else str(before["store"])
+        store = trained.data if to_path(trained.data).exists() else str(before["store"])
         whole = open_labelled(store, trained.label, trained.positive)
         test: Collection = Split.load(run / SPLIT, whole)["test"]
         how, seen = str(before["split"]), before.get("seen")

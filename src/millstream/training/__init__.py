@@ -26,7 +26,7 @@ class LoopSettings:
     """Settings of the training loop."""
 
     model: Annotated[str, "models to train and compare, separated by commas"] = ""
-    out: Annotated[str | None, "run folder; default: runs/ and the name of the data"] = None
+    out: Annotated[str | None, "run folder or URL; default: runs/ and the name of the data"] = None
     seeds: Annotated[int, "training runs per model, each with its own seed"] = 1
     seed: Annotated[int, "first seed"] = 0
     epochs: Annotated[int, "maximum number of epochs"] = 30

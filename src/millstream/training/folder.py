@@ -39,6 +39,7 @@ PREDICTIONS = "predictions.parquet"
 CHECKPOINTS = "checkpoints"  # a folder for each model and seed, with:
 SCORES = "scores.parquet"
 WEIGHTS = "detector.safetensors"  # of any kind of model: the name is part of the format
+LATEST, BEST = "latest.safetensors", "best.safetensors"
 ABOUT = "millstream"  # the key of the metadata in a checkpoint
 CHECKSUM = "crc32c"  # in the metadata
 _DISK_FULL = "The previous checkpoint is kept; free some space and run the same command to resume"

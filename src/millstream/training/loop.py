@@ -22,13 +22,12 @@ from millstream.core.order import mix
 from millstream.core.split import LABEL
 from millstream.errors import NotFinite
 from millstream.training import LoopSettings
-from millstream.training.folder import Log, damaged_checkpoint, load, save
+from millstream.training.folder import BEST, LATEST, Log, damaged_checkpoint, load, save
 from millstream.training.task import Net, Outcome, Task, fitting_batch, labels_of
 
 SCORED_AT_ONCE = 64
 RECORDS = "records"
 WEIGHTS_PREFIX, OPTIMIZER = "model.", "optimizer."
-LATEST, BEST = "latest.safetensors", "best.safetensors"
 T = TypeVar("T")
 Parts = Iterable[tuple[bool, dict[str, Any]]]  # micro-batches, and whether each is the last of its step
 
@@ -153,8 +152,8 @@ class Training:
             batches.close()
             clock.stop()
             self._end_epoch(val, clock, (self.at.step - first) * given.batch_size)
-        if (job.folder / BEST).exists() and self.at.best_epoch != self.at.epoch - 1:  # else it has those weights
-            self.bare.load_state_dict(load(job.folder / BEST)[0])
+        if self.at.best_epoch != self.at.epoch - 1:  # else it has those weights
+            self._load_best()
         return True
 
     def _step(self, parts: Parts, weight_C: Tensor, total: int) -> None:
@@ -259,6 +258,14 @@ class Training:
         if self.fabric.global_rank == 0:
             tensors = {**self.bare.state_dict(prefix=WEIGHTS_PREFIX), **pack_optimizer(self.optimizer)}
             save(self.job.folder / LATEST, tensors, asdict(self.at))
+
+    def _load_best(self) -> None:
+        """The weights of the best epoch, from the folder of the first process: others may be on another machine."""
+        file = self.job.folder / BEST
+        found = load(file)[0] if self.fabric.global_rank == 0 and file.exists() else None
+        found = self.fabric.broadcast(found) if self.fabric.world_size > 1 else found
+        if found is not None:
+            self.bare.load_state_dict(found)
 
     def _resume(self, loader: Loader) -> None:
         tensors, about = load(self.job.folder / LATEST)

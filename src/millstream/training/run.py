@@ -26,6 +26,8 @@ from millstream.core.engine import available_cores
 from millstream.core.files import publish, publish_json
 from millstream.core.memory import Allowance
 from millstream.core.registry import kinds_with, plug
+from millstream.core.remote import RemotePath, to_path
+from millstream.core.spool import spool_folder
 from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingExtra, MissingFields
 from millstream.training import LoopSettings
@@ -44,13 +46,14 @@ from millstream.training.folder import (
     read_scores,
     save,
 )
+from millstream.training.remote_run import RemoteRun, writing_run
 from millstream.training.study import Interrupted, ModelSpec, Study, StudyPlug, Workplace
 from millstream.training.task import FitResources
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder; `interrupted` if some models are not finished."""
+    """A run folder, or its URL; `interrupted` if some models are not finished."""
 
     path: Path
     models: list[str]
@@ -147,7 +150,8 @@ def write_predictions(run: Path) -> None:
 class _Training:
     def __init__(self, study: Study) -> None:
         self.study, self.settings = study, study.settings
-        self.path = Path(self.settings.out or Path("runs") / Path(study.source).resolve().name)
+        self.out = to_path(self.settings.out or Path("runs") / Path(study.source).resolve().name)
+        self.path = spool_folder(self.out)
         self.fabric = make_fabric(self.settings)
         self._is_stale = False  # whether predictions.parquet may lack scores
 
@@ -156,9 +160,17 @@ class _Training:
         return bool(self.fabric.global_rank == 0)
 
     def work(self) -> Run:
+        if not self.is_first:
+            return self._work()
+        with writing_run(self.out):
+            return self._work()
+
+    def _work(self) -> Run:
         if self.is_first:
             self._prepare()
         self.fabric.barrier()
+        if not self.is_first and isinstance(self.out, RemotePath):
+            RemoteRun(self.out).fetch()  # if this is another machine
         log = Log(self.path, tensorboard=self.settings.tensorboard and self.is_first)
         for library in self.study.libraries:  # their memory is not counted
             with suppress(ImportError), warnings.catch_warnings():
@@ -180,11 +192,11 @@ class _Training:
                 try:
                     finished = self._train_seeds(spec, log, stop)
                 except Interrupted:
-                    return Run(self.path, done, interrupted=True, is_first=self.is_first)
+                    return Run(self.out, done, interrupted=True, is_first=self.is_first)
                 done += [spec.name] if finished else []
         if self.is_first and self._is_stale:  # it may have been killed before writing them
             write_predictions(self.path)
-        return Run(self.path, done, is_first=self.is_first)
+        return Run(self.out, done, is_first=self.is_first)
 
     def _prepare(self) -> None:
         """Refuse the folder of another run; write the settings and the data card."""

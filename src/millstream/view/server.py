@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from millstream.core.registry import kind_at, plug
+from millstream.core.remote import is_url
 from millstream.errors import BadSetting, BadSource, MillstreamError, MissingExtra
 from millstream.report import STYLE_SHEET, THEME
 from millstream.training.folder import CONFIG, DATA, METRICS, PREDICTIONS, kind_of
+from millstream.training.remote_run import local_run
 from millstream.view import STATIC, Query, View, plain
 from millstream.view.run_page import run_view
 
@@ -178,13 +180,14 @@ def views_of(
 ) -> list[View]:
     """The views of records or of a run folder; the first is that of the path itself."""
     if is_run(path):
+        path = local_run(path)
         if run is not None:
             raise BadSetting(f"--run {run}: {path} is a run itself; use --run with the records a run was trained on")
         return [run_view(path), *_views_of_records(path, tokenizer, notify)]
     if run is not None and not is_run(run):
         raise BadSource(f"--run {run}: not a run of millstream train")
     shown = _view_of_kind(kind_at(path))
-    found = run or find_run(path)
+    found = local_run(run) if run is not None else None if is_url(path) else find_run(path)
     if found is not None and run is None:
         notify(f"showing the scores of {found}; for another run: --run FOLDER")
     records = shown.view_of(path, run=found, tokenizer=tokenizer)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from millstream.core.batches import text_codes_of
 from millstream.core.config import parse_json
 from millstream.core.record import Tensor
+from millstream.core.remote import to_path
 from millstream.core.tables import read_table
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.report.tables import clipped
@@ -255,7 +256,7 @@ def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None
 def records_of(run: Path) -> Path | None:
     """The store that a run was trained on, from its data card."""
     try:
-        return Path(str(parse_json((run / DATA).read_text())["store"])).resolve()
+        return to_path(str(parse_json((run / DATA).read_text())["store"])).resolve()
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
