@@ -104,9 +104,10 @@ class Nursery:
             TraceWriter.append = counted
 
         for line in sys.stdin:
-            log, after, signal, *command = json.loads(line)
+            environment, log, after, signal, *command = json.loads(line)
             pid = os.fork()
             if not pid:
+                os.environ.update(environment)
                 send_after(after, signal)
                 file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(file, 1), os.dup2(file, 2)
@@ -125,10 +126,12 @@ class Nursery:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
-    def run(self, *command: object, after: int, send: signal.Signals) -> int:
+    def run(
+        self, *command: object, after: int, send: signal.Signals, environment: Mapping[str, str] | None = None
+    ) -> int:
         """The exit code of a child that runs this command and signals itself after writing `after` records."""
         assert self.process.stdin
-        words = [str(self.log), after, send.value, "millstream", *map(str, command)]
+        words = [environment or {}, str(self.log), after, send.value, "millstream", *map(str, command)]
         print(json.dumps(words), file=self.process.stdin, flush=True)
         return self._exit_code()
 

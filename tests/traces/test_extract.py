@@ -35,6 +35,9 @@ from support.extracting import (
     write_questions,
 )
 from support.extras import need
+from support.making import same
+from support.remote_stores import environment, remote
+from support.s3_server import Bucket
 
 need("transformers")
 
@@ -242,6 +245,31 @@ def test_killed_several_times_it_ends_with_the_same_store(
     assert opened(store).ids == ids
     assert_same_traces(store, whole)
     assert_all_sealed(store)
+
+
+def test_killed_and_resumed_at_a_url_it_ends_with_the_same_store_to_label_and_featurize(
+    nursery: Nursery, s3: Bucket, llama: Path, questions: Path, whole: Path, tmp_path: Path, monkeypatch: Any
+):
+    url, environ = f"{s3.url}/traces", environment(tmp_path / "spool")
+    for name, value in {**environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    command = ["extract", questions, url, *as_arguments({"model": llama, **SETTINGS})]
+    assert nursery.run(*command, after=8, send=signal.SIGKILL, environment=environ) == -signal.SIGKILL
+    code, _, err = run(*command)
+    assert code == 0 and f"8 of {COUNT} done already" in err and f"millstream label {url}" in err
+    found = {record["question_id"]: record for record in opened(remote(url))}
+    assert len(found) == len(opened(remote(url))) == COUNT
+    expected = traces_by_id(whole)
+    for name, record in expected.items():
+        assert same({key: found[name][key] for key in record}, record)
+
+    assert run("label", url)[0] == 0
+    assert (remote(url) / "labels.parquet").is_file()
+    code, _, err = run("featurize", url, f"{url}-last", "feature=layers", "token=last")
+    assert code == 0 and "labels copied" in err
+    assert opened(remote(f"{url}-last")).ids == opened(remote(url)).ids
+    code, _, err = run(*command[:3], "--retry-errors", *command[3:])
+    assert code == 1 and "millstream copy" in err
 
 
 def test_sampled_answers_differ_from_greedy_ones_and_between_seeds(llama: Path, questions: Path, tmp_path: Path):
