@@ -15,7 +15,8 @@ import pytest
 import millstream as ms
 from millstream.core.console import ignore_message
 from millstream.core.record import Tensor
-from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
+from millstream.errors import BadSetting, BadSource, ConfigMismatch, EngineError, StoreFull
+from millstream.traces.extract import ExtractWorker
 from millstream.traces.llm.fields import TIERS, parse_fields
 from millstream.traces.llm.model import ModelSettings, describe_model
 from millstream.traces.llm.questions import Question, read_questions
@@ -36,7 +37,7 @@ from support.extracting import (
 )
 from support.extras import need
 from support.making import same
-from support.remote_stores import environment, remote
+from support.remote_stores import SPOOL, environment, remote
 from support.s3_server import Bucket
 
 need("transformers")
@@ -270,6 +271,30 @@ def test_killed_and_resumed_at_a_url_it_ends_with_the_same_store_to_label_and_fe
     assert opened(remote(f"{url}-last")).ids == opened(remote(url)).ids
     code, _, err = run(*command[:3], "--retry-errors", *command[3:])
     assert code == 1 and "millstream copy" in err
+
+
+def test_traces_that_a_lost_worker_has_not_uploaded_are_an_error_and_not_forgotten(
+    s3: Bucket, llama: Path, questions: Path, tmp_path: Path, monkeypatch: Any
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(SPOOL, str(tmp_path / "here"))
+    url, settings = remote(f"{s3.url}/traces"), {"tier": "stats", "num_samples": 4}
+
+    def die(worker: ExtractWorker) -> None:
+        worker._writer._shard.release()
+        monkeypatch.setenv(SPOOL, str(tmp_path / elsewhere))
+
+    for elsewhere in ("here", "elsewhere"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ExtractWorker, "close", die)
+            if elsewhere == "here":  # on this machine: the last one uploads what it left
+                assert extract(questions, url, llama, **settings).records == 4
+                continue
+            with pytest.raises(EngineError, match="2 traces"):
+                extract(questions, url, llama, **{**settings, "num_samples": 6})
+    assert len(opened(url)) == 4
+    monkeypatch.setenv(SPOOL, str(tmp_path / "here"))  # it is back
+    assert extract(questions, url, llama, **{**settings, "num_samples": 6}).records == 6
 
 
 def test_sampled_answers_differ_from_greedy_ones_and_between_seeds(llama: Path, questions: Path, tmp_path: Path):

@@ -11,12 +11,21 @@ from functools import partial
 from pathlib import Path
 
 from millstream.core.config import parse_bytes, read_settings
-from millstream.core.console import MEMORY_S, format_bytes, format_seconds, ignore_message, interruptible, progress, say
+from millstream.core.console import (
+    MEMORY_S,
+    format_bytes,
+    format_seconds,
+    ignore_message,
+    interruptible,
+    plural,
+    progress,
+    say,
+)
 from millstream.core.engine import Engine
 from millstream.core.files import publish
 from millstream.core.memory import Allowance
 from millstream.core.remote import is_url, to_path
-from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreFull
+from millstream.errors import BadSetting, BadSource, ConfigMismatch, EngineError, StoreFull
 from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
 from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, describe_model, load_model
@@ -338,7 +347,19 @@ class _Run:
                     if stop():
                         interrupted = True
                         break
+        if is_url(self.path) and not interrupted:
+            self._check_uploaded()
         return self._summary(interrupted=interrupted)
+
+    def _check_uploaded(self) -> None:
+        """Workers upload when they are closed; what a dead one left is in the spool of its machine."""
+        prepare_store(self.path, self.config)
+        self.done = self._read_done()
+        if missing := sum(question.id not in self.done for question in self.questions):
+            raise EngineError(
+                f"{self.path}: {plural(missing, 'trace')} of workers that died were not uploaded. Run the same "
+                "command again"
+            )
 
     def _estimate(self, first: Traced, missing: int, engine: Engine) -> None:
         """Estimate the total size and time from the first batch; raise StoreFull if the disk is too small."""
