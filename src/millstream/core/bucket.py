@@ -1,6 +1,7 @@
 """What serves remote objects: one client per bucket and process, retries, and failures in one line.
 
-Clients are made on first use in each process, because their threads do not survive a fork.
+Clients are made on first use in each process, because their threads do not survive a fork. A forked child even loads
+obstore again: the threads of the library itself are gone, and any request would wait for ever.
 """
 
 import hashlib
@@ -8,14 +9,19 @@ import io
 import os
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec, spec_from_loader
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
@@ -35,6 +41,7 @@ _DENIED = re.compile(
 )
 _STATUS = re.compile(r"\bstatus: (\d{3})|\b(4\d\d|5\d\d) [A-Z]")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_METADATA = ("/latest/api/token", "/computeMetadata/", "/metadata/identity")  # asked when nothing else is known
 _PASSING = ("408", "425", "429")  # of the statuses below 500
 
 
@@ -97,8 +104,8 @@ class ObjectBucket:
     def __init__(self, root: str) -> None:
         self._root = root
         self._is_web = root.startswith("http")
-        self._obstore = import_extra("obstore", root)
-        self._store = _object_store(root)
+        self._obstore, stores = _load_obstore(root)
+        self._store = _object_store(root, stores)
         self._known: dict[str, ObjectInfo] = {}
 
     def known(self, key: str) -> ObjectInfo | None:
@@ -182,12 +189,12 @@ class ObjectBucket:
             return not ours.read(1)
 
 
-def import_extra(module: str, where: str) -> Any:
-    """A module of the extra `cloud`."""
+def import_extra(module: str, where: str, package: str = "'millstream[cloud]'") -> Any:
+    """A module of the extra `cloud`, or of another package."""
     try:
         return import_module(module)
     except ImportError:
-        raise MissingExtra(f"{where}: needs {module}. Run: pip install 'millstream[cloud]'") from None
+        raise MissingExtra(f"{where}: needs {module}. Run: pip install {package}") from None
 
 
 def retried(url: str, once: Callable[[], Result]) -> Result:
@@ -201,7 +208,8 @@ def retried(url: str, once: Callable[[], Result]) -> Result:
         except Exception as error:
             if (final := _final_error(url, error)) is not None:
                 raise final from None
-            if time.monotonic() + wait > deadline:
+            is_over = not threading.main_thread().is_alive()  # Ctrl-C: the process waits for this thread
+            if is_over or time.monotonic() + wait > deadline:
                 raise RemoteError(
                     f"{url}: no complete answer in {patience_s:g} s ({_reason(str(error))}). Check the network and "
                     "the endpoint, and run the same command again"
@@ -224,6 +232,8 @@ def _final_error(url: str, error: Exception) -> Exception | None:
         return FileExistsError(f"{url}: already exists")
     if name == "PreconditionError":
         return ObjectChanged(f"{url}: was replaced")
+    if any(place in text for place in _METADATA):
+        return AccessDenied(f"{url}: no credentials found. Set them in the environment, as docs/how-to/remote.md shows")
     denied = _DENIED.search(text)
     if denied or name in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(error, PermissionError):
         reason = denied[0] if denied else "access denied"
@@ -252,8 +262,33 @@ def _reason(text: str) -> str:
     return re.sub(r"//[^/@\s]*@", "//", re.sub(r"\?[^\s)\"']*", "", told))[:120] or "unknown"
 
 
-def _object_store(root: str) -> Any:
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+def _load_obstore(root: str) -> tuple[Any, Any]:
+    """The modules `obstore` and `obstore.store` of this process."""
+    module = import_extra("obstore", root)
+    here = _here()
+    if here.is_forked and here.obstore is None:
+        # dlopen returns a library that is loaded already, unless it is another file: 15 MB, in memory only.
+        library = Path(module._obstore.__file__).read_bytes()
+        file = os.memfd_create("obstore")
+        with open(file, "wb", closefd=False) as copy:
+            copy.write(library)
+        loader = ExtensionFileLoader("obstore._obstore", f"/proc/self/fd/{file}")
+        before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "obstore"}
+        try:
+            native = module_from_spec(cast(ModuleSpec, spec_from_loader("obstore._obstore", loader)))
+            loader.exec_module(native)
+            sys.modules["obstore._obstore"] = native
+            here.obstore = import_module("obstore"), import_module("obstore.store")
+        finally:
+            os.close(file)
+            sys.modules.update(before)
+    return here.obstore or (module, import_module("obstore.store"))
+
+
+def _object_store(root: str, stores: Any) -> Any:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    more = _aws_profile() if root.startswith("s3:") else {}
+    endpoint = next(filter(None, map(os.environ.get, names)), None) or more.get("config", {}).get("endpoint", "")
     client = {
         "connect_timeout": timedelta(seconds=5),
         "read_timeout": timedelta(seconds=20),  # without a byte
@@ -262,7 +297,45 @@ def _object_store(root: str) -> Any:
         "allow_http": root.startswith("http:") or endpoint.startswith("http:"),
     }
     retry = {"max_retries": 0}  # `retried` tries again, also after a failure in the middle of a body
-    return import_module("obstore.store").from_url(root, client_options=client, retry_config=retry)
+    return stores.from_url(root, client_options=client, retry_config=retry, **more)
+
+
+def _aws_profile() -> dict[str, Any]:
+    """What obstore does not read: the profile in the files of the AWS command line, unless the environment has keys.
+
+    Keys are given by a function, not as settings, so that they are in no object that is printed or pickled.
+    """
+    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
+        return {}
+    name = os.environ.get("AWS_PROFILE", "default")
+    profile: dict[str, str] = {}
+    for variable, file, section in (
+        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    ):
+        parser = ConfigParser(interpolation=None)
+        try:
+            parser.read(os.environ.get(variable) or Path.home() / ".aws" / file)
+        except ConfigParserError:
+            raise RemoteError(f"the AWS {file} file is not valid; {variable} names another one") from None
+        profile |= dict(parser[section]) if section in parser else {}
+    if not profile and "AWS_PROFILE" in os.environ:
+        raise AccessDenied(f"AWS_PROFILE={name}: no such profile in the AWS config and credentials files")
+    config = {"region": profile.get("region"), "endpoint": profile.get("endpoint_url")}
+    config = {key: value for key, value in config.items() if value}
+    if "aws_access_key_id" in profile:
+        keys = {
+            "access_key_id": profile["aws_access_key_id"],
+            "secret_access_key": profile.get("aws_secret_access_key", ""),
+            "token": profile.get("aws_session_token"),
+            "expires_at": None,
+        }
+        return {"config": config, "credential_provider": lambda: keys}
+    if {"sso_session", "sso_start_url", "role_arn", "credential_process"} & profile.keys():
+        session = import_extra("boto3", f"AWS_PROFILE={name}", "boto3").Session(profile_name=name)
+        provider = import_module("obstore.auth.boto3").Boto3CredentialProvider(session)
+        return {"config": config, "credential_provider": provider}
+    return {"config": config}
 
 
 def _expected_etag(data: bytes | Path, is_multipart: bool) -> str:
@@ -285,8 +358,10 @@ def _opened(data: bytes | Path) -> BinaryIO:
 class _Process:
     """The clients and request threads of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_forked: bool = False) -> None:
         self.pid = os.getpid()
+        self.is_forked = is_forked  # from a process that has made requests
+        self.obstore: tuple[Any, Any] | None = None
         self.lock = threading.Lock()
         self.buckets: dict[str, Bucket] = {}
         self.pool: ThreadPoolExecutor | None = None
@@ -299,7 +374,7 @@ def _here() -> _Process:
     """Those of this process: after a fork, clients, threads and locks belong to the parent."""
     global _process
     if _process.pid != os.getpid():
-        _process = _Process()
+        _process = _Process(is_forked=_process.is_forked or bool(_process.buckets))
     return _process
 
 
