@@ -2,7 +2,8 @@
 
     CACHE/lock               held by whoever writes or removes
     CACHE/size               bytes of all blocks, never less than they take
-    CACHE/ab/abcdef.7        block 7 of the object version `abcdef`: pieces of it, in the order in which they came
+    CACHE/ab/abcdef.7        block 7 of the object version `abcdef`: 16 random bytes, by which a process notices that a
+                             block it knows was replaced, and pieces of it, in the order in which they came
 
     piece: magic, start in the block, number of bytes, their CRC-32C, CRC-32C of these four; the bytes
 
@@ -32,6 +33,7 @@ from millstream.core.record import crc32c
 BLOCK_BYTES = 4 << 20
 _PIECE = struct.Struct("<4sIIII")
 _MAGIC = b"MSBP"
+_MARK_BYTES = 16
 _KNOWN_BLOCKS = 2048  # whose pieces are remembered: at 50 pieces each, 10 MB
 _TOUCH_S = 60  # a block's time of use is renewed at most this often
 _SPARE = 0.05  # of the limit is freed at once, so that not every write has to look for the oldest block
@@ -96,7 +98,7 @@ class BlockCache:
 
     def write(self, name: str, start: int, data: memoryview) -> None:
         """Keep these bytes, after removing older blocks if necessary."""
-        if self._is_broken or data.nbytes + _PIECE.size > self.settings.num_bytes:
+        if self._is_broken or data.nbytes + _PIECE.size + _MARK_BYTES > self.settings.num_bytes:
             return
         try:
             with self._writing():
@@ -153,8 +155,9 @@ class BlockCache:
             known = self._known.get(path)
             if known is not None:
                 self._known.move_to_end(path)
-        if known is None or known.inode != stat.st_ino:
-            known = _Block(stat.st_ino)
+        mark = os.pread(fd, _MARK_BYTES, 0)
+        if known is None or known.mark != mark:
+            known = _Block(mark)
         if known.end < stat.st_size:
             known = known.extended(fd, stat.st_size)
         with self._lock:
@@ -176,10 +179,12 @@ class BlockCache:
 
     def _append(self, path: Path, start: int, data: memoryview) -> None:
         needed = _PIECE.size + data.nbytes
-        self._make_room(needed)
+        self._make_room(needed + _MARK_BYTES)
         path.parent.mkdir(exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            if os.fstat(fd).st_size < _MARK_BYTES:
+                self._add_size(os.pwrite(fd, os.urandom(_MARK_BYTES), 0))
             block = self._block(path, fd)
             if block.covers(start, start + data.nbytes):
                 return  # another process was faster
@@ -205,8 +210,9 @@ class BlockCache:
             if folder.is_dir():
                 with os.scandir(folder) as entries:
                     for entry in entries:
-                        stat = entry.stat()
-                        blocks.append((stat.st_mtime, stat.st_size, Path(entry.path)))
+                        with suppress(FileNotFoundError):  # a reader has removed a damaged block
+                            stat = entry.stat()
+                            blocks.append((stat.st_mtime, stat.st_size, Path(entry.path)))
         blocks.sort()
         total = sum(size for _, size, _ in blocks)
         most = self.settings.num_bytes * (1 - _SPARE) - needed
@@ -248,8 +254,8 @@ class _Piece:
 class _Block:
     """The pieces of one block; `end` is where the next one is appended."""
 
-    def __init__(self, inode: int, pieces: Iterable[_Piece] = (), end: int = 0) -> None:
-        self.inode, self.end = inode, end
+    def __init__(self, mark: bytes, pieces: Iterable[_Piece] = (), end: int = _MARK_BYTES) -> None:
+        self.mark, self.end = mark, end
         self._pieces = sorted(pieces, key=_start_of)
         self._reach = list(accumulate((piece.end for piece in self._pieces), max))  # of all up to each
 
@@ -265,7 +271,7 @@ class _Block:
                 break
             pieces.append(_Piece(start, size, crc, end + _PIECE.size))
             end += _PIECE.size + size
-        return _Block(self.inode, pieces, end)
+        return _Block(self.mark, pieces, end)
 
     def covering(self, at: int) -> _Piece | None:
         """A piece with this byte."""

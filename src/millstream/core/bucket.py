@@ -4,6 +4,7 @@ Clients are made on first use in each process, because their threads do not surv
 obstore again: the threads of the library itself are gone, and any request would wait for ever.
 """
 
+import ctypes
 import hashlib
 import io
 import os
@@ -236,7 +237,8 @@ def _final_error(url: str, error: Exception) -> Exception | None:
         return AccessDenied(f"{url}: no credentials found. Set them in the environment, as docs/how-to/remote.md shows")
     denied = _DENIED.search(text)
     if denied or name in ("PermissionDeniedError", "UnauthenticatedError") or isinstance(error, PermissionError):
-        reason = denied[0] if denied else "access denied"
+        code = _CODE.search(text)
+        reason = code[1] if code else denied[0] if denied else "access denied"
         return AccessDenied(
             f"{url}: refused by the server ({reason}). Check or renew the credentials in the environment"
         )
@@ -374,6 +376,8 @@ def _here() -> _Process:
     """Those of this process: after a fork, clients, threads and locks belong to the parent."""
     global _process
     if _process.pid != os.getpid():
+        # Never freed: closing its connections here would take them from the event queue that the parent still uses.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_process))
         _process = _Process(is_forked=_process.is_forked or bool(_process.buckets))
     return _process
 

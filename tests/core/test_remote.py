@@ -1,0 +1,297 @@
+"""Remote paths: URLs as paths, exact ranges, bounded retries, and every failure told in one line."""
+
+import os
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.core.remote import RemoteFile, RemotePath, is_url, read_all, read_object, to_path
+from millstream.errors import AccessDenied, BadSetting, MillstreamError, ObjectChanged, ObjectMissing, RemoteError
+from support.faulty_proxy import (
+    DELETED,
+    DENIED,
+    EXPIRED_TOKEN,
+    INVALID_KEY,
+    Fault,
+    FaultyProxy,
+    faulty_proxy,
+    refusing_address,
+    unavailable,
+)
+from support.http_server import Objects, http_objects
+from support.s3_server import Bucket
+
+DATA = random.Random(1).randbytes(100_000)
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MILLSTREAM_PATIENCE", "20")
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Objects]:
+    with http_objects() as objects:
+        objects["a/b.bin"] = DATA
+        yield objects
+
+
+@pytest.fixture
+def proxy(web: Objects) -> Iterator[FaultyProxy]:
+    web["a/b.bin"] = DATA
+    with faulty_proxy(web.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def file(proxy: FaultyProxy) -> RemoteFile:
+    return RemoteFile(remote(f"{proxy.address}/a/b.bin"))
+
+
+def remote(url: str) -> RemotePath:
+    path = to_path(url)
+    assert isinstance(path, RemotePath)
+    return path
+
+
+# -- paths
+
+
+def test_a_url_is_a_path() -> None:
+    path = remote("s3://bucket/traces/") / "shard-00000.arrow"
+    assert str(path) == "s3://bucket/traces/shard-00000.arrow" and path.name == "shard-00000.arrow"
+    assert str(path.parent) == str(path.parent.absolute().resolve()) == "s3://bucket/traces"
+    assert path.with_name("x").key == "traces/x" and path.bucket_url == "s3://bucket"
+    assert pickle.loads(pickle.dumps(path)) == path
+    assert to_path(Path("s3://bucket/traces")) == path.parent, "as typer gives it"
+    assert is_url("hf://datasets/me/it") and not is_url("data/s3/x") and to_path("x") == Path("x")
+
+
+def test_what_needs_a_local_file_says_so() -> None:
+    for use in (os.listdir, open, os.fspath):
+        with pytest.raises(RemoteError, match="only a local path works here"):
+            use(remote("s3://bucket/x"))
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host/x", "https://host/x?X-Amz-Signature=secret"])
+def test_a_url_with_a_secret_is_refused_without_printing_it(url: str) -> None:
+    with pytest.raises(BadSetting) as caught:
+        to_path(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_folders_and_objects_of_a_bucket(s3: Bucket) -> None:
+    root = remote(f"{s3.url}/data")
+    assert not root.exists()
+    for name in ("a.txt", "b c+%20.txt", "sub/ü.txt"):
+        (root / name).write_bytes(name.encode())
+    assert [str(path) for path in root.iterdir()] == [f"{root}/{name}" for name in ("a.txt", "b c+%20.txt", "sub")]
+    assert {name: info.st_size for name, info in root.walk_files().items()} == {
+        "a.txt": 5,
+        "b c+%20.txt": 11,
+        "sub/ü.txt": 10,
+    }
+    assert root.is_dir() and (root / "a.txt").is_file() and not (root / "a.txt").is_dir() and not (root / "a").exists()
+    assert [path.name for path in root.glob("*.txt")] == ["a.txt", "b c+%20.txt"]
+    assert (root / "b c+%20.txt").read_text() == "b c+%20.txt"
+    (root / "a.txt").unlink()
+    assert not (root / "a.txt").exists()
+
+
+def test_an_object_can_be_claimed_once(s3: Bucket) -> None:
+    claim = remote(f"{s3.url}/claim")
+    claim.put(b"mine", is_new=True)
+    claim.put(b"mine", is_new=True)  # the answer to the first attempt may have been lost
+    with pytest.raises(FileExistsError):
+        claim.put(b"theirs", is_new=True)
+    assert claim.read_bytes() == b"mine"
+
+
+def test_a_large_upload_has_parts_and_is_verified(s3: Bucket, tmp_path: Path) -> None:
+    data = DATA * 170  # 17 MB
+    (tmp_path / "large").write_bytes(data)
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        path = remote(f"{s3.url}/large")
+        assert path.put(tmp_path / "large").num_bytes == len(data)
+        assert proxy.num_requests("PUT") == 3 and proxy.num_requests("GET") == 0
+        assert path.read_bytes() == data
+
+
+# -- ranges
+
+
+@pytest.mark.parametrize("cache", ["1GB", "0"])
+def test_many_ranges_of_an_object(file: RemoteFile, monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    monkeypatch.setenv("MILLSTREAM_CACHE", cache)
+    rng = random.Random(2)
+    for _ in range(5):
+        spans = [(start, min(start + rng.randrange(1, 9000), len(DATA))) for start in rng.choices(range(99_000), k=20)]
+        outs = [bytearray(end - start) for start, end in spans]
+        read_all([(file, start, memoryview(out)) for (start, _), out in zip(spans, outs, strict=True)])
+        assert outs == [DATA[start:end] for start, end in spans]
+    assert file.read(99_990, 100) == DATA[99_990:] and file.read(100_000, 5) == b""
+
+
+def test_neighbours_are_one_request_and_only_what_is_wanted_is_fetched(proxy: FaultyProxy, file: RemoteFile) -> None:
+    assert file.num_bytes == len(DATA)
+    proxy.forget()
+    spans = [(0, 1000), (1000, 2000), (2100, 4000), (50_000, 50_100)]
+    read_all([(file, start, memoryview(bytearray(end - start))) for start, end in spans])
+    assert proxy.num_requests("GET") == 2
+    assert sum(seen.sent_bytes for seen in proxy.requests("GET")) == 4100
+    read_all([(file, start, memoryview(bytearray(end - start))) for start, end in spans])
+    assert proxy.num_requests("GET") == 2, "the rest came from the cache"
+    file.read(500, 49_550)
+    assert proxy.requests("GET")[-1].range == "bytes=4000-49999", "only what was missing"
+
+
+def test_aligned_ranges_are_cached_whole(proxy: FaultyProxy) -> None:
+    file = RemoteFile(remote(f"{proxy.address}/a/b.bin"), align=10_000)
+    assert file.read(12_345, 10) == DATA[12_345:12_355]
+    assert file.read(19_000, 500) == DATA[19_000:19_500]
+    assert [seen.range for seen in proxy.requests("GET")] == ["bytes=10000-19999"]
+
+
+def test_threads_and_forked_children_read(file: RemoteFile) -> None:
+    assert file.read(0, 10) == DATA[:10]  # now the client has threads, which a fork does not copy
+    if not (pid := os.fork()):
+        status = 1
+        try:
+            status = 0 if file.read(5000, 10) == DATA[5000:5010] else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_server_without_versions_is_read_without_the_cache(
+    web: Objects, proxy: FaultyProxy, file: RemoteFile
+) -> None:
+    web.has_etags = False
+    try:
+        assert file.read(0, 10) == file.read(0, 10) == DATA[:10]
+        assert proxy.num_requests("GET") == 2
+    finally:
+        web.has_etags = True
+
+
+# -- faults
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        unavailable(503),
+        unavailable(429, retry_after_s=1),
+        unavailable(500),
+        Fault(cut_at=500),
+        Fault(cut_at=-1),
+        Fault(drop=10),
+        Fault(longer_by=10),
+        Fault(delay_s=0.01, chunk_bytes=2000),
+    ],
+    ids=["503", "429", "500", "cut", "no answer", "short", "wrong length", "slow"],
+)
+def test_passing_faults_are_not_seen(proxy: FaultyProxy, file: RemoteFile, fault: Fault) -> None:
+    proxy.program(fault, method="GET", times=2)
+    assert file.read(1000, 20_000) == DATA[1000:21_000]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        (unavailable(503), RemoteError, "SlowDown"),
+        (Fault(cut_at=10), RemoteError, "no complete answer in"),
+        (DELETED, ObjectMissing, "no such object"),
+        (DENIED, AccessDenied, "AccessDenied"),
+        (EXPIRED_TOKEN, AccessDenied, "ExpiredToken"),
+        (INVALID_KEY, AccessDenied, "InvalidAccessKeyId"),
+    ],
+)
+def test_lasting_faults_are_one_line(
+    proxy: FaultyProxy, file: RemoteFile, monkeypatch: pytest.MonkeyPatch, fault: Fault, error: type, words: str
+) -> None:
+    monkeypatch.setenv("MILLSTREAM_PATIENCE", "0.3")
+    proxy.program(fault, method="GET")
+    with pytest.raises(error, match=words) as caught:
+        file.read(0, 1000)
+    assert "\n" not in str(caught.value) and str(file.path) in str(caught.value)
+
+
+def test_no_network_is_one_line_after_bounded_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLSTREAM_PATIENCE", "0.3")
+    with refusing_address() as closed:
+        addresses = [closed, "http://no-such-host.invalid"]
+    for address in addresses:
+        with pytest.raises(RemoteError, match=r"no complete answer in 0\.3 s") as caught:
+            remote(f"{address}/x").read_bytes()
+        assert "\n" not in str(caught.value)
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_an_error(web: Objects, file: RemoteFile) -> None:
+    file.read(0, 1000)
+    web["a/b.bin"] = DATA[::-1]
+    with pytest.raises(ObjectChanged, match="was replaced"):
+        file.read(5000, 1000)
+    assert RemoteFile(file.path).read(5000, 10) == DATA[::-1][5000:5010], "opened again"
+
+
+def test_an_object_that_was_replaced_since_it_was_listed_is_read_as_it_is_now(s3: Bucket) -> None:
+    folder = remote(f"{s3.url}/folder")
+    (folder / "x").write_bytes(b"old")
+    assert folder.entries()["x"].num_bytes == 3
+    file = RemoteFile(folder / "x")
+    assert file.num_bytes == 3
+    (folder / "x").write_bytes(b"newer")
+    assert file.read(0, 3) == b"new"
+
+
+def test_a_damaged_answer_is_fetched_again_and_not_kept(proxy: FaultyProxy, file: RemoteFile) -> None:
+    proxy.program(Fault(flip_at=77), method="GET", times=1)
+    assert read_object(file.path, is_intact=lambda data: data == DATA) == DATA
+    assert read_object(file.path) == DATA, "the cache has the second answer"
+
+
+def test_secrets_are_in_no_error_and_no_log(
+    s3: Bucket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MILLSTREAM_PATIENCE", "0.2")
+    told: list[str] = []
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        for fault in (DENIED, EXPIRED_TOKEN, unavailable(503), Fault(cut_at=-1)):
+            proxy.heal()
+            proxy.program(fault)
+            path = remote(f"{s3.url}/x")
+            for act in (path.info, path.read_bytes, lambda path=path: list(path.iterdir()), lambda p=path: p.put(b"")):
+                with pytest.raises(MillstreamError) as caught:
+                    act()
+                told.append(repr(caught.value) + repr(path.bucket))
+    text = "".join((*told, *capfd.readouterr()))
+    assert "access-key-of-the-tests" not in text and "secret-key-of-the-tests" not in text
+
+
+def test_the_profile_of_the_aws_command_line_is_used(
+    s3: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(f"[profile mine]\nregion = eu-west-1\nendpoint_url = {s3.address}\n")
+    (tmp_path / "keys").write_text("[mine]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    path = remote(f"{s3.url}/x")
+    path.write_bytes(b"hello")
+    assert path.read_bytes() == b"hello"
+
+
+def test_without_credentials_the_error_says_so(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(AccessDenied, match="no credentials found"):
+        remote(f"{s3.url}/x").read_bytes()
