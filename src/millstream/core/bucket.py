@@ -274,7 +274,7 @@ def _load_obstore(root: str) -> tuple[Any, Any]:
         file = os.memfd_create("obstore")
         with open(file, "wb", closefd=False) as copy:
             copy.write(library)
-        loader = ExtensionFileLoader("obstore._obstore", f"/proc/self/fd/{file}")
+        loader = ExtensionFileLoader("obstore._obstore", f"/dev/fd/{file}")
         before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "obstore"}
         try:
             native = module_from_spec(cast(ModuleSpec, spec_from_loader("obstore._obstore", loader)))
