@@ -16,6 +16,8 @@ from millstream.errors import BadSource, ConfigMismatch, MillstreamError, StoreE
 from millstream.traces.convert import PROGRESS, RESTART, convert, expand, imported_records
 from millstream.traces.store.inspect import compare, summarise
 from millstream.traces.store.rewrite import drop_records
+from support.remote_stores import SPOOL, remote
+from support.s3_server import Bucket
 
 
 def old_trace(g: int, *, batch: int = 4) -> dict[str, object]:
@@ -128,6 +130,22 @@ def test_an_interrupted_conversion_resumes_where_it_stopped(tmp_path: Path):
     assert all((tmp_path / "new" / name).read_bytes() == data for name, data in before.items())
     convert(files, tmp_path / "new")
     assert_converted(tmp_path / "new", 12)
+
+
+def test_a_conversion_to_a_url_resumes_on_another_machine(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files, out = write_old(tmp_path / "old"), remote(f"{s3.url}/new")
+    monkeypatch.setenv(SPOOL, str(tmp_path / "first"))
+    convert_six(files, out)
+    monkeypatch.setenv(SPOOL, str(tmp_path / "second"))
+    convert(files, out)
+    assert_converted(out, 12)
+
+    files = [tmp_path / "a.pkl", tmp_path / "b.pkl"]  # the second one has a field that the first lacks
+    files[0].write_bytes(pickle.dumps([{"question": "a"}]))
+    files[1].write_bytes(pickle.dumps([{"question": "b", "late": 1}]))
+    convert(files, remote(f"{s3.url}/late"))
+    assert ms.open(f"{s3.url}/late").column("late").to_pylist() == [None, 1]
 
 
 def test_a_conversion_waits_for_records_that_another_process_is_recovering(tmp_path: Path):

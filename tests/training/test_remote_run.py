@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import millstream as ms
-from millstream.core.remote import RemotePath
-from millstream.core.spool import spool_folder
+from millstream.core.remote import RemotePath, spool_folder
 from millstream.errors import BadSource, ConfigMismatch, RemoteError, StoreExists
 from millstream.training import run as run_module
 from millstream.training.folder import finished_jobs, load, read_lines
@@ -132,10 +131,15 @@ def test_processes_that_share_nothing_but_the_run_at_a_url_resume_it(
     assert_ends_alike(local_copy(url, tmp_path / "third", monkeypatch), tmp_path / "whole")
 
 
-def test_a_run_at_a_url_is_evaluated_and_reported(
-    store: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unrendered_figures: None
+def test_a_run_at_a_url_on_a_store_at_a_url_is_evaluated_and_reported(
+    store: Path, s3: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unrendered_figures: None
 ) -> None:
-    ms.train(store, out=url, **{**SHORT, "model": "mean_logprob"})
+    data = f"{s3.url}/traces"
+    for file in store.iterdir():
+        (remote(data) / file.name).put(file)
+    code, _, err = run_here("verify", data)
+    assert code == 0 and "all checksums match" in err
+    ms.train(data, out=url, **{**SHORT, "model": "mean_logprob"})
     monkeypatch.setenv(SPOOL, str(tmp_path / "second"))
     for command in ("report", "evaluate"):
         code, _, err = run_here(command, url)
@@ -143,7 +147,7 @@ def test_a_run_at_a_url_is_evaluated_and_reported(
     assert {"report.html", "tables/comparison.csv", "evaluated/test/report.html"} <= {*objects(url)}
     before = objects(url)
     monkeypatch.setenv(SPOOL, str(tmp_path / "first"))
-    ms.train(store, out=url, **{**SHORT, "model": "mean_logprob"})
+    ms.train(data, out=url, **{**SHORT, "model": "mean_logprob"})
     assert objects(url) == before  # what another machine made of the run is kept
 
 

@@ -11,6 +11,8 @@ import hashlib
 import io
 import os
 import re
+import shutil
+import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
@@ -19,6 +21,9 @@ from typing import Any, Self
 
 from millstream.core.block_cache import block_cache
 from millstream.core.bucket import PART_BYTES, Bucket, ObjectInfo, bucket_at, is_url, request_threads
+from millstream.core.files import spool_root
+from millstream.core.memory import Map
+from millstream.core.record import Bytes
 from millstream.errors import BadSetting, ObjectChanged, ObjectMissing, RemoteError
 
 Wanted = tuple["RemoteFile", int, memoryview]  # an object, where to start, what to fill
@@ -148,7 +153,11 @@ class RemotePath(PosixPath):
         if mode not in ("r", "rt", "rb"):
             raise RemoteError(f"{self}: cannot be opened for writing (mode {mode!r})")
         raw = io.BufferedReader(_Raw(RemoteFile(self)), PART_BYTES)
-        return raw if mode == "rb" else io.TextIOWrapper(raw, options.get("encoding") or "utf-8")
+        return (
+            raw
+            if mode == "rb"
+            else io.TextIOWrapper(raw, options.get("encoding") or "utf-8", newline=options.get("newline"))
+        )
 
     def write_bytes(self, data: Any) -> int:
         self.put(bytes(data))
@@ -163,6 +172,14 @@ class RemotePath(PosixPath):
 
     def unlink(self, missing_ok: bool = False) -> None:
         self.bucket.delete(self.key)
+
+
+def spool_folder(path: Path) -> Path:
+    """Where what belongs to a path is written: a local path itself; for a URL, a folder to upload from."""
+    path = to_path(path)
+    if not isinstance(path, RemotePath):
+        return path
+    return spool_root() / f"{path.name[:40]}-{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
 
 
 # -- reading ranges
@@ -355,6 +372,16 @@ def read_range(path: Path, start: int, count: int) -> bytes:
         return RemoteFile(path).read(start, count)
     with open(path, "rb", buffering=0) as file:
         return os.pread(file.fileno(), count, start)
+
+
+def mapped(path: Path) -> Bytes:
+    """The bytes of a file, to go through once; of an object, in a copy on disk that is gone with them."""
+    if not isinstance(path, RemotePath):
+        return Map(path, sequential=True).view
+    with tempfile.NamedTemporaryFile(dir=spool_root()) as copy, open_raw(path) as source:
+        shutil.copyfileobj(source, copy, 1 << 20)
+        copy.flush()
+        return Map(Path(copy.name), sequential=True).view
 
 
 class _Raw(io.RawIOBase):

@@ -16,6 +16,7 @@ from millstream.core.collection import Collection, Listed, Marked, Medium, Numbe
 from millstream.core.config import parse_json
 from millstream.core.files import publish
 from millstream.core.order import mix_words
+from millstream.core.remote import to_path
 from millstream.errors import BadSource, BadSplit, MissingLabel
 
 VERSION = 1
@@ -104,13 +105,13 @@ class Split:
         rule = asdict(self.rule)
         content = {"millstream split": VERSION, "parts": rule.pop("shares"), **rule, "records": counts}
         text = json.dumps(content, indent=1)
-        publish(Path(path), (text + "\n").encode())
+        publish(to_path(path), (text + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path, collection: Collection) -> Self:
         """The split of a collection by a saved rule."""
         try:
-            saved = cast("dict[str, object]", parse_json(Path(path).read_text()))
+            saved = cast("dict[str, object]", parse_json(to_path(path).read_text()))
             version = saved["millstream split"]
         except OSError as error:
             what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
@@ -321,7 +322,7 @@ def _find(collection: Collection, table: str | Path | pa.Table | None, column: s
             )
         return collection.column(column).to_pylist(), "the records"
     source = "the table" if isinstance(table, pa.Table) else str(table)
-    rows = table if isinstance(table, pa.Table) else _read_table(Path(table), is_own=table == collection.labels_file)
+    rows = table if isinstance(table, pa.Table) else _read_table(to_path(table), is_own=table == collection.labels_file)
     key = collection.default_key
     if key is None:
         raise BadSource(f"{source}: the records have no key to join on. Use one of their fields instead: column=...")

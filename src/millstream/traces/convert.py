@@ -12,8 +12,7 @@ from millstream.core.console import Progress, ignore_message, quoted, silent
 from millstream.core.files import publish_json
 from millstream.core.record import RawTensor, as_tensor
 from millstream.core.registry import extensions
-from millstream.core.remote import to_path
-from millstream.core.spool import spool_folder
+from millstream.core.remote import spool_folder, to_path
 from millstream.errors import BadSource, SchemaMismatch, SourceError, StoreError
 from millstream.traces.store.format import ID_FIELD
 from millstream.traces.store.locks import only_job

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from millstream.core.config import config_hash
 from millstream.core.console import Progress, silent
 from millstream.core.files import sync_folder
+from millstream.core.remote import to_path
 from millstream.core.split import LABEL
 from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource
@@ -109,7 +110,7 @@ def label(
             found = ", ".join(traces.fields) or "no fields"
             raise BadSource(f"{store}: labels need the field {ID_FIELD!r}; its records have only {found}")
         ids = [str(name) for name in traces.ids]  # as `ms.labelled` compares them
-        file = read_scores(Path(scores), key=ID_FIELD, column=column) if scores is not None else None
+        file = read_scores(to_path(scores), key=ID_FIELD, column=column) if scores is not None else None
         by_id = np.full(len(ids), np.nan) if file is None else _scores_of(file, ids)
         is_usable = _is_usable(traces)
         added = None if references is None else _references_of(references, ids, columns=columns)

@@ -351,7 +351,7 @@ def _read_parquet(path: Path) -> dict[str, list[object]]:
 def _read_csv(path: Path, key: str) -> dict[str, list[object]]:
     """Columns of numbers if all values are numbers, else of texts. Ids are always texts: `007` is not 7."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             header, *lines = list(csv.reader(file, strict=True)) or [[]]
     except FileNotFoundError:
         raise BadSource(f"{path}: no such file") from None

@@ -18,8 +18,7 @@ from pathlib import Path
 from millstream.core.config import parse_json
 from millstream.core.console import format_bytes, plural, quoted, say
 from millstream.core.files import lock, locked, publish_json, publishing
-from millstream.core.remote import RemotePath, open_raw, to_path
-from millstream.core.spool import spool_folder
+from millstream.core.remote import RemotePath, open_raw, spool_folder, to_path
 from millstream.errors import BadSource, MillstreamError, RemoteError, StoreExists
 from millstream.training.folder import LATEST, METRICS, PREDICTIONS, SCORES, WEIGHTS
 

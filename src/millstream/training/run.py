@@ -26,8 +26,7 @@ from millstream.core.engine import available_cores
 from millstream.core.files import publish, publish_json
 from millstream.core.memory import Allowance
 from millstream.core.registry import kinds_with, plug
-from millstream.core.remote import RemotePath, to_path
-from millstream.core.spool import spool_folder
+from millstream.core.remote import RemotePath, spool_folder, to_path
 from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingExtra, MissingFields
 from millstream.training import LoopSettings

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import millstream as ms
-from millstream.core.spool import spool_folder
+from millstream.core.remote import spool_folder
 from millstream.errors import ConfigMismatch, RemoteError, StoreError
 from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.repair import repair

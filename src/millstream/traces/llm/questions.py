@@ -13,6 +13,7 @@ import numpy as np
 
 from millstream.core.config import parse_json
 from millstream.core.registry import extensions
+from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.traces.llm.model import Tokenizer
 from millstream.traces.scores import normalise
@@ -139,7 +140,7 @@ def _find_questions(
         stdin = Path("/dev/stdin")
         return _from_rows(_read_file(stdin), stdin.name, columns, stdin, needs_text=needs_text)
     built_in = built_in_questions()
-    path = built_in.get(name, Path(source))
+    path = built_in.get(name, to_path(source))
     if not isinstance(path, Path):
         return path()
     if path.suffix in _SUFFIXES or path.exists():

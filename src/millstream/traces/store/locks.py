@@ -11,8 +11,7 @@ from pathlib import Path
 
 from millstream.core.console import quoted
 from millstream.core.files import is_same_file, lock, unlock
-from millstream.core.remote import is_url
-from millstream.core.spool import spool_folder
+from millstream.core.remote import is_url, spool_folder
 from millstream.errors import StoreError, StoreExists
 
 JOB = ".lock"

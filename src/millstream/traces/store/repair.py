@@ -20,6 +20,7 @@ from millstream.core.console import Progress, silent
 from millstream.core.files import is_same_file, lock, sync_folder
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, Schema, crc32c
+from millstream.core.remote import mapped
 from millstream.core.tables import is_table_intact
 from millstream.errors import CorruptShard, StoreError
 from millstream.traces.store.format import (
@@ -282,7 +283,7 @@ class _Examination:
         self.file = path / shard_name(shard.number)
         self.shard = shard
         self.is_missing = not self.file.exists()
-        self.view: Bytes = np.empty(0, np.uint8) if self.is_missing else Map(self.file, sequential=True).view
+        self.view: Bytes = np.empty(0, np.uint8) if self.is_missing else mapped(self.file)
         self.seal: Seal | None = None if self.is_missing else read_shard_seal(self.file)
         self.arrow, self.start = _header(self.view)
         self.sidecar = self._load_sidecar(path)

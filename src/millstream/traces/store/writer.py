@@ -11,8 +11,7 @@ import pyarrow as pa
 from millstream.core.config import config_diff, config_hash, parse_bytes
 from millstream.core.files import sync_path
 from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
-from millstream.core.remote import RemotePath, to_path
-from millstream.core.spool import spool_folder
+from millstream.core.remote import RemotePath, spool_folder, to_path
 from millstream.errors import (
     ConfigMismatch,
     CorruptShard,
