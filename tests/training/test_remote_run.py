@@ -199,6 +199,22 @@ def test_two_machines_that_write_one_run_are_noticed(url: str, tmp_path: Path, m
     assert (local_run(url) / "config.yaml").read_text() == "2"
 
 
+def test_a_run_that_trains_on_another_machine_can_be_reported(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with writing_run(url) as training:
+        training.mkdir()
+        (training / "config.yaml").write_text("1")
+    monkeypatch.setenv(SPOOL, str(tmp_path / "second"))
+    with writing_run(url) as reported:
+        monkeypatch.setenv(SPOOL, str(tmp_path / "first"))
+        with writing_run(url) as training:
+            (training / "config.yaml").write_text("2")
+        (reported / "report.html").write_text("of what there was")
+    assert (remote(url) / "config.yaml").read_text() == "2"
+    assert objects(url) == ["config.yaml", "report.html"]
+
+
 def test_an_outage_costs_no_progress_and_a_flipped_bit_is_fetched_again(
     s3: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

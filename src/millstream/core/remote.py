@@ -153,11 +153,9 @@ class RemotePath(PosixPath):
         if mode not in ("r", "rt", "rb"):
             raise RemoteError(f"{self}: cannot be opened for writing (mode {mode!r})")
         raw = io.BufferedReader(_Raw(RemoteFile(self)), PART_BYTES)
-        return (
-            raw
-            if mode == "rb"
-            else io.TextIOWrapper(raw, options.get("encoding") or "utf-8", newline=options.get("newline"))
-        )
+        if mode == "rb":
+            return raw
+        return io.TextIOWrapper(raw, options.get("encoding") or "utf-8", newline=options.get("newline"))
 
     def write_bytes(self, data: Any) -> int:
         self.put(bytes(data))

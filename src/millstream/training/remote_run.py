@@ -81,8 +81,9 @@ class RemoteRun:
             if not changed and not removed:
                 return
             found = self.url.walk_files()
-            known = {name: info.etag for name, info in found.items() if _is_own(name)}
-            if known != {name: one.etag for name, one in synced.items() if _is_own(name)}:
+            theirs = {name: info.etag for name, info in found.items() if _is_own(name)}
+            ours = {name: one.etag for name, one in synced.items() if _is_own(name)}
+            if any(map(_is_own, (*changed, *removed))) and theirs != ours:
                 raise BadSource(
                     f"{self.url}: another machine is writing this run. Stop one of the two; the same command again "
                     "resumes the run as it is there"
@@ -138,11 +139,16 @@ class RemoteRun:
     def _freeze(self, name: str, number: int) -> Stamp | None:
         """Keep a file as it is now, to be uploaded; None if it has just been removed."""
         file, frozen = self.folder / name, self._frozen / str(number)
-        with suppress(FileNotFoundError):
+        stamp = _stamp_of(file)
+        try:
             if file.suffix == ".safetensors":  # large, and always replaced as a whole
                 os.link(file, frozen)
                 return _stamp_of(frozen)
-            stamp = _stamp_of(file)
+        except FileNotFoundError:
+            return None
+        except OSError:  # a file system without links
+            pass
+        with suppress(FileNotFoundError):
             shutil.copyfile(file, frozen)
             return stamp
         return None

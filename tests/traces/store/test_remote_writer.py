@@ -9,15 +9,15 @@ import pytest
 
 import millstream as ms
 from millstream.core.remote import spool_folder
-from millstream.errors import ConfigMismatch, RemoteError, StoreError
+from millstream.errors import ConfigMismatch, CorruptShard, RemoteError, StoreError
 from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.repair import repair
 from millstream.traces.store.rewrite import merge, subset_records, subset_shards
-from millstream.traces.store.uploads import CLAIMS
+from millstream.traces.store.uploads import CLAIMS, Uploads
 from millstream.traces.store.writer import done_records
 from support.effort import THOROUGH
 from support.faulty_proxy import Fault, faulty_proxy, unavailable
-from support.making import Child, noted, plain, read_keys, run_child, same, write
+from support.making import Child, flip, noted, plain, read_keys, run_child, same, write
 from support.remote_stores import SPOOL, append_remotely, environment, objects, remote, remote_keys
 from support.s3_server import Bucket
 
@@ -181,6 +181,22 @@ def test_records_in_the_spool_never_get_into_a_store_with_other_settings(url: st
     child.join()
     run_child(append_remotely, environment(spool), url, [], {"config": {"model": "b"}}, 0)
     assert remote_keys(url) == KEYS[2:3]
+
+
+def test_a_shard_that_is_damaged_in_the_spool_is_not_uploaded_before_it_is_repaired(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        for name in ("start", "wait"):
+            patch.setattr(Uploads, name, lambda *_: None)
+        write_remotely(url, KEYS, shard_records=3)
+    folder = spool_folder(remote(url))
+    flip(folder / "shard-00000.parquet", 300)
+    with pytest.raises(CorruptShard, match=f"millstream repair {folder}"):
+        ms.TraceWriter(url)
+    repair(folder)
+    write_remotely(url, [(2, 0)])
+    assert remote_keys(url) == [*KEYS, (2, 0)]
 
 
 def test_stores_at_a_url_are_copied_from_but_not_rewritten(url: str, tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ class TraceWriter:
     def _recover_spool(self, config: Mapping[str, object] | None, compression: str | None) -> Manifest:
         """The same for a store at a URL: what a killed writer left in the spool is uploaded."""
         assert self._uploads
+        (self._folder / MANIFEST).unlink(missing_ok=True)  # of a repair; it would list shards that are uploaded now
         self.recovered = recover_all(self._folder)
         if not list_shards(self._folder)[0]:
             _create(self.path, config, compression)
