@@ -16,6 +16,8 @@ import millstream as ms
 from support.making_small import write_reads, write_traces
 
 grain = pytest.importorskip("grain", reason="not installed: pip install grain")
+# absl, which Grain imports, closes the stream it found at import when logging is set up again: pytest's stderr.
+pytest.importorskip("absl.logging").get_absl_handler().python_handler.stream = sys.__stderr__
 
 NUM_RECORDS = 60
 KINDS = ["traces", "reads", "tables", "subset", "mixture"]

@@ -38,6 +38,8 @@ class Medium:
     """Whether a record can be read without its neighbours."""
     is_remote: bool = False
     """Whether reading waits for a network, so that more batches should be on their way."""
+    largest_bytes: int | None = None
+    """What the largest record needs at most, if that is known without looking at the records."""
 
 
 class Collection(ABC):

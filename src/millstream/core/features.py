@@ -95,6 +95,9 @@ class FeaturePipeline:
     def excess(self, collection: Collection, batches: Iterable[Numbers], *, batch_size: int, budget: int) -> int | None:
         """The cost of one of these batches that exceeds the budget, if any does, whatever the number of records."""
         names = self._names(collection)
+        known = collection.medium.largest_bytes
+        if known is not None and batch_size * known * (1 + self._growth) <= budget:
+            return None
         if self._largest is None:
             edges = range(0, len(collection), _SIZES_AT_ONCE)
             parts = (np.arange(at, min(at + _SIZES_AT_ONCE, len(collection)), dtype=np.int64) for at in edges)

@@ -58,7 +58,9 @@ class Concat(Collection):
         media = [one.medium for one in self.collections]
         num_bytes = sum(medium.num_bytes for medium in media)
         is_random, is_remote = all(m.is_random for m in media), any(m.is_remote for m in media)
-        return Medium(num_bytes, max(m.run_bytes for m in media), is_random, is_remote)
+        largest = [m.largest_bytes for m in media if m.largest_bytes is not None]
+        most = max(largest) if len(largest) == len(media) else None
+        return Medium(num_bytes, max(m.run_bytes for m in media), is_random, is_remote, most)
 
     @property
     def fingerprint(self) -> str:

@@ -63,6 +63,7 @@ class ShardInfo:
     bytes: int
     seconds: float
     sidecar_crc32c: int | None  # None: unknown, because shard and manifest are both damaged
+    largest: int | None = None  # bytes of the tensors of the largest record; None in shards of older versions
 
 
 @dataclass(frozen=True)
@@ -211,15 +212,16 @@ def shard_info(path: Path, number: int) -> ShardInfo:
     file = path / shard_name(number)
     seal = read_shard_seal(file)
     data = read_sidecar(path, number, seal and seal.sidecar_crc32c)
-    records, seconds = 0, 0.0
+    records, seconds, largest = 0, 0.0, None
     if data is not None:
         with suppress(OSError, ValueError, pa.ArrowException):  # a checksum of our own, but not a Parquet file
             sidecar = pq.ParquetFile(pa.BufferReader(data))
             records = sidecar.metadata.num_rows
             seconds = number_of(sidecar.schema_arrow, "seconds")
+            largest = int(number_of(sidecar.schema_arrow, "largest")) or None
     if seal is None:
         return ShardInfo(number, records, file.stat().st_size, seconds, None)
-    return ShardInfo(number, seal.records, file.stat().st_size, seconds, seal.sidecar_crc32c)
+    return ShardInfo(number, seal.records, file.stat().st_size, seconds, seal.sidecar_crc32c, largest)
 
 
 def read_sidecar(path: Path, number: int, crc: int | None) -> bytes | None:
@@ -389,5 +391,6 @@ def _is_sensible(manifest: Manifest) -> bool:
         and all(type(count) is int and 0 <= count < _MOST for shard in counts for count in shard)
         and len({shard.number for shard in manifest.shards}) == len(manifest.shards)
         and all(type(s.seconds) in (int, float) and 0 <= s.seconds < _MOST for s in manifest.shards)
+        and all(s.largest is None or (type(s.largest) is int and 0 <= s.largest < _MOST) for s in manifest.shards)
         and all(crc is None or (type(crc) is int and 0 <= crc < 1 << 32) for crc in checksums)
     )

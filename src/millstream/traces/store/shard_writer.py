@@ -29,7 +29,7 @@ from millstream.traces.store.format import (
     to_slices,
 )
 from millstream.traces.store.manifest import APPEND_AGAIN, ShardInfo, number_of, open_file, shard_name, sidecar_name
-from millstream.traces.store.sidecar import to_parquet
+from millstream.traces.store.sidecar import largest_record, to_parquet
 
 _IOV_MAX = 1024
 
@@ -114,7 +114,8 @@ class ShardWriter:
         self.release()
         sync_path(self._path)
         size = self.num_bytes + len(end)
-        return ShardInfo(self.number, len(self.rows), size, seconds, crc32c(sidecar))
+        largest = largest_record(self.rows, self.fields)
+        return ShardInfo(self.number, len(self.rows), size, seconds, crc32c(sidecar), largest)
 
     def discard(self) -> None:
         """Remove the open shard."""

@@ -129,8 +129,21 @@ def to_parquet(rows: Sequence[Row], schema: Schema, *, compression: str, seconds
     columns[NUM_BYTES] = [row.num_bytes for row in rows]
     columns[META_BYTES] = [row.meta_bytes for row in rows]
     arrays = [pa.array(columns[field.name], field.type) for field in target]
-    metadata = {"millstream.seconds": repr(seconds), "millstream.compression": compression}
+    metadata = {
+        "millstream.seconds": repr(seconds),
+        "millstream.compression": compression,
+        "millstream.largest": str(largest_record(rows, schema)),
+    }
     return tables.to_parquet(pa.Table.from_arrays(arrays, schema=target.with_metadata(metadata)))
+
+
+def largest_record(rows: Iterable[Row], schema: Schema) -> int:
+    """Bytes of the tensors of the largest record, decompressed."""
+    itemsizes = {name: kind.itemsize for name, kind in schema.items() if isinstance(kind, Tensor)}
+    return max(
+        (sum(prod(t.shape) * itemsizes[name] for name, t in row.tensors.items() if t is not None) for row in rows),
+        default=0,
+    )
 
 
 class Sidecar:

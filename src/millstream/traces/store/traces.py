@@ -2,7 +2,9 @@
 
 import re
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 Record = dict[str, object]
 SCALAR_BYTES = 64  # estimated memory of a number or text
 LABELS_FILE = LABELS
+REMOTE_OPENERS = 16  # sidecars requested at once
 AHEAD = 4  # records to prefetch when iterating
 Planned = tuple[ShardReader, Plan | None]  # None: the tensor is None
 Plans = Mapping[str, Sequence[Planned]]
@@ -83,6 +86,7 @@ class Traces(Collection):
         self._starts = list(accumulate((shard.records for shard in manifest.shards), initial=0))
         # lru_cache is thread-safe: at worst two threads open the same shard twice.
         self._open = lru_cache(maxsize=self._open_shards)(self._open_shard)
+        self._opened = set[int]()  # at least once
         self._table: pa.Table | None = None
         self._index: list[IdIndex] | None = None
 
@@ -121,6 +125,7 @@ class Traces(Collection):
             )
         shards, rows = self._locate(numbers)
         wanted = [name for name in names if isinstance(self.fields[name], Tensor)]
+        self._open_all(shards)
         located = [(self._open(shard), row) for shard, row in zip(shards, rows, strict=True)] if wanted else []
         chosen = {name: layers if picks[name] is None else picks[name] for name in wanted}
         plans = {name: [(shard, shard.plan(row, name, chosen[name])) for shard, row in located] for name in wanted}
@@ -145,6 +150,7 @@ class Traces(Collection):
         shards, rows = self._locate(numbers)
         sizes = np.full(len(numbers), SCALAR_BYTES * len(fields), np.int64)
         picks = self._fields(fields)
+        self._open_all(shards)
         for index in set(shards):
             (at,) = np.nonzero(np.asarray(shards) == index)
             sizes[at] += self._open(index).sizes(np.asarray(rows)[at], picks)
@@ -153,7 +159,9 @@ class Traces(Collection):
     @property
     def medium(self) -> Medium:
         run_bytes = self.num_bytes // max(len(self), 1)
-        return Medium(self.num_bytes, run_bytes, is_random=True, is_remote=is_url(self.path))
+        largest = [shard.largest for shard in self.shards if shard.largest is not None]
+        most = max(largest, default=0) + SCALAR_BYTES * len(self.fields) if len(largest) == len(self.shards) else None
+        return Medium(self.num_bytes, run_bytes, is_random=True, is_remote=is_url(self.path), largest_bytes=most)
 
     @property
     def fingerprint(self) -> str:
@@ -299,6 +307,13 @@ class Traces(Collection):
         verify = self._verify == "always"
         reader = RemoteShard if is_url(self.path) else ShardReader
         return reader(self.path, info, first=self._starts[index], verify=verify, fields=self.fields)
+
+    def _open_all(self, shards: Sequence[int]) -> None:
+        """Open remote shards at once: each waits for its sidecar, the first time."""
+        if is_url(self.path) and len(wanted := set(shards) - self._opened) > 1:
+            self._opened |= wanted
+            with ThreadPoolExecutor(min(len(wanted), REMOTE_OPENERS)) as threads:
+                deque(threads.map(self._open, list(wanted)[: self._open_shards]), maxlen=0)
 
     def _record(self, number: int) -> Record:
         index, row = self.locate(number)
