@@ -60,11 +60,12 @@ def test_what_is_written_is_read_back_and_nothing_stays_in_the_spool(url: str) -
 
 
 def test_a_shard_that_the_manifest_does_not_list_is_read_without_fetching_it(s3: Bucket, url: str) -> None:
-    big = {"question_id": "1:0", "hidden": np.arange(1 << 20, dtype=np.int32)}
+    big = {"question_id": "1:0", "hidden": np.arange(3 << 20, dtype=np.int32)}
     with faulty_proxy(s3.address) as proxy:
         s3.through(proxy.address)
         with ms.TraceWriter(url) as writer:
             writer.append(big)
+        assert proxy.num_requests("POST", "shard-00000.arrow") == 2  # a multipart upload
         (remote(url) / MANIFEST).unlink()
         proxy.forget()
         traces = ms.open(url)
