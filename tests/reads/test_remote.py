@@ -1,5 +1,6 @@
 """Reads by URL: what a bucket has is read, indexed, packed and classified as local files are."""
 
+import gzip
 import io
 import pickle
 from pathlib import Path
@@ -12,11 +13,13 @@ from millstream.core import bucket
 from millstream.core.block_cache import cache_settings
 from millstream.core.files import spool_root
 from millstream.core.remote import RemotePath, to_path
-from millstream.errors import BadSetting, ObjectChanged, StaleIndex
+from millstream.errors import BadSetting, ObjectChanged, StaleIndex, StoreExists
+from millstream.reads.classify import classify
 from millstream.reads.files.index import IndexLimits, IndexSettings, build_index, find_index, index_paths
 from millstream.reads.pack import PackFile
 from millstream.reads.pack.pack import pack
 from millstream.reads.pack.unpack import unpack
+from support.classifying import make_run
 from support.commands import run_here
 from support.faulty_proxy import Fault, faulty_proxy
 from support.http_server import http_objects
@@ -226,3 +229,39 @@ def test_pack_and_unpack_stream_from_and_to_urls(where: str, s3: Bucket, tmp_pat
     assert "nothing to do" in run_here("unpack", out, again)[2]
     assert run_here("verify", out)[0] == 0
     assert not list(spool_root().iterdir())
+
+
+def test_classify_reads_from_and_writes_to_urls(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, run = make_run(tmp_path)
+    wanted, report = tmp_path / "wanted.tsv.gz", tmp_path / "wanted.kreport"
+    classify(run, files, wanted, report=report)
+    urls = [str(put(s3, file.name, file.read_bytes())) for file in files]
+    out, ours = to_path(f"{s3.url}/out.tsv.gz"), to_path(f"{s3.url}/out.kreport")
+    calls = iter(range(9))
+    stopped = classify(run, urls, out, report=ours, batch_size=64, save_s=0.0, stop=lambda: next(calls) == 3)
+    assert stopped.interrupted and not out.exists()
+    done = classify(run, urls, out, report=ours)  # resumes from what is on local disk
+    assert done.num_resumed and not done.interrupted
+    assert (gzip.decompress(out.read_bytes()), ours.read_bytes()) == (
+        gzip.decompress(wanted.read_bytes()),
+        report.read_bytes(),
+    )
+    assert not list(spool_root().iterdir())
+    code, _, said = run_here("classify", run, *urls, "-o", out, "--report", ours)
+    assert code == 0 and "nothing to do" in said, said
+    with pytest.raises(StoreExists):
+        classify(run, urls[:1], out)
+
+
+def test_classifiers_are_trained_on_urls(s3: Bucket, tmp_path: Path) -> None:
+    files, run = make_run(tmp_path)
+    urls = [str(put(s3, file.name, file.read_bytes())) for file in files]
+    mapping = put(s3, "species.tsv", (tmp_path / "species.tsv").read_bytes())
+    data = {"train": urls[0], "val": urls[1]}
+    settings = {"model": "kmer-linear", "epochs": 1, "bits": 12}
+    ms.train(data, mapping=str(mapping), out=str(tmp_path / "remote"), **settings)
+    theirs, ours = (folder / "kmer-linear-0" / "weights.safetensors" for folder in (run, tmp_path / "remote"))
+    found = sorted(path.relative_to(run) for path in run.rglob("*.safetensors"))
+    assert found
+    for name in found:
+        assert (run / name).read_bytes() == (tmp_path / "remote" / name).read_bytes(), (theirs, ours)

@@ -17,6 +17,7 @@ from millstream.core.fingerprint import Fingerprint, file_crc32c
 from millstream.core.record import Bytes
 from millstream.core.remote import is_url
 from millstream.errors import BadSetting, BadSource, StaleIndex
+from millstream.reads.files.blocks import REQUEST_BYTES
 from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.containers import MAX_FRAME_BYTES
 from millstream.reads.files.index import add_names
@@ -81,12 +82,12 @@ class ReadFile:
     def medium(self) -> Medium:
         is_random = self.sections.meta["kind"] == "plain" and not self._is_remote
         num_bytes = int(self.sections.meta["text_bytes"])  # pyright: ignore
-        return Medium(num_bytes, self.text.run_bytes, is_random, self._is_remote)
+        run_bytes = max(self.text.run_bytes, REQUEST_BYTES if self._is_remote else 0)
+        return Medium(num_bytes, run_bytes, is_random, self._is_remote)
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
         """Start reading the file from row `first[i]` to row `last[i]`."""
-        for start, end in self._spans(first, last):
-            self.text.will_need(start, end)
+        self.text.will_need(list(self._spans(first, last)))
 
     def release(self, first: Numbers, last: Numbers) -> None:
         for start, end in self._spans(first, last):

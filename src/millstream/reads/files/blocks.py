@@ -24,8 +24,11 @@ from millstream.core.remote import RemoteFile, read_all
 from millstream.errors import MillstreamError
 from millstream.reads.files.ranges import copy_pieces
 
-BLOCK_BYTES = 1 << 20  # of an object that is not compressed
-_REQUEST_BYTES = 32 << 20  # requested at once
+REQUEST_BYTES = 1 << 20  # of an object: worth a request
+_ROUND_BYTES = 32 << 20  # requested at once, at most
+
+
+Ranges = Sequence[tuple[int, int]]  # of a text, from the first byte to before the last
 
 
 class BlockSpan(NamedTuple):
@@ -64,7 +67,9 @@ class Blocks:
         self._source = source
         self._plain, self._edges, self._last = edges, edges.data, len(edges) - 2
         self._spans, self._decode, self._is_checked = spans, decode, is_checked
-        self._memory = memory
+        # Of an object, what is on its way takes the rest: its parts, and the ranges that they are copied to.
+        self._memory = memory if isinstance(source, Path) else kept_bytes(memory)
+        self._round = min(memory // 16, _ROUND_BYTES)
         self._start()
 
     def __del__(self) -> None:
@@ -135,16 +140,20 @@ class Blocks:
         """The mean size of a block."""
         return int(self._plain[-1]) // max(self._last + 1, 1)
 
-    def will_need(self, start: int, end: int) -> None:
-        """Start reading this range of the text; of an object, its blocks are requested and decoded."""
+    def will_need(self, ranges: Ranges) -> None:
+        """Start reading these ranges of the text; of an object, their blocks are requested and decoded."""
         self._restart_after_fork()
-        first, last = self.find(np.array([start, max(end - 1, start)], np.int64)).tolist()
+        ends = np.array([(start, max(end - 1, start)) for start, end in ranges], np.int64)
+        first, last = self.find(ends[:, 0]), self.find(ends[:, 1])
         if isinstance(self._source, Path):
-            ends = self._spans(np.array([first, last], np.int64))
             with opened(self._source) as fd:
-                os.posix_fadvise(fd, ends[0].raw, ends[1].raw_end - ends[0].raw, os.POSIX_FADV_WILLNEED)
+                for low, high in zip(self._spans(first), self._spans(last), strict=True):
+                    os.posix_fadvise(fd, low.raw, high.raw_end - low.raw, os.POSIX_FADV_WILLNEED)
             return
-        spans = self._spans(np.arange(first, last + 1, dtype=np.int64))
+        blocks = [
+            np.arange(low, high + 1, dtype=np.int64) for low, high in zip(first.tolist(), last.tolist(), strict=True)
+        ]
+        spans = self._spans(np.unique(np.concatenate(blocks)))
         for some in self._rounds(spans):
             for block in self._decode_ahead(spans[some]):
                 with suppress(MillstreamError):  # reading the text raises the same
@@ -164,7 +173,7 @@ class Blocks:
         first = held = text = 0
         for place, span in enumerate(spans):
             held, text = held + span.raw_end - span.raw, text + span.size
-            if place > first and (held > _REQUEST_BYTES or text > self._memory // 2):
+            if place > first and max(held, text) > self._round:
                 yield slice(first, place)
                 first, held, text = place, span.raw_end - span.raw, span.size
         if spans:
@@ -276,9 +285,14 @@ class Blocks:
         return raws
 
 
-def equal_blocks(num_bytes: int) -> tuple[Numbers, Callable[[Numbers], list[BlockSpan]]]:
-    """Edges and spans of an object of so many bytes in blocks of a megabyte."""
-    edges = np.append(np.arange(0, max(num_bytes, 1), BLOCK_BYTES, dtype=np.int64), num_bytes)
+def kept_bytes(memory: int) -> int:
+    """How much of an object is kept within a budget."""
+    return memory * 7 // 8
+
+
+def equal_blocks(num_bytes: int, block_bytes: int) -> tuple[Numbers, Callable[[Numbers], list[BlockSpan]]]:
+    """Edges and spans of the blocks of an object that is not compressed."""
+    edges = np.append(np.arange(0, max(num_bytes, 1), block_bytes, dtype=np.int64), num_bytes)
 
     def spans(blocks: Numbers) -> list[BlockSpan]:
         rows = zip(blocks.tolist(), edges[blocks].tolist(), edges[blocks + 1].tolist(), strict=True)

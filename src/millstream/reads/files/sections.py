@@ -26,7 +26,7 @@ from millstream.core.memory import FilledMap, Map
 from millstream.core.record import Bytes, crc32c
 from millstream.core.remote import RemoteFile, RemotePath, read_all
 from millstream.errors import BadIndex
-from millstream.reads.files.blocks import Blocks, BlockSpan, equal_blocks
+from millstream.reads.files.blocks import Blocks, BlockSpan, Ranges, equal_blocks
 from millstream.reads.files.encodings import BitColumn, BitColumnWriter
 from millstream.reads.files.ranges import read_bytes, read_near
 
@@ -213,7 +213,7 @@ class Sections:
     def limit(self, memory: int) -> None:
         """Hold at most `memory` bytes of what `read_near` and `read` return; for an object larger than that."""
         assert self._remote is not None
-        edges, spans = equal_blocks(self._end)
+        edges, spans = equal_blocks(self._end, CRC_BYTES)
         self._blocks = Blocks(self._remote, edges, spans=spans, decode=self._verified, is_checked=True, memory=memory)
 
     @cached_property
@@ -324,14 +324,16 @@ class Sections:
         """What `limit` limits."""
         return self._blocks.held_bytes if self._blocks else 0
 
-    def will_need_verified(self, start: int, num_bytes: int) -> None:
-        """Start reading a range that `read_near`, or after `check` a view, is asked for."""
+    def will_need_all(self, ranges: Ranges) -> None:
+        """Start reading ranges that will be read with `read_near`, or verified and viewed."""
         if self._blocks is not None:
-            self._blocks.will_need(start, start + num_bytes)
+            self._blocks.will_need(ranges)
         elif self._remote is not None:
-            self.check(start, min(start + num_bytes, self._end))
+            blocks = [np.arange(start // CRC_BYTES, -(-min(end, self._end) // CRC_BYTES)) for start, end in ranges]
+            self.check_blocks(np.concatenate(blocks))
         else:
-            self.will_need(start, num_bytes)
+            for start, end in ranges:
+                self.will_need(start, end - start)
 
     def check_block(self, block: int) -> None:
         self._check_all([block])

@@ -20,7 +20,7 @@ from millstream.core.memory import Map, empty_bytes
 from millstream.core.record import Bytes, crc32c
 from millstream.core.remote import RemoteFile, RemotePath
 from millstream.errors import BadSource
-from millstream.reads.files.blocks import BLOCK_BYTES, Blocks, BlockSpan, equal_blocks, opened
+from millstream.reads.files.blocks import REQUEST_BYTES, Blocks, BlockSpan, Ranges, equal_blocks, kept_bytes, opened
 from millstream.reads.files.containers import Kind, decode_frame
 from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate
 from millstream.reads.files.ranges import read_bytes, read_near
@@ -82,9 +82,10 @@ class MappedText:
         """Bytes held in memory now."""
         return self._map.num_bytes
 
-    def will_need(self, start: int, end: int) -> None:
-        """Start reading this range of the text from disk."""
-        self._map.will_need(start, end - start)
+    def will_need(self, ranges: Ranges) -> None:
+        """Start reading these ranges of the text from disk."""
+        for start, end in ranges:
+            self._map.will_need(start, end - start)
 
     def release(self, start: int, end: int) -> None:
         """This range of the text is no longer needed; but the whole file fits into the budget."""
@@ -123,12 +124,13 @@ class PlainText:
     def held_bytes(self) -> int:
         return self._held
 
-    def will_need(self, start: int, end: int) -> None:
+    def will_need(self, ranges: Ranges) -> None:
         if self._map is None:
             self._map = Map(self._path, is_cache=True)
         with opened(self._path) as fd:
-            os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_WILLNEED)
-        self._held += end - start
+            for start, end in ranges:
+                os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_WILLNEED)
+                self._held += end - start
 
     def release(self, start: int, end: int) -> None:
         if self._map is not None:
@@ -142,13 +144,14 @@ class RemoteText:
     Otherwise exactly what is wanted is requested.
     """
 
-    run_bytes = BLOCK_BYTES
+    run_bytes = REQUEST_BYTES
 
     def __init__(self, file: RemoteFile, *, memory: int) -> None:
         self._file = file
-        edges, spans = equal_blocks(file.num_bytes)
+        self._is_kept = file.num_bytes <= kept_bytes(memory)
+        # Neighbours of a window end anywhere in a block, which another window reads again: small blocks waste little.
+        edges, spans = equal_blocks(file.num_bytes, REQUEST_BYTES if self._is_kept else _AROUND_BYTES)
         self._blocks = Blocks(file, edges, spans=spans, decode=lambda _, raw: raw, is_checked=False, memory=memory)
-        self._is_kept = file.num_bytes <= memory
 
     def gather(self, runs: Runs) -> tuple[Bytes, Numbers]:
         if not self._is_kept:
@@ -169,9 +172,9 @@ class RemoteText:
     def decoded(self) -> int:
         return 0
 
-    def will_need(self, start: int, end: int) -> None:
+    def will_need(self, ranges: Ranges) -> None:
         self._is_kept = True
-        self._blocks.will_need(start, end)
+        self._blocks.will_need(ranges)
 
     def release(self, start: int, end: int) -> None:
         """The least recently used blocks are dropped anyway."""
@@ -230,8 +233,8 @@ class BlockText:
     def run_bytes(self) -> int:
         return self._blocks.run_bytes
 
-    def will_need(self, start: int, end: int) -> None:
-        self._blocks.will_need(start, end)
+    def will_need(self, ranges: Ranges) -> None:
+        self._blocks.will_need(ranges)
 
     def release(self, start: int, end: int) -> None:
         """The least recently used blocks are dropped anyway."""

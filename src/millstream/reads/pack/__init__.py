@@ -153,9 +153,9 @@ class PackFile:
 
     def will_need(self, first: Numbers, last: Numbers) -> None:
         """Start reading the bases from row `first[i]` to row `last[i]`."""
-        starts, ends = self.starts(first) >> 2, self.starts(last) >> 2
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            self.sections.will_need_verified(self._stream_at + start, end - start + PAGE_BYTES)
+        starts = self._stream_at + (self.starts(first) >> 2)
+        ends = self._stream_at + (self.starts(last) >> 2) + PAGE_BYTES
+        self.sections.will_need_all(list(zip(starts.tolist(), ends.tolist(), strict=True)))
 
     def release(self, first: Numbers, last: Numbers) -> None:
         """Nothing is kept."""
