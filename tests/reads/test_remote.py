@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import multiprocessing
 import pickle
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
 from millstream.reads.pack import PackFile
 from millstream.reads.pack.pack import pack
 from millstream.reads.pack.unpack import unpack
+from millstream.reads.reads import Reads
 from support.classifying import make_run
 from support.commands import run_here
+from support.effort import PATIENCE_S
 from support.faulty_proxy import Fault, faulty_proxy
 from support.http_server import http_objects
-from support.read_files import REGEX, WRAPPERS, fasta, fastq, holds, opened, records, texts
+from support.read_files import REGEX, WRAPPERS, fasta, fastq, holds, opened, records, sequences_of, texts
 from support.s3_server import Bucket
 
 MADE = records(300, seed=1)
@@ -265,3 +268,19 @@ def test_classifiers_are_trained_on_urls(s3: Bucket, tmp_path: Path) -> None:
     assert found
     for name in found:
         assert (run / name).read_bytes() == (tmp_path / "remote" / name).read_bytes(), (theirs, ours)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "bgzf"])
+def test_a_forked_child_reads_what_its_parent_has_open(wrapper: str, s3: Bucket) -> None:
+    reads = opened(str(put(s3, "reads.fa", WRAPPERS[wrapper](fasta(MADE)))))
+    assert texts(reads)[:3] == sequences_of(MADE)[:3]
+    with multiprocessing.get_context("fork").Pool(2, inherited.append, [reads]) as pool:
+        found = pool.map_async(inherited_sequence, range(0, 300, 50)).get(PATIENCE_S)
+    assert found == sequences_of(MADE)[::50]
+
+
+inherited: list[Reads] = []
+
+
+def inherited_sequence(number: int) -> str:
+    return inherited[0][number].sequence
