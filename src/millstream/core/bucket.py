@@ -156,11 +156,13 @@ class ObjectBucket:
         try:
             sent = retried(self._url(key), lambda: self._obstore.put(self._store, key, data, mode=mode, **options))
         except FileExistsError:
-            # Perhaps by an attempt of ours whose answer was lost.
-            if self._is_same(key, data):
-                return self.head(key)
+            # Perhaps by an attempt of ours whose answer was lost; what is gone by now is not ours.
+            with suppress(ObjectMissing, ObjectChanged):
+                if self._is_same(key, data):
+                    return self.head(key)
             raise
-        if str(sent["e_tag"]).strip('"') != _expected_etag(data, is_multipart) and not self._is_same(key, data):
+        is_known = str(sent["e_tag"]).strip('"') == _expected_etag(data, is_multipart)
+        if not is_known and not self._is_as_sent(key, data, sent["e_tag"]):
             raise RemoteError(f"{self._url(key)}: differs from what was uploaded. Run the same command again")
         return self.head(key)
 
@@ -178,6 +180,13 @@ class ObjectBucket:
         modified_ns = int(meta["last_modified"].timestamp() * 1e9)
         info = self._known[meta["path"]] = ObjectInfo(meta["size"], meta["e_tag"], modified_ns)
         return info
+
+    def _is_as_sent(self, key: str, data: bytes | Path, etag: str | None) -> bool:
+        """Whether the object has these bytes, or another version by now, as a manifest that several writers update."""
+        try:
+            return self._is_same(key, data) or self.head(key).etag != etag
+        except (ObjectMissing, ObjectChanged):
+            return True
 
     def _is_same(self, key: str, data: bytes | Path) -> bool:
         """Whether the object has these bytes; reads it."""

@@ -16,7 +16,7 @@ from millstream.traces.store.rewrite import merge, subset_records, subset_shards
 from millstream.traces.store.uploads import CLAIMS, Uploads
 from millstream.traces.store.writer import done_records
 from support.effort import THOROUGH
-from support.faulty_proxy import Fault, faulty_proxy, unavailable
+from support.faulty_proxy import DELETED, Fault, faulty_proxy, unavailable
 from support.making import Child, flip, noted, plain, read_keys, run_child, same, write
 from support.remote_stores import SPOOL, append_remotely, environment, objects, remote, remote_keys
 from support.s3_server import Bucket
@@ -128,6 +128,37 @@ def test_the_answer_to_a_claim_may_be_lost(s3: Bucket, url: str) -> None:
             writer.append(plain(1, 0))
         assert lost.hits > 1
         assert remote_keys(url) == [(1, 0)] and objects(url)[-1] == "shard-00000.parquet"
+
+
+def test_a_claim_that_is_gone_before_it_can_be_compared_is_of_another_writer(s3: Bucket, url: str) -> None:
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        with ms.TraceWriter(url) as writer:
+            (remote(url) / CLAIMS / "00000").put(b"another")
+            proxy.program(DELETED, method="HEAD", match=f"{CLAIMS}/00000", times=1)
+            assert writer._uploads
+            writer._uploads._first_free = lambda: 0  # listed before the other one claimed it
+            writer.append(plain(1, 0))
+        assert remote_keys(url) == [(1, 0)] and "shard-00001.arrow" in objects(url)
+
+
+def test_an_upload_is_verified_by_its_bytes_if_the_etag_is_no_checksum_unless_it_has_been_replaced(
+    s3: Bucket, url: str
+) -> None:
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        file = remote(url) / "file"
+        proxy.program(Fault(etag='"no-checksum"', withheld="If-Match"))
+        file.put(b"as it was sent")
+        flipped = proxy.program(Fault(etag='"no-checksum"', withheld="If-Match", flip_at=3), method="GET")
+        proxy._rules.reverse()
+        with pytest.raises(RemoteError, match="differs from what was uploaded"):
+            file.put(b"as it was sent")
+        assert flipped.hits
+        proxy.heal()
+        proxy.program(Fault(etag='"replaced-since"'), method="PUT")
+        proxy.program(Fault(flip_at=3), method="GET")
+        file.put(b"as it was sent")
 
 
 def test_an_outage_is_one_error_and_the_next_writer_uploads_what_was_written(
