@@ -36,10 +36,12 @@ import yaml
 from torch.utils.data import DataLoader
 
 import millstream
+from millstream.core.remote import RemotePath, to_path
 from millstream.reads.kind import HEADERS
 from support.docs_blocks import DOCS, LANGUAGES, ROOT, Block, anchors_of, blocks_of, links_of, pages
 from support.docs_commands import run_block
 from support.docs_world import copy_world
+from support.s3_server import make_bucket, s3_environment
 
 for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotlib", "numba"):
     pytest.importorskip(_extra, reason=f"pages use all extras, and {_extra} is not installed")
@@ -48,6 +50,7 @@ for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotli
 NOT_RUN = {
     ("docs/how-to/many-gpus.md", "needs four GPUs"),
     ("docs/how-to/many-gpus.md", "needs several machines"),
+    ("docs/how-to/many-gpus.md", "needs a Ray cluster"),
 }
 COMMENTS = ("first:", "not run:")
 # Warnings of other libraries when they are used as documented; all others are errors.
@@ -67,9 +70,13 @@ def name_of(page: Path) -> str:
 @pytest.mark.filterwarnings(*THEIR_OWN)
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 @pytest.mark.usefixtures("unrendered_figures")
-def test_every_block_of_a_page_runs(page: Path, world: Path, tmp_path: Path):
+def test_every_block_of_a_page_runs(
+    page: Path, world: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
     if not any(block.language != "text" for block in blocks_of(page)):
         return
+    if any("s3://" in block.text for block in blocks_of(page)):
+        _fill_bucket(request.getfixturevalue("s3_address"), world, tmp_path, monkeypatch)
     with contextlib.chdir(copy_world(world, tmp_path / "world")), _no_modules_left(tmp_path):
         namespace: dict[str, object] = {"__name__": "__main__"}
         for block in blocks_of(page):
@@ -87,6 +94,20 @@ def _no_modules_left(folder: Path) -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]
+
+
+def _fill_bucket(address: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`s3://bucket` with a copy of the trace store and of some reads; runs and spools are in the page's own folder."""
+    for name, value in s3_environment(address).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MILLSTREAM_SPOOL_DIR", str(tmp_path / "spool"))
+    monkeypatch.setenv("MILLSTREAM_CACHE", "1GB")  # the pages set it for this process
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
+    make_bucket(address, "bucket")
+    for file in (*(world / "traces").glob("*.*"), world / "sample.fq.gz"):
+        remote = to_path(f"s3://bucket/{file.relative_to(world)}")
+        assert isinstance(remote, RemotePath)
+        remote.put(file)
 
 
 def _run(block: Block, namespace: dict[str, object]) -> None:
