@@ -14,20 +14,16 @@ import numpy as np
 import pytest
 
 from millstream.core.files import (
-    PartialOutput,
-    TextOutput,
-    check_new,
     is_complete,
     locked,
     make_once,
-    partial_folder,
     publish,
     publish_folder,
     publishing,
     publishing_folder,
-    publishing_text,
     remove_unpublished,
 )
+from millstream.core.outputs import PartialOutput, TextOutput, check_new, partial_folder, publishing_text
 from millstream.errors import BadSetting, ConfigMismatch, StoreExists, StoreFull
 
 
@@ -244,7 +240,7 @@ def test_other_settings_are_an_error_that_names_them_and_the_progress_is_kept(tm
 
 def test_a_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path):
     code = """
-        from millstream.core.files import PartialOutput
+        from millstream.core.outputs import PartialOutput
         with PartialOutput(path, {}) as output:
             output.commit({"record": 1}, {})
             print("writing", flush=True)
@@ -313,7 +309,7 @@ def test_interrupted_anywhere_a_text_has_the_same_bytes(tmp_path: Path, name: st
 
 # A process without threads forks writers that die at every step, and resumes each.
 KILLED = """
-from millstream.core.files import TextOutput, check_new
+from millstream.core.outputs import TextOutput, check_new
 from millstream.errors import StoreExists
 
 CALLS = "rename write truncate unlink rmdir mkdir"

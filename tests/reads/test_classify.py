@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.core.files import PartialOutput
-from millstream.core.finished import done_file
 from millstream.core.loader import Loader
+from millstream.core.outputs import PartialOutput, done_file
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreExists
 from millstream.features import fields
 from millstream.reads import classify as classify_module

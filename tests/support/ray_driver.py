@@ -20,7 +20,7 @@ from millstream.cli.app import main
 from millstream.core.engine import Engine
 from millstream.errors import BadSource
 from millstream.reads import classify, open, scorer
-from millstream.reads.files.sections import SectionsWriter
+from millstream.reads.files.sections_writer import SectionsWriter
 from millstream.reads.pack import each
 from millstream.traces import extract, features
 from millstream.traces.store.writer import TraceWriter

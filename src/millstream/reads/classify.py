@@ -16,16 +16,19 @@ from numpy.typing import NDArray
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, say, silent
 from millstream.core.engine import Engine
-from millstream.core.files import (
+from millstream.core.files import already_exists, publish
+from millstream.core.outputs import (
     RESUME,
+    STDOUT,
     PartialOutput,
     TextOutput,
-    already_exists,
     check_new,
+    done_file,
+    find_finished,
+    forget_finished,
     partial_folder,
-    publish,
+    remember_finished,
 )
-from millstream.core.finished import STDOUT, done_file, find_finished, forget_finished, remember_finished
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report, ranks_without_tax_ids

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from millstream.core.config import config_hash, parse_bytes
 from millstream.core.console import Progress, format_bytes, say, silent
-from millstream.core.files import already_exists, publish, publishing_text
-from millstream.core.finished import STDOUT, find_finished, remember_finished
+from millstream.core.files import already_exists, publish
 from millstream.core.order import Permutation, mix
+from millstream.core.outputs import STDOUT, find_finished, publishing_text, remember_finished
 from millstream.core.record import crc32c
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.features import BASES, COMPLEMENT, UPPER

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from millstream.errors import StoreFull
 from millstream.reads.files.encodings import ANCHOR, CHUNK, BitColumn, BitColumnWriter, sums_before
 from millstream.reads.files.index import IndexLimits
-from millstream.reads.files.sections import CRC_BYTES, Sections, SectionsWriter
+from millstream.reads.files.sections import CRC_BYTES, Sections
+from millstream.reads.files.sections_writer import SectionsWriter
 from support.effort import num_examples
 from support.read_files import error_of, opened
 

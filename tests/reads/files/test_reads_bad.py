@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 import millstream as ms
 from millstream.errors import BadSource, MillstreamError, StaleIndex
 from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
-from millstream.reads.files.sections import SectionsWriter
+from millstream.reads.files.sections_writer import SectionsWriter
 from millstream.reads.open import open_reads
 from support import read_files
 from support.effort import PATIENCE_S, num_examples

@@ -19,7 +19,8 @@ from millstream.reads.files.encodings import LIMIT, BitColumnWriter, IntegerDict
 from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Texts
 from millstream.reads.files.records import Values
 from millstream.reads.files.scanner import Scanned
-from millstream.reads.files.sections import Column, Sections, SectionsWriter
+from millstream.reads.files.sections import Column, Sections
+from millstream.reads.files.sections_writer import SectionsWriter
 
 Kept = Literal["values", "codes", "length", "header"]
 OnMismatch = Literal["error", "skip", "null"]

@@ -30,7 +30,8 @@ from millstream.reads.files.encodings import ANCHOR
 from millstream.reads.files.headers import Headers
 from millstream.reads.files.names import PARTS, SMALL, NameTableWriter, hash_names
 from millstream.reads.files.scanner import BASES, EOL, GAP, HEAD, LINE, START
-from millstream.reads.files.sections import Sections, SectionsWriter
+from millstream.reads.files.sections import Sections
+from millstream.reads.files.sections_writer import SectionsWriter
 from millstream.reads.files.source import ScanLimits, SourceScan
 
 SUFFIX = ".millstream"

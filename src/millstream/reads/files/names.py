@@ -12,7 +12,8 @@ from millstream.core.kernels import inlined, kernel
 from millstream.core.record import Bytes
 from millstream.reads.files.encodings import Words
 from millstream.reads.files.records import Checked, table_of, unverified, value_at
-from millstream.reads.files.sections import CRC_BYTES, Sections, SectionsWriter
+from millstream.reads.files.sections import CRC_BYTES, Sections
+from millstream.reads.files.sections_writer import SectionsWriter
 
 SMALL = 1 << 20  # files with up to this many records always get a name table
 PARTS = 256  # files that a large table is sorted in

@@ -20,7 +20,8 @@ from millstream.reads.files.encodings import sums_before
 from millstream.reads.files.index import index_paths, write_index
 from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, name_of, names_in
 from millstream.reads.files.records import Sums, join_lines_of
-from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections, SectionsWriter
+from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections
+from millstream.reads.files.sections_writer import SectionsWriter
 from millstream.reads.files.texts import PAGE_BYTES
 from millstream.reads.pack.bases import QUALITIES, STREAM, Qualities, TwoBit
 from millstream.reads.pack.header_blocks import HeaderBlocks

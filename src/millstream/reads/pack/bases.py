@@ -10,7 +10,8 @@ from millstream.core.kernels import kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
 from millstream.reads.files.encodings import CHUNK, BitColumn, Words, last_not_above, value_of
-from millstream.reads.files.sections import Column, Sections, SectionsWriter
+from millstream.reads.files.sections import Column, Sections
+from millstream.reads.files.sections_writer import SectionsWriter
 
 BASES = b"ACTG"  # a base's code is (ASCII byte >> 1) & 3, so eight of them are coded in a few operations
 STREAM = "2bit"

@@ -17,7 +17,8 @@ from millstream.core.collection import Numbers
 from millstream.core.record import Bytes
 from millstream.reads.files.containers import decode_frame
 from millstream.reads.files.ranges import copy_pieces
-from millstream.reads.files.sections import Sections, SectionsWriter
+from millstream.reads.files.sections import Sections
+from millstream.reads.files.sections_writer import SectionsWriter
 from millstream.reads.pack.bases import join_lines
 
 Codec = Literal["zstd", "zlib"]

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from millstream.core.collection import Numbers
 from millstream.core.console import Progress, say, silent
-from millstream.core.files import RESUME, PartialOutput, no_space, partial_folder
+from millstream.core.files import no_space
 from millstream.core.fingerprint import Fingerprint, samples_crc32c
+from millstream.core.outputs import RESUME, PartialOutput, partial_folder
 from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadSource, SourceError, StoreExists
 from millstream.reads.files.columns import ColumnsWriter, Pending
@@ -25,7 +26,7 @@ from millstream.reads.files.encodings import ANCHOR
 from millstream.reads.files.index import IndexLimits, IndexSettings, settings_of
 from millstream.reads.files.names import NameTableWriter, hash_names
 from millstream.reads.files.scanner import BASES, Format, Scanned
-from millstream.reads.files.sections import SectionsWriter
+from millstream.reads.files.sections_writer import SectionsWriter
 from millstream.reads.files.source import SourceScan
 from millstream.reads.pack import VERSION, WHAT, describe_fidelity, is_pack, load_pack
 from millstream.reads.pack.bases import QualitiesWriter, TwoBitWriter

@@ -13,10 +13,9 @@ import numpy as np
 
 from millstream.core.collection import Numbers
 from millstream.core.console import Progress, silent
-from millstream.core.files import publishing_text
 from millstream.core.fingerprint import samples_crc32c
-from millstream.core.finished import find_finished, remember_finished
 from millstream.core.kernels import kernel
+from millstream.core.outputs import find_finished, publishing_text, remember_finished
 from millstream.core.record import Bytes, crc32c
 from millstream.errors import BadIndex
 from millstream.reads.pack import PackFile
