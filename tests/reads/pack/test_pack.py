@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from millstream.core import files as resumable
+from millstream.core import outputs as resumable
 from millstream.errors import BadIndex, BadSource, ConfigMismatch, StoreExists, StoreFull
 from millstream.reads.files.index import IndexLimits, IndexSettings
 from millstream.reads.files.names import name_of
