@@ -1,8 +1,6 @@
-"""Subsets, concatenations, mixtures and labelled collections give the records they are made of, and no others."""
+"""Subsets, concatenations and labelled collections give the records they are made of, and no others."""
 
 import pickle
-from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,59 +8,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import millstream as ms
-from millstream.core.mixture import Mixture
 from millstream.core.tables import publish_table
-from millstream.errors import StateMismatch
-from support.effort import num_examples
-from support.making_small import write_reads, write_traces
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("collections")
-
-
-@pytest.fixture(scope="module")
-def trivia(folder: Path) -> ms.Traces:
-    return write_traces(folder / "trivia", [f"q{number}" for number in range(100)])
-
-
-@pytest.fixture(scope="module")
-def popqa(folder: Path) -> ms.Traces:
-    return write_traces(folder / "popqa", [f"p{number}" for number in range(200, 240)])
-
-
-@pytest.fixture(scope="module")
-def reads(folder: Path) -> ms.Reads:
-    return write_reads(folder / "reads.fa", range(80))
-
-
-@pytest.fixture(scope="module")
-def more(folder: Path) -> ms.Reads:
-    return write_reads(folder / "more.fa", range(1_000, 1_060))
-
-
-def rows(collection: ms.Collection, numbers: list[int], fields: list[str] | None = None) -> list[dict[str, Any]]:
-    """Records as plain values, one dict each, however they are packed."""
-    fetched: Any = collection.fetch(numbers, fields)
-    columns = dict(fetched.columns, sequence=fetched.sequences()) if isinstance(fetched, ms.ReadBatch) else fetched
-    found = [{name: values[place] for name, values in columns.items()} for place in range(len(numbers))]
-    return [{name: np.asarray(value).tolist() for name, value in row.items()} for row in found]
-
-
-def ids(collection: ms.Collection) -> list[str]:
-    return collection.column("question_id").to_pylist()
-
+from support.making_small import ids, rows, write_reads, write_traces
 
 # -- subsets
 
 
-def test_a_subset_has_the_given_records_in_the_given_order(trivia: ms.Traces, reads: ms.Reads):
-    for collection in (trivia, reads):
+def test_a_subset_has_the_given_records_in_the_given_order(trivia: ms.Traces, few_reads: ms.Reads):
+    for collection in (trivia, few_reads):
         chosen = [70, 3, 3, 41, -1]
         part = collection.subset(chosen)
         assert len(part) == 5 and part.field_names == collection.field_names
@@ -76,15 +31,15 @@ def test_a_subset_has_the_given_records_in_the_given_order(trivia: ms.Traces, re
         )
 
 
-def test_columns_of_a_subset_are_those_of_its_records(trivia: ms.Traces, reads: ms.Reads):
+def test_columns_of_a_subset_are_those_of_its_records(trivia: ms.Traces, few_reads: ms.Reads):
     assert ids(trivia.subset([70, 3, 41])) == ["q70", "q3", "q41"]
-    assert reads.subset([70, 3, 41]).column("tax_id").to_pylist() == ["g7", "g0", "g4"]
+    assert few_reads.subset([70, 3, 41]).column("tax_id").to_pylist() == ["g7", "g0", "g4"]
 
 
-def test_a_record_of_a_subset_equals_that_of_its_collection(trivia: ms.Traces, reads: ms.Reads):
+def test_a_record_of_a_subset_equals_that_of_its_collection(trivia: ms.Traces, few_reads: ms.Reads):
     record: Any = trivia.subset([5, 9])[1]
     assert record["question_id"] == "q9"
-    assert reads.subset([5, 9])[-2] == reads[5]
+    assert few_reads.subset([5, 9])[-2] == few_reads[5]
 
 
 def test_a_subset_of_a_subset_has_the_same_records(trivia: ms.Traces):
@@ -103,8 +58,8 @@ def test_a_record_number_out_of_range_is_an_index_error(trivia: ms.Traces):
             part.fetch(wrong)
 
 
-def test_an_empty_subset_is_a_collection(trivia: ms.Traces, reads: ms.Reads):
-    for collection in (trivia, reads):
+def test_an_empty_subset_is_a_collection(trivia: ms.Traces, few_reads: ms.Reads):
+    for collection in (trivia, few_reads):
         part = collection.subset([])
         assert len(part) == 0 and rows(part, []) == []
         with pytest.raises(IndexError):
@@ -121,9 +76,9 @@ def test_a_subset_takes_only_record_numbers(trivia: ms.Traces, wrong: Any):
 
 
 def test_a_concatenation_has_the_records_of_all_collections_in_turn(
-    trivia: ms.Traces, popqa: ms.Traces, reads: ms.Reads, more: ms.Reads
+    trivia: ms.Traces, popqa: ms.Traces, few_reads: ms.Reads, more_reads: ms.Reads
 ):
-    for one, other in ((trivia, popqa), (reads, more)):
+    for one, other in ((trivia, popqa), (few_reads, more_reads)):
         both = ms.concat([one, other])
         assert len(both) == len(one) + len(other)
         assert rows(both, list(range(len(both)))) == rows(one, list(range(len(one)))) + rows(
@@ -160,13 +115,15 @@ def test_columns_of_different_integer_types_are_concatenated(tmp_path: Path):
     assert sorted(ms.mix({parts[0]: 1, parts[1]: 1}).column("class_id").to_pylist()) == [1, 2, 300, 70_000]
 
 
-def test_a_concatenation_has_the_fields_that_all_collections_have(tmp_path: Path, trivia: ms.Traces, reads: ms.Reads):
+def test_a_concatenation_has_the_fields_that_all_collections_have(
+    tmp_path: Path, trivia: ms.Traces, few_reads: ms.Reads
+):
     bare = write_traces(tmp_path / "bare", ["q1"], lambda name: {"question_id": name, "score": 1.0})
     both = ms.concat([trivia, bare])
     assert both.field_names == ["question_id", "score"]
     assert rows(both, [0, 100]) == [{"question_id": "q0", "score": 0.0}, {"question_id": "q1", "score": 1.0}]
     plain = write_reads(tmp_path / "plain.fa", range(3), regex=None)
-    assert ms.concat([reads, plain]).fetch([0, 81]).columns == {}  # pyright: ignore
+    assert ms.concat([few_reads, plain]).fetch([0, 81]).columns == {}  # pyright: ignore
 
 
 def test_a_batch_from_one_collection_has_the_same_fields_as_a_batch_from_both(tmp_path: Path, trivia: ms.Traces):
@@ -175,11 +132,11 @@ def test_a_batch_from_one_collection_has_the_same_fields_as_a_batch_from_both(tm
     assert rows(both, [0])[0].keys() == rows(both, [0, 100])[0].keys()
 
 
-def test_traces_and_reads_cannot_share_a_batch(trivia: ms.Traces, reads: ms.Reads):
-    both = ms.concat([trivia, reads])
+def test_traces_and_reads_cannot_share_a_batch(trivia: ms.Traces, few_reads: ms.Reads):
+    both = ms.concat([trivia, few_reads])
     with pytest.raises(ValueError, match="kinds"):
         both.fetch([0, 150])
-    mixture = ms.mix({trivia: 1, reads: 1})
+    mixture = ms.mix({trivia: 1, few_reads: 1})
     with pytest.raises(ValueError, match="kinds"):
         mixture.fetch(np.arange(10))
 
@@ -191,210 +148,13 @@ def test_concatenating_no_collection_is_an_error(trivia: ms.Traces):
     assert rows(ms.concat([trivia]), []) == []
 
 
-# -- mixtures
-
-
-def sources_of(mixture: Mixture) -> np.ndarray:
-    """Of which collection the record at each place is."""
-    numbers = mixture.record_numbers(np.arange(len(mixture)))
-    return np.searchsorted(np.cumsum([len(one) for one in mixture.collections]), numbers, side="right")
-
-
-@settings(max_examples=num_examples(25))
-@given(
-    st.lists(st.tuples(st.integers(10, 80), st.floats(0.1, 1)), min_size=1, max_size=4),
-    st.booleans(),
-    st.integers(0, 5),
-)
-def test_a_mixture_has_its_shares_evenly_interleaved(
-    trivia: ms.Traces, sizes: list[tuple[int, float]], repeat: bool, epoch: int
-):
-    weights: dict[ms.Collection, float] = {trivia.subset(np.arange(size)): weight for size, weight in sizes}
-    mixture = ms.mix(weights, seed=3, repeat=repeat).in_epoch(epoch)
-    total = sum(weights.values())
-    found = sources_of(mixture)
-    places = np.arange(1, len(mixture) + 1)
-    for number, (part, weight) in enumerate(weights.items()):
-        assert abs(mixture.counts[number] - len(mixture) * weight / total) <= 1.5 + 0.5 * len(weights)
-        assert np.count_nonzero(found == number) == mixture.counts[number]
-        so_far = np.cumsum(found == number)
-        assert np.abs(so_far - places * mixture.counts[number] / len(mixture)).max() <= max(len(weights) - 1, 1)
-        assert mixture.counts[number] >= len(part) if repeat else mixture.counts[number] <= len(part)
-
-
-def test_a_mixture_is_as_large_as_possible_without_repeating_a_record(trivia: ms.Traces, popqa: ms.Traces):
-    mixture = ms.mix({trivia: 0.75, popqa: 0.25}, seed=1)
-    assert mixture.counts == [100, 33]
-    names = ids(mixture)
-    assert len(set(names)) == len(names) == 133
-    assert set(ids(trivia)) <= set(names)
-
-
-def test_with_repeat_every_record_occurs_and_scarce_ones_several_times(trivia: ms.Traces, popqa: ms.Traces):
-    mixture = ms.mix({trivia: 0.5, popqa: 0.5}, seed=1, repeat=True)
-    assert mixture.counts == [100, 100]
-    times = Counter(ids(mixture))
-    assert set(times) == set(ids(trivia)) | set(ids(popqa))
-    assert {times[name] for name in ids(trivia)} == {1}
-    assert {times[name] for name in ids(popqa)} == {2, 3}
-
-
-def test_rounding_leaves_out_no_record_of_a_mixture_with_repeat(trivia: ms.Traces):
-    many, few = trivia.subset(np.arange(23)), trivia.subset(np.arange(50, 52))
-    mixture = ms.mix({many: 0.9, few: 0.1}, repeat=True)
-    assert set(mixture.record_numbers(np.arange(len(mixture))).tolist()) == set(range(25))
-
-
-def test_the_next_epoch_of_a_mixture_continues_with_other_records(trivia: ms.Traces, popqa: ms.Traces):
-    small = popqa.subset(np.arange(10))
-    mixture = ms.mix({trivia: 0.5, small: 0.5}, seed=4)
-    assert mixture.counts == [10, 10]
-    epochs = [mixture.in_epoch(epoch) for epoch in range(10)]
-    taken = [number for epoch in epochs for number in epoch.record_numbers(np.arange(20)).tolist()]
-    assert sorted(number for number in taken if number < 100) == list(range(100))  # all of it in ten epochs
-    orders = [[number for number in epoch.record_numbers(np.arange(20)).tolist() if number >= 100] for epoch in epochs]
-    assert all(sorted(order) == list(range(100, 110)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 10  # what is used up begins again in another order
-    assert len({epoch.fingerprint for epoch in epochs}) == 1
-
-
-def test_no_epoch_of_a_mixture_repeats_a_record(trivia: ms.Traces, popqa: ms.Traces):
-    mixture = ms.mix({trivia: 0.6, popqa: 0.4}, seed=1)
-    for epoch in range(6):
-        numbers = mixture.in_epoch(epoch).record_numbers(np.arange(len(mixture)))
-        assert len(set(numbers.tolist())) == len(numbers)
-
-
-def test_every_epoch_of_a_mixture_with_repeat_has_every_record(trivia: ms.Traces, popqa: ms.Traces):
-    mixture = ms.mix({trivia: 0.65, popqa: 0.35}, seed=1, repeat=True)
-    for epoch in range(6):
-        numbers = mixture.in_epoch(epoch).record_numbers(np.arange(len(mixture)))
-        assert len(set(numbers.tolist())) == 140
-
-
-def test_records_of_a_mixture_are_those_of_its_collections(
-    trivia: ms.Traces, popqa: ms.Traces, reads: ms.Reads, more: ms.Reads
-):
-    for one, other in ((trivia, popqa), (reads, more)):
-        mixture = ms.mix({one: 0.6, other: 0.4}, seed=9)
-        places = np.random.default_rng(0).permutation(len(mixture))
-        whole = ms.concat([one, other])
-        assert rows(mixture, places.tolist()) == rows(whole, mixture.record_numbers(places).tolist())
-        assert rows(mixture, []) == []
-        key = "question_id" if one is trivia else "class_id"
-        assert mixture.column(key).to_pylist() == [row[key] for row in rows(mixture, list(range(len(mixture))))]
-        for wrong in (-len(mixture) - 1, len(mixture)):
-            with pytest.raises(IndexError, match=str(len(mixture))):
-                mixture.fetch([wrong])
-
-
-def test_a_mixture_depends_on_its_seed(trivia: ms.Traces, popqa: ms.Traces):
-    orders = [ms.mix({trivia: 1, popqa: 1}, seed=seed).record_numbers(np.arange(80)).tolist() for seed in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
-
-
-def schedule_of(mixture: ms.Collection, epochs: int) -> list[list[int]]:
-    """The record numbers of each epoch."""
-    changing = [mixture.in_epoch(epoch) for epoch in range(epochs)]
-    return [epoch.record_numbers(np.arange(len(epoch))).tolist() for epoch in changing]
-
-
-def test_weights_that_change_by_epoch_keep_the_length_and_stay_at_the_last(trivia: ms.Traces, popqa: ms.Traces):
-    mixture = ms.mix({trivia: [0.8, 0.5, 0.2], popqa: [0.2, 0.5, 0.8]}, seed=5)
-    epochs = schedule_of(mixture, 6)
-    few = [sum(number >= 100 for number in epoch) for epoch in epochs]
-    assert {len(epoch) for epoch in epochs} == {len(mixture)} == {50}
-    assert few == [10, 25, 40, 40, 40, 40]
-    assert all(len(set(epoch)) == 50 for epoch in epochs), "no epoch repeats a record"
-    assert len({mixture.in_epoch(epoch).fingerprint for epoch in range(6)}) == 1
-    assert [mixture.in_epoch(epoch).counts for epoch in (0, 2)] == [[40, 10], [10, 40]]
-
-
-def test_changing_weights_continue_with_records_that_earlier_epochs_left_out(trivia: ms.Traces, popqa: ms.Traces):
-    epochs = schedule_of(ms.mix({trivia: [0.8, 0.5, 0.2], popqa: [0.2, 0.5, 0.8]}, seed=5), 3)
-    many = [number for epoch in epochs for number in epoch if number < 100]
-    assert len(many) == len(set(many)) == 40 + 25 + 10
-
-
-def test_equal_weights_in_every_epoch_are_those_of_a_mixture_without_a_list(trivia: ms.Traces, popqa: ms.Traces):
-    """The order of a constant mixture is pinned: epoch 3 goes on where epoch 2 ended, in either way of writing it."""
-    constant = ms.mix({trivia: 0.6, popqa: 0.4}, seed=1)
-    for weights in ({trivia: [0.6], popqa: [0.4]}, {trivia: [0.6] * 3, popqa: 0.4}):
-        assert schedule_of(ms.mix(weights, seed=1), 9) == schedule_of(constant, 9)
-    assert ms.mix({trivia: [0.6], popqa: 0.4}, seed=1).fingerprint == constant.fingerprint
-    assert constant.in_epoch(3).record_numbers(np.arange(8)).tolist() == [131, 70, 113, 22, 40, 105, 85, 125]
-    assert constant.chosen.digest() == "57d83554ddd24cae"
-
-
-def test_a_collection_may_be_left_out_of_some_epochs_only(trivia: ms.Traces, popqa: ms.Traces):
-    epochs = schedule_of(ms.mix({trivia: [1, 0.5], popqa: [0, 0.5]}, seed=1), 3)
-    assert [sum(number >= 100 for number in epoch) for epoch in epochs] == [0, 40, 40]
-    for wrong in (
-        {trivia: [1, 0], popqa: [1, 0]},
-        {trivia: [1, 1], popqa: [0, 0]},
-        {trivia: [1, 2, 3], popqa: [1, 2]},
-        {trivia: [1, -1], popqa: 1},
-        {trivia: [1, float("nan")], popqa: 1},
-        {trivia: [], popqa: 1},
-    ):
-        with pytest.raises(ValueError, match="weights"):
-            ms.mix(wrong)
-    with pytest.raises(ValueError, match="weights above 0"):
-        ms.mix({trivia: [1, 1], popqa: [0, 1]}, repeat=True)
-
-
-@pytest.mark.parametrize("repeat", [False, True])
-def test_with_any_weights_by_epoch_every_epoch_keeps_its_promise(trivia: ms.Traces, popqa: ms.Traces, repeat: bool):
-    rng = np.random.default_rng(0)
-    for seed in range(6):
-        sizes = rng.integers(1, 40, 3)
-        parts = [trivia.subset(np.arange(sizes[0])), popqa.subset(np.arange(sizes[1])), trivia.subset(range(sizes[2]))]
-        weights = rng.integers(1, 9, (3, 4)).tolist()
-        mixture = ms.mix(dict(zip(parts, weights, strict=True)), seed=seed, repeat=repeat)
-        for epoch, numbers in enumerate(schedule_of(mixture, 7)):
-            assert len(numbers) == len(mixture)
-            if repeat:
-                assert set(numbers) == set(range(sum(map(len, parts)))), epoch
-            else:
-                assert len(set(numbers)) == len(numbers), epoch
-
-
-def test_a_loader_over_changing_weights_resumes_exactly(trivia: ms.Traces, popqa: ms.Traces):
-    def loader(last: float) -> ms.Loader:
-        mixture = ms.mix({trivia: [0.8, 0.5], popqa: [0.2, last]}, seed=5)
-        return ms.Loader(mixture, batch_size=8, features=ms.features.fields("question_id"), seed=2, threads=1)
-
-    whole = loader(0.5)
-    epochs = [[name for batch in whole for name in batch["question_id"]] for _ in range(3)]
-    interrupted, seen = loader(0.5), list[object]()
-    interrupted.set_epoch(1)
-    for batch in islice(interrupted, 3):
-        seen += batch["question_id"]
-        state = interrupted.state_dict()
-    again = loader(0.5)
-    again.load_state_dict(state)
-    seen += [name for batch in again for name in batch["question_id"]]
-    assert seen == epochs[1]
-    assert [name for batch in again for name in batch["question_id"]] == epochs[2]
-    with pytest.raises(StateMismatch, match="collection"):
-        loader(0.6).load_state_dict(state)
-
-
-def test_a_mixture_with_bad_weights_or_no_records_is_an_error(trivia: ms.Traces):
-    for wrong in ({}, {trivia: 0.0}, {trivia: -1.0}):
-        with pytest.raises(ValueError, match="weights"):
-            ms.mix(wrong)
-    with pytest.raises(ValueError, match="Subset"):
-        ms.mix({trivia: 1, trivia.subset([]): 1})
-
-
 # -- all of them
 
 
 def made(path: Path) -> dict[str, ms.Collection]:
     """One of each kind, over reopened files."""
     one, other = ms.open(path / "trivia"), ms.open(path / "popqa")
-    reads = ms.open(path / "reads.fa")
+    few_reads = ms.open(path / "reads.fa")
     return {
         "subset": one.subset([5, 3]),
         "another subset": one.subset([3, 5]),
@@ -405,14 +165,14 @@ def made(path: Path) -> dict[str, ms.Collection]:
         "mixture": ms.mix({one: 1, other: 1}, seed=1),
         "another seed": ms.mix({one: 1, other: 1}, seed=2),
         "other weights": ms.mix({one: 1, other: 2}, seed=1),
-        "reads": reads.subset([5, 3]),
+        "reads": few_reads.subset([5, 3]),
         "labelled": ms.labelled(one, column="score"),
         "of one another": ms.concat([ms.mix({one: 1, other: 1}).subset([1, 2]), ms.labelled(other, column="score")]),
     }
 
 
 def test_fingerprints_differ_and_are_the_same_when_opened_again(
-    folder: Path, trivia: ms.Traces, popqa: ms.Traces, reads: ms.Reads
+    folder: Path, trivia: ms.Traces, popqa: ms.Traces, few_reads: ms.Reads
 ):
     first, again = ({name: each.fingerprint for name, each in made(folder).items()} for _ in range(2))
     assert first == again
@@ -430,7 +190,7 @@ def test_a_fingerprint_changes_when_records_are_added(tmp_path: Path):
 
 
 def test_collections_can_be_pickled_to_another_process(
-    folder: Path, trivia: ms.Traces, popqa: ms.Traces, reads: ms.Reads
+    folder: Path, trivia: ms.Traces, popqa: ms.Traces, few_reads: ms.Reads
 ):
     for name, collection in made(folder).items():
         again = pickle.loads(pickle.dumps(collection))
@@ -440,7 +200,7 @@ def test_collections_can_be_pickled_to_another_process(
 
 
 def test_less_memory_and_another_epoch_keep_length_and_records(
-    folder: Path, trivia: ms.Traces, popqa: ms.Traces, reads: ms.Reads
+    folder: Path, trivia: ms.Traces, popqa: ms.Traces, few_reads: ms.Reads
 ):
     for collection in made(folder).values():
         tight = collection.within(1 << 20)
@@ -519,12 +279,12 @@ def test_labels_follow_subsets_and_splits(store: ms.Traces):
         assert labels_of(part) == [float(name[1:]) / 2 for name in ids(part)]
 
 
-def test_reads_are_labelled_by_a_column(reads: ms.Reads):
-    labelled = ms.labelled(reads, column="class_id")
+def test_reads_are_labelled_by_a_column(few_reads: ms.Reads):
+    labelled = ms.labelled(few_reads, column="class_id")
     assert labels_of(labelled) == [number % 5 for number in range(80)]
-    assert rows(labelled, [7], ["sequence", "label"]) == [{**rows(reads, [7], ["sequence"])[0], "label": 2}]
+    assert rows(labelled, [7], ["sequence", "label"]) == [{**rows(few_reads, [7], ["sequence"])[0], "label": 2}]
     with pytest.raises(ms.errors.BadSource, match="column="):
-        ms.labelled(reads, label_table(range(3)))
+        ms.labelled(few_reads, label_table(range(3)))
 
 
 def test_missing_labels_are_an_error_that_counts_them(store: ms.Traces):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,3 +44,15 @@ def write_reads(path: Path, numbers: Sequence[int], *, regex: str | None = REGEX
     opened = ms.open(path, header_regex=regex)
     assert isinstance(opened, ms.Reads)
     return opened
+
+
+def rows(collection: ms.Collection, numbers: list[int], fields: list[str] | None = None) -> list[dict[str, Any]]:
+    """Records as plain values, one dict each, however they are packed."""
+    fetched: Any = collection.fetch(numbers, fields)
+    columns = dict(fetched.columns, sequence=fetched.sequences()) if isinstance(fetched, ms.ReadBatch) else fetched
+    found = [{name: values[place] for name, values in columns.items()} for place in range(len(numbers))]
+    return [{name: np.asarray(value).tolist() for name, value in row.items()} for row in found]
+
+
+def ids(collection: ms.Collection) -> list[str]:
+    return collection.column("question_id").to_pylist()
