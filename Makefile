@@ -63,7 +63,7 @@ $(BENCH)/installed: pyproject.toml constraints.txt $(wildcard benchmarks/require
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/requirements.txt \
 		-r benchmarks/requirements-loader.txt
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[graph,lora,reads,report,train,view]' \
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cloud,graph,lora,reads,report,train,view]' \
 		-r benchmarks/requirements-reads.txt
 	touch $@
 
@@ -78,6 +78,7 @@ bench: $(BENCH)/installed $(BENCH_LLM)/installed
 	$(BENCH)/bin/python benchmarks/store.py
 	$(BENCH)/bin/python benchmarks/reads.py $(if $(TOKENIZER),tokenizer=$(TOKENIZER))
 	$(BENCH)/bin/python benchmarks/loader.py
+	$(BENCH)/bin/python benchmarks/remote.py
 	$(BENCH)/bin/python benchmarks/classic.py
 	$(BENCH)/bin/python benchmarks/label.py
 	$(BENCH)/bin/python benchmarks/train.py
