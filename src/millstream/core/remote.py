@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path, PosixPath
 from typing import Any, Self
 
@@ -260,20 +260,26 @@ def read_all(wanted: Sequence[Wanted], *, is_checked: bool = False, fresh: bool 
             missing[file] += gaps
     if not missing:
         return
-    jobs: list[tuple[RemoteFile, int, Future[memoryview]]] = []
+
+    def fetch(file: RemoteFile, start: int, end: int) -> None:
+        """In a thread, which holds one part at a time: however much is wanted, CONNECTIONS parts are in memory."""
+        data = file.get(start, end)
+        _copy(data, start, targets[file])
+        if cache is not None and file.cache_id:
+            cache.write(file.cache_id, start, data)
+
     pool = request_threads()
-    for file, gaps in missing.items():
-        for start, end in _requests(gaps, file.align, file.num_bytes):
-            jobs.append((file, start, pool.submit(file.get, start, end)))
+    parts = [(file, *part) for file, gaps in missing.items() for part in _requests(gaps, file.align, file.num_bytes)]
+    jobs = [pool.submit(fetch, *part) for part in parts]
     try:
-        for file, start, job in jobs:
-            data = job.result()
-            _copy(data, start, targets[file])
-            if cache is not None and file.cache_id:
-                cache.write(file.cache_id, start, data)
-    finally:
-        for _, _, job in jobs:
+        for job in jobs:
+            job.result()
+    except BaseException as error:
+        for job in jobs:
             job.cancel()
+        if isinstance(error, Exception):  # Ctrl-C does not wait for the network
+            wait(jobs)  # they write to memory that the caller may use again
+        raise
 
 
 def read_object(path: Path, *, is_intact: Callable[[bytes], bool] = lambda data: True) -> bytes:
