@@ -51,6 +51,10 @@ NOT_RUN = {
     ("docs/how-to/many-gpus.md", "needs four GPUs"),
     ("docs/how-to/many-gpus.md", "needs several machines"),
     ("docs/how-to/many-gpus.md", "needs a Ray cluster"),
+    ("docs/how-to/share.md", "needs a bucket"),
+    ("docs/how-to/share.md", "needs an account on the hub"),
+    ("docs/how-to/share.md", "needs a dataset on the hub"),
+    ("docs/how-to/share.md", "needs datasets and a dataset on the hub"),
 }
 COMMENTS = ("first:", "not run:")
 # Warnings of other libraries when they are used as documented; all others are errors.

@@ -151,6 +151,7 @@ def make_app() -> typer.Typer:
     app.command(rich_help_panel=REPORT)(view)
     app.command(rich_help_panel=MAINTAIN)(inspect)
     app.command(rich_help_panel=MAINTAIN)(verify)
+    app.command(rich_help_panel=MAINTAIN)(copy)
     for module in (*extensions("commands"), *plugs("commands")):
         module.add_commands(app)
     return app
@@ -289,6 +290,36 @@ def verify(
 
     path = to_path(path)
     _kind_at(path).verify(path, fast=fast, as_json=as_json)
+
+
+def copy(
+    source: Annotated[
+        str, typer.Argument(help="A trace store, a run, a pack, reads, a table, or any folder.", metavar="SOURCE")
+    ],
+    target: Annotated[
+        str, typer.Argument(help="A new path or URL; for a file also a folder, with a slash.", metavar="TARGET")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Copy between local disk, object stores and the Hugging Face hub.
+
+    Every file is verified at the target. Indexes are copied with their files.
+    A trace store on the hub can be read with datasets.load_dataset.
+    Run the same command again to resume.
+
+    Example: millstream copy traces s3://bucket/traces
+    """
+    from dataclasses import asdict
+
+    from millstream.core.console import format_bytes, plural
+    from millstream.core.copy import copy as copy_files
+
+    copied = copy_files(source, target)
+    if as_json:
+        print_json(asdict(copied))
+    before = copied.num_files - copied.num_new
+    there = f", {before} of them were there before" if before else ""
+    finish(f"{copied.target}: {plural(copied.num_files, 'file')}, {format_bytes(copied.num_bytes)}, verified{there}")
 
 
 _EPILOG = (

@@ -31,6 +31,7 @@ _OUTCOMES = {  # by command; here, because Ctrl-C may come before the command is
     "report": _RUN_UNCHANGED,
     "inspect": UNCHANGED,
     "verify": UNCHANGED,
+    "copy": RESUME,
     "view": UNCHANGED,
 }
 

@@ -27,14 +27,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
-from millstream.errors import AccessDenied, MissingExtra, ObjectChanged, ObjectMissing, RemoteError
+from millstream.errors import AccessDenied, MillstreamError, MissingExtra, ObjectChanged, ObjectMissing, RemoteError
 
 Result = TypeVar("Result")
 
 URL = re.compile(r"(s3|gs|az|hf|https?):/{1,2}(?=[^/])")
 CONNECTIONS = 16  # requests at once; with PART_BYTES they hold at most 32 MB
 PART_BYTES = 2 << 20  # of one request: 16 of them reach 4-5 Gbit/s at 30 ms
-_MULTIPART_BYTES = 8 << 20  # of one part of an upload; four at once hold 32 MB
+MULTIPART_BYTES = 8 << 20  # of one part of an upload; four at once hold 32 MB
 _MOST_KNOWN = 1 << 17
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 _DENIED = re.compile(
@@ -96,7 +96,7 @@ class Bucket(Protocol):
         ...
 
 
-_FOLDER = ObjectInfo(0, None, 0)
+FOLDER = ObjectInfo(0, None, 0)
 
 
 class ObjectBucket:
@@ -142,7 +142,7 @@ class ObjectBucket:
                 pages = islice(pages, None if most is None else 1)
                 return [(meta["path"][start:], self._learn(meta)) for page in pages for meta in page]
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
-            folders = [(name[start:].rstrip("/") + "/", _FOLDER) for name in found["common_prefixes"]]
+            folders = [(name[start:].rstrip("/") + "/", FOLDER) for name in found["common_prefixes"]]
             return [*folders, *((meta["path"][start:], self._learn(meta)) for meta in found["objects"])]
 
         return retried(self._url(prefix), once)
@@ -150,8 +150,8 @@ class ObjectBucket:
     def put(self, key: str, data: bytes | Path, *, is_new: bool = False) -> ObjectInfo:
         if self._is_web:
             raise RemoteError(f"{self._url(key)}: a web server is read only. Write to s3://, gs:// or az://")
-        is_multipart = isinstance(data, Path) and data.stat().st_size > _MULTIPART_BYTES
-        options = {"use_multipart": is_multipart, "chunk_size": _MULTIPART_BYTES, "max_concurrency": 4}
+        is_multipart = isinstance(data, Path) and data.stat().st_size > MULTIPART_BYTES
+        options = {"use_multipart": is_multipart, "chunk_size": MULTIPART_BYTES, "max_concurrency": 4}
         mode = "create" if is_new else "overwrite"
         try:
             sent = retried(self._url(key), lambda: self._obstore.put(self._store, key, data, mode=mode, **options))
@@ -234,6 +234,8 @@ class IncompleteBody(Exception):
 
 def _final_error(url: str, error: Exception) -> Exception | None:
     """What to raise for a failure that trying again would not mend."""
+    if isinstance(error, MillstreamError):
+        return error
     name, text = type(error).__name__, str(error)
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
         what = "no such bucket" if "NoSuchBucket" in text else "no such object"
@@ -354,7 +356,7 @@ def _expected_etag(data: bytes | Path, is_multipart: bool) -> str:
     parts: list[bytes] = []
     whole = hashlib.md5(usedforsecurity=False)
     with _opened(data) as file:
-        while part := file.read(_MULTIPART_BYTES):
+        while part := file.read(MULTIPART_BYTES):
             whole.update(part)
             parts.append(hashlib.md5(part, usedforsecurity=False).digest())
     if not is_multipart:
@@ -391,12 +393,12 @@ def _here() -> _Process:
     return _process
 
 
-def bucket_at(root: str) -> Bucket:
+def bucket_at(root: str, make: Callable[[str], Bucket] = ObjectBucket) -> Bucket:
     """The client of a root, in this process."""
     here = _here()
     with here.lock:
         if root not in here.buckets:
-            here.buckets[root] = ObjectBucket(root)
+            here.buckets[root] = make(root)
         return here.buckets[root]
 
 

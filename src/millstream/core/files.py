@@ -139,19 +139,25 @@ def publishing_folder(folder: Path) -> Generator[Path]:
         for path in partial.iterdir():  # left by a killed process
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield partial
-        for path in (*partial.iterdir(), partial):
+        for path in partial.iterdir():
             sync_folder(path)  # fsync works the same for files
-        try:
-            os.rename(partial, folder)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise
-            raise already_exists(folder) from None
-        sync_folder(folder.parent)
+        rename_folder(partial, folder)
     finally:
         if is_same_file(fd, partial):
             shutil.rmtree(partial, ignore_errors=True)
         os.close(fd)
+
+
+def rename_folder(partial: Path, folder: Path) -> None:
+    """Give a complete folder its name, which is new or that of an empty folder."""
+    sync_folder(partial)
+    try:
+        os.rename(partial, folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise already_exists(folder) from None
+    sync_folder(folder.parent)
 
 
 def make_once(folder: Path, make: Callable[[Path], None], *, notify: Callable[[str], None]) -> Path:

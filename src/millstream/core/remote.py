@@ -20,8 +20,9 @@ from pathlib import Path, PosixPath
 from typing import Any, Self
 
 from millstream.core.block_cache import block_cache
-from millstream.core.bucket import PART_BYTES, Bucket, ObjectInfo, bucket_at, is_url, request_threads
+from millstream.core.bucket import PART_BYTES, Bucket, ObjectBucket, ObjectInfo, bucket_at, is_url, request_threads
 from millstream.core.files import spool_root
+from millstream.core.hub import HubBucket
 from millstream.core.memory import Map
 from millstream.core.record import Bytes
 from millstream.errors import BadSetting, ObjectChanged, ObjectMissing, RemoteError
@@ -88,7 +89,7 @@ class RemotePath(PosixPath):
 
     @property
     def bucket(self) -> "Bucket":
-        return bucket_at(self.bucket_url)
+        return bucket_at(self.bucket_url, HubBucket if self.scheme == "hf" else ObjectBucket)
 
     def absolute(self) -> Self:
         return self

@@ -77,6 +77,14 @@ def open(
     return open_reads(paths, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, watch=watch_index)
 
 
+def files_at(path: Path) -> dict[str, Path]:
+    """What `millstream copy` copies of a file: itself and its index, by name."""
+    from millstream.reads.files.index import SUFFIX, find_index
+
+    index = find_index(path)
+    return {path.name: path} | ({} if index is None else {path.name + SUFFIX: index})
+
+
 def expand_models(names: Sequence[str]) -> list[str]:
     """Each name once; there are no groups of classifiers."""
     return list(dict.fromkeys(names))

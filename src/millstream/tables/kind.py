@@ -38,6 +38,14 @@ def open(
     return open_rows([file for place in given for file in _expand(Path(place))], memory=memory, index_dir=index_dir)
 
 
+def files_at(path: Path) -> dict[str, Path]:
+    """What `millstream copy` copies of a file: itself and its index, by name."""
+    from millstream.tables.rows import SUFFIX
+
+    index = path.with_name(path.name + SUFFIX)
+    return {path.name: path} | ({index.name: index} if index.is_file() else {})
+
+
 def _expand(path: Path) -> list[Path]:
     """A file, or the files that match a pattern."""
     if path.exists() or not any(mark in str(path) for mark in "*?["):

@@ -46,6 +46,20 @@ def open(
     return Traces(path, verify=verify, open_shards=open_shards)
 
 
+def files_at(path: Path) -> dict[str, Path]:
+    """What `millstream copy` copies of a folder that cannot be listed, or of a file, by name."""
+    from millstream.traces.store.manifest import files_of_store
+
+    return {path.name: path} if path.is_file() else files_of_store(path)
+
+
+def card(path: Path, *, url: Path, folder: str) -> str:
+    """The dataset card of a store that is copied to a folder of a dataset on the hub."""
+    from millstream.traces.store.card import make_card
+
+    return make_card(path, url=url, folder=folder)
+
+
 def expand_models(names: Sequence[str]) -> list[str]:
     """Each name once, with groups replaced by their models."""
     from millstream.traces.detectors import expanded

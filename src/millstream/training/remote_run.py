@@ -5,9 +5,7 @@ the machine dies. A journal beside the folder has the version of every file when
 still has these versions, the local one is as new or newer; else another machine has continued, and its files are taken.
 """
 
-import hashlib
 import os
-import re
 import shutil
 import threading
 from collections.abc import Generator
@@ -17,8 +15,9 @@ from pathlib import Path
 
 from millstream.core.config import parse_json
 from millstream.core.console import format_bytes, plural, quoted, say
-from millstream.core.files import lock, locked, publish_json, publishing
-from millstream.core.remote import RemotePath, open_raw, spool_folder, to_path
+from millstream.core.files import lock, locked, publish_json
+from millstream.core.remote import RemotePath, spool_folder, to_path
+from millstream.core.transfer import fetch
 from millstream.errors import BadSource, MillstreamError, RemoteError, StoreExists
 from millstream.training.folder import LATEST, METRICS, PREDICTIONS, SCORES, WEIGHTS
 
@@ -27,7 +26,6 @@ UPLOAD_S = "20"  # between uploads while a run trains; $MILLSTREAM_UPLOAD_S
 # the log and the best weights that belong to it; scores mark a model as finished.
 _ORDER = (METRICS, LATEST, WEIGHTS, SCORES, PREDICTIONS)
 _DERIVED = ("report.html", "figures/", "tables/", "evaluated/")
-_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 Stamp = list[int]  # size and modification time of a local file
 
 
@@ -67,7 +65,7 @@ class RemoteRun:
             size = sum(info.num_bytes for info in new.values())
             say(f"{self.url}: downloading {plural(len(new), 'file')}, {format_bytes(size)}")
             for name, info in new.items():
-                _download(self.url / name, self.folder / name)
+                fetch(self.url / name, self.folder / name)
                 synced[name] = Synced(info.etag, _stamp_of(self.folder / name) or [])
             self._write_journal({name: one for name, one in synced.items() if name in found})
 
@@ -230,20 +228,3 @@ def _stamp_of(file: Path) -> Stamp | None:
     except FileNotFoundError:
         return None
     return [stat.st_size, stat.st_mtime_ns]
-
-
-def _download(source: RemotePath, file: Path) -> None:
-    """Download an object, again if its bytes do not have the checksum that most servers give as etag."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    before = ""
-    for _ in range(4):
-        md5 = hashlib.md5(usedforsecurity=False)
-        with publishing(file) as out, open_raw(source) as stream:
-            while data := stream.read(1 << 20):
-                md5.update(data)
-                out.write(data)
-        told = _MD5.fullmatch(source.bucket.head(source.key).etag or "")
-        if told is None or md5.hexdigest() in (told[1], before):  # twice the same: the etag is no checksum
-            return
-        before = md5.hexdigest()
-    raise RemoteError(f"{source}: arrives different each time. Check the network, and run the same command again")

@@ -121,6 +121,13 @@ def foreign_file(path: Path) -> str | None:
     return next((n for n in names if not (n.startswith((".", "shard-")) or n in own)), None)
 
 
+def files_of_store(path: Path) -> dict[str, Path]:
+    """The files of a store by name, from its manifest: a web server lists nothing."""
+    numbers = [shard.number for shard in read_manifest(path).shards]
+    names = [MANIFEST, *map(shard_name, numbers), *map(sidecar_name, numbers)]
+    return {name: path / name for name in (*names, *(n for n in (IDS, LABELS, TOKENIZER) if (path / n).is_file()))}
+
+
 def check_store(path: Path) -> None:
     """Raise NotAStore, with a command that may help, unless the folder is a trace store."""
     if isinstance(path, RemotePath):

@@ -116,7 +116,7 @@ def check_storable(schema: Schema, compression: str) -> None:
 
 def to_parquet(rows: Sequence[Row], schema: Schema, *, compression: str, seconds: float) -> bytes:
     """The sidecar of a shard with these rows, as the bytes of a Parquet file."""
-    target = _parquet_schema(schema, compression)
+    target = parquet_schema(schema, compression)
     columns: dict[str, Iterable[object]] = {
         name: (
             [_place(row.tensors[name]) for row in rows]
@@ -161,7 +161,7 @@ class Sidecar:
             self._metadata = parquet.metadata
             self.schema = {name: kind for name, kind in record_schema(arrow).items() if not name.startswith("_")}
             self.compression = compression_of(arrow)
-            expected = _parquet_schema(self.schema, self.compression)
+            expected = parquet_schema(self.schema, self.compression)
         except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
             raise self._wrong(str(error).partition("\n")[0]) from None
         if self.compression not in ("none", "lz4", "zstd") or not arrow.equals(expected):
@@ -378,7 +378,8 @@ class TensorColumn:
         return TensorRow(offset, tuple(_item(self.shapes, number)), tuple(_item(self.crc32c, number)), sizes)
 
 
-def _parquet_schema(schema: Schema, compression: str) -> pa.Schema:
+def parquet_schema(schema: Schema, compression: str) -> pa.Schema:
+    """The columns of a sidecar."""
     members: list[tuple[str, pa.DataType]] = [("offset", pa.int64()), ("shape", SHAPE), ("crc32c", CRCS)]
     if compression != "none":
         members.append(("sizes", SIZES))
