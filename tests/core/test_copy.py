@@ -111,6 +111,21 @@ def test_a_bit_that_flips_on_the_way_is_noticed(store: Path, s3: Bucket, tmp_pat
         assert proxy.num_requests("GET", "shard-00001.arrow") > proxy.num_requests("GET", "shard-00000.arrow")
 
 
+def test_a_file_of_many_parts_is_verified_by_the_checksum_of_its_parts(s3: Bucket, tmp_path: Path) -> None:
+    file = tmp_path / "large.bin"
+    file.write_bytes(bytes(range(256)) * 70_000)  # 17.9 MB: three parts
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        copy(file, f"{s3.url}/large.bin")
+        proxy.forget()
+        copy(f"{s3.url}/large.bin", tmp_path / "whole.bin")
+        assert proxy.num_bytes(match="/large.bin") == file.stat().st_size, "read once"
+        proxy.program(Fault(flip_at=16_000_000), method="GET", times=10)
+        copy(f"{s3.url}/large.bin", tmp_path / "again.bin")
+        assert proxy.num_bytes(match="/large.bin") == 3 * file.stat().st_size
+    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes() == file.read_bytes()
+
+
 def test_passing_faults_are_not_seen(store: Path, s3: Bucket, tmp_path: Path) -> None:
     with faulty_proxy(s3.address) as proxy:
         s3.through(proxy.address)

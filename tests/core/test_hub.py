@@ -1,5 +1,6 @@
 """hf:// paths: datasets are read by ranges at one commit, and copied with few commits, by the real huggingface_hub."""
 
+import os
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,9 @@ import millstream as ms
 from millstream.core.copy import copy
 from millstream.core.remote import RemoteFile, RemotePath, to_path
 from millstream.errors import AccessDenied, BadSetting, ObjectMissing, RemoteError, StoreExists
+from support.commands import run_here
 from support.extras import need
+from support.faulty_proxy import Fault, faulty_proxy
 from support.hub_server import TOKEN, Hub, hub
 from support.making_traces import make_traces
 
@@ -69,6 +72,30 @@ def test_a_store_is_read_at_one_commit(hub: Hub, store: Path, tmp_path: Path) ->
     assert [traces[n]["tokens"].tolist() for n in (0, 119)] == [local[n]["tokens"].tolist() for n in (0, 119)]
     pinned = ms.open(f"hf://datasets/me/read@{1:040x}/v1")
     assert len(pinned) == len(local)
+
+
+def test_commands_and_forked_processes_read_a_dataset(hub: Hub, store: Path) -> None:
+    hub.commit("me/forked", files_in(store))
+    code, out, _ = run_here("inspect", "hf://datasets/me/forked")
+    assert code == 0 and "120 records, 3 shards" in out
+    assert run_here("verify", "hf://datasets/me/forked")[0] == 0
+    traces = ms.open("hf://datasets/me/forked", cache=0)
+    if not (pid := os.fork()):
+        status = 1
+        try:
+            status = 0 if traces[7]["tokens"].tolist() == ms.open(store)[7]["tokens"].tolist() else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_bit_that_flips_on_the_way_from_the_hub_is_noticed(hub: Hub, store: Path, tmp_path: Path) -> None:
+    hub.commit("me/flips", files_in(store))
+    with faulty_proxy(hub.address) as proxy:
+        hub.large_at = proxy.address
+        proxy.program(Fault(flip_at=500), match="/cdn/", times=2)
+        copy("hf://datasets/me/flips", tmp_path / "copy")
+    assert files_in(tmp_path / "copy") == files_in(store)
 
 
 def test_reads_are_read(hub: Hub, tmp_path: Path) -> None:

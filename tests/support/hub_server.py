@@ -44,6 +44,7 @@ class Hub:
     broken: list[int] = field(default_factory=list[int])  # statuses of the next answers to GET
     broken_after: int | None = None  # so many commits, those that follow are refused
     address: str = ""
+    large_at: str = ""  # another address of this server, for large files
 
     def commit(self, name: str, files: Mapping[str, bytes]) -> None:
         for path, data in files.items():
@@ -158,11 +159,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
         elif verb == "resolve" and path.endswith(LARGE):
             place = f"/cdn/{hashlib.sha256(files[path]).hexdigest()}?Signature=secret"
-            self._answer(
-                302, b"", {"Location": place.replace("/cdn", f"{hub.address}/cdn".replace("127.0.0.1", "localhost"))}
-            )
+            host = hub.large_at or hub.address.replace("127.0.0.1", "localhost")
+            size = str(len(files[path]))
+            linked = {"X-Linked-Size": size, "X-Linked-ETag": f'"{hashlib.sha256(files[path]).hexdigest()}"'}
+            self._answer(302, b"", {"Location": host + place, "X-Repo-Commit": _sha(number), **linked})
         elif verb == "resolve":
-            self._serve(files[path])
+            own = {"X-Repo-Commit": _sha(number), "ETag": f'"{_entry(path, files[path])["oid"]}"'}
+            self._serve(files[path], own)
         elif verb == "preupload":
             asked = json.loads(self.body)["files"]
             found = [
@@ -220,13 +223,13 @@ class _Handler(BaseHTTPRequestHandler):
         sha = _sha(len(hub.commits[name]) - 1)
         self._json({"commitUrl": f"{hub.address}/{name}/commit/{sha}", "commitOid": sha, "success": True})
 
-    def _serve(self, data: bytes) -> None:
+    def _serve(self, data: bytes, headers: Mapping[str, str] = {}) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked is None:
-            self._answer(200, data)
+            self._answer(200, data, headers)
             return
         start, stop = int(asked[1]), min(int(asked[2]) + 1, len(data))
-        self._answer(206, data[start:stop], {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"})
+        self._answer(206, data[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"})
 
     def _json(self, value: object, status: int = 200, headers: Mapping[str, str] = {}) -> None:
         self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json", **headers})
