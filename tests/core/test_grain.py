@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import millstream as ms
+from support.effort import THOROUGH
 from support.making_small import write_reads, write_traces
 
 grain = pytest.importorskip("grain", reason="not installed: pip install grain")
@@ -21,9 +22,9 @@ pytest.importorskip("absl.logging").get_absl_handler().python_handler.stream = s
 
 NUM_RECORDS = 60
 KINDS = ["traces", "reads", "tables", "subset", "mixture"]
-# Processes take seconds to start: those of the dataset are tried with one kind, those of the DataLoader with three.
+# Processes take seconds to start: those of the dataset are tried with one kind, those of the DataLoader with another.
 DATASETS = [*((kind, 0) for kind in KINDS), ("tables", 1)]
-LOADERS = [*((kind, 0) for kind in KINDS), ("traces", 2), ("reads", 1), ("tables", 1)]
+LOADERS = [*((kind, 0) for kind in KINDS), ("traces", 2), *([("reads", 1), ("tables", 1)] if THOROUGH else [])]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of Grain's own
 
 

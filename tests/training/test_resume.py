@@ -12,6 +12,7 @@ import millstream as ms
 from millstream.errors import BadSource
 from millstream.training.folder import Log, load, read_lines, save
 from support.commands import run_here
+from support.effort import THOROUGH
 from support.forked_training import Job
 from support.making import flip
 from support.training import SHORT, losses_of, scores_of, weights_of
@@ -112,7 +113,7 @@ def test_no_flipped_bit_of_a_checkpoint_is_loaded_unnoticed(tmp_path: Path):
     found, said = load(tmp_path / "whole")
     assert said == about and all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     content = (tmp_path / "whole").read_bytes()
-    for bit in range(8 * len(content)):
+    for bit in range(0, 8 * len(content), 1 if THOROUGH else 7):  # a bit or two of every byte
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         (tmp_path / "changed").write_bytes(changed)

@@ -19,7 +19,7 @@ from millstream.traces.store.manifest import DAMAGED, open_file, shard_name, sid
 from millstream.traces.store.repair import repair
 from millstream.traces.store.rewrite import subset_shards
 from millstream.traces.store.traces import Traces
-from support.effort import THOROUGH, num_examples
+from support.effort import THOROUGH
 from support.making import PROCESSES, damages, flip, lost_ids, place_of
 from support.store_commands import (
     COMMANDS,
@@ -59,7 +59,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_commands_at_the_same_time_lose_and_double_nothing(
     pair: tuple[str, str], damaged: Path, pool: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
-    for number in range(24 if THOROUGH else 3):
+    for number in range(24 if THOROUGH else 1):
         path = tmp_path / f"store{number}"
         shutil.copytree(damaged, path)
         delays = [random.random() * 0.02 for _ in pair]
@@ -91,7 +91,7 @@ def test_the_same_job_twice_at_the_same_time_writes_every_record_once(
         traces = [{"question_id": f"t{number}-{k}", "question": "?", "x": np.zeros(3)} for k in range(4)]
         (tmp_path / f"old{number}.pkl").write_bytes(pickle.dumps(traces))
     count = 20 if job is merge_two else 12
-    for number in range(num_examples(40)):
+    for number in range(40 if THOROUGH else 4):
         out = tmp_path / f"out{number}"
         jobs = [pool.submit(run, job, out, random.random() * 0.02) for _ in range(2)]
         refused = [text for text in (job.result() for job in jobs) if text is not None]
