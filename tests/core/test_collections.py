@@ -75,6 +75,21 @@ def test_a_subset_takes_only_record_numbers(trivia: ms.Traces, wrong: Any):
 # -- concatenations
 
 
+@pytest.mark.parametrize("wrong", [[1.5], [True, False], ["1"], [10**30]])
+def test_only_whole_record_numbers_are_fetched(trivia: ms.Traces, reads: ms.Reads, wrong: Any):
+    for collection in (trivia, reads, ms.subset(trivia, [3, 1, 4]), ms.concat([trivia, trivia])):
+        with pytest.raises(ValueError, match="expected record numbers"):
+            collection.fetch(wrong)
+        assert len(collection.fetch([], ["question_id" if collection is not reads else "sequence"])) is not None
+
+
+def test_the_number_of_a_record_is_whole(trivia: ms.Traces, reads: ms.Reads):
+    for wrong in ("a", 1.5, None):
+        for collection, remedy in ((trivia, "by_id"), (reads, "by_name")):
+            with pytest.raises(ms.errors.BadSetting, match=remedy):
+                collection[wrong]
+
+
 def test_a_concatenation_has_the_records_of_all_collections_in_turn(
     trivia: ms.Traces, popqa: ms.Traces, few_reads: ms.Reads, more_reads: ms.Reads
 ):

@@ -274,16 +274,21 @@ def subset(collection: Collection, numbers: Sequence[int] | Numbers) -> Subset:
 
     >>> few = ms.subset(reads, [3, 1, 4])
     """
-    given = np.asarray(numbers).reshape(-1)
-    if len(given) and given.dtype.kind not in "iu":
-        raise ValueError(f"a subset takes record numbers, not {given.dtype}; for a mask, pass np.flatnonzero(mask)")
-    own = given.astype(np.int64)  # the caller may change theirs
+    own = whole_numbers(numbers).reshape(-1).copy()  # the caller may change theirs
     return Subset(collection, Listed(checked_numbers(own, len(collection))))
+
+
+def whole_numbers(numbers: Sequence[int] | NDArray[np.integer]) -> Numbers:
+    """Record numbers as an array. ValueError for masks, and for fractions, which numpy would cut off."""
+    found = np.asarray(numbers)
+    if found.size and found.dtype.kind not in "iu":
+        raise ValueError(f"expected record numbers, got {found.dtype}; for a mask, pass np.flatnonzero(mask)")
+    return found.astype(np.int64, copy=False)
 
 
 def checked_numbers(numbers: Sequence[int] | Numbers, length: int) -> Numbers:
     """Record numbers from 0; negative ones count from the end."""
-    wanted = np.asarray(numbers, np.int64)
+    wanted = whole_numbers(numbers)
     first, last = (int(wanted.min()), int(wanted.max())) if len(wanted) else (0, -1)
     if first < -length or last >= length:
         wrong = wanted[(wanted < -length) | (wanted >= length)]

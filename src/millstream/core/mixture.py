@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.core.batches import chunked, join_fetched
-from millstream.core.collection import Collection, Medium, Numbers, Subset
+from millstream.core.collection import Collection, Medium, Numbers, Subset, whole_numbers
 from millstream.core.config import config_hash
 from millstream.core.order import Permutation
 from millstream.core.order import mix as mix_bits
@@ -32,7 +32,7 @@ class Concat(Collection):
         return self.collections[which][int(rows[0])]
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
-        split = self._split(np.asarray(numbers, np.int64))
+        split = self._split(whole_numbers(numbers))
         fetched = [self.collections[which].fetch(rows, fields) for which, rows, _ in split]
         order = np.argsort(np.concatenate([at for _, _, at in split]), kind="stable")
         return join_fetched(fetched, order, names=self.field_names if fields is None else None)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.core.batches import codes_of, with_column
-from millstream.core.collection import Collection, Listed, Marked, Medium, Numbers, Subset
+from millstream.core.collection import Collection, Listed, Marked, Medium, Numbers, Subset, whole_numbers
 from millstream.core.config import parse_json
 from millstream.core.files import publish
 from millstream.core.order import mix_words
@@ -216,7 +216,7 @@ class Labelled(Collection):
         return with_column(self.collection[number], LABEL, self.labels[number].item())
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
-        wanted = np.asarray(numbers, np.int64)
+        wanted = whole_numbers(numbers)
         others = None if fields is None else [name for name in fields if name != LABEL]
         fetched = self.collection.fetch(wanted, others)
         if fields is not None and LABEL not in fields:

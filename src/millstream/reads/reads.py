@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike
 
 from millstream.core.batches import chunked, joined, values
-from millstream.core.collection import Collection, Medium, Numbers
+from millstream.core.collection import Collection, Medium, Numbers, whole_numbers
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
 from millstream.errors import BadSetting, BadSource
@@ -119,7 +119,7 @@ class Reads(Collection):
         and every column in the index. A column that is only in the headers (such as a read's own name) is parsed from
         there if it is requested.
         """
-        wanted = self._check(np.asarray(numbers, np.int64))
+        wanted = self._check(whole_numbers(numbers))
         names = self._fields(fields)
         needed = [*names, self._mapping.key] if self._mapping else names
         split = self.split(wanted)
@@ -135,7 +135,7 @@ class Reads(Collection):
 
     def lengths(self, numbers: Sequence[int] | Numbers) -> Numbers:
         """The length of each read, in bases, from the index."""
-        wanted = self._check(np.asarray(numbers, np.int64))
+        wanted = self._check(whole_numbers(numbers))
         out = np.empty(len(wanted), np.int64)
         for part, rows, places in self.split(wanted):
             out[places] = part.lengths(rows)
@@ -194,7 +194,7 @@ class Reads(Collection):
 
     def regions(self, numbers: Sequence[int] | Numbers, starts: ArrayLike, ends: ArrayLike) -> ReadBatch:
         """Bases [start, end) of many records at once."""
-        wanted = self._check(np.asarray(numbers, np.int64))
+        wanted = self._check(whole_numbers(numbers))
         begin, end = (np.broadcast_to(np.asarray(at, np.int64), wanted.shape) for at in (starts, ends))
         lengths = self.lengths(wanted)
         (wrong,) = np.nonzero((begin < 0) | (begin > end) | (end > lengths))

@@ -16,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.core.collection import Collection, Medium
+from millstream.core.collection import Collection, Medium, whole_numbers
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes, plural
 from millstream.core.memory import empty
 from millstream.core.record import Array, Bytes, Schema, Tensor, from_bytes
 from millstream.core.remote import is_url, to_path
+from millstream.errors import BadSetting
 from millstream.traces.store.format import ID_FIELD, Row
 from millstream.traces.store.ids import IdIndex, open_index
 from millstream.traces.store.manifest import LABELS, ShardInfo, list_shards, read_manifest
@@ -100,6 +101,8 @@ class Traces(Collection):
     def __getitem__(self, number: int | slice) -> Record | list[Record]:
         if isinstance(number, slice):
             return list(self._iterate(range(*number.indices(len(self)))))
+        if not hasattr(number, "__index__"):
+            raise BadSetting(f"traces[{number!r}]: must be a whole number or a slice. By id: traces.by_id(...)")
         return self._record(number)
 
     def __iter__(self) -> Iterator[Record]:
@@ -292,10 +295,10 @@ class Traces(Collection):
 
     def _locate(self, numbers: Sequence[int] | NDArray[np.integer]) -> tuple[list[int], list[int]]:
         """The shard and the row of each record."""
-        if len(numbers) <= 16:  # for a few, numpy is slower
-            places = [self.locate(int(number)) for number in numbers]
+        wanted = whole_numbers(numbers)
+        if len(wanted) <= 16:  # for a few, numpy is slower
+            places = [self.locate(number) for number in wanted.tolist()]
             return [shard for shard, _ in places], [row for _, row in places]
-        wanted = np.asarray(numbers, np.int64)
         if (wrong := wanted[(wanted < -len(self)) | (wanted >= len(self))]).size:
             self._check(int(wrong[0]))
         wanted = wanted % len(self)
