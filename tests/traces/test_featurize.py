@@ -285,6 +285,12 @@ def test_a_bad_setting_prints_one_line_exits_with_2_and_writes_nothing(case: str
     assert not (tmp_path / "out").exists()
 
 
+def test_settings_without_effect_on_the_chosen_feature_are_named(store: Path, tmp_path: Path):
+    code, _, err = run(store, tmp_path / "out", "feature=fields", "fields=logprobs", "token=first", "k=3")
+    assert code == 0
+    assert [line.partition("=")[0] for line in err.splitlines() if "has no effect on fields" in line] == ["token", "k"]
+
+
 @pytest.mark.parametrize(
     "wrong", [{"token": "99"}, {"field": "logprobs"}, {"feature": "fields", "fields": "hidden[7]"}], ids=range(3)
 )

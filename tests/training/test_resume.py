@@ -1,5 +1,6 @@
 """A run that was killed or stopped anywhere ends with the same weights as an uninterrupted one."""
 
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -182,6 +183,11 @@ def test_a_data_card_of_something_else_is_named(copy: Path):
     (copy / "data.json").write_text('{"1": 2}')
     with pytest.raises(BadSource, match=r"data\.json.* store"):
         ms.evaluate(copy)
+
+
+def test_a_run_in_a_folder_whose_name_is_not_utf_8_is_evaluated(copy: Path, tmp_path: Path):
+    odd = copy.rename(tmp_path / os.fsdecode(b"run\xff"))
+    assert scores_of(ms.evaluate(odd, model="lstm", out=str(tmp_path / "out")))
 
 
 def test_damaged_scores_are_named_and_written_again_once_removed(store: Path, whole: Path, copy: Path):

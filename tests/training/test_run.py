@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from millstream.traces.detectors import detector_specs
 from millstream.traces.detectors.baselines import BASELINES
 from millstream.traces.kind import TrainSettings
 from millstream.traces.report.evaluate import read_results
-from millstream.traces.study import open_labelled
+from millstream.traces.study import make_study, open_labelled
 from support.commands import run_here
 from support.making_traces import make_traces
 from support.training import SHORT, lines_of, losses_of, scores_of
@@ -42,6 +43,25 @@ def test_baselines_stand_for_all_baselines_and_the_nulls_of_the_given_models():
     assert names[0] == "gnn" and {"length", "p_true", "lookback", "charm", "gnn_shuffled", "gnn_unwired"} <= set(names)
     assert len(names) == len(set(names)) == 1 + len(BASELINES) + 3 and "gvae_unwired" not in names
     assert "p_true" not in [spec.name for spec in detector_specs(settings, [])]  # costs more passes at extraction
+
+
+def test_settings_without_effect_on_the_chosen_detectors_are_named(store: Path, tmp_path: Path):
+    def named(model: str, **given: Any) -> list[str]:
+        lines = make_study({"data": str(store), "model": model, **given}).summary().splitlines()
+        return [line.partition("=")[0] for line in lines if f"has no effect on {model}" in line]
+
+    changed = {"k": 3, "threshold": 0.5, "kl_weight": 0.5, "token": "mean_answer"}
+    assert named("mean_logprob", epochs=1, parameters=9, token_stats=False, **changed) == [
+        "epochs", "parameters", "token", "token_stats", "k", "threshold", "kl_weight"
+    ]  # fmt: skip
+    assert named("lstm", epochs=1, **changed) == ["k", "threshold", "kl_weight"]
+    assert named("gnn_unwired", **changed) == ["token", "k", "threshold", "kl_weight"]
+    assert named("gvae", **changed) == ["token"] and named("lstm, gvae, length", **changed) == []
+
+
+def test_a_field_to_split_by_that_no_record_has_is_named(store: Path):
+    with pytest.raises(BadSplit, match="'genus'"):
+        make_study({"data": str(store), "by": "genus"})
 
 
 def test_a_run_folder_has_all_documented_files(run: Path):
@@ -291,6 +311,39 @@ def test_a_custom_detector_is_one_class(store: Path, tmp_path: Path, monkeypatch
     again = scores_of(ms.evaluate(tmp_path / "run", model="own_detector:ByNumber"))
     assert again["own_detector:ByNumber", 0] == own
     assert list(scores_of(ms.evaluate(tmp_path / "run", out=str(tmp_path / "ours")))) == [("length", 0)]
+
+
+class NoArguments:
+    """Not a detector."""
+
+
+class NoScore(ByNumber):
+    score = property()
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("NoArguments", "resources"), ("NoScore", "no score"), ("SHORT", "callable"), ("", "imported")],
+)
+def test_a_class_that_is_no_detector_is_refused_in_one_line(
+    name: str, word: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "own_detector", sys.modules[__name__])
+    with pytest.raises(BadSetting, match=f"{name}.*{word}"):
+        ms.train(store, model=f"own_detector:{name}" if name else ":", out=str(tmp_path / "run"), **SHORT)
+
+
+def test_an_evaluation_on_answers_of_one_kind_says_to_evaluate_on_others(run: Path, store: Path, tmp_path: Path):
+    def wrong(row: dict) -> dict:
+        return {**row, "question_id": f"new {row['question_id']}", "question": f"new {row['question']}"}
+
+    other = _copied(store, tmp_path / "wrong", wrong)
+    ids = ms.open(other).column("question_id").to_pylist()
+    publish_table(other / "labels.parquet", pa.table({"question_id": ids, "verdict": ["wrong"] * len(ids)}))
+    code, _, err = run_here("evaluate", run, f"data={other}", "model=mean_logprob", f"out={tmp_path / 'out'}")
+    assert code == 1 and "only wrong answers" in err and "Evaluate on" in err and "train" not in err.splitlines()[-1]
 
 
 def test_a_run_folder_imports_no_code_unless_the_user_names_it(

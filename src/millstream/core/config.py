@@ -219,6 +219,21 @@ def _typed(value: object, setting: Setting) -> object:
     raise BadSetting(f"{setting.name}={text[:200]}: expected {setting.type}")
 
 
+def without_effect(settings: object, used_by: Mapping[str, Sequence[str]], chosen: Sequence[str]) -> list[str]:
+    """A sentence for each setting that was changed but has no effect on what was chosen."""
+    return [
+        f"{name}={getattr(settings, name)} has no effect on {first_few(chosen)}; it is for {first_few(users)}"
+        for name, users in used_by.items()
+        if getattr(settings, name) != getattr(type(settings), name) and not set(users) & set(chosen)
+    ]
+
+
+def first_few(values: Sequence[object], most: int = 5) -> str:
+    """`3, 5 and 7 more`."""
+    shown = ", ".join(str(value) for value in values[:most])
+    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
+
+
 def _check_nesting(value: object) -> None:
     """ValueError for what cannot be walked or printed: nested too deeply, endless by references, huge integers."""
     level: dict[int, tuple[object, int]] = {0: ([value], 1)}  # containers at this depth, and how often they occur

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from millstream.core.config import setting_pairs
+from millstream.core.config import setting_pairs, without_effect
 from millstream.errors import BadSetting
 from millstream.training import LoopSettings
 
@@ -155,11 +155,7 @@ class ReadSettings(LoopSettings):
 
     def unused(self, models: Sequence[str]) -> list[str]:
         """A sentence for each setting that was changed but has no effect on any of these classifiers."""
-        return [
-            f"{name}={getattr(self, name)} has no effect on {', '.join(models)}; it is for {', '.join(users)}"
-            for name, users in USED_BY.items()
-            if getattr(self, name) != getattr(ReadSettings, name) and not set(users) & set(models)
-        ]
+        return without_effect(self, USED_BY, models)
 
     def check(self) -> None:
         if not self.data.train:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from millstream.core.config import first_few
 from millstream.core.remote import to_path
 from millstream.core.tables import read_parquet
 from millstream.errors import BadSource
@@ -224,12 +225,6 @@ def _sorted(table: pa.Table, key: str, *, name: str) -> pa.Table:
             "Keep one row of each"
         )
     return table.take(first).combine_chunks()
-
-
-def first_few(values: Sequence[object], most: int = 5) -> str:
-    """`3, 5 and 7 more`."""
-    shown = ", ".join(str(value) for value in values[:most])
-    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millstream.core.collection import Collection, Marked, Subset, subset
-from millstream.core.config import config_hash, parse_bytes, read_settings
+from millstream.core.config import config_hash, first_few, parse_bytes, read_settings
 from millstream.core.console import say
 from millstream.core.mixture import Concat, Drawn, Mixture
 from millstream.core.order import Permutation, mix_words
@@ -20,7 +20,7 @@ from millstream.reads.classifiers import CLASSIFIERS, KMER_LINEAR, ClassifierSpe
 from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.index import IndexSettings
 from millstream.reads.kind import ReadSettings
-from millstream.reads.mapping import Classes, first_few, load_classes, load_mapping
+from millstream.reads.mapping import Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, open_reads, watch_index
 from millstream.reads.reads import Reads
 from millstream.training.study import Built, ModelSpec, NetModel

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats, fetch_batch, stack
-from millstream.core.config import parse_bytes, read_settings
-from millstream.core.console import Progress, silent
+from millstream.core.config import parse_bytes, read_settings, without_effect
+from millstream.core.console import Progress, say, silent
 from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
 from millstream.core.memory import empty
@@ -264,6 +264,14 @@ _QUANTITIES: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
+_USED_BY = {  # settings of `featurize` that have no effect on other features
+    **dict.fromkeys(("token", "field"), ("layers",)),
+    **dict.fromkeys(("k", "threshold"), ("graphs",)),
+    "fields": ("fields",),
+    "dtype": ("layers", "graphs"),
+}
+
+
 @dataclass(frozen=True)
 class Featurized(Written):
     """A store of features; `left_out` records lack the tensors (their extraction failed)."""
@@ -289,6 +297,8 @@ def featurize(
     chosen = read_settings(FeaturizeSettings, settings)
     traces, out = Traces(source), to_path(out)
     _check(chosen, traces)
+    for unused in without_effect(chosen, _USED_BY, [chosen.feature]):
+        say(unused)
     if ID_FIELD not in traces.fields:
         raise SchemaMismatch(f"{source}: its records have no {ID_FIELD!r}, which is needed to resume")
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)

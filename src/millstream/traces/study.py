@@ -14,7 +14,7 @@ import yaml
 from numpy.typing import NDArray
 
 from millstream.core.collection import Collection, Subset
-from millstream.core.config import parse_bytes, read_settings
+from millstream.core.config import parse_bytes, read_settings, without_effect
 from millstream.core.console import quoted, say
 from millstream.core.files import publish, publish_json
 from millstream.core.remote import to_path
@@ -22,7 +22,7 @@ from millstream.core.split import LABEL, Labelled, Split, labelled, split
 from millstream.core.tables import publish_table, read_table
 from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
 from millstream.traces.convert import names_of
-from millstream.traces.detectors import DetectorSpec, detector_specs, is_ours, scores_of
+from millstream.traces.detectors import DetectorSpec, detector_specs, is_ours, scores_of, used_by
 from millstream.traces.detectors.logistic import Scores
 from millstream.traces.kind import EvaluateSettings, TrainSettings
 from millstream.traces.store.traces import LABELS_FILE, Traces
@@ -104,6 +104,11 @@ def _inverted(traces: Traces, found: Labelled | Subset) -> Collection:
 
 def split_of(collection: Collection, settings: TrainSettings) -> Split:
     """Train, val and test splits, by question unless set otherwise. Each must have right and wrong answers."""
+    if settings.by not in collection.field_names:
+        found = ", ".join(collection.field_names)
+        raise BadSplit(
+            f"{settings.data}: no field {settings.by!r} to split by; choose another: by=NAME, one of {found}"
+        )
     shares = {"train": settings.train, "val": settings.val, "test": 1 - settings.train - settings.val}
     parts = split(collection, shares, by=settings.by, salt=settings.salt)
     for name in shares:
@@ -199,7 +204,8 @@ class Detection:
 
     def summary(self) -> str:
         used = f"{self.source}: {len(self.collection)} of {self.card['records']} records are right or wrong"
-        return f"{used}\n{self.parts.report(LABEL)}"
+        unused = without_effect(self.settings, used_by(), [spec.name for spec in self.specs])
+        return "\n".join([used, *unused, str(self.parts.report(LABEL))])
 
     def table(self, built: Built, part: str) -> pa.Table:
         return scores_table(part, self.parts[part], scores_of(built.model, self.parts[part]))

@@ -207,7 +207,8 @@ def _opened(path: Path) -> Generator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "pt") as file:  # pyright: ignore[reportUnknownVariableType]
+        # By its descriptor: safetensors takes only paths that are UTF-8.
+        with open(path, "rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", "pt") as file:  # pyright: ignore
             yield cast(Any, file)
     except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = "a folder" if path.is_dir() else str(error).partition("\n")[0]

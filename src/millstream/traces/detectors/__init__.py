@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Literal, cast
 
@@ -33,6 +34,10 @@ NULLS = {
     "gvae": ("gvae_shuffled", "gvae_unwired"),
 }
 GROUP = "baselines"
+_OF_NETS = (  # settings of the loop, and the sizes of nets
+    *("seeds", "epochs", "batch_size", "lr", "weight_decay", "warmup", "clip", "patience", "dropout", "precision"),
+    "parameters",
+)
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,19 @@ def expanded(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(one for name in names for one in (group if name == GROUP else [name])))
 
 
+def used_by() -> Mapping[str, Sequence[str]]:
+    """The detectors that each setting of `train` has an effect on; settings of all of them are left out."""
+    wired = [name for name, net in NETS.items() if net.family in ("gnn", "gvae") and net.wiring != "none"]
+    gvae = [name for name, net in NETS.items() if net.family == "gvae"]
+    return {
+        **dict.fromkeys(_OF_NETS, tuple(NETS)),
+        "token": [name for name, net in NETS.items() if net.family == "lstm"],
+        "token_stats": [name for name, net in NETS.items() if net.sees_stats],
+        **dict.fromkeys(("k", "threshold"), tuple(wired)),
+        **dict.fromkeys(("kl_weight", "free_bits"), tuple(gvae)),
+    }
+
+
 def recipe_of(settings: TrainSettings) -> Recipe:
     return Recipe(**{field.name: getattr(settings, field.name) for field in fields(Recipe)})
 
@@ -258,12 +276,19 @@ def _unknown(name: str) -> BadSetting:
 def _custom(name: str) -> Callable[[FitResources], Detector]:
     module, _, attribute = name.partition(":")
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found: object = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:  # the last: no module
         raise BadSetting(f"model={name}: cannot be imported ({error})") from None
+    try:
+        signature(cast("Callable[..., object]", found)).bind(None)
+    except TypeError as error:  # not callable, or with other arguments
+        raise BadSetting(f"model={name}: must be constructed as {attribute}(resources), but {error}") from None
+    return cast("Callable[[FitResources], Detector]", found)
 
 
 def _checked(detector: Detector, field_names: Sequence[str]) -> Detector:
+    if lacking := [name for name in ("fields", "fit", "score") if not hasattr(detector, name)]:
+        raise BadSetting(f"{type(detector).__name__} is no detector: it has no {', '.join(lacking)}")
     missing = [field for field in detector.fields if field.split("[")[0] not in field_names]
     if missing:
         raise NoDetector(f"the store has no {', '.join(missing)}")

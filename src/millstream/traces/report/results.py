@@ -13,7 +13,7 @@ from millstream.core.tables import read_table
 from millstream.errors import BadSource
 from millstream.report import RunFiles, RunResults, damaged, read_files, train_elsewhere, unfinished
 from millstream.report.measures import Curve, Floats, Interval, Labels
-from millstream.training.folder import PREDICTIONS, Fit
+from millstream.training.folder import CONFIG, PREDICTIONS, Fit, read_mapping
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,18 @@ class _Predictions:
         if len(np.unique(labels)) < 2:
             what = "no records" if not len(labels) else f"only {'wrong' if labels[0] else 'right'} answers"
             raise BadSource(
-                f"{self._file}: the {name} split has {what}, so detectors cannot be compared. "
-                f"Train on more records, or make the split larger. {train_elsewhere(self._file.parent)}"
+                f"{self._file}: the {name} split has {what}, so detectors cannot be compared. {self._remedy()}"
             )
         codes, numbers = self._questions[rows], self._records[rows]
         pairs = zip(codes.tolist(), numbers.tolist(), strict=True)
         ids: list[str] = [self._question_names[code] if code >= 0 else f"record {number}" for code, number in pairs]
         return Split(numbers, np.array(ids, object), labels)
+
+    def _remedy(self) -> str:
+        folder = self._file.parent
+        if "evaluates" in read_mapping(folder / CONFIG):
+            return "Evaluate on records with right and wrong answers: extract more, or label them by another rule"
+        return f"Train on more records, or make the split larger. {train_elsewhere(folder)}"
 
     def scores(self, name: str, key: tuple[str, int], like: Split) -> Floats:
         rows = self._rows(name, key)
