@@ -86,6 +86,7 @@ def test_ids_that_are_not_text_and_preprocessed_data_in_a_plain_pickle_are_refus
     for value, word in (
         ({b"a": new_trace(0)}, "b'a'"),
         ({"sequences": [f16(3, 8)], "labels": [1.0], "question_ids": ["a"]}, "preprocessed"),
+        ({"sequences": [f16(3, 8)], "epoch": 3}, "'sequences' without 'labels' and 'question_ids'"),
     ):
         with pytest.raises(BadSource, match=word):
             list(read_traces(write(tmp_path, pickle.dumps(value))))

@@ -64,6 +64,7 @@ def test_wrong_usage_is_exit_code_two(tmp_path: Path, store: Path):
         ["subset", store, tmp_path / "out"],
         ["subset", store, tmp_path / "out", "--shards", "0", "--where", "1"],
         ["subset", store, tmp_path / "out", "--shards", "zero"],
+        ["subset", store, tmp_path / "out", "--shards", "3-1"],
         ["convert", store, tmp_path / "out", "--compression", "rar"],
     ):
         done = run(*arguments)
@@ -173,6 +174,8 @@ def test_merge_and_subset_name_their_output_and_the_next_command(store: Path, tm
     for arguments in (
         ["merge", store, tmp_path / "both"],
         ["subset", store, tmp_path / "x", "--shards", "7"],
+        ["subset", store, tmp_path / "x", "--shards", f"0-{10**40}"],
+        ["subset", store, tmp_path / "x", "--shards", "1-4000000000"],
         ["subset", store, tmp_path / "x", "--where", "no_such_column = 1"],
         ["subset", store, tmp_path / "x", "--ids", tmp_path / "nowhere.txt"],
     ):

@@ -253,6 +253,9 @@ class TraceUnpickler(Unpickler):
 TraceUnpickler.handlers = handlers_of(TraceUnpickler)
 
 
+# What a trace has at least one of
+_OF_A_TRACE = ("question_id", "global_example_id", "question", "hidden_states", "attentions", "tokens")
+
 # Types that stay in the memo after their trace, if small. (bytes: for the b"b" that numpy puts into every array.)
 KEPT: set[type] = {str, bytes, FunctionType, NDArrayType, torch.dtype, *np.sctypeDict.values()}
 KEPT.update(type(np.dtype(code)) for code in np.typecodes["All"])
@@ -283,6 +286,8 @@ def _loaded_traces(value: object) -> Iterable[object]:
         return (_with_id(key, cast(Trace, item)) for key, item in fields.items())
     if fields.keys() & {"labels", "question_ids"} and fields.keys() & {"sequences", "graphs", "graphs_by_layer"}:
         raise pickle.UnpicklingError("it contains preprocessed traces, which are read from files of torch.save only")
+    if (found := fields.keys() & {"sequences", "graphs", "graphs_by_layer"}) and not fields.keys() & set(_OF_A_TRACE):
+        raise pickle.UnpicklingError(f"it contains {found.pop()!r} without 'labels' and 'question_ids'")
     return [fields]
 
 

@@ -150,8 +150,11 @@ def read_files(run: str | Path, *, what: str) -> RunFiles:
     if not (folder / CONFIG).is_file():
         why = f"has no {CONFIG}, so it is not a run" if folder.is_dir() else "no such folder"
         raise BadSource(f"{folder}: {why}. {_train_again(folder)}")
-    if not (folder / PREDICTIONS).is_file() or not (folder / METRICS).is_file():
-        raise unfinished(folder, what=what)
+    for file in (folder / PREDICTIONS, folder / METRICS):
+        if not file.exists():
+            raise unfinished(folder, what=what)
+        if not file.is_file():
+            raise damaged(file, "it is not a file")
     return RunFiles(
         path=folder,
         config=read_mapping(folder / CONFIG),

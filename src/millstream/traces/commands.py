@@ -1,6 +1,8 @@
 """The commands for traces, and how traces are inspected and verified."""
 
+import re
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -341,7 +343,7 @@ def subset(
     if sum(option is not None for option in (shards, ids, where)) != 1:
         raise typer.BadParameter("give exactly one of --shards, --ids and --where")
     if shards is not None:
-        numbers = _parse_numbers(shards)
+        numbers = _parse_numbers(shards, [shard.number for shard in Traces(path).shards])
         with progress("subset", len(numbers), unit="shards") as update:
             _finish_store(subset_shards(path, out, numbers, progress=update), as_json)
         return
@@ -355,14 +357,17 @@ def _listing(settings: type[Any]) -> Any:
     return with_settings(lambda: {"Settings": list_settings(settings)})
 
 
-def _parse_numbers(text: str) -> list[int]:
-    """`0,3-5` -> [0, 3, 4, 5]."""
+def _parse_numbers(text: str, known: Sequence[int]) -> list[int]:
+    """`0,3-5` -> [0, 3, 4, 5], of which the first that is not known ends the list: it is refused."""
     numbers: list[int] = []
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise typer.BadParameter(f"--shards {text}: must be numbers and ranges, such as 0,3-5")
-        numbers += range(int(first), int(last or first) + 1)
+        found = re.fullmatch(r"\s*([0-9]{1,99})(?:-([0-9]{1,99}))?\s*", part)
+        if found is None or int(found[1]) > int(found[2] or found[1]):
+            raise typer.BadParameter(f"--shards {text[:99]}: must be numbers and ranges, such as 0,3-5")
+        last = int(found[2] or found[1])
+        numbers += range(int(found[1]), min(last, max(known, default=0)) + 1)
+        if last not in known:
+            return [*numbers, last]
     return numbers
 
 

@@ -60,6 +60,8 @@ def test_a_custom_text_has_the_question_at_its_placeholder():
         ("{Question}: {question}", "{Question}"),
         ("{{question}} A:", "{{question}}"),
         ("{{x}} {größe} {question}", "{größe}"),
+        ("Given { context }: {question}", "{ context }"),
+        ("Given {docs[0].text!r:>9}: {question}", "{docs[0].text!r:>9}"),
     ],
 )
 def test_a_placeholder_that_is_not_filled_in_is_refused(tmp_path: Path, text: str, unknown: str):

@@ -46,7 +46,9 @@ Q: {question}
 A:"""
 CHAT = "Answer the question concisely, with the answer only.\n\n{question}"
 QUESTION = "{question}"
-_PLACEHOLDER = re.compile(r"\{\{[^\W\d]\w*\}\}|\{[^\W\d]\w*\}")
+# {name}, { name }, {name.part}, {name[0]}, {name!r} or {name:>9}, as Python fills in; {2} and {} may be LaTeX
+_FIELD = r"\{\s*[^\W\d]\w*(?:\.\w+|\[\w*\])*\s*(?:![ars])?(?::[^{}\"'\s]*)?\}"
+_PLACEHOLDER = re.compile(rf"\{{{_FIELD}\}}|{_FIELD}")
 _MARK = "\u2063question\u2063"  # placeholder for the question in a chat template
 
 
