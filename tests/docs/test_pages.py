@@ -101,14 +101,14 @@ def _no_modules_left(folder: Path) -> Iterator[None]:
 
 
 def _fill_bucket(address: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`s3://bucket` with a copy of the trace store and of some reads; runs and spools are in the page's own folder."""
+    """`s3://bucket` with a copy of a trace store, reads and a table; runs and spools are in the page's folder."""
     for name, value in s3_environment(address).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MILLSTREAM_SPOOL_DIR", str(tmp_path / "spool"))
     monkeypatch.setenv("MILLSTREAM_CACHE", "1GB")  # the pages set it for this process
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
     make_bucket(address, "bucket")
-    for file in (*(world / "traces").glob("*.*"), world / "sample.fq.gz"):
+    for file in (*(world / "traces").glob("*.*"), world / "sample.fq.gz", world / "triviaqa.jsonl"):
         remote = to_path(f"s3://bucket/{file.relative_to(world)}")
         assert isinstance(remote, RemotePath)
         remote.put(file)

@@ -7,6 +7,9 @@ from . import NativeFile, RecordBatch, Schema, Table
 class ColumnChunkMetaData:
     path_in_schema: str
     total_uncompressed_size: int
+    total_compressed_size: int
+    data_page_offset: int
+    dictionary_page_offset: int | None
 
 class RowGroupMetaData:
     num_rows: int
@@ -27,6 +30,7 @@ class ParquetFile:
         *,
         metadata: FileMetaData | None = ...,
         pre_buffer: bool = ...,
+        buffer_size: int = ...,
         page_checksum_verification: bool = ...,
     ) -> None: ...
     def iter_batches(

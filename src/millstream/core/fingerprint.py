@@ -63,10 +63,10 @@ def version_of(stat: os.stat_result | ObjectInfo) -> tuple[object, ...]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def samples_crc32c(path: Path) -> int:
+def samples_crc32c(path: Path | RemoteFile) -> int:
     """CRC-32C of both ends of a file and of 16 samples in between."""
-    if isinstance(path, RemotePath):
-        file = RemoteFile(path)
+    if isinstance(path, RemotePath | RemoteFile):
+        file = RemoteFile(path) if isinstance(path, RemotePath) else path
         samples = [bytearray(count) for _, count in _samples(file.num_bytes)]
         wanted = zip(_samples(file.num_bytes), samples, strict=True)
         read_all([(file, start, memoryview(out)) for (start, _), out in wanted if out])

@@ -51,5 +51,11 @@ def extensions(of: str) -> list[ModuleType]:
 
 def kind_at(path: Path) -> str:
     """The kind of record at a path; the first kind if there is none, whose `open` reports what is missing."""
+    from millstream.core.bucket import is_url  # not at the top: `millstream --help` is fast
+
+    if is_url(path):  # to look there takes requests
+        for kind in KINDS:
+            if plug(kind, "kind").is_named(path):
+                return kind
     found = (kind for kind in KINDS if plug(kind, "kind").is_at(path))
     return next(found, KINDS[0])

@@ -153,7 +153,7 @@ class RemotePath(PosixPath):
         """The object as a file to read."""
         if mode not in ("r", "rt", "rb"):
             raise RemoteError(f"{self}: cannot be opened for writing (mode {mode!r})")
-        raw = io.BufferedReader(_Raw(RemoteFile(self)), PART_BYTES)
+        raw = io.BufferedReader(RawObject(RemoteFile(self)), PART_BYTES)
         if mode == "rb":
             return raw
         return io.TextIOWrapper(raw, options.get("encoding") or "utf-8", newline=options.get("newline"))
@@ -326,8 +326,8 @@ def _copy(data: memoryview, start: int, targets: Sequence[tuple[int, memoryview]
 class RemoteStream(io.RawIOBase):
     """An object from its start to its end, the next parts on their way. It is not cached: it may be of any size."""
 
-    def __init__(self, path: RemotePath) -> None:
-        self._file = RemoteFile(path, known=path.info())
+    def __init__(self, path: RemotePath, *, known: ObjectInfo | None = None) -> None:
+        self._file = RemoteFile(path, known=known or path.info())
         self._asked = 0  # bytes that were requested so far
         self._coming: deque[Future[memoryview]] = deque()
         self._left = memoryview(b"")
@@ -389,7 +389,7 @@ def mapped(path: Path) -> Bytes:
         return Map(Path(copy.name), sequential=True).view
 
 
-class _Raw(io.RawIOBase):
+class RawObject(io.RawIOBase):
     """An object as a raw file; io.BufferedReader makes large requests of small reads."""
 
     def __init__(self, file: RemoteFile) -> None:
@@ -409,7 +409,10 @@ class _Raw(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
-        data = self._file.read(self._at, out.nbytes)
+        data = self._bytes(self._at, out.nbytes)
         out[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+    def _bytes(self, start: int, count: int) -> bytes | memoryview:
+        return self._file.read(start, count)

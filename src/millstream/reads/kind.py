@@ -21,6 +21,13 @@ ON_MISMATCH = ("error", "skip", "null")
 BALANCES = ("weights", "sampling", "none")
 
 
+def is_named(path: Path) -> bool:
+    """Whether a path has the name of a file of reads."""
+    from millstream.reads.open import READ_NAMES
+
+    return path.name.lower().endswith(READ_NAMES)
+
+
 def is_at(path: Path) -> bool:
     """Whether a path is for reads: any file, a folder with FASTA, FASTQ or packs in it, a pattern, `-`.
 
@@ -31,7 +38,7 @@ def is_at(path: Path) -> bool:
     if isinstance(path, RemotePath):
         from millstream.reads.open import READ_NAMES
 
-        if path.name.lower().endswith(READ_NAMES) or any(mark in path.name for mark in "*["):
+        if is_named(path) or any(mark in path.name for mark in "*["):
             return True
         return path.is_file() or any(name.lower().endswith(READ_NAMES) for name in path.entries())
     if path.is_dir():
@@ -39,10 +46,8 @@ def is_at(path: Path) -> bool:
         from millstream.reads.pack import is_named_pack
 
         return any(file.is_file() and (looks_like_reads(file) or is_named_pack(file)) for file in path.iterdir())
-    from millstream.reads.open import READ_NAMES
-
     is_pattern = str(path) == "-" or any(mark in str(path) for mark in "*?[")
-    return is_pattern or path.exists() or path.name.lower().endswith(READ_NAMES)
+    return is_pattern or path.exists() or is_named(path)
 
 
 def open(

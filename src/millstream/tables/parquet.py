@@ -16,15 +16,16 @@ import pyarrow.parquet as pq
 from millstream.core.batches import Column, decoded
 from millstream.core.collection import Numbers
 from millstream.core.console import format_bytes
-from millstream.core.fingerprint import samples_crc32c
 from millstream.core.record import Array
 from millstream.core.tables import is_table_intact
 from millstream.errors import BadSource, OverBudget
-from millstream.tables.source import Source
+from millstream.tables.source import Part, Source, Span
 
 PIECE_BYTES = 4 << 20  # decoded at once, so that a budget is noticed before it is exceeded
 _SAMPLE_ROWS = 1024
-Pieces = list[pa.Array]  # one column of a row group, `piece_rows` rows each
+_SAMPLE_BYTES = 1 << 20  # of a column, of an object
+_TOGETHER_BYTES = 32 << 20  # of an object, encoded, requested at once
+Pieces = Sequence[pa.Array]  # one column of a row group, `piece_rows` rows each
 
 
 class DecodedGroups:
@@ -92,7 +93,14 @@ class ParquetTable:
                 name = path_in_schema if path_in_schema in encoded else path_in_schema.split(".")[0]
                 encoded[name] += column.total_uncompressed_size
         self._encoded = encoded
-        self.fingerprint = [self.source.size, samples_crc32c(path)]
+
+    @property
+    def fingerprint(self) -> list[int]:
+        return [self.source.size, self._samples]
+
+    @cached_property
+    def _samples(self) -> int:
+        return self.source.samples_crc32c()
 
     @property
     def num_rows(self) -> int:
@@ -103,8 +111,11 @@ class ParquetTable:
         """The mean decoded size of a value of each column: a dictionary may be much smaller, so some rows are tried."""
         means = {name: -(-num_bytes // max(self.num_rows, 1)) for name, num_bytes in self._encoded.items()}
         if self.num_rows:
-            with self._reading(), self.source.open() as file:
-                found = pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False)
+            spans = [(start, min(count, _SAMPLE_BYTES)) for start, count in self._spans(0, self.names)]
+            # The start of each column chunk is read, not all of it.
+            step = _SAMPLE_BYTES if self.source.is_remote else 0
+            with self._reading(), self.source.open(self.source.read(spans)) as file:
+                found = pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, buffer_size=step)
                 batch = next(found.iter_batches(_SAMPLE_ROWS, use_threads=False))
             for name in self.names:
                 means[name] = max(means[name], -(-decoded(batch.column(name)).nbytes // batch.num_rows))
@@ -126,12 +137,17 @@ class ParquetTable:
         """Columns of these rows, which are sorted."""
         taken: dict[str, list[pa.Array]] = {name: [] for name in names}
         owner = np.searchsorted(self._edges, rows, side="right") - 1
-        for group in np.unique(owner).tolist():
-            places = rows[owner == group] - self._edges[group]
+        parts, last = list[Part](), -1
+        groups: list[int] = np.unique(owner).tolist()
+        for turn, group in enumerate(groups):
+            places: Numbers = rows[owner == group] - self._edges[group]
             with cache.here().lock:  # what is taken are copies: nothing outside keeps a dropped group alive
-                for name, pieces in self._group(group, names, cache).items():
-                    starts = np.cumsum([0, *map(len, pieces)])
-                    at = np.searchsorted(starts, places, side="right") - 1
+                if turn > last:
+                    parts.clear()
+                    parts, last = self._request(groups, turn, names, cache)
+                for name, pieces in self._group(group, names, cache, parts).items():
+                    starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+                    at: Numbers = np.searchsorted(starts, places, side="right") - 1
                     for piece, one in enumerate(pieces):
                         if (here := at == piece).any():
                             taken[name].append(decoded(one.take(places[here] - starts[piece])))
@@ -145,23 +161,56 @@ class ParquetTable:
 
     def verify(self) -> Iterator[str]:
         """Decode everything; pages with checksums are verified."""
-        path = self.source.path
-        if self.source.size < 1 << 28 and is_table_intact(path.read_bytes()) is False:
+        path, source = self.source.path, self.source
+        if source.size < 1 << 28:
+            with source.open(source.read([(0, source.size)], fresh=True)) as file:
+                is_damaged = is_table_intact(file.read(source.size)) is False
+        else:
+            is_damaged = False
+        if is_damaged:
             yield f"{path}: its checksum does not match"
         for group in range(len(self._edges) - 1):
             try:
-                for batch in self._decoded(group, self.names):
+                for batch in self._decoded(group, self.names, fresh=source.size >= 1 << 28):
                     batch.validate(full=True)
             except (BadSource, pa.ArrowException) as error:
                 yield f"{path}: row group {group}: {error}"
 
-    def _group(self, group: int, names: Sequence[str], cache: DecodedGroups) -> dict[str, Pieces]:
+    def _spans(self, group: int, names: Sequence[str]) -> list[Span]:
+        """Where the column chunks of a row group are."""
+        spans, about = list[Span](), self._metadata.row_group(group)
+        for chunk in map(about.column, range(about.num_columns)):
+            if chunk.path_in_schema in names or chunk.path_in_schema.split(".")[0] in names:
+                start, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
+                spans.append((min(start, dictionary) if dictionary else start, chunk.total_compressed_size))
+        return spans
+
+    def _request(
+        self, groups: Sequence[int], turn: int, names: Sequence[str], cache: DecodedGroups
+    ) -> tuple[list[Part], int]:
+        """What is not decoded yet of the next row groups of an object, and the turn of the last one of them."""
+        if not self.source.is_remote:
+            return [], len(groups)
+        most, num_bytes = min(cache.limit // 4, _TOGETHER_BYTES), 0
+        spans, last = list[Span](), turn
+        for last, group in enumerate(groups[turn:], turn):
+            missing = [name for name in names if cache.get((self.source, group, name)) is None]
+            more = self._spans(group, missing) if missing else []
+            num_bytes += sum(count for _, count in more)
+            if last > turn and num_bytes > most:
+                return self.source.read(spans), last - 1
+            spans += more
+        return self.source.read(spans), last
+
+    def _group(
+        self, group: int, names: Sequence[str], cache: DecodedGroups, parts: Sequence[Part] = ()
+    ) -> dict[str, Pieces]:
         found = {name: cache.get((self.source, group, name)) for name in names}
         missing = [name for name, pieces in found.items() if pieces is None]
         if missing:
-            pieces: dict[str, Pieces] = {name: [] for name in missing}
+            pieces: dict[str, list[pa.Array]] = {name: [] for name in missing}
             num_bytes = 0
-            for batch in self._decoded(group, missing):
+            for batch in self._decoded(group, missing, parts):
                 num_bytes += batch.nbytes
                 if num_bytes > cache.limit:
                     raise OverBudget(
@@ -177,10 +226,14 @@ class ParquetTable:
                 cache.put((self.source, group, name), pieces[name])
         return {name: pieces for name, pieces in found.items() if pieces is not None}
 
-    def _decoded(self, group: int, names: Sequence[str]) -> Generator[pa.RecordBatch]:
+    def _decoded(
+        self, group: int, names: Sequence[str], parts: Sequence[Part] | None = None, *, fresh: bool = False
+    ) -> Generator[pa.RecordBatch]:
         """The rows of a group in pieces, on this thread: Arrow's own threads do not survive a fork."""
         piece_rows = max(PIECE_BYTES // max(sum(self.row_bytes[name] for name in names), 1), 1)
-        with self._reading(), self.source.open() as file:
+        if parts is None:
+            parts = self.source.read(self._spans(group, names), fresh=fresh)
+        with self._reading(), self.source.open(parts) as file:
             found = pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, page_checksum_verification=True)
             yield from found.iter_batches(
                 min(piece_rows, 1 << 20), row_groups=[group], columns=names, use_threads=False

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, Self, cast
 
@@ -9,13 +10,15 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.core.batches import Column, join_columns
+from millstream.core.bucket import CONNECTIONS
 from millstream.core.collection import Collection, Medium, Numbers, checked_numbers
 from millstream.core.config import config_hash, parse_bytes, parse_json
 from millstream.core.console import format_bytes, progress, say
-from millstream.core.fingerprint import Fingerprint, file_crc32c, samples_crc32c
+from millstream.core.fingerprint import Fingerprint
 from millstream.core.memory import available_bytes
+from millstream.core.remote import is_url, to_path
 from millstream.core.tables import publish_table, read_table
-from millstream.errors import BadSource
+from millstream.errors import AccessDenied, BadSource, RemoteError
 from millstream.tables.parquet import DecodedGroups, ParquetTable
 from millstream.tables.source import Source
 from millstream.tables.text import TextIndex, TextTable, scan
@@ -140,7 +143,8 @@ class Rows(Collection):
     @property
     def medium(self) -> Medium:
         num_bytes, longest = sum(table.num_bytes for table in self.tables), max(t.run_bytes for t in self.tables)
-        return Medium(num_bytes, longest, all(table.is_random for table in self.tables))
+        is_random, is_remote = all(t.is_random for t in self.tables), any(t.source.is_remote for t in self.tables)
+        return Medium(num_bytes, longest, is_random, is_remote)
 
     @property
     def fingerprint(self) -> str:
@@ -183,10 +187,16 @@ class Rows(Collection):
 
 def open_rows(paths: Sequence[Path], *, memory: int | str | None = None, index_dir: str | Path | None = None) -> Rows:
     """The rows of files as one collection, in the order given; large text files are indexed first."""
-    folder = None if index_dir is None else Path(index_dir)
-    tables: list[Table] = [
-        ParquetTable(path) if path.suffix.lower() in PARQUET else _open_text(path, folder) for path in paths
-    ]
+    folder = None if index_dir is None else to_path(index_dir)
+
+    def opened(path: Path) -> Table:
+        return ParquetTable(path) if path.suffix.lower() in PARQUET else _open_text(path, folder)
+
+    if len(paths) > 1 and all(is_url(path) and path.suffix.lower() in PARQUET for path in paths):
+        with ThreadPoolExecutor(CONNECTIONS) as pool:  # what is slow is to wait for answers
+            tables = list(pool.map(opened, paths))
+    else:
+        tables = [opened(path) for path in paths]
     return Rows(tables, memory=available_bytes() // 2 if memory is None else parse_bytes(memory))
 
 
@@ -202,14 +212,15 @@ def _open_text(path: Path, folder: Path | None) -> TextTable:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             _save(file, source, index)
-        except PermissionError:
+        except (PermissionError, RemoteError):  # such as a web server
             say(f"{file}: cannot be written, so the index is not kept. Choose a folder for it with index_dir=...")
     return TextTable(source, index)
 
 
 def _save(file: Path, source: Source, index: TextIndex) -> None:
-    crc = file_crc32c(source.path)
-    mark = Fingerprint(source.size, source.mtime_ns, samples_crc32c(source.path), crc)
+    url = str(source.path) if source.etag else None
+    samples = source.samples_crc32c()
+    mark = Fingerprint(source.size, source.mtime_ns, samples, index.crc32c, url, source.etag)
     about = {"types": index.types, "crc32c": index.crc32c, "fingerprint": mark.to_json()}
     columns = {"start": pa.array(index.starts), "row": pa.array(index.firsts)}
     table = pa.table(columns)
@@ -219,8 +230,6 @@ def _save(file: Path, source: Source, index: TextIndex) -> None:
 
 def _load(file: Path, path: Path) -> TextIndex | None:
     """The index of a file; None if there is none that fits the file as it is now."""
-    if not file.exists():
-        return None
     try:
         table = read_table(file)
         metadata = table.schema.metadata or {}
@@ -230,6 +239,8 @@ def _load(file: Path, path: Path) -> TextIndex | None:
         difference = Fingerprint.of_json(about["fingerprint"]).difference(path)
         starts, firsts = (table.column(name).to_numpy() for name in ("start", "row"))
         found = TextIndex(starts, firsts, about["types"], cast(int, about["crc32c"]))
+    except (FileNotFoundError, AccessDenied):  # some servers refuse to tell that there is no such object
+        return None
     except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
         say(f"{file}: cannot be used ({error}); indexing {path} again")
         return None

@@ -20,10 +20,12 @@ from millstream.core.config import parse_json
 from millstream.core.console import Progress, silent
 from millstream.core.record import crc32c
 from millstream.errors import BadSource
-from millstream.tables.source import Source
+from millstream.tables.parquet import DecodedGroups, Pieces
+from millstream.tables.source import Part, Source, Span
 
 BLOCK_BYTES = 16 << 10  # of rows; larger rows are blocks of their own. The index takes 0.1% of the file
-RUN_BYTES = 1 << 20  # blocks read together when a column is read as a whole
+RUN_BYTES = 1 << 20  # blocks read together when a column is read as a whole; of an object, always
+_TOGETHER = 16  # runs of an object, requested at once
 MAX_ROW_BYTES = 256 << 20
 _CHUNK_ROWS = 1 << 12  # of CSV, whose types are found at once
 _BOM = b"\xef\xbb\xbf"
@@ -46,8 +48,6 @@ csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))  # of the proce
 class TextTable:
     """One file of JSON lines or CSV, with the index that `scan` makes."""
 
-    is_random = True
-
     def __init__(self, source: Source, index: "TextIndex") -> None:
         self.source, self._index = source, index
         self._delimiter = DELIMITERS.get(source.path.suffix.lower())
@@ -55,6 +55,12 @@ class TextTable:
         self.names = list(index.types)
         self.types = {name: TYPES[kind] for name, kind in index.types.items()}
         self._starts, self._firsts = index.starts, index.firsts
+        runs = np.searchsorted(self._starts[:-1], np.arange(int(self._starts[0]), int(self._starts[-1]), RUN_BYTES))
+        self._runs = np.array([*np.unique(runs), len(self._starts) - 1])  # the first block of each, and the end
+
+    @property
+    def is_random(self) -> bool:
+        return not self.source.is_remote
 
     @property
     def num_rows(self) -> int:
@@ -66,7 +72,7 @@ class TextTable:
 
     @property
     def run_bytes(self) -> int:
-        return self.num_bytes // max(len(self._starts) - 1, 1)
+        return self.num_bytes // max(len(self._runs if self.source.is_remote else self._starts) - 1, 1)
 
     @property
     def fingerprint(self) -> list[int]:
@@ -77,14 +83,21 @@ class TextTable:
         blocks = np.searchsorted(self._firsts, rows, side="right") - 1
         return (self._starts[blocks + 1] - self._starts[blocks]) // (self._firsts[blocks + 1] - self._firsts[blocks])
 
-    def fetch(self, rows: Numbers, names: Sequence[str], cache: object) -> dict[str, Column]:
+    def fetch(self, rows: Numbers, names: Sequence[str], cache: DecodedGroups) -> dict[str, Column]:
         """Columns of these rows, which are sorted."""
         found: list[Mapping[str, object]] = []
         blocks = np.searchsorted(self._firsts, rows, side="right") - 1
-        with self.source.open() as file:
-            for block in np.unique(blocks).tolist():
-                places = rows[blocks == block] - self._firsts[block]
-                found += self._parse(self._read(file, block, block + 1), int(self._firsts[block]), places)
+        if not self.source.is_remote:
+            with self.source.open() as file:
+                self._fetch(file, rows, blocks, found)
+        else:
+            run_of = np.searchsorted(self._runs, blocks, side="right") - 1
+            runs: list[int] = np.unique(run_of).tolist()
+            count = max(min(cache.limit // 2 // RUN_BYTES, _TOGETHER), 1)
+            for some in (runs[start : start + count] for start in range(0, len(runs), count)):
+                here = np.isin(run_of, some)
+                with cache.here().lock, self.source.open(self._kept(some, cache)) as file:
+                    self._fetch(file, rows[here], blocks[here], found)
         return {name: _column([self._value(row, name) for row in found], self._index.types[name]) for name in names}
 
     def column(self, name: str) -> Iterator[pa.Array]:
@@ -115,12 +128,37 @@ class TextTable:
                 yield f"{self.source.path}: has changed since it was indexed"
 
     def _rows(self) -> Iterator[Mapping[str, object]]:
-        runs = np.arange(int(self._starts[0]), int(self._starts[-1]), RUN_BYTES)
-        edges: list[int] = [*np.unique(np.searchsorted(self._starts[:-1], runs)).tolist(), len(self._starts) - 1]
-        with self.source.open() as file:
-            for block, end in pairwise(edges):
-                count = int(self._firsts[end] - self._firsts[block])
-                yield from self._parse(self._read(file, block, end), int(self._firsts[block]), np.arange(count))
+        for first in range(0, len(self._runs) - 1, _TOGETHER):
+            edges: list[int] = self._runs[first : first + _TOGETHER + 1].tolist()
+            with self.source.open(self.source.read(self._spans(range(first, first + len(edges) - 1)))) as file:
+                for block, end in pairwise(edges):
+                    count = int(self._firsts[end] - self._firsts[block])
+                    yield from self._parse(self._read(file, block, end), int(self._firsts[block]), np.arange(count))
+
+    def _fetch(self, file: BinaryIO, rows: Numbers, blocks: Numbers, found: list[Mapping[str, object]]) -> None:
+        for block in np.unique(blocks).tolist():
+            places = rows[blocks == block] - self._firsts[block]
+            found += self._parse(self._read(file, block, block + 1), int(self._firsts[block]), places)
+
+    def _spans(self, runs: Iterable[int]) -> list[Span]:
+        starts = self._starts[self._runs]
+        return [(int(starts[run]), int(starts[run + 1] - starts[run])) for run in runs]
+
+    def _kept(self, runs: Sequence[int], cache: DecodedGroups) -> list[Part]:
+        """Runs of an object, requested together unless they are kept."""
+        found = {run: cache.get((self.source, run, "")) for run in runs}
+        missing = [run for run, kept in found.items() if kept is None]
+        spans = self._spans(missing)
+        cache.make_room(sum(count for _, count in spans))
+        parts = self.source.read(spans)
+        if sum(count for _, count in spans) <= cache.limit:
+            for run, (_, data) in zip(missing, parts, strict=True):
+                cache.put((self.source, run, ""), cast(Pieces, [data]))
+        kept = [run for run in runs if run not in missing]
+        return parts + [
+            (start, cast(Sequence[memoryview], found[run])[0])
+            for run, (start, _) in zip(kept, self._spans(kept), strict=True)
+        ]
 
     def _read(self, file: BinaryIO, block: int, end: int) -> bytes:
         file.seek(int(self._starts[block]))
@@ -164,7 +202,7 @@ def scan(source: Source, *, progress: Progress = silent) -> TextIndex:
     path, delimiter = source.path, DELIMITERS.get(source.path.suffix.lower())
     types = JsonTypes() if delimiter is None else CsvTypes(path)
     starts, firsts, row = list[int](), list[int](), 0
-    with source.open() as file:
+    with source.stream() as file:
         lines = _Lines(file)
         start = lines.position
         try:
@@ -278,8 +316,8 @@ class _Lines:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = io.BufferedReader(cast(io.RawIOBase, file), 1 << 20)
-        self.count = self.crc32c = 0
-        self.position = len(self._file.read(len(_BOM))) if self._file.peek(len(_BOM)).startswith(_BOM) else 0
+        mark = self._file.read(len(_BOM)) if self._file.peek(len(_BOM)).startswith(_BOM) else b""
+        self.count, self.position, self.crc32c = 0, len(mark), crc32c(mark)
 
     def __iter__(self) -> Self:
         return self

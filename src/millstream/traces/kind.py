@@ -18,6 +18,11 @@ MODEL_GROUPS = ("baselines",)  # names that stand for several models
 POSITIONS = ("last_prompt", "first_answer", "last_answer", "mean_answer")  # of the field `states`
 
 
+def is_named(path: Path) -> bool:
+    """A store can have any name."""
+    return False
+
+
 def is_at(path: Path) -> bool:
     """Whether a path is a trace store, or a file that can be imported into one."""
     from millstream.core.remote import is_url
