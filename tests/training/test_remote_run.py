@@ -26,6 +26,7 @@ from support.s3_server import Bucket
 from support.training import SHORT, losses_of, scores_of, weights_of
 
 ASKED = {**SHORT, "model": "lstm", "checkpoint_steps": 2}
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_processes_that_share_nothing_but_the_run_at_a_url_resume_it(
 
 
 def test_a_run_at_a_url_on_a_store_at_a_url_is_evaluated_and_reported(
-    store: Path, s3: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unrendered_figures: None
+    store: Path, s3: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = f"{s3.url}/traces"
     for file in store.iterdir():

@@ -19,6 +19,7 @@ from support.making import flip
 from support.training import SHORT, losses_of, scores_of, weights_of
 
 ASKED = {**SHORT, "model": "lstm,gvae", "checkpoint_steps": 2}
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +165,13 @@ BAD_MAPPINGS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_MAPPINGS)
-@pytest.mark.parametrize("name", ["config.yaml", "data.json"])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *(("config.yaml", case) for case in BAD_MAPPINGS),
+        *(("data.json", case) for case in (BAD_MAPPINGS if THOROUGH else ("garbage", "a list", "nested"))),
+    ],
+)
 def test_damaged_settings_or_data_cards_are_named_in_one_line_and_finished_models_are_kept(
     store: Path, copy: Path, name: str, case: str
 ):
