@@ -632,6 +632,10 @@ def test_models_that_cannot_be_loaded_are_refused(pretrained: Path, tmp_path: Pa
     (empty / "tokenizer.json").write_bytes((pretrained / "tokenizer.json").read_bytes())
     with pytest.raises(BadSetting, match=rf"hf={empty}"):
         pretrained_net(empty)
+    (empty / "config.json").write_bytes((pretrained / "config.json").read_bytes())
+    (empty / "model.safetensors").write_bytes((pretrained / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(BadSetting, match=rf"hf={empty}"):
+        pretrained_net(empty)
 
 
 def test_weights_that_are_not_safetensors_are_refused(pretrained: Path, tmp_path: Path):

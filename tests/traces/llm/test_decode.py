@@ -1,5 +1,7 @@
 """Where an answer ends, and that generation ends there too."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import BadSetting
+from millstream.errors import BadSetting, BadSource
 from millstream.traces.llm.model import Answer, Decoding, Draw, cut_answer
 from millstream.traces.llm.questions import Question
 from support.extras import need
@@ -201,3 +203,13 @@ def test_every_step_uses_new_noise():
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]):
     with pytest.raises(BadSetting):
         Decoding(**settings)
+
+
+def test_weights_that_are_cut_off_are_named_in_one_line(tiny: TinyModels, tmp_path: Path):
+    folder = Path(shutil.copytree(tiny.folder("llama"), tmp_path / "model"))
+    weights = (folder / "model.safetensors").read_bytes()
+    for size in (0, 4, 100, len(weights) // 2, len(weights) - 1):
+        (folder / "model.safetensors").write_bytes(weights[:size])
+        with pytest.raises(BadSource, match="cannot be loaded") as raised:
+            load(folder)
+        assert str(folder) in str(raised.value) and "\n" not in str(raised.value)

@@ -399,12 +399,13 @@ class Pretrained(TokenNet):
 
 def _load(name: str, lora: int) -> Any:
     try:
+        from safetensors import SafetensorError
         from transformers import AutoModel
     except ImportError:
         raise MissingExtra("model=hf needs transformers: pip install 'millstream[llm]'") from None
     try:
         loaded: Any = AutoModel.from_pretrained(name, use_safetensors=True, trust_remote_code=False)  # pyright: ignore
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # the last: cut off or damaged
         reason = str(error).strip().partition("\n")[0]
         raise BadSetting(f"hf={name}: transformers cannot load it with safetensors ({reason})") from None
     model = cast(Any, loaded)

@@ -127,6 +127,8 @@ def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) ->
 
 def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
     """The model itself, on its device."""
+    from safetensors import SafetensorError
+
     hf = transformers()
     device = _device(settings.device)
     options: dict[str, Any] = {"dtype": card.dtype, **settings.source, **_quantized(settings.quantize)}
@@ -135,7 +137,7 @@ def load_model(settings: ModelSettings, card: ModelCard) -> LoadedModel:
         model = hf.AutoModelForCausalLM.from_pretrained(
             card.name_or_path, attn_implementation=register_attention(), device_map=device_map, **options
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:  # the last: cut off or damaged
         raise _not_loaded(settings, error) from None
     if device_map is None:
         model.to(device)
