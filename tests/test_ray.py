@@ -1,16 +1,12 @@
 """On a real Ray cluster on this machine, the results are those of one process, even if driver or actors are killed."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +18,8 @@ import pytest
 import millstream as ms
 from millstream.traces.store.manifest import list_shards
 from support.classifying import make_run
+from support.clusters import Cluster
 from support.commands import run_here as run
-from support.effort import PATIENCE_S
 from support.extracting import (
     SETTINGS,
     as_arguments,
@@ -42,80 +38,7 @@ pytestmark = [
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two actors need two cores"),
 ]
 
-DRIVER = Path(__file__).parent / "support" / "ray_driver.py"
 COUNT = 40
-
-
-class Cluster:
-    """The processes that a driver starts, recognised by their temporary folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.environment = {
-            **os.environ,
-            "RAY_TMPDIR": str(folder),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "OMP_NUM_THREADS": "1",
-        }
-        self._mark = f"RAY_TMPDIR={folder}".encode()
-        self._stop = folder / "stop"
-        self.log = folder / "jobs"
-        self._drivers: list[subprocess.Popen[str]] = []
-
-    def start(self, *commands: Sequence[str], shared: bool) -> subprocess.Popen[str]:
-        """Start a driver; the first worker to write a trace stops, see `support/ray_driver.py`."""
-        self._stop.touch()
-        given = {"mark": str(self._stop), "log": str(self.log), "commands": commands, "shared": shared}
-        driver = subprocess.Popen(
-            [sys.executable, str(DRIVER), json.dumps(given)],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._drivers.append(driver)
-        return driver
-
-    def wait_for_stopped_actor(self, driver: subprocess.Popen[str]) -> int:
-        """The process id of the actor that has written one trace and stopped."""
-
-        def stopped() -> list[Path]:
-            assert driver.poll() is None, driver.communicate()
-            return list(self._stop.parent.glob(f"{self._stop.name}.*"))
-
-        wait_until(stopped, what="an actor that writes", pause=0.05)
-        (mark,) = stopped()
-        mark.unlink()
-        return int(mark.suffix[1:])
-
-    def finish(self, driver: subprocess.Popen[str]) -> tuple[str, str]:
-        out, err = driver.communicate(timeout=PATIENCE_S)
-        assert driver.returncode == 0, err
-        return out, err
-
-    def processes(self) -> dict[int, str]:
-        """Process id and command of every process."""
-        found: dict[int, str] = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:  # has ended, or belongs to another user
-                continue
-        return {pid: command for pid, command in found.items() if command}
-
-    def actors(self) -> list[int]:
-        return [pid for pid, command in self.processes().items() if command.startswith("ray::_Actor")]
-
-    def end(self) -> None:
-        """Kill the remaining processes, and no others: Ray's agents outlive a killed driver by a minute."""
-        while left := self.processes():
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-        for driver in self._drivers:
-            driver.communicate()
 
 
 @dataclass

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 
 import millstream as ms
 from millstream.errors import StateMismatch
-from support.loading import numbers_of
+from support.loading import numbers_of, open_traces, same
+from support.remote_stores import upload
+from support.s3_server import Bucket
 
 FEATURE = ms.features.fields("label", "vector")
 # Warnings of Lightning about itself and about workers; all others stay errors.
@@ -129,6 +131,26 @@ def test_a_stateful_dataloader_resumes_with_any_number_of_workers(
         resumed.dataset.set_epoch(2)
         following = numbers_of(resumed)
         assert sorted(following) == list(range(101)) and following != wanted
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize(("context", "workers"), [("fork", 2), ("spawn", 1)])
+def test_a_stateful_dataloader_resumes_a_store_in_a_bucket(
+    traces: ms.Traces, s3: Bucket, monkeypatch: pytest.MonkeyPatch, context: str, workers: int
+):
+    monkeypatch.setenv("MILLSTREAM_CACHE", "0")  # every worker makes requests
+    remote = open_traces(upload(traces.path, f"{s3.url}/traces"))
+    assert remote[7]["question_id"] == "q7", "before a fork, which does not copy the threads of this client"
+
+    def loader(context: str) -> Any:
+        stream = remote.stream(FEATURE, batch_size=8, seed=1)
+        return stateful_loader(stream, batch_size=None, num_workers=workers, multiprocessing_context=context)
+
+    wanted = list(DataLoader(traces.stream(FEATURE, batch_size=8, seed=1), batch_size=None))
+    whole, resumed = loader("fork"), loader(context)
+    first = list(islice(whole, 5))
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert same([*first, *resumed], wanted)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -5,13 +5,18 @@ import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch.distributed
 
 import millstream as ms
-from support.effort import PATIENCE_S
+from support.effort import PATIENCE_S, THOROUGH
+from support.loading import numbers_of, write_traces
+from support.remote_stores import upload
+from support.s3_server import Bucket
 
+LABEL = ms.features.fields("label")
 JOB = """
 import json, os, sys
 import torch, torch.distributed as dist
@@ -37,19 +42,35 @@ with open(os.path.join(sys.argv[2], f"rank{dist.get_rank()}.json"), "w") as f:
 dist.destroy_process_group()
 """
 
+# Each rank as on a machine of its own: only the bucket is shared, and free memory differs.
+REMOTE_JOB = """
+import json, os, sys
+rank, (url, folder, state, steps) = os.environ["RANK"], sys.argv[1:]
+os.environ["MILLSTREAM_CACHE_DIR"] = os.path.join(folder, "cache" + rank)
+import millstream as ms
+import millstream.core.loader
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+millstream.core.loader.available_bytes = lambda: int(rank) << 40
+loader = ms.Loader(ms.open(url), batch_size=8, features=ms.features.fields("label", "vector"), seed=5, memory="80kB")
+if state := json.loads(state):
+    loader.load_state_dict(state)
+seen = []
+for batch, _ in zip(loader, range(int(steps))):
+    assert (batch["vector"] == batch["label"][:, None]).all()
+    seen += batch["label"].tolist()
+    state = loader.state_dict()
+with open(os.path.join(folder, f"rank{rank}.json"), "w") as f:
+    json.dump({"seen": seen, "state": state}, f)
+"""
+
+needs_distributed = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch has no torch.distributed"
+)
+
+
+@needs_distributed
 def test_the_ranks_of_a_torchrun_job_share_every_epoch(traces: ms.Traces, tmp_path: Path):
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ran = subprocess.run(
-        [sys.executable, *command, str(script), str(traces.path), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    ran = torchrun(JOB, 2, traces.path, folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("loader: 101 records") == 3, "only rank 0 talks, once for each of its loaders"
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
@@ -59,6 +80,52 @@ def test_the_ranks_of_a_torchrun_job_share_every_epoch(traces: ms.Traces, tmp_pa
         order = ms.Order(101, 5, epoch)[:].tolist()
         expected = [*order, order[0]] if name == "padded" else order
         assert interleaved(list(chain(*first[name])), list(chain(*second[name]))) == expected, name
+
+
+@needs_distributed
+def test_ranks_that_share_nothing_but_a_bucket_see_every_record_once_and_resume_in_another_number(
+    s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "own"))
+    local = write_traces(tmp_path / "store", range(96))
+    url = upload(local.path, f"{s3.url}/traces")
+
+    def run(world: int, state: object, steps: int) -> tuple[list[int], list[object]]:
+        folder = tmp_path / f"{world}-{steps}"
+        folder.mkdir()
+        ran = torchrun(REMOTE_JOB, world, url, json.dumps(state), str(steps), folder=folder)
+        assert ran.returncode == 0, ran.stderr
+        assert all(list((folder / f"cache{rank}").glob("??/*")) for rank in range(world)), "each fetches for itself"
+        told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+        return [label for one in told for label in one["seen"]], [one["state"] for one in told]
+
+    first, (state, same_state) = run(2, None, 3)
+    assert len(first) == 48 and state == same_state
+    for world in (1, 3):
+        rest = list[int]()
+        for rank in range(world):
+            loader = ms.Loader(ms.open(url), batch_size=8, seed=5, features=LABEL, rank=rank, world=world)
+            loader.load_state_dict(cast("dict[str, object]", state))
+            rest += numbers_of(loader)
+        assert sorted(first + rest) == list(range(96))
+    if THOROUGH:
+        rest, _ = run(3, state, 100)
+        assert sorted(first + rest) == list(range(96))
+
+
+def torchrun(job: str, world: int, *arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a job as this many processes; it writes to the folder."""
+    script = folder / "job.py"
+    script.write_text(job)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(script)]
+    first, *others = map(str, arguments)
+    return subprocess.run(
+        [sys.executable, *command, first, str(folder), *others],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
 
 
 def interleaved(first: list[int], second: list[int]) -> list[int]:

@@ -50,7 +50,7 @@ def not_waiting_for_the_disk() -> Generator[None]:
         yield
 
 
-def open_traces(path: Path) -> ms.Traces:
+def open_traces(path: str | Path) -> ms.Traces:
     opened = ms.open(path)
     assert isinstance(opened, ms.Traces)
     return opened

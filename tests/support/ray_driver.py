@@ -1,11 +1,12 @@
 """Runs commands on Ray, with workers that stop or die. Run as a script:
 
-    python ray_driver.py '{"mark": PATH, "log": PATH, "commands": [[...], ...], "shared": BOOL}'
+    python ray_driver.py '{"mark": PATH, "log": PATH, "commands": [[...], ...], "shared": BOOL, "nodes": [{...}, ...]}'
 
 If the file at `mark` exists, the first worker to write a trace renames it to `mark.PID` and stops (SIGSTOP), so a test
 can kill the worker or this driver at a known point, however slow the machine is. With `shared`, all commands run on
 one cluster that this script starts, `log` gets a line per job, and the first worker of each of the other commands dies
-(SIGKILL) in the middle of its first job. Without `shared`, the command starts its own cluster.
+(SIGKILL) in the middle of its first job. Without `shared`, the command starts its own cluster. For each of `nodes`, the
+shared cluster has a node with this environment, which works in its PWD.
 """
 
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from millstream.cli.app import main
-from millstream.core.engine import Engine
+from millstream.core.engine import Engine, _keep_local  # pyright: ignore
 from millstream.errors import BadSource
 from millstream.reads import classify, open, scorer
 from millstream.reads.files.sections_writer import SectionsWriter
@@ -105,13 +106,32 @@ def square(item: int) -> int:
     return item * item
 
 
+def start_nodes(environments: list[dict[str, str]]) -> str | None:
+    """The address of a cluster of these nodes; None without any."""
+    if not environments:
+        return None
+    _keep_local()
+    from ray.cluster_utils import Cluster
+
+    cluster, here = Cluster(), os.getcwd()
+    for environment in environments:
+        os.chdir(environment["PWD"])
+        cluster.add_node(num_cpus=1, env_vars=environment, include_dashboard=False)
+    os.chdir(here)
+    return cluster.address
+
+
 def run_on_one_cluster() -> None:
+    address = start_nodes(GIVEN["nodes"])
     import ray
 
     open.IndexWorker, each.PackWorker = DyingIndexWorker, DyingPackWorker
     classify.ClassifyWorker, features.FeaturizeWorker = DyingClassifyWorker, DyingFeaturizeWorker
     classify.classify.__kwdefaults__.update(batch_size=64, chunk_reads=128)  # type: ignore[union-attr]
-    ray.init(address="local", num_cpus=2, log_to_driver=False)
+    if address:
+        ray.init(address=address, log_to_driver=False)
+    else:
+        ray.init(address="local", num_cpus=2, log_to_driver=False)
     for command in GIVEN["commands"]:
         run(command)
     found: list[int] = []

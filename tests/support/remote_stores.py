@@ -41,6 +41,14 @@ def objects(url: str) -> list[str]:
     return sorted(remote(url).walk_files())
 
 
+def upload(folder: Path, url: str) -> str:
+    """Copy the files of a folder to a URL; returns the URL."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            remote(f"{url}/{file.relative_to(folder)}").put(file)
+    return url
+
+
 def append_remotely(
     environ: dict[str, str], url: str, keys: Iterable[Key], options: dict[str, Any], step: int, report: Any
 ) -> None:

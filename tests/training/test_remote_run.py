@@ -21,7 +21,7 @@ from millstream.training.remote_run import RemoteRun, local_run, writing_run
 from support.commands import run_here
 from support.faulty_proxy import Fault, faulty_proxy, unavailable
 from support.forked_training import Job
-from support.remote_stores import SPOOL, environment, objects, remote
+from support.remote_stores import SPOOL, environment, objects, remote, upload
 from support.s3_server import Bucket
 from support.training import SHORT, losses_of, scores_of, weights_of
 
@@ -104,14 +104,16 @@ def test_a_stopped_run_resumes_from_its_checkpoint_on_another_machine(
         ms.train(store, out=url, **{**ASKED, "batch_size": 8})
 
 
-def test_processes_that_share_nothing_but_the_run_at_a_url_resume_it(
+def test_processes_that_share_nothing_but_a_bucket_train_and_resume(
     processes: Callable[[list[Job]], list[int]],
     store: Path,
     url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def train_on_two(out: str, name: str, dies_at: list[object]) -> list[int]:
+    data = upload(store, f"{url.rpartition('/runs')[0]}/traces")
+
+    def train_on_two(data: str, out: str, name: str, dies_at: list[object]) -> list[int]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         jobs: list[Job] = []
@@ -119,16 +121,17 @@ def test_processes_that_share_nothing_but_the_run_at_a_url_resume_it(
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": name}
             environ = {**environment(tmp_path / f"{name}-{rank}"), "MILLSTREAM_UPLOAD_S": "0.001"}
-            settings = {"data": str(store), "out": out, **ASKED, "devices": 2, "accelerator": "cpu", "lr": 0.05}
+            environ["MILLSTREAM_CACHE_DIR"] = str(tmp_path / f"{name}-{rank}-blocks")
+            settings = {"data": data, "out": out, **ASKED, "devices": 2, "accelerator": "cpu", "lr": 0.05}
             environ |= {key: str(value) for key, value in {**own, **where}.items()}
             jobs.append({"settings": settings, "environment": environ, "dies_at": dies_at})
         return processes(jobs)
 
-    assert train_on_two(str(tmp_path / "whole"), "whole", ["lstm", -1]) == [0, 0]
+    assert train_on_two(str(store), str(tmp_path / "whole"), "whole", ["lstm", -1]) == [0, 0]
     at = load(tmp_path / "whole" / "checkpoints" / "lstm-0" / "latest.safetensors")[1]
     assert at["best_epoch"] < at["epoch"] - 1  # so all need the best weights, which one has saved
-    assert train_on_two(url, "first", ["lstm", 5]) == [-signal.SIGKILL] * 2
-    assert train_on_two(url, "second", ["lstm", -1]) == [0, 0]
+    assert train_on_two(data, url, "first", ["lstm", 5]) == [-signal.SIGKILL] * 2
+    assert train_on_two(data, url, "second", ["lstm", -1]) == [0, 0]
     assert_ends_alike(local_copy(url, tmp_path / "third", monkeypatch), tmp_path / "whole")
 
 

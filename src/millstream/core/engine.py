@@ -3,7 +3,8 @@
 import os
 import secrets
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -72,6 +73,17 @@ class Engine:
                 yield found.pop(due)
                 due += 1
 
+    def on_nodes(self, function: Callable[[], Result], nodes: Sequence[str] | None = None) -> dict[str, Result]:
+        """`function` on these nodes of a cluster, by default all, at the same time: its results by node.
+
+        Nodes that die are left out. This machine alone is no cluster: its results are none.
+        """
+        ray = sys.modules.get("ray")
+        if self.name == "local" or (self.address is None and not (ray is not None and ray.is_initialized())):
+            return {}
+        with _connected(self) as ray:
+            return _run_on_nodes(ray, function, nodes)
+
 
 def available_cores() -> int:
     """The cores that this process may use."""
@@ -119,15 +131,17 @@ def _run_on_ray(
     jobs: Iterable[Job],
     redo: Callable[[Job], Job | None],
 ) -> Generator[Result]:
-    if engine.address is None and "ray" not in sys.modules:
-        _keep_local()
-    try:
-        ray: Any = import_module("ray")  # its types are partly unknown
-    except ImportError:
-        raise MissingExtra("--engine ray needs Ray: pip install 'millstream[ray]'") from None
-    own = not ray.is_initialized()
-    if own:
-        _connect(ray, engine.address)
+    with _connected(engine) as ray:
+        yield from _work_on_ray(ray, engine, make, jobs, redo)
+
+
+def _work_on_ray(
+    ray: Any,
+    engine: Engine,
+    make: Callable[[], Worker[Job, Result]],
+    jobs: Iterable[Job],
+    redo: Callable[[Job], Job | None],
+) -> Generator[Result]:
     count, needs = _layout(ray, engine.workers)
     actor_class: Any = ray.remote(_Actor).options(**needs)
     left, again, deaths = iter(jobs), list[Job](), 0
@@ -173,6 +187,43 @@ def _run_on_ray(
         closing = [actor.close.remote() for actor in actors]
         if closing:
             ray.wait(closing, num_returns=len(closing))
+
+
+def _run_on_nodes(ray: Any, function: Callable[[], Result], nodes: Sequence[str] | None) -> dict[str, Result]:
+    on_node: Any = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+    task: Any = ray.remote(_call)
+    errors: Any = ray.exceptions
+    if nodes is None:
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    running = {
+        node: task.options(num_cpus=0, scheduling_strategy=on_node(node, soft=False)).remote(function) for node in nodes
+    }
+    found: dict[str, Result] = {}
+    for node, reference in running.items():
+        with suppress(errors.WorkerCrashedError, errors.TaskUnschedulableError, errors.NodeDiedError):
+            found[node] = _result(ray, reference)
+    return found
+
+
+def _call(function: Callable[[], Result]) -> Result:
+    return function()
+
+
+@contextmanager
+def _connected(engine: Engine) -> Generator[Any]:
+    """Ray, connected to the cluster of the engine."""
+    if engine.address is None and "ray" not in sys.modules:
+        _keep_local()
+    try:
+        ray: Any = import_module("ray")  # its types are partly unknown
+    except ImportError:
+        raise MissingExtra("--engine ray needs Ray: pip install 'millstream[ray]'") from None
+    own = not ray.is_initialized()
+    if own:
+        _connect(ray, engine.address)
+    try:
+        yield ray
+    finally:
         if own:
             ray.shutdown()
 

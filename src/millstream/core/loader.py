@@ -60,10 +60,10 @@ class Loader:
     ) -> None:
         self._memory = parse_bytes(memory)
         self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
-        self._plan = plan_order(collection, order, room=self._memory - self._budget)
+        rank, world = find_ranks(rank, world)
+        self._plan = plan_order(collection, order, room=self._memory - self._budget, world=world)
         self._collection = collection.within(self._memory - self._budget)
         self._pipeline = FeaturePipeline(collection, features, seed=seed)
-        rank, world = find_ranks(rank, world)
         self._layout = Layout(len(collection), batch_size, rank, world, drop_last, tail)
         self._wanted, self._seed, self._threads = order, seed, threads
         self._pins = pin_memory and _can_pin()
@@ -199,8 +199,8 @@ class Plan:
         return Order(n, seed, epoch, self.mode, self.block, self.window)
 
 
-def plan_order(collection: Collection, wanted: OrderName, *, room: int) -> Plan:
-    """The order to use when decoded blocks and mapped files may take `room` bytes.
+def plan_order(collection: Collection, wanted: OrderName, *, room: int, world: int) -> Plan:
+    """The order to use when decoded blocks and mapped files may take `room` bytes, the same on all ranks.
 
     A window gets a third of them: at its end the next one is already in use, and blocks of records do not end where
     compressed blocks do.
@@ -217,9 +217,10 @@ def plan_order(collection: Collection, wanted: OrderName, *, room: int) -> Plan:
         return Plan(wanted, block, window, "as requested")
     if medium.is_random and record_bytes >= LARGE_RECORD_BYTES:
         return Plan("exact", block, window, f"records of {format_bytes(record_bytes)} are fast to read in any order")
-    free = available_bytes() if medium.is_random else room
+    is_cached = medium.is_random and world == 1  # ranks have different free memory, but must choose the same order
+    free = available_bytes() if is_cached else room
     fits = medium.num_bytes <= free
-    kind = "free memory" if medium.is_random else "decoded blocks"
+    kind = "free memory" if is_cached else "mapped files" if medium.is_random else "decoded blocks"
     size = f"{format_bytes(medium.num_bytes)} {'fit' if fits else 'do not fit'} in {format_bytes(free)} of {kind}"
     return Plan("exact" if fits else "window", block, window, size)
 

@@ -212,11 +212,11 @@ class RecordStream(IterableDataset[object]):
     ) -> None:
         self._builder = BatchBuilder(collection, FeaturePipeline(collection, features, seed=seed), parse_bytes(memory))
         room = file_share(collection, parse_bytes(memory)) // 2  # assuming two workers
-        self._plan = plan_order(collection, order, room=room)
+        rank, world = find_ranks(rank, world)
+        self._plan = plan_order(collection, order, room=room, world=world)
         self._wanted = order
         self._seed = seed
         self._gives_batches = batch_size is not None
-        rank, world = find_ranks(rank, world)
         self._layout = Layout(len(collection), batch_size or 1, rank, world, drop_last)
         # Shared with workers: the epoch, its first position, and whether workers have begun to read it.
         self._cell: torch.Tensor = torch.zeros(3, dtype=torch.int64).share_memory_()

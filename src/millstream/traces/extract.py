@@ -31,11 +31,12 @@ from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
 from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, describe_model, load_model
 from millstream.traces.llm.questions import Prompt, Question, built_in_prompts, make_prompt, read_questions
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
+from millstream.traces.store.jobs import done_records, prepare_store, upload_left
 from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.rewrite import drop_records
 from millstream.traces.store.traces import Traces
-from millstream.traces.store.writer import TraceWriter, done_records, prepare_store
+from millstream.traces.store.writer import TraceWriter
 
 FREE_SHARE = 0.98  # fraction of the free disk space that may be filled
 
@@ -68,10 +69,10 @@ def extract(
     >>> done = ms.extract("triviaqa.jsonl", "traces/", model="Qwen/Qwen3-4B", tier="probe", max_new_tokens=64)
     """
     chosen = read_settings(ExtractSettings, settings)
-    run = _Run(questions, to_path(path), chosen, shuffle_seed)
+    run = _Run(questions, to_path(path), chosen, shuffle_seed, engine if isinstance(engine, Engine) else Engine(engine))
     with only_job(run.path):
         run.prepare(retry_errors=retry_errors)
-        return run.work(engine if isinstance(engine, Engine) else Engine(engine))
+        return run.work()
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,10 @@ class _Run:
         path: Path,
         settings: ExtractSettings,
         shuffle_seed: int | None,
+        engine: Engine,
     ) -> None:
         self.path = path
+        self.engine = engine
         self.fields = kept_fields(settings)  # reports a bad setting before a model is made or loaded
         _check_sizes(settings)
         found = read_questions(
@@ -245,7 +248,7 @@ class _Run:
 
     def prepare(self, *, retry_errors: bool) -> None:
         """Recover interrupted shards; refuse a store with another configuration or other questions."""
-        prepare_store(self.path, self.config)
+        prepare_store(self.path, self.config, engine=self.engine)
         self._keep_tokenizer()
         self.done = self._read_done()
         texts = {question.id: question.question for question in self.questions}
@@ -309,11 +312,12 @@ class _Run:
 
     def left_of(self, batch: Batch) -> Batch | None:
         """The rest of a batch whose worker died; the records it appended are recovered first."""
+        upload_left(self.path, self.config, engine=self.engine)
         self.done = self._read_done()
         skip = frozenset(one.question.id for one in batch.questions if one.question.id in self.done)
         return replace(batch, skip=skip) if len(skip) < len(batch.questions) else None
 
-    def work(self, engine: Engine) -> Extracted:
+    def work(self) -> Extracted:
         batches = self.batches()
         missing = sum(len(batch.questions) - len(batch.skip) for batch in batches)
         total = len(self.questions)
@@ -332,11 +336,11 @@ class _Run:
             with (
                 interruptible() as stop,
                 progress("extract", missing, unit="traces", memory=used_memory) as update,
-                closing(engine.run(make, batches, redo=self.left_of)) as results,
+                closing(self.engine.run(make, batches, redo=self.left_of)) as results,
             ):
                 for traced in results:
                     if not done:
-                        self._estimate(traced, missing, engine)
+                        self._estimate(traced, missing)
                     done, errors = done + traced.records, errors + traced.errors
                     tokens += traced.new_tokens
                     memory[traced.worker] = (traced.worker_bytes, traced.worker_budget)
@@ -353,7 +357,7 @@ class _Run:
 
     def _check_uploaded(self) -> None:
         """Workers upload when they are closed; what a dead one left is in the spool of its machine."""
-        prepare_store(self.path, self.config)
+        prepare_store(self.path, self.config, engine=self.engine)
         self.done = self._read_done()
         if missing := sum(question.id not in self.done for question in self.questions):
             raise EngineError(
@@ -361,7 +365,7 @@ class _Run:
                 "command again"
             )
 
-    def _estimate(self, first: Traced, missing: int, engine: Engine) -> None:
+    def _estimate(self, first: Traced, missing: int) -> None:
         """Estimate the total size and time from the first batch; raise StoreFull if the disk is too small."""
         good = first.records - first.errors
         if not good:
@@ -375,7 +379,7 @@ class _Run:
         total = int(measured * sum(trace_bytes(prompt=length) for length in lengths))
         free = None if is_url(self.path) else shutil.disk_usage(self.path).free + first.bytes
         seconds = first.seconds * (sum(lengths) + answer * len(lengths)) / (first.prompt_tokens + first.new_tokens)
-        workers = engine.workers or 1
+        workers = self.engine.workers or 1
         say(
             f"{format_bytes(first.bytes / good)} per trace in the first batch; about {format_bytes(total)} in total, "
             f"{'' if free is None else f'{format_bytes(free)} free, '}about {format_seconds(seconds / workers)}"

@@ -23,11 +23,12 @@ from millstream.errors import BadSetting, NotFinite, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
 from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.jobs import done_records, prepare_store, upload_left
 from millstream.traces.store.labels import carry_labels, is_labelled
 from millstream.traces.store.locks import StoreLock, only_job
 from millstream.traces.store.rewrite import Written
 from millstream.traces.store.traces import Traces
-from millstream.traces.store.writer import TraceWriter, done_records, prepare_store
+from millstream.traces.store.writer import TraceWriter
 
 # B batch, L layers, T tokens, D hidden, S statistics, A answer tokens of all records, concatenated, K top tokens
 
@@ -316,18 +317,23 @@ def _featurize(
     progress: Progress,
     chunk_records: int,
 ) -> Featurized:
-    prepare_store(path, _store_config(chosen, traces))
+    config = _store_config(chosen, traces)
+    prepare_store(path, config, engine=engine)
     ids: list[object] = traces.column(ID_FIELD).to_pylist()
 
     def left(chunk: Sequence[int]) -> list[int] | None:
         known = {name for (name,) in done_records(path, [ID_FIELD])}
         return [number for number in chunk if ids[number] not in known] or None
 
+    def left_of(chunk: Sequence[int]) -> list[int] | None:
+        upload_left(path, config, engine=engine)
+        return left(chunk)
+
     missing = left(range(len(ids))) or []
     jobs = [missing[start : start + chunk_records] for start in range(0, len(missing), chunk_records)]
     done, left_out = len(ids) - len(missing), 0
     progress(done)
-    for written, without in engine.run(partial(FeaturizeWorker, traces.path, path, chosen), jobs, redo=left):
+    for written, without in engine.run(partial(FeaturizeWorker, traces.path, path, chosen), jobs, redo=left_of):
         done, left_out = done + written + without, left_out + without
         progress(done)
     result = Traces(path)

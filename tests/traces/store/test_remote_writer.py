@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import millstream as ms
+from millstream.core.engine import Engine
 from millstream.core.remote import spool_folder
 from millstream.errors import ConfigMismatch, CorruptShard, RemoteError, StoreError
+from millstream.traces.store.jobs import done_records, prepare_store
 from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.repair import repair
 from millstream.traces.store.rewrite import merge, subset_records, subset_shards
 from millstream.traces.store.uploads import CLAIMS, Uploads
-from millstream.traces.store.writer import done_records
 from support.effort import THOROUGH
 from support.faulty_proxy import DELETED, Fault, faulty_proxy, unavailable
 from support.making import Child, flip, noted, plain, read_keys, run_child, same, write
@@ -243,3 +244,28 @@ def test_stores_at_a_url_are_copied_from_but_not_rewritten(url: str, tmp_path: P
     for refused in (lambda: repair(remote(url)), lambda: merge([local], remote(url) / "merged")):
         with pytest.raises((StoreError, ValueError), match="millstream copy"):
             refused()
+
+
+def test_what_a_lost_machine_left_and_others_did_again_is_written_once(
+    s3: Bucket, spool: Path, monkeypatch: Any
+) -> None:
+    """The machine may have died at any step of an upload, before others did its records again or after."""
+    for step in count(1, 1 if THOROUGH else 7):
+        url = f"{s3.url}/lost-{step}"
+        lost = environment(spool / f"lost-{step}")
+        child = Child(append_remotely, lost, url, KEYS[:4], {"shard_records": 2}, step)
+        acknowledged = max([0, *child.rest()])
+        is_finished = child.join() == 0
+        others = environment(spool / f"others-{step}")
+        known = [key for key in KEYS[:3] if key not in remote_keys(url)] if any(objects(url)) else KEYS[:3]
+        run_child(append_remotely, others, url, known, {"config": {}}, 0)
+        monkeypatch.setenv(SPOOL, lost[SPOOL])
+        with noted(f"killed before step {step}"):
+            prepare_store(remote(url), {}, engine=Engine())
+            found = remote_keys(url)
+            assert sorted(found) == KEYS[: max(3, len(found))] and len(found) >= acknowledged
+            assert [name for name in objects(url) if name.startswith(CLAIMS)] == []
+            assert sealed_in_spool(url) == []
+        if is_finished:
+            assert step > 20
+            return

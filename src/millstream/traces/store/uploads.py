@@ -67,6 +67,22 @@ class Uploads:
                 self._changed.wait(_LOOK_S)
         self.check()
 
+    def settle(self) -> None:
+        """Complete the uploads that a killed process did not acknowledge, and give up the numbers of all others."""
+        with locked(self._spool / _LOCK):
+            for number in list_shards(self._spool)[0]:
+                file = self._spool / shard_name(number)
+                note, seal = self._note(file), read_shard_seal(file)
+                claimed = _number_in(note)
+                if claimed is None or seal is None:
+                    continue
+                if self._is_at(claimed, file, seal):
+                    self._claim_file(claimed).unlink()
+                    self._remove(number)
+                elif self._is_claimed_by(claimed, _identity(file, seal)):
+                    self._claim_file(claimed).unlink()
+                    note.unlink()
+
     def _run(self) -> None:
         error: BaseException | None = None
         while error is None:
@@ -86,36 +102,47 @@ class Uploads:
                     return
 
     def _upload(self, number: int) -> None:
-        file, sidecar_file = self._spool / shard_name(number), self._spool / sidecar_name(number)
-        note = self._spool / f".{file.name}.number"
+        file = self._spool / shard_name(number)
         seal = read_shard_seal(file)
         sidecar = seal and read_sidecar(self._spool, number, seal.sidecar_crc32c)
         if seal is None or sidecar is None:
             raise CorruptShard(f"{file}: damaged before it was uploaded. Run: millstream repair {quoted(self._spool)}")
-        free, is_uploaded = self._claim(file, seal, note)
+        free, is_uploaded = self._claim(file, seal)
         if not is_uploaded:
             (self._target / sidecar_name(free)).put(sidecar)  # before the shard: readers list shards
             (self._target / shard_name(free)).put(file)
         self._claim_file(free).unlink()
-        for done in (file, sidecar_file, note):
+        self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        file = self._spool / shard_name(number)
+        for done in (file, self._spool / sidecar_name(number), self._note(file)):
             done.unlink(missing_ok=True)
 
-    def _claim(self, file: Path, seal: Seal, note: Path) -> tuple[int, bool]:
+    def _claim(self, file: Path, seal: Seal) -> tuple[int, bool]:
         """The number for a shard, claimed; and whether it has been uploaded under this number before."""
-        identity = f"{seal.header_crc32c:08x} {seal.sidecar_crc32c:08x} {seal.records} {file.stat().st_size}".encode()
+        identity, note = _identity(file, seal), self._note(file)
         number = _number_in(note)
         if number is None:
             number = self._first_free()
         while True:
             publish(note, str(number).encode())
             if self._make_claim(number, identity):
-                place = self._target / shard_name(number)
-                if not place.is_file():
-                    return number, False
-                if place.info().num_bytes == file.stat().st_size and read_shard_seal(place) == seal:
+                if self._is_at(number, file, seal):
                     return number, True
+                if not (self._target / shard_name(number)).is_file():
+                    return number, False
                 self._claim_file(number).unlink()  # uploaded by another writer, which has removed its claim
             number += 1
+
+    def _is_at(self, number: int, file: Path, seal: Seal) -> bool:
+        """Whether a shard has been uploaded under this number."""
+        place = self._target / shard_name(number)
+        return place.is_file() and place.info().num_bytes == file.stat().st_size and read_shard_seal(place) == seal
+
+    def _is_claimed_by(self, number: int, identity: bytes) -> bool:
+        claim = self._claim_file(number)
+        return claim.is_file() and claim.read_bytes() == identity
 
     def _make_claim(self, number: int, identity: bytes) -> bool:
         """Claim a number; False if another writer has claimed it."""
@@ -138,6 +165,13 @@ class Uploads:
 
     def _claim_file(self, number: int) -> RemotePath:
         return self._target / CLAIMS / f"{number:05d}"
+
+    def _note(self, file: Path) -> Path:
+        return file.with_name(f".{file.name}.number")
+
+
+def _identity(file: Path, seal: Seal) -> bytes:
+    return f"{seal.header_crc32c:08x} {seal.sidecar_crc32c:08x} {seal.records} {file.stat().st_size}".encode()
 
 
 def _number_in(note: Path) -> int | None:

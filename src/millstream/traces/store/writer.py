@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import pyarrow as pa
 
@@ -33,7 +33,7 @@ from millstream.traces.store.manifest import (
     read_manifest,
     write_manifest,
 )
-from millstream.traces.store.repair import Recovery, recover_all, wait_for_writers
+from millstream.traces.store.repair import Recovery, recover_all
 from millstream.traces.store.shard_writer import ShardWriter
 from millstream.traces.store.sidecar import check_storable, read_table
 from millstream.traces.store.uploads import MOST_WAITING, Uploads
@@ -219,7 +219,7 @@ class TraceWriter:
         """Every `question_id` in the store, including unsealed records of this writer: what a resumed job can skip."""
         if self._ids is None:
             self._ids = {row.values.get(ID_FIELD) for row in (self._shard.rows if self._shard else ())}
-            for table in _stored(self.path, [ID_FIELD]):
+            for table in stored_tables(self.path, [ID_FIELD]):
                 self._ids |= set(table.column(ID_FIELD).to_pylist() if ID_FIELD in table.column_names else ())
             self._ids.discard(None)
         return self._ids
@@ -305,26 +305,7 @@ class TraceWriter:
         return shard
 
 
-def prepare_store(path: Path, config: Mapping[str, object]) -> None:
-    """Create or resume the store that workers will append to; raises if its settings differ, recovers dead writers."""
-    with TraceWriter(path, config=config):
-        pass
-    wait_for_writers(spool_folder(path))
-
-
-def done_records(path: Path, fields: Sequence[str]) -> list[tuple[Any, ...]]:
-    """These fields of every record in the store, after recovering dead writers: what a resumed job can skip.
-
-    A record that is being uploaded may be listed twice.
-    """
-    folder = spool_folder(path)
-    with StoreLock(folder, exclusive=False):
-        recover_all(folder)
-        tables = [table for table in _stored(path, fields) if table.num_rows]
-    return [row for table in tables for row in zip(*(table.column(name).to_pylist() for name in fields), strict=True)]
-
-
-def _stored(path: Path, fields: Sequence[str]) -> Iterator[pa.Table]:
+def stored_tables(path: Path, fields: Sequence[str]) -> Iterator[pa.Table]:
     """These fields of the sealed records in the spool of a store, and then of those in the store."""
     folder = spool_folder(path)
     for attempt in range(3 if folder != path else 0):

@@ -1,0 +1,90 @@
+"""A job with workers on one or many machines, and the store they write: what is done, and what dead workers left.
+
+What a worker has written to a URL, but not uploaded, is in the spool of its machine. Before a job starts, and when a
+worker dies, every machine of the cluster uploads what it finds there, so that nothing is done twice.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from millstream.core.config import config_hash
+from millstream.core.engine import Engine
+from millstream.core.remote import RemotePath, is_url, spool_folder
+from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.locks import StoreLock
+from millstream.traces.store.manifest import IDS, MANIFEST, list_shards, read_manifest
+from millstream.traces.store.repair import recover_all, wait_for_writers
+from millstream.traces.store.rewrite import drop_records
+from millstream.traces.store.sidecar import read_table
+from millstream.traces.store.traces import Traces
+from millstream.traces.store.uploads import Uploads
+from millstream.traces.store.writer import TraceWriter, stored_tables
+
+
+def prepare_store(path: Path, config: Mapping[str, object], *, engine: Engine) -> None:
+    """Create or resume the store that workers will append to; raises if its settings differ.
+
+    Dead writers of all machines are recovered. No worker may be running.
+    """
+    _recover_here(path, config)
+    if is_url(path):
+        left = engine.on_nodes(partial(_has_left, path))
+        for node in (node for node, has_left in left.items() if has_left):  # one by one: they may have the same records
+            engine.on_nodes(partial(_recover_here, path, config), [node])
+
+
+def upload_left(path: Path, config: Mapping[str, object], *, engine: Engine) -> None:
+    """Upload what dead workers of all machines left, while others are running."""
+    if is_url(path):
+        engine.on_nodes(partial(_upload_here, path, config))
+
+
+def done_records(path: Path, fields: Sequence[str]) -> list[tuple[Any, ...]]:
+    """These fields of every record in the store, after recovering dead writers: what a resumed job can skip.
+
+    Records in the spools of other machines are not listed. One that is being uploaded may be listed twice.
+    """
+    folder = spool_folder(path)
+    with StoreLock(folder, exclusive=False):
+        recover_all(folder)
+        tables = [table for table in stored_tables(path, fields) if table.num_rows]
+    return [row for table in tables for row in zip(*(table.column(name).to_pylist() for name in fields), strict=True)]
+
+
+def _has_left(path: Path) -> bool:
+    folder = spool_folder(path)
+    return folder.is_dir() and any(list_shards(folder))
+
+
+def _recover_here(path: Path, config: Mapping[str, object]) -> None:
+    if isinstance(path, RemotePath) and _has_left(path):
+        wait_for_writers(spool_folder(path))
+        _drop_repeated(path, spool_folder(path))
+    _upload_here(path, config)
+    wait_for_writers(spool_folder(path))
+
+
+def _upload_here(path: Path, config: Mapping[str, object]) -> None:
+    with TraceWriter(path, config=config):
+        pass
+
+
+def _drop_repeated(path: RemotePath, folder: Path) -> None:
+    """Drop what this machine had not uploaded when it went away, and others have done again."""
+    Uploads(path, folder).settle()
+    if not any(list_shards(folder)) or not any(list_shards(path)):
+        return
+    here, there = read_manifest(folder), read_manifest(path)
+    if config_hash(here.config) != config_hash(there.config):
+        return  # the writer refuses it
+
+    def repeated(traces: Traces) -> list[int]:
+        known = set(read_table(path, there, [ID_FIELD]).column(ID_FIELD).to_pylist())
+        return [number for number, name in enumerate(traces.ids) if name in known]
+
+    if ID_FIELD in here.fields and ID_FIELD in there.fields:
+        drop_records(folder, repeated)
+        for name in (MANIFEST, IDS):  # they would list shards that are uploaded
+            (folder / name).unlink(missing_ok=True)
