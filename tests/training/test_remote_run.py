@@ -118,11 +118,11 @@ def test_processes_that_share_nothing_but_a_bucket_train_and_resume(
             port = free.getsockname()[1]
         jobs: list[Job] = []
         for rank in range(2):  # as torchrun starts them; each with the files of a machine of its own
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+            own = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": name}
             environ = {**environment(tmp_path / f"{name}-{rank}"), "MILLSTREAM_UPLOAD_S": "0.001"}
             environ["MILLSTREAM_CACHE_DIR"] = str(tmp_path / f"{name}-{rank}-blocks")
-            settings = {"data": data, "out": out, **ASKED, "devices": 2, "accelerator": "cpu", "lr": 0.05}
+            settings = {"data": data, "out": out, **ASKED, "accelerator": "cpu", "lr": 0.05}
             environ |= {key: str(value) for key, value in {**own, **where}.items()}
             jobs.append({"settings": settings, "environment": environ, "dies_at": dies_at})
         return processes(jobs)

@@ -85,7 +85,10 @@ def study_of(settings: Mapping[str, object]) -> Study:
 
 
 def make_fabric(settings: LoopSettings) -> Any:
-    """The Fabric of a run. `launch` starts processes (or joins them, under torchrun): with devices=2, two run this."""
+    """The Fabric of a run. `launch` starts processes (or joins them, under torchrun): with devices=2, two run this.
+
+    `devices` are those of one machine; torchrun tells how many machines there are.
+    """
     try:
         from lightning_fabric import Fabric
     except ImportError:
@@ -93,13 +96,21 @@ def make_fabric(settings: LoopSettings) -> Any:
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it logs every process
     cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
     precision = ("bf16-mixed" if cuda else "32-true") if settings.precision == "auto" else settings.precision
+    told = dict(os.environ) if "TORCHELASTIC_RUN_ID" in os.environ else dict[str, str]()  # by torchrun
+    num_nodes = int(told.get("WORLD_SIZE", 1)) // int(told.get("LOCAL_WORLD_SIZE", 1))
+    if settings.batch_size % (settings.devices * num_nodes):
+        raise BadSetting(
+            f"batch_size={settings.batch_size}: must be a multiple of devices={settings.devices} times {num_nodes} "
+            "machines"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about devices that are not used
         try:
             fabric = Fabric(
                 accelerator=settings.accelerator if cuda or settings.accelerator != "auto" else "cpu",
                 devices=settings.devices,
-                strategy="ddp" if settings.devices > 1 else "auto",
+                num_nodes=num_nodes,
+                strategy="ddp" if settings.devices * num_nodes > 1 else "auto",
                 precision=precision,  # pyright: ignore[reportArgumentType]
             )
         except (ValueError, RuntimeError) as error:
