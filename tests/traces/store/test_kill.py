@@ -14,7 +14,7 @@ from millstream.traces.store.manifest import read_shard_seal
 from millstream.traces.store.repair import repair
 from millstream.traces.store.rewrite import merge, subset_records, subset_shards
 from millstream.traces.store.writer import TraceWriter
-from support.effort import num_examples
+from support.effort import THOROUGH, num_examples
 from support.making import (
     Child,
     Key,
@@ -44,7 +44,7 @@ from support.making import (
     write_open,
 )
 
-KILLS = num_examples(10)  # of each of the five ways to write
+KILLS = 10 if THOROUGH else 4  # of each of the five ways to write
 
 WAYS = {
     "rolling at every record": {"shard_records": 1},
