@@ -41,14 +41,9 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-def remote(url: str) -> RemotePath:
+def objects_in(url: str) -> dict[str, bytes]:
     path = to_path(url)
     assert isinstance(path, RemotePath)
-    return path
-
-
-def objects_in(url: str) -> dict[str, bytes]:
-    path = remote(url)
     return {name: (path / name).read_bytes() for name in sorted(path.walk_files())}
 
 
@@ -121,8 +116,6 @@ def test_a_file_of_many_parts_is_verified_by_the_checksum_of_its_parts(s3: Bucke
     file.write_bytes(bytes(range(256)) * 70_000)  # 17.9 MB: three parts
     with faulty_proxy(s3.address) as proxy:
         s3.through(proxy.address)
-        steps: list[int] = []
-        assert remote(s3.url).bucket.put("x", file, watch=steps.append).num_bytes == max(steps) and len(steps) > 3
         copy(file, f"{s3.url}/large.bin")
         proxy.forget()
         copy(f"{s3.url}/large.bin", tmp_path / "whole.bin")

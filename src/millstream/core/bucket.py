@@ -87,13 +87,8 @@ class Bucket(Protocol):
         """The objects below a prefix, by the rest of their key; unless `deep`, folders as names that end in a slash."""
         ...
 
-    def put(
-        self, key: str, data: bytes | Path, *, is_new: bool = False, watch: Callable[[int], object] | None = None
-    ) -> ObjectInfo:
-        """Upload an object whole or not at all, and verify it. With `is_new`, FileExistsError if there is one.
-
-        `watch` is called with the bytes of a file that have been taken to be sent.
-        """
+    def put(self, key: str, data: bytes | Path, *, is_new: bool = False) -> ObjectInfo:
+        """Upload an object whole or not at all, and verify it. With `is_new`, FileExistsError if there is one."""
         ...
 
     def delete(self, key: str) -> None:
@@ -152,23 +147,14 @@ class ObjectBucket:
 
         return retried(self._url(prefix), once)
 
-    def put(
-        self, key: str, data: bytes | Path, *, is_new: bool = False, watch: Callable[[int], object] | None = None
-    ) -> ObjectInfo:
+    def put(self, key: str, data: bytes | Path, *, is_new: bool = False) -> ObjectInfo:
         if self._is_web:
             raise RemoteError(f"{self._url(key)}: a web server is read only. Write to s3://, gs:// or az://")
         is_multipart = isinstance(data, Path) and data.stat().st_size > MULTIPART_BYTES
         options = {"use_multipart": is_multipart, "chunk_size": MULTIPART_BYTES, "max_concurrency": 4}
         mode = "create" if is_new else "overwrite"
-
-        def once() -> Any:
-            if watch is None or not isinstance(data, Path):
-                return self._obstore.put(self._store, key, data, mode=mode, **options)
-            with _WatchedFile(data, watch) as file:
-                return self._obstore.put(self._store, key, file, mode=mode, **options)
-
         try:
-            sent = retried(self._url(key), once)
+            sent = retried(self._url(key), lambda: self._obstore.put(self._store, key, data, mode=mode, **options))
         except FileExistsError:
             # Perhaps by an attempt of ours whose answer was lost; what is gone by now is not ours.
             with suppress(ObjectMissing, ObjectChanged):
@@ -376,19 +362,6 @@ def _expected_etag(data: bytes | Path, is_multipart: bool) -> str:
     if not is_multipart:
         return whole.hexdigest()
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
-
-
-class _WatchedFile(io.FileIO):
-    """A file that tells how far it has been read."""
-
-    def __init__(self, file: Path, watch: Callable[[int], object]) -> None:
-        super().__init__(file)
-        self._watch = watch
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(-1 if size is None else size) or b""
-        self._watch(self.tell())
-        return data
 
 
 def _opened(data: bytes | Path) -> BinaryIO:

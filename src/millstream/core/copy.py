@@ -178,11 +178,8 @@ class _Copy:
         if not isinstance(place, RemotePath):
             fetch(item.source, place, watch=watch)
         else:
-            # From URL to URL, half of the work is to bring the file here.
-            share = 0.5 if isinstance(item.source, RemotePath) else 0.0
-            file = self._staged(item, lambda done: watch(int(share * done)))
-            start = int(share * item.num_bytes)
-            place.bucket.put(place.key, file, watch=lambda done: watch(start + int((1 - share) * done)))
+            file = self._staged(item, watch)
+            place.put(file)
             self._unstage(file)
         self._finish(item)
 

@@ -79,9 +79,7 @@ class HubBucket:
             ]
         return self._listings[listing][:most]
 
-    def put(
-        self, key: str, data: bytes | Path, *, is_new: bool = False, watch: Callable[[int], object] | None = None
-    ) -> ObjectInfo:
+    def put(self, key: str, data: bytes | Path, *, is_new: bool = False) -> ObjectInfo:
         self._refuse()
 
     def delete(self, key: str) -> None:
