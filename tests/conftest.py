@@ -30,6 +30,7 @@ settings.load_profile("suite")
 # Slow files, the slowest first: started last, one of them would keep a single core busy at the end.
 LONG = (
     "test_ray.py",
+    "test_ray_nodes.py",
     "docs/test_pages.py",
     "training/test_remote_run.py",
     "test_examples.py",

@@ -131,7 +131,7 @@ def run_on_one_cluster() -> None:
     if address:
         ray.init(address=address, log_to_driver=False)
     else:
-        ray.init(address="local", num_cpus=2, log_to_driver=False)
+        ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)  # it takes seconds to start
     for command in GIVEN["commands"]:
         run(command)
     found: list[int] = []
