@@ -71,6 +71,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def own_cache_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ms.open(cache=...)` sets them for the process: for no test but its own."""
+    for name in ("MILLSTREAM_CACHE", "MILLSTREAM_CACHE_DIR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        if not os.environ[name]:
+            monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="module")
 def unrendered_figures() -> Iterator[None]:
     """Reports are written, but without rendering their figures, which takes most of the time.

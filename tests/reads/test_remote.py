@@ -4,6 +4,7 @@ import gzip
 import io
 import multiprocessing
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from millstream.reads.reads import Reads
 from support.classifying import make_run
 from support.commands import run_here
 from support.effort import PATIENCE_S
-from support.faulty_proxy import Fault, faulty_proxy
+from support.faulty_proxy import Fault, Seen, faulty_proxy
 from support.http_server import http_objects
 from support.read_files import REGEX, WRAPPERS, fasta, fastq, holds, opened, records, sequences_of, texts
 from support.s3_server import Bucket
@@ -193,9 +194,17 @@ def test_damage_on_the_way_or_in_the_cache_is_never_served(s3: Bucket) -> None:
         s3.through(proxy.address)
         fresh_clients()
         index_bytes = url.with_name("reads.fq.millstream").info().num_bytes
-        proxy.program(Fault(flip_at=3000), match="reads.fq", method="GET", skip=1, times=1)  # the block cache is empty
+        texts: list[str] = []  # requests for the reads themselves
+
+        def flip_in_first(seen: Seen) -> Fault | None:
+            texts.extend([seen.path] if seen.path.endswith("/reads.fq") else [])
+            return Fault(flip_at=3000) if len(texts) == 1 and seen.path == texts[-1] else None
+
+        shutil.rmtree(cache_settings().folder)
+        proxy.program(flip_in_first, method="GET")
         proxy.program(Fault(flip_at=index_bytes - 20), match=".millstream", method="GET", times=1)
         assert holds(opened(str(url)), FASTQ)
+        assert len(texts) >= 2, "damaged, and fetched again"
         for block in cache_settings().folder.glob("??/*"):
             data = bytearray(block.read_bytes())
             data[len(data) // 2] ^= 1
