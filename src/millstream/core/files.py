@@ -38,7 +38,7 @@ def cache_folder() -> Path:
 
 def publish(file: Path, data: bytes, advice: str = _OLD_KEPT) -> None:
     """Write a file so that its name always holds either the old bytes or all of the new ones, even after a crash."""
-    if is_object(file):
+    if is_url(file):
         file.write_bytes(data)
         return
     with publishing(file, advice) as f:
@@ -48,7 +48,7 @@ def publish(file: Path, data: bytes, advice: str = _OLD_KEPT) -> None:
 @contextmanager
 def publishing(file: Path, advice: str = _OLD_KEPT) -> Generator[BinaryIO]:
     """The same for a file written in pieces: it gets its name when the block ends. An object is uploaded then."""
-    if is_object(file):
+    if is_url(file):
         with no_space(spool_root(), advice), tempfile.NamedTemporaryFile(dir=spool_root()) as f:
             yield cast(BinaryIO, f)
             f.flush()
@@ -80,15 +80,10 @@ def already_exists(out: Path) -> StoreExists:
 
 def remove_unpublished(file: Path) -> None:
     """Remove what a killed process left while publishing this file. No other process may be publishing it now."""
-    if is_object(file):
+    if is_url(file):
         return
     for temporary in file.parent.glob(f".{escape(file.name)}.{'[0-9a-f]' * 12}.tmp"):
         temporary.unlink()
-
-
-def is_object(path: Path) -> bool:
-    """Whether a path is a URL: written whole, when it is complete."""
-    return is_url(path)
 
 
 def spool_root() -> Path:
@@ -100,7 +95,7 @@ def spool_root() -> Path:
 
 def sync_folder(path: Path) -> None:
     """Sync a folder to disk, so that a rename survives a power cut."""
-    if is_object(path):
+    if is_url(path):
         return
     fd = os.open(path, os.O_RDONLY)
     try:

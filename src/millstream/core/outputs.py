@@ -24,12 +24,12 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from millstream.core.bucket import is_url
 from millstream.core.config import config_diff, parse_json
 from millstream.core.console import quoted, say
 from millstream.core.files import (
     NOTHING_LEFT,
     already_exists,
-    is_object,
     is_same_file,
     locked_folder,
     move_into_place,
@@ -53,7 +53,7 @@ _VERSION = 2
 
 def partial_folder(out: Path) -> Path:
     """Where an output grows: beside it, or in the spool folder if it is an object."""
-    if is_object(out):
+    if is_url(out):
         return spool_root() / f"{out.name}-{hashlib.sha256(str(out).encode()).hexdigest()[:12]}.partial"
     return out.with_name(f"{out.name}.partial")
 
@@ -119,7 +119,7 @@ class PartialOutput:
 
     def publish(self, part: str) -> None:
         """Rename a part, complete and on disk, to the output."""
-        if is_object(self.out):
+        if is_url(self.out):
             cast(Any, self.out).put(self.path / part)
         else:
             move_into_place(self.path / part, self.out)
@@ -225,7 +225,7 @@ class TextOutput:
         if self.out.exists():
             if self.is_finished and not file.exists():
                 return  # renamed, and killed before the folder was removed
-            is_ours = is_object(self.out) and file.exists() and file.stat().st_size == self.out.stat().st_size
+            is_ours = is_url(self.out) and file.exists() and file.stat().st_size == self.out.stat().st_size
             if not (self.is_finished and is_ours):  # uploaded, and killed before the folder was removed
                 raise already_exists(self.out)  # another process has just finished it
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -236,11 +236,11 @@ class TextOutput:
 
 def check_new(out: Path, *, resumable: bool = True) -> None:
     """Refuse, before anything is read, an output that already exists or whose folder does not."""
-    if not is_object(out) and not out.absolute().parent.is_dir():
+    if not is_url(out) and not out.absolute().parent.is_dir():
         raise BadSetting(f"{out}: its folder does not exist. Make it: mkdir -p {quoted(out.parent)}")
     folder = partial_folder(out)
     # Killed just before the end. An object is uploaded from its part, which is still there.
-    was_published = (folder / _JOURNAL).exists() and (is_object(out) or not (folder / _TEXT).exists())
+    was_published = (folder / _JOURNAL).exists() and (is_url(out) or not (folder / _TEXT).exists())
     if out.exists() and not (resumable and was_published):
         raise already_exists(out)
 
