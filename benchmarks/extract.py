@@ -24,7 +24,8 @@ from measuring import clock, memory_bytes, reset_peak, save
 from millstream.errors import MillstreamError
 from millstream.traces.llm.fields import TIERS, parse_fields, plan_batches
 from millstream.traces.llm.model import Decoding, LoadedModel, ModelSettings, describe_model, load_model
-from millstream.traces.llm.questions import Question, make_prompt
+from millstream.traces.llm.prompts import make_prompt
+from millstream.traces.llm.questions import Question
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
 from millstream.traces.store.writer import TraceWriter
 

@@ -9,7 +9,8 @@ import torch
 
 from millstream.traces.llm.fields import parse_fields
 from millstream.traces.llm.model import Decoding, LoadedModel, ModelSettings, describe_model, load_model
-from millstream.traces.llm.questions import Prompt, Question
+from millstream.traces.llm.prompts import Prompt
+from millstream.traces.llm.questions import Question
 from millstream.traces.llm.tracer import Record, Tracer
 from support.slow_reference import Seen, generate_beams, generate_greedily, look
 

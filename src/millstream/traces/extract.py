@@ -29,7 +29,8 @@ from millstream.errors import BadSetting, BadSource, ConfigMismatch, EngineError
 from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
 from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, describe_model, load_model
-from millstream.traces.llm.questions import Prompt, Question, built_in_prompts, make_prompt, read_questions
+from millstream.traces.llm.prompts import Prompt, built_in_prompts, make_prompt
+from millstream.traces.llm.questions import Question, read_questions
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
 from millstream.traces.store.jobs import done_records, prepare_store, upload_left
 from millstream.traces.store.locks import only_job
@@ -244,7 +245,7 @@ class _Run:
             )
         ends = " or ".join([*map(repr, self.prompt.stop), "end of text"])
         say(f"prompt ({self.prompt.name}): {self.prompt.text!r}; an answer ends at {ends}")
-        self.ids = self.prompt.ids(self.card.tokenizer, [question.question for question in self.questions])
+        self.ids = self.prompt.ids(self.card.tokenizer, self.questions)
 
     def prepare(self, *, retry_errors: bool) -> None:
         """Recover interrupted shards; refuse a store with another configuration or other questions."""

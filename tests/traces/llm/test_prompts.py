@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import BadSetting
-from millstream.traces.llm.questions import FEW_SHOT, PLAIN, make_prompt
+from millstream.traces.llm.prompts import FEW_SHOT, PLAIN, make_prompt
+from millstream.traces.llm.questions import Given, Question
 from support.extras import need
 from support.tiny_models import make_tokenizer
 
@@ -111,9 +112,46 @@ def test_any_question_is_in_the_prompt_unchanged(question: str):
 
 def test_ids_are_the_tokens_of_the_filled_prompt():
     prompt = make_prompt("few-shot", TOKENIZER, stop=None)
-    ids = prompt.ids(TOKENIZER, ["who?", "Zoë"])
+    ids = prompt.ids(TOKENIZER, [Question("a", "who?"), Question("b", "Zoë")])
     assert [TOKENIZER.decode(row) for row in ids] == [FEW_SHOT.replace("{question}", text) for text in ("who?", "Zoë")]
     assert prompt.ids(TOKENIZER, []) == []
+
+
+USER, SYSTEM = {"role": "user", "content": "Who? "}, {"role": "system", "content": "Be brief"}
+
+
+def test_a_prompt_or_messages_or_ids_of_a_question_are_used_as_they_are_in_their_place():
+    questions = [
+        Question("a", "Who?"),
+        Question("b", "Who?", prompt=" All of\nit {question}"),
+        Question("c", "Who?", messages=(SYSTEM, USER)),
+        Question("d", "Who?", prompt="other", given=Given(ids=(7,), prompt_ids=(5, 6))),
+        Question("e", "Where?"),
+    ]
+    *filled, given, last = make_prompt("plain", CHATTY, stop=None).ids(CHATTY, questions)
+    assert [CHATTY.decode(ids) for ids in filled] == [
+        "Answer the question concisely. Q: Who? A:",
+        " All of\nit {question}",
+        "<system>Be brief</system><user>Who?</user><assistant>",
+    ]
+    assert given == [5, 6]
+    assert CHATTY.decode(last) == "Answer the question concisely. Q: Where? A:"
+
+
+def test_special_tokens_are_added_to_a_prompt_that_does_not_begin_with_one():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer(bos_token="<eos>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    prompt = make_prompt("plain", tokenizer, stop=None)
+    ids = prompt.ids(tokenizer, [Question("a", "?", prompt="Who?"), Question("b", "?", prompt="<eos>Who?")])
+    assert ids[0] == ids[1]
+    assert tokenizer.decode(ids[0]) == "<eos>Who?"
+
+
+def test_messages_for_a_model_without_a_chat_template_are_refused():
+    with pytest.raises(BadSetting, match="chat template"):
+        make_prompt("plain", TOKENIZER, stop=None).ids(TOKENIZER, [Question("a", "Who?", messages=(USER,))])
 
 
 @pytest.mark.parametrize(

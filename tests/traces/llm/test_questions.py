@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.errors import BadSetting, BadSource, MissingExtra
-from millstream.traces.llm.questions import Question, QuestionSet, read_questions
+from millstream.traces.llm.questions import Given, Question, QuestionSet, Span, read_questions
 from millstream.traces.scores import normalise
 from support.effort import num_examples
 
@@ -232,6 +232,186 @@ def test_the_built_in_set_has_questions_with_answers():
     assert len(found.questions) > 100
     assert all(question.answer in question.aliases for question in found.questions)
     assert (found.same_id, found.same_text) == (0, 0)
+
+
+# -- contexts, prompts and given answers
+
+
+def one(row: Mapping[str, Any], tmp_path: Path, *, name: str = "q.jsonl", **options: Any) -> Question:
+    (question,) = read_questions(WRITERS[name](tmp_path / name, [row]), **options).questions
+    return question
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "q.parquet", "q.csv"])
+def test_passages_are_joined_to_one_context_by_blank_lines(name: str, tmp_path: Path):
+    assert one({"question": "who?", "contexts": ["[1] a", "b\n"]}, tmp_path, name=name).context == "[1] a\n\nb"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("Zoë\nmills.", "Zoë\nmills."),
+        ("[1] a", "[1] a"),
+        ("[1]", "[1]"),
+        ("", None),
+        ([], None),
+        (None, None),
+        ([{"title": "Mill", "text": "It mills."}, {"text": "b", "score": 0.5}], "Mill\nIt mills.\n\nb"),
+    ],
+    ids=["text", "begins like a list", "looks like a list", "empty", "no passages", "none", "titled passages"],
+)
+def test_a_context_is_a_text_or_a_list_of_passages(written: object, read: str | None, tmp_path: Path):
+    assert one({"question": "who?", "context": written}, tmp_path).context == read
+
+
+def test_the_same_question_about_another_context_is_another_question(tmp_path: Path):
+    rows = [{"question": "who?", "context": text} for text in ("a", "b", "a")]
+    found = read_questions(write_lines(tmp_path / "q.jsonl", rows))
+    assert ([question.context for question in found.questions], found.same_text) == (["a", "b"], 1)
+
+
+CHAT = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Who?"}]
+ANSWERED = [*CHAT, {"role": "assistant", "content": "Zoë"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        *((name, column) for name in ("q.jsonl", "q.parquet") for column in ("messages", "prompt")),
+        ("q.csv", "messages"),
+    ],
+)
+def test_the_question_of_a_chat_is_what_the_user_says_last(name: str, column: str, tmp_path: Path):
+    question = one({column: CHAT}, tmp_path, name=name)
+    assert (question.question, question.messages, question.prompt) == ("Who?", tuple(CHAT), None)
+    assert question.given is None
+
+
+def test_a_last_message_of_the_assistant_is_a_given_answer(tmp_path: Path):
+    question = one({"messages": ANSWERED}, tmp_path)
+    assert (question.messages, question.given) == (tuple(CHAT), Given("Zoë"))
+
+
+def test_a_prompt_alone_is_also_the_question(tmp_path: Path):
+    question = one({"prompt": " Q: Who?\nA:"}, tmp_path)
+    assert (question.question, question.prompt) == ("Q: Who?\nA:", " Q: Who?\nA:")
+
+
+@pytest.mark.parametrize("column", ["generated_answer", "response", "output", "completion", "generated_text"])
+def test_a_given_answer_is_kept_unchanged_beside_the_correct_one(column: str, tmp_path: Path):
+    question = one({"question": "Who?", "answer": "Zoë", column: " Zoë.\n"}, tmp_path)
+    assert (question.answer, question.given) == ("Zoë", Given(" Zoë.\n"))
+
+
+def test_columns_can_say_that_the_answer_is_a_given_one(tmp_path: Path):
+    question = one({"question": "Who?", "answer": "Zoë"}, tmp_path, columns="generated_answer=answer")
+    assert (question.answer, question.given) == (None, Given("Zoë"))
+
+
+LOGPROBS: dict[str, object] = {
+    "numbers": [-0.5, -2],
+    "of a completion": {"tokens": ["a", "b"], "token_logprobs": [-0.5, -2]},
+    "of a chat completion": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -2}]},
+    "of vLLM": [{"7": {"logprob": -0.5, "rank": 1}}, {"9": {"logprob": -1, "rank": 1}, "8": {"logprob": -2}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*(("q.jsonl", form) for form in LOGPROBS), ("q.csv", "numbers"), ("q.csv", "of vLLM")]
+)
+def test_token_ids_and_logprobs_of_servers_are_read(name: str, form: str, tmp_path: Path):
+    row = {"prompt": "Who?", "prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": LOGPROBS[form]}
+    assert one(row, tmp_path, name=name).given == Given(None, (7, 8), (5, 6), (-0.5, -2.0))
+
+
+def test_several_given_answers_of_an_id_are_its_samples_and_stand_together(tmp_path: Path):
+    rows = [
+        {"id": name, "question": f"{name}?", "response": text} for name, text in ("aA", "bB", "aC", "bD", "aA", "cE")
+    ]
+    found = read_questions(write_lines(tmp_path / "q.jsonl", rows), num_samples=2)
+    assert [(q.id, q.sample, q.index, q.given) for q in found.questions] == [
+        ("a", 0, 0, Given("A")),
+        ("a", 1, 2, Given("C")),
+        ("a", 2, 4, Given("A")),
+        ("b", 0, 1, Given("B")),
+        ("b", 1, 3, Given("D")),
+    ]
+    assert (found.same_id, found.same_text) == (0, 0)
+
+
+def test_given_answers_to_one_text_without_an_id_are_samples_of_one_question(tmp_path: Path):
+    rows = [{"question": text, "response": "x"} for text in ("Who?", "Where?", "who? ")]
+    found = read_questions(write_lines(tmp_path / "q.jsonl", rows)).questions
+    assert [(question.id, question.sample) for question in found] == [("q-0", 0), ("q-0", 1), ("q-1", 0)]
+
+
+def test_a_sample_column_numbers_the_answers_and_repeats_are_left_out(tmp_path: Path):
+    rows = [{"id": "a", "question": "Who?", "sample": sample, "response": "x"} for sample in (3, 0, 3)]
+    found = read_questions(write_lines(tmp_path / "q.jsonl", rows))
+    assert ([question.sample for question in found.questions], found.same_id) == ([3, 0], 1)
+
+
+def test_a_shuffle_keeps_the_samples_of_a_question_together(tmp_path: Path):
+    rows = [{"id": f"q{i % 8}", "question": f"{i % 8}?", "response": "x"} for i in range(16)]
+    found = read_questions(write_lines(tmp_path / "q.jsonl", rows), shuffle_seed=0).questions
+    assert [question.id for question in found][::2] == ids(read_questions(many(8), shuffle_seed=0))
+    assert [question.sample for question in found] == [0, 1] * 8
+
+
+def test_two_questions_with_given_answers_and_one_id_are_refused(tmp_path: Path):
+    rows = [{"id": "a", "question": text, "response": "x"} for text in ("Who?", "Where?")]
+    with pytest.raises(BadSource, match=r"'a'.*Who\?.*Where\?.*columns=id="):
+        read_questions(write_lines(tmp_path / "q.jsonl", rows))
+
+
+def test_one_text_with_two_ids_keeps_both_given_answers(tmp_path: Path):
+    rows = [{"id": name, "question": "Who?", "response": "x"} for name in "abb"]
+    found = read_questions(write_lines(tmp_path / "q.jsonl", rows))
+    assert ([(q.id, q.sample) for q in found.questions], found.same_text) == ([("a", 0), ("b", 0), ("b", 1)], 0)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [[{"start": 0, "end": 3, "label": "conflict"}, {"start": 3, "end": 4}], [[0, 3, "conflict"], [3, 4]]],
+    ids=["dicts", "lists"],
+)
+def test_spans_of_a_given_answer_are_read(written: object, tmp_path: Path):
+    question = one({"question": "Who?", "response": "Zoë!", "spans": written}, tmp_path)
+    assert question.spans == (Span(0, 3, "conflict"), Span(3, 4))
+
+
+def test_no_spans_differ_from_unknown_ones(tmp_path: Path):
+    assert one({"question": "Who?", "response": "Zoë", "spans": []}, tmp_path).spans == ()
+    assert one({"question": "Who?", "response": "Zoë"}, tmp_path).spans is None
+
+
+WRONG_CELLS: dict[str, tuple[str, object]] = {
+    "a context of numbers": ("context", [1, 2]),
+    "no messages": ("messages", "Who?"),
+    "a message without a role": ("messages", [{"content": "Who?"}]),
+    "an answer only": ("messages", ANSWERED[-1:]),
+    "an answer that is a list": ("generated_answer", ["a"]),
+    "ids that are texts": ("token_ids", ["a"]),
+    "negative ids": ("prompt_token_ids", [-1]),
+    "a sample below zero": ("sample", -1),
+    "a missing logprob": ("logprobs", [None, -1]),
+    "a span without an end": ("spans", [{"start": 1}]),
+    "a span beyond the answer": ("spans", [[0, 9]]),
+    "a span that ends before it starts": ("spans", [[2, 1]]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CELLS)
+def test_an_invalid_cell_is_refused_with_row_and_column(case: str, tmp_path: Path):
+    column, value = WRONG_CELLS[case]
+    rows = [{"question": "a?"}, {"question": "b?", "generated_answer": "abc", column: value}]
+    with pytest.raises(BadSource, match=rf"q\.jsonl: row 2 column '{column}'"):
+        read_questions(write_lines(tmp_path / "q.jsonl", rows))
+
+
+def test_logprobs_of_another_number_of_tokens_are_refused(tmp_path: Path):
+    with pytest.raises(BadSource, match="1 log-probabilities for 2 tokens"):
+        one({"question": "Who?", "token_ids": [1, 2], "logprobs": [-1.0]}, tmp_path)
 
 
 # -- columns

@@ -1,13 +1,12 @@
-"""Question sets -> questions -> prompts: files in the known layouts, a Hugging Face name, or a built-in set."""
+"""Question sets -> questions: files in the known layouts, a Hugging Face name, or a built-in set."""
 
-import ast
 import csv
-import re
-from collections import ChainMap
+import json
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -15,41 +14,51 @@ from millstream.core.config import parse_json
 from millstream.core.registry import extensions
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource, MissingExtra
-from millstream.traces.llm.model import Tokenizer
+from millstream.traces.llm import cells
 from millstream.traces.scores import normalise
 
 Row = Mapping[str, Any]
+T = TypeVar("T")
 # Column names of TriviaQA, NQ-open, WebQuestions, PopQA, TruthfulQA, SimpleQA and others; the first match counts.
 _COLUMNS = {
     "id": ("id", "question_id", "QuestionId", "qid", "example_id"),
-    "question": ("question", "Question", "problem", "qText", "query", "prompt"),
+    "question": ("question", "Question", "problem", "qText", "query"),
     "answer": ("answer", "best_answer", "Answer", "obj", "Best Answer", "target"),
     "aliases": ("aliases", "answers", "possible_answers", "correct_answers", "Correct Answers", "golden_answers"),
     "kind": ("kind", "prop", "category", "Category"),
     "exposure": ("exposure",),
+    "context": ("context", "contexts"),
+    "prompt": ("prompt",),
+    "messages": ("messages",),
+    "sample": ("sample",),
+    "generated_answer": ("generated_answer", "response", "output", "completion", "generated_text"),
+    "token_ids": ("token_ids",),
+    "prompt_token_ids": ("prompt_token_ids",),
+    "logprobs": ("logprobs",),
+    "spans": ("spans",),
 }
+_TEXTS = ("question", "prompt", "messages")  # one of them is needed
 _SEMICOLONS = "Correct Answers"  # of the TruthfulQA file: answers separated by semicolons
 _SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-PLAIN = "Answer the question concisely. Q: {question} A:"
-FEW_SHOT = """Answer the question concisely.
 
-Q: Which planet is known as the Red Planet?
-A: Mars
 
-Q: Who painted the Mona Lisa?
-A: Leonardo da Vinci
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters of an answer from `start` to before `end`, and what is wrong with them."""
 
-Q: How many legs does a spider have?
-A: Eight
+    start: int
+    end: int
+    label: str | None = None
 
-Q: {question}
-A:"""
-CHAT = "Answer the question concisely, with the answer only.\n\n{question}"
-QUESTION = "{question}"
-# {name}, { name }, {name.part}, {name[0]}, {name!r} or {name:>9}, as Python fills in; {2} and {} may be LaTeX
-_FIELD = r"\{\s*[^\W\d]\w*(?:\.\w+|\[\w*\])*\s*(?:![ars])?(?::[^{}\"'\s]*)?\}"
-_PLACEHOLDER = re.compile(rf"\{{{_FIELD}\}}|{_FIELD}")
-_MARK = "\u2063question\u2063"  # placeholder for the question in a chat template
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An answer to replay: its text or token ids, and what is known of the run that generated it."""
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None  # of `ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +72,17 @@ class Question:
     kind: str | None = None  # a relation or category
     exposure: str | None = None  # how well known the fact is: often .. never, popular, obscure
     index: int | None = field(default=None, compare=False)  # its row in the question set, repeated rows included
+    context: str | None = None  # what the answer is to be based on
+    prompt: str | None = None  # all of the prompt, used as it is
+    messages: tuple[Mapping[str, str], ...] | None = None  # of a chat, for the chat template of the model
+    given: Given | None = None  # an answer to replay
+    sample: int = 0  # of several given answers
+    spans: tuple[Span, ...] | None = None  # of the given answer; none of them: nothing is wrong with it
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Distinct questions, and how many were left out because their id or text is a repeat."""
+    """Distinct questions, those of one id together, and how many were left out as their id or text is a repeat."""
 
     questions: list[Question]
     same_id: int
@@ -83,32 +98,47 @@ def read_questions(
 ) -> QuestionSet:
     """The questions of a file, a dataset or a list: each id and each normalised text once.
 
-    `columns` maps our names to those of the file: `id=qid,question=text,answer=gold`. `shuffle_seed` shuffles the
-    questions; `num_samples` keeps the first N.
+    A question with given answers appears once per `sample`. `columns` maps our names to those of the file:
+    `id=qid,question=text,answer=gold`. `shuffle_seed` shuffles the questions; `num_samples` keeps the first N with all
+    their samples.
     """
     if num_samples is not None and num_samples < 1:
         raise BadSetting(f"num_samples={num_samples}: must be at least 1")
     found = _find_questions(source, _parse_columns(columns))
-    questions: list[Question] = []
-    ids: set[str] = set()
-    texts: set[str] = set()
+    by_id: dict[str, dict[int, Question]] = {}
+    texts: dict[object, str] = {}  # what the model sees -> the first id that has it
     same_id = same_text = 0
     for index, question in enumerate(found):
-        text = normalise(question.question) or question.question.strip()
-        if question.id in ids:
+        text = _text_key(question)
+        samples = by_id.get(question.id, {})
+        first = next(iter(samples.values()), question)
+        if question.sample in samples:
             same_id += 1
-        elif text in texts:
+        elif _text_key(first) != text:
+            raise BadSource(
+                f"{source}: two questions have the id {question.id!r}: {first.question[:80]!r} and "
+                f"{question.question[:80]!r}. Choose a column that tells them apart: columns=id=NAME"
+            )
+        elif question.given is None and texts.get(text, question.id) != question.id:
             same_text += 1
         else:
-            ids.add(question.id)
-            texts.add(text)
-            questions.append(replace(question, index=index))
-    if not questions:
+            texts.setdefault(text, question.id)
+            by_id.setdefault(question.id, {})[question.sample] = replace(question, index=index)
+    if not by_id:
         raise BadSource(f"{source}: contains no questions")
+    names = list(by_id)
     if shuffle_seed is not None:
-        order = np.random.default_rng(shuffle_seed).permutation(len(questions))
-        questions = [questions[index] for index in order]
-    return QuestionSet(questions[:num_samples], same_id, same_text)
+        order: list[int] = np.random.default_rng(shuffle_seed).permutation(len(names)).tolist()
+        names = [names[index] for index in order]
+    chosen = [question for name in names[:num_samples] for question in by_id[name].values()]
+    return QuestionSet(chosen, same_id, same_text)
+
+
+def _text_key(question: Question) -> object:
+    """What the model sees of a question: equal for repeats."""
+    text = normalise(question.question) or question.question.strip()
+    messages = json.dumps([dict(message) for message in question.messages or ()])
+    return text, question.context, question.prompt, messages
 
 
 def read_references(source: str | Path, *, columns: str | None = None) -> dict[str, list[str]]:
@@ -125,11 +155,6 @@ def read_references(source: str | Path, *, columns: str | None = None) -> dict[s
 def built_in_questions() -> Mapping[str, Callable[[], Sequence[Question]] | Path]:
     """The built-in question sets by name: a function that returns the questions, or a file."""
     return ChainMap(*(module.QUESTIONS for module in extensions("built_ins")))
-
-
-def built_in_prompts() -> Mapping[str, str]:
-    """Prompts by name, each with a `{question}`; the default prompt of the model of the same name."""
-    return ChainMap(*(module.PROMPTS for module in extensions("built_ins")))
 
 
 def _find_questions(
@@ -153,60 +178,6 @@ def _find_questions(
             )
         return _from_rows(_read_file(path), path.name.split(".")[0], columns, path, needs_text=needs_text)
     return _from_rows(_from_hub(name), name, columns, name, needs_text=needs_text)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The text around the question, and the strings that end an answer."""
-
-    name: str
-    text: str  # contains {question} once
-    stop: tuple[str, ...]
-    special: bool  # whether the tokenizer adds special tokens; a chat template already has them
-
-    def fill(self, question: str) -> str:
-        before, after = self.text.split(QUESTION)
-        return before + question + after
-
-    def ids(self, tokenizer: Tokenizer, questions: list[str]) -> list[list[int]]:
-        texts = [self.fill(question) for question in questions]
-        return tokenizer(texts, add_special_tokens=self.special)["input_ids"] if texts else []
-
-
-def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
-    """`auto` is the chat template of the model if it has one, else plain. `stop`: strings separated by `|`."""
-    has_chat = bool(tokenizer.chat_template)
-    name = ("chat" if has_chat else "plain") if spec == "auto" else spec
-    if name == "chat":
-        if not has_chat:
-            raise BadSetting("prompt=chat: this model has no chat template; use prompt=plain or prompt=few-shot")
-        messages = [{"role": "user", "content": CHAT.replace(QUESTION, _MARK)}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return Prompt("chat", text.replace(_MARK, QUESTION), _stops(stop, ()), special=False)
-    texts = {"plain": PLAIN, "few-shot": FEW_SHOT, **built_in_prompts()}
-    text = texts.get(name) or (
-        Path(name).read_text(encoding="utf-8").removesuffix("\n")
-        if name.endswith(".txt") and Path(name).exists()
-        else name
-    )
-    if text.count(QUESTION) != 1:
-        raise BadSetting(
-            f"prompt={name}: must be one of auto, plain, few-shot, chat, a text that contains {{question}} once, "
-            "or a .txt file of such a text"
-        )
-    return Prompt(name if name in texts else "own", _unescape(text, name), _stops(stop, ("\n",)), special=True)
-
-
-def _unescape(text: str, name: str) -> str:
-    """A prompt with `{{word}}` as `{word}`; any placeholder but `{question}` would reach the model as it is written."""
-    unknown = [found for found in _PLACEHOLDER.findall(text.replace(QUESTION, "")) if not found.startswith("{{")]
-    if unknown or f"{{{QUESTION}}}" in text:
-        found = unknown[0] if unknown else f"{{{QUESTION}}}"
-        raise BadSetting(
-            f"prompt={name}: contains {found}, but only {QUESTION} is filled in. Write braces that the model is to see "
-            "twice: {{word}}"
-        )
-    return _PLACEHOLDER.sub(lambda found: found[0][1:-1] if found[0].startswith("{{") else found[0], text)
 
 
 def _parse_columns(text: str | None) -> dict[str, str]:
@@ -302,27 +273,78 @@ def _from_rows(
 ) -> Iterator[Question]:
     names: dict[str, str | None] = {}
     keys: list[str] = []
+    first_ids: dict[object, str] = {}  # of questions with given answers and no ids
+    numbered: Counter[str] = Counter()  # given answers by question
     for number, row in enumerate(rows):
         if not keys:
             _check_columns(row, columns, source, needs_text=needs_text)
         if list(row) != keys:  # JSON lines may have different keys
             keys = list(row)
             names = {ours: _column(ours, row, columns) for ours in _COLUMNS}
-        question = row.get(names["question"] or "") if needs_text else ""
-        if not isinstance(question, str) or (needs_text and not question.strip()):
-            raise BadSource(f"{source}: row {number + 1} has no question")
         cell = {ours: row.get(theirs) if theirs else None for ours, theirs in names.items()}
         if names["aliases"] == _SEMICOLONS and isinstance(cell["aliases"], str):
             cell["aliases"] = cell["aliases"].split(";")
-        accepted = list(dict.fromkeys([*_answers(cell["answer"]), *_answers(cell["aliases"])]))
-        yield Question(
-            id=str(cell["id"]) if cell["id"] not in (None, "") else f"{stem}-{number}",
-            question=question.strip(),
-            answer=accepted[0] if accepted else None,
-            aliases=tuple(accepted),
-            kind=str(cell["kind"]) if cell["kind"] else None,
-            exposure=str(cell["exposure"]) if cell["exposure"] else None,
-        )
+        parse = _Cells(cell, names)
+        try:
+            question = _question(parse, f"{stem}-{number}", needs_text=needs_text)
+            sample = parse("sample", cells.number)
+        except ValueError as error:
+            raise BadSource(f"{source}: row {number + 1} {error}") from None
+        if question.given is not None:
+            if cell["id"] in (None, ""):
+                question = replace(question, id=first_ids.setdefault(_text_key(question), question.id))
+            question = replace(question, sample=numbered[question.id] if sample is None else sample)
+            numbered[question.id] += 1
+        yield question
+
+
+class _Cells:
+    """The cells of a row by our names of their columns; errors name the column of the file."""
+
+    def __init__(self, cell: Mapping[str, Any], names: Mapping[str, str | None]) -> None:
+        self.cell = cell
+        self._names = names
+
+    def __call__(self, ours: str, parse: Callable[..., T], *others: object) -> T:
+        try:
+            return parse(self.cell[ours], *others)
+        except ValueError as error:
+            raise ValueError(f"column {self._names[ours]!r} {error}") from None
+
+
+def _question(parse: _Cells, name: str, *, needs_text: bool) -> Question:
+    """The question in a row; ValueError tells what is wrong with it."""
+    cell = parse.cell
+    is_chat = isinstance(cell["prompt"], list | np.ndarray)  # as TRL writes it
+    messages, last = parse("prompt" if is_chat else "messages", cells.messages)
+    prompt = None if is_chat else parse("prompt", cells.text)
+    users = [message["content"] for message in messages or () if message["role"] == "user"]
+    text = next((text for text in (cell["question"], prompt, *users[-1:]) if text is not None), None)
+    if needs_text and (not isinstance(text, str) or not text.strip()):
+        raise ValueError("has no question")
+    accepted = list(dict.fromkeys([*cells.answers(cell["answer"]), *cells.answers(cell["aliases"])]))
+    answer = parse("generated_answer", cells.text)
+    ids = parse("token_ids", cells.token_ids)
+    given = Given(
+        text=last if answer is None else answer,
+        ids=ids,
+        prompt_ids=parse("prompt_token_ids", cells.token_ids),
+        logprobs=parse("logprobs", cells.logprobs, ids),
+    )
+    found = parse("spans", cells.spans, given.text)
+    return Question(
+        id=str(cell["id"]) if cell["id"] not in (None, "") else name,
+        question=text.strip() if isinstance(text, str) else "",
+        answer=accepted[0] if accepted else None,
+        aliases=tuple(accepted),
+        kind=str(cell["kind"]) if cell["kind"] else None,
+        exposure=str(cell["exposure"]) if cell["exposure"] else None,
+        context=parse("context", cells.context),
+        prompt=prompt,
+        messages=messages,
+        given=None if given.text is None and ids is None else given,
+        spans=None if found is None else tuple(Span(*span) for span in found),
+    )
 
 
 def _check_columns(first: Row, columns: Mapping[str, str], source: object, *, needs_text: bool) -> None:
@@ -330,38 +352,11 @@ def _check_columns(first: Row, columns: Mapping[str, str], source: object, *, ne
     for theirs in columns.values():
         if theirs not in first:
             raise BadSource(f"{source}: has no column {theirs!r}, only {have}")
-    if needs_text and _column("question", first, columns) is None:
+    if needs_text and not any(_column(ours, first, columns) for ours in _TEXTS):
         raise BadSource(f"{source}: no question column among {have}. Choose one: columns=question=NAME")
 
 
 def _column(ours: str, row: Row, columns: Mapping[str, str]) -> str | None:
     names = (columns[ours],) if ours in columns else _COLUMNS[ours]
-    return next((name for name in names if name in row), None)
-
-
-def _answers(value: object) -> list[str]:
-    """The accepted answers in a cell: a text, a list (possibly written as text), or the dict of TriviaQA."""
-    if value is None or value == "":
-        return []
-    if isinstance(value, dict):
-        row = {str(key).lower(): item for key, item in cast("dict[str, object]", value).items()}
-        names = ("value", "aliases", "humananswers", "normalizedaliases", "normalized_aliases")
-        return [answer for name in names for answer in _answers(row.get(name))]
-    if isinstance(value, list | tuple | np.ndarray):
-        return [answer for item in cast("Iterable[object]", value) for answer in _answers(item)]
-    text = str(value).strip()
-    if text.startswith("[") and text.endswith("]"):
-        for read in (parse_json, ast.literal_eval):
-            try:
-                return _answers(read(text))
-            except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
-                continue
-    return [text] if text else []
-
-
-def _stops(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    if given is None:
-        return default
-    escaped = given.encode("latin-1", "backslashreplace")  # so that unicode_escape keeps non-Latin characters
-    parts = escaped.decode("unicode_escape") if "\\" in given else given
-    return tuple(part for part in parts.split("|") if part)
+    others = [theirs for other, theirs in columns.items() if other != ours]
+    return next((name for name in names if name in row and name not in others), None)

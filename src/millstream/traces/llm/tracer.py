@@ -11,7 +11,8 @@ import torch
 from millstream.traces.llm.capture import Capture
 from millstream.traces.llm.fields import TOP_K, Fields
 from millstream.traces.llm.model import Answer, Decoding, LoadedModel, Tokenizer, as_lists, cut_answer
-from millstream.traces.llm.questions import Prompt, Question
+from millstream.traces.llm.prompts import Prompt
+from millstream.traces.llm.questions import Question
 
 # B batch, P prompt with padding, N generated, T = P + N, V vocabulary
 
@@ -52,7 +53,7 @@ class Tracer:
 
     def encode(self, questions: Sequence[Question]) -> list[EncodedQuestion]:
         """The questions with their prompts as token ids."""
-        ids = self.prompt.ids(self.loaded.tokenizer, [question.question for question in questions])
+        ids = self.prompt.ids(self.loaded.tokenizer, questions)
         return [EncodedQuestion(question, tokens) for question, tokens in zip(questions, ids, strict=True)]
 
     def trace(self, batch: Sequence[EncodedQuestion]) -> list[Record]:
