@@ -139,7 +139,7 @@ def test_verify_names_shard_record_and_field_and_repair_lists_the_ids(store: Pat
     done = run("verify", store)
     assert done.returncode == 1
     (line,) = done.stdout.splitlines()
-    assert line.startswith("shard-00001.arrow, record 5 (row 1, question_id 'q5'), field 'hidden': slice 1")
+    assert line.startswith("shard-00001.arrow, record 5 (row 1, id 'q5'), field 'hidden': slice 1")
     assert f"millstream repair {store}" in done.stderr
     answer = json.loads(run("verify", store, "--json").stdout)
     assert [(d["file"], d["number"], d["field"]) for d in answer["damages"]] == [("shard-00001.arrow", 5, "hidden")]
@@ -148,7 +148,7 @@ def test_verify_names_shard_record_and_field_and_repair_lists_the_ids(store: Pat
     assert done.returncode == 0
     assert "'q5'" in done.stdout
     (lost,) = map(json.loads, (store / "damaged" / "lost.jsonl").read_text().splitlines())
-    assert lost["question_id"] == "q5"
+    assert lost["id"] == "q5"
     assert run("verify", store).returncode == 0
     assert len(ms.open(store)) == 9
 

@@ -21,7 +21,7 @@ from millstream.traces.scores import read_scores
 folder = Path(sys.argv[1])
 before = len(os.listdir("/proc/self/task"))
 read_table(folder / "ours.parquet")
-read_scores(folder / "scores.parquet", key="question_id")
+read_scores(folder / "scores.parquet", keys=["question_id"])
 read_questions(str(folder / "questions.parquet"))
 load_mapping(folder / "mapping.parquet")
 print(len(os.listdir("/proc/self/task")) - before)

@@ -125,7 +125,7 @@ def damages(path: Path) -> list[Damage]:
 def lost_ids(path: Path) -> set[object]:
     """The ids listed in `damaged/lost.jsonl`."""
     file = path / DAMAGED / "lost.jsonl"
-    return {json.loads(line)["question_id"] for line in file.read_text().splitlines()} if file.exists() else set()
+    return {json.loads(line)["id"] for line in file.read_text().splitlines()} if file.exists() else set()
 
 
 def write(path: Path, keys: Iterable[Key], make: Make = record, **options: Any):

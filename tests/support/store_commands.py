@@ -58,7 +58,7 @@ def copy_all(path: Path) -> None:
         with suppress(CorruptShard):  # dropped meanwhile
             summarise(path)
         ids = Traces(out).ids
-        damaged = {damage.question_id for damage in verify(out)}
+        damaged = {damage.id for damage in verify(out)}
         assert len(ids) == len(set(ids)) >= COUNT - 6 and damaged <= {f"q{DAMAGED_RECORD}"}
         shutil.rmtree(out)
 

@@ -422,7 +422,7 @@ def test_the_command_takes_scores_and_reports_conflicting_ids(tmp_path: Path):
     assert (code, out.split()[:4]) == (0, ["right", "0", "wrong", "2"])
     _, out, err = run(store)
     assert out.split()[-1] == "2"
-    assert "2 records are unlabelled" in err and "question_id" in err
+    assert "2 records are unlabelled" in err and "record_id" in err
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from millstream.core.split import LABEL, split
 from millstream.core.torch_data import checked_indices
 from millstream.errors import BadSource
 from millstream.traces.graphs import GraphFeature
-from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.format import QUESTION_ID
 
 # B batch, L layers, H heads, T tokens, D hidden, E edges
 
@@ -184,8 +184,8 @@ class PreprocessedDataset(Dataset[Item]):
         self.shuffle_buffer_size = shuffle_buffer_size
         self._seed = seed
         traces, self._scratch = open_preprocessed(preprocessed_dir, self.kind, batch_files_to_load)
-        if ID_FIELD not in traces.field_names:
-            raise BadSource(f"the traces have no {ID_FIELD!r}, only {', '.join(traces.field_names)}")
+        if QUESTION_ID not in traces.field_names:
+            raise BadSource(f"the traces have no {QUESTION_ID!r}, only {', '.join(traces.field_names)}")
         self._maker: Maker = {"lstm": sequence_maker, "gnn": graph_maker}[self.kind](traces.field_names)
         self.traces: Collection = traces.within(READ_BYTES)
         self._begin()
@@ -206,7 +206,7 @@ class PreprocessedDataset(Dataset[Item]):
     @property
     def question_ids(self) -> list[str]:
         """The question ids of all traces, without reading the traces."""
-        return [str(name) for name in self.traces.column(ID_FIELD).to_pylist()]
+        return [str(name) for name in self.traces.column(QUESTION_ID).to_pylist()]
 
     @property
     def labels(self) -> torch.Tensor:
@@ -227,11 +227,11 @@ class PreprocessedDataset(Dataset[Item]):
         """Set up the state of a stream."""
 
     def _fetch(self, numbers: Numbers) -> list[Item]:
-        wanted = [*self._maker.fields, LABEL, ID_FIELD]
+        wanted = [*self._maker.fields, LABEL, QUESTION_ID]
         columns = cast("Mapping[str, object]", self.traces.fetch(numbers, wanted))
         inputs = self._maker.make(columns, self.traces.record_numbers(numbers))
         labels = torch.tensor(np.asarray(columns[LABEL]), dtype=torch.float32).unbind()
-        ids = [str(name) for name in cast("Sequence[object]", columns[ID_FIELD])]
+        ids = [str(name) for name in cast("Sequence[object]", columns[QUESTION_ID])]
         return list(zip(inputs, labels, ids, strict=True))
 
 

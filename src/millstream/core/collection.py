@@ -98,6 +98,11 @@ class Collection(ABC):
         return None
 
     @property
+    def id_field(self) -> str | None:
+        """The field that identifies a record, by which labels are joined."""
+        return self.default_key
+
+    @property
     def labels_file(self) -> Path | None:
         """The Parquet file of labels next to the records, if there is one; `ms.labelled` joins it."""
         return None
@@ -232,6 +237,10 @@ class Subset(Collection):
     @property
     def default_key(self) -> str | None:
         return self.collection.default_key
+
+    @property
+    def id_field(self) -> str | None:
+        return self.collection.id_field
 
     @property
     def lineage(self) -> str:

@@ -72,6 +72,11 @@ class Concat(Collection):
         return keys.pop() if len(keys) == 1 else None
 
     @property
+    def id_field(self) -> str | None:
+        keys = {one.id_field for one in self.collections}
+        return keys.pop() if len(keys) == 1 else None
+
+    @property
     def lineage(self) -> str:
         return "+".join(dict.fromkeys(one.lineage for one in self.collections))
 

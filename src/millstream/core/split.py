@@ -247,6 +247,10 @@ class Labelled(Collection):
         return self.collection.default_key
 
     @property
+    def id_field(self) -> str | None:
+        return self.collection.id_field
+
+    @property
     def lineage(self) -> str:
         return self.collection.lineage
 
@@ -283,10 +287,11 @@ def labelled(
 ) -> Labelled | Subset:
     """The collection with a field `label`: integers, or floats if some labels have fractions.
 
-    Labels come from a column of a table (a Parquet file or an Arrow table) that also has the records' key, such as
-    `question_id`. The default table is the `labels.parquet` of the store; without one, `column` is a field of the
-    records. `values` maps texts to numbers, as {"right": 0, "wrong": 1}. If labels are missing, NaN or not among
-    `values`, MissingLabel says how many; `missing="drop"` leaves those records out.
+    Labels come from a column of a table (a Parquet file or an Arrow table) that also has the ids of records, such as
+    `record_id`; in a table with only `question_id`, the label of a question is that of its first answer. The default
+    table is the `labels.parquet` of the store; without one, `column` is a field of the records. `values` maps texts to
+    numbers, as {"right": 0, "wrong": 1}. If labels are missing, NaN or not among `values`, MissingLabel says how many;
+    `missing="drop"` leaves those records out.
 
     >>> judged = ms.labelled(traces, column="verdict", values={"right": 0, "wrong": 1}, missing="drop")
     """
@@ -323,18 +328,19 @@ def _find(collection: Collection, table: str | Path | pa.Table | None, column: s
         return collection.column(column).to_pylist(), "the records"
     source = "the table" if isinstance(table, pa.Table) else str(table)
     rows = table if isinstance(table, pa.Table) else _read_table(to_path(table), is_own=table == collection.labels_file)
-    key = collection.default_key
-    if key is None:
+    own = collection.id_field
+    if own is None:
         raise BadSource(f"{source}: the records have no key to join on. Use one of their fields instead: column=...")
+    key = own if own in rows.column_names else collection.default_key
     if key not in rows.column_names or column not in rows.column_names:
         found = ", ".join(rows.column_names)
-        raise BadSource(f"{source}: expected the columns {key!r} and {column!r}, found {found}")
+        raise BadSource(f"{source}: expected the columns {own!r} and {column!r}, found {found}")
     values: dict[str, object] = {}
     for name, value in zip(rows.column(key).to_pylist(), rows.column(column).to_pylist(), strict=True):
         value = None if value != value else value  # NaN, which is not even equal to itself
         if values.setdefault(str(name), value) != value:
             raise BadSource(f"{source}: {key} {name!r} has two labels, {values[str(name)]!r} and {value!r}")
-    return [values.get(str(name)) for name in collection.column(key).to_pylist()], source
+    return [values.get(str(name)) for name in collection.column(own).to_pylist()], source
 
 
 def _read_table(path: Path, *, is_own: bool) -> pa.Table:

@@ -172,8 +172,8 @@ def label(
         show(f"{verdict:<12}{count:>10,}")
     if done.conflicting:
         say(
-            f"{done.conflicting} records are unlabelled because another record with the same question_id has a "
-            "different verdict. Labels are joined by question_id: give each record a unique one"
+            f"{done.conflicting} records are unlabelled because another record with the same id has a "
+            "different verdict. Labels are joined by id: give each a unique record_id"
         )
     labelled = f"{done.path}: {done.records:,} records, rule {done.rule} ({done.label_version})"
     if done.counts["right"] and done.counts["wrong"]:
@@ -293,7 +293,7 @@ def repair(path: Store, as_json: Json = False) -> None:
         for name in result.set_aside:
             show(f"{name}: set aside as {path}/damaged/{name}; no record lost")
         for record in result.lost:
-            where = f" row {record.row} ({record.question_id!r})" if record.row is not None else ""
+            where = f" row {record.row} ({record.id!r})" if record.row is not None else ""
             show(f"lost: {record.shard}{where}: {record.reason}")
     if result.lost:
         lost = plural(len(result.lost), "record")

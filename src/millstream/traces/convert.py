@@ -14,7 +14,7 @@ from millstream.core.record import RawTensor, as_tensor
 from millstream.core.registry import extensions
 from millstream.core.remote import spool_folder, to_path
 from millstream.errors import BadSource, SchemaMismatch, SourceError, StoreError
-from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.format import id_field
 from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import IDS, MANIFEST
 from millstream.traces.store.repair import wait_for_writers
@@ -196,7 +196,7 @@ def _partial_ids(out: Path, num_finished: int) -> list[str]:
 def _after(partial: Sequence[str], records: Iterator[dict[str, object]], out: Path) -> Iterator[dict[str, object]]:
     """The records after the first ones, which are already in the store; StoreError if other ones are."""
     for found in partial:
-        if str(next(records, dict[str, object]()).get(ID_FIELD)) != found:
+        if str(_id_of(next(records, dict[str, object]()))) != found:
             raise StoreError(f"{out}: record {found!r} is not of the files to convert in their order. {_again(out)}")
     yield from records
 
@@ -212,11 +212,15 @@ def imported_records(
     stem = file.name.split(".")[0]
     position = 0  # enumerate() would keep a record in memory while the next one is read
     for record in importer_of(file).records(file, notify=notify, memory=memory):
-        if record.get(ID_FIELD) is None:
-            record[ID_FIELD] = f"{stem}:{position}"
+        if _id_of(record) is None:
+            record[id_field(record)] = f"{stem}:{position}"
         yield record
         del record
         position += 1  # noqa: SIM113
+
+
+def _id_of(record: Mapping[str, object]) -> object:
+    return record.get(id_field(record))
 
 
 def _check_contents(files: Sequence[Path], memory: int | None) -> None:
@@ -255,7 +259,7 @@ def _complete(record: dict[str, object], fields: Sequence[str], file: Path) -> d
     """The record with None for fields it lacks."""
     extra = next((name for name in record if name not in fields), None)
     if extra is not None:
-        raise NewField(f"{file}: trace {record[ID_FIELD]!r} has a field {extra!r}, which the first trace lacks")
+        raise NewField(f"{file}: trace {_id_of(record)!r} has a field {extra!r}, which the first trace lacks")
     return {name: record.get(name) for name in fields}
 
 

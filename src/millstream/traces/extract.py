@@ -32,6 +32,7 @@ from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, desc
 from millstream.traces.llm.prompts import Prompt, built_in_prompts, make_prompt
 from millstream.traces.llm.questions import Question, read_questions
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
+from millstream.traces.store.format import RECORD_ID
 from millstream.traces.store.jobs import done_records, prepare_store, upload_left
 from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import TOKENIZER
@@ -130,7 +131,7 @@ class ExtractWorker:
         failed = all(record["status"] == "error" for record in records)
         if failed and not len(self._writer) and not batch.too_long:
             raise BadSource(f"none of the first {len(records)} questions could be traced: {records[0]['error']}")
-        new = [record for record in records if record["question_id"] not in batch.skip]
+        new = [record for record in records if record["record_id"] not in batch.skip]
         for record in new:
             self._writer.append(record)
         if time.monotonic() - self._measured > MEMORY_S:
@@ -250,13 +251,17 @@ class _Run:
     def prepare(self, *, retry_errors: bool) -> None:
         """Recover interrupted shards; refuse a store with another configuration or other questions."""
         prepare_store(self.path, self.config, engine=self.engine)
+        if (fields := Traces(self.path).fields) and RECORD_ID not in fields:
+            raise ConfigMismatch(
+                f"{self.path}: was begun by an older version, whose records have no {RECORD_ID}. Write to a new folder"
+            )
         self._keep_tokenizer()
         self.done = self._read_done()
-        texts = {question.id: question.question for question in self.questions}
+        texts = {question.record_id: question.question for question in self.questions}
         for name, text in self.done.items():
             if texts.get(name, text) != text:
                 raise ConfigMismatch(
-                    f"{self.path}: question {name!r} is {text!r} in the store but {texts[name]!r} in the file: "
+                    f"{self.path}: the question of {name!r} is {text!r} in the store but {texts[name]!r} in the file: "
                     "other questions with the same ids. Write to a new folder"
                 )
         if retry_errors:
@@ -273,7 +278,7 @@ class _Run:
         failed: list[int] = []
 
         def choose(traces: Traces) -> list[int]:
-            names, states = (traces.column(name).to_pylist() for name in ("question_id", "status"))
+            names, states = (traces.column(name).to_pylist() for name in ("record_id", "status"))
             found = enumerate(zip(names, states, strict=True))
             failed.extend(number for number, (name, status) in found if status == "error" and name in texts)
             return failed
@@ -284,7 +289,7 @@ class _Run:
         say(f"retrying {len(failed)} questions that failed")
 
     def _read_done(self) -> dict[str, str]:
-        return dict(done_records(self.path, ["question_id", "question"]))
+        return dict(done_records(self.path, ["record_id", "question"]))
 
     def batches(self) -> list[Batch]:
         """The questions left, in batches that are the same in every run."""
@@ -301,7 +306,7 @@ class _Run:
         context = self.card.context or 2**62
         for indices in plan:
             questions = [self.questions[index] for index in indices]
-            skip = frozenset(question.id for question in questions if question.id in self.done)
+            skip = frozenset(question.record_id for question in questions if question.record_id in self.done)
             if len(skip) < len(questions):
                 encoded = [EncodedQuestion(self.questions[index], self.ids[index]) for index in indices]
                 shortest = min(len(self.ids[index]) for index in indices)
@@ -315,7 +320,7 @@ class _Run:
         """The rest of a batch whose worker died; the records it appended are recovered first."""
         upload_left(self.path, self.config, engine=self.engine)
         self.done = self._read_done()
-        skip = frozenset(one.question.id for one in batch.questions if one.question.id in self.done)
+        skip = frozenset(one.question.record_id for one in batch.questions if one.question.record_id in self.done)
         return replace(batch, skip=skip) if len(skip) < len(batch.questions) else None
 
     def work(self) -> Extracted:
@@ -360,7 +365,7 @@ class _Run:
         """Workers upload when they are closed; what a dead one left is in the spool of its machine."""
         prepare_store(self.path, self.config, engine=self.engine)
         self.done = self._read_done()
-        if missing := sum(question.id not in self.done for question in self.questions):
+        if missing := sum(question.record_id not in self.done for question in self.questions):
             raise EngineError(
                 f"{self.path}: {plural(missing, 'trace')} of workers that died were not uploaded. Run the same "
                 "command again"
@@ -375,7 +380,7 @@ class _Run:
         size = self.card.size
         trace_bytes = partial(self.fields.trace_bytes, size, answer=round(answer))
         encoded = zip(self.questions, self.ids, strict=True)
-        lengths = [len(ids) for question, ids in encoded if question.id not in self.done]
+        lengths = [len(ids) for question, ids in encoded if question.record_id not in self.done]
         measured = first.bytes / (good * trace_bytes(prompt=round(first.prompt_tokens / good)))
         total = int(measured * sum(trace_bytes(prompt=length) for length in lengths))
         free = None if is_url(self.path) else shutil.disk_usage(self.path).free + first.bytes

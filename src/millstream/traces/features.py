@@ -22,7 +22,7 @@ from millstream.core.remote import to_path
 from millstream.errors import BadSetting, NotFinite, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
-from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.format import id_field
 from millstream.traces.store.jobs import done_records, prepare_store, upload_left
 from millstream.traces.store.labels import carry_labels, is_labelled
 from millstream.traces.store.locks import StoreLock, only_job
@@ -300,8 +300,8 @@ def featurize(
     _check(chosen, traces)
     for unused in without_effect(chosen, _USED_BY, [chosen.feature]):
         say(unused)
-    if ID_FIELD not in traces.fields:
-        raise SchemaMismatch(f"{source}: its records have no {ID_FIELD!r}, which is needed to resume")
+    if traces.id_field is None:
+        raise SchemaMismatch(f"{source}: its records have no {id_field(traces.fields)!r}, which is needed to resume")
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
     with only_job(out), StoreLock(traces.path, exclusive=False):  # until it is done, no shard is replaced
         traces.refresh()
@@ -319,10 +319,10 @@ def _featurize(
 ) -> Featurized:
     config = _store_config(chosen, traces)
     prepare_store(path, config, engine=engine)
-    ids: list[object] = traces.column(ID_FIELD).to_pylist()
+    ids, key = traces.ids, id_field(traces.fields)
 
     def left(chunk: Sequence[int]) -> list[int] | None:
-        known = {name for (name,) in done_records(path, [ID_FIELD])}
+        known = {name for (name,) in done_records(path, [key])}
         return [number for number in chunk if ids[number] not in known] or None
 
     def left_of(chunk: Sequence[int]) -> list[int] | None:

@@ -107,7 +107,7 @@ class LabelSettings:
     """Settings of `millstream label`."""
 
     rule: Annotated[str, "default (printed when labelling), em, f1@0.5, rougeL@0.3, or scores with a file"] = "default"
-    scores: Annotated[str | None, "CSV or Parquet file with question_id and scores"] = None
+    scores: Annotated[str | None, "CSV or Parquet file with record_id or question_id, and scores"] = None
     column: Annotated[str | None, "column of the scores file, if it has several"] = None
     threshold: Annotated[float | None, "score that separates right from wrong answers; default: 0.5"] = None
     positive: Annotated[str | None, "scores: right or wrong, what a score at or above the threshold means"] = None

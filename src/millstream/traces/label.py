@@ -32,7 +32,7 @@ from millstream.traces.scores import (
     values_of,
     whole_numbers,
 )
-from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.format import QUESTION_ID, RECORD_ID, id_field
 from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.traces import LABELS_FILE, Traces
 
@@ -93,11 +93,11 @@ def label(
     """Write the `labels.parquet` of a store, one row per record in record order, and count the verdicts.
 
     Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3` and `scores`, which labels an answer right if its score in a CSV
-    or Parquet file with a `question_id` is at least `threshold` (wrong, with `positive="wrong"`). A record has
-    no verdict if its answer, all aliases or the score is missing, if `status` is not "ok", or if records with the same
-    question_id would get different verdicts, because labels are joined by id. `references` is a questions file whose
-    answers are used instead of those of the store, `columns` names its columns. `map` runs `score_chunk` over chunks of
-    at most `chunk_records` records, in order, possibly in other processes.
+    or Parquet file with a `record_id` or `question_id` is at least `threshold` (wrong, with `positive="wrong"`). A
+    record has no verdict if its answer, all aliases or the score is missing, if `status` is not "ok", or if records
+    with the same id would get different verdicts, because labels are joined by id. `references` is a questions file
+    whose answers are used instead of those of the store, `columns` names its columns. `map` runs `score_chunk` over
+    chunks of at most `chunk_records` records, in order, possibly in other processes.
 
     >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
@@ -106,14 +106,18 @@ def label(
     traces = Traces(store)  # raises for anything but a store
     with StoreLock(traces.path, exclusive=False):  # until the labels are written, no shard is replaced
         traces.refresh()
-        if ID_FIELD not in traces.fields:
+        if traces.id_field is None:
             found = ", ".join(traces.fields) or "no fields"
-            raise BadSource(f"{store}: labels need the field {ID_FIELD!r}; its records have only {found}")
+            raise BadSource(
+                f"{store}: labels need the field {id_field(traces.fields)!r}; its records have only {found}"
+            )
         ids = [str(name) for name in traces.ids]  # as `ms.labelled` compares them
-        file = read_scores(to_path(scores), key=ID_FIELD, column=column) if scores is not None else None
+        file = (
+            read_scores(to_path(scores), keys=(RECORD_ID, QUESTION_ID), column=column) if scores is not None else None
+        )
         by_id = np.full(len(ids), np.nan) if file is None else _scores_of(file, ids)
         is_usable = _is_usable(traces)
-        added = None if references is None else _references_of(references, ids, columns=columns)
+        added = None if references is None else _references_of(references, traces, columns=columns)
         answer = _text_field(traces, answer_fields(), is_needed=file is None)
         aliases = _text_field(traces, alias_fields(), is_needed=file is None and added is None)
         chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, added=added, chunk_records=chunk_records)
@@ -303,11 +307,12 @@ def _text_field(traces: Traces, names: Sequence[str], *, is_needed: bool) -> str
     return found
 
 
-def _references_of(file: str | Path, ids: Sequence[str], *, columns: str | None) -> list[list[str] | None]:
+def _references_of(file: str | Path, traces: Traces, *, columns: str | None) -> list[list[str] | None]:
     """The accepted answers of every record in a references file; None if it has none."""
     from millstream.traces.llm.questions import read_references
 
     found = read_references(file, columns=columns)
+    ids = [str(name) for name in traces.column(traces.default_key or id_field(traces.fields)).to_pylist()]
     added = [found.get(name) for name in ids]
     if ids and not any(added):
         raise BadSource(
@@ -402,7 +407,7 @@ def _join(traces: Traces, verdicts: Verdicts, scored: pa.Table, file: ScoreFile 
     """The rows of `labels.parquet`."""
     right, wrong = VERDICTS.index(RIGHT), VERDICTS.index(WRONG)
     columns: dict[str, pa.Array | pa.ChunkedArray] = {
-        ID_FIELD: traces.column(ID_FIELD),
+        **{name: traces.column(name) for name in (RECORD_ID, QUESTION_ID) if name in traces.fields},
         "verdict": pa.array(VERDICTS).take(pa.array(verdicts.astype(np.int64), mask=verdicts == NONE)),
         LABEL: pa.array((verdicts == wrong).astype(np.int8), mask=(verdicts != right) & (verdicts != wrong)),
         **{name: scored.column(name) for name in scored.column_names if name != "refused"},

@@ -213,10 +213,11 @@ class ScoreFile:
         raise BadSource(f"{self.path}: {self.main} {value!r} is not a number. Choose another column: column=...")
 
 
-def read_scores(path: Path, *, key: str, column: str | None = None) -> ScoreFile:
-    """The columns of a file by `key`, or only `column`; empty and NaN values are None."""
-    columns = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path, key)
-    others = [name for name in columns if name not in (key, "")]  # pandas writes row numbers without a name
+def read_scores(path: Path, *, keys: Sequence[str], column: str | None = None) -> ScoreFile:
+    """The columns of a file by the first of `keys` that it has, or only `column`; empty and NaN values are None."""
+    columns = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path, keys)
+    key = next((name for name in keys if name in columns), keys[-1])
+    others = [name for name in columns if name not in (*keys, "")]  # pandas writes row numbers without a name
     if key not in columns or (column or "") not in ("", *others) or not others:
         wanted = f"the columns {key!r} and {column or 'a score'!r}"
         raise BadSource(f"{path}: expected {wanted}, found {', '.join(columns) or 'nothing'}")
@@ -348,7 +349,7 @@ def _read_parquet(path: Path) -> dict[str, list[object]]:
     return {name: table.column(name).to_pylist() for name in table.column_names}
 
 
-def _read_csv(path: Path, key: str) -> dict[str, list[object]]:
+def _read_csv(path: Path, keys: Sequence[str]) -> dict[str, list[object]]:
     """Columns of numbers if all values are numbers, else of texts. Ids are always texts: `007` is not 7."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -362,7 +363,7 @@ def _read_csv(path: Path, key: str) -> dict[str, list[object]]:
             raise BadSource(f"{path}: row {number} has {len(line)} values, the header has {len(header)}")
     kept = [line for line in lines if line]
     columns = {name: [line[at] for line in kept] for at, name in enumerate(header)}
-    return {name: list(values) if name == key else _numbers(values) for name, values in columns.items()}
+    return {name: list(values) if name in keys else _numbers(values) for name, values in columns.items()}
 
 
 def _numbers(values: Sequence[str]) -> list[object]:

@@ -214,12 +214,17 @@ class Detection:
 def scores_table(name: str, part: Collection, scores: Scores) -> pa.Table:
     """Rows of predictions.parquet, without the model and its seed."""
     records = part.record_numbers(np.arange(len(part)))
-    ids = part.column("question_id").to_pylist() if "question_id" in part.field_names else records.tolist()
+
+    def ids(field: str) -> pa.Array:
+        found = part.column(field).to_pylist() if field in part.field_names else records.tolist()
+        return pa.array([None if one is None else str(one) for one in found], pa.string())
+
     return pa.table(
         {
             "part": pa.array([name] * len(part), pa.string()),
             "record": pa.array(records),
-            "question_id": pa.array([None if name is None else str(name) for name in ids], pa.string()),
+            "record_id": ids(part.id_field or ""),
+            "question_id": ids("question_id"),
             "label": pa.array(np.asarray(part.column(LABEL).to_numpy(), np.int8)),
             "score": pa.array(np.asarray(scores, np.float64)),
         }

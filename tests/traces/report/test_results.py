@@ -341,12 +341,12 @@ def test_mistakes_are_the_most_confident_errors_of_the_best_detector(results: Re
         number = mistake.answer.split()[1]
         assert mistake.question == f"What is <b>{number}</b> & why?"
         assert mistake.references == [f"right {number}", f"Right {number}"]
-        assert mistake.question_id in (f"q{number}", f"q{int(number) - 1}")
+        assert mistake.id in (f"q{number}", f"q{int(number) - 1}")
 
 
 def without_texts(found: Results) -> None:
     assert all(list(one.by_length) == [] for one in found.models)
-    assert found.mistakes and all(mistake.question_id.startswith("q") for mistake in found.mistakes)
+    assert found.mistakes and all(mistake.id.startswith("q") for mistake in found.mistakes)
     assert {(m.question, m.answer, tuple(m.references)) for m in found.mistakes} == {("", "", ())}
 
 

@@ -183,7 +183,7 @@ def test_a_sealed_shard_truncated_at_any_byte_loses_only_the_truncated_records(
     lost = repair(path).lost
     assert read_keys(path, small) == [key for key in KEYS if key not in cut]
     assert damages(path) == []
-    assert {record.question_id for record in lost} == {id_of(key) for key in cut} == lost_ids(path)
+    assert {record.id for record in lost} == {id_of(key) for key in cut} == lost_ids(path)
     write(path, cut, small)  # extracted again
     assert_holds(path, KEYS, small)
 

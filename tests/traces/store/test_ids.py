@@ -1,15 +1,19 @@
-"""question_id -> record, with and without the index on disk."""
+"""id -> record, with and without the index on disk; stores with several answers to a question."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import millstream as ms
+from millstream.errors import ConfigMismatch, MissingLabel
 from millstream.traces.store.ids import load_index, update_ids
+from millstream.traces.store.inspect import compare
 from millstream.traces.store.manifest import IDS, read_manifest, sidecar_name
 from millstream.traces.store.repair import verify
+from millstream.traces.store.rewrite import find_ids, merge, subset_records
 from support.making import record, same, write
 
 
@@ -194,3 +198,87 @@ def test_stores_without_ids_have_no_index(tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "store", shard_records=1) as writer:
         writer.extend({"n": n} for n in range(5))
     assert not (index(tmp_path / "store") / IDS).exists()
+
+
+# -- several answers to a question
+
+
+def answers(path: Path, questions: str = "ab", samples: int = 3) -> ms.Traces:
+    """A store in which the greedy answer (sample 0) to every question is right, and the others are wrong."""
+    with ms.TraceWriter(path, shard_records=2) as writer:
+        for name in questions:
+            for n in range(samples):
+                key = f"{name}#{n}" if n else name
+                said = "yes" if n == 0 else "no"
+                row = {"record_id": key, "question_id": name, "sample": n, "generated_answer": said, "aliases": ["yes"]}
+                writer.append(row)
+    traces = ms.open(path)
+    assert isinstance(traces, ms.Traces)
+    return traces
+
+
+def test_an_answer_is_found_by_its_record_id_with_and_without_the_index(tmp_path: Path) -> None:
+    traces = answers(tmp_path / "store")
+    assert traces.ids == ["a", "a#1", "a#2", "b", "b#1", "b#2"]
+    assert [traces.find(key) for key in ("b#1", "a")] == [4, 0]
+    index(tmp_path / "store")
+    assert ms.open(tmp_path / "store").by_id("b#2")["sample"] == 2
+    with pytest.raises(KeyError, match="record_id"):
+        traces.find("b#3")
+
+
+def test_a_resumed_writer_knows_the_record_ids(tmp_path: Path) -> None:
+    answers(tmp_path / "store")
+    with ms.TraceWriter(tmp_path / "store") as writer:
+        assert writer.done_ids == {"a", "a#1", "a#2", "b", "b#1", "b#2"}
+
+
+def test_answers_to_one_question_have_their_own_labels_and_one_split(tmp_path: Path) -> None:
+    traces = answers(tmp_path / "store", questions="abcdefgh")
+    done = ms.label(tmp_path / "store")
+    assert done.conflicting == 0 and (done.counts["right"], done.counts["wrong"]) == (8, 16)
+    judged = ms.labelled(traces)
+    assert judged.column("label").to_pylist() == [0, 1, 1] * 8
+    halves = ms.split(judged, {"one": 0.5, "other": 0.5})
+    questions = [set(half.column("question_id").to_pylist()) for half in halves]
+    assert questions[0] and questions[1] and not questions[0] & questions[1]
+
+
+def test_a_table_by_question_labels_the_first_answer_to_each_question(tmp_path: Path) -> None:
+    traces = answers(tmp_path / "store")
+    table = pa.table({"question_id": ["a", "b"], "label": [0, 1]})
+    with pytest.raises(MissingLabel):
+        ms.labelled(traces, table)
+    assert ms.labelled(traces, table, missing="drop").column("record_id").to_pylist() == ["a", "b"]
+    by_record = pa.table({"record_id": traces.ids, "question_id": list("aaabbb"), "label": [0, 1, 1, 1, 0, 0]})
+    assert ms.labelled(traces, by_record).column("label").to_pylist() == [0, 1, 1, 1, 0, 0]
+
+
+def test_references_by_question_judge_all_answers_and_scores_by_record_only_theirs(tmp_path: Path) -> None:
+    answers(tmp_path / "store")
+    (tmp_path / "gold.jsonl").write_text('{"id": "a", "answer": "no"}\n{"id": "b", "answer": "yes"}\n')
+    counts = ms.label(tmp_path / "store", references=tmp_path / "gold.jsonl").counts
+    assert (counts["right"], counts["wrong"]) == (3, 3)
+    (tmp_path / "scores.csv").write_text("record_id,question_id,score\na#1,a,0.9\nb,b,0.1\n")
+    counts = ms.label(tmp_path / "store", rule="scores", scores=tmp_path / "scores.csv").counts
+    assert (counts["right"], counts["wrong"], counts["unlabelled"]) == (1, 1, 4)
+
+
+def test_answers_keep_their_labels_in_a_subset_and_in_a_merged_store(tmp_path: Path) -> None:
+    traces = answers(tmp_path / "store")
+    ms.label(tmp_path / "store")
+    (tmp_path / "ids.txt").write_text('a#1\n{"record_id": "b", "question_id": "b"}\n')
+    subset_records(traces, tmp_path / "some", find_ids(traces, tmp_path / "ids.txt"))
+    assert ms.labelled(ms.open(tmp_path / "some")).column("label").to_pylist() == [1, 0]
+    answers(tmp_path / "other", questions="c")
+    ms.label(tmp_path / "other")
+    merge([tmp_path / "some", tmp_path / "other"], tmp_path / "both")
+    assert ms.labelled(ms.open(tmp_path / "both")).column("label").to_pylist() == [1, 0, 0, 1, 1]
+
+
+def test_stores_with_the_same_answers_are_not_merged_and_compare_as_the_same(tmp_path: Path) -> None:
+    answers(tmp_path / "store")
+    answers(tmp_path / "again")
+    with pytest.raises(ConfigMismatch, match="a#1"):
+        merge([tmp_path / "store", tmp_path / "again"], tmp_path / "both")
+    assert compare(tmp_path / "store", tmp_path / "again").same == 6

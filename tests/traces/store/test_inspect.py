@@ -227,7 +227,7 @@ def test_records_of_only_one_store_are_counted(tmp_path: Path) -> None:
     comparison = compare(a, b)
     assert comparison == Comparison(same=1, only_a=1, only_b=2)
     assert show_comparison(comparison, "A", "B").splitlines() == [
-        "A against B, by question_id",
+        "A against B, by id",
         "  identical  1",
         "  different  0",
         "  only in A  1",

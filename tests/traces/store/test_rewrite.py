@@ -403,7 +403,7 @@ def test_ids_that_are_not_in_the_store_are_named(source: Path, tmp_path: Path) -
     assert str(tmp_path / "ids") in str(error.value)
 
 
-@pytest.mark.parametrize("line", ['{"id": "a"}', '{"question_id": ', "{a}"])
+@pytest.mark.parametrize("line", ['{"name": "a"}', '{"question_id": ', "{a}"])
 def test_a_line_that_is_neither_is_rejected_with_its_file(line: str, tmp_path: Path) -> None:
     path = store(tmp_path / "store", [{"question_id": "a"}])
     (tmp_path / "ids").write_text(f"a\n{line}\n")

@@ -71,6 +71,7 @@ class Question:
     aliases: tuple[str, ...] = ()
     kind: str | None = None  # a relation or category
     exposure: str | None = None  # how well known the fact is: often .. never, popular, obscure
+    sample: int = 0  # of several answers to one question
     index: int | None = field(default=None, compare=False)  # its row in the question set, repeated rows included
     context: str | None = None  # what the answer is to be based on
     prompt: str | None = None  # all of the prompt, used as it is
@@ -78,6 +79,11 @@ class Question:
     given: Given | None = None  # an answer to replay
     sample: int = 0  # of several given answers
     spans: tuple[Span, ...] | None = None  # of the given answer; none of them: nothing is wrong with it
+
+    @property
+    def record_id(self) -> str:
+        """The id of the trace of this answer: `q1` for the first, `q1#3` for sample 3."""
+        return self.id if self.sample == 0 else f"{self.id}#{self.sample}"
 
 
 @dataclass(frozen=True)

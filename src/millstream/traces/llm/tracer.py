@@ -212,7 +212,9 @@ class Tracer:
     def _about(self, encoded: EncodedQuestion) -> Record:
         question = encoded.question
         return {
+            "record_id": question.record_id,
             "question_id": question.id,
+            "sample": question.sample,
             "dataset_index": question.index,
             "question": question.question,
             "answer": question.answer,
@@ -233,7 +235,9 @@ class Tracer:
     def schema(self) -> dict[str, Any]:
         """Every field of a record and its type."""
         scalars = {
+            "record_id": "string",
             "question_id": "string",
+            "sample": "int32",
             "dataset_index": "int32",
             "question": "string",
             "answer": "string",

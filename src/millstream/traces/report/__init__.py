@@ -196,7 +196,7 @@ def _mistake_section(mistakes: Sequence[Mistake]) -> Section:
         (
             _guess(mistake),
             mistake.question,
-            {"answer": [mistake.answer], "accepted": mistake.references, "id": [mistake.question_id]},
+            {"answer": [mistake.answer], "accepted": mistake.references, "id": [mistake.id]},
         )
         for mistake in mistakes
     ]

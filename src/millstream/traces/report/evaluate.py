@@ -227,7 +227,7 @@ class _TracedTexts:
         return [
             Mistake(
                 detector,
-                question_id=str(split.question_ids[at]),
+                id=str(split.ids[at]),
                 question=_text(texts["question"][row]),
                 answer=_text(texts["generated_answer"][row]),
                 references=references_of([texts["answer"][row], texts["aliases"][row]]),
@@ -250,10 +250,10 @@ def _has_records(traces: Traces, split: Split) -> bool:
     """Whether the store still has these records under their numbers."""
     if split.records.max() >= len(traces):
         return False
-    if traces.default_key is None:
+    if traces.id_field is None:
         return True
-    ids = traces.column(traces.default_key).take(split.records).to_pylist()
-    return all(found is None or str(found) == wanted for found, wanted in zip(ids, split.question_ids, strict=True))
+    ids = traces.column(traces.id_field).take(split.records).to_pylist()
+    return all(found is None or str(found) == wanted for found, wanted in zip(ids, split.ids, strict=True))
 
 
 def _range(lengths: NDArray[np.int64]) -> str:

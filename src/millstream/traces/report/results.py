@@ -13,6 +13,7 @@ from millstream.core.tables import read_table
 from millstream.errors import BadSource
 from millstream.report import RunFiles, RunResults, damaged, read_files, train_elsewhere, unfinished
 from millstream.report.measures import Curve, Floats, Interval, Labels
+from millstream.traces.store.format import id_field
 from millstream.training.folder import CONFIG, PREDICTIONS, Fit, read_mapping
 
 
@@ -57,7 +58,7 @@ class Mistake:
     """A test question on which the best detector is most confident and wrong."""
 
     detector: str
-    question_id: str
+    id: str
     question: str
     answer: str  # of the model
     references: Sequence[str]
@@ -82,6 +83,7 @@ class Split:
     """The records of the validation or the test split, by number."""
 
     records: NDArray[np.int64]
+    ids: NDArray[np.object_]
     question_ids: NDArray[np.object_]
     labels: Labels
 
@@ -138,7 +140,8 @@ class _Predictions:
             table = read_table(file)
             self._models, self._model_names = text_codes_of(table.column("model"))
             self._splits, self._split_names = text_codes_of(table.column("part"))
-            self._questions, self._question_names = text_codes_of(table.column("question_id"))
+            self._ids = text_codes_of(table.column(id_field(table.column_names)))
+            self._questions = text_codes_of(table.column("question_id"))
             self._seeds = table.column("seed").to_numpy().astype(np.int64)
             self._records = table.column("record").to_numpy().astype(np.int64)
             self._labels = table.column("label").to_numpy().astype(np.int8)
@@ -159,10 +162,14 @@ class _Predictions:
             raise BadSource(
                 f"{self._file}: the {name} split has {what}, so detectors cannot be compared. {self._remedy()}"
             )
-        codes, numbers = self._questions[rows], self._records[rows]
-        pairs = zip(codes.tolist(), numbers.tolist(), strict=True)
-        ids: list[str] = [self._question_names[code] if code >= 0 else f"record {number}" for code, number in pairs]
-        return Split(numbers, np.array(ids, object), labels)
+        numbers = self._records[rows]
+
+        def named(coded: tuple[NDArray[np.int64], Sequence[str]]) -> NDArray[np.object_]:
+            codes, names = coded
+            pairs = zip(codes[rows].tolist(), numbers.tolist(), strict=True)
+            return np.array([names[code] if code >= 0 else f"record {number}" for code, number in pairs], object)
+
+        return Split(numbers, named(self._ids), named(self._questions), labels)
 
     def _remedy(self) -> str:
         folder = self._file.parent

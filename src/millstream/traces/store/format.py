@@ -27,11 +27,19 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 SEAL = struct.Struct("<8sQIIII")  # magic, records, CRCs of header, sidecar, footer and the seal up to here
 SEAL_MAGIC = b"MILLSEAL"
 CRC_FIELD = "_crc32c"
-ID_FIELD = "question_id"  # finds a record and names it in messages
+QUESTION_ID, RECORD_ID = "question_id", "record_id"
 MIN_SLICE_BYTES = 4096  # a tensor of smaller slices is stored whole
 _HEADER_CRC = b"millstream-header-crc32c="
 DATA, SHAPE, CRCS, SIZES = pa.large_binary(), pa.list_(pa.int32()), pa.list_(pa.uint32()), pa.list_(pa.int64())
 _BLOCK = np.dtype([("offset", "<i8"), ("meta_bytes", "<i4"), ("pad", "<i4"), ("body_bytes", "<i8")])
+
+
+def id_field(fields: Iterable[str]) -> str:
+    """The field that finds a record and names it in messages: `record_id` if there is one, else `question_id`.
+
+    Stores with several answers per question have both; the question keeps them together in a split.
+    """
+    return RECORD_ID if RECORD_ID in fields else QUESTION_ID
 
 
 @dataclass(frozen=True)

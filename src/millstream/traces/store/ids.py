@@ -1,4 +1,4 @@
-"""The id index of a store: question id -> record in O(1), for any number of shards."""
+"""The id index of a store: id -> record in O(1), for any number of shards."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from millstream.core.record import Tensor, from_bytes, infer_schema
 from millstream.core.remote import is_url, read_object
 from millstream.traces.store.format import (
     END_OF_STREAM,
-    ID_FIELD,
     arrow_schema,
     damaged_fields,
     header,
+    id_field,
     read_shard,
     record_schema,
     tail,
@@ -54,10 +54,10 @@ class IdIndex:
         return [(int(place) >> 32, int(place) & 0xFFFFFFFF) for place in places]
 
 
-def open_index(path: Path, shards: Sequence[ShardInfo]) -> list[IdIndex]:
+def open_index(path: Path, shards: Sequence[ShardInfo], *, field: str) -> list[IdIndex]:
     """The stored index, if there is one, and an index of the shards that it does not cover."""
     stored = load_index(path)
-    rest = build_index(path, _uncovered(shards, stored))
+    rest = build_index(path, _uncovered(shards, stored), field=field)
     return [stored, rest] if stored else [rest]
 
 
@@ -85,9 +85,9 @@ def load_index(path: Path) -> IdIndex | None:
     return IdIndex(shards, arrays["hashes"], arrays["places"], arrays["starts"])
 
 
-def build_index(path: Path, shards: Sequence[ShardInfo], *, old: IdIndex | None = None) -> IdIndex:
-    """An index of all shards; entries that `old` covers are reused."""
-    hashes, places = _hash_shards(path, _uncovered(shards, old))
+def build_index(path: Path, shards: Sequence[ShardInfo], *, field: str, old: IdIndex | None = None) -> IdIndex:
+    """An index of the id `field` of all shards; entries that `old` covers are reused."""
+    hashes, places = _hash_shards(path, _uncovered(shards, old), field)
     current = frozenset(_key(shard) for shard in shards)
     if old:
         kept = np.isin(old.places >> np.uint64(32), [number for number, _ in old.shards & current])
@@ -105,9 +105,10 @@ def build_index(path: Path, shards: Sequence[ShardInfo], *, old: IdIndex | None 
 def update_ids(path: Path, manifest: Manifest, *, min_shards: int = 64) -> None:
     """Store the index again once it lacks `min_shards` shards; for fewer, reading their sidecars is faster."""
     old = load_index(path)
-    if ID_FIELD not in manifest.fields or len(_uncovered(manifest.shards, old)) < min_shards:
+    field = id_field(manifest.fields)
+    if field not in manifest.fields or len(_uncovered(manifest.shards, old)) < min_shards:
         return
-    index = build_index(path, manifest.shards, old=old)
+    index = build_index(path, manifest.shards, field=field, old=old)
     covered = np.array(sorted((number, crc or 0) for number, crc in index.shards), np.int64).reshape(-1, 2)
     record = {"shards": covered, "hashes": index.hashes, "places": index.places, "starts": index.starts}
     arrow = arrow_schema(infer_schema(record, {}), compression="none", metadata={})
@@ -124,11 +125,11 @@ def _uncovered(shards: Sequence[ShardInfo], index: IdIndex | None) -> list[Shard
     return [shard for shard in shards if index is None or _key(shard) not in index.shards]
 
 
-def _hash_shards(path: Path, shards: Sequence[ShardInfo]) -> tuple[Hashes, Hashes]:
+def _hash_shards(path: Path, shards: Sequence[ShardInfo], field: str) -> tuple[Hashes, Hashes]:
     hashes = [np.empty(0, np.uint64)]
     places = [np.empty(0, np.uint64)]
     for shard in shards:
-        ids = load_sidecar(path, shard, {ID_FIELD: pa.null()}).column(ID_FIELD).to_pylist()
+        ids = load_sidecar(path, shard, {field: pa.null()}).column(field).to_pylist()
         hashes.append(np.array([_hash(key) for key in ids], np.uint64))
         places.append(np.arange(len(ids), dtype=np.uint64) | np.uint64(shard.number << 32))
     return np.concatenate(hashes), np.concatenate(places)

@@ -14,7 +14,7 @@ from millstream.core.console import Progress, format_bytes, plural, printable, q
 from millstream.core.record import Tensor, as_tensor, crc32c, plain
 from millstream.errors import BadSource, StoreError
 from millstream.traces.convert import imported_records
-from millstream.traces.store.format import ID_FIELD, TensorRow
+from millstream.traces.store.format import TensorRow, id_field
 from millstream.traces.store.manifest import list_shards, shard_name
 from millstream.traces.store.sidecar import load_sidecar
 from millstream.traces.store.traces import Traces
@@ -171,7 +171,7 @@ def show_summary(summary: Summary) -> str:
 def show_comparison(comparison: Comparison, a: str, b: str) -> str:
     """The comparison as text for a terminal."""
     lines = [
-        f"{a} against {b}, by question_id",
+        f"{a} against {b}, by id",
         f"  identical  {comparison.same}",
         f"  different  {comparison.different}",
         f"  only in {a}  {comparison.only_a}",
@@ -271,7 +271,7 @@ Fingerprinted = tuple[object, dict[str, object], Mapping[str, object]]  # id, fi
 def _store_fingerprints(traces: Traces, stored: bool, *, keep: bool) -> Iterable[Fingerprinted]:
     for number in range(len(traces)):
         fingerprints = dict(_fingerprints(traces, number, stored))
-        yield fingerprints.get(ID_FIELD), fingerprints, traces[number] if keep else {}
+        yield fingerprints.get(id_field(fingerprints)), fingerprints, traces[number] if keep else {}
 
 
 def _fingerprints(traces: Traces, number: int, stored: bool) -> Iterable[tuple[str, object]]:
@@ -289,7 +289,7 @@ def _fingerprints(traces: Traces, number: int, stored: bool) -> Iterable[tuple[s
 def _file_fingerprints(path: Path, *, keep: bool) -> Iterable[Fingerprinted]:
     for record in imported_records(path):
         fingerprints = {name: _fingerprint(name, value) for name, value in record.items()}
-        yield record[ID_FIELD], fingerprints, record if keep else {}
+        yield record[id_field(record)], fingerprints, record if keep else {}
 
 
 def _is_close(a: object, b: object, tolerance: float) -> bool:

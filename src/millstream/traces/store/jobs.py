@@ -12,7 +12,7 @@ from typing import Any
 from millstream.core.config import config_hash
 from millstream.core.engine import Engine
 from millstream.core.remote import RemotePath, is_url, spool_folder
-from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.format import id_field
 from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.manifest import IDS, MANIFEST, list_shards, read_manifest
 from millstream.traces.store.repair import recover_all, wait_for_writers
@@ -80,11 +80,13 @@ def _drop_repeated(path: RemotePath, folder: Path) -> None:
     if config_hash(here.config) != config_hash(there.config):
         return  # the writer refuses it
 
+    key = id_field(here.fields)
+
     def repeated(traces: Traces) -> list[int]:
-        known = set(read_table(path, there, [ID_FIELD]).column(ID_FIELD).to_pylist())
+        known = set(read_table(path, there, [key]).column(key).to_pylist())
         return [number for number, name in enumerate(traces.ids) if name in known]
 
-    if ID_FIELD in here.fields and ID_FIELD in there.fields:
+    if key in here.fields and key in there.fields:
         drop_records(folder, repeated)
         for name in (MANIFEST, IDS):  # they would list shards that are uploaded
             (folder / name).unlink(missing_ok=True)

@@ -15,8 +15,8 @@ from millstream.core.config import parse_json
 from millstream.core.console import plural, quoted
 from millstream.core.tables import publish_table, read_table
 from millstream.errors import BadSource
-from millstream.traces.store.format import ID_FIELD
-from millstream.traces.store.manifest import LABELS
+from millstream.traces.store.format import id_field
+from millstream.traces.store.manifest import LABELS, read_manifest
 from millstream.traces.store.traces import Traces
 
 _VERSION, _FINGERPRINT, _COUNTS = "millstream.label_version", "millstream.store_fingerprint", "millstream.counts"
@@ -31,8 +31,8 @@ def read_labels(path: Path) -> pa.Table | None:
         table = read_table(file)
     except (OSError, pa.ArrowException) as error:
         raise BadSource(f"{file}: damaged ({error}). Write it again: millstream label {quoted(path)}") from None
-    if ID_FIELD not in table.column_names:
-        raise BadSource(f"{file}: has no column {ID_FIELD!r}. Write it again: millstream label {quoted(path)}")
+    if (key := id_field(read_manifest(path).fields)) not in table.column_names:
+        raise BadSource(f"{file}: has no column {key!r}. Write it again: millstream label {quoted(path)}")
     return table
 
 
@@ -52,7 +52,7 @@ def carry_labels(sources: Sequence[Path], folder: Path, name: Path) -> str:
     abouts = [_about(table) for table in tables]
     if len({about.get(_VERSION) for about in abouts}) > 1 or len({tuple(t.schema.names) for t in tables}) > 1:
         return f"labels not copied: the stores were labelled by different rules. {again}"
-    names = tables[0].schema.names
+    names, field = tables[0].schema.names, id_field(traces.fields)
     schema = tables[0].schema.with_metadata(None)
     try:
         table = pa.concat_tables([table.select(names).cast(schema) for table in tables])
@@ -61,10 +61,10 @@ def carry_labels(sources: Sequence[Path], folder: Path, name: Path) -> str:
     values = table.column("verdict").to_pylist() if "verdict" in names else [None] * table.num_rows
     verdicts: dict[str, object] = {}
     places: dict[str, int] = {}
-    for place, (key, verdict) in enumerate(zip(table.column(ID_FIELD).to_pylist(), values, strict=True)):
+    for place, (key, verdict) in enumerate(zip(table.column(field).to_pylist(), values, strict=True)):
         places[str(key)] = place
         if verdicts.setdefault(str(key), verdict) != verdict:
-            return f"labels not copied: the stores label {ID_FIELD} {key!r} differently. {again}"
+            return f"labels not copied: the stores label {field} {key!r} differently. {again}"
     keys = [str(key) for key in traces.ids]
     if missing := sum(key not in places for key in keys):
         return f"labels not copied: {plural(missing, 'record')} without a label. {again}"

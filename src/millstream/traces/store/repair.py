@@ -25,11 +25,11 @@ from millstream.core.tables import is_table_intact
 from millstream.errors import CorruptShard, StoreError
 from millstream.traces.store.format import (
     END_OF_STREAM,
-    ID_FIELD,
     Row,
     Seal,
     compression_of,
     damaged_fields,
+    id_field,
     is_header_torn,
     is_row_intact,
     is_whole,
@@ -67,11 +67,11 @@ from millstream.traces.store.sidecar import Sidecar
 
 @dataclass(frozen=True)
 class LostRecord:
-    """A record that could not be recovered; extract its `question_id` (None if unreadable) again."""
+    """A record that could not be recovered; extract the question of its `id` (None if unreadable) again."""
 
     shard: str
     row: int | None
-    question_id: object
+    id: object
     reason: str
 
 
@@ -93,13 +93,11 @@ class Damage:
     what: str
     row: int | None = None
     number: int | None = None
-    question_id: object = None
+    id: object = None
     field: str | None = None
 
     def __str__(self) -> str:
-        record = (
-            f", record {self.number} (row {self.row}, {ID_FIELD} {self.question_id!r})" if self.row is not None else ""
-        )
+        record = f", record {self.number} (row {self.row}, id {self.id!r})" if self.row is not None else ""
         return f"{self.file}{record}{f', field {self.field!r}' if self.field else ''}: {self.what}"
 
 
@@ -352,8 +350,8 @@ class _Examination:
             if fast and row.offset + row.num_bytes <= len(self.view):
                 continue
             for name, what in _problems(self.view, row, self.schema):
-                key = row.values.get(ID_FIELD)
-                yield Damage(self.file.name, what, row=index, number=first + index, question_id=key, field=name)
+                key = row.values.get(id_field(row.values))
+                yield Damage(self.file.name, what, row=index, number=first + index, id=key, field=name)
 
 
 def _repair_shard(path: Path, shard: ShardInfo, config: Mapping[str, object], result: Repair) -> ShardInfo | None:
@@ -399,7 +397,7 @@ def _sort_out(
     for index, row in enumerate(rows):
         if problems := _problems(view, row, schema):
             reason = "; ".join(what for _, what in problems)
-            lost.append(LostRecord(file.name, index, row.values.get(ID_FIELD), reason))
+            lost.append(LostRecord(file.name, index, row.values.get(id_field(row.values)), reason))
         else:
             good.append(row)
     lost += [LostRecord(file.name, None, None, f"unreadable bytes {start} to {end}") for start, end in gaps]

@@ -18,7 +18,7 @@ from millstream.core.memory import Map
 from millstream.core.record import Bytes, Schema, crc32c, refine
 from millstream.core.remote import RemoteFile, RemotePath, is_url
 from millstream.errors import BadSetting, ConfigMismatch, CorruptRecord, SchemaMismatch, StoreError
-from millstream.traces.store.format import ID_FIELD, Row, damaged_fields, is_row_intact, read_header
+from millstream.traces.store.format import RECORD_ID, Row, damaged_fields, id_field, is_row_intact, read_header
 from millstream.traces.store.ids import update_ids
 from millstream.traces.store.labels import carry_labels
 from millstream.traces.store.locks import StoreLock
@@ -207,20 +207,25 @@ def _drop_records(traces: Traces, numbers: Sequence[int]) -> None:
 
 
 def find_ids(traces: Traces, file: Path) -> list[int]:
-    """Numbers of the records whose ids a file lists: one per line, or JSON lines with a `question_id`."""
+    """Numbers of the records whose ids a file lists, one per line, or in JSON lines as `record_id` or `question_id`.
+
+    The `id` of lost.jsonl is one, too.
+    """
     numbers: list[int] = []
     unknown: list[str] = []
     try:
         lines = Path("/dev/stdin" if str(file) == "-" else file).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
-        raise StoreError(f"{file}: is not a text file. List one id per line, or JSON lines with {ID_FIELD!r}") from None
+        raise StoreError(
+            f"{file}: is not a text file. List one id per line, or JSON lines with {RECORD_ID!r}"
+        ) from None
     for line in lines:
         if not (text := line.strip()):
             continue
         try:
-            key = str(parse_json(text)[ID_FIELD]) if text.startswith("{") else text
+            key = _id_in(parse_json(text)) if text.startswith("{") else text
         except (ValueError, KeyError):  # an id of too many digits, too
-            raise StoreError(f"{file}: {text[:200]} is neither an id nor JSON with a {ID_FIELD!r}") from None
+            raise StoreError(f"{file}: {text[:200]} is neither an id nor JSON with a {RECORD_ID!r}") from None
         try:
             numbers.append(traces.find(key))
         except KeyError:
@@ -233,6 +238,11 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
             "Remove them from the file, or use another store"
         )
     return numbers
+
+
+def _id_in(row: Mapping[str, object]) -> str:
+    key = id_field(row)
+    return str(row[key if key in row else "id"])  # as in lost.jsonl
 
 
 @contextmanager
@@ -269,7 +279,7 @@ def _finish(
 ) -> Written:
     write_manifest(folder, manifest)
     update_ids(folder, manifest)
-    notes = [note, carry_labels(sources, folder, out) if ID_FIELD in manifest.fields else ""]
+    notes = [note, carry_labels(sources, folder, out) if id_field(manifest.fields) in manifest.fields else ""]
     publish_json(folder / _ORIGIN, {**origin, "made": Traces(folder).fingerprint})
     size = sum(s.records for s in manifest.shards), sum(s.bytes for s in manifest.shards)
     return Written(out, *size, "\n".join(filter(None, notes)))
@@ -307,7 +317,7 @@ def _check_mixed(sources: Sequence[Path], manifests: Sequence[Manifest], mixed: 
     seen: dict[object, Path] = {}
     twice: dict[str, None] = {}
     for source, manifest in full:
-        own = set(Traces(source).ids) - {None} if ID_FIELD in manifest.fields else set[object]()
+        own = set(Traces(source).ids) - {None} if id_field(manifest.fields) in manifest.fields else set[object]()
         twice |= dict.fromkeys(sorted(str(name) for name in own if name in seen))
         seen |= dict.fromkeys(own, source)
     if twice:

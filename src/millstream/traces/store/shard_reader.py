@@ -17,7 +17,7 @@ from millstream.core.console import quoted
 from millstream.core.memory import Map
 from millstream.core.record import Array, Bytes, Schema, Tensor, crc32c, from_bytes
 from millstream.errors import CorruptRecord, CorruptShard
-from millstream.traces.store.format import ID_FIELD, decompress, is_frame_intact
+from millstream.traces.store.format import decompress, id_field, is_frame_intact
 from millstream.traces.store.manifest import ShardInfo, shard_name
 from millstream.traces.store.sidecar import Span, load_sidecar
 
@@ -217,7 +217,8 @@ class ShardReader:
             self._corrupt(row, where, f"the file ends at byte {self._map.num_bytes}, expected {end} or more")
 
     def _corrupt(self, row: int, where: str, what: str) -> None:
-        key = f", {ID_FIELD} {self.value(row, ID_FIELD)!r}" if ID_FIELD in self.sidecar.schema else ""
+        name = id_field(self.sidecar.schema)
+        key = f", {name} {self.value(row, name)!r}" if name in self.sidecar.schema else ""
         raise CorruptRecord(
             f"{self.file}: record {self._first + row} (row {row}{key}), {where}: damaged ({what}). "
             f"The other records are readable; set this one aside with: millstream repair {quoted(self._path)}"

@@ -23,7 +23,7 @@ from millstream.core.memory import empty
 from millstream.core.record import Array, Bytes, Schema, Tensor, from_bytes
 from millstream.core.remote import is_url, to_path
 from millstream.errors import BadSetting
-from millstream.traces.store.format import ID_FIELD, Row
+from millstream.traces.store.format import QUESTION_ID, Row, id_field
 from millstream.traces.store.ids import IdIndex, open_index
 from millstream.traces.store.manifest import LABELS, ShardInfo, list_shards, read_manifest
 from millstream.traces.store.remote_shard import RemoteShard
@@ -141,7 +141,11 @@ class Traces(Collection):
 
     @property
     def default_key(self) -> str | None:
-        return ID_FIELD if ID_FIELD in self.fields else None
+        return QUESTION_ID if QUESTION_ID in self.fields else None
+
+    @property
+    def id_field(self) -> str | None:
+        return key if (key := id_field(self.fields)) in self.fields else None
 
     @property
     def labels_file(self) -> Path | None:
@@ -177,26 +181,27 @@ class Traces(Collection):
         vars(copy).update(vars(self), _mapped=False)
         return copy
 
-    def find(self, question_id: object) -> int:
+    def find(self, record_id: object) -> int:
         """The number of the first record with this id; KeyError if there is none."""
-        if ID_FIELD not in self.fields:
-            raise KeyError(f"{self.path}: its records have no {ID_FIELD!r}, only {', '.join(self.fields)}")
+        key = id_field(self.fields)
+        if key not in self.fields:
+            raise KeyError(f"{self.path}: its records have no {key!r}, only {', '.join(self.fields)}")
         if self._index is None:
-            self._index = open_index(self.path, self._manifest.shards)
+            self._index = open_index(self.path, self._manifest.shards, field=key)
         position = {shard.number: index for index, shard in enumerate(self._manifest.shards)}
-        places = sorted({place for index in self._index for place in index.find(question_id)})
+        places = sorted({place for index in self._index for place in index.find(record_id)})
         for number, row in places:
             shard = position.get(number)
             if shard is None or row >= self._manifest.shards[shard].records:
                 continue  # the index covers a shard that was replaced since
-            found = self._open(shard).value(row, ID_FIELD)
-            if None not in (found, question_id) and str(found) == str(question_id):
+            found = self._open(shard).value(row, key)
+            if None not in (found, record_id) and str(found) == str(record_id):
                 return self._starts[shard] + row
-        raise KeyError(f"{self.path}: no record with {ID_FIELD} {question_id!r}")
+        raise KeyError(f"{self.path}: no record with {key} {record_id!r}")
 
-    def by_id(self, question_id: object) -> Record:
+    def by_id(self, record_id: object) -> Record:
         """The first record with this id, found in O(1)."""
-        return self._record(self.find(question_id))
+        return self._record(self.find(record_id))
 
     @property
     def shards(self) -> tuple[ShardInfo, ...]:
@@ -226,8 +231,8 @@ class Traces(Collection):
 
     @property
     def ids(self) -> list[object]:
-        """The `question_id` of every record, in record order."""
-        return self.column(ID_FIELD).to_pylist()
+        """The id of every record, in record order: its `record_id`, or `question_id` if there is none."""
+        return self.column(id_field(self.fields)).to_pylist()
 
     def column(self, name: str) -> pa.ChunkedArray:
         """One scalar field of every record, read from the sidecars and not kept."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millstream.core.record import Tensor
 from millstream.errors import StoreError
-from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.format import id_field
 from millstream.traces.store.labels import read_labels
 from millstream.traces.store.sidecar import load_sidecar
 from millstream.traces.store.traces import Traces
@@ -113,7 +113,7 @@ def _fill(
         table = load_sidecar(traces.path, shard, traces.fields).table(fields)
         columns = [table.column(name).to_pylist() for name in fields]
         if labels:
-            ids = [str(name) for name in columns[fields.index(ID_FIELD)]]
+            ids = [str(name) for name in columns[fields.index(id_field(fields))]]
             columns += [[values.get(name) for name in ids] for values in labels.values()]
         rows = zip(range(number, number + shard.records), *columns, strict=True)
         database.executemany(f"INSERT INTO traces VALUES ({marks})", map(_sqlite_row, rows))
@@ -123,10 +123,10 @@ def _fill(
 
 def _labels_by_id(traces: Traces, fields: Sequence[str]) -> dict[str, dict[str, object]]:
     """The columns of the labels by name, each by id; a field of the same name (in any case) wins."""
-    table = read_labels(traces.path) if ID_FIELD in fields else None
+    table = read_labels(traces.path) if id_field(fields) in fields else None
     if table is None:
         return {}
-    ids = [str(name) for name in table.column(ID_FIELD).to_pylist()]
+    ids = [str(name) for name in table.column(id_field(fields)).to_pylist()]
     taken = {name.lower() for name in (*fields, "number")}
     names = [name for name in table.column_names if name.lower() not in taken]
     return {name: dict(zip(ids, table.column(name).to_pylist(), strict=True)) for name in names}

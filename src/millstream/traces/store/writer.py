@@ -21,7 +21,7 @@ from millstream.errors import (
     StoreExists,
     StoreFull,
 )
-from millstream.traces.store.format import ID_FIELD
+from millstream.traces.store.format import QUESTION_ID, RECORD_ID, id_field
 from millstream.traces.store.ids import update_ids
 from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.manifest import (
@@ -172,7 +172,7 @@ class TraceWriter:
         self._schema = schema
         if self._durable:
             self._shard.sync()
-        if self._ids is not None and (key := plain(record.get(ID_FIELD))) is not None:
+        if self._ids is not None and (key := plain(record.get(id_field(record)))) is not None:
             self._ids.add(key)
         if self._is_full():
             with suppress(StoreFull):  # the record is written; the next append or close tries again and raises
@@ -216,11 +216,12 @@ class TraceWriter:
 
     @property
     def done_ids(self) -> set[object]:
-        """Every `question_id` in the store, including unsealed records of this writer: what a resumed job can skip."""
+        """The id of every record in the store, unsealed ones of this writer included: what a resumed job can skip."""
         if self._ids is None:
-            self._ids = {row.values.get(ID_FIELD) for row in (self._shard.rows if self._shard else ())}
-            for table in stored_tables(self.path, [ID_FIELD]):
-                self._ids |= set(table.column(ID_FIELD).to_pylist() if ID_FIELD in table.column_names else ())
+            self._ids = {row.values.get(id_field(row.values)) for row in (self._shard.rows if self._shard else ())}
+            for table in stored_tables(self.path, [RECORD_ID, QUESTION_ID]):
+                key = id_field(table.column_names)
+                self._ids |= set(table.column(key).to_pylist() if key in table.column_names else ())
             self._ids.discard(None)
         return self._ids
 

@@ -19,6 +19,7 @@ from millstream.core.tables import read_table
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.report.tables import clipped
 from millstream.traces.label import STATUS, UNLABELLED, alias_fields, answer_fields, references_of
+from millstream.traces.store.format import id_field
 from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.traces.view import inside
 from millstream.traces.view.inside import LayerScores, TokenTexts, find_tokenizer
@@ -51,7 +52,7 @@ class TextFields:
         known = [name for name in (REFERENCE, *alias_fields()) if name in names]
         answer = next((name for name in answer_fields() if name in names), None)
         references = list(dict.fromkeys(known))
-        return TextFields(traces.default_key, _if(QUESTION, names), answer, references, _if(STATUS, names))
+        return TextFields(traces.id_field, _if(QUESTION, names), answer, references, _if(STATUS, names))
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +82,7 @@ class Labels:
     """Labels joined to records by id: the verdict of each, and the scores it is based on."""
 
     def __init__(self, traces: Traces, table: pa.Table | None) -> None:
-        key = traces.default_key
+        key = traces.id_field
         self.verdicts = np.full(len(traces), UNLABELLED, object)
         self._table = table
         self._rows: list[int | None] = [None] * len(traces)  # row in the table, by record
@@ -129,11 +130,12 @@ def read_scores(run: Path, traces: Traces) -> TraceScores:
     if not file.exists():
         return TraceScores({}, np.full(len(traces), -1, np.int8), ())
     try:
-        table = read_table(file).select(["model", "part", "record", "question_id", "score"])
+        table = read_table(file)
+        table = table.select(["model", "part", "record", key := id_field(table.column_names), "score"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise BadSource(f"{file}: is damaged ({error}). Next: the millstream train command of the run") from None
     records = table.column("record").to_numpy().astype(np.int64)
-    _check_same(file, traces, records, table.column("question_id"))
+    _check_same(file, traces, records, table.column(key))
     models, model_names = text_codes_of(table.column("model"))
     parts, part_names = text_codes_of(table.column("part"))
     places = models * len(traces) + records
@@ -231,10 +233,10 @@ def _check_same(file: Path, traces: Traces, records: NDArray[np.int64], ids: pa.
     other = BadSource(f"{file}: its records differ from those of {traces.path}; give the run of this store with --run")
     if len(records) and (records.min() < 0 or records.max() >= len(traces)):
         raise other
-    if traces.default_key is None:
+    if traces.id_field is None:
         return
     _, first = np.unique(records, return_index=True)
-    found = traces.column(traces.default_key).take(records[first]).cast(pa.string())
+    found = traces.column(traces.id_field).take(records[first]).cast(pa.string())
     if found.to_pylist() != ids.take(first).cast(pa.string()).to_pylist():
         raise other
 
