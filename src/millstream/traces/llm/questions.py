@@ -71,13 +71,12 @@ class Question:
     aliases: tuple[str, ...] = ()
     kind: str | None = None  # a relation or category
     exposure: str | None = None  # how well known the fact is: often .. never, popular, obscure
-    sample: int = 0  # of several answers to one question
     index: int | None = field(default=None, compare=False)  # its row in the question set, repeated rows included
     context: str | None = None  # what the answer is to be based on
     prompt: str | None = None  # all of the prompt, used as it is
     messages: tuple[Mapping[str, str], ...] | None = None  # of a chat, for the chat template of the model
     given: Given | None = None  # an answer to replay
-    sample: int = 0  # of several given answers
+    sample: int = 0  # of several answers
     spans: tuple[Span, ...] | None = None  # of the given answer; none of them: nothing is wrong with it
 
     @property
