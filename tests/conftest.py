@@ -12,7 +12,9 @@ from hypothesis import settings
 
 from support.browser import browser, open_page, serve_views
 from support.effort import num_examples
+from support.faulty_proxy import proxy
 from support.forked_training import processes
+from support.http_server import web
 from support.s3_server import s3, s3_address
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # with a test process on every core, more threads only wait
@@ -21,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-__all__ = ["browser", "open_page", "processes", "s3", "s3_address", "serve_views"]
+__all__ = ["browser", "open_page", "processes", "proxy", "s3", "s3_address", "serve_views", "web"]
 
 # No deadline: the first call of a kernel compiles it. No database: a failure prints the code that repeats it.
 settings.register_profile("suite", max_examples=num_examples(100), deadline=None, database=None, print_blob=True)

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 
-from support.http_server import Server, serving
+import pytest
+
+from support.http_server import Handler, Objects, Server, serving
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
@@ -175,15 +176,17 @@ def refusing_address() -> Generator[str]:
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+@pytest.fixture
+def proxy(web: Objects) -> Generator[FaultyProxy]:
+    """In front of the web server of this test."""
+    with faulty_proxy(web.address) as proxy:
+        yield proxy
+
+
+class _Handler(Handler):
     """One connection of a client, with a connection of its own to the server."""
 
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
     server: "Server[FaultyProxy]"  # pyright: ignore
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         proxy = self.server.state

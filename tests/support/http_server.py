@@ -5,12 +5,14 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Generic, TypeVar
 from urllib.parse import unquote
+
+import pytest
 
 State = TypeVar("State")
 
@@ -52,6 +54,38 @@ class Server(ThreadingMixIn, TCPServer, Generic[State]):
                     request.shutdown(socket.SHUT_RDWR)
 
 
+class Handler(BaseHTTPRequestHandler):
+    """One connection of a client, kept open."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
+        self.send_response_only(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def answer_range(self, data: bytes, headers: Mapping[str, str] = {}) -> None:
+        """All of `data`, or the range that was asked for."""
+        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if asked is None:
+            self.answer(200, data, headers)
+            return
+        first, last = asked.groups()
+        start = int(first) if first else max(0, len(data) - int(last))
+        stop = min(len(data), int(last) + 1) if first and last else len(data)
+        if start >= stop:
+            self.answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
+            return
+        self.answer(206, data[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"})
+
+
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], state: State) -> Generator[Server[State]]:
     server = Server(handler, state)
@@ -84,50 +118,33 @@ def http_objects() -> Generator[Objects]:
         yield objects
 
 
-class _ObjectHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: Server[Objects]  # pyright: ignore
+@pytest.fixture
+def web() -> Generator[Objects]:
+    with http_objects() as objects:
+        yield objects
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+
+class _ObjectHandler(Handler):
+    server: Server[Objects]  # pyright: ignore
 
     def do_GET(self) -> None:
         objects = self.server.state
         data = objects.get(unquote(self.path).partition("?")[0].lstrip("/"))
         if data is None:
-            self._answer(404, b"not here")
+            self.answer(404, b"not here")
             return
         headers = {"Last-Modified": "Wed, 18 Nov 2026 12:00:00 GMT"}
-        if objects.has_ranges:
-            headers["Accept-Ranges"] = "bytes"
         if objects.has_etags:
             headers["ETag"] = etag = f'"{hashlib.md5(data).hexdigest()}"'
             if self.headers.get("If-Match", etag) not in (etag, "*"):
-                self._answer(412, b"changed")
+                self.answer(412, b"changed")
                 return
             if self.headers.get("If-None-Match") in (etag, "*"):
-                self._answer(304, b"")
+                self.answer(304, b"")
                 return
-        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if asked is None or not objects.has_ranges:
-            self._answer(200, data, headers)
-            return
-        first, last = asked.groups()
-        start = int(first) if first else max(0, len(data) - int(last))
-        stop = min(len(data), int(last) + 1) if first and last else len(data)
-        if start >= stop:
-            self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-            return
-        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-        self._answer(206, data[start:stop], headers)
+        if objects.has_ranges:
+            self.answer_range(data, {**headers, "Accept-Ranges": "bytes"})
+        else:
+            self.answer(200, data, headers)
 
     do_HEAD = do_GET
-
-    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response_only(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)

@@ -14,13 +14,12 @@ import re
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, unquote
 
 import pytest
 
-from support.http_server import Server, serving
+from support.http_server import Handler, Server, serving
 
 TOKEN = "hf_token_of_the_tests"
 LARGE = (".arrow", ".parquet")
@@ -96,13 +95,8 @@ def _entry(path: str, data: bytes) -> dict[str, object]:
     return entry
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+class _Handler(Handler):
     server: Server[Hub]  # pyright: ignore
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         self._handle()
@@ -117,12 +111,12 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         path = unquote(path)
         if self.command == "GET" and hub.broken:
-            self._answer(hub.broken.pop(0), b"broken")
+            self.answer(hub.broken.pop(0), b"broken")
         elif match := re.fullmatch(r"/cdn/(\w+)", path):
-            self._serve(hub.large[match[1]]) if query == "Signature=secret" else self._answer(403, b"expired")
+            self.answer_range(hub.large[match[1]]) if query == "Signature=secret" else self.answer(403, b"expired")
         elif match := re.fullmatch(r"/lfs/(\w+)", path):
             hub.large[match[1]] = self.body
-            self._answer(200, b"")
+            self.answer(200, b"")
         elif not has_token:
             self._json({"error": "Invalid username or password."}, 401, {"X-Error-Code": "RepoNotFound"})
         elif path == "/api/repos/create":
@@ -139,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._dataset(match[1], match[2] or "", parse_qs(query))
         else:
-            self._answer(404, b"no such endpoint")
+            self.answer(404, b"no such endpoint")
 
     def _dataset(self, name: str, rest: str, query: dict[str, list[str]]) -> None:
         hub = self.server.state
@@ -162,10 +156,10 @@ class _Handler(BaseHTTPRequestHandler):
             host = hub.large_at or hub.address.replace("127.0.0.1", "localhost")
             size = str(len(files[path]))
             linked = {"X-Linked-Size": size, "X-Linked-ETag": f'"{hashlib.sha256(files[path]).hexdigest()}"'}
-            self._answer(302, b"", {"Location": host + place, "X-Repo-Commit": _sha(number), **linked})
+            self.answer(302, b"", {"Location": host + place, "X-Repo-Commit": _sha(number), **linked})
         elif verb == "resolve":
             own = {"X-Repo-Commit": _sha(number), "ETag": f'"{_entry(path, files[path])["oid"]}"'}
-            self._serve(files[path], own)
+            self.answer_range(files[path], own)
         elif verb == "preupload":
             asked = json.loads(self.body)["files"]
             found = [
@@ -186,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif verb == "commit":
             self._commit(name, files)
         else:
-            self._answer(404, b"no such endpoint")
+            self.answer(404, b"no such endpoint")
 
     def _tree(self, files: Files, prefix: str, is_deep: bool) -> None:
         entries: list[dict[str, object]] = []
@@ -209,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, name: str, files: Files) -> None:
         hub = self.server.state
         if hub.broken_after is not None and len(hub.commits[name]) > hub.broken_after:
-            self._answer(403, b"no more commits")
+            self.answer(403, b"no more commits")
             return
         added: Files = {}
         for line in self.body.splitlines():
@@ -223,21 +217,5 @@ class _Handler(BaseHTTPRequestHandler):
         sha = _sha(len(hub.commits[name]) - 1)
         self._json({"commitUrl": f"{hub.address}/{name}/commit/{sha}", "commitOid": sha, "success": True})
 
-    def _serve(self, data: bytes, headers: Mapping[str, str] = {}) -> None:
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if asked is None:
-            self._answer(200, data, headers)
-            return
-        start, stop = int(asked[1]), min(int(asked[2]) + 1, len(data))
-        self._answer(206, data[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"})
-
     def _json(self, value: object, status: int = 200, headers: Mapping[str, str] = {}) -> None:
-        self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json", **headers})
-
-    def _answer(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
-        self.send_response_only(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.answer(status, json.dumps(value).encode(), {"Content-Type": "application/json", **headers})

@@ -10,6 +10,7 @@ from typing import Any
 from millstream import open as ms_open
 from millstream.core.bucket import ObjectBucket
 from millstream.core.remote import RemotePath, to_path
+from millstream.traces.store.rewrite import merge, subset_records
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter
 from support.making import Key, keys_in, plain
@@ -62,6 +63,20 @@ def append_remotely(
             report(len(writer))
         if step < 0:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def merge_remotely(environ: dict[str, str], sources: list[Path], url: str, step: int, report: Any) -> None:
+    """Merge stores into one at a URL; die before step number `step`."""
+    os.environ.update(environ)
+    die_before(step)
+    merge(sources, to_path(url))
+
+
+def take_remotely(environ: dict[str, str], source: Path, numbers: list[int], url: str, step: int, report: Any) -> None:
+    """The same for some records of a store, two per shard."""
+    os.environ.update(environ)
+    die_before(step)
+    subset_records(Traces(source), to_path(url), numbers, shard_records=2)
 
 
 def die_before(step: int) -> None:

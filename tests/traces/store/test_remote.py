@@ -1,6 +1,5 @@
 """Trace stores in object stores: the same records, few and exact requests, and no fault that goes unnoticed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,8 @@ import millstream as ms
 from millstream.core.remote import RemotePath, to_path
 from millstream.errors import CorruptRecord, CorruptShard, NotAStore, ObjectChanged, RemoteError
 from millstream.traces.store.writer import TraceWriter
-from support.faulty_proxy import DELETED, Fault, FaultyProxy, faulty_proxy, unavailable
-from support.http_server import Objects, http_objects
+from support.faulty_proxy import DELETED, Fault, FaultyProxy, unavailable
+from support.http_server import Objects
 from support.making import same, write
 from support.making_traces import make_traces
 from support.s3_server import Bucket
@@ -38,19 +37,10 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def web(local: Path) -> Iterator[Objects]:
+def web(web: Objects, local: Path) -> Objects:
     """The store on a web server, which lists nothing."""
-    with http_objects() as objects:
-        for file in local.iterdir():
-            if file.is_file():
-                objects[f"traces/{file.name}"] = file.read_bytes()
-        yield objects
-
-
-@pytest.fixture
-def proxy(web: Objects) -> Iterator[FaultyProxy]:
-    with faulty_proxy(web.address) as proxy:
-        yield proxy
+    web.update((f"traces/{file.name}", file.read_bytes()) for file in local.iterdir() if file.is_file())
+    return web
 
 
 @pytest.fixture

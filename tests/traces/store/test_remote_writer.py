@@ -10,15 +10,14 @@ import pytest
 import millstream as ms
 from millstream.core.engine import Engine
 from millstream.core.remote import spool_folder
-from millstream.errors import ConfigMismatch, CorruptShard, RemoteError, StoreError
+from millstream.errors import ConfigMismatch, CorruptShard, RemoteError
 from millstream.traces.store.jobs import done_records, prepare_store
 from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.repair import repair
-from millstream.traces.store.rewrite import merge, subset_records, subset_shards
 from millstream.traces.store.uploads import CLAIMS, Uploads
 from support.effort import THOROUGH
 from support.faulty_proxy import DELETED, Fault, faulty_proxy, unavailable
-from support.making import Child, flip, noted, plain, read_keys, run_child, same, write
+from support.making import Child, flip, noted, plain, run_child, same
 from support.remote_stores import SPOOL, append_remotely, environment, objects, remote, remote_keys
 from support.s3_server import Bucket
 
@@ -230,20 +229,6 @@ def test_a_shard_that_is_damaged_in_the_spool_is_not_uploaded_before_it_is_repai
     repair(folder)
     write_remotely(url, [(2, 0)])
     assert remote_keys(url) == [*KEYS, (2, 0)]
-
-
-def test_stores_at_a_url_are_copied_from_but_not_rewritten(url: str, tmp_path: Path) -> None:
-    write_remotely(url, KEYS, shard_records=2)
-    local = write(tmp_path / "local", [(2, 0)], plain)
-    merge([remote(url), local], tmp_path / "merged")
-    assert read_keys(tmp_path / "merged", plain) == [*KEYS, (2, 0)]
-    subset_shards(remote(url), tmp_path / "shards", [2, 0])
-    assert read_keys(tmp_path / "shards", plain) == [KEYS[4], *KEYS[:2]]
-    subset_records(ms.Traces(url), tmp_path / "records", [3, 0])
-    assert read_keys(tmp_path / "records", plain) == [KEYS[3], KEYS[0]]
-    for refused in (lambda: repair(remote(url)), lambda: merge([local], remote(url) / "merged")):
-        with pytest.raises((StoreError, ValueError), match="millstream copy"):
-            refused()
 
 
 def test_what_a_lost_machine_left_and_others_did_again_is_written_once(

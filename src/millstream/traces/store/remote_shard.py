@@ -59,11 +59,12 @@ class RemoteShard(ShardReader):
         RemoteShard.copy_all([(self, plan, out)])
 
     @staticmethod
-    def copy_all(wanted: "Sequence[tuple[RemoteShard, Plan, Bytes]]") -> None:
-        """Copy the raw bytes of many plans, verified. All ranges of all shards are requested at once."""
+    def copy_all(wanted: "Sequence[tuple[ShardReader, Plan, Bytes]]") -> None:
+        """The same. All ranges of all shards are requested at once."""
         ranges: list[Wanted] = []
         parts: list[tuple[RemoteShard, Plan, Bytes, Bytes]] = []
         for shard, plan, out in wanted:
+            assert isinstance(shard, RemoteShard)
             if not out.size:
                 continue
             end = max(span[0] + span[1] for span in plan.spans)

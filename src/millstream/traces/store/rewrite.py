@@ -1,7 +1,12 @@
-"""Stores -> a new store, by copying shard files or the messages of records. Tensors are never decoded."""
+"""Stores -> a new store, by copying shard files or the messages of records. Tensors are never decoded.
+
+A local store appears when it is complete. At a URL, sealed shards are uploaded from the spool, as those of a writer,
+and the same command on the same machine resumes after the last one.
+"""
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,20 +18,23 @@ import numpy as np
 
 from millstream.core.config import config_diff, config_hash, parse_bytes, parse_json
 from millstream.core.console import Progress, plural, quoted, silent
-from millstream.core.files import NOTHING_LEFT, already_exists, no_space, publish_json, publishing_folder
+from millstream.core.files import NOTHING_LEFT, already_exists, publish, publish_json, publishing, publishing_folder
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, Schema, crc32c, refine
-from millstream.core.remote import RemoteFile, RemotePath, is_url
-from millstream.errors import BadSetting, ConfigMismatch, CorruptRecord, SchemaMismatch, StoreError
+from millstream.core.remote import RemoteFile, RemotePath, spool_folder
+from millstream.core.transfer import fetch
+from millstream.errors import ConfigMismatch, CorruptRecord, SchemaMismatch, StoreError, StoreExists
 from millstream.traces.store.format import RECORD_ID, Row, damaged_fields, id_field, is_row_intact, read_header
 from millstream.traces.store.ids import update_ids
 from millstream.traces.store.labels import carry_labels
-from millstream.traces.store.locks import StoreLock
+from millstream.traces.store.locks import StoreLock, only_job
 from millstream.traces.store.manifest import (
     LABELS,
+    MANIFEST,
     TOKENIZER,
     Manifest,
     ShardInfo,
+    list_shards,
     new_schema,
     read_manifest,
     read_shard_seal,
@@ -38,6 +46,7 @@ from millstream.traces.store.repair import rebuild
 from millstream.traces.store.shard_writer import ShardWriter
 from millstream.traces.store.sidecar import load_sidecar
 from millstream.traces.store.traces import Traces
+from millstream.traces.store.uploads import MOST_WAITING, Uploads
 from millstream.traces.store.writer import MAX_SHARD_RECORDS, SHARD_BYTES
 
 _COPY_BYTES = 64 << 20
@@ -75,16 +84,14 @@ def _merge(sources: Sequence[Path], out: Path, mixed: bool, progress: Progress) 
     config: Mapping[str, object] = configs[0] if all(c == configs[0] for c in configs) else {"merged": configs}
     compression = manifests[0].compression
     arrow = new_schema(schema, compression=compression, config=config)
-    with _new_store(out, sources) as folder:
-        shards: list[ShardInfo] = []
-        done = 0
-        for source, manifest in zip(sources, manifests, strict=True):
-            for shard in manifest.shards:
-                shards.append(_copy_shard(source, shard, folder, len(shards)))
-                done += shard.bytes
-                progress(done, f"{source.name}/{shard_name(shard.number)}")
-        manifest = Manifest(config, compression, arrow if schema else None, tuple(shards))
-        return _finish(folder, out, manifest, sources, origin, note)
+    with _new_store(out, Manifest(config, compression, arrow if schema else None), origin) as new:
+        every = [(source, shard) for source, m in zip(sources, manifests, strict=True) for shard in m.shards]
+        done = sum(shard.bytes for shard in new.shards)
+        for source, shard in every[len(new.shards) :]:
+            new.add(_copy_shard(source, shard, new.folder, len(new.shards)))
+            done += shard.bytes
+            progress(done, f"{source.name}/{shard_name(shard.number)}")
+        return new.finish(sources, note)
 
 
 def subset_shards(source: Path, out: Path, numbers: Sequence[int], *, progress: Progress = silent) -> Written:
@@ -102,12 +109,11 @@ def _subset_shards(source: Path, out: Path, numbers: Sequence[int], progress: Pr
     missing = [number for number in numbers if number not in known]
     if missing:
         raise StoreError(f"{source}: no shard {missing[0]}; it has {_ranges(sorted(known))}")
-    with _new_store(out, [source]) as folder:
-        shards: list[ShardInfo] = []
-        for done, number in enumerate(dict.fromkeys(numbers)):  # each once
-            shards.append(_copy_shard(source, known[number], folder, len(shards)))
-            progress(done + 1, shard_name(number))
-        return _finish(folder, out, replace(manifest, shards=tuple(shards)), [source], origin)
+    with _new_store(out, replace(manifest, shards=()), origin) as new:
+        for number in list(dict.fromkeys(numbers))[len(new.shards) :]:  # each once
+            new.add(_copy_shard(source, known[number], new.folder, len(new.shards)))
+            progress(len(new.shards), shard_name(number))
+        return new.finish([source])
 
 
 def subset_records(
@@ -129,11 +135,11 @@ def subset_records(
     origin = {"subset": _state(source), "records": chosen}
     if (finished := _finished(out, origin)) is not None:
         return finished
-    done = 0
-    with _unchanged([source]), _new_store(out, [source]) as folder:
-        shards: list[ShardInfo] = []
+    empty = replace(read_manifest(source), shards=())
+    with _unchanged([source]), _new_store(out, empty, origin) as new:
         writer: ShardWriter | None = None
-        for index, group in groupby(map(traces.locate, numbers), key=lambda place: place[0]):
+        done = sum(shard.records for shard in new.shards)
+        for index, group in groupby(map(traces.locate, numbers[done:]), key=lambda place: place[0]):
             info = traces.shards[index]
             file = source / shard_name(info.number)
             record = _records_of(file)
@@ -148,17 +154,17 @@ def subset_records(
                     or len(writer.rows) >= shard_records
                     or (writer.fields, writer.compression) != (sidecar.schema, sidecar.compression)
                 ):
-                    shards.append(writer.seal())
+                    new.add(writer.seal())
                     writer = None
                 if writer is None:
                     arrow = new_schema(sidecar.schema, compression=sidecar.compression, config=traces.config)
-                    writer = ShardWriter.create(folder, first=len(shards), schema=arrow)
+                    writer = ShardWriter.create(new.folder, first=len(new.shards), schema=arrow)
                 writer.append_message(message, row)
                 done += 1
                 progress(done, shard_name(info.number))
         if writer is not None:
-            shards.append(writer.seal())
-        return _finish(folder, out, replace(read_manifest(source), shards=tuple(shards)), [source], origin)
+            new.add(writer.seal())
+        return new.finish([source])
 
 
 def _records_of(file: Path) -> Callable[[Row], Bytes]:
@@ -255,34 +261,83 @@ def _unchanged(sources: Sequence[Path]) -> Generator[None]:
         yield
 
 
+class _NewStore:
+    """A store that is being written: its shards so far, those of an interrupted command included."""
+
+    def __init__(self, out: Path, folder: Path, manifest: Manifest, origin: Mapping[str, object]) -> None:
+        self.folder = folder  # where shards are written
+        self.shards = list(manifest.shards)
+        self._out, self._manifest, self._origin = out, manifest, origin
+        self._uploads = Uploads(out, folder) if isinstance(out, RemotePath) else None
+
+    def add(self, shard: ShardInfo) -> None:
+        """A shard is complete."""
+        self.shards.append(shard)
+        if self._uploads:
+            self._uploads.start()
+            self._uploads.wait(MOST_WAITING)
+
+    def finish(self, sources: Sequence[Path], note: str = "") -> Written:
+        """Write what belongs to the shards: manifest, ids, tokenizer, labels."""
+        if self._uploads:
+            self._uploads.wait()
+            place, manifest = self._out, read_manifest(self._out)
+        else:
+            place, manifest = self.folder, replace(self._manifest, shards=tuple(self.shards))
+            write_manifest(place, manifest)
+        update_ids(place, manifest)
+        tokenizers = [source / TOKENIZER for source in sources]
+        if all(file.exists() for file in tokenizers) and len({file.read_bytes() for file in tokenizers}) == 1:
+            publish(place / TOKENIZER, tokenizers[0].read_bytes(), NOTHING_LEFT)
+        notes = [note, carry_labels(sources, place, self._out) if id_field(manifest.fields) in manifest.fields else ""]
+        publish_json(place / _ORIGIN, {**self._origin, "made": Traces(place).fingerprint})
+        size = sum(s.records for s in self.shards), sum(s.bytes for s in self.shards)
+        return Written(self._out, *size, "\n".join(filter(None, notes)))
+
+
 @contextmanager
-def _new_store(out: Path, sources: Sequence[Path]) -> Generator[Path]:
-    """A hidden folder with the tokenizer of the sources; renamed to `out` once the store is complete."""
-    if is_url(out):
-        raise BadSetting(f"{out}: write a local store, then copy it: millstream copy FOLDER {quoted(out)}")
+def _new_store(out: Path, manifest: Manifest, origin: Mapping[str, object]) -> Generator[_NewStore]:
+    """A hidden folder that is renamed to `out` once the store is complete; or the spool of a URL.
+
+    `manifest`: of the store, without shards.
+    """
+    if isinstance(out, RemotePath):
+        with only_job(out):
+            yield _NewStore(out, spool_folder(out), _begun(out, manifest, origin), origin)
+            (spool_folder(out) / _ORIGIN).unlink()
+        return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise already_exists(out)
     with publishing_folder(out) as folder:
-        tokenizers = [source / TOKENIZER for source in sources]
-        if all(file.exists() for file in tokenizers) and len({file.read_bytes() for file in tokenizers}) == 1:
-            _copy(tokenizers[0], folder / TOKENIZER)
-        yield folder
+        yield _NewStore(out, folder, manifest, origin)
 
 
-def _finish(
-    folder: Path,
-    out: Path,
-    manifest: Manifest,
-    sources: Sequence[Path],
-    origin: Mapping[str, object],
-    note: str = "",
-) -> Written:
-    write_manifest(folder, manifest)
-    update_ids(folder, manifest)
-    notes = [note, carry_labels(sources, folder, out) if id_field(manifest.fields) in manifest.fields else ""]
-    publish_json(folder / _ORIGIN, {**origin, "made": Traces(folder).fingerprint})
-    size = sum(s.records for s in manifest.shards), sum(s.bytes for s in manifest.shards)
-    return Written(out, *size, "\n".join(filter(None, notes)))
+def _begun(out: RemotePath, manifest: Manifest, origin: Mapping[str, object]) -> Manifest:
+    """Claim a URL for a new store; the manifest, with the shards that the same command has uploaded before.
+
+    The claim is the `.origin.json` of the store, which only one machine can create; the spool has a copy.
+    """
+    spool, claim = spool_folder(out), out / _ORIGIN
+    try:
+        mine = parse_json((spool / _ORIGIN).read_bytes())
+    except (FileNotFoundError, ValueError):
+        mine = None
+    if mine != {**json.loads(json.dumps(origin)), "by": mine and mine.get("by")}:
+        if any(out.iterdir()):
+            raise already_exists(out)
+        if mine is None and any(list_shards(spool)):
+            raise StoreExists(f"{spool}: holds records for {out}. Upload them to there, or remove this folder")
+        publish_json(spool / _ORIGIN, {**origin, "by": secrets.token_hex(16)})
+    try:
+        claim.put((spool / _ORIGIN).read_bytes(), is_new=True)
+    except FileExistsError:
+        raise already_exists(out) from None
+    if not (out / MANIFEST).exists():
+        write_manifest(out, manifest)
+    Uploads(out, spool).settle()
+    for name in [file.name for file in spool.iterdir() if "shard-" in file.name]:
+        (spool / name).unlink()
+    return replace(manifest, shards=read_manifest(out).shards)
 
 
 def _state(source: Path) -> list[object]:
@@ -341,16 +396,17 @@ def _copy_shard(source: Path, shard: ShardInfo, folder: Path, number: int) -> Sh
 
 def _copy(source: Path, target: Path) -> None:
     """Copy in the kernel; XFS and btrfs share the blocks instead."""
-    with no_space(target, NOTHING_LEFT), source.open("rb") as a, open(target, "wb") as b:
+    if isinstance(source, RemotePath):
+        fetch(source, target)
+        return
+    with publishing(target, NOTHING_LEFT) as b, source.open("rb") as a:
         try:
             while os.copy_file_range(a.fileno(), b.fileno(), _COPY_BYTES):
                 pass
-        except OSError:  # across file systems, or from an object store
+        except OSError:  # across file systems
             a.seek(0)
             b.seek(0)
             shutil.copyfileobj(a, b, _COPY_BYTES)
-        b.flush()
-        os.fsync(b.fileno())
 
 
 def _common_schema(sources: Sequence[Path], manifests: Sequence[Manifest]) -> Schema:

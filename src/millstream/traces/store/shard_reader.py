@@ -150,6 +150,13 @@ class ShardReader:
         else:
             self._copy_spans(plan, out, reader)
 
+    @staticmethod
+    def copy_all(wanted: "Sequence[tuple[ShardReader, Plan, Bytes]]") -> None:
+        """Copy the raw bytes of many plans, verified. No file is mapped or stays in memory."""
+        with RangeReader([(shard, plan) for shard, plan, _ in wanted]) as reader:
+            for shard, plan, out in wanted:
+                shard.copy(plan, out, reader)
+
     def _copy_spans(self, plan: Plan, out: Bytes, reader: "RangeReader | None") -> None:
         parts = out.reshape(len(plan.spans), -1)
         if self._is_compressed:
@@ -232,7 +239,7 @@ class RangeReader:
     several requests in parallel.
     """
 
-    def __init__(self, wanted: "Sequence[tuple[ShardReader, Plan | None]]") -> None:
+    def __init__(self, wanted: "Sequence[tuple[ShardReader, Plan]]") -> None:
         self._wanted = wanted
         self._requested = False
         self._files: dict[Path, int] = {}  # in the order of opening
@@ -268,7 +275,7 @@ class RangeReader:
     def _request_all(self) -> None:
         self._requested = True
         for shard, plan in self._wanted:
-            if plan is not None and plan.spans:
+            if plan.spans:
                 first, last = min(plan.spans), max(plan.spans)
                 fd = self._open(shard)
                 os.posix_fadvise(fd, first[0], last[0] + last[1] - first[0], os.POSIX_FADV_WILLNEED)

@@ -27,7 +27,7 @@ from millstream.traces.store.format import QUESTION_ID, Row, id_field
 from millstream.traces.store.ids import IdIndex, open_index
 from millstream.traces.store.manifest import LABELS, ShardInfo, list_shards, read_manifest
 from millstream.traces.store.remote_shard import RemoteShard
-from millstream.traces.store.shard_reader import Layers, Plan, RangeReader, ShardReader
+from millstream.traces.store.shard_reader import Layers, Plan, ShardReader
 from millstream.traces.store.sidecar import read_table
 
 if TYPE_CHECKING:
@@ -313,8 +313,11 @@ class Traces(Collection):
     def _open_shard(self, index: int) -> ShardReader:
         info = self._manifest.shards[index]
         verify = self._verify == "always"
-        reader = RemoteShard if is_url(self.path) else ShardReader
-        return reader(self.path, info, first=self._starts[index], verify=verify, fields=self.fields)
+        return self._reader(self.path, info, first=self._starts[index], verify=verify, fields=self.fields)
+
+    @property
+    def _reader(self) -> type[ShardReader]:
+        return RemoteShard if is_url(self.path) else ShardReader
 
     def _open_all(self, shards: Sequence[int]) -> None:
         """Open remote shards at once: each waits for its sidecar, the first time."""
@@ -364,22 +367,19 @@ class Traces(Collection):
             total = -(-starts[name][-1] // 64) * 64
         memory = cast(Bytes, empty(total, np.uint8))
         columns: dict[str, Array | torch.Tensor | list[object]] = {}
-        remote: list[tuple[RemoteShard, Plan, Bytes]] = []
-        with RangeReader([planned for column in plans.values() for planned in column]) as reader:
-            for name, column in plans.items():
-                kind = cast(Tensor, self.fields[name])
-                tensors: list[object] = []
-                for (shard, plan), at in zip(column, starts[name], strict=False):
-                    part = memory[at : at + _num_bytes(plan)]
-                    if plan is not None and isinstance(shard, RemoteShard):
-                        remote.append((shard, plan, part))
-                    elif plan is not None:
-                        shard.copy(plan, part, reader)
-                    if not _are_alike(column):
-                        tensors.append(plan and from_bytes(kind, plan.shape, part))
-                whole = memory[starts[name][0] : starts[name][-1]]
-                columns[name] = self._stacked(name, column, whole) if _are_alike(column) else tensors
-        RemoteShard.copy_all(remote)
+        parts: list[tuple[ShardReader, Plan, Bytes]] = []
+        for name, column in plans.items():
+            kind = cast(Tensor, self.fields[name])
+            tensors: list[object] = []
+            for (shard, plan), at in zip(column, starts[name], strict=False):
+                part = memory[at : at + _num_bytes(plan)]
+                if plan is not None:
+                    parts.append((shard, plan, part))
+                if not _are_alike(column):
+                    tensors.append(plan and from_bytes(kind, plan.shape, part))
+            whole = memory[starts[name][0] : starts[name][-1]]
+            columns[name] = self._stacked(name, column, whole) if _are_alike(column) else tensors
+        self._reader.copy_all(parts)
         return columns
 
     def _stacked(self, name: str, column: Sequence[Planned], data: Bytes) -> "Array | torch.Tensor":
