@@ -10,6 +10,7 @@ from typing import Any
 from millstream import open as ms_open
 from millstream.core.bucket import ObjectBucket
 from millstream.core.remote import RemotePath, to_path
+from millstream.traces.store.jobs import JobWriter
 from millstream.traces.store.rewrite import merge, subset_records
 from millstream.traces.store.traces import Traces
 from millstream.traces.store.writer import TraceWriter
@@ -63,6 +64,14 @@ def append_remotely(
             report(len(writer))
         if step < 0:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work_and_die(environ: dict[str, str], url: str, job: str, key: Key, report: Any) -> None:
+    """A worker that is killed after its first record."""
+    os.environ.update(environ)
+    with JobWriter(to_path(url), job=job, config={}) as writer:
+        writer.append(plain(*key))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def merge_remotely(environ: dict[str, str], sources: list[Path], url: str, step: int, report: Any) -> None:

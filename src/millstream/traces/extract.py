@@ -33,12 +33,11 @@ from millstream.traces.llm.prompts import Prompt, built_in_prompts, make_prompt
 from millstream.traces.llm.questions import Question, read_questions
 from millstream.traces.llm.tracer import EncodedQuestion, Tracer
 from millstream.traces.store.format import RECORD_ID
-from millstream.traces.store.jobs import done_records, prepare_store, upload_left
+from millstream.traces.store.jobs import JobWriter, done_records, new_job, prepare_store, upload_left
 from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.rewrite import drop_records
 from millstream.traces.store.traces import Traces
-from millstream.traces.store.writer import TraceWriter
 
 FREE_SHARE = 0.98  # fraction of the free disk space that may be filled
 
@@ -105,7 +104,7 @@ class Traced:
 class ExtractWorker:
     """A model and a writer: traces batches and appends their records."""
 
-    def __init__(self, path: Path, settings: ExtractSettings) -> None:
+    def __init__(self, path: Path, settings: ExtractSettings, job: str) -> None:
         card = describe_model(model_settings(settings), notify=ignore_message)
         prompt = make_prompt(settings.prompt, card.tokenizer, stop=settings.stop)
         self._tracer = Tracer(
@@ -115,8 +114,9 @@ class ExtractWorker:
             prompt=prompt,
             p_true=settings.p_true,
         )
-        self._writer = TraceWriter(
+        self._writer = JobWriter(
             path,
+            job=job,
             config=store_config(settings, card, prompt),
             schema=self._tracer.schema(),
             shard_bytes=settings.shard_bytes,
@@ -221,6 +221,7 @@ class _Run:
     ) -> None:
         self.path = path
         self.engine = engine
+        self.job = new_job()
         self.fields = kept_fields(settings)  # reports a bad setting before a model is made or loaded
         _check_sizes(settings)
         found = read_questions(
@@ -318,7 +319,7 @@ class _Run:
 
     def left_of(self, batch: Batch) -> Batch | None:
         """The rest of a batch whose worker died; the records it appended are recovered first."""
-        upload_left(self.path, self.config, engine=self.engine)
+        upload_left(self.path, self.config, job=self.job, engine=self.engine)
         self.done = self._read_done()
         skip = frozenset(one.question.record_id for one in batch.questions if one.question.record_id in self.done)
         return replace(batch, skip=skip) if len(skip) < len(batch.questions) else None
@@ -330,7 +331,7 @@ class _Run:
         say(f"{self.path}: {total - missing:,} of {total:,} done already, {missing:,} left in {len(batches):,} batches")
         interrupted = False
         if batches:
-            make = partial(ExtractWorker, self.path, self.settings)
+            make = partial(ExtractWorker, self.path, self.settings, self.job)
             begun = time.monotonic()
             done = errors = tokens = 0
             memory: dict[tuple[str, int], tuple[int, int]] = {}  # used and allowed, by worker

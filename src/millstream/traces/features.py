@@ -18,17 +18,16 @@ from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
 from millstream.core.memory import empty
 from millstream.core.record import Array, Tensor
-from millstream.core.remote import to_path
+from millstream.core.remote import is_url, to_path
 from millstream.errors import BadSetting, NotFinite, SchemaMismatch
 from millstream.traces.graphs import GraphFeature, graphs
 from millstream.traces.kind import FeaturizeSettings
 from millstream.traces.store.format import id_field
-from millstream.traces.store.jobs import done_records, prepare_store, upload_left
+from millstream.traces.store.jobs import JobWriter, done_records, new_job, prepare_store, upload_left
 from millstream.traces.store.labels import carry_labels, is_labelled
 from millstream.traces.store.locks import StoreLock, only_job
 from millstream.traces.store.rewrite import Written
 from millstream.traces.store.traces import Traces
-from millstream.traces.store.writer import TraceWriter
 
 # B batch, L layers, T tokens, D hidden, S statistics, A answer tokens of all records, concatenated, K top tokens
 
@@ -317,7 +316,7 @@ def _featurize(
     progress: Progress,
     chunk_records: int,
 ) -> Featurized:
-    config = _store_config(chosen, traces)
+    config, job = _store_config(chosen, traces), new_job()
     prepare_store(path, config, engine=engine)
     ids, key = traces.ids, id_field(traces.fields)
 
@@ -326,16 +325,18 @@ def _featurize(
         return [number for number in chunk if ids[number] not in known] or None
 
     def left_of(chunk: Sequence[int]) -> list[int] | None:
-        upload_left(path, config, engine=engine)
+        upload_left(path, config, job=job, engine=engine)
         return left(chunk)
 
     missing = left(range(len(ids))) or []
     jobs = [missing[start : start + chunk_records] for start in range(0, len(missing), chunk_records)]
     done, left_out = len(ids) - len(missing), 0
     progress(done)
-    for written, without in engine.run(partial(FeaturizeWorker, traces.path, path, chosen), jobs, redo=left_of):
+    for written, without in engine.run(partial(FeaturizeWorker, traces.path, path, chosen, job), jobs, redo=left_of):
         done, left_out = done + written + without, left_out + without
         progress(done)
+    if is_url(path):
+        prepare_store(path, config, engine=engine)
     result = Traces(path)
     note = "" if is_labelled(path) else carry_labels([traces.path], path, path)
     return Featurized(path, len(result), result.num_bytes, note, left_out)
@@ -344,13 +345,14 @@ def _featurize(
 class FeaturizeWorker:
     """Computes the feature of some records and appends it to the output store."""
 
-    def __init__(self, source: Path, out: Path, settings: FeaturizeSettings) -> None:
+    def __init__(self, source: Path, out: Path, settings: FeaturizeSettings, job: str) -> None:
         self._traces = Traces(source).within(parse_bytes(settings.memory) // 4)  # read, not mapped
         self._feature = make_feature(settings)
         self._one_by_one = isinstance(self._feature, GraphFeature)  # it makes one graph of a whole batch
         self._memory = parse_bytes(settings.memory)
         self._scalars = [name for name, kind in self._traces.fields.items() if not isinstance(kind, Tensor)]
-        self._writer = TraceWriter(out, config=_store_config(settings, self._traces), shard_bytes=settings.shard_bytes)
+        config = _store_config(settings, self._traces)
+        self._writer = JobWriter(out, job=job, config=config, shard_bytes=settings.shard_bytes)
 
     def do(self, numbers: list[int]) -> tuple[int, int]:
         """How many records were written, and how many lack the tensors."""

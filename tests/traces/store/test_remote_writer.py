@@ -11,14 +11,14 @@ import millstream as ms
 from millstream.core.engine import Engine
 from millstream.core.remote import spool_folder
 from millstream.errors import ConfigMismatch, CorruptShard, RemoteError
-from millstream.traces.store.jobs import done_records, prepare_store
+from millstream.traces.store.jobs import JobWriter, done_records, prepare_store
 from millstream.traces.store.manifest import MANIFEST, list_shards
 from millstream.traces.store.repair import repair
 from millstream.traces.store.uploads import CLAIMS, Uploads
 from support.effort import THOROUGH
 from support.faulty_proxy import DELETED, Fault, faulty_proxy, unavailable
 from support.making import Child, flip, noted, plain, run_child, same
-from support.remote_stores import SPOOL, append_remotely, environment, objects, remote, remote_keys
+from support.remote_stores import SPOOL, append_remotely, environment, objects, remote, remote_keys, work_and_die
 from support.s3_server import Bucket
 
 KEYS = [(1, number) for number in range(5)]
@@ -254,3 +254,25 @@ def test_what_a_lost_machine_left_and_others_did_again_is_written_once(
         if is_finished:
             assert step > 20
             return
+
+
+def test_a_machine_that_joins_a_job_with_an_old_spool_doubles_nothing(
+    url: str, spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, others = environment(spool / "old"), environment(spool / "others")
+    child = Child(append_remotely, old, url, KEYS[:3], {"config": {}}, -1)
+    assert max(child.rest()) == 3
+    child.join()
+    assert remote_keys(url) == []
+    monkeypatch.setenv(SPOOL, others[SPOOL])
+    prepare_store(remote(url), {}, engine=Engine())  # the old machine is away
+
+    monkeypatch.setenv(SPOOL, old[SPOOL])  # it joins, and its first worker dies
+    assert Child(work_and_die, old, url, "this", KEYS[3]).join() != 0
+    with JobWriter(remote(url), job="this", config={}) as writer:
+        writer.append(plain(*KEYS[4]))
+    assert remote_keys(url) == KEYS[3:]
+    run_child(append_remotely, others, url, KEYS[:2], {"config": {}}, 0)
+    prepare_store(remote(url), {}, engine=Engine())
+    assert sorted(remote_keys(url)) == KEYS
+    assert sealed_in_spool(url) == [] and [name for name in objects(url) if name.startswith(CLAIMS)] == []

@@ -1,9 +1,12 @@
 """A job with workers on one or many machines, and the store they write: what is done, and what dead workers left.
 
-What a worker has written to a URL, but not uploaded, is in the spool of its machine. Before a job starts, and when a
-worker dies, every machine of the cluster uploads what it finds there, so that nothing is done twice.
+What a worker has written to a URL, but not uploaded, is in the spool of its machine. Before a job starts, when a worker
+dies and when the job is over, every machine of the cluster uploads what it finds there, so that nothing is done twice.
+A machine that joins later may bring records of an earlier job, which others may be doing again just now: they stay in
+its spool until the job is over, and those that are in the store by then are dropped.
 """
 
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 from millstream.core.config import config_hash
 from millstream.core.engine import Engine
+from millstream.core.files import locked
 from millstream.core.remote import RemotePath, is_url, spool_folder
 from millstream.traces.store.format import id_field
 from millstream.traces.store.locks import StoreLock
@@ -22,9 +26,34 @@ from millstream.traces.store.traces import Traces
 from millstream.traces.store.uploads import Uploads
 from millstream.traces.store.writer import TraceWriter, stored_tables
 
+_JOB = ".job"  # in a spool
+
+
+class JobWriter(TraceWriter):
+    """The writer of a worker."""
+
+    def __init__(self, path: Path, *, job: str, **options: Any) -> None:
+        self._job = job
+        super().__init__(path, **options)
+
+    def _kept_back(self) -> frozenset[int]:
+        """What was in the spool before the first worker of the job: the file `.job` has the job and these numbers."""
+        file = self._folder / _JOB
+        with locked(file):
+            job, *numbers = file.read_text().split() or [""]
+            if job != self._job:
+                numbers = list(map(str, list_shards(self._folder)[0]))
+                file.write_text(" ".join([self._job, *numbers]))
+        return frozenset(map(int, numbers))
+
+
+def new_job() -> str:
+    """What tells the workers of one job from those of another."""
+    return secrets.token_hex(8)
+
 
 def prepare_store(path: Path, config: Mapping[str, object], *, engine: Engine) -> None:
-    """Create or resume the store that workers will append to; raises if its settings differ.
+    """Create or resume the store that workers will append to, or have appended to; raises if its settings differ.
 
     Dead writers of all machines are recovered. No worker may be running.
     """
@@ -35,10 +64,10 @@ def prepare_store(path: Path, config: Mapping[str, object], *, engine: Engine) -
             engine.on_nodes(partial(_recover_here, path, config), [node])
 
 
-def upload_left(path: Path, config: Mapping[str, object], *, engine: Engine) -> None:
+def upload_left(path: Path, config: Mapping[str, object], *, job: str, engine: Engine) -> None:
     """Upload what dead workers of all machines left, while others are running."""
     if is_url(path):
-        engine.on_nodes(partial(_upload_here, path, config))
+        engine.on_nodes(partial(_upload_of_job, path, config, job))
 
 
 def done_records(path: Path, fields: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -62,12 +91,13 @@ def _recover_here(path: Path, config: Mapping[str, object]) -> None:
     if isinstance(path, RemotePath) and _has_left(path):
         wait_for_writers(spool_folder(path))
         _drop_repeated(path, spool_folder(path))
-    _upload_here(path, config)
+    with TraceWriter(path, config=config):
+        pass
     wait_for_writers(spool_folder(path))
 
 
-def _upload_here(path: Path, config: Mapping[str, object]) -> None:
-    with TraceWriter(path, config=config):
+def _upload_of_job(path: Path, config: Mapping[str, object], job: str) -> None:
+    with JobWriter(path, job=job, config=config):
         pass
 
 

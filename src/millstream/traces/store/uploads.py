@@ -37,6 +37,7 @@ class Uploads:
     """Uploads what is sealed in a spool. One process at a time does so for all writers of the spool."""
 
     def __init__(self, target: RemotePath, spool: Path) -> None:
+        self.kept_back: frozenset[int] = frozenset()  # shards that stay in the spool
         self._target = target
         self._spool = spool
         self._changed = threading.Condition()
@@ -44,10 +45,14 @@ class Uploads:
         self._error: BaseException | None = None
         self._is_tested = False  # whether the server keeps conditions
 
+    def waiting(self) -> list[int]:
+        """The sealed shards in the spool that are to be uploaded."""
+        return [number for number in list_shards(self._spool)[0] if number not in self.kept_back]
+
     def start(self) -> None:
         """Upload in the background what is sealed, and what will be sealed meanwhile."""
         with self._changed:
-            if self._thread is None and list_shards(self._spool)[0]:
+            if self._thread is None and self.waiting():
                 self._thread = threading.Thread(target=self._run, daemon=True, name="millstream-uploads")
                 self._thread.start()
 
@@ -63,7 +68,7 @@ class Uploads:
         self.check()
         self.start()
         with self._changed:
-            while self._thread is not None and (most == 0 or len(list_shards(self._spool)[0]) > most):
+            while self._thread is not None and (most == 0 or len(self.waiting()) > most):
                 self._changed.wait(_LOOK_S)
         self.check()
 
@@ -88,7 +93,7 @@ class Uploads:
         while error is None:
             try:
                 with locked(self._spool / _LOCK):
-                    for number in list_shards(self._spool)[0]:
+                    for number in self.waiting():
                         self._upload(number)
                         with self._changed:
                             self._changed.notify_all()
@@ -96,7 +101,7 @@ class Uploads:
             except BaseException as caught:  # also a panic of a client
                 error = caught
             with self._changed:
-                if error is not None or not list_shards(self._spool)[0]:
+                if error is not None or not self.waiting():
                     self._error, self._thread = error, None
                     self._changed.notify_all()
                     return

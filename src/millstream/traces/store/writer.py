@@ -134,7 +134,8 @@ class TraceWriter:
         assert self._uploads
         (self._folder / MANIFEST).unlink(missing_ok=True)  # of a repair; it would list shards that are uploaded now
         self.recovered = recover_all(self._folder)
-        if not list_shards(self._folder)[0]:
+        self._uploads.kept_back = self._kept_back()
+        if not self._uploads.waiting():
             _create(self.path, config, compression)
             return read_manifest(self.path)
         left = read_manifest(self._folder)
@@ -148,6 +149,10 @@ class TraceWriter:
             )
         self._uploads.wait()
         return read_manifest(self.path)
+
+    def _kept_back(self) -> frozenset[int]:
+        """The sealed shards of the spool that are not for this writer to upload."""
+        return frozenset()
 
     def append(self, record: Mapping[str, object]) -> None:
         """Write one record. Once this returns, the record survives a crash of this process."""
