@@ -22,7 +22,10 @@ from millstream.reads.pack.pack import pack
 from millstream.reads.view import Records, view_of
 from millstream.reads.view.statistics import Lengths, Sample, ValueCounts
 from millstream.view import Query, View, plain
+from millstream.view.server import views_of
 from support.effort import num_examples
+from support.remote_stores import remote, upload
+from support.s3_server import Bucket
 
 pytest.importorskip("tokenizers", reason="no tokenizer files: pip install 'millstream[reads]'")
 
@@ -130,6 +133,26 @@ def test_every_record_equals_the_collection(folder: Path):
         assert (shown["name"], shown["bases"], shown["quality"]) == (read.name, read.sequence, read.quality)
         assert shown["columns"] == dict(read.columns) and shown["length"] == len(read)
         assert shown["row"] == number % 120 and shown["file"] == ("a.fq" if number < 120 else "b.fq.gz")
+
+
+def test_reads_by_url_are_shown_as_local_ones(folder: Path, s3: Bucket, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
+    url = upload(folder, f"{s3.url}/reads")  # with their indexes
+    (there,) = views_of(remote(url), notify=ignore_message)
+    here = view_of(folder)
+    for name, asked in (
+        ("overview", {}),
+        ("lengths", {}),
+        ("composition", {}),
+        ("classes", {"column": "group"}),
+        ("list", {"first": 100, "count": 40}),
+        ("record", {"number": 130, "tokenizer": "kmer(3)"}),
+        ("find", {"name": "lbl|10|even|read0"}),
+    ):
+        ours, theirs = query(there, name, **asked), query(here, name, **asked)
+        for file in [*ours.get("files", ()), *theirs.get("files", ())]:
+            del file["folder"]
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("form", ["pack", "zst"])

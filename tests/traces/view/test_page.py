@@ -12,6 +12,8 @@ from millstream.traces.view.inside import TokenTexts
 from millstream.view.server import find_run, is_run, views_of
 from support.making_traces import make_traces
 from support.querying_traces import make_run, querying
+from support.remote_stores import remote, upload
+from support.s3_server import Bucket
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,22 @@ def test_a_store_with_arbitrary_fields_is_shown(tmp_path: Path):
     assert trace["scalars"] == {"name": "a1", "value": 0.5} and trace["shapes"] == {"x": [2, 2]}
     assert trace["tokens"]["ids"] == [] and trace["num_layers"] == 0
     assert query("layers", number=1) is None and query("attention", number=1) is None
+
+
+def test_a_store_by_url_is_shown_as_the_local_one(full: Path, s3: Bucket, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
+    url = remote(upload(full, f"{s3.url}/full"))
+    run = make_run(tmp_path / "run", full, {"lstm": {3: [0.5]}})
+    (view,) = views_of(url, notify=lambda _: None)
+    assert view.name == "traces"
+    there, here = querying(url, run=run), querying(full, run=run)
+    assert {**there("about"), "path": None} == {**here("about"), "path": None}
+    for name in ("trace", "layers", "attention", "evolution"):
+        assert there(name, number=3) == here(name, number=3)
+    for asked in ({}, {"q": "who mills"}, {"verdict": "wrong"}):
+        assert there("list", **asked) == here("list", **asked)
+    (url / "labels.parquet").unlink()
+    assert set(there("about")["verdicts"]) == {"unlabelled"}, "the page was opened again"
 
 
 def test_invalid_and_out_of_range_numbers_are_rejected(probe: Path):

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from millstream.core.batches import text_codes_of
 from millstream.core.config import parse_json
 from millstream.core.record import Tensor
-from millstream.core.remote import to_path
+from millstream.core.remote import ObjectInfo, RemotePath, to_path
 from millstream.core.tables import read_table
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.report.tables import clipped
 from millstream.traces.label import STATUS, UNLABELLED, alias_fields, answer_fields, references_of
 from millstream.traces.store.format import id_field
+from millstream.traces.store.manifest import MANIFEST
 from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.traces.view import inside
 from millstream.traces.view.inside import LayerScores, TokenTexts, find_tokenizer
@@ -278,11 +279,13 @@ class _Latest:
                 self.shown, self._seen = _Shown(*self._from), now
             return self.shown
 
-    def _modified(self) -> list[int]:
+    def _modified(self) -> list[object]:
         """Modification times of the store folder and the predictions; every file is published by rename."""
         path, run, _ = self._from
-        files = [path, *([] if run is None else [run / PREDICTIONS])]
-        return [file.stat().st_mtime_ns for file in files if file.exists()]
+        files = [path / MANIFEST, path / LABELS_FILE] if isinstance(path, RemotePath) else [path]
+        files += [] if run is None else [run / PREDICTIONS]
+        found = [file.stat() for file in files if file.exists()]
+        return [one if isinstance(one, ObjectInfo) else one.st_mtime_ns for one in found]
 
 
 class _Shown:

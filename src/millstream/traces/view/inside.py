@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.record import Tensor
+from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.traces.convert import importers, names_of
 from millstream.traces.kind import POSITIONS
@@ -146,7 +147,7 @@ class TokenTexts:
 def find_tokenizer(store: Path, given: str | None) -> Path | None:
     """The given tokenizer file, or that of the store."""
     if given is not None:
-        path = Path(given)
+        path = to_path(given)
         file = path / TOKENIZER if path.is_dir() else path
         if not file.is_file():
             raise BadSource(f"--tokenizer {given}: contains no {TOKENIZER}")
@@ -271,6 +272,6 @@ def _load(file: Path | None) -> tuple[Any, str | None]:
     except ImportError:
         return None, "token texts need tokenizers: pip install 'millstream[view]'"
     try:
-        return Tokenizer.from_file(str(file)), None
+        return Tokenizer.from_str(file.read_text("utf-8")), None
     except Exception as error:  # the library raises bare Exceptions
         return None, f"{file}: is not a valid tokenizer ({error})"
