@@ -2,8 +2,8 @@
 
     python docs/make_reference.py
 
-The text between `<!-- commands -->`, `<!-- errors -->` or `<!-- settings: NAME -->` and `<!-- end -->` is replaced with
-what the command line, errors.py or a dataclass of settings says.
+The text between `<!-- commands -->`, `<!-- errors -->`, `<!-- layouts -->` or `<!-- settings: NAME -->` and
+`<!-- end -->` is replaced with what the command line, errors.py, layouts.py or a dataclass of settings says.
 """
 
 import inspect
@@ -30,10 +30,14 @@ def expand(markdown: str) -> str:
     """The page with its generated parts as they are now."""
 
     def part(match: re.Match[str]) -> str:
-        text = {"commands": commands, "errors": errors}.get(match[1]) or partial(settings_table, match[2])
+        text = {"commands": commands, "errors": errors, "layouts": layouts}.get(match[1]) or partial(
+            settings_table, match[2]
+        )
         return f"<!-- {match[1]} -->\n\n{text()}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- (commands|errors|settings: (\w+)) -->\n.*?<!-- end -->", part, markdown, flags=re.DOTALL)
+    return re.sub(
+        r"<!-- (commands|errors|layouts|settings: (\w+)) -->\n.*?<!-- end -->", part, markdown, flags=re.DOTALL
+    )
 
 
 def commands() -> str:
@@ -54,6 +58,15 @@ def errors() -> str:
     """The exception tree from the docstring of errors.py."""
     text = inspect.getdoc(import_module("millstream.errors")) or ""
     return f"```text\n{text[text.index('MillstreamError') :]}\n```"
+
+
+def layouts() -> str:
+    """The columns that questions are read from, and the datasets whose layout is known."""
+    module = import_module("millstream.traces.llm.layouts")
+    columns = [f"| `{ours}` | {', '.join(map(_code, theirs))} |" for ours, theirs in module.COLUMNS.items()]
+    known = [f"| {one.dataset} | {', '.join(map(_code, one.columns))} | {one.about} |" for one in module.LAYOUTS]
+    lines = ["| our name | columns of the file, the first that it has |", "|---|---|", *columns, ""]
+    return "\n".join([*lines, "| dataset | recognised by | what becomes of it |", "|---|---|---|", *known])
 
 
 def settings_of_name(name: str) -> list[Setting]:

@@ -62,7 +62,7 @@ def test_every_public_name_is_on_the_site(site: Path):
     assert "CorruptRecord" in (site / "reference" / "api.html").read_text()
 
 
-@pytest.mark.parametrize("name", ["api", "cli", "config"])
+@pytest.mark.parametrize("name", ["api", "cli", "config", "questions"])
 def test_the_generated_parts_of_the_reference_are_current(name: str):
     """If not: python docs/make_reference.py"""
     text = (DOCS / "reference" / f"{name}.md").read_text()

@@ -66,9 +66,14 @@ def read_parquet(data: bytes) -> pa.Table:
     On this thread: threads of Arrow's CSV reader aborted commands that ended soon after. Those of its Parquet reader
     were not seen to, but these files are small and need none.
     """
+    return open_parquet(data).read(use_threads=False)
+
+
+def open_parquet(data: bytes) -> pq.ParquetFile:
+    """The same, to read some of its rows or columns."""
     if is_table_intact(data) is False:
         check_table(data)
-    return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+    return pq.ParquetFile(pa.BufferReader(data))
 
 
 def _with_checksum(data: bytes) -> bytes:

@@ -8,17 +8,15 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import BinaryIO, Literal, Self, cast
+from typing import BinaryIO, Literal, cast
 
 import numpy as np
 import pyarrow as pa
 
 from millstream.core.batches import Column
 from millstream.core.collection import Numbers
-from millstream.core.config import parse_json
 from millstream.core.console import Progress, silent
-from millstream.core.record import crc32c
+from millstream.core.rows import DELIMITERS, Lines, Row, json_row, split_cells
 from millstream.errors import BadSource
 from millstream.tables.parquet import DecodedGroups, Pieces
 from millstream.tables.source import Part, Source, Span
@@ -26,13 +24,9 @@ from millstream.tables.source import Part, Source, Span
 BLOCK_BYTES = 16 << 10  # of rows; larger rows are blocks of their own. The index takes 0.1% of the file
 RUN_BYTES = 1 << 20  # blocks read together when a column is read as a whole; of an object, always
 _TOGETHER = 16  # runs of an object, requested at once
-MAX_ROW_BYTES = 256 << 20
 _CHUNK_ROWS = 1 << 12  # of CSV, whose types are found at once
-_BOM = b"\xef\xbb\xbf"
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "text": pa.string(), "json": pa.null()}
 Type = Literal["int", "float", "bool", "text", "json"]
-Row = Mapping[str, object] | Sequence[str]
 
 # Numbers that are written in the one usual way: 007 and +1 stay text, and so does what would lose digits.
 _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
@@ -42,7 +36,6 @@ _FLOAT = re.compile(
 )
 _NUMBERS: Mapping[Type, re.Pattern[str]] = {"int": _INT, "float": _FLOAT}
 _EXACT = 1 << 53  # larger integers have no float of their own
-csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))  # of the process; the default refuses long answers
 
 
 class TextTable:
@@ -171,9 +164,9 @@ class TextTable:
         try:
             if self._delimiter is None:
                 found = [line for line in data.split(b"\n") if line.strip()]
-                return [_object(found[place], f"{where} {first + place}") for place in wanted]
+                return [json_row(found[place], f"{where} {first + place}") for place in wanted]
             lines = (line.decode() for line in io.BytesIO(data))
-            texts = [cells for cells in _csv_rows(lines, self._delimiter) if cells]
+            texts = [cells for cells in split_cells(lines, self._delimiter) if cells]
             return [dict(zip(self.names, texts[place], strict=True)) for place in wanted]
         except (IndexError, ValueError, csv.Error):
             raise BadSource(
@@ -200,24 +193,19 @@ class TextIndex:
 def scan(source: Source, *, progress: Progress = silent) -> TextIndex:
     """One pass over a file; BadSource, with the line, if it is damaged."""
     path, delimiter = source.path, DELIMITERS.get(source.path.suffix.lower())
-    types = JsonTypes() if delimiter is None else CsvTypes(path)
+    types = JsonTypes() if delimiter is None else CsvTypes()
     starts, firsts, row = list[int](), list[int](), 0
     with source.stream() as file:
-        lines = _Lines(file)
+        lines = Lines(file)
         start = lines.position
-        try:
-            for found in _json_rows(lines, path) if delimiter is None else _csv_rows(lines, delimiter):
-                if types.add(found, lines.count):  # not a blank line or the header
-                    if not starts or lines.position - starts[-1] > BLOCK_BYTES:
-                        starts.append(start)
-                        firsts.append(row)
-                        progress(start)
-                    row += 1
-                start = lines.position
-        except csv.Error as error:
-            raise BadSource(f"{path}: line {lines.count} is not valid CSV ({error})") from None
-        except UnicodeDecodeError as error:
-            raise BadSource(f"{path}: line {lines.count} is not valid UTF-8 ({error.reason})") from None
+        for found in lines.json_rows(path) if delimiter is None else lines.csv_rows(path, delimiter):
+            if types.add(found):  # not a blank line or the header
+                if not starts or lines.position - starts[-1] > BLOCK_BYTES:
+                    starts.append(start)
+                    firsts.append(row)
+                    progress(start)
+                row += 1
+            start = lines.position
     progress(source.size)
     if not types.found():
         raise BadSource(f"{path}: has no columns")
@@ -231,10 +219,10 @@ class JsonTypes:
     def __init__(self) -> None:
         self._seen: dict[str, set[object]] = {}
 
-    def add(self, row: Row | None, line: int) -> bool:
+    def add(self, row: Row | Sequence[str] | None) -> bool:
         if row is None:
             return False
-        for name, value in cast("Mapping[str, object]", row).items():
+        for name, value in cast("Row", row).items():
             kind: object = type(value)
             if isinstance(value, int) and not -_EXACT <= value <= _EXACT:
                 kind = "large" if -(1 << 63) <= value < 1 << 63 else "huge"
@@ -257,27 +245,22 @@ def _json_type(kinds: set[object]) -> Type:
 
 
 class CsvTypes:
-    """Finds the types of the columns of CSV, and checks that every row has all of them."""
+    """Finds the types of the columns of CSV, whose first row has their names."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._names: list[str] = []
+    def __init__(self) -> None:
+        self._names: Sequence[str] = []
         self._allowed: list[list[Type]] = []  # for each column, the numeric types of all cells so far
         self._has_values: list[bool] = []
         self._rows: list[Sequence[str]] = []
 
-    def add(self, row: Row | None, line: int) -> bool:
+    def add(self, row: Row | Sequence[str] | None) -> bool:
         cells = cast("Sequence[str]", row)
         if not cells:
             return False
         if not self._names:
-            self._begin(cells)
+            self._names = cells
+            self._allowed, self._has_values = [["int", "float"] for _ in cells], [False] * len(cells)
             return False
-        if len(cells) != len(self._names):
-            raise BadSource(
-                f"{self._path}: line {line}: a row of {len(cells)} cells, but the header has {len(self._names)}. Cells "
-                "that contain the delimiter or a line break need double quotes"
-            )
         self._rows.append(cells)
         if len(self._rows) == _CHUNK_ROWS:
             self._narrow()
@@ -290,17 +273,6 @@ class CsvTypes:
         ]
         return dict(zip(self._names, best, strict=True))
 
-    def _begin(self, header: Sequence[str]) -> None:
-        self._names = [name or f"column {place}" for place, name in enumerate(header)]
-        if len(set(self._names)) < len(self._names):
-            twice = next(name for name in self._names if self._names.count(name) > 1)
-            raise BadSource(f"{self._path}: the header has two columns {twice!r}. Rename one of them")
-        if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), None)):
-            raise BadSource(
-                f"{self._path}: its columns are separated by {other!r}. Separate them by commas (.csv) or tabs (.tsv)"
-            )
-        self._allowed, self._has_values = [["int", "float"] for _ in header], [False] * len(header)
-
     def _narrow(self) -> None:
         for place, cells in enumerate(zip(*self._rows, strict=True)):
             present = [cell for cell in cells if cell]
@@ -309,48 +281,6 @@ class CsvTypes:
                 kind for kind in self._allowed[place] if all(map(_NUMBERS[kind].fullmatch, present))
             ]
         self._rows = []
-
-
-class _Lines:
-    """The lines of a file as text: how many so far, the position after them, and the CRC-32C of their bytes."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = io.BufferedReader(cast(io.RawIOBase, file), 1 << 20)
-        mark = self._file.read(len(_BOM)) if self._file.peek(len(_BOM)).startswith(_BOM) else b""
-        self.count, self.position, self.crc32c = 0, len(mark), crc32c(mark)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> str:
-        line = self._file.readline(MAX_ROW_BYTES)
-        if not line:
-            raise StopIteration
-        self.crc32c = crc32c(line, self.crc32c)
-        self.position += len(line)
-        self.count += 1
-        return line.decode()
-
-
-def _json_rows(lines: _Lines, path: Path) -> Iterator[Mapping[str, object] | None]:
-    """The object on each line; None for a blank one."""
-    for line in lines:
-        yield _object(line, f"{path}: line {lines.count}") if line.strip() else None
-
-
-def _csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
-    """The cells of each row, which may have several lines; none for a blank line."""
-    return csv.reader(lines, delimiter=delimiter, strict=True)
-
-
-def _object(line: str | bytes, where: str) -> Mapping[str, object]:
-    try:
-        row: object = parse_json(line)
-    except ValueError as error:
-        raise BadSource(f"{where} is not valid JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise BadSource(f"{where} is not a JSON object")
-    return cast("Mapping[str, object]", row)
 
 
 def _column(values: list[object], kind: Type) -> Column:

@@ -398,6 +398,7 @@ WRONG_CELLS: dict[str, tuple[str, object]] = {
     "a span without an end": ("spans", [{"start": 1}]),
     "a span beyond the answer": ("spans", [[0, 9]]),
     "a span that ends before it starts": ("spans", [[2, 1]]),
+    "another verdict": ("verdict", "true"),
 }
 
 
@@ -498,10 +499,10 @@ BAD = {
     "a number for a question": ("q.jsonl", '{"question": 3}\n', r"q\.jsonl: row 1 "),
     "empty": ("q.jsonl", "\n", r"q\.jsonl: "),
     "cut off": ("q.json", '[{"question": "a"}', r"q\.json: "),
-    "another json": ("q.json", '{"rows": []}', r"q\.json: must be a list of questions"),
-    "a list of something else": ("q.json", '["a", "b"]', r"q\.json: must be a list of questions"),
+    "another json": ("q.json", '{"rows": []}', r"q\.json: no question column among rows"),
+    "a list of something else": ("q.json", '["a", "b"]', r"q\.json: must be a JSON object or a list of them"),
     "no question in csv": ("q.csv", "id,text\n1,a\n", r"q\.csv: .* id, text"),
-    "a short row": ("q.csv", "id,question\n1,a\n2\n", r"q\.csv: row 2 "),
+    "a short row": ("q.csv", "id,question\n1,a\n2\n", r"q\.csv: line 3: a row of 1 cells"),
     "no parquet": ("q.parquet", "PAR1 not", r"q\.parquet: "),
 }
 

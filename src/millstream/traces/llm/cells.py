@@ -1,6 +1,7 @@
 """A cell of a questions file -> a text, answers, messages, numbers or spans. ValueError says what is wrong with it."""
 
 import ast
+import json
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -130,6 +131,21 @@ def spans(value: object, answer: str | None) -> tuple[tuple[int, int, str | None
             raise ValueError(f"has a span up to character {end}, but the answer has {len(answer)}")
         found.append((start, end, None if label is None else str(label)))
     return tuple(found)
+
+
+def verdict(value: object, spans: Sequence[object] | None) -> str | None:
+    """right or wrong; without one, an answer with spans is wrong, and one that has none after annotation is right."""
+    if value in (None, ""):
+        return None if spans is None else "wrong" if spans else "right"
+    if value not in ("right", "wrong", "ambiguous", "refused"):
+        raise ValueError(f"must be right, wrong, ambiguous or refused, not {_short(value)}")
+    return str(value)
+
+
+def about(value: object) -> str | None:
+    """A dict as JSON text, or a text."""
+    row = _row(value)
+    return json.dumps(row, ensure_ascii=False) if row else text(value or None)
 
 
 def _row(value: object) -> dict[str, object]:

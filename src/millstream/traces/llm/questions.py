@@ -1,6 +1,5 @@
 """Question sets -> questions: files in the known layouts, a Hugging Face name, or a built-in set."""
 
-import csv
 import json
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,36 +9,17 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from millstream.core.config import parse_json
 from millstream.core.registry import extensions
 from millstream.core.remote import to_path
+from millstream.core.rows import SUFFIXES, Row, read_rows
 from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.traces.llm import cells
+from millstream.traces.llm.layouts import COLUMNS, SEMICOLONS, expanded
 from millstream.traces.scores import normalise
 
-Row = Mapping[str, Any]
 T = TypeVar("T")
-# Column names of TriviaQA, NQ-open, WebQuestions, PopQA, TruthfulQA, SimpleQA and others; the first match counts.
-_COLUMNS = {
-    "id": ("id", "question_id", "QuestionId", "qid", "example_id"),
-    "question": ("question", "Question", "problem", "qText", "query"),
-    "answer": ("answer", "best_answer", "Answer", "obj", "Best Answer", "target"),
-    "aliases": ("aliases", "answers", "possible_answers", "correct_answers", "Correct Answers", "golden_answers"),
-    "kind": ("kind", "prop", "category", "Category"),
-    "exposure": ("exposure",),
-    "context": ("context", "contexts"),
-    "prompt": ("prompt",),
-    "messages": ("messages",),
-    "sample": ("sample",),
-    "generated_answer": ("generated_answer", "response", "output", "completion", "generated_text"),
-    "token_ids": ("token_ids",),
-    "prompt_token_ids": ("prompt_token_ids",),
-    "logprobs": ("logprobs",),
-    "spans": ("spans",),
-}
 _TEXTS = ("question", "prompt", "messages")  # one of them is needed
 _SEMICOLONS = "Correct Answers"  # of the TruthfulQA file: answers separated by semicolons
-_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +58,8 @@ class Question:
     given: Given | None = None  # an answer to replay
     sample: int = 0  # of several answers
     spans: tuple[Span, ...] | None = None  # of the given answer; none of them: nothing is wrong with it
+    verdict: str | None = None  # right, wrong, ambiguous or refused: what the file says of the given answer
+    about: str | None = None  # what else the file says of it, as JSON text: the model, the split
 
     @property
     def record_id(self) -> str:
@@ -170,18 +152,18 @@ def _find_questions(
     name = str(source)
     if name == "-":
         stdin = Path("/dev/stdin")
-        return _from_rows(_read_file(stdin), stdin.name, columns, stdin, needs_text=needs_text)
+        return _from_rows(read_rows(stdin), stdin.name, columns, stdin, needs_text=needs_text)
     built_in = built_in_questions()
     path = built_in.get(name, to_path(source))
     if not isinstance(path, Path):
         return path()
-    if path.suffix in _SUFFIXES or path.exists():
+    if path.suffix in SUFFIXES or path.exists():
         if not path.is_file():
-            known = ", ".join((*_SUFFIXES, *built_in))
+            known = ", ".join((*SUFFIXES, *built_in))
             raise BadSource(
                 f"{path}: no such file. Questions must be one of {known}, or a dataset on the Hugging Face hub"
             )
-        return _from_rows(_read_file(path), path.name.split(".")[0], columns, path, needs_text=needs_text)
+        return _from_rows(read_rows(path), path.name.split(".")[0], columns, path, needs_text=needs_text)
     return _from_rows(_from_hub(name), name, columns, name, needs_text=needs_text)
 
 
@@ -189,67 +171,12 @@ def _parse_columns(text: str | None) -> dict[str, str]:
     named: dict[str, str] = {}
     for part in text.split(",") if text else ():
         ours, equals, theirs = (word.strip() for word in part.partition("="))
-        if not equals or ours not in _COLUMNS or not theirs:
+        if not equals or ours not in COLUMNS or not theirs:
             raise BadSetting(
                 f"columns={text}: must be like id=..,question=..,answer=..,aliases=.. with the column names of the file"
             )
         named[ours] = theirs
     return named
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    reader: Callable[[Path], Iterator[Row]] = {
-        ".jsonl": _json_lines,
-        ".json": _json,
-        ".csv": _csv,
-        ".tsv": _csv,
-        ".parquet": _parquet,
-    }.get(path.suffix, _json_lines)
-    try:
-        yield from reader(path)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise BadSource(f"{path}: is not valid text ({error})") from None
-
-
-def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = parse_json(line)
-                except ValueError as error:
-                    raise BadSource(f"{path}: line {number} is not valid JSON ({error})") from None
-                if not isinstance(row, dict):
-                    raise BadSource(f"{path}: line {number} is not a JSON object")
-                yield cast("Row", row)
-
-
-def _json(path: Path) -> Iterator[Row]:
-    """A list of rows, or the official TriviaQA file, whose rows are under `Data`."""
-    try:
-        found: Any = parse_json(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise BadSource(f"{path}: is not valid JSON ({error})") from None
-    rows: Any = cast("Row", found).get("Data") if isinstance(found, dict) else found
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in cast("list[object]", rows)):
-        raise BadSource(f"{path}: must be a list of questions, or the TriviaQA file with `Data`")
-    yield from cast("list[Row]", rows)
-
-
-def _csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow as pa
-
-    from millstream.core.tables import read_parquet
-
-    try:
-        yield from read_parquet(path.read_bytes()).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise BadSource(f"{path}: is not a valid Parquet file ({error})") from None
 
 
 def _from_hub(name: str) -> Iterator[Row]:
@@ -278,23 +205,26 @@ def _from_rows(
 ) -> Iterator[Question]:
     names: dict[str, str | None] = {}
     keys: list[str] = []
+    contexts: dict[str, str] = {}  # each in memory once
     first_ids: dict[object, str] = {}  # of questions with given answers and no ids
     numbered: Counter[str] = Counter()  # given answers by question
-    for number, row in enumerate(rows):
+    for number, row in expanded(rows, source):
         if not keys:
             _check_columns(row, columns, source, needs_text=needs_text)
         if list(row) != keys:  # JSON lines may have different keys
             keys = list(row)
-            names = {ours: _column(ours, row, columns) for ours in _COLUMNS}
+            names = {ours: _column(ours, row, columns) for ours in COLUMNS}
         cell = {ours: row.get(theirs) if theirs else None for ours, theirs in names.items()}
-        if names["aliases"] == _SEMICOLONS and isinstance(cell["aliases"], str):
+        if names["aliases"] == SEMICOLONS and isinstance(cell["aliases"], str):
             cell["aliases"] = cell["aliases"].split(";")
         parse = _Cells(cell, names)
         try:
             question = _question(parse, f"{stem}-{number}", needs_text=needs_text)
             sample = parse("sample", cells.number)
         except ValueError as error:
-            raise BadSource(f"{source}: row {number + 1} {error}") from None
+            raise BadSource(f"{source}: row {int(number.split('-')[0]) + 1} {error}") from None
+        if question.context is not None:
+            question = replace(question, context=contexts.setdefault(question.context, question.context))
         if question.given is not None:
             if cell["id"] in (None, ""):
                 question = replace(question, id=first_ids.setdefault(_text_key(question), question.id))
@@ -349,6 +279,8 @@ def _question(parse: _Cells, name: str, *, needs_text: bool) -> Question:
         messages=messages,
         given=None if given.text is None and ids is None else given,
         spans=None if found is None else tuple(Span(*span) for span in found),
+        verdict=parse("verdict", cells.verdict, found),
+        about=parse("about", cells.about),
     )
 
 
@@ -362,6 +294,6 @@ def _check_columns(first: Row, columns: Mapping[str, str], source: object, *, ne
 
 
 def _column(ours: str, row: Row, columns: Mapping[str, str]) -> str | None:
-    names = (columns[ours],) if ours in columns else _COLUMNS[ours]
+    names = (columns[ours],) if ours in columns else COLUMNS[ours]
     others = [theirs for other, theirs in columns.items() if other != ours]
     return next((name for name in names if name in row and name not in others), None)
