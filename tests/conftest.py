@@ -15,6 +15,7 @@ from support.effort import num_examples
 from support.faulty_proxy import proxy
 from support.forked_training import processes
 from support.http_server import web
+from support.model_server import model_server
 from support.s3_server import s3, s3_address
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # with a test process on every core, more threads only wait
@@ -23,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-__all__ = ["browser", "open_page", "processes", "proxy", "s3", "s3_address", "serve_views", "web"]
+__all__ = ["browser", "model_server", "open_page", "processes", "proxy", "s3", "s3_address", "serve_views", "web"]
 
 # No deadline: the first call of a kernel compiles it. No database: a failure prints the code that repeats it.
 settings.register_profile("suite", max_examples=num_examples(100), deadline=None, database=None, print_blob=True)

@@ -27,7 +27,7 @@ MillstreamError
 │   ├── NotFinite          a loss is NaN or infinite
 │   └── MissingFields      the records lack fields that a model needs
 │       └── NoDetector     the store lacks fields that a detector needs
-├── RemoteError            an object store gives no usable answer, or something needs a local path
+├── RemoteError            a server gives no usable answer, or something needs a local path
 │   ├── ObjectMissing      there is no such object
 │   ├── ObjectChanged      an object was replaced while it was being read
 │   └── AccessDenied       the server refuses the credentials
@@ -146,7 +146,7 @@ class NoDetector(MissingFields):
 
 
 class RemoteError(MillstreamError):
-    """An object store gives no usable answer, or something that needs a local path was given a URL."""
+    """A server gives no usable answer, or something that needs a local path was given a URL."""
 
 
 class ObjectMissing(RemoteError, FileNotFoundError):

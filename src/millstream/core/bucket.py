@@ -210,7 +210,7 @@ def import_extra(module: str, where: str, package: str = "'millstream[cloud]'") 
 def retried(url: str, once: Callable[[], Result]) -> Result:
     """Call until it succeeds, fails for good, or has failed for MILLSTREAM_PATIENCE seconds; errors are ours."""
     patience_s = float(os.environ.get("MILLSTREAM_PATIENCE", "60"))
-    deadline = time.monotonic() + patience_s
+    deadline = 0.0
     wait = _FIRST_WAIT_S
     while True:
         try:
@@ -218,6 +218,7 @@ def retried(url: str, once: Callable[[], Result]) -> Result:
         except Exception as error:
             if (final := _final_error(url, error)) is not None:
                 raise final from None
+            deadline = deadline or time.monotonic() + patience_s  # an answer may take longer than that
             is_over = not threading.main_thread().is_alive()  # Ctrl-C: the process waits for this thread
             if is_over or time.monotonic() + wait > deadline:
                 raise RemoteError(
