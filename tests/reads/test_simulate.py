@@ -464,7 +464,7 @@ def test_a_genome_that_is_not_dna_is_refused(genomes: Genomes, tmp_path: Path):
         ({"indel": -0.01}, "indel=-0.01"),
         ({"insert": 149}, "insert=149"),
         ({"insert": 300, "reads": 7}, "reads=7"),
-        ({"insert": 300, "insert_sd": -1.0}, "insert=300"),
+        ({"insert": 300, "insert_sd": -1.0}, "insert_sd=-1"),
         ({"abundance": "many"}, "many"),
         ({"seed": -1}, "seed=-1"),
     ],

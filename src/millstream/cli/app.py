@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from millstream.cli.process import PART, close_quietly, report_interrupt
-from millstream.core.config import Setting, list_settings
+from millstream.core.config import Between, Setting, check_limits, list_settings
 from millstream.core.registry import extensions, kind_at, kinds_with, plug, plugs
 from millstream.errors import BadSetting, MillstreamError
 
@@ -106,7 +106,7 @@ Address = Annotated[
     str | None, typer.Option(help="Address of the Ray cluster.", show_default="start one here", metavar="HOST:PORT")
 ]
 Workers = Annotated[
-    int | None, typer.Option(help="Workers on the cluster.", show_default="one per GPU or machine", metavar="N")
+    int | None, typer.Option(help="Workers on the cluster.", show_default="one per GPU or machine", metavar="N", min=1)
 ]
 
 _REMEDIES = {
@@ -238,7 +238,9 @@ def view(
         Path,
         typer.Argument(help="A trace store, a run folder, or reads.", metavar="STORE|RUN|READS", parser=parse_path),
     ],
-    port: Annotated[int, typer.Option(help="Port on this machine.", metavar="NUMBER", show_default="any free")] = 0,
+    port: Annotated[
+        int, typer.Option(help="Port on this machine.", metavar="NUMBER", show_default="any free", min=0, max=65535)
+    ] = 0,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -265,13 +267,14 @@ def inspect(
         Path, typer.Argument(help="A trace store, an old .pkl, .pkl.gz or .pt file, a table, or reads.", metavar="PATH")
     ],
     other: Annotated[Path | None, typer.Argument(help="Another trace store, to compare with.", metavar="OTHER")] = None,
-    examples: Annotated[int, typer.Option(help="Number of example records to show.", metavar="N")] = 0,
+    examples: Annotated[int, typer.Option(help="Number of example records to show.", metavar="N", min=0)] = 0,
     tolerance: Annotated[
-        float, typer.Option(help="Numbers x and y are equal if |x - y| <= X (1 + |y|).", metavar="X", min=0)
+        float, typer.Option(help="Numbers x and y are equal if |x - y| <= X (1 + |y|).", metavar="X")
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Show what is in a store, in a table or in reads, or compare two stores."""
+    check_limits("--tolerance", tolerance, [Between(0)])
     if tolerance and other is None:
         raise typer.BadParameter("--tolerance compares two stores: give another one")
     from millstream.core.remote import to_path

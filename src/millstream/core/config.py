@@ -1,4 +1,7 @@
-"""Text as people and files have it -> plain values: JSON, YAML, byte sizes, `key=value`, and their fingerprint."""
+"""Text as people and files have it -> plain values: JSON, YAML, byte sizes, `key=value`, and their fingerprint.
+
+The annotation of a setting has its help and the limits of its numbers: `Annotated[Count, "records per step"]`.
+"""
 
 import difflib
 import hashlib
@@ -7,9 +10,25 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import reduce
+from math import inf, isfinite
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, SupportsIndex, TypeVar, cast, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Protocol,
+    SupportsIndex,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from millstream.errors import BadSetting
 
@@ -24,7 +43,7 @@ _TOO_LONG = "a number has too many digits"
 _MAX_BITS = 10_000  # Python prints integers of up to 14,000; YAML can write longer ones, in hexadecimal
 _MAX_DEPTH = 100  # what is nested deeper can be parsed, but not always printed or written again
 _MAX_VALUES = 1_000_000  # in YAML, where a few lines of references can stand for any number
-_MOST_BYTES = 1 << 63
+_MOST = 1 << 63  # of integers and bytes
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -40,13 +59,82 @@ def parse_bytes(size: float | str) -> int:
     value = float(match[1]) * _UNITS[match[2] or ""] if match else None
     if isinstance(given, float | SupportsIndex) and not isinstance(given, bool):
         value = given if isinstance(given, float) else index(given)
-    bits = given.bit_length() if isinstance(given, int) else 0
-    shown = f"an integer of {bits} bits" if bits > 64 else reprlib.repr(given)  # Python refuses to print huge ones
     if value is None:
-        raise BadSetting(f"{shown} is not a size in bytes; write for example '512MB', '2GiB' or 4096")
-    if not 1 <= value < _MOST_BYTES:
-        raise BadSetting(f"a size in bytes must be positive, and less than 2**63, got {shown}")
+        raise BadSetting(f"{shown(given)} is not a size in bytes; write for example '512MB', '2GiB' or 4096")
+    if not 1 <= value < _MOST:
+        raise BadSetting(f"a size in bytes must be positive, and less than 2**63, got {shown(given)}")
     return int(value)
+
+
+@runtime_checkable
+class Limit(Protocol):
+    """Part of an annotation: which values of its type are allowed."""
+
+    def refusal(self, value: Any) -> str | None:
+        """What a value must be, if it is not."""
+        ...
+
+
+@dataclass(frozen=True)
+class Between:
+    """Finite numbers from `least` to `most`; neither of these itself if `is_open`, not `most` if `is_below`."""
+
+    least: float = -inf
+    most: float = inf
+    is_open: bool = False
+    is_below: bool = False
+
+    def refusal(self, value: Any) -> str | None:
+        number: float = index(value) if isinstance(value, SupportsIndex) else value
+        if isinstance(number, int) and number >= _MOST:
+            return "must be below 2**63"
+        if not isfinite(number):
+            return "must be a finite number"
+        is_low = number <= self.least if self.is_open else number < self.least
+        is_high = number >= self.most if self.is_open or self.is_below else number > self.most
+        return f"must be {self}" if is_low or is_high else None
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.is_open else 'at least'} {self.least:g}"
+        high = f"{'below' if self.is_open or self.is_below else 'at most'} {self.most:g}"
+        return " and ".join(text for text, edge in ((low, self.least), (high, self.most)) if isfinite(edge))
+
+
+class ByteSize:
+    """A number of bytes as `parse_bytes` takes it."""
+
+    def refusal(self, value: Any) -> str | None:
+        try:
+            parse_bytes(value)
+        except BadSetting as error:
+            return str(error)
+        return None
+
+
+Count = Annotated[int, Between(1)]
+Natural = Annotated[int, Between(0)]
+Finite = Annotated[float, Between()]
+NonNegative = Annotated[float, Between(0)]
+Positive = Annotated[float, Between(0, is_open=True)]
+Probability = Annotated[float, Between(0, 1)]
+Rate = Annotated[float, Between(0, 1, is_below=True)]
+Share = Annotated[float, Between(0, 1, is_open=True)]
+Bytes = Annotated[int | str, ByteSize()]
+
+
+def check_limits(name: str, value: object, limits: Iterable[Limit]) -> None:
+    """BadSetting, one line, if there is a value and it is outside of a limit."""
+    for limit in limits if value is not None else ():
+        if why := limit.refusal(value):
+            text = f"{name}: {why}" if isinstance(limit, ByteSize) else f"{name}={shown(value)}: {why}"
+            raise BadSetting(text)
+
+
+def shown(value: object) -> str:
+    """A value for a message, however large it is."""
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print huge ones
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)
 
 
 def parse_json(text: str | bytes, *, object_hook: Callable[[dict[str, Any]], object] | None = None) -> Any:
@@ -104,7 +192,16 @@ def read_settings(kind: type[T], given: Sequence[str] | Mapping[str, object]) ->
             hint = f"did you mean {near[0]}=?" if near else f"must be one of {', '.join(known)}"
             raise BadSetting(f"{key}={value}: unknown setting; {hint}")
         values[key] = _typed(value, known[key])
-    return _built(kind, values)
+    settings = _built(kind, values)
+    check_settings(settings)
+    return settings
+
+
+def check_settings(settings: "DataclassInstance") -> None:
+    """BadSetting, one line, for the first number that is outside of its limits."""
+    for setting in list_settings(type(settings)):
+        value = reduce(getattr, setting.name.split("."), cast(object, settings))
+        check_limits(setting.name, value, setting.limits)
 
 
 @dataclass(frozen=True)
@@ -115,6 +212,7 @@ class Setting:
     types: tuple[Any, ...]
     default: object
     help: str
+    limits: tuple[Limit, ...] = ()
 
     @property
     def type(self) -> str:
@@ -125,27 +223,35 @@ class Setting:
 def list_settings(kind: type[Any], prefix: str = "") -> list[Setting]:
     """The settings of a dataclass, those of inner dataclasses by their full names, such as `data.train`.
 
-    The help text of a field is the metadata of its type, `Annotated[int, "help text"]`.
+    The help text and the limits of a field are the metadata of its type, `Annotated[Count, "help text"]`. A subclass
+    that changes only a default, `epochs: int = 3`, keeps those of its base class.
     """
-    hints, texts = get_type_hints(kind), _help_texts(kind)
-    found: list[Setting] = []
+    plain, found = get_type_hints(kind), list[Setting]()
+    marks: dict[str, list[object]] = {}
+    for base in reversed(kind.__mro__):
+        marked = {name: marks_of(hint) for name, hint in get_type_hints(base, include_extras=True).items()}
+        marks |= {name: values for name, values in marked.items() if values}
     for field in fields(kind):
-        hint: Any = hints[field.name]
+        hint: Any = plain[field.name]
         if is_dataclass(hint):
             found += list_settings(cast("type[Any]", hint), f"{prefix}{field.name}.")
             continue
         default = None if field.default is MISSING else field.default
-        found.append(Setting(prefix + field.name, get_args(hint) or (hint,), default, texts.get(field.name, "")))
+        text = next((mark for mark in marks.get(field.name, ()) if isinstance(mark, str)), "")
+        limits = tuple(mark for mark in marks.get(field.name, ()) if isinstance(mark, Limit))
+        found.append(Setting(prefix + field.name, get_args(hint) or (hint,), default, text, limits))
     return found
 
 
-def _help_texts(kind: type[Any]) -> dict[str, str]:
-    """By field; a subclass that changes only a default keeps the text of its base class."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        hints: dict[str, Any] = get_type_hints(base, include_extras=True)
-        found |= {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
-    return found
+def marks_of(hint: Any) -> list[object]:
+    """The metadata of an annotation, and of the types in a union."""
+    if get_origin(hint) is Annotated:
+        return [*hint.__metadata__, *marks_of(hint.__origin__)]
+    return [mark for inner in get_args(hint) for mark in marks_of(inner)] if is_union(hint) else []
+
+
+def is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
 
 
 def _built(kind: type[T], values: Mapping[str, object], prefix: str = "") -> T:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from millstream.core.config import setting_pairs, without_effect
+from millstream.core.config import Count, Natural, setting_pairs, without_effect
 from millstream.errors import BadSetting
 from millstream.training import LoopSettings
 
@@ -142,17 +142,17 @@ class ReadSettings(LoopSettings):
     balance: Annotated[str, "class balancing: weights (of the loss), sampling, or none"] = "weights"
     reverse_complement: Annotated[bool, "train on both strands, and average both when scoring"] = True
     paired: Annotated[bool, "neighbouring reads are mates and get one prediction"] = False
-    val_reads: Annotated[int, "maximum number of validation reads"] = 100_000
+    val_reads: Annotated[Count, "maximum number of validation reads"] = 100_000
     k: Annotated[str, "kmer-linear: k-mer lengths and subsampling, such as 14/4,16/8"] = "auto"
-    bits: Annotated[int | None, "kmer-linear: 2^bits hash buckets; default: what the memory budget allows"] = None
-    width: Annotated[int, "cnn, lstm, transformer: width"] = 64
-    layers: Annotated[int, "cnn, transformer: number of layers"] = 4
+    bits: Annotated[Count | None, "kmer-linear: 2^bits hash buckets; default: what the memory budget allows"] = None
+    width: Annotated[Count, "cnn, lstm, transformer: width"] = 64
+    layers: Annotated[Count, "cnn, transformer: number of layers"] = 4
     tokenizer: Annotated[str, "lstm, transformer: kmer(6), hf(folder), ..."] = "auto"
     max_length: Annotated[
-        int | None, "nets: maximum number of tokens per read (cnn: bases); longer reads are truncated"
+        Count | None, "nets: maximum number of tokens per read (cnn: bases); longer reads are truncated"
     ] = None
     hf: Annotated[str | None, "hf: name or folder of a transformers model"] = None
-    lora: Annotated[int, "hf: rank of LoRA adapters; 0 freezes the model"] = 0
+    lora: Annotated[Natural, "hf: rank of LoRA adapters; 0 freezes the model"] = 0
 
     def science(self) -> dict[str, object]:
         """Without the paths of tables: their contents are part of the data."""
@@ -171,11 +171,6 @@ class ReadSettings(LoopSettings):
             raise BadSetting(f"balance={self.balance}: must be one of {', '.join(BALANCES)}")
         if self.data.on_mismatch not in ON_MISMATCH:
             raise BadSetting(f"data.on_mismatch={self.data.on_mismatch}: must be one of {', '.join(ON_MISMATCH)}")
-        for name in ("val_reads", "width", "layers", "max_length", "bits"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.lora < 0:
-            raise BadSetting(f"lora={self.lora}: must be a rank, or 0 for no adapters")
         super().check()
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.config import config_hash, parse_bytes
+from millstream.core.config import Between, Count, Natural, NonNegative, Rate, check_settings, config_hash, parse_bytes
 from millstream.core.console import Progress, format_bytes, say, silent
 from millstream.core.files import already_exists, publish
 from millstream.core.order import Permutation, mix
@@ -39,31 +40,24 @@ ABUNDANCES = ("length", "equal", "lognormal")
 class SimulateSettings:
     """How reads are sampled from genomes, and their sequencing errors."""
 
-    reads: int = 100_000  # a read pair counts as two
-    length: int = 150  # of a read, in bases
-    error: float = 0.01  # per-base substitution rate
-    indel: float = 0.0  # per-base insertion and deletion rate
-    insert: int | None = None  # simulate read pairs, with this mean fragment length
-    insert_sd: float = 30.0  # standard deviation of the fragment length
+    reads: Count = 100_000  # a read pair counts as two
+    length: Count = 150  # of a read, in bases
+    error: Rate = 0.01  # per-base substitution rate
+    indel: Annotated[float, Between(0, 0.1)] = 0.0  # per-base insertion and deletion rate
+    insert: Count | None = None  # simulate read pairs, with this mean fragment length
+    insert_sd: NonNegative = 30.0  # standard deviation of the fragment length
     abundance: str = "length"  # length (equal coverage), equal (reads per class), or lognormal
-    seed: int = 0
+    seed: Natural = 0
 
     def check(self) -> None:
         """Raise BadSetting before any file is read."""
-        if min(self.reads, self.length) < 1:
-            raise BadSetting(f"reads={self.reads}, length={self.length}: must be at least 1")
-        if not 0 <= self.error < 1 or not 0 <= self.indel <= 0.1:
-            raise BadSetting(
-                f"error={self.error}, indel={self.indel}: rates per base; error must be below 1, indel at most 0.1"
-            )
-        if self.insert is not None and (self.insert < self.length or self.insert_sd < 0):
+        check_settings(self)
+        if self.insert is not None and self.insert < self.length:
             raise BadSetting(f"insert={self.insert}: a fragment must be at least as long as a read, {self.length}")
         if self.insert is not None and self.reads % 2:
             raise BadSetting(f"reads={self.reads}: must be even for read pairs")
         if self.abundance not in ABUNDANCES:
             raise BadSetting(f"abundance={self.abundance}: must be one of {', '.join(ABUNDANCES)}")
-        if self.seed < 0:
-            raise BadSetting(f"seed={self.seed}: must be at least 0")
 
     @property
     def mates(self) -> int:

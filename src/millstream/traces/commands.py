@@ -113,7 +113,9 @@ def extract(
     ],
     store: Store,
     settings: Settings = None,
-    shuffle_seed: Annotated[int | None, typer.Option(help="Shuffle the questions with this seed.", metavar="N")] = None,
+    shuffle_seed: Annotated[
+        int | None, typer.Option(help="Shuffle the questions with this seed.", metavar="N", min=0)
+    ] = None,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Retry the questions that failed.")] = False,
     engine: EngineName = "local",
     address: Address = None,

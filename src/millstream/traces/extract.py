@@ -223,7 +223,6 @@ class _Run:
         self.engine = engine
         self.job = new_job()
         self.fields = kept_fields(settings)  # reports a bad setting before a model is made or loaded
-        _check_sizes(settings)
         found = read_questions(
             questions, columns=settings.columns, num_samples=settings.num_samples, shuffle_seed=shuffle_seed
         )
@@ -402,13 +401,6 @@ class _Run:
         traces = Traces(self.path)
         status = traces.column("status").to_pylist() if len(traces) else []
         return Extracted(self.path, len(traces), status.count("error"), traces.num_bytes, interrupted)
-
-
-def _check_sizes(settings: ExtractSettings) -> None:
-    if settings.shard_records is not None and settings.shard_records < 1:
-        raise BadSetting(f"shard_records={settings.shard_records}: must be at least 1")
-    for size in (settings.memory, settings.shard_bytes):
-        parse_bytes(1 if size is None else size)
 
 
 def _count(value: object) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from millstream.core.config import setting_pairs
+from millstream.core.config import Bytes, Count, Finite, Natural, NonNegative, Probability, Share, setting_pairs
 from millstream.errors import BadSetting
 from millstream.training import LoopSettings
 
@@ -86,20 +86,20 @@ class ExtractSettings:
     device_map: Annotated[str | None, "auto spreads the model over all GPUs (accelerate)"] = None
     quantize: Annotated[str | None, "load the model in 8bit or 4bit"] = None
     trust_remote_code: Annotated[bool, "run the Python code that comes with the model; it can do anything"] = False
-    max_new_tokens: Annotated[int, "maximum length of an answer"] = 32
-    num_beams: Annotated[int, "beam search; the best beam is the answer"] = 1
-    temperature: Annotated[float, "sampling temperature; 0 is greedy decoding"] = 0.0
-    top_k: Annotated[int | None, "sample from the k most likely tokens"] = None
-    top_p: Annotated[float | None, "nucleus sampling: probability mass of the tokens to sample from"] = None
-    seed: Annotated[int, "sampling seed"] = 0
+    max_new_tokens: Annotated[Count, "maximum length of an answer"] = 32
+    num_beams: Annotated[Count, "beam search; the best beam is the answer"] = 1
+    temperature: Annotated[NonNegative, "sampling temperature; 0 is greedy decoding"] = 0.0
+    top_k: Annotated[Count | None, "sample from the k most likely tokens"] = None
+    top_p: Annotated[Probability | None, "nucleus sampling: probability mass of the tokens to sample from"] = None
+    seed: Annotated[Natural, "sampling seed"] = 0
     prompt: Annotated[str, "plain, few-shot, chat, a text with {question}, or a .txt file"] = "auto"
     stop: Annotated[str | None, "strings that end an answer, separated by |"] = None
     p_true: Annotated[bool, "also compute P(True), with two more forward passes per answer"] = False
     columns: Annotated[str | None, "column names in the questions file, such as id=qid,question=text"] = None
-    num_samples: Annotated[int | None, "use only the first N questions"] = None
-    shard_records: Annotated[int | None, "maximum number of traces per shard"] = None
-    shard_bytes: Annotated[int | str | None, "approximate size of a shard; default: 512MB"] = None
-    memory: Annotated[int | str, "memory budget of a batch, in addition to the model"] = "2GB"
+    num_samples: Annotated[Count | None, "use only the first N questions"] = None
+    shard_records: Annotated[Count | None, "maximum number of traces per shard"] = None
+    shard_bytes: Annotated[Bytes | None, "approximate size of a shard; default: 512MB"] = None
+    memory: Annotated[Bytes, "memory budget of a batch, in addition to the model"] = "2GB"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LabelSettings:
     rule: Annotated[str, "default (printed when labelling), em, f1@0.5, rougeL@0.3, or scores with a file"] = "default"
     scores: Annotated[str | None, "CSV or Parquet file with record_id or question_id, and scores"] = None
     column: Annotated[str | None, "column of the scores file, if it has several"] = None
-    threshold: Annotated[float | None, "score that separates right from wrong answers; default: 0.5"] = None
+    threshold: Annotated[Finite | None, "score that separates right from wrong answers; default: 0.5"] = None
     positive: Annotated[str | None, "scores: right or wrong, what a score at or above the threshold means"] = None
     references: Annotated[str | None, "questions file with correct answers, if the store has none or others"] = None
     columns: Annotated[str | None, "column names in the references file, such as id=qid,answer=gold"] = None
@@ -125,11 +125,11 @@ class FeaturizeSettings:
     ] = "last"
     field: Annotated[str, "layers: field of the hidden states"] = "hidden"
     fields: Annotated[str | None, "fields: names, separated by commas"] = None
-    k: Annotated[int | None, "graphs: edges per token"] = 8
-    threshold: Annotated[float, "graphs: minimum attention of an edge"] = 0.0
+    k: Annotated[Count | None, "graphs: edges per token"] = 8
+    threshold: Annotated[Probability, "graphs: minimum attention of an edge"] = 0.0
     dtype: Annotated[str, "number format on disk"] = "float16"
-    shard_bytes: Annotated[int | str | None, "approximate size of a shard; default: 512MB"] = None
-    memory: Annotated[int | str, "memory budget of the traces processed at a time"] = "1GB"
+    shard_bytes: Annotated[Bytes | None, "approximate size of a shard; default: 512MB"] = None
+    memory: Annotated[Bytes, "memory budget of the traces processed at a time"] = "1GB"
 
 
 @dataclass(frozen=True)
@@ -142,32 +142,27 @@ class TrainSettings(LoopSettings):
     data: Annotated[str, "labelled trace store"] = ""
     label: Annotated[str, "verdict (right or wrong), or a column with 0 and 1, such as em"] = "verdict"
     positive: Annotated[str | None, "right or wrong, what 1 means in a label column of your own"] = None
-    train: Annotated[float, "fraction of questions in the train split"] = 0.7
-    val: Annotated[float, "fraction of questions in the val split; the rest is the test split"] = 0.15
+    train: Annotated[Share, "fraction of questions in the train split"] = 0.7
+    val: Annotated[Share, "fraction of questions in the val split; the rest is the test split"] = 0.15
     by: Annotated[str, "field to group records by; a group is never split"] = "question_id"
     salt: Annotated[str, "any text; a different salt gives a different split"] = ""
     seeds: int = 3
-    parameters: Annotated[int, "parameters per model, which sets its width"] = 100_000
+    parameters: Annotated[Count, "parameters per model, which sets its width"] = 100_000
     token: Annotated[str, "position the LSTM reads: last_prompt, first_answer, last_answer or mean_answer"] = (
         "last_answer"
     )
     token_stats: Annotated[bool, "also feed log-probabilities and other token statistics"] = True
-    k: Annotated[int | None, "edges per token; none: all above the threshold"] = 8
-    threshold: Annotated[float, "minimum attention of an edge"] = 0.0
-    kl_weight: Annotated[float, "gvae: weight of the VAE loss"] = 0.1
-    free_bits: Annotated[float, "gvae: free bits per latent dimension"] = 0.05
+    k: Annotated[Count | None, "edges per token; none: all above the threshold"] = 8
+    threshold: Annotated[Probability, "minimum attention of an edge"] = 0.0
+    kl_weight: Annotated[NonNegative, "gvae: weight of the VAE loss"] = 0.1
+    free_bits: Annotated[NonNegative, "gvae: free bits per latent dimension"] = 0.05
 
     def check(self) -> None:
         if not self.data:
             raise BadSetting("data= is missing: the trace store to train on, as in data=traces")
-        if min(self.train, self.val) <= 0 or self.train + self.val >= 1:
-            raise BadSetting(
-                f"train={self.train} val={self.val}: both must be above 0, and their sum below 1 to leave a test split"
-            )
+        if self.train + self.val >= 1:
+            raise BadSetting(f"train={self.train} val={self.val}: their sum must be below 1 to leave a test split")
         check_positive(self.positive)
-        for name in ("parameters", "k"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise BadSetting(f"{name}={getattr(self, name)}: must be at least 1")
         super().check()
 
 
@@ -178,7 +173,7 @@ class EvaluateSettings:
     data: Annotated[str | None, "another labelled store; default: the test split of the run"] = None
     model: Annotated[str | None, "detectors of the run, separated by commas; default: all"] = None
     include_seen: Annotated[bool, "also score questions that the run was trained or validated on"] = False
-    memory: Annotated[int | str, "memory budget of the loader and the working data of a model"] = "2GB"
+    memory: Annotated[Bytes, "memory budget of the loader and the working data of a model"] = "2GB"
     out: Annotated[str | None, "folder to write; default: evaluated/ in the run, and the name of the data"] = None
 
 

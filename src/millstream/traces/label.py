@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from millstream.core.config import config_hash
+from millstream.core.config import check_settings, config_hash
 from millstream.core.console import Progress, silent
 from millstream.core.files import sync_folder
 from millstream.core.remote import to_path
@@ -183,6 +183,7 @@ class Rule:
 
 def rule_of(settings: LabelSettings) -> Rule:
     """The rule that the settings describe; BadSetting if they contradict each other."""
+    check_settings(settings)
     rule = parse_rule(settings.rule, threshold=settings.threshold)
     check_positive(settings.positive)
     if settings.positive is not None and rule.name != "scores":
@@ -224,8 +225,6 @@ def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
         return Rule(name=text)
     if text == "scores":
         limit = MIN_SCORE if threshold is None else threshold
-        if not math.isfinite(limit):
-            raise BadSetting(f"threshold={limit}: must be a finite number")
         return Rule(name=text, threshold=limit)
     if name in ("f1", "rougeL") and at:
         try:
