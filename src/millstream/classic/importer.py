@@ -27,6 +27,7 @@ from millstream.traces.graphs import Ints, Wiring, graphs, shuffled_sources
 if TYPE_CHECKING:
     import torch
 
+ONE_EACH = ()  # such files hold lists of traces
 SUFFIXES = (".pkl", ".pkl.gz", ".pt")
 AXES = {
     ("hidden_states", 3): "layer, token, dim",

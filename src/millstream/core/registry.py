@@ -21,7 +21,8 @@ KINDS = ("traces", "tables", "reads")  # asked in this order what is at a path; 
 # Extensions from outside the kinds: commands, importers of other file formats, built-in data and models.
 EXTENSIONS = {
     "commands": ("millstream.demo",),
-    "importers": ("millstream.classic.importer",),
+    "importers": ("millstream.classic.importer", "millstream.traces.hidden_files"),
+    "imported_fields": ("millstream.classic.importer",),
     "built_ins": ("millstream.demo.facts",),
 }
 
@@ -45,7 +46,7 @@ def plugs(room: str) -> list[ModuleType]:
 
 
 def extensions(of: str) -> list[ModuleType]:
-    """The modules that add `commands`, `importers` or `built_ins`."""
+    """The modules that add `commands`, `importers`, `imported_fields` or `built_ins`."""
     return [import_module(name) for name in EXTENSIONS[of]]
 
 

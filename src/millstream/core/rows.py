@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, Self, TypeVar, cast
 
 from millstream.core.config import parse_json
+from millstream.core.hf_datasets import is_datasets_folder, read_folder
 from millstream.core.record import crc32c
 from millstream.core.remote import open_raw
 from millstream.errors import BadSource
@@ -27,10 +28,13 @@ csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))  # of the proce
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, by its suffix; without one of ours, JSON lines. BadSource, with the line, if it is damaged.
 
-    A JSON file is a list of rows, or one object, which is the only row; it may also have a row per line.
+    A JSON file is a list of rows, or one object, which is the only row; it may also have a row per line. A folder is a
+    dataset that Hugging Face `datasets` saved.
     """
     suffix = path.suffix.lower()
-    if suffix in PARQUET:
+    if is_datasets_folder(path):
+        yield from read_folder(path)
+    elif suffix in PARQUET:
         yield from _parquet_rows(path)
     elif suffix == ".json":
         yield from _json_file(path)

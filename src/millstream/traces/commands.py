@@ -107,7 +107,8 @@ def extract(
     questions: Annotated[
         str,
         typer.Argument(
-            help="JSONL, JSON, CSV or Parquet file, - (JSONL on stdin), facts, world, or NAME:CONFIG:SPLIT on the hub.",
+            help="JSONL, JSON, CSV or Parquet file, a folder that datasets saved, - (JSONL on stdin), facts, world, or "
+            "NAME:CONFIG:SPLIT on the hub.",
             metavar="QUESTIONS",
         ),
     ],
@@ -227,7 +228,8 @@ def featurize(
 
 def convert(
     paths: Annotated[
-        list[str], typer.Argument(help="Old files, folders or patterns, then the store to write.", metavar="OLD... OUT")
+        list[str],
+        typer.Argument(help="Files, folders or patterns, then the store to write.", metavar="FILES... OUT"),
     ],
     compression: Annotated[
         Literal["none", "lz4", "zstd"] | None,
@@ -238,16 +240,17 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Import old .pkl, .pkl.gz and .pt files into a store.
+    """Import traces of other programs into a store.
 
-    Reads traces and preprocessed files without running any code in them.
-    Run the same command again to resume.
+    Reads .pkl, .pkl.gz and .pt files of the old scripts, hidden states of vLLM
+    and speculators (.safetensors), and folders that datasets saved.
+    No code in them is run. Run the same command again to resume.
     """
     from millstream.traces.convert import convert as import_files
     from millstream.traces.convert import expand
 
     if len(paths) < 2:
-        raise typer.BadParameter("give the old files, then the store to write: millstream convert 'old/*.pkl' traces/")
+        raise typer.BadParameter("give the files, then the store to write: millstream convert 'old/*.pkl' traces/")
     *patterns, out = paths
     files = expand(patterns)
     with progress("convert", sum(file.stat().st_size for file in files), unit="bytes") as update:

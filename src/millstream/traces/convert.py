@@ -1,6 +1,7 @@
 """Trace files of other programs -> a store, one trace at a time, by importers. Run again to resume."""
 
 import glob
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from millstream.core.config import parse_bytes, parse_json
 from millstream.core.console import Progress, ignore_message, quoted, silent
 from millstream.core.files import publish_json
+from millstream.core.hf_datasets import data_files, is_datasets_folder
 from millstream.core.record import RawTensor, as_tensor
 from millstream.core.registry import extensions
 from millstream.core.remote import spool_folder, to_path
@@ -32,14 +34,14 @@ RESTART = ""  # a key of it while the records are being removed, so that an inte
 
 
 class Importer(Protocol):
-    """A module that converts the files of another program into trace records, and knows the fields of such records.
+    """A module that converts the files of another program into trace records.
 
     Importing it must be quick: `ms.open` tries every importer on a file.
     """
 
     SUFFIXES: tuple[str, ...]
     AXES: Mapping[tuple[str, int], str]  # (field, number of axes) -> names of the axes
-    NAMES: Mapping[str, str]  # our name of a field -> its name in such a store
+    ONE_EACH: tuple[str, ...]  # suffixes of files with one record each, which share shards
 
     def recognises(self, path: Path) -> bool: ...
 
@@ -52,6 +54,12 @@ class Importer(Protocol):
     ) -> Iterator[dict[str, object]]:
         """The records of a file, one in memory at a time; decoding one takes up to `memory` bytes."""
         ...
+
+
+class ImportedFields(Protocol):
+    """A module that knows stores whose fields have names or shapes of another program."""
+
+    NAMES: Mapping[str, str]  # our name of a field -> its name in such a store
 
     def layer_feature(self, field_names: Sequence[str]) -> "Feature | None":
         """The input of a net over layers from a store with these fields; None for stores of other importers."""
@@ -77,9 +85,14 @@ def importers() -> list[Importer]:
     return [cast(Importer, module) for module in extensions("importers")]
 
 
+def imported_fields() -> list[ImportedFields]:
+    """The modules for stores with fields of other programs."""
+    return [cast(ImportedFields, module) for module in extensions("imported_fields")]
+
+
 def names_of(field: str) -> list[str]:
-    """The names of a field in stores: ours first, then those of importers."""
-    return [field, *(importer.NAMES[field] for importer in importers() if field in importer.NAMES)]
+    """The names of a field in stores: ours first, then those of other programs."""
+    return [field, *(fields.NAMES[field] for fields in imported_fields() if field in fields.NAMES)]
 
 
 def importer_of(path: Path) -> Importer:
@@ -88,7 +101,7 @@ def importer_of(path: Path) -> Importer:
         if importer.recognises(path):
             return importer
     known = ", ".join(suffix for importer in importers() for suffix in importer.SUFFIXES)
-    raise BadSource(f"{path}: cannot be imported; must be one of {known}")
+    raise BadSource(f"{path}: cannot be imported; must be one of {known}, or a folder that datasets saved")
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
@@ -98,13 +111,27 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            found = [p for p in sorted(path.iterdir()) if p.name.endswith(suffixes)]
+            found = sorted((p for p in path.iterdir() if p.name.endswith(suffixes)), key=_natural)
+            if is_datasets_folder(path):
+                if found:
+                    raise BadSource(
+                        f"{path}: a dataset of Hugging Face, but {found[0].name} is in it too. Move it away"
+                    )
+                found = data_files(path)
         else:
             found = [path] if path.exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))
         if not found:
-            raise BadSource(f"{pattern}: no such file. Give {', '.join(suffixes)} files, or a quoted pattern")
-        files += [p for p in found if p not in files]
-    return files
+            raise BadSource(
+                f"{pattern}: no such file. Give {', '.join(suffixes)} files, a folder that datasets saved, or a quoted "
+                "pattern"
+            )
+        files += found
+    return list(dict.fromkeys(files))
+
+
+def _natural(path: Path) -> list[int | str]:
+    """Sorts hs_2 before hs_10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
 
 def convert(
@@ -118,7 +145,7 @@ def convert(
 ) -> Written:
     """Import files into a store within `memory`, by default the free memory.
 
-    A shard ends with the last record of its file.
+    A shard ends with the last record of its file, unless files have one record each.
     """
     share = None if memory is None else parse_bytes(memory) // _COPIES
     _check_contents(files, share)
@@ -150,32 +177,34 @@ def _convert(
 ) -> Written:
     if (out / MANIFEST).exists():
         wait_for_writers(spool_folder(out))  # they recover records of an interrupted conversion
-    config = {"converted": [{"name": file.name, "bytes": file.stat().st_size} for file in files]}
+    groups = _groups(files)
+    config = {"converted": list(map(_described, groups))}
     writer: TraceWriter | None = TraceWriter(out, config=config) if (out / MANIFEST).exists() else None
     finished = _finished(out)
-    keyed = list(zip(files, _keys(files), strict=True))
-    left = [(file, key) for file, key in keyed if key not in finished]
+    keyed = list(zip(groups, _keys([group[0] for group in groups]), strict=True))
+    left = [(group, key) for group, key in keyed if key not in finished]
     partial = _partial_ids(out, sum(finished.values())) if writer and left else []
-    done = sum(file.stat().st_size for file, key in keyed if key in finished)
+    done = sum(_num_bytes(group) for group, key in keyed if key in finished)
     progress(done, "")
     try:
-        for file, key in left:
+        for group, key in left:
             count = 0
-            for record in _after(partial, imported_records(file, notify, memory=share), out):
+            found = (record for file in group for record in imported_records(file, notify, memory=share))
+            for record in _after(partial, found, out):
                 if writer is None:
-                    schema = _axes(record, importer_of(file).AXES)
+                    schema = _axes(record, importer_of(group[0]).AXES)
                     writer = TraceWriter(out, config=config, compression=compression, schema=schema)
-                writer.append(_complete(record, writer.fields or list({**record, **fields}), file))
+                writer.append(_complete(record, writer.fields or list({**record, **fields}), group[0]))
                 del record  # before the next one is read
                 count += 1
-                progress(done, f"{file.name}: trace {len(partial) + count}")
+                progress(done, f"{group[0].name}: trace {len(partial) + count}")
             if writer is not None:
                 writer.seal()
                 finished[key] = len(partial) + count
                 publish_json(out / PROGRESS, finished)
             partial = []
-            done += file.stat().st_size
-            progress(done, file.name)
+            done += _num_bytes(group)
+            progress(done, group[0].name)
     finally:
         if writer is not None:
             writer.close()
@@ -223,9 +252,31 @@ def _id_of(record: Mapping[str, object]) -> object:
     return record.get(id_field(record))
 
 
-def _check_contents(files: Sequence[Path], memory: int | None) -> None:
+def _groups(files: Sequence[Path]) -> list[list[Path]]:
+    """The files of each part of a conversion that ends with a shard: one, or neighbours with one record each."""
+    groups: list[list[Path]] = []
     for file in files:
-        if (packed := file.with_name(f"{file.name}.gz")) in files:
+        if groups and all(one.suffix in importer_of(one).ONE_EACH for one in (groups[-1][0], file)):
+            groups[-1].append(file)
+        else:
+            groups.append([file])
+    return groups
+
+
+def _described(group: Sequence[Path]) -> dict[str, object]:
+    """A group in the configuration of the store."""
+    found: dict[str, object] = {"name": group[0].name, "bytes": _num_bytes(group)}
+    return found | ({"files": len(group)} if len(group) > 1 else {})
+
+
+def _num_bytes(group: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in group)
+
+
+def _check_contents(files: Sequence[Path], memory: int | None) -> None:
+    every = set(files)
+    for file in files:
+        if (packed := file.with_name(f"{file.name}.gz")) in every:
             raise BadSource(
                 f"{file} and {packed}: probably the same traces, which would be stored twice. Give one of them"
             )

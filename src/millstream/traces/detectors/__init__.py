@@ -17,7 +17,7 @@ from millstream.core.collection import Collection
 from millstream.core.features import Feature
 from millstream.errors import BadSetting, NoDetector
 from millstream.report.measures import auroc
-from millstream.traces.convert import importers
+from millstream.traces.convert import imported_fields
 from millstream.traces.detectors.baselines import BASELINES
 from millstream.traces.detectors.logistic import Detector, Scores
 from millstream.traces.detectors.net import DetectorNet, LayerLSTM, Net, match_width, score_of
@@ -231,8 +231,8 @@ def _layers(names: Sequence[str], recipe: Recipe) -> Feature:
         return layers(POSITIONS.index(recipe.token), field="states")
     if "hidden" in names:
         return layers(cast("Token", recipe.token), field="hidden")
-    for importer in importers():
-        if imported := importer.layer_feature(names):
+    for others in imported_fields():
+        if imported := others.layer_feature(names):
             return imported
     raise NoDetector(f"the store has neither states (tier probe) nor hidden (tier full), only {', '.join(names)}")
 
@@ -243,8 +243,8 @@ def _graphs(names: Sequence[str], recipe: Recipe, wiring: Wiring) -> Feature:
         return make(hidden="nodes", attention=STORED, tokens="answer")
     if "hidden" in names and "attention" in names:
         return make(tokens="answer" if "answer_len" in names and "prompt_len" in names else "all")
-    for importer in importers():
-        if imported := importer.graph_feature(names, k=recipe.k, threshold=recipe.threshold, wiring=wiring):
+    for others in imported_fields():
+        if imported := others.graph_feature(names, k=recipe.k, threshold=recipe.threshold, wiring=wiring):
             return imported
     raise NoDetector(
         "the store has neither nodes and edges (tiers graph and probe) nor hidden and attention (full), only "

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from millstream.core.hf_datasets import is_datasets_folder
 from millstream.core.registry import extensions
 from millstream.core.remote import to_path
 from millstream.core.rows import SUFFIXES, Row, read_rows
@@ -158,10 +159,11 @@ def _find_questions(
     if not isinstance(path, Path):
         return path()
     if path.suffix in SUFFIXES or path.exists():
-        if not path.is_file():
+        if not path.is_file() and not is_datasets_folder(path):
             known = ", ".join((*SUFFIXES, *built_in))
             raise BadSource(
-                f"{path}: no such file. Questions must be one of {known}, or a dataset on the Hugging Face hub"
+                f"{path}: no such file. Questions must be one of {known}, a folder that datasets saved, or a "
+                "dataset on the Hugging Face hub"
             )
         return _from_rows(read_rows(path), path.name.split(".")[0], columns, path, needs_text=needs_text)
     return _from_rows(_from_hub(name), name, columns, name, needs_text=needs_text)

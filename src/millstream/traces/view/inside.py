@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from millstream.core.record import Tensor
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource, MillstreamError
-from millstream.traces.convert import importers, names_of
+from millstream.traces.convert import imported_fields, names_of
 from millstream.traces.kind import POSITIONS
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.traces import Traces
@@ -229,11 +229,11 @@ def _strongest(weights_HQK: Floats, *, head: str, k: int) -> dict[str, Any]:
 
 def _joiner(traces: Traces, number: int, name: str) -> Callable[[Floats], Floats] | None:
     """A function that joins the pieces of a field that an importer stored in pieces; None for other fields."""
-    for importer in importers():
-        kept = importer.shapes_field(name)
+    for others in imported_fields():
+        kept = others.shapes_field(name)
         shapes = _record(traces, number, [kept])[kept] if kept in traces.fields else None
         if shapes:
-            return partial(importer.join, name, number, shapes=shapes)
+            return partial(others.join, name, number, shapes=shapes)
     return None
 
 
