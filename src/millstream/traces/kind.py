@@ -106,13 +106,18 @@ class ExtractSettings:
 class LabelSettings:
     """Settings of `millstream label`."""
 
-    rule: Annotated[str, "default (printed when labelling), em, f1@0.5, rougeL@0.3, or scores with a file"] = "default"
+    rule: Annotated[str, "default (printed when labelling), em, f1@0.5, rougeL@0.3, spans, or scores with a file"] = (
+        "default"
+    )
     scores: Annotated[str | None, "CSV or Parquet file with record_id or question_id, and scores"] = None
     column: Annotated[str | None, "column of the scores file, if it has several"] = None
     threshold: Annotated[Finite | None, "score that separates right from wrong answers; default: 0.5"] = None
     positive: Annotated[str | None, "scores: right or wrong, what a score at or above the threshold means"] = None
     references: Annotated[str | None, "questions file with correct answers, if the store has none or others"] = None
     columns: Annotated[str | None, "column names in the references file, such as id=qid,answer=gold"] = None
+    spans: Annotated[str | None, "spans: file with ids and hallucinated characters; default: those of the traces"] = (
+        None
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from millstream.core.config import check_settings, config_hash
@@ -32,6 +33,7 @@ from millstream.traces.scores import (
     values_of,
     whole_numbers,
 )
+from millstream.traces.spans import SPANS, spans_table
 from millstream.traces.store.format import QUESTION_ID, RECORD_ID, id_field
 from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.traces import LABELS_FILE, Traces
@@ -86,23 +88,25 @@ def label(
     positive: str | None = None,
     references: str | Path | None = None,
     columns: str | None = None,
+    spans: str | Path | None = None,
     chunk_records: int = CHUNK_RECORDS,
     map: Map = map,
     progress: Progress = silent,
 ) -> Labelling:
     """Write the `labels.parquet` of a store, one row per record in record order, and count the verdicts.
 
-    Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3` and `scores`, which labels an answer right if its score in a CSV
-    or Parquet file with a `record_id` or `question_id` is at least `threshold` (wrong, with `positive="wrong"`). A
-    record has no verdict if its answer, all aliases or the score is missing, if `status` is not "ok", or if records
-    with the same id would get different verdicts, because labels are joined by id. `references` is a questions file
-    whose answers are used instead of those of the store, `columns` names its columns. `map` runs `score_chunk` over
-    chunks of at most `chunk_records` records, in order, possibly in other processes.
+    Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3`, `spans` and `scores`. `scores` labels an answer right if its
+    score in a CSV or Parquet file with a `record_id` or `question_id` is at least `threshold` (wrong, with
+    `positive="wrong"`); `spans` labels it wrong if it has hallucinated spans, by its record or the file `spans`, and
+    labels its tokens. A record has no verdict if its answer, all aliases, the score or the spans are missing, if
+    `status` is not "ok", or if records with the same id would get different verdicts, because labels are joined by id.
+    `references` is a questions file whose answers are used instead of those of the store, `columns` names its columns.
+    `map` runs `score_chunk` over chunks of at most `chunk_records` records, in order, possibly in other processes.
 
     >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
-    files = [None if file is None else str(file) for file in (scores, references)]
-    chosen = rule_of(LabelSettings(rule, files[0], column, threshold, positive, files[1], columns))
+    files = [None if file is None else str(file) for file in (scores, references, spans)]
+    chosen = rule_of(LabelSettings(rule, files[0], column, threshold, positive, files[1], columns, files[2]))
     traces = Traces(store)  # raises for anything but a store
     with StoreLock(traces.path, exclusive=False):  # until the labels are written, no shard is replaced
         traces.refresh()
@@ -118,8 +122,14 @@ def label(
         by_id = np.full(len(ids), np.nan) if file is None else _scores_of(file, ids)
         is_usable = _is_usable(traces)
         added = None if references is None else _references_of(references, traces, columns=columns)
-        answer = _text_field(traces, answer_fields(), is_needed=file is None)
-        aliases = _text_field(traces, alias_fields(), is_needed=file is None and added is None)
+        is_compared = chosen.name not in ("scores", SPANS)
+        answer = _text_field(traces, answer_fields(), is_needed=is_compared)
+        aliases = _text_field(traces, alias_fields(), is_needed=is_compared and added is None)
+        more = {} if file is None else file.columns(ids)
+        if chosen.name == SPANS:
+            marked = _spans_of(traces, spans, ids, answer)
+            by_id = _numbers(pc.list_value_length(_whole(marked, SPANS)))
+            more = {name: marked.column(name) for name in marked.column_names}
         chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, added=added, chunk_records=chunk_records)
         scored = _score(chunks, len(traces), map=map, progress=progress)
         verdicts = decide(chosen, _evidence(traces, scored, is_usable, by_id))
@@ -134,8 +144,17 @@ def label(
             **({} if references is None else {"references": str(references)}),
         }
         out = traces.path / LABELS_FILE
-        _publish(out, _join(traces, verdicts, scored, file, ids), about)
+        _publish(out, _join(traces, verdicts, scored, more, file), about)
         return Labelling(out, str(chosen), chosen.version, len(traces), counts, conflicting)
+
+
+def _spans_of(traces: Traces, file: str | Path | None, ids: Sequence[str], answer: str | None) -> pa.Table:
+    if file is None and SPANS not in traces.fields:
+        raise BadSource(
+            f"{traces.path}: its records have no field {SPANS!r}. Extract questions with spans, or give a file: "
+            "spans=FILE"
+        )
+    return spans_table(traces, None if file is None else to_path(file), ids, answer)
 
 
 def _scores_of(file: ScoreFile, ids: Sequence[str]) -> NDArray[np.float64]:
@@ -151,7 +170,7 @@ def _scores_of(file: ScoreFile, ids: Sequence[str]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`default`, `em`, `f1`, `rougeL` or `scores`; the last three are right at or above a threshold.
+    """`default`, `em`, `spans`, `f1`, `rougeL` or `scores`; the last three are right at or above a threshold.
 
     With `positive="wrong"`, scores are wrong at or above it.
     """
@@ -170,6 +189,8 @@ class Rule:
         if self.name == "default":
             right = f"equals a correct answer, or contains one in at most {MAX_WORDS} words"
             return f"right: {right}; ambiguous: contains one in more words; refused: declines; wrong: all others"
+        if self.name == SPANS:
+            return "wrong: has hallucinated spans; right: was annotated and has none"
         what = {"em": "equals a correct answer", "f1": "F1 of the words", "rougeL": "ROUGE-L"}.get(self.name, "score")
         limit = "" if self.threshold is None else f" of at least {self.threshold:g}"
         return f"{self.positive}: {what}{limit}; {WRONG if self.positive == RIGHT else RIGHT}: all others"
@@ -194,8 +215,10 @@ def rule_of(settings: LabelSettings) -> Rule:
         raise BadSetting(f"scores={settings.scores}: only rule=scores uses a scores file, not rule={settings.rule}")
     if settings.column is not None and settings.scores is None:
         raise BadSetting(f"column={settings.column} is a column of a scores file: give rule=scores scores=FILE")
-    if settings.references is not None and rule.name == "scores":
-        raise BadSetting(f"references={settings.references}: rule=scores compares no answers")
+    if settings.spans is not None and rule.name != SPANS:
+        raise BadSetting(f"spans={settings.spans}: only rule=spans uses a file of spans, not rule={settings.rule}")
+    if settings.references is not None and rule.name in ("scores", SPANS):
+        raise BadSetting(f"references={settings.references}: rule={rule.name} compares no answers")
     if settings.columns is not None and settings.references is None:
         raise BadSetting(f"columns={settings.columns}: names columns of a references file: also give references=FILE")
     return replace(rule, positive=settings.positive or RIGHT)
@@ -213,15 +236,15 @@ class Evidence:
     contains: Bools
     refused: Bools
     num_tokens: NDArray[np.float64]
-    score: NDArray[np.float64]
+    score: NDArray[np.float64]  # of the rule spans: the number of spans
 
 
 def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
-    """The rule that `default`, `em`, `f1@0.5`, `rougeL@0.3` or `scores` names; `threshold` belongs to `scores`."""
+    """The rule of this name, such as `em` or `f1@0.5`; `threshold` belongs to `scores`."""
     name, at, number = text.partition("@")
     if threshold is not None and text != "scores":
         raise BadSetting(f"threshold={threshold:g}: only rule=scores takes a threshold, not rule={text}")
-    if text in ("default", "em"):
+    if text in ("default", "em", SPANS):
         return Rule(name=text)
     if text == "scores":
         limit = MIN_SCORE if threshold is None else threshold
@@ -234,7 +257,9 @@ def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
         if not 0 < limit <= 1:
             raise BadSetting(f"rule={text}: the threshold must be above 0 and at most 1, as in {name}@0.5")
         return Rule(name=name, threshold=limit)
-    raise BadSetting(f"rule={text}: must be one of default, em, f1@0.5, rougeL@0.3 (or other thresholds), scores")
+    raise BadSetting(
+        f"rule={text}: must be one of default, em, f1@0.5, rougeL@0.3 (or other thresholds), spans, scores"
+    )
 
 
 def decide(rule: Rule, known: Evidence) -> Verdicts:
@@ -243,6 +268,9 @@ def decide(rule: Rule, known: Evidence) -> Verdicts:
     if rule.name == "scores":
         above, below = (right, wrong) if rule.positive == RIGHT else (wrong, right)
         verdicts = np.where(known.score < np.float64(rule.threshold or 0), below, above)
+        return np.where(known.has_answer & ~np.isnan(known.score), verdicts, NONE).astype(np.int8)
+    if rule.name == SPANS:
+        verdicts = np.where(known.score > 0, wrong, right)
         return np.where(known.has_answer & ~np.isnan(known.score), verdicts, NONE).astype(np.int8)
     if rule.name == "default":
         is_short = known.num_tokens <= MAX_WORDS
@@ -378,7 +406,7 @@ def _groups(traces: Traces, chunk_records: int) -> Iterator[list[int]]:
 
 def _evidence(traces: Traces, scored: pa.Table, is_usable: Bools, by_id: NDArray[np.float64]) -> Evidence:
     has_texts = _first(traces, answer_fields()) is not None  # without texts a score is the only evidence
-    values = {name: _numbers(scored.column(name)) for name in scored.column_names}
+    values = {name: _numbers(_whole(scored, name)) for name in scored.column_names}
     return Evidence(
         has_answer=~np.isnan(values["num_tokens"]) if has_texts else is_usable,
         has_reference=~np.isnan(values["em"]),
@@ -402,8 +430,14 @@ def _without_conflicts(ids: Sequence[str], verdicts: Verdicts) -> tuple[Verdicts
     return np.where(in_conflict, NONE, verdicts).astype(np.int8), int(in_conflict.sum())
 
 
-def _join(traces: Traces, verdicts: Verdicts, scored: pa.Table, file: ScoreFile | None, ids: Sequence[str]) -> pa.Table:
-    """The rows of `labels.parquet`."""
+def _join(
+    traces: Traces,
+    verdicts: Verdicts,
+    scored: pa.Table,
+    more: Mapping[str, pa.Array | pa.ChunkedArray],
+    file: ScoreFile | None,
+) -> pa.Table:
+    """The rows of `labels.parquet`; `more` columns are of a scores file, or of spans."""
     right, wrong = VERDICTS.index(RIGHT), VERDICTS.index(WRONG)
     columns: dict[str, pa.Array | pa.ChunkedArray] = {
         **{name: traces.column(name) for name in (RECORD_ID, QUESTION_ID) if name in traces.fields},
@@ -411,7 +445,7 @@ def _join(traces: Traces, verdicts: Verdicts, scored: pa.Table, file: ScoreFile 
         LABEL: pa.array((verdicts == wrong).astype(np.int8), mask=(verdicts != right) & (verdicts != wrong)),
         **{name: scored.column(name) for name in scored.column_names if name != "refused"},
     }
-    for name, values in (file.columns(ids) if file else {}).items():
+    for name, values in more.items():
         if name in columns:
             raise BadSource(
                 f"{file and file.path}: column {name!r} clashes with one of {LABELS_FILE}. Rename it, or choose another"
@@ -442,6 +476,10 @@ def _column(traces: Traces, name: str) -> pa.Array:
     return cast(pa.Array, traces.column(name).combine_chunks())
 
 
+def _whole(table: pa.Table, name: str) -> pa.Array:
+    return cast(pa.Array, table.column(name).combine_chunks())
+
+
 def _as_lists(aliases: pa.Array) -> pa.Array:
     """Lists of texts; a single text becomes a list of one."""
     if pa.types.is_string(aliases.type):
@@ -449,7 +487,7 @@ def _as_lists(aliases: pa.Array) -> pa.Array:
     return aliases.cast(_TEXTS)
 
 
-def _numbers(column: pa.ChunkedArray) -> NDArray[np.float64]:
+def _numbers(column: pa.Array) -> NDArray[np.float64]:
     """Numbers or booleans as floats, NaN for null."""
-    values = cast(pa.Array, column.combine_chunks()).cast(pa.float64())
+    values = column.cast(pa.float64())
     return values_of(values.fill_null(np.nan), np.float64)
