@@ -38,7 +38,7 @@ def label_tokens(spans: Iterable[Span], offsets: NDArray[np.integer]) -> TokenLa
     start, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
     is_wrong = np.zeros(len(start), np.bool_)
     for first, last, _ in spans:
-        is_wrong |= (start < last) & (end > first)
+        is_wrong |= np.maximum(start, first) < np.minimum(end, last)
     return np.where(start < end, is_wrong, NO_TEXT).astype(np.int8)
 
 
