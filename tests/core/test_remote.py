@@ -128,6 +128,14 @@ def test_many_ranges_of_an_object(file: RemoteFile, monkeypatch: pytest.MonkeyPa
     assert file.read(99_990, 100) == DATA[99_990:] and file.read(100_000, 5) == b""
 
 
+def test_a_range_that_is_wanted_several_times_is_one_request(proxy: FaultyProxy, file: RemoteFile) -> None:
+    spans = [(5000, 9000), (5000, 9000), (6000, 7000), (0, 100), (8000, 20_000)]
+    outs = [bytearray(end - start) for start, end in spans]
+    read_all([(file, start, memoryview(out)) for (start, _), out in zip(spans, outs, strict=True)])
+    assert outs == [DATA[start:end] for start, end in spans]
+    assert [seen.range for seen in proxy.requests("GET")] == ["bytes=0-99", "bytes=5000-19999"]
+
+
 def test_neighbours_are_one_request_and_only_what_is_wanted_is_fetched(proxy: FaultyProxy, file: RemoteFile) -> None:
     assert file.num_bytes == len(DATA)
     proxy.forget()

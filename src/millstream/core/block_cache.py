@@ -1,7 +1,6 @@
 """A cache of remote bytes on local disk, shared by the processes of a machine and bounded in bytes.
 
-    CACHE/lock               held by whoever writes or removes
-    CACHE/size               bytes of all blocks, never less than they take
+    CACHE/size               bytes of all blocks, never less than they take; locked by whoever writes or removes
     CACHE/ab/abcdef.7        block 7 of the object version `abcdef`: 16 random bytes, by which a process notices that a
                              block it knows was replaced, and pieces of it, in the order in which they came
 
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from millstream.core.config import parse_bytes
 from millstream.core.console import say
-from millstream.core.files import cache_folder, locked
+from millstream.core.files import cache_folder, lock
 from millstream.core.record import crc32c
 
 BLOCK_BYTES = 4 << 20
@@ -101,11 +100,11 @@ class BlockCache:
         if self._is_broken or data.nbytes + _PIECE.size + _MARK_BYTES > self.settings.num_bytes:
             return
         try:
-            with self._writing():
+            with self._writing() as count:
                 for number in range(start // BLOCK_BYTES, (start + data.nbytes - 1) // BLOCK_BYTES + 1):
                     base = number * BLOCK_BYTES
                     low, high = max(start, base), min(start + data.nbytes, base + BLOCK_BYTES)
-                    self._append(self._path(name, number), low - base, data[low - start : high - start])
+                    self._append(count, self._path(name, number), low - base, data[low - start : high - start])
         except OSError as error:
             self._is_broken = True
             say(f"{self.settings.folder}: cannot be used as a cache ({error.strerror}); reading without it")
@@ -172,19 +171,23 @@ class BlockCache:
     # -- writing, one process at a time
 
     @contextmanager
-    def _writing(self) -> Generator[None]:
+    def _writing(self) -> "Generator[_Count]":
         self.settings.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.settings.folder / "lock"):
-            yield
+        fd = os.open(self.settings.folder / "size", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            lock(fd, wait=True, without_locks=True)
+            yield _Count(fd)
+        finally:
+            os.close(fd)
 
-    def _append(self, path: Path, start: int, data: memoryview) -> None:
+    def _append(self, count: "_Count", path: Path, start: int, data: memoryview) -> None:
         needed = _PIECE.size + data.nbytes
-        self._make_room(needed + _MARK_BYTES)
+        self._make_room(count, needed + _MARK_BYTES)
         path.parent.mkdir(exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(fd).st_size < _MARK_BYTES:
-                self._add_size(os.pwrite(fd, os.urandom(_MARK_BYTES), 0))
+                count.add(os.pwrite(fd, os.urandom(_MARK_BYTES), 0))
             block = self._block(path, fd)
             if block.covers(start, start + data.nbytes):
                 return  # another process was faster
@@ -192,7 +195,7 @@ class BlockCache:
                 os.ftruncate(fd, block.end)  # left by a killed process
             head = _PIECE.pack(_MAGIC, start, data.nbytes, crc32c(data), 0)
             head = head[:-4] + crc32c(head[:-4]).to_bytes(4, "little")
-            self._add_size(needed)
+            count.add(needed)
             try:
                 if os.pwritev(fd, [head, data], block.end) != needed:
                     raise OSError(28, os.strerror(28))
@@ -202,8 +205,8 @@ class BlockCache:
         finally:
             os.close(fd)
 
-    def _make_room(self, needed: int) -> None:
-        if self._size() + needed <= self.settings.num_bytes:
+    def _make_room(self, count: "_Count", needed: int) -> None:
+        if count.num_bytes + needed <= self.settings.num_bytes:
             return
         blocks: list[tuple[float, int, Path]] = []
         for folder in self.settings.folder.iterdir():
@@ -221,20 +224,27 @@ class BlockCache:
                 break
             path.unlink(missing_ok=True)
             total -= size
-        self._set_size(total)
+        count.set(total)
 
-    def _size(self) -> int:
+
+class _Count:
+    """The bytes of all blocks, in a file that is open and locked."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         try:
-            return int((self.settings.folder / "size").read_text())
-        except (OSError, ValueError):
-            return 1 << 62  # unknown: count
+            self.num_bytes = int(os.pread(fd, 32, 0))
+        except ValueError:
+            self.num_bytes = 1 << 62  # unknown: whoever needs room counts
 
-    def _add_size(self, more: int) -> None:
-        self._set_size(self._size() + more)
+    def set(self, num_bytes: int) -> None:
+        # Not published by renaming: a torn number is no number, or is read under the lock only. Never cut off either:
+        # ext4 writes a file to disk that was emptied and filled again.
+        self.num_bytes = num_bytes
+        os.pwrite(self._fd, b"%-31d\n" % num_bytes, 0)
 
-    def _set_size(self, size: int) -> None:
-        # Not published by renaming: a torn number is no number, or is read under the lock only.
-        (self.settings.folder / "size").write_text(f"{size}\n")
+    def add(self, more: int) -> None:
+        self.set(self.num_bytes + more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,14 +50,19 @@ class HubBucket:
             raise ObjectMissing(f"{self._root}/{key}: no such file in the dataset")
         return self._known[key]
 
-    def get(self, key: str, span: tuple[int, int] | None = None, etag: str | None = None) -> tuple[bytes, ObjectInfo]:
+    def get(self, key: str) -> tuple[bytes, ObjectInfo]:
+        info = self.head(key)
+        out = bytearray(info.num_bytes)
+        self.fill(key, 0, memoryview(out))
+        return bytes(out), info
+
+    def fill(self, key: str, start: int, out: memoryview, etag: str | None = None) -> ObjectInfo:
         info = self.head(key)
         if etag is not None and etag != info.etag:
             raise ObjectChanged(f"{self._root}/{key}: was replaced")
-        start, end = span or (0, info.num_bytes)
-        size = min(end, info.num_bytes) - start
-        data = self._call(key, lambda: self._fetch(key, start, size)) if size > 0 else b""
-        return data, info
+        if out.nbytes:
+            out[:] = self._call(key, lambda: self._fetch(key, start, out.nbytes))
+        return info
 
     def list(self, prefix: str, *, deep: bool = False, most: int | None = None) -> list[tuple[str, ObjectInfo]]:
         folder = prefix.rstrip("/")

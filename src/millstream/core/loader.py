@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast
 
+from millstream.core.bucket import CONNECTIONS, PART_BYTES
 from millstream.core.collection import Collection, Numbers
 from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_bytes, ignore_message, say
@@ -23,7 +24,7 @@ OrderName = Literal["auto", "exact", "window", "none"]
 BLOCK_BYTES = 256 << 10  # neighbouring records read together in `window` order
 LARGE_RECORD_BYTES = 256 << 10  # a disk reads such records at full speed in any order
 MAX_THREADS = 8
-REMOTE_THREADS = 4  # each requests all ranges of a batch at once
+REMOTE_THREADS = 4  # at most, if the requests of fewer batches do not keep all connections busy
 VERSION = 1  # of the state
 
 
@@ -178,8 +179,10 @@ class Loader:
         self._epoch, self._start, self._samples = epoch + 1, 0, 0
 
     def _plan_threads(self, batch_bytes: int) -> tuple[int, str]:
-        is_remote = self._collection.medium.is_remote
-        return plan_threads(self._threads, batch_bytes=batch_bytes, budget=self._budget, is_remote=is_remote)
+        requests = (
+            max(self._layout.batch_size, batch_bytes // PART_BYTES) if self._collection.medium.is_remote else None
+        )
+        return plan_threads(self._threads, batch_bytes=batch_bytes, budget=self._budget, requests=requests)
 
     def _batch_bytes(self) -> int:
         """Approximate bytes of a batch, from the mean record."""
@@ -244,17 +247,19 @@ def file_share(collection: Collection, memory: int) -> int:
     return memory // 4 if reads_alone else memory // 2
 
 
-def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int, is_remote: bool = False) -> tuple[int, str]:
-    """The number of threads, and why: more than cores if they wait for a network."""
+def plan_threads(wanted: int | None, *, batch_bytes: int, budget: int, requests: int | None = None) -> tuple[int, str]:
+    """The number of threads, and why: more than cores if the `requests` of a remote batch leave connections idle."""
     if wanted is not None:
         if wanted < 0:
             raise ValueError(f"threads={wanted}: must be at least 0 (0: use the thread of the loop)")
         return wanted, "as requested"
-    cores = max(available_cores(), REMOTE_THREADS) if is_remote else available_cores()
+    # Two batches' requests: while one batch is made of what has arrived, the other's are on their way.
+    busy = 0 if requests is None else min(REMOTE_THREADS, -(-2 * CONNECTIONS // max(requests, 1)))
+    cores = available_cores()
     room = max(budget // max(batch_bytes, 1) - 1, 1)  # one batch belongs to the consumer
-    if room < min(cores, MAX_THREADS):
+    if room < min(max(cores, busy), MAX_THREADS):
         return room, f"memory for {room + 1} batches"
-    return min(cores, MAX_THREADS), "remote records" if is_remote else f"{cores} cores"
+    return min(max(cores, busy), MAX_THREADS), f"{cores} cores" if busy <= cores else "remote records"
 
 
 @dataclass(frozen=True)

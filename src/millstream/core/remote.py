@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -20,7 +21,16 @@ from pathlib import Path, PosixPath
 from typing import Any, Self
 
 from millstream.core.block_cache import block_cache
-from millstream.core.bucket import PART_BYTES, Bucket, ObjectBucket, ObjectInfo, bucket_at, is_url, request_threads
+from millstream.core.bucket import (
+    PART_BYTES,
+    Bucket,
+    ObjectBucket,
+    ObjectInfo,
+    bucket_at,
+    holding_a_part,
+    is_url,
+    request_threads,
+)
 from millstream.core.files import spool_root
 from millstream.core.hub import HubBucket
 from millstream.core.memory import Map
@@ -144,7 +154,7 @@ class RemotePath(PosixPath):
         """Folders need not be made."""
 
     def read_bytes(self) -> bytes:
-        return bytes(self.bucket.get(self.key)[0])  # not obstore's own type, which has no methods of bytes
+        return self.bucket.get(self.key)[0]
 
     def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
@@ -220,24 +230,29 @@ class RemoteFile:
             read_all([(self, start, memoryview(out))])
         return bytes(out)
 
-    def get(self, start: int, end: int) -> memoryview:
+    def fill(self, start: int, out: memoryview) -> None:
         """One request, retried; ObjectChanged if the object is another one by now."""
         for attempt in (1, 2):
             try:
-                data, info = self.path.bucket.get(self.path.key, (start, end), self.info.etag)
+                info = self.path.bucket.fill(self.path.key, start, out, self.info.etag)
                 if (info.etag, info.num_bytes) != (self.info.etag, self.num_bytes):
                     raise ObjectChanged(str(self.path))
                 self._is_confirmed = True
-                return memoryview(data)
+                return
             except ObjectChanged:
                 if self._is_confirmed or attempt == 2:
                     raise ObjectChanged(
                         f"{self.path}: was replaced while it was being read. Open it again, or start over"
                     ) from None
                 self._info, self._cache_id = self.path.info(), None  # what a listing told is out of date
-                if self.num_bytes < end:
+                if self.num_bytes < start + out.nbytes:
                     raise ObjectChanged(f"{self.path}: was replaced by a shorter object. Open it again") from None
-        raise AssertionError
+
+    def part(self, start: int, end: int) -> memoryview:
+        """One request, into memory of its own."""
+        out = memoryview(bytearray(end - start))
+        self.fill(start, out)
+        return out
 
 
 def read_all(wanted: Sequence[Wanted], *, is_checked: bool = False, fresh: bool = False) -> None:
@@ -248,7 +263,7 @@ def read_all(wanted: Sequence[Wanted], *, is_checked: bool = False, fresh: bool 
     """
     cache = block_cache()
     missing: dict[RemoteFile, list[tuple[int, int]]] = defaultdict(list)
-    targets: dict[RemoteFile, list[tuple[int, memoryview]]] = defaultdict(list)
+    places_of: dict[RemoteFile, list[tuple[int, memoryview]]] = defaultdict(list)
     for file, start, out in wanted:
         gaps = [(start, start + out.nbytes)]
         if cache is not None and file.cache_id:
@@ -257,15 +272,29 @@ def read_all(wanted: Sequence[Wanted], *, is_checked: bool = False, fresh: bool 
             else:
                 gaps = cache.read(file.cache_id, start, out, verify=not is_checked)
         if gaps:
-            targets[file].append((start, out))
+            places_of[file].append((start, out))
             missing[file] += gaps
     if not missing:
         return
 
+    targets = {file: _Targets(places) for file, places in places_of.items()}
+
     def fetch(file: RemoteFile, start: int, end: int) -> None:
-        """In a thread, which holds one part at a time: however much is wanted, CONNECTIONS parts are in memory."""
-        data = file.get(start, end)
-        _copy(data, start, targets[file])
+        """In a thread, straight to where all of it is wanted, or else through memory of its own."""
+        places = targets[file].within(start, end)
+        whole = next((out[start - at : end - at] for at, out in places if at <= start and end <= at + out.nbytes), None)
+        if whole is not None and len(places) == 1:
+            file.fill(start, whole)
+            keep(file, start, whole)
+        else:
+            with holding_a_part():
+                data = file.part(start, end)
+                for at, out in places:
+                    low, high = max(at, start), min(at + out.nbytes, end)
+                    out[low - at : high - at] = data[low - start : high - start]
+                keep(file, start, data)
+
+    def keep(file: RemoteFile, start: int, data: memoryview) -> None:
         if cache is not None and file.cache_id:
             cache.write(file.cache_id, start, data)
 
@@ -314,13 +343,21 @@ def _requests(gaps: Iterable[tuple[int, int]], align: int, num_bytes: int) -> li
     return [(at, min(at + PART_BYTES, end)) for start, end, _ in runs for at in range(start, end, PART_BYTES)]
 
 
-def _copy(data: memoryview, start: int, targets: Sequence[tuple[int, memoryview]]) -> None:
-    """Copy what a request brought to where it is wanted."""
-    end = start + data.nbytes
-    for at, out in targets:
-        low, high = max(at, start), min(at + out.nbytes, end)
-        if low < high:
-            out[low - at : high - at] = data[low - start : high - start]
+class _Targets:
+    """The memory to fill with ranges of one object."""
+
+    def __init__(self, targets: Iterable[tuple[int, memoryview]]) -> None:
+        self._targets = sorted(targets, key=_start_of)
+        self._longest = max(out.nbytes for _, out in self._targets)
+
+    def within(self, start: int, end: int) -> list[tuple[int, memoryview]]:
+        """Those that want some of a range."""
+        low, high = (bisect_left(self._targets, at, key=_start_of) for at in (start - self._longest, end))
+        return [(at, out) for at, out in self._targets[low:high] if at + out.nbytes > start]
+
+
+def _start_of(target: tuple[int, memoryview]) -> int:
+    return target[0]
 
 
 class RemoteStream(io.RawIOBase):
@@ -345,7 +382,7 @@ class RemoteStream(io.RawIOBase):
             for _ in range(1 if is_first else _PARTS_AHEAD - len(self._coming)):
                 start, end = self._asked, min(self._asked + (_FIRST_BYTES if is_first else PART_BYTES), self.num_bytes)
                 if start < end:
-                    self._coming.append(request_threads().submit(self._file.get, start, end))
+                    self._coming.append(request_threads().submit(self._file.part, start, end))
                     self._asked = end
             if not self._coming:
                 return 0
