@@ -13,6 +13,7 @@
   this process; a block with pipes, variables, `&` and so on runs as a whole in `bash -e`. `--reads N` is reduced.
   `pip install` is checked against the extras and pins, `make X` against the Makefile; scripts of benchmarks/, examples/
   and docs/ must exist; `millstream demo` and `model=smollm2` are only parsed; `millstream view` stops before serving.
+- `http://127.0.0.1:8000/v1` is an OpenAI-compatible server with one model (support/model_server.py).
 - yaml: settings of `train`, `extract`, `label`, `featurize`, `evaluate` or the old `train_streaming`; a first line
   `# name.yaml` also writes the file. json: must parse, as a whole or line by line.
 - Comments directly above a block: `<!-- first: COMMANDS -->` runs commands in bash before it, to clean up
@@ -27,6 +28,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from inspect import isclass
 from pathlib import Path
 
@@ -41,6 +43,7 @@ from millstream.reads.kind import HEADERS
 from support.docs_blocks import DOCS, LANGUAGES, ROOT, Block, anchors_of, blocks_of, links_of, pages
 from support.docs_commands import run_block
 from support.docs_world import copy_world
+from support.model_server import ModelServer
 from support.s3_server import make_bucket, s3_environment
 
 for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotlib", "numba"):
@@ -61,6 +64,7 @@ NOT_RUN = {
     ("docs/how-to/share.md", "needs a dataset on the hub"),
     ("docs/how-to/share.md", "needs datasets and a dataset on the hub"),
 }
+SERVER = "http://127.0.0.1:8000/v1"  # on a page; the tests have one at another port
 COMMENTS = ("first:", "not run:")
 # Warnings of other libraries when they are used as documented; all others are errors.
 THEIR_OWN = [
@@ -86,6 +90,11 @@ def test_every_block_of_a_page_runs(
         return
     if any("s3://" in block.text for block in blocks_of(page)):
         _fill_bucket(request.getfixturevalue("s3_address"), world, tmp_path, monkeypatch)
+    address = None
+    if any(SERVER in block.text for block in blocks_of(page)):
+        server: ModelServer = request.getfixturevalue("model_server")
+        server.reply = lambda prompt: "INCORRECT" if "1" in prompt else "CORRECT"
+        address = server.url
     with contextlib.chdir(copy_world(world, tmp_path / "world")), _no_modules_left(tmp_path):
         namespace: dict[str, object] = {"__name__": "__main__"}
         for block in blocks_of(page):
@@ -93,7 +102,7 @@ def test_every_block_of_a_page_runs(
                 continue
             if commands := block.comment("first"):
                 subprocess.run(["bash", "-e", "-c", commands], check=True)
-            _run(block, namespace)
+            _run(block if address is None else replace(block, text=block.text.replace(SERVER, address)), namespace)
 
 
 @contextlib.contextmanager

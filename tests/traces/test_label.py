@@ -16,7 +16,8 @@ import pytest
 
 import millstream as ms
 from millstream.traces.kind import LabelSettings
-from millstream.traces.label import label, parse_rule, rule_of, score_chunk
+from millstream.traces.label import label, score_chunk
+from millstream.traces.rules import parse_rule, rule_of
 from support.commands import run_here
 
 PARIS = ["Paris", "City of Light"]
@@ -78,7 +79,7 @@ def test_the_file_has_one_row_per_record_with_all_scores_and_the_rule_as_metadat
     done = label(tmp_path / "s")
     table = pq.read_table(done.path)
     scores = ["em", "f1", "rouge_l", "contains", "num_tokens"]
-    assert table.column_names == ["question_id", "verdict", "label", *scores]
+    assert table.column_names == ["question_id", "verdict", "label", "source", *scores]
     assert table.column("question_id").to_pylist() == traces.ids
     assert table.schema.field("label").type == pa.int8()
     assert table.column("label").to_pylist() == [0, 0, None, 1, None, 1, None, None, None, 1, 0]

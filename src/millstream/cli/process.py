@@ -20,7 +20,7 @@ UNCHANGED = "nothing was changed"
 _OUTCOMES = {  # by command; here, because Ctrl-C may come before the command is imported
     "demo": "the demo will start over",
     "extract": RESUME,
-    "label": "no labels were written; run the same command to start over",
+    "label": "no labels were written, replies of a judge are kept; run the same command to resume",
     "featurize": RESUME,
     "convert": RESUME,
     "train": "progress saved in the last checkpoint; run the same command to resume",

@@ -154,13 +154,13 @@ def label(
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Compare answers with the correct ones and write labels.
+    """Compare answers with the correct ones, or have a model compare them, and write labels.
 
     Writes labels.parquet: right, wrong, ambiguous or refused.
     An answer that cannot be judged has no label.
     """
     from millstream.traces.label import label as write_labels
-    from millstream.traces.label import rule_of
+    from millstream.traces.rules import rule_of
     from millstream.traces.store.traces import Traces
 
     given = read_settings(LabelSettings, settings or [])
@@ -173,6 +173,10 @@ def label(
     say(f"rule {rule}: {rule.meaning}")
     for verdict, count in done.counts.items() if not as_json else ():
         show(f"{verdict:<12}{count:>10,}")
+    if done.human:
+        say(f"verdicts of people replace those of the rule: {done.human:,}")
+    for line in (*done.agreements, *done.notes):
+        say(str(line))
     if done.conflicting:
         say(
             f"{done.conflicting} records are unlabelled because another record with the same id has a "

@@ -106,9 +106,9 @@ class ExtractSettings:
 class LabelSettings:
     """Settings of `millstream label`."""
 
-    rule: Annotated[str, "default (printed when labelling), em, f1@0.5, rougeL@0.3, spans, or scores with a file"] = (
-        "default"
-    )
+    rule: Annotated[
+        str, "default (printed when labelling), em, f1@0.5, rougeL@0.3, spans, scores with a file, judge with a model"
+    ] = "default"
     scores: Annotated[str | None, "CSV or Parquet file with record_id or question_id, and scores"] = None
     column: Annotated[str | None, "column of the scores file, if it has several"] = None
     threshold: Annotated[Finite | None, "score that separates right from wrong answers; default: 0.5"] = None
@@ -118,6 +118,11 @@ class LabelSettings:
     spans: Annotated[str | None, "spans: file with ids and hallucinated characters; default: those of the traces"] = (
         None
     )
+    endpoint: Annotated[str | None, "judge: OpenAI-compatible server, such as http://127.0.0.1:8000/v1"] = None
+    model: Annotated[str | None, "judge: model of the endpoint, by default its only one; without one, a folder"] = None
+    key_env: Annotated[str | None, "judge: environment variable with the key; default: OPENAI_API_KEY"] = None
+    concurrency: Annotated[Count, "judge: requests to the endpoint at once"] = 8
+    max_new_tokens: Annotated[Count, "judge: maximum length of a reply; a model that thinks needs more"] = 16
 
 
 @dataclass(frozen=True)

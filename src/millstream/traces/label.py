@@ -1,9 +1,8 @@
 """A trace store -> its `labels.parquet`: the scores of every answer, and its verdict under a named rule."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -12,17 +11,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from millstream.core.config import check_settings, config_hash
 from millstream.core.console import Progress, silent
 from millstream.core.files import sync_folder
 from millstream.core.remote import to_path
 from millstream.core.split import LABEL
 from millstream.core.tables import publish_table
-from millstream.errors import BadSetting, BadSource
+from millstream.errors import BadSource
 from millstream.traces.convert import names_of
-from millstream.traces.kind import LabelSettings, check_positive
+from millstream.traces.judge import PROMPT, Judge, Judging, judge_answers, make_judge, replies_file
+from millstream.traces.kind import LabelSettings
+from millstream.traces.rules import (
+    JUDGE,
+    NONE,
+    RIGHT,
+    VERDICTS,
+    WRONG,
+    Evidence,
+    Verdicts,
+    decide,
+    parse_rule,
+    rule_of,
+)
 from millstream.traces.scores import (
-    REFUSALS,
     Bools,
     ScoreFile,
     first_line,
@@ -37,17 +47,10 @@ from millstream.traces.spans import SPANS, spans_table
 from millstream.traces.store.format import QUESTION_ID, RECORD_ID, id_field
 from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.traces import LABELS_FILE, Traces
+from millstream.traces.verdicts import Agreement, agreement_of, codes_of, read_verdicts
 
-RIGHT, WRONG, AMBIGUOUS, REFUSED = "right", "wrong", "ambiguous", "refused"
-VERDICTS = (RIGHT, WRONG, AMBIGUOUS, REFUSED)
-NONE = -1
-
-MAX_WORDS = 12  # a longer answer may contain an alias only to deny it
-MIN_SCORE = 0.5  # of the `scores` rule, when no threshold is given
-_VERSION = 2  # of the rules: increase it when one of them decides differently
-
-Verdicts = NDArray[np.int8]  # positions in VERDICTS, or NONE
 STATUS = "status"
+QUESTION = "question"
 UNLABELLED = "unlabelled"
 CHUNK_RECORDS = 20_000  # records per job
 
@@ -68,7 +71,10 @@ _SCORED = pa.schema(
 
 @dataclass(frozen=True)
 class Labelling:
-    """The result of `label`. `counts` has every verdict and `unlabelled`, which includes `conflicting`."""
+    """The result of `label`. `counts` has every verdict and `unlabelled`, which includes `conflicting`.
+
+    `human` verdicts of people replaced those of the rule; `agreements` say how well they, the rule and a judge agree.
+    """
 
     path: Path
     rule: str
@@ -76,6 +82,9 @@ class Labelling:
     records: int
     counts: Mapping[str, int]
     conflicting: int
+    human: int = 0
+    agreements: Sequence[Agreement] = ()
+    notes: Sequence[str] = ()
 
 
 def label(
@@ -89,6 +98,11 @@ def label(
     references: str | Path | None = None,
     columns: str | None = None,
     spans: str | Path | None = None,
+    endpoint: str | None = None,
+    model: str | None = None,
+    key_env: str | None = None,
+    concurrency: int = 8,
+    max_new_tokens: int = 16,
     chunk_records: int = CHUNK_RECORDS,
     map: Map = map,
     progress: Progress = silent,
@@ -103,10 +117,16 @@ def label(
     `references` is a questions file whose answers are used instead of those of the store, `columns` names its columns.
     `map` runs `score_chunk` over chunks of at most `chunk_records` records, in order, possibly in other processes.
 
+    With `rule="judge"` a language model compares the answers: `model` of an OpenAI-compatible server at `endpoint`,
+    whose key is in the environment variable `key_env`, or a local one. Its replies are kept, and asked for only once.
+    The verdict of a person, given in `millstream view --label`, replaces that of any rule.
+
     >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
     files = [None if file is None else str(file) for file in (scores, references, spans)]
-    chosen = rule_of(LabelSettings(rule, files[0], column, threshold, positive, files[1], columns, files[2]))
+    compared = LabelSettings(rule, files[0], column, threshold, positive, files[1], columns, files[2])
+    asked = {"endpoint": endpoint, "model": model, "key_env": key_env, "concurrency": concurrency}
+    chosen = rule_of(replace(compared, **asked, max_new_tokens=max_new_tokens))
     traces = Traces(store)  # raises for anything but a store
     with StoreLock(traces.path, exclusive=False):  # until the labels are written, no shard is replaced
         traces.refresh()
@@ -130,10 +150,29 @@ def label(
             marked = _spans_of(traces, spans, ids, answer)
             by_id = _numbers(pc.list_value_length(_whole(marked, SPANS)))
             more = {name: marked.column(name) for name in marked.column_names}
-        chunks = _chunks(traces, is_usable, answer=answer, aliases=aliases, added=added, chunk_records=chunk_records)
-        scored = _score(chunks, len(traces), map=map, progress=progress)
-        verdicts = decide(chosen, _evidence(traces, scored, is_usable, by_id))
-        verdicts, conflicting = _without_conflicts(ids, verdicts)
+        texts = _Texts(
+            traces=traces, is_usable=is_usable, answer=answer, aliases=aliases, added=added, chunk_records=chunk_records
+        )
+        scored = _score(texts.chunks(), len(traces), map=map, progress=progress)
+        evidence = _evidence(traces, scored, is_usable, by_id)
+        notes: list[str] = []
+        agreements: list[Agreement] = []
+        if chosen.name == JUDGE:
+            judge = make_judge(
+                endpoint=endpoint, model=model, key_env=key_env, concurrency=concurrency, max_new_tokens=max_new_tokens
+            )
+            chosen = replace(chosen, judge=judge.name, prompt=f"{max_new_tokens} {PROMPT}")
+            judging = _judge(judge, traces, texts, evidence, max_new_tokens=max_new_tokens, progress=progress)
+            evidence = replace(evidence, judged=judging.verdicts)
+            notes += judging.notes()
+            by_words = decide(parse_rule("default"), evidence)
+            agreements.append(agreement_of(str(chosen), judging.verdicts, "the rule default", by_words))
+        verdicts = decide(chosen, evidence)
+        by_people = codes_of(read_verdicts(traces.path), ids, texts.answers())
+        if (is_human := by_people != NONE).any():
+            agreements.append(agreement_of("people", by_people, str(chosen), verdicts))
+        verdicts, conflicting = _without_conflicts(ids, np.where(is_human, by_people, verdicts))
+        is_human &= verdicts != NONE
         counts = {name: int((verdicts == code).sum()) for code, name in [*enumerate(VERDICTS), (NONE, UNLABELLED)]}
         about = {
             "rule": str(chosen),
@@ -142,10 +181,27 @@ def label(
             "threshold": json.dumps(chosen.threshold),
             "store_fingerprint": traces.fingerprint,
             **({} if references is None else {"references": str(references)}),
+            "agreements": json.dumps([asdict(one) for one in agreements]),
         }
+        kinds = pa.array([JUDGE if chosen.judge else "rule", "human"])
+        source = kinds.take(pa.array(is_human.astype(np.int64), mask=verdicts == NONE))
         out = traces.path / LABELS_FILE
-        _publish(out, _join(traces, verdicts, scored, more, file), about)
-        return Labelling(out, str(chosen), chosen.version, len(traces), counts, conflicting)
+        _publish(out, _join(traces, verdicts, source, scored, more, file), about)
+        human = int(is_human.sum())
+        return Labelling(
+            out, str(chosen), chosen.version, len(traces), counts, conflicting, human, tuple(agreements), tuple(notes)
+        )
+
+
+def _judge(
+    judge: Judge, traces: Traces, texts: "_Texts", evidence: Evidence, *, max_new_tokens: int, progress: Progress
+) -> Judging:
+    """The verdicts of a model on all answers but refusals, which need none."""
+    question = _text_field(traces, names_of(QUESTION), is_needed=True)
+    wanted = evidence.has_answer & evidence.has_reference & (evidence.em | ~evidence.refused)
+    file = replies_file(traces.path)
+    chunks = texts.chunks(question)
+    return judge_answers(judge, chunks, wanted, file, max_new_tokens=max_new_tokens, progress=progress)
 
 
 def _spans_of(traces: Traces, file: str | Path | None, ids: Sequence[str], answer: str | None) -> pa.Table:
@@ -166,125 +222,6 @@ def _scores_of(file: ScoreFile, ids: Sequence[str]) -> NDArray[np.float64]:
             f"the file such as {next(iter(file.rows), None)!r}"
         )
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """`default`, `em`, `spans`, `f1`, `rougeL` or `scores`; the last three are right at or above a threshold.
-
-    With `positive="wrong"`, scores are wrong at or above it.
-    """
-
-    name: str
-    threshold: float | None = None
-    positive: str = RIGHT
-
-    def __str__(self) -> str:
-        text = self.name if self.threshold is None else f"{self.name}@{self.threshold}"
-        return text if self.positive == RIGHT else f"{text}:{self.positive}"
-
-    @property
-    def meaning(self) -> str:
-        """What makes an answer right, in one line."""
-        if self.name == "default":
-            right = f"equals a correct answer, or contains one in at most {MAX_WORDS} words"
-            return f"right: {right}; ambiguous: contains one in more words; refused: declines; wrong: all others"
-        if self.name == SPANS:
-            return "wrong: has hallucinated spans; right: was annotated and has none"
-        what = {"em": "equals a correct answer", "f1": "F1 of the words", "rougeL": "ROUGE-L"}.get(self.name, "score")
-        limit = "" if self.threshold is None else f" of at least {self.threshold:g}"
-        return f"{self.positive}: {what}{limit}; {WRONG if self.positive == RIGHT else RIGHT}: all others"
-
-    @property
-    def version(self) -> str:
-        """`default-2-5c0f3a12`: changes whenever the same answer may get a different verdict."""
-        definition = {"version": _VERSION, "rule": str(self), "words": MAX_WORDS, "refusals": REFUSALS}
-        return f"{self}-{_VERSION}-{config_hash(definition)[:8]}"
-
-
-def rule_of(settings: LabelSettings) -> Rule:
-    """The rule that the settings describe; BadSetting if they contradict each other."""
-    check_settings(settings)
-    rule = parse_rule(settings.rule, threshold=settings.threshold)
-    check_positive(settings.positive)
-    if settings.positive is not None and rule.name != "scores":
-        raise BadSetting(f"positive={settings.positive}: only rule=scores takes it, not rule={settings.rule}")
-    if rule.name == "scores" and settings.scores is None:
-        raise BadSetting("rule=scores needs a scores file, as in scores=ground_truth_scores.csv")
-    if settings.scores is not None and rule.name != "scores":
-        raise BadSetting(f"scores={settings.scores}: only rule=scores uses a scores file, not rule={settings.rule}")
-    if settings.column is not None and settings.scores is None:
-        raise BadSetting(f"column={settings.column} is a column of a scores file: give rule=scores scores=FILE")
-    if settings.spans is not None and rule.name != SPANS:
-        raise BadSetting(f"spans={settings.spans}: only rule=spans uses a file of spans, not rule={settings.rule}")
-    if settings.references is not None and rule.name in ("scores", SPANS):
-        raise BadSetting(f"references={settings.references}: rule={rule.name} compares no answers")
-    if settings.columns is not None and settings.references is None:
-        raise BadSetting(f"columns={settings.columns}: names columns of a references file: also give references=FILE")
-    return replace(rule, positive=settings.positive or RIGHT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What verdicts are based on. Without an answer or a reference the rest is undefined; NaN is no score."""
-
-    has_answer: Bools
-    has_reference: Bools
-    em: Bools
-    f1: NDArray[np.float32]
-    rouge_l: NDArray[np.float32]
-    contains: Bools
-    refused: Bools
-    num_tokens: NDArray[np.float64]
-    score: NDArray[np.float64]  # of the rule spans: the number of spans
-
-
-def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
-    """The rule of this name, such as `em` or `f1@0.5`; `threshold` belongs to `scores`."""
-    name, at, number = text.partition("@")
-    if threshold is not None and text != "scores":
-        raise BadSetting(f"threshold={threshold:g}: only rule=scores takes a threshold, not rule={text}")
-    if text in ("default", "em", SPANS):
-        return Rule(name=text)
-    if text == "scores":
-        limit = MIN_SCORE if threshold is None else threshold
-        return Rule(name=text, threshold=limit)
-    if name in ("f1", "rougeL") and at:
-        try:
-            limit = float(number)
-        except ValueError:
-            limit = math.nan
-        if not 0 < limit <= 1:
-            raise BadSetting(f"rule={text}: the threshold must be above 0 and at most 1, as in {name}@0.5")
-        return Rule(name=name, threshold=limit)
-    raise BadSetting(
-        f"rule={text}: must be one of default, em, f1@0.5, rougeL@0.3 (or other thresholds), spans, scores"
-    )
-
-
-def decide(rule: Rule, known: Evidence) -> Verdicts:
-    """The verdict on every answer; none where the answer, the reference or the score it needs is missing."""
-    right, wrong, ambiguous, refused = range(len(VERDICTS))
-    if rule.name == "scores":
-        above, below = (right, wrong) if rule.positive == RIGHT else (wrong, right)
-        verdicts = np.where(known.score < np.float64(rule.threshold or 0), below, above)
-        return np.where(known.has_answer & ~np.isnan(known.score), verdicts, NONE).astype(np.int8)
-    if rule.name == SPANS:
-        verdicts = np.where(known.score > 0, wrong, right)
-        return np.where(known.has_answer & ~np.isnan(known.score), verdicts, NONE).astype(np.int8)
-    if rule.name == "default":
-        is_short = known.num_tokens <= MAX_WORDS
-        # "Unknown" may be the correct answer, so an exact match comes before a refusal; all else comes after it.
-        # F1 decides nothing: of 16 answers with F1 >= 0.5 and no alias, 12 were wrong, 1 right (SmolLM2, docs/results).
-        cases = [known.em, known.refused, known.contains & is_short, known.contains]
-        verdicts = np.select(cases, [right, refused, right, ambiguous], wrong)
-    elif rule.name == "em":
-        verdicts = np.where(known.em, right, wrong)
-    else:
-        # In single precision on both sides: 7/10 is not below a threshold of 0.7.
-        reached = (known.f1 if rule.name == "f1" else known.rouge_l) >= np.float32(rule.threshold or 0)
-        verdicts = np.where(reached, right, wrong)
-    return np.where(known.has_answer & known.has_reference, verdicts, NONE).astype(np.int8)
 
 
 def score_chunk(chunk: pa.Table) -> pa.Table:
@@ -361,33 +298,42 @@ def _score(chunks: Iterable[pa.Table], num_records: int, *, map: Map, progress: 
     return pa.concat_tables(parts)
 
 
-def _chunks(
-    traces: Traces,
-    is_usable: Bools,
-    *,
-    answer: str | None,
-    aliases: str | None,
-    added: Sequence[list[str] | None] | None,
-    chunk_records: int,
-) -> Iterator[pa.Table]:
-    """Answers and aliases (`added`, or those of the store), `chunk_records` at a time.
+@dataclass(frozen=True, kw_only=True)
+class _Texts:
+    """Answers and accepted answers (`added`, or those of the store) of the usable records, null for the others."""
 
-    Only one chunk or one shard is in memory.
-    """
-    start = 0
-    for numbers in _groups(traces, chunk_records):
-        part = Traces(traces.path, shards=numbers)
-        rows = pa.array(np.arange(len(part)), mask=~is_usable[start : start + len(part)])
-        answers = pa.nulls(len(part), pa.string()) if answer is None else _column(part, answer).cast(pa.string())
-        accepted = pa.nulls(len(part), _TEXTS) if aliases is None else _as_lists(_column(part, aliases))
-        if added is not None:
-            pairs = zip(added[start : start + len(part)], accepted.to_pylist(), strict=True)
-            accepted = pa.array([new or old for new, old in pairs], _TEXTS)
-        table = pa.table({"answer": answers.take(rows), "aliases": accepted})
-        for first in range(0, len(part), chunk_records):
-            # Taken, not sliced: pickling a slice pickles the whole table.
-            yield table.take(np.arange(first, min(first + chunk_records, len(part))))
-        start += len(part)
+    traces: Traces
+    is_usable: Bools
+    answer: str | None
+    aliases: str | None
+    added: Sequence[list[str] | None] | None
+    chunk_records: int
+
+    def chunks(self, question: str | None = None) -> Iterator[pa.Table]:
+        """The texts, `chunk_records` at a time, perhaps with questions. Only one chunk or one shard is in memory."""
+        start = 0
+        for part in self._parts():
+            rows = pa.array(np.arange(len(part)), mask=~self.is_usable[start : start + len(part)])
+            answers = _texts(part, self.answer)
+            accepted = pa.nulls(len(part), _TEXTS) if self.aliases is None else _as_lists(_column(part, self.aliases))
+            if self.added is not None:
+                pairs = zip(self.added[start : start + len(part)], accepted.to_pylist(), strict=True)
+                accepted = pa.array([new or old for new, old in pairs], _TEXTS)
+            table = pa.table({"answer": answers.take(rows), "aliases": accepted})
+            if question is not None:
+                table = table.append_column(QUESTION, _texts(part, question))
+            for first in range(0, len(part), self.chunk_records):
+                # Taken, not sliced: pickling a slice pickles the whole table.
+                yield table.take(np.arange(first, min(first + self.chunk_records, len(part))))
+            start += len(part)
+
+    def answers(self) -> Iterator[str | None]:
+        for part in self._parts():
+            yield from _texts(part, self.answer).to_pylist()
+
+    def _parts(self) -> Iterator[Traces]:
+        for numbers in _groups(self.traces, self.chunk_records):
+            yield Traces(self.traces.path, shards=numbers)
 
 
 def _groups(traces: Traces, chunk_records: int) -> Iterator[list[int]]:
@@ -433,6 +379,7 @@ def _without_conflicts(ids: Sequence[str], verdicts: Verdicts) -> tuple[Verdicts
 def _join(
     traces: Traces,
     verdicts: Verdicts,
+    source: pa.Array,
     scored: pa.Table,
     more: Mapping[str, pa.Array | pa.ChunkedArray],
     file: ScoreFile | None,
@@ -443,6 +390,7 @@ def _join(
         **{name: traces.column(name) for name in (RECORD_ID, QUESTION_ID) if name in traces.fields},
         "verdict": pa.array(VERDICTS).take(pa.array(verdicts.astype(np.int64), mask=verdicts == NONE)),
         LABEL: pa.array((verdicts == wrong).astype(np.int8), mask=(verdicts != right) & (verdicts != wrong)),
+        "source": source,
         **{name: scored.column(name) for name in scored.column_names if name != "refused"},
     }
     for name, values in more.items():
@@ -478,6 +426,10 @@ def _column(traces: Traces, name: str) -> pa.Array:
 
 def _whole(table: pa.Table, name: str) -> pa.Array:
     return cast(pa.Array, table.column(name).combine_chunks())
+
+
+def _texts(traces: Traces, name: str | None) -> pa.Array:
+    return pa.nulls(len(traces), pa.string()) if name is None else _column(traces, name).cast(pa.string())
 
 
 def _as_lists(aliases: pa.Array) -> pa.Array:

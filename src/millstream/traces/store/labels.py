@@ -13,13 +13,16 @@ import pyarrow as pa
 
 from millstream.core.config import parse_json
 from millstream.core.console import plural, quoted
+from millstream.core.files import publish
+from millstream.core.lines import read_lines, to_lines
 from millstream.core.tables import publish_table, read_table
 from millstream.errors import BadSource
 from millstream.traces.store.format import id_field
-from millstream.traces.store.manifest import LABELS, read_manifest
+from millstream.traces.store.manifest import HUMAN_VERDICTS, LABELS, read_manifest
 from millstream.traces.store.traces import Traces
 
 _VERSION, _FINGERPRINT, _COUNTS = "millstream.label_version", "millstream.store_fingerprint", "millstream.counts"
+_AGREEMENTS = "millstream.agreements"  # of other records
 
 
 def read_labels(path: Path) -> pa.Table | None:
@@ -71,9 +74,18 @@ def carry_labels(sources: Sequence[Path], folder: Path, name: Path) -> str:
     table = table.take(np.array([places[key] for key in keys]))  # one row per record, in record order, as `label` does
     counts = Counter(str(verdicts[key] or "unlabelled") for key in keys)
     zeros = dict.fromkeys(parse_json(abouts[0].get(_COUNTS, "{}")), 0)
-    about = {**abouts[0], _FINGERPRINT: traces.fingerprint, _COUNTS: json.dumps({**zeros, **counts})}
+    about = {key: value for key, value in abouts[0].items() if key != _AGREEMENTS}
+    about = {**about, _FINGERPRINT: traces.fingerprint, _COUNTS: json.dumps({**zeros, **counts})}
     publish_table(folder / LABELS, table.cast(table.schema.with_metadata(about)))
     return f"labels copied: {', '.join(f'{count:,} {verdict}' for verdict, count in counts.items())}"
+
+
+def carry_verdicts(sources: Sequence[Path], folder: Path) -> None:
+    """Write the verdicts of people on the records of the store in `folder`, made from `sources`."""
+    found = [row for source in sources for row in read_lines(source / HUMAN_VERDICTS)[0]]
+    if found:
+        ids = set(map(str, Traces(folder).ids))
+        publish(folder / HUMAN_VERDICTS, to_lines(row for row in found if str(row.get("id")) in ids))
 
 
 def is_labelled(path: Path) -> bool:

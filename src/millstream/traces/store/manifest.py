@@ -46,6 +46,7 @@ MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder for files that repair sets aside
 IDS = "ids.arrow"  # the id index
 LABELS = "labels.parquet"
+HUMAN_VERDICTS, JUDGE_REPLIES = "verdicts.jsonl", "judge.jsonl"
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
 _SHARD = re.compile(r"shard-(\d{5,9})\.arrow(\.open)?")  # a number fits 32 bits
@@ -121,11 +122,14 @@ def foreign_file(path: Path) -> str | None:
     return next((n for n in names if not (n.startswith((".", "shard-")) or n in own)), None)
 
 
+_OTHERS = (IDS, LABELS, HUMAN_VERDICTS, JUDGE_REPLIES, TOKENIZER)
+
+
 def files_of_store(path: Path) -> dict[str, Path]:
     """The files of a store by name, from its manifest: a web server lists nothing."""
     numbers = [shard.number for shard in read_manifest(path).shards]
     names = [MANIFEST, *map(shard_name, numbers), *map(sidecar_name, numbers)]
-    return {name: path / name for name in (*names, *(n for n in (IDS, LABELS, TOKENIZER) if (path / n).is_file()))}
+    return {name: path / name for name in (*names, *(n for n in _OTHERS if (path / n).is_file()))}
 
 
 def check_store(path: Path) -> None:

@@ -26,7 +26,7 @@ from millstream.core.transfer import fetch
 from millstream.errors import ConfigMismatch, CorruptRecord, SchemaMismatch, StoreError, StoreExists
 from millstream.traces.store.format import RECORD_ID, Row, damaged_fields, id_field, is_row_intact, read_header
 from millstream.traces.store.ids import update_ids
-from millstream.traces.store.labels import carry_labels
+from millstream.traces.store.labels import carry_labels, carry_verdicts
 from millstream.traces.store.locks import StoreLock, only_job
 from millstream.traces.store.manifest import (
     LABELS,
@@ -289,7 +289,10 @@ class _NewStore:
         tokenizers = [source / TOKENIZER for source in sources]
         if all(file.exists() for file in tokenizers) and len({file.read_bytes() for file in tokenizers}) == 1:
             publish(place / TOKENIZER, tokenizers[0].read_bytes(), NOTHING_LEFT)
-        notes = [note, carry_labels(sources, place, self._out) if id_field(manifest.fields) in manifest.fields else ""]
+        notes = [note]
+        if id_field(manifest.fields) in manifest.fields:
+            carry_verdicts(sources, place)
+            notes.append(carry_labels(sources, place, self._out))
         publish_json(place / _ORIGIN, {**self._origin, "made": Traces(place).fingerprint})
         size = sum(s.records for s in self.shards), sum(s.bytes for s in self.shards)
         return Written(self._out, *size, "\n".join(filter(None, notes)))
