@@ -73,6 +73,7 @@ def run_everything(cluster: Cluster, llama: Path, path: Path) -> Outcome:
     store = there / "traces"
     extract = ["extract", str(questions), str(store), *as_arguments({"model": llama, **SETTINGS})]
     files, trained = make_run(path)
+    write_genomes(path / "genomes")
 
     driver = cluster.start([*extract, "--engine", "ray", "--workers", "1"], shared=False)
     actor = cluster.wait_for_stopped_actor(driver)
@@ -92,6 +93,7 @@ def run_everything(cluster: Cluster, llama: Path, path: Path) -> Outcome:
             ["featurize", f"{place}/answers", f"{place}/layers", "token=mean_answer"],
             ["index", *map(str, files), *index_dir],
             ["pack", *map(str, files), f"{place}/packs/"],
+            ["pack", f"{path}/genomes", f"{place}/all.pack"],
             ["classify", str(trained), *map(str, files), "-o", f"{place}/rows.tsv.gz", *index_dir],
         ]
 
@@ -142,9 +144,17 @@ def test_files_are_indexed_and_packed_to_the_bytes_of_one_process_even_if_a_work
 ):
     here, there = files_in(outcome.here / folder), files_in(outcome.there / folder)
     assert len(here) == 3 and here == there
-    times = {job.split()[1]: count for job, count in outcome.jobs.items() if job.startswith(command)}
+    times = {job.split()[1]: count for job, count in outcome.jobs.items() if job.startswith(f"{command} ")}
     assert sorted(times) == sorted(file.name for file in outcome.files)
     assert sorted(times.values()) == [1, 1, 2], "only the job of the worker that died is done again"
+
+
+def test_files_are_packed_into_one_to_the_bytes_of_one_process_even_if_a_worker_dies(outcome: Outcome):
+    assert (outcome.there / "all.pack").read_bytes() == (outcome.here / "all.pack").read_bytes()
+    times = {job.split()[1]: count for job, count in outcome.jobs.items() if job.startswith("part ")}
+    assert set(times) == {"0.fa", "1.fa", "2.fa"}
+    assert sorted(times.values()) == [1, 1, 2], "only the job of the worker that died is done again"
+    assert not list(outcome.there.glob("all.pack.*"))
 
 
 def test_reads_are_classified_to_the_bytes_of_one_process_even_if_a_worker_dies(outcome: Outcome):
@@ -162,11 +172,12 @@ def test_nothing_that_is_finished_is_done_again(outcome: Outcome):
     """Ray is not even started."""
     there, ray = outcome.there, ["--engine", "ray"]
     index_dir = ["--index-dir", there / "indexes"]
-    paths = [*(there / "indexes").iterdir(), *(there / "packs").iterdir(), there / "rows.tsv.gz"]
+    paths = [*(there / "indexes").iterdir(), *(there / "packs").iterdir(), there / "all.pack", there / "rows.tsv.gz"]
     times = [path.stat().st_mtime_ns for path in paths]
     for command in (
         ["index", *outcome.files, *index_dir],
         ["pack", *outcome.files, there / "packs"],
+        ["pack", outcome.files[0].parent / "genomes", there / "all.pack"],
         ["classify", outcome.run, *outcome.files, "-o", there / "rows.tsv.gz", *index_dir],
     ):
         code, _, err = run(*command, *ray)
@@ -177,6 +188,12 @@ def test_nothing_that_is_finished_is_done_again(outcome: Outcome):
 
 def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write_genomes(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.fa").write_text("".join(f">{number}.{i}\n{'ACGTN' * (i + 1)}\n" for i in range(20)))
 
 
 def write_answers(path: Path) -> Path:

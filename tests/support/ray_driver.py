@@ -75,7 +75,7 @@ class DyingPackWorker(each.PackWorker):
     """Saves progress after every piece of text, and dies when the pack is complete, but not published."""
 
     def do(self, job: Any) -> Any:
-        if begin("pack", job.source.name):
+        if begin("part" if job.out.parent.suffix == ".parts" else "pack", job.source.name):
             self._write = partial(self._write, commit_s=0.0)
             SectionsWriter.publish = die  # pyright: ignore
         return super().do(job)

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.generic]
 Bytes = NDArray[np.uint8]
+Crcs = NDArray[np.uint32]
 
 # Dtypes torch has and numpy lacks are stored as the bits of an unsigned integer and come back as torch tensors.
 TORCH_ONLY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_POLYNOMIAL = 0x82F63B78  # of CRC-32C, lowest bit first
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,21 @@ def crc32c(data: Bytes | bytes | memoryview | pa.Buffer, crc: int = 0) -> int:
     return google_crc32c.extend(crc, plain)
 
 
+def joined_crc32c(crcs: Crcs, follow: NDArray[np.int64]) -> Crcs:
+    """CRC-32C of the concatenated pieces of each row: `crcs` [rows, pieces], each with the bytes that `follow` it.
+
+    A CRC is linear: the CRC of the whole is the XOR of those of the pieces, each shifted by the bytes that follow it.
+    """
+    moved = crcs.copy()
+    for bit in range(int(follow.max(initial=0)).bit_length()):
+        tables = _shift_tables(bit)
+        shifted = tables[0][moved & 255]
+        for byte in (1, 2, 3):
+            shifted ^= tables[byte][moved >> np.uint32(8 * byte) & 255]
+        moved = np.where(follow >> bit & 1, shifted, moved)
+    return np.bitwise_xor.reduce(moved, axis=1)
+
+
 def _check_name(name: str) -> None:
     if not name or name.startswith("_"):
         raise SchemaMismatch(f"field {name!r}: names must not be empty or start with '_', which is reserved")
@@ -204,3 +221,26 @@ def _parse_kind(name: str, kind: str | Tensor | pa.DataType) -> Kind:
             f"field {name!r}: {kind!r} is not a type; write 'float16[layer, token, dim]' for a tensor, "
             "or an Arrow type such as 'string', 'int64', 'list<string>'"
         ) from None
+
+
+@cache
+def _shift_tables(bit: int) -> Crcs:
+    """[4, 256]: the effect of 2^bit appended zero bytes on a CRC, by the value of each of its bytes."""
+    columns = _columns(bit + 3)
+    values = np.arange(256, dtype=np.uint32)
+    tables = np.zeros((4, 256), np.uint32)
+    for place in range(32):
+        tables[place // 8] ^= np.where(values >> np.uint32(place % 8) & 1, columns[place], np.uint32(0))
+    return tables
+
+
+@cache
+def _columns(power: int) -> Crcs:
+    """The effect of 2^power appended zero bits on each bit of a CRC."""
+    if power == 0:
+        return np.array([_POLYNOMIAL, *(1 << place for place in range(31))], np.uint32)
+    half = _columns(power - 1)
+    out = np.zeros(32, np.uint32)
+    for place in range(32):
+        out ^= np.where(half >> np.uint32(place) & 1, half[place], np.uint32(0))
+    return out

@@ -240,7 +240,7 @@ def pack(
     """Pack reads into one file of 2 bits per base.
 
     Any read can then be fetched at memory speed.
-    If OUT is a folder, every file gets a pack of its own in it; --engine ray packs them on many machines.
+    If OUT is a folder, every file gets a pack of its own in it. --engine ray packs files on many machines.
     Run the same command again to resume.
     """
     import sys
@@ -260,10 +260,6 @@ def pack(
     if out == "-":
         raise BadSetting("-: a packed file is not written from beginning to end. Choose a file, such as reads.pack")
     where, is_folder = Engine(engine, address, workers), out.endswith("/") or to_path(out).is_dir()
-    if where.name != "local" and not is_folder:
-        raise BadSetting(
-            f"--engine ray: one process writes {out}. To pack every file on its own, name a folder: {out}/"
-        )
     files = [file for source in sources for file in expand(source)]
     settings = _index_settings(header_regex, columns, on_mismatch, salvage=salvage, unverified=unverified)
     size = sum(file.stat().st_size for file in files if file.exists())
@@ -272,7 +268,7 @@ def pack(
         if is_folder:
             packs = pack_each(files, to_path(out), write=write, rebuild=rebuild, engine=where, progress=update)
         else:
-            packs = [write(files, to_path(out), progress=update, notify=say)]
+            packs = [write(files, to_path(out), engine=where, progress=update, notify=say)]
     if as_json:
         rows = [
             {

@@ -62,7 +62,6 @@ def test_what_cannot_be_packed_into_a_folder_is_one_line(files: list[Path], tmp_
     for arguments, code, named in (
         ([*files, same, tmp_path / "more"], 2, "a.pack"),
         ([*files, tmp_path / "c.fa", tmp_path / "more"], 1, "c.fa: no such file"),
-        ([*files, tmp_path / "all.pack", "--engine", "ray"], 2, f"{tmp_path / 'all.pack'}"),
         ([*files, tmp_path / "more", "--workers", "2"], 2, "--engine ray"),
     ):
         found, _, err = run_here("pack", *arguments)

@@ -128,14 +128,14 @@ class SectionsWriter:
         out = _ChecksummedFile(file)
         out.write(MAGIC)
         places: dict[str, tuple[int, int]] = {}
-        for name, part in self._parts.items():
+        for name, part in sorted(self._parts.items()):  # the order they began in depends on the size of buffers
             out.write(bytes(-out.position % 64))
             part.seek(0)
             start = out.position
             while data := part.read(CRC_BYTES):
                 out.write(data)
             places[name] = start, out.position - start
-        rows = {name: column.rows for name, column in self._columns.items()}
+        rows = {name: column.rows for name, column in sorted(self._columns.items())}
         crcs = out.finish()
         text = json.dumps({**meta, "version": VERSION, "sections": places, "rows": rows}).encode()
         end = out.position

@@ -10,9 +10,18 @@ from millstream.core.engine import Engine
 from millstream.errors import BadSetting, BadSource, EngineError
 from millstream.reads.open import READ_NAMES
 from millstream.reads.pack import SUFFIX
-from millstream.reads.pack.pack import PackSummary
+from millstream.reads.pack.writer import PackSummary
 
 Write = Callable[..., PackSummary]  # `pack` with its settings
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """A file to pack."""
+
+    source: Path
+    out: Path
+    num_bytes: int
 
 
 def pack_each(
@@ -30,7 +39,19 @@ def pack_each(
     After an interruption, call it again to resume: finished packs are kept, an unfinished one is resumed.
     """
     jobs = _jobs(sources, folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    return run_jobs(jobs, write=write, rebuild=rebuild, engine=engine, progress=progress, notify=notify)
+
+
+def run_jobs(
+    jobs: Sequence[PackJob],
+    *,
+    write: Write,
+    rebuild: bool,
+    engine: Engine,
+    progress: Progress,
+    notify: Callable[[str], None],
+) -> list[PackSummary]:
+    """`write` the packs that are not there yet."""
     finished: dict[Path, PackSummary] = {}
     done = 0
 
@@ -41,6 +62,7 @@ def pack_each(
 
     left = [job for job in jobs if rebuild or not job.out.exists()]
     for job in jobs:
+        job.out.parent.mkdir(parents=True, exist_ok=True)
         if job not in left:
             finish(job, write([job.source], job.out, notify=notify))  # checks that it is what would be written
     if engine.name == "local":
@@ -54,15 +76,6 @@ def pack_each(
                 raise EngineError(f"{job.out}: written by a worker, but not here. All machines must share this folder")
             finish(job, summary)
     return [finished[job.out] for job in jobs]
-
-
-@dataclass(frozen=True)
-class PackJob:
-    """A file to pack."""
-
-    source: Path
-    out: Path
-    num_bytes: int
 
 
 class PackWorker:

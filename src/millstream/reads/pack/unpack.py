@@ -69,6 +69,14 @@ class LineLayout:
     final_newline: bool = True
 
 
+@dataclass(frozen=True)
+class FoundLayout:
+    """The layout of a text, or the first record that departs from it."""
+
+    layout: LineLayout = LineLayout()
+    irregular_record: int | None = None
+
+
 class LayoutCheck:
     """Follows a text as it is read; finds its layout, or the first record that departs from it."""
 
@@ -82,12 +90,6 @@ class LayoutCheck:
     def irregular_record(self) -> int | None:
         """The first record with another line layout than those before it."""
         return None if self._state[_IRREGULAR] == _REGULAR else int(self._state[_IRREGULAR])
-
-    @property
-    def layout(self) -> LineLayout:
-        """The layout so far."""
-        line, eol, plus, is_cut = self._state[[_LINE, _EOL, _PLUS, _NO_NEWLINE]].tolist()
-        return LineLayout(line, eol == 2, plus == 1, not is_cut)
 
     def add(
         self, buffer: Bytes, text: tuple[int, int], headers: Numbers, segments: Numbers, qualities: Numbers
@@ -108,11 +110,15 @@ class LayoutCheck:
         if len(self._held) > len(self._header) + _LONGEST_GAP and self.irregular_record is None:
             self._state[_IRREGULAR] = max(int(self._state[_RECORDS]) - 1, 0)
 
-    def finish(self) -> None:
+    def finish(self) -> FoundLayout:
         """The text has ended."""
         if self.irregular_record is None:
             none = np.empty((0, 2), np.int64)
             self._check(self._held, 0, 0, self._held, none, none, none, final=True)
+        if (irregular := self.irregular_record) is not None:
+            return FoundLayout(irregular_record=irregular)
+        line, eol, plus, is_cut = self._state[[_LINE, _EOL, _PLUS, _NO_NEWLINE]].tolist()
+        return FoundLayout(LineLayout(line, eol == 2, plus == 1, not is_cut))
 
     def state(self) -> dict[str, object]:
         return {"state": self._state.copy(), "held": self._held, "header": self._header}

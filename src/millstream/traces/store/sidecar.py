@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from millstream.core import tables
 from millstream.core.console import quoted
 from millstream.core.memory import Map
-from millstream.core.record import Schema, Tensor, refine
+from millstream.core.record import Schema, Tensor, joined_crc32c, refine
 from millstream.core.remote import RemotePath
 from millstream.errors import CorruptShard, DamageWarning, SchemaMismatch
 from millstream.traces.store.format import (
@@ -45,14 +45,12 @@ from millstream.traces.store.manifest import (
 )
 
 Ints = NDArray[np.int64]
-Crcs = NDArray[np.uint32]
 Span = tuple[int, int, int]  # offset, stored bytes, CRC-32C
 OFFSET, NUM_BYTES, META_BYTES = "_offset", "_bytes", "_meta_bytes"
 _SMALL_BYTES = 64 << 10
 _MOST = 1 << 60  # a sum of two fits 64 bits
 _MAX_RATIO = 1 << 16  # zstd stores 128 kB of zeros in 4 bytes
 _NUMPY = {"float": "float32", "halffloat": "float16"}  # other types have the same name in numpy
-_POLYNOMIAL = 0x82F63B78  # of CRC-32C, lowest bit first
 
 
 def load_sidecar(path: Path, shard: ShardInfo, fields: Schema) -> "Sidecar":
@@ -350,8 +348,9 @@ class TensorColumn:
         out = np.zeros(len(counts), np.int64)
         for count in set(counts.tolist()) - {0}:  # np.unique would import numpy.ma, 20 ms
             (rows,) = np.nonzero(counts == count)
+            follow = (self.num_bytes[rows] // count)[:, None] * np.arange(count - 1, -1, -1, dtype=np.int64)
             crcs = values[bounds[rows][:, None] + np.arange(count)].astype(np.uint32)
-            out[rows] = _joined_crc32c(crcs, self.num_bytes[rows] // count)
+            out[rows] = joined_crc32c(crcs, follow)
         return out
 
     def whole(self, number: int) -> list[Span]:
@@ -418,43 +417,3 @@ def _numbers_of(array: pa.Array) -> NDArray[np.generic]:
     if data is None or not len(array):
         return np.empty(0, dtype)
     return np.frombuffer(memoryview(data), dtype)[array.offset : array.offset + len(array)]
-
-
-def _joined_crc32c(crcs: Crcs, sizes: NDArray[np.int64]) -> Crcs:
-    """CRC-32C of the concatenated pieces of each row: `crcs` [rows, pieces], each piece of a row `sizes[row]` bytes.
-
-    A CRC is linear: the CRC of the whole is the XOR of those of the pieces, each shifted by the bytes that follow it.
-    """
-    pieces = crcs.shape[1]
-    follow: NDArray[np.int64] = sizes.reshape(-1, 1) * np.arange(pieces - 1, -1, -1, dtype=np.int64)
-    moved = crcs.copy()
-    for bit in range(int(follow.max(initial=0)).bit_length()):
-        tables = _shift_tables(bit)
-        shifted = tables[0][moved & 255]
-        for byte in (1, 2, 3):
-            shifted ^= tables[byte][moved >> np.uint32(8 * byte) & 255]
-        moved = np.where(follow >> bit & 1, shifted, moved)
-    return np.bitwise_xor.reduce(moved, axis=1)
-
-
-@cache
-def _shift_tables(bit: int) -> Crcs:
-    """[4, 256]: the effect of 2^bit appended zero bytes on a CRC, by the value of each of its bytes."""
-    columns = _columns(bit + 3)
-    values = np.arange(256, dtype=np.uint32)
-    tables = np.zeros((4, 256), np.uint32)
-    for place in range(32):
-        tables[place // 8] ^= np.where(values >> np.uint32(place % 8) & 1, columns[place], np.uint32(0))
-    return tables
-
-
-@cache
-def _columns(power: int) -> Crcs:
-    """The effect of 2^power appended zero bits on each bit of a CRC."""
-    if power == 0:
-        return np.array([_POLYNOMIAL, *(1 << place for place in range(31))], np.uint32)
-    half = _columns(power - 1)
-    out = np.zeros(32, np.uint32)
-    for place in range(32):
-        out ^= np.where(half >> np.uint32(place) & 1, half[place], np.uint32(0))
-    return out
