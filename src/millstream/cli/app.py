@@ -251,6 +251,7 @@ def view(
         str | None,
         typer.Option(help="Folder or tokenizer.json; for reads also base or kmer(6).", metavar="NAME"),
     ] = None,
+    label: Annotated[bool, typer.Option("--label", help="Judge the answers of a store, by single keys.")] = False,
 ) -> None:
     """Explore traces, reads or a run in the browser.
 
@@ -259,7 +260,8 @@ def view(
     from millstream.core.console import say
     from millstream.view.server import serve, views_of
 
-    serve(views_of(path, run=run, tokenizer=tokenizer, notify=say), port=port, title=path.resolve().name, notify=say)
+    views = views_of(path, run=run, tokenizer=tokenizer, label=label, notify=say)
+    serve(views, port=port, title=path.resolve().name, notify=say)
 
 
 def inspect(

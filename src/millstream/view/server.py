@@ -176,9 +176,19 @@ class KindView(Protocol):
 
 
 def views_of(
-    path: Path, *, run: Path | None = None, tokenizer: str | None = None, notify: Callable[[str], None]
+    path: Path,
+    *,
+    run: Path | None = None,
+    tokenizer: str | None = None,
+    label: bool = False,
+    notify: Callable[[str], None],
 ) -> list[View]:
-    """The views of records or of a run folder; the first is that of the path itself."""
+    """The views of records or of a run folder, that of the path first; with `label`, before it one to judge answers."""
+    if label:
+        make = None if is_run(path) else getattr(_view_of_kind(kind_at(path)), "labelling_view_of", None)
+        if make is None:
+            raise BadSetting(f"--label: {path} has no answers to judge. Give a trace store")
+        return [make(path), *views_of(path, run=run, tokenizer=tokenizer, notify=notify)]
     if is_run(path):
         path = local_run(path)
         if run is not None:

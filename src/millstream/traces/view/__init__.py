@@ -24,8 +24,11 @@ from millstream.traces.store.manifest import MANIFEST
 from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.traces.view import inside
 from millstream.traces.view.inside import LayerScores, TokenTexts, find_tokenizer
+from millstream.traces.view.labelling import HumanVerdicts, labelling_view_of
 from millstream.training.folder import DATA, PREDICTIONS
 from millstream.view import PATIENCE_S, Answer, Later, Query, View
+
+__all__ = ["labelling_view_of", "records_of", "view_of"]
 
 Floats = NDArray[np.float64]
 
@@ -298,6 +301,7 @@ class _Shown:
         self._tokens = Later(lambda: TokenTexts(file))
         self._texts = Later(lambda: TraceTexts(self._traces))
         self._known = Later(self._load_known)
+        self._human = HumanVerdicts(self._traces)
         self._nets = Later(self._restore_nets)
         for part in (self._tokens, self._texts, self._known):
             part.start()
@@ -354,7 +358,9 @@ class _Shown:
         wanted = numbers[page * size : (page + 1) * size].tolist()
         self._nets.start(NETS_AFTER_S)
         rows = rows_of(self._traces, wanted)
+        human = self._human.by_number()
         for row in rows:
+            row["human"] = human.get(row["number"])
             row.update(self._verdict_and_score(known, row["number"], query.text("detector")))
         return {"ready": known is not None, "total": len(numbers), "page": page, "pages": pages, "rows": rows}
 
@@ -388,6 +394,7 @@ class _Shown:
             "shapes": shapes,
             "scores": scores,
             "labels": {} if known is None else known.labels.of(number),
+            "human": self._human.by_number().get(number),
             **self._verdict_and_score(known, number, ""),
             "tokens": inside.tokens_of(traces, number, self._tokens.wait()),
             "num_layers": inside.num_layers(traces, number),

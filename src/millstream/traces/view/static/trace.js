@@ -52,8 +52,14 @@ function answerBlock(trace) {
   if (trace.scalars.status === "error") line.append(make("span", { class: "error" }, trace.scalars.error ?? "failed"));
   else line.append(make("bdi", {}, trace.answer ?? ""), " ");
   if (trace.verdict) line.append(" ", make("span", { class: `verdict ${trace.verdict}` }, trace.verdict));
+  line.append(" ", human(trace) ?? "");
   if (trace.references.length) line.append(make("span", { class: "soft" }, ` references: ${trace.references.slice(0, 12).join(" · ")}`));
   return [...parts, line];
+}
+
+// The verdict of a person, beside that of the labels.
+export function human(record) {
+  return record.human ? make("span", { class: `verdict human ${record.human}`, title: "the verdict of a person" }, `${record.human} (person)`) : null;
 }
 
 function lastToken(tokens) {

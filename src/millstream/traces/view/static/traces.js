@@ -1,6 +1,6 @@
 // The records of a store; the hash of the address is the number of the open record.
 import { query, bytes, showError, count, make, meter, startPage } from "./common.js";
-import { closeTrace, showTrace } from "./trace.js";
+import { closeTrace, human, showTrace } from "./trace.js";
 
 const byId = (id) => document.getElementById(id);
 const filter = { q: "", verdict: "", part: "", detector: "", sort: "number", page: 0 };
@@ -106,7 +106,7 @@ function row(record) {
     make("td", { class: "number" }, count(record.number)),
     make("td", {}, make("a", { href: `#${record.number}`, class: "clip" }, make("bdi", {}, question))),
     clip(answer), clip(record.references.slice(0, 6).join(" · ")),
-    make("td", {}, record.verdict ? make("span", { class: `verdict ${record.verdict}` }, record.verdict) : ""), score);
+    make("td", {}, record.verdict ? make("span", { class: `verdict ${record.verdict}` }, record.verdict) : "", human(record)), score);
 }
 
 function route() {
