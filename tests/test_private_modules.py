@@ -29,7 +29,10 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
             modules |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             yield from ((node.lineno, prefix + alias.name) for alias in node.names)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[0] in modules:
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if root is not node and isinstance(root, ast.Name) and root.id in modules:
             yield node.lineno, ast.unparse(node)
 
 

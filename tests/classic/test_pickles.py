@@ -9,6 +9,7 @@ import struct
 import tracemalloc
 import weakref
 import zipfile
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -343,25 +344,25 @@ def nested_references(depth: int) -> list[object]:
     return value
 
 
-WHOLE_STORAGE = torch.zeros(250_000)
-AMPLIFIED = {
-    "references to references": pickle.dumps([{"x": nested_references(10)}]),
-    "one text in a list": pickle.dumps([{"x": ["x" * 4000] * 50_000}]),
-    "one text in every trace": pickle.dumps([{"x": text} for text in ["x" * 4000] * 50_000]),
-    "empty dicts, gzip": gzip.compress(b"\x80\x04](}\x8c\x01x(" + b"}" * 20_000_000 + b"e.", 1),
-    "zeros, gzip": gzip.compress(pickle.dumps([{"x": bytes(200_000_000)}], 5), 1),
-    "strides of 0": torch_bytes([{"x": torch.zeros(1).expand(10**10)}]),
-    "strides of 0, legacy": torch_bytes([{"x": torch.zeros(1).expand(10**10)}], legacy=True),
-    "strides of 0, plain": pickle.dumps([{"x": torch.zeros(1).expand(10**10)}]),
-    "tensors of one storage": torch_bytes([{"x": [WHOLE_STORAGE.view(500, 500) for _ in range(5_000)]}]),
-    "copies of one text": b"\x80\x04]}\x8c\x01x](X" + struct.pack("<I", 10**6) + b"a" * 10**6
+# Made when they are needed: in memory of every test process, hundreds of megabytes would slow down all its forks.
+AMPLIFIED: dict[str, Callable[[], bytes]] = {
+    "references to references": lambda: pickle.dumps([{"x": nested_references(10)}]),
+    "one text in a list": lambda: pickle.dumps([{"x": ["x" * 4000] * 50_000}]),
+    "one text in every trace": lambda: pickle.dumps([{"x": text} for text in ["x" * 4000] * 50_000]),
+    "empty dicts, gzip": lambda: gzip.compress(b"\x80\x04](}\x8c\x01x(" + b"}" * 20_000_000 + b"e.", 1),
+    "zeros, gzip": lambda: gzip.compress(pickle.dumps([{"x": bytes(200_000_000)}], 5), 1),
+    "strides of 0": lambda: torch_bytes([{"x": torch.zeros(1).expand(10**10)}]),
+    "strides of 0, legacy": lambda: torch_bytes([{"x": torch.zeros(1).expand(10**10)}], legacy=True),
+    "strides of 0, plain": lambda: pickle.dumps([{"x": torch.zeros(1).expand(10**10)}]),
+    "tensors of one storage": lambda: torch_bytes([{"x": [*torch.zeros(250_000).expand(5_000, 250_000)]}]),
+    "copies of one text": lambda: b"\x80\x04]}\x8c\x01x](X" + struct.pack("<I", 10**6) + b"a" * 10**6
     + b"\x94c_codecs\nencode\n\x94\x8c\x06latin1\x94" + b"h\x01h\x00h\x02\x86R" * 1_000 + b"esa.",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AMPLIFIED)
 def test_a_small_file_that_decodes_to_far_more_is_refused(tmp_path, name):
-    path = write(tmp_path, AMPLIFIED[name])
+    path = write(tmp_path, AMPLIFIED[name]())
     tracemalloc.start()
     try:
         with pytest.raises(BadSource, match="decodes to more than"):
@@ -372,19 +373,19 @@ def test_a_small_file_that_decodes_to_far_more_is_refused(tmp_path, name):
         tracemalloc.stop()
 
 
-LARGE = {
-    "empty dicts": b"\x80\x04]}\x8c\x01x](" + b"}" * 2_000_000 + b"esa.",
-    "bytes": pickle.dumps([{"x": bytes(120_000_000)}], 5),
-    "many texts": pickle.dumps([{"x": [f"{number:060000}" for number in range(2000)]}]),
-    "torch": torch_bytes([{"x": torch.zeros(30_000_000)}]),
-    "torch legacy": torch_bytes([{"x": torch.zeros(30_000_000)}], legacy=True),
-    "gzip": gzip.compress(pickle.dumps([{"x": np.random.default_rng(0).bytes(4_000_000) * 30}], 5), 1),
+LARGE: dict[str, Callable[[], bytes]] = {
+    "empty dicts": lambda: b"\x80\x04]}\x8c\x01x](" + b"}" * 1_000_000 + b"esa.",
+    "bytes": lambda: pickle.dumps([{"x": bytes(120_000_000)}], 5),
+    "many texts": lambda: pickle.dumps([{"x": [f"{number:060000}" for number in range(2000)]}]),
+    "torch": lambda: torch_bytes([{"x": torch.zeros(30_000_000)}]),
+    "torch legacy": lambda: torch_bytes([{"x": torch.zeros(30_000_000)}], legacy=True),
+    "gzip": lambda: gzip.compress(pickle.dumps([{"x": np.random.default_rng(0).bytes(4_000_000) * 30}], 5), 1),
 }
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_trace_larger_than_the_memory_is_refused_and_a_smaller_one_is_kept(tmp_path, name):
-    path = write(tmp_path, LARGE[name])
+    path = write(tmp_path, LARGE[name]())
     tracemalloc.start()  # torch's memory is not traced
     try:
         with pytest.raises(BadSource, match=r"more than 50\.0 MB.*--memory"):

@@ -1,5 +1,6 @@
 """`ms.train` and `ms.evaluate`: one split for all models, a complete run folder, nothing trained twice."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -134,6 +135,17 @@ def test_a_finished_run_is_not_trained_again_and_more_models_can_be_added(run: P
     assert done.models == ["lstm", "probe_last_answer"]
     assert (run / "checkpoints" / "lstm-0" / "best.safetensors").stat().st_mtime_ns == before
     assert ("gvae", 1) in scores_of(run)
+
+
+def test_large_libraries_are_imported_for_the_detectors_that_need_them(store: Path):
+    libraries = {name: list(make_study({"data": str(store), "model": name}).libraries) for name in ("lstm", "gvae")}
+    assert libraries == {"lstm": [], "gvae": ["torch_geometric.nn"]}
+
+
+def test_what_a_caller_has_frozen_stays_frozen(store: Path, tmp_path: Path):
+    gc.freeze()
+    ms.train(store, model="length", out=str(tmp_path / "run"), **SHORT)
+    assert gc.get_freeze_count()
 
 
 def test_a_folder_of_another_run_is_an_error_with_the_differences(run: Path, store: Path, tmp_path: Path):

@@ -71,6 +71,7 @@ def sequence_maker(names: Sequence[str]) -> Maker:
 
 def graph_maker(names: Sequence[str]) -> Maker:
     """For traces with these fields: the graph of every layer."""
+    _graph_type()  # imported once, before workers are forked
     if set(SAVED_GRAPHS) <= set(names):
         return Maker(SAVED_GRAPHS, _saved_graphs, one_by_one=False)
     hidden, attention = (_field(names, ours, ", ".join(map(repr, SAVED_GRAPHS))) for ours in ("hidden", "attention"))

@@ -173,14 +173,15 @@ class Detection:
     """A comparison of detectors: all of them see the same splits, by question."""
 
     keys: Sequence[str] = ("fingerprint", "label_digest")  # other records or labels make another run
-    libraries: Sequence[str] = ("torch_geometric.nn", "sklearn.decomposition")
 
     def __init__(self, settings: TrainSettings) -> None:
         settings.check()
         self.settings, self.source = settings, settings.data
         self.collection = open_labelled(settings.data, settings.label, settings.positive)
         self.parts: Split = split_of(self.collection, settings)
-        self.specs: Sequence[ModelSpec] = detector_specs(settings, self.collection.field_names)
+        specs = detector_specs(settings, self.collection.field_names)
+        self.specs: Sequence[ModelSpec] = specs
+        self.libraries: Sequence[str] = sorted({spec.library for spec in specs if spec.library})
         self.card = self._card()
 
     @property

@@ -190,8 +190,9 @@ class _Training:
         self.allowance = Allowance(self.memory)
         done: list[str] = []
         with ExitStack() as stack:
-            gc.freeze()  # else collecting over all imports takes 0.25 s after each model
-            stack.callback(gc.unfreeze)
+            if not gc.get_freeze_count():  # what a caller has frozen stays frozen
+                gc.freeze()  # else collecting over all imports takes 0.25 s after each model
+                stack.callback(gc.unfreeze)
             stop = stack.enter_context(interruptible())
             if self.is_first:
                 stack.enter_context(log.memory(self.allowance))

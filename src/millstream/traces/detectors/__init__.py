@@ -137,6 +137,13 @@ class DetectorSpec:
         """Whether it is a net: trained by all processes, once per seed."""
         return self.name in NETS
 
+    @property
+    def library(self) -> str | None:
+        """A large library that only this detector imports."""
+        if self.name in NETS and NETS[self.name].family != "lstm":
+            return "torch_geometric.nn"
+        return "sklearn.decomposition" if self.name == "lapeigvals" else None
+
     def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:
         field_names = self.field_names
         if self.name in NETS:
