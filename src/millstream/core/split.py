@@ -203,36 +203,48 @@ Labels = NDArray[np.int64] | NDArray[np.float64]
 
 
 class Labelled(Collection):
-    """A collection whose records have the field `label`. Made by `ms.labelled`."""
+    """A collection whose records have the field `label`, and perhaps other `columns`. Made by `ms.labelled`."""
 
-    def __init__(self, collection: Collection, labels: Labels) -> None:
+    def __init__(
+        self, collection: Collection, labels: Labels, columns: Mapping[str, Sequence[object]] | None = None
+    ) -> None:
         self.collection = collection
         self.labels = labels
+        self.columns: Mapping[str, Sequence[object]] = columns or {}
 
     def __len__(self) -> int:
         return len(self.collection)
 
     def __getitem__(self, number: int) -> object:
-        return with_column(self.collection[number], LABEL, self.labels[number].item())
+        record = with_column(self.collection[number], LABEL, self.labels[number].item())
+        for name, values in self.columns.items():
+            record = with_column(record, name, values[number])
+        return record
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> object:
         wanted = whole_numbers(numbers)
-        others = None if fields is None else [name for name in fields if name != LABEL]
-        fetched = self.collection.fetch(wanted, others)
+        fetched = self.collection.fetch(wanted, None if fields is None else self._others(fields))
+        for name, values in self.columns.items():
+            if fields is None or name in fields:
+                fetched = with_column(fetched, name, [values[number] for number in wanted.tolist()])
         if fields is not None and LABEL not in fields:
             return fetched
         return with_column(fetched, LABEL, self.labels[wanted])
 
+    def _others(self, fields: Sequence[str]) -> list[str]:
+        return [name for name in fields if name != LABEL and name not in self.columns]
+
     @property
     def field_names(self) -> list[str]:
-        return list(dict.fromkeys([*self.collection.field_names, LABEL]))
+        return list(dict.fromkeys([*self.collection.field_names, LABEL, *self.columns]))
 
     def column(self, name: str) -> pa.ChunkedArray:
+        if name in self.columns:
+            return pa.chunked_array([pa.array(self.columns[name])])
         return pa.chunked_array([pa.array(self.labels)]) if name == LABEL else self.collection.column(name)
 
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
-        others = [name for name in fields if name != LABEL]
-        return self.collection.sizes(numbers, others) + 8
+        return self.collection.sizes(numbers, self._others(fields)) + 8
 
     @property
     def medium(self) -> Medium:
@@ -259,10 +271,10 @@ class Labelled(Collection):
         return self.collection.labels_file
 
     def within(self, memory: int) -> Self:
-        return type(self)(self.collection.within(memory), self.labels)
+        return type(self)(self.collection.within(memory), self.labels, self.columns)
 
     def in_epoch(self, epoch: int) -> Self:
-        return type(self)(self.collection.in_epoch(epoch), self.labels)
+        return type(self)(self.collection.in_epoch(epoch), self.labels, self.columns)
 
     def record_numbers(self, numbers: Numbers) -> Numbers:
         return self.collection.record_numbers(numbers)
@@ -297,7 +309,7 @@ def labelled(
     """
     if missing not in ("error", "drop"):
         raise ValueError(f"missing={missing!r}: must be one of error, drop")
-    found, source = _find(collection, table, column)
+    found, source = find_labels(collection, table, column)
     if values is not None:
         found = [None if value is None else values.get(value) for value in found]
     labels = np.array([np.nan if value is None else _number(value, source, column) for value in found], np.float64)
@@ -315,8 +327,8 @@ def labelled(
     return result if known.all() else Subset(result, Listed(np.flatnonzero(known)))
 
 
-def _find(collection: Collection, table: str | Path | pa.Table | None, column: str) -> tuple[list[object], str]:
-    """The value of every record, and where it comes from."""
+def find_labels(collection: Collection, table: str | Path | pa.Table | None, column: str) -> tuple[list[object], str]:
+    """The value of every record in a column of a table, by default the labels of a store, and where it comes from."""
     if table is None:
         table = collection.labels_file
     if table is None:

@@ -162,6 +162,9 @@ class TrainSettings(LoopSettings):
         "last_answer"
     )
     token_stats: Annotated[bool, "also feed log-probabilities and other token statistics"] = True
+    layers: Annotated[
+        str | None, "token detectors: stored layers to read, such as 8,16,-1; default: up to 8, at even steps"
+    ] = None
     k: Annotated[Count | None, "edges per token; none: all above the threshold"] = 8
     threshold: Annotated[Probability, "minimum attention of an edge"] = 0.0
     kl_weight: Annotated[NonNegative, "gvae: weight of the VAE loss"] = 0.1

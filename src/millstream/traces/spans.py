@@ -62,7 +62,7 @@ def spans_table(traces: Traces, file: Path | None, ids: Sequence[str], answer: s
         raise BadSource(f"{source}: no record has spans. Their ids are such as {ids[0]!r}")
     spans = [one and [dict(zip(("start", "end", "label"), span, strict=True)) for span in one] for one in found]
     return pa.table(
-        {SPANS: pa.array(spans, _ARROW), TOKEN_LABELS: pa.array(_labels(traces, found), pa.list_(pa.int8()))}
+        {SPANS: pa.array(spans, _ARROW), TOKEN_LABELS: pa.array(as_lists(_labels(traces, found)), pa.list_(pa.int8()))}
     )
 
 
@@ -71,7 +71,12 @@ def as_token_labels(values: Sequence[int | None] | None) -> TokenLabels | None:
     return None if values is None else np.array([NO_TEXT if one is None else one for one in values], np.int8)
 
 
-def _labels(traces: Traces, spans: Sequence[Sequence[Span] | None]) -> Iterator[list[int | None] | None]:
+def as_lists(labels: Iterable[TokenLabels | None]) -> list[list[int | None] | None]:
+    """The labels of answers as they are written to files."""
+    return [None if one is None else [None if label == NO_TEXT else label for label in one.tolist()] for one in labels]
+
+
+def _labels(traces: Traces, spans: Sequence[Sequence[Span] | None]) -> Iterator[TokenLabels | None]:
     for first in range(0, len(traces), _AT_ONCE):
         numbers = list(range(first, min(first + _AT_ONCE, len(traces))))
         offsets: Sequence[NDArray[np.int32] | None] = (
@@ -81,8 +86,7 @@ def _labels(traces: Traces, spans: Sequence[Sequence[Span] | None]) -> Iterator[
         )
         for number, ranges in zip(numbers, offsets, strict=True):
             own = spans[number]
-            labels = None if own is None or ranges is None else label_tokens(own, ranges)
-            yield None if labels is None else [None if label == NO_TEXT else int(label) for label in labels.tolist()]
+            yield None if own is None or ranges is None else label_tokens(own, ranges)
 
 
 def _given(traces: Traces, file: Path | None, ids: Sequence[str]) -> Iterable[object]:

@@ -18,13 +18,13 @@ from millstream.core.config import parse_bytes, read_settings, without_effect
 from millstream.core.console import quoted, say
 from millstream.core.files import publish, publish_json
 from millstream.core.remote import to_path
-from millstream.core.split import LABEL, Labelled, Split, labelled, split
+from millstream.core.split import LABEL, Labelled, Split, find_labels, labelled, split
 from millstream.core.tables import publish_table, read_table
 from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
 from millstream.traces.convert import names_of
-from millstream.traces.detectors import DetectorSpec, detector_specs, is_ours, scores_of, used_by
-from millstream.traces.detectors.logistic import Scores
+from millstream.traces.detectors import DetectorSpec, Scored, detector_specs, is_ours, scores_of, used_by
 from millstream.traces.kind import EvaluateSettings, TrainSettings
+from millstream.traces.spans import TOKEN_LABELS, as_lists, as_token_labels
 from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.training.folder import (
     CONFIG,
@@ -58,6 +58,7 @@ POSITIVE = {  # what 1 means in our own columns
 }
 SEEN = "seen.parquet"  # in a run folder: the questions of the splits that models were fitted to
 FITTED = ("train", "val")
+TOKEN_SCORES = "token_scores"  # a column of predictions.parquet
 
 
 def open_labelled(path: str, label: str, positive: str | None = None) -> Collection:
@@ -73,14 +74,26 @@ def open_labelled(path: str, label: str, positive: str | None = None) -> Collect
     is_ours = b"millstream.rule" in (schema.metadata or {}) or (label == "verdict" and has_verdicts)
     positive = _positive(label, positive, is_ours=is_ours)
     if label == "verdict" and has_verdicts:
-        return labelled(traces, column=label, values=cast("dict[object, float]", VERDICTS), missing="drop")
+        found = labelled(traces, column=label, values=cast("dict[object, float]", VERDICTS), missing="drop")
+        return _with_token_labels(found, traces, schema)
     column = LABEL if label == "verdict" else label
     found = labelled(traces, column=column, missing="drop")
     values = np.asarray(found.column(LABEL).to_numpy(), np.float64)
     if not np.isin(values, (0, 1)).all():
         other = values[~np.isin(values, (0, 1))][0]
         raise BadSource(f"{path}: label={column} has the value {other:g}; a label column has only 0 and 1")
-    return found if positive == "wrong" else _inverted(traces, found)
+    return _with_token_labels(found if positive == "wrong" else _inverted(traces, found), traces, schema)
+
+
+def _with_token_labels(found: Labelled | Subset, traces: Traces, schema: pa.Schema) -> Collection:
+    """The same records with `token_labels`, if the store has them."""
+    if TOKEN_LABELS not in schema.names:
+        return found
+    values, _ = find_labels(traces, None, TOKEN_LABELS)
+    columns = {TOKEN_LABELS: [as_token_labels(cast("Sequence[int | None] | None", one)) for one in values]}
+    if isinstance(found, Labelled):
+        return Labelled(traces, found.labels, columns)
+    return Subset(Labelled(traces, cast(Labelled, found.collection).labels, columns), found.chosen)
 
 
 def _positive(label: str, given: str | None, *, is_ours: bool) -> str:
@@ -95,7 +108,7 @@ def _positive(label: str, given: str | None, *, is_ours: bool) -> str:
     return given or known or "wrong"
 
 
-def _inverted(traces: Traces, found: Labelled | Subset) -> Collection:
+def _inverted(traces: Traces, found: Labelled | Subset) -> Labelled | Subset:
     """The same records, with 0 and 1 exchanged."""
     if isinstance(found, Labelled):
         return Labelled(traces, 1 - found.labels)
@@ -212,24 +225,34 @@ class Detection:
         return scores_table(part, self.parts[part], scores_of(built.model, self.parts[part]))
 
 
-def scores_table(name: str, part: Collection, scores: Scores) -> pa.Table:
-    """Rows of predictions.parquet, without the model and its seed."""
+def scores_table(name: str, part: Collection, found: Scored) -> pa.Table:
+    """Rows of predictions.parquet, without the model and its seed.
+
+    If tokens are labelled: with `token_labels`, and the `token_scores` of a detector that scores tokens.
+    """
     records = part.record_numbers(np.arange(len(part)))
 
     def ids(field: str) -> pa.Array:
         found = part.column(field).to_pylist() if field in part.field_names else records.tolist()
         return pa.array([None if one is None else str(one) for one in found], pa.string())
 
-    return pa.table(
+    table = pa.table(
         {
             "part": pa.array([name] * len(part), pa.string()),
             "record": pa.array(records),
             "record_id": ids(part.id_field or ""),
             "question_id": ids("question_id"),
             "label": pa.array(np.asarray(part.column(LABEL).to_numpy(), np.int8)),
-            "score": pa.array(np.asarray(scores, np.float64)),
+            "score": pa.array(np.asarray(found.scores, np.float64)),
         }
     )
+    if TOKEN_LABELS not in part.field_names:
+        return table
+    none = [None] * len(part)
+    labels = none if found.tokens is None else part.column(TOKEN_LABELS).to_pylist()
+    labels = as_lists(as_token_labels(one) for one in labels)
+    table = table.append_column(TOKEN_LABELS, pa.array(labels, pa.list_(pa.int8())))
+    return table.append_column(TOKEN_SCORES, pa.array(found.tokens or none, pa.list_(pa.float32())))
 
 
 def questions_of(parts: Mapping[str, Collection]) -> pa.Table:
@@ -281,10 +304,13 @@ def _seen_card(seen: NDArray[np.str_], *, left_out: bool) -> dict[str, object]:
 
 
 def _digest(collection: Collection) -> str:
-    """Changes when a label changes, or the set of labelled records."""
+    """Changes when a label changes, of a record or of a token, or the set of labelled records."""
     numbers = collection.record_numbers(np.arange(len(collection)))
     labels = np.asarray(collection.column(LABEL).to_numpy(), np.float64)
-    return blake2b(numbers.tobytes() + labels.tobytes(), digest_size=8).hexdigest()
+    found = blake2b(numbers.tobytes() + labels.tobytes(), digest_size=8)
+    if TOKEN_LABELS in collection.field_names:
+        found.update(repr(collection.column(TOKEN_LABELS).to_pylist()).encode())
+    return found.hexdigest()
 
 
 def _counts(part: Collection) -> dict[str, int]:
@@ -342,7 +368,8 @@ def _evaluate(path: Path, out: Path, given: EvaluateSettings) -> None:
         validation = scored.filter(pa.array([part == "val" for part in scored.column("part").to_pylist()]))
         target = job_folder(out, name, seed)
         target.mkdir(parents=True, exist_ok=True)
-        publish_table(target / SCORES, pa.concat_tables([validation, scores_table("test", collection, scores)]))
+        tables = [validation, scores_table("test", collection, scores)]
+        publish_table(target / SCORES, pa.concat_tables(tables, promote_options="default"))
         say(f"{name} seed {seed}: {len(collection)} records scored")
     write_predictions(out)
 

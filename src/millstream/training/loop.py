@@ -293,11 +293,11 @@ def predict(
 ) -> tuple[Outcome, dict[str, float]]:
     """The predictions for every record, in the collection's order, and the means of what the net measures.
 
-    Ranks share the work, and each gets all predictions. If records belong together in groups, every rank does all the
-    work.
+    Ranks share the work, and each gets all predictions. If records belong together in groups, or have parts, every rank
+    does all the work.
     """
     group = task.group_size
-    shares = group == 1 and fabric.world_size > 1
+    shares = group == 1 and not task.is_ragged and fabric.world_size > 1
     at_most = max(at_once // group, 1) * group
     loader = Loader(
         collection,

@@ -121,6 +121,7 @@ class Task:
     judge: Callable[[Labels, Outcome], float]
     answer: Callable[[Net, Batch], Mapping[str, Tensor]]  # one value per record, or per group of them, by name
     is_balanced: bool = True  # whether classes count the same, however many records they have
+    is_ragged: bool = False  # whether `answer` gives values per part of a record, so that each rank scores all records
     group_size: int = 1  # neighbouring records that belong together and get one prediction
 
     @property

@@ -192,7 +192,7 @@ class Own:
 def test_an_own_detector_that_does_not_return_one_score_per_record_is_named(scores: object, found: str):
     with pytest.raises(BadSetting, match=f"Own.score returned .*{found}.*4"):
         scores_of(Own(scores), range(4))
-    assert scores_of(Own([1, 2, 3, 4]), range(4)).tolist() == [1, 2, 3, 4]
+    assert scores_of(Own([1, 2, 3, 4]), range(4)).scores.tolist() == [1, 2, 3, 4]
 
 
 def family_of(name: str) -> Any:

@@ -21,9 +21,21 @@ from millstream.traces.convert import imported_fields
 from millstream.traces.detectors.baselines import BASELINES
 from millstream.traces.detectors.logistic import Detector, Scores
 from millstream.traces.detectors.net import DetectorNet, LayerLSTM, Net, match_width, score_of
+from millstream.traces.detectors.tokens import (
+    TOKEN_DETECTION,
+    TOKEN_STATISTICS,
+    Scored,
+    TokenLSTM,
+    TokenProbe,
+    TokenStatistic,
+    highest,
+    split_tokens,
+    states_feature,
+)
 from millstream.traces.features import Token, layers, token_stats
 from millstream.traces.graphs import STORED, HeadGraphFeature, Wiring, graphs
 from millstream.traces.kind import POSITIONS, TrainSettings
+from millstream.traces.spans import TOKEN_LABELS
 from millstream.training.study import Built, Kit, NetModel, Workplace
 from millstream.training.task import FitResources, Labels, Model, Outcome, Task
 
@@ -34,6 +46,7 @@ NULLS = {
     "gvae": ("gvae_shuffled", "gvae_unwired"),
 }
 GROUP = "baselines"
+TOKEN_PROBE = "token-probe"
 _OF_NETS = (  # settings of the loop, and the sizes of nets
     *("seeds", "epochs", "batch_size", "lr", "weight_decay", "warmup", "clip", "patience", "dropout", "precision"),
     "parameters",
@@ -48,6 +61,7 @@ class Recipe:
     dropout: float = 0.2
     token: str = "last_answer"
     token_stats: bool = True
+    layers: str | None = None
     k: int | None = 8
     threshold: float = 0.0
     kl_weight: float = 0.1
@@ -60,7 +74,7 @@ class NetKind:
 
     title: str
     kind: Kind
-    family: Literal["lstm", "gnn", "gvae", "charm"]
+    family: Literal["lstm", "gnn", "gvae", "charm", "token-lstm"]
     wiring: Wiring = "attention"
     sees_stats: bool = True
 
@@ -69,6 +83,7 @@ NETS = {
     "lstm": NetKind("LSTM over the layers", "trained", "lstm"),
     "gnn": NetKind("GINE over token graphs + LSTM over the layers", "trained", "gnn"),
     "gvae": NetKind("graph VAE + LSTM over the layers", "trained", "gvae"),
+    "token-lstm": NetKind("LSTM over the tokens, a score per token", "trained", "token-lstm"),
     "charm": NetKind("CHARM-style single graph, attention only", "baseline", "charm", sees_stats=False),
     "lstm_states": NetKind("lstm without token statistics", "null", "lstm", sees_stats=False),
     "gnn_shuffled": NetKind("gnn, edges from random earlier tokens", "null", "gnn", "shuffled"),
@@ -82,6 +97,8 @@ def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[
     """The features of a net for records with these fields."""
     net = NETS[name]
     made: list[Feature] = []
+    if net.family == "token-lstm":
+        return [states_feature(field_names, recipe.layers, stats=recipe.token_stats)]
     if net.family == "lstm":
         made.append(_layers(field_names, recipe))
     elif net.family == "charm":
@@ -106,6 +123,9 @@ def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
     if family == "lstm":
         _, num_layers, dim = shapes["layers"]
         build = partial(LayerLSTM, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
+    elif family == "token-lstm":
+        _, num_layers, dim = shapes["x"]
+        build = partial(TokenLSTM, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
     elif family == "charm":
         from millstream.traces.detectors.gnn import HeadGraph
 
@@ -149,8 +169,15 @@ class DetectorSpec:
         if self.name in NETS:
             recipe = recipe_of(cast(TrainSettings, place.settings))
             kit = Kit(net_features(self.name, field_names, recipe), partial(build_net, self.name, recipe=recipe))
-            net = NetModel(self.name, kit, task=DETECTION, resources=resources, place=place, folder=folder)
+            task = TOKEN_DETECTION if NETS[self.name].family == "token-lstm" else DETECTION
+            net = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
+        if self.name == TOKEN_PROBE:
+            feature = states_feature(field_names, cast(TrainSettings, place.settings).layers, stats=False)
+            return Built(TokenProbe(resources, feature=feature), "probe of the hidden states of each token", "trained")
+        if self.name in TOKEN_STATISTICS:
+            title, make = TOKEN_STATISTICS[self.name]
+            return Built(_checked(make(resources, field_names), field_names), title, "baseline")
         if ":" in self.name:
             return Built(_checked(_custom(self.name)(resources), field_names), self.name, "trained")
         if self.name not in BASELINES:
@@ -166,6 +193,8 @@ def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[
     # Of the group, baselines that cost more forward passes are for stores that were extracted with them.
     too_costly = {name for name, baseline in BASELINES.items() if baseline.extra_forwards} - {*named, *field_names}
     found = [name for name in expanded(named) if name not in too_costly]
+    if GROUP in named and TOKEN_LABELS in field_names:
+        found = list(dict.fromkeys([*found, *TOKEN_STATISTICS]))
     for name in found:
         if ":" in name:
             _custom(name)
@@ -178,13 +207,20 @@ def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[
 
 def is_ours(name: str) -> bool:
     """Whether a detector is one of millstream's, not code of someone's own."""
-    return name in NETS or name in BASELINES
+    return name in NETS or name in BASELINES or name in TOKEN_STATISTICS or name == TOKEN_PROBE
 
 
-def scores_of(model: Model, collection: Collection) -> Scores:
-    """One number per record, in the order of the collection; higher: more likely wrong."""
+def scores_of(model: Model, collection: Collection) -> Scored:
+    """One number per record, in the order of the collection, and perhaps per token; higher: more likely wrong."""
     if isinstance(model, NetModel):
-        return model.outcome(collection)["score"].astype(np.float64)
+        outcome = model.outcome(collection)
+        if not model.task.is_ragged:
+            return Scored(outcome["score"].astype(np.float64))
+        tokens = split_tokens(outcome)
+        return Scored(highest(tokens), tokens)
+    if isinstance(model, TokenProbe | TokenStatistic):
+        tokens = model.score_tokens(collection)
+        return Scored(highest(tokens), tokens)
     found = cast(object, cast(Detector, model).score(collection))
     try:
         scores = np.asarray(found, np.float64)
@@ -195,7 +231,7 @@ def scores_of(model: Model, collection: Collection) -> Scores:
         raise BadSetting(
             f"{type(model).__name__}.score returned {given}, expected one number per record, {len(collection)} in all"
         )
-    return scores
+    return Scored(scores)
 
 
 def scores_by_layer(model: NetModel, collection: Collection) -> Scores | None:
@@ -222,6 +258,7 @@ def used_by() -> Mapping[str, Sequence[str]]:
         **dict.fromkeys(_OF_NETS, tuple(NETS)),
         "token": [name for name, net in NETS.items() if net.family == "lstm"],
         "token_stats": [name for name, net in NETS.items() if net.sees_stats],
+        "layers": ["token-lstm", TOKEN_PROBE],
         **dict.fromkeys(("k", "threshold"), tuple(wired)),
         **dict.fromkeys(("kl_weight", "free_bits"), tuple(gvae)),
     }
@@ -274,7 +311,7 @@ def _auroc(labels: Labels, outcome: Outcome) -> float:
 
 
 def _unknown(name: str) -> BadSetting:
-    known = [*NETS, *BASELINES, GROUP]
+    known = [*NETS, TOKEN_PROBE, *BASELINES, *TOKEN_STATISTICS, GROUP]
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}, or package.module:Class"
     return BadSetting(f"model={name}: unknown detector; {hint}")

@@ -38,12 +38,14 @@ class Detector(Model, Protocol):
         ...
 
 
-def reader(collection: Collection, feature: Feature, resources: FitResources, *, shuffle: bool = False) -> Loader:
-    """Batches of the feature in record order; with `shuffle`, with `label` in a new random order every epoch."""
+def reader(
+    collection: Collection, feature: Feature, resources: FitResources, *, shuffle: bool = False, labels: bool = False
+) -> Loader:
+    """Batches of the feature in record order, or with `shuffle` in a new random order every epoch; with `label`."""
     return Loader(
         collection,
         batch_size=fitting_batch(collection, [feature], memory=resources.memory, at_most=resources.batch_size),
-        features=[feature, fields(LABEL)] if shuffle else feature,
+        features=[feature, fields(LABEL)] if labels else feature,
         seed=resources.seed,
         memory=resources.memory,
         order="exact" if shuffle else "none",
@@ -55,11 +57,14 @@ def reader(collection: Collection, feature: Feature, resources: FitResources, *,
 
 def binary_labels(collection: Collection, split: str) -> Labels:
     """The labels of a split, in record order; ValueError unless both occur."""
-    labels = labels_of(collection)
+    return _with_both(labels_of(collection), split, "records")
+
+
+def _with_both(labels: Labels, split: str, what: str) -> Labels:
     found: list[int] = np.unique(labels).tolist()
     if found != [0, 1]:
         raise ValueError(
-            f"the {split} split has {len(labels)} records with the labels {found}; it needs both 0 (right) and 1 "
+            f"the {split} split has {len(labels)} {what} with the labels {found}; it needs both 0 (right) and 1 "
             "(wrong). Label more records, or split them differently"
         )
     return labels
@@ -69,6 +74,7 @@ def binary_labels(collection: Collection, split: str) -> Labels:
 # M rows of a step, N records
 
 STEP_ROWS = 32
+CHUNK_NUMBERS = 1 << 22  # inputs of rows that are standardised at once
 _RATE = 0.02
 _RECENT = 8  # weight of recent steps in the mean over all steps
 STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)  # C: smaller values penalise large weights more
@@ -78,12 +84,26 @@ _PATIENCE = 0.3  # fraction of the epochs
 
 @dataclass(frozen=True)
 class Inputs:
-    """The feature to load, and how to turn it into inputs [B, G, F]."""
+    """The feature to load, and how to turn it into inputs [B, G, F]; rows may be records, or parts of them."""
 
     feature: Feature
     groups: Callable[[Mapping[str, object]], Tensor]
     axis: str = ""  # name of the groups in `chosen`; empty if there is only one
     names: Sequence[object] | None = None  # of the groups; default: their indices
+    labels: Callable[[Mapping[str, object]], Tensor] | None = None  # of rows, -1 for those to leave out; of the records
+    step_rows: int = STEP_ROWS
+
+    def labelled(self, batch: Mapping[str, object]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The labelled rows of a batch and their labels; of parts of records in random order, in chunks."""
+        if self.labels is None:
+            yield self.groups(batch), cast(Tensor, batch[LABEL])
+            return
+        label_B, rows_BGF = self.labels(batch), self.groups(batch)
+        known = (label_B >= 0).nonzero()[:, 0]
+        random = torch.Generator().manual_seed(int(torch.as_tensor(batch["numbers"]).sum()))
+        size = max(1, CHUNK_NUMBERS // max(1, rows_BGF[0].numel())) if len(known) else 1
+        for some in split_rows(known[torch.randperm(len(known), generator=random)], size):
+            yield rows_BGF[some].float(), label_B[some]
 
 
 class Logistic:
@@ -109,20 +129,26 @@ def fit_logistic(
     train: Collection, val: Collection, *, inputs: Inputs, resources: FitResources
 ) -> tuple[Arrays, dict[str, object]]:
     """The best regression, as input of `score_logistic`, and the hyperparameters chosen."""
-    labels, val_labels = binary_labels(train, "training"), binary_labels(val, "validation")
-    regressions = _prepared(train, labels, inputs, resources)
-    shuffled, in_order = reader(train, inputs.feature, resources, shuffle=True), reader(val, inputs.feature, resources)
+    if inputs.labels is None:
+        binary_labels(train, "training")
+        binary_labels(val, "validation")
+    regressions, num_rows = _prepared(train, inputs, resources)
+    shuffled = reader(train, inputs.feature, resources, shuffle=True, labels=True)
+    in_order = reader(val, inputs.feature, resources, labels=True)
     arrays: Arrays = {}
     chosen: dict[str, object] = {}
-    num_epochs, sweeps = _duration(len(labels))
-    # Later epochs are closer to the solution: an earlier one must be better by more than this, which is small
-    # compared with the noise of the validation split (about 0.5 / sqrt).
-    tolerance = 0.1 / len(val_labels) ** 0.5
+    num_epochs, sweeps = _duration(num_rows, inputs.step_rows)
+    num_val_bytes = 4 * regressions.num_outputs * num_rows * len(val) // len(train)  # about
+    every = 1 if inputs.labels is None else ceil(num_val_bytes / (resources.memory // 8))
     best, last_good = 0.0, 0
     for epoch in range(num_epochs):
         for batch in shuffled:
-            regressions.learn(inputs.groups(batch), cast(Tensor, batch[LABEL]), sweeps=sweeps)
-        logits_NGK = torch.cat([regressions.logits(rows_BGF) for rows_BGF in _rows(in_order, inputs)]).numpy()
+            for rows_BGF, label_B in inputs.labelled(batch):
+                regressions.learn(rows_BGF, label_B, sweeps=sweeps, step_rows=inputs.step_rows)
+        val_labels, logits_NGK = _validated(in_order, inputs, regressions, every)
+        # Later epochs are closer to the solution: an earlier one must be better by more than this, which is small
+        # compared with the noise of the validation split (about 0.5 / sqrt).
+        tolerance = 0.1 / len(val_labels) ** 0.5
         auroc_GK = _aurocs(val_labels, logits_NGK)
         best = max(best, float(auroc_GK.max()))
         if auroc_GK.max() >= best - tolerance:
@@ -133,6 +159,20 @@ def fit_logistic(
         if epoch - last_good > _PATIENCE * num_epochs:
             break
     return arrays, chosen
+
+
+def _validated(
+    batches: Loader, inputs: Inputs, regressions: "Regressions", every: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The labels of rows, or of every so many that fit in memory, and their logits."""
+    labels: list[Tensor] = []
+    logits: list[Tensor] = []
+    for batch in batches:
+        for rows_BGF, label_B in inputs.labelled(batch):
+            labels.append(label_B[::every])
+            logits.append(regressions.logits(rows_BGF[::every]))
+    found = torch.cat([torch.empty(0, dtype=torch.long), *labels]).numpy()
+    return _with_both(found, "validation", "rows"), torch.cat(logits).numpy()
 
 
 def score_logistic(collection: Collection, arrays: Arrays, *, inputs: Inputs, resources: FitResources) -> Scores:
@@ -167,11 +207,16 @@ class Regressions:
         self._adam = torch.optim.Adam([self._last_GWK], lr=_RATE, fused=True)  # a small step takes half the time
         self._num_steps = 0
 
-    def learn(self, rows_BGF: Tensor, label_B: Tensor, *, sweeps: int = 1) -> None:
+    @property
+    def num_outputs(self) -> int:
+        """Logits per row."""
+        return self.weights_GWK.shape[0] * self.weights_GWK.shape[2]
+
+    def learn(self, rows_BGF: Tensor, label_B: Tensor, *, sweeps: int = 1, step_rows: int = STEP_ROWS) -> None:
         """Take steps on chunks of one batch; every sweep covers all its rows."""
         x_GBW = self._standardised(rows_BGF)
         target_B, weight_B = label_B.float(), self._class_weights[label_B]
-        count = ceil(len(label_B) / STEP_ROWS)  # in equal chunks: a step on two rows would be mostly noise
+        count = ceil(len(label_B) / step_rows)  # in equal chunks: a step on two rows would be mostly noise
         for _ in range(sweeps):
             for row_M in torch.randperm(len(label_B), generator=self._random).tensor_split(count):
                 self._step(x_GBW[:, row_M], target_B[row_M, None], weight_B[row_M, None] / len(row_M))
@@ -192,6 +237,11 @@ class Regressions:
         return functional.pad(x_GBF, (0, 1), value=1.0)
 
 
+def split_rows(rows: Tensor, sizes: int | list[int]) -> Sequence[Tensor]:
+    """Consecutive rows of this many, or of these sizes."""
+    return cast("Sequence[Tensor]", torch.split(rows, sizes))  # pyright: ignore[reportUnknownMemberType]
+
+
 def as_tensor(array: NDArray[np.generic]) -> Tensor:
     """A tensor that shares the memory, unless it is read-only, as in a mapped file."""
     writeable = array if array.flags.writeable else array.copy()
@@ -210,21 +260,26 @@ def _scaling(moments: Moments, num_groups: int) -> tuple[Tensor, Tensor]:
     return moments.mean.float().view(num_groups, -1), factor.float().view(num_groups, -1)
 
 
-def _prepared(train: Collection, labels: NDArray[np.int64], inputs: Inputs, resources: FitResources) -> Regressions:
-    """Regressions with the scaling and the class weights of the training split."""
-    moments, num_groups = Moments(), 1
-    for batch in reader(train, inputs.feature, resources):
-        rows_BGF = check_finite(inputs.groups(batch), batch, inputs.feature)
-        num_groups = rows_BGF.shape[1]
-        moments.add(rows_BGF.flatten(1))
-    shares = np.bincount(labels, minlength=2) / len(labels)
-    return Regressions(
+def _prepared(train: Collection, inputs: Inputs, resources: FitResources) -> tuple[Regressions, int]:
+    """Regressions with the scaling and the class weights of the training split, and the number of its rows."""
+    moments, num_groups, counts = Moments(), 1, np.zeros(2, np.int64)
+    for batch in reader(train, inputs.feature, resources, labels=True):
+        if inputs.labels is None:
+            check_finite(inputs.groups(batch), batch, inputs.feature)
+        for rows_BGF, label_B in inputs.labelled(batch):
+            num_groups = rows_BGF.shape[1]
+            moments.add(rows_BGF.flatten(1))
+            counts += np.bincount(label_B.numpy(), minlength=2)
+    _with_both(np.repeat([0, 1], counts), "training", "rows")
+    num_rows = int(counts.sum())
+    regressions = Regressions(
         moments,
         num_groups=num_groups,
-        penalties=1 / (torch.tensor(STRENGTHS) * len(labels)),  # of the mean loss; sklearn's C is of the sum
-        class_weights=torch.tensor(0.5 / shares, dtype=torch.float32),
+        penalties=1 / (torch.tensor(STRENGTHS) * num_rows),  # of the mean loss; sklearn's C is of the sum
+        class_weights=torch.tensor(0.5 / (counts / num_rows), dtype=torch.float32),
         seed=resources.seed,
     )
+    return regressions, num_rows
 
 
 def check_finite(rows: Tensor, batch: Mapping[str, object], feature: Feature) -> Tensor:
@@ -244,12 +299,12 @@ def _rows(batches: Loader, inputs: Inputs) -> Iterator[Tensor]:
         yield inputs.groups(batch)
 
 
-def _duration(num_records: int) -> tuple[int, int]:
+def _duration(num_rows: int, step_rows: int) -> tuple[int, int]:
     """The number of epochs, and of sweeps over each batch, for enough steps at any size of the training split.
 
     A small split gets several sweeps: reading a batch takes longer than learning from it.
     """
-    per_epoch = ceil(num_records / STEP_ROWS)
+    per_epoch = ceil(num_rows / step_rows)
     sweeps = ceil(_NUM_STEPS / _FEW_EPOCHS / per_epoch)
     return max(ceil(_NUM_STEPS / per_epoch / sweeps), _MIN_EPOCHS), sweeps
 
