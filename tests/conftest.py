@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from support.browser import browser, open_page, serve_views
+from support.cloud_servers import azure_address, cloud, google_address
 from support.effort import num_examples
 from support.faulty_proxy import proxy
 from support.forked_training import processes
@@ -24,7 +25,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-__all__ = ["browser", "model_server", "open_page", "processes", "proxy", "s3", "s3_address", "serve_views", "web"]
+__all__ = [
+    "azure_address",
+    "browser",
+    "cloud",
+    "google_address",
+    "model_server",
+    "open_page",
+    "processes",
+    "proxy",
+    "s3",
+    "s3_address",
+    "serve_views",
+    "web",
+]
 
 # No deadline: the first call of a kernel compiles it. No database: a failure prints the code that repeats it.
 settings.register_profile("suite", max_examples=num_examples(100), deadline=None, database=None, print_blob=True)

@@ -45,6 +45,11 @@ _DENIED = re.compile(
 _STATUS = re.compile(r"\bstatus: (\d{3})|\b(4\d\d|5\d\d) [A-Z]")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _METADATA = ("/latest/api/token", "/computeMetadata/", "/metadata/identity")  # asked when nothing else is known
+_ENDPOINTS = {  # variables that name another server
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 _PASSING = ("408", "425", "429")  # of the statuses below 500
 
 
@@ -182,7 +187,7 @@ class ObjectBucket:
                     return self.head(key)
             raise
         is_known = str(sent["e_tag"]).strip('"') == _expected_etag(data, is_multipart)
-        if not is_known and not self._is_as_sent(key, data, sent["e_tag"]):
+        if not is_known and not self._is_as_sent(key, data, _quoted(sent["e_tag"])):
             raise RemoteError(f"{self._url(key)}: differs from what was uploaded. Run the same command again")
         return self.head(key)
 
@@ -198,7 +203,7 @@ class ObjectBucket:
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         modified_ns = int(meta["last_modified"].timestamp() * 1e9)
-        info = self._known[meta["path"]] = ObjectInfo(meta["size"], meta["e_tag"], modified_ns)
+        info = self._known[meta["path"]] = ObjectInfo(meta["size"], _quoted(meta["e_tag"]), modified_ns)
         return info
 
     def _is_as_sent(self, key: str, data: bytes | Path, etag: str | None) -> bool:
@@ -326,7 +331,7 @@ def _load_obstore(root: str) -> tuple[Any, Any]:
 
 
 def _object_store(root: str, stores: Any) -> Any:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    names = _ENDPOINTS.get(root.partition(":")[0], ())
     more = _aws_profile() if root.startswith("s3:") else {}
     endpoint = next(filter(None, map(os.environ.get, names)), None) or more.get("config", {}).get("endpoint", "")
     client = {
@@ -376,6 +381,11 @@ def _aws_profile() -> dict[str, Any]:
         provider = import_module("obstore.auth.boto3").Boto3CredentialProvider(session)
         return {"config": config, "credential_provider": provider}
     return {"config": config}
+
+
+def _quoted(etag: str | None) -> str | None:
+    """An etag as conditions take it: listings of Azure have none of its quotes."""
+    return f'"{etag}"' if etag and '"' not in etag else etag
 
 
 def _expected_etag(data: bytes | Path, is_multipart: bool) -> str:
