@@ -83,9 +83,9 @@ def test_the_columns_of_one_read_are_those_of_a_batch(kind: str, tmp_path: Path)
     if kind == "pack":
         pack([file], tmp_path / "pack", settings=IndexSettings(header_regex=regex))
     reads = opened(file, header_regex=regex) if kind == "index" else opened(tmp_path / "pack")
-    names = ["length", "value", "code", "text"]
+    names = ("length", "value", "code", "text")
     batch = reads.fetch(range(5000), names)
-    found = [reads.columns_of(number, names) for number in range(5000)]
+    found = [dict(zip(names, reads.values_of(number, names), strict=True)) for number in range(5000)]
     assert found == [{name: as_list(batch.columns[name])[number] for name in names} for number in range(5000)]
     assert found[6] == {"length": 7, "value": 6 * 977 % 5003, "code": 10**15 + 1, "text": None}
     assert reads[6].columns == {**found[6], "distinct": "n6"} == reads.columns_of(6)

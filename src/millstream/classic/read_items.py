@@ -66,8 +66,9 @@ class ReadItems(Sequence[ReadItem]):
     def __getitem__(self, index: int | slice) -> ReadItem | list[ReadItem]:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
+        size = len(self.rows.columns)
+        if not -size <= index < size:
+            raise IndexError(f"item {index} of {size}")
         return ReadItem(self, index)
 
     def item(self, index: int) -> Item:
@@ -99,7 +100,8 @@ def _batch(ids: Ids, mask: Ids, columns: Numbers, names: Sequence[str]) -> dict[
     """What the default collation makes of the items of these rows."""
     batch = {"input_ids": as_tensor(ids), "attention_mask": as_tensor(mask)}
     by_name = columns.T if len(columns) == 1 else columns.T.copy()
-    batch.update(zip(names, map(as_tensor, by_name), strict=True))
+    for name, values in zip(names, by_name, strict=True):
+        batch[name] = as_tensor(values)
     return batch
 
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import cast
 
 import numpy as np
@@ -46,6 +47,7 @@ class StreamedRows:
         self._labels = labels
         self._key = labels.key if labels else CLASS_ID
         self._columns = tuple(dict.fromkeys([self._key, *ids]))
+        self._places = [self._columns.index(name) for name in ids]
         self._scratch = scratch
         self._open_again = open_again
         self._open()
@@ -66,14 +68,14 @@ class StreamedRows:
 
     def one(self, number: int) -> Rows:
         """One row, without the arrays of a batch: DataLoader asks for batches of one read, or for single items."""
-        bases = np.frombuffer(self._reads[number].sequence.encode("latin-1"), np.uint8)
+        bases = np.frombuffer(self._reads.sequence_of(number), np.uint8)
         ids, mask = self.tokenizer.tokenize(
-            bases, np.array([0, len(bases)]), max_length=self.max_length, pad="max_length", dtype=np.int64
+            bases, _offsets(len(bases)), max_length=self.max_length, pad="max_length", dtype=np.int64
         )
-        found = cast("dict[str, int | None]", self._reads.columns_of(number, self._columns))
-        key = found[self._key]
+        values = cast("list[int | None]", self._reads.values_of(number, self._columns))
+        key = values[0]
         label = NO_LABEL if key is None else key if self._labels is None else self._labels.row(key)
-        others = [NO_ID if (value := found[name]) is None else value for name in self.names[1:]]
+        others = [NO_ID if values[place] is None else values[place] for place in self._places]
         return Rows(ids, mask, np.array([[label, *others]]))
 
     def __getstate__(self) -> Mapping[str, object]:
@@ -197,7 +199,7 @@ class CachedRows:
         row = self._rows.one(number)
         if self._size:
             place = self._place_for(number)
-            self._ids[place], self._columns[place] = row.ids[0], row.columns[0]
+            self._ids[place], self._columns[place] = row.ids, row.columns
             self._counts[place] = np.count_nonzero(row.mask)
         return row
 
@@ -234,6 +236,14 @@ class CachedRows:
         place = self._places.popitem(last=False)[1] if full else len(self._places)
         self._places[number] = place
         return place
+
+
+@lru_cache
+def _offsets(count: int) -> Numbers:
+    """Of one read, for a tokenizer."""
+    offsets = np.array([0, count], np.int64)
+    offsets.flags.writeable = False  # it is shared
+    return offsets
 
 
 def _smallest(largest_id: int) -> CompactType:

@@ -15,6 +15,7 @@ from millstream.core.batches import chunked, joined, values
 from millstream.core.collection import Collection, Medium, Numbers, whole_numbers
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
+from millstream.core.record import Bytes
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.batch import FlatReads, Read, ReadBatch, as_list, join_reads
 from millstream.reads.files import BYTES_PER_BASE, NAME, QUALITY, SEQUENCE, Fetched, ReadFile, is_large
@@ -104,13 +105,24 @@ class Reads(Collection):
     def __iter__(self) -> Iterator[Read]:
         return iterate(self, range(len(self)))
 
-    def columns_of(self, number: int, names: Sequence[str] | None = None) -> dict[str, object]:
-        """The columns of one read; all of them, or those in `names`."""
-        wanted = tuple(self.column_names if names is None else names)
-        if self._stored.issuperset(wanted):
+    def columns_of(self, number: int) -> dict[str, object]:
+        """The columns of one read."""
+        names = tuple(self.column_names)
+        return dict(zip(names, self.values_of(number, names), strict=True))
+
+    def values_of(self, number: int, names: tuple[str, ...]) -> list[object]:
+        """The values of some columns of one read."""
+        if self._stored.issuperset(names):
             part, row = self._part_of(number)
-            return dict(zip(wanted, part.columns.one(row, wanted, lengths=part.lengths), strict=True))
-        return {name: as_list(column)[0] for name, column in self.fetch([number], wanted).columns.items()}
+            return part.columns.one(row, names, lengths=part.lengths)
+        columns = self.fetch([number], names).columns
+        return [as_list(columns[name])[0] for name in names]
+
+    def sequence_of(self, number: int) -> bytes | Bytes:
+        """The sequence of one read, without the rest of it."""
+        part, row = self._part_of(number)
+        found = None if self.has_large else part.sequence_of(row)
+        return self[number].sequence.encode("latin-1") if found is None else found
 
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> ReadBatch:
         """Sequences and columns of many reads, in the given order.

@@ -22,7 +22,7 @@ from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.containers import MAX_FRAME_BYTES
 from millstream.reads.files.index import add_names
 from millstream.reads.files.names import NameTable, name_of, names_in
-from millstream.reads.files.records import Geometry, Locations, write_lines
+from millstream.reads.files.records import Geometry, Locations, Place, write_lines
 from millstream.reads.files.scanner import IRREGULAR
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.texts import Runs, Text, open_text
@@ -58,6 +58,7 @@ class ReadFile:
         self.memory = memory
         self.longest: int = sections.meta["longest"]  # pyright: ignore
         self._largest_block: int = sections.meta.get("largest_block", 0)  # pyright: ignore
+        self._has_large_block = self._largest_block > max(memory, MAX_FRAME_BYTES)
         self.records: int = sections.meta["records"]  # pyright: ignore
         self.bases: int = sections.meta["bases"]  # pyright: ignore
         self.has_quality = sections.meta["format"] == "fastq"
@@ -109,16 +110,16 @@ class ReadFile:
 
     def _check_blocks(self) -> None:
         """A gzip file can have gigabytes of text without a place where decoding can start."""
-        if (largest := self._largest_block) > max(self.memory, MAX_FRAME_BYTES):
+        if self._has_large_block:
             raise BadSetting(
-                f"{self.path}: {format_bytes(largest)} of its text can only be decoded together, more than the memory "
+                f"{self.path}: {format_bytes(self._largest_block)} of its text can only be decoded together, more than the memory "
                 f"budget of {format_bytes(self.memory)}. Raise memory, or pack it: millstream pack "
                 f"{quoted(self.path)} OUT"
             )
 
     def check_unchanged(self) -> None:
         """Raise StaleIndex if the file was replaced or written to since it was opened; takes 2 us."""
-        if not self._is_remote and self._state() != self._stat:
+        if self._state() != self._stat:
             raise StaleIndex(
                 f"{self.path}: changed while it was open. Rebuild: millstream index {quoted(self.path)} --rebuild"
             )
@@ -153,14 +154,26 @@ class ReadFile:
         self._check_blocks()
         return self._geometry.locate(rows)
 
+    def _locate_one(self, row: int) -> Place:
+        self.check_unchanged()
+        self._check_blocks()
+        return self._geometry.locate_one(row)
+
     def lengths(self, rows: Numbers) -> Numbers:
         return self._geometry.bases.take(rows)
 
+    def sequence_of(self, row: int) -> bytes | None:
+        """The sequence of one record; None if its lines have different lengths."""
+        start, head, bases, span, line, _, _ = self._locate_one(row)
+        if line < 0 or (line and self.has_quality):
+            return None
+        if line:
+            return self.text.read(start + head, span - head).translate(None, b"\r\n")[:bases]
+        return self.text.read(start + head, bases)
+
     def one(self, row: int) -> tuple[str, str, str | None] | None:
-        """Name, sequence and quality of one record; None if its lines have different lengths."""
-        self.check_unchanged()
-        self._check_blocks()
-        start, head, bases, span, line, _, gap = self._geometry.locate_one(row)
+        """Name, sequence and quality of one record; None as above."""
+        start, head, bases, span, line, _, gap = self._locate_one(row)
         if line < 0 or (line and self.has_quality):
             return None
         text = self.text.read(start, head + bases if line == 0 and not self.has_quality else span)

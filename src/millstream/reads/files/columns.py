@@ -201,11 +201,12 @@ class HeaderColumns:
 
     def one(self, row: int, names: tuple[str, ...], *, lengths: Callable[[Numbers], Numbers]) -> list[object]:
         """The values of one row, of columns that are stored by themselves; without an array per column."""
-        if names not in self._rows:
+        found = self._rows.get(names)
+        if found is None:
             readers = [self._columns[name] for name in names]
             stored_in = [column for reader in readers for column in reader.stored_in]
-            self._rows[names] = Values(self._sections, stored_in), readers
-        source, readers = self._rows[names]
+            found = self._rows[names] = Values(self._sections, stored_in), readers
+        source, readers = found
         values = iter(source.one(row))
         return [reader.one(row, values, lengths) for reader in readers]
 
@@ -236,6 +237,12 @@ class _ColumnReader:
         texts = [bytes(flat[a:b]).decode(errors="replace") for a, b in pairwise(ends)]
         return pa.array(texts, pa.string())
 
+    @cached_property
+    def _distinct_values(self) -> list[object]:
+        """The same as Python objects, for one value at a time."""
+        assert self.distinct is not None
+        return self.distinct.to_pylist() if isinstance(self.distinct, pa.Array) else self.distinct.tolist()
+
     @property
     def stored_in(self) -> Sequence[Column]:
         """The columns of the file with its values, and with whether they are valid."""
@@ -251,8 +258,7 @@ class _ColumnReader:
             return None
         if self.stored.kept != "codes":
             return value
-        assert self.distinct is not None
-        return self.distinct[value].as_py() if isinstance(self.distinct, pa.Array) else int(self.distinct[value])
+        return self._distinct_values[value]
 
     def take(self, rows: Numbers, lengths: Callable[[Numbers], Numbers]) -> pa.Array:
         mask = None if self._valid is None else self._valid.take(rows) == 0

@@ -21,6 +21,7 @@ Words = NDArray[np.uint64]
 CHUNK = 4096
 ANCHOR = 32  # rows per stored prefix sum
 LIMIT = 65536  # distinct values of a column with codes
+_NEAR = 8  # rows: those of the next of ascending values are closer, and a search costs more
 _at = np.uint64  # an unsigned index needs no check for being negative
 
 
@@ -242,8 +243,18 @@ def _take(directory: Numbers, words: Words, rows: Numbers, out: Numbers) -> None
 
 @kernel
 def _find(directory: Numbers, words: Words, rows: int, values: Numbers, out: Numbers) -> None:
+    low = -1
     for index in range(len(values)):
-        out[index] = last_not_above(directory, words, rows, values[index])
+        value = values[index]
+        steps = 0
+        if low >= 0 and value_of(directory, words, low) > value:
+            steps = _NEAR
+        while steps < _NEAR and low + 1 < rows and value_of(directory, words, low + 1) <= value:
+            low += 1
+            steps += 1
+        if steps == _NEAR:
+            low = last_not_above(directory, words, rows, value)
+        out[index] = low
 
 
 @kernel

@@ -221,15 +221,26 @@ class PackFile:
     def one(self, row: int) -> tuple[str, str, str | None]:
         """Name, sequence and quality of one record."""
         start, count = self._sums.one(row)
-        first, last = self._stream_at + (start >> 2), self._stream_at + (start + count + 3 >> 2)
-        if not self.sections.is_checked(first, last):
-            self._verify(np.array([first], np.int64), np.array([last], np.int64))
-        copied = None if self._is_mapped else self.sections.read(first, last - first)
         line = str(row).encode() if self.lines is None else self.lines.line(row)
         quality = None
         if self.has_quality:
-            quality = str(self.qualities(np.array([start], np.int64), np.array([0, count], np.int64)).data, "latin-1")
-        return name_of(line).decode(errors="replace"), self._twobit.one(start, count, copied), quality
+            quality = str(self._qualities_of(start, count), "latin-1")
+        return name_of(line).decode(errors="replace"), str(self._bases_of(start, count), "latin-1"), quality
+
+    def sequence_of(self, row: int) -> Bytes:
+        """The sequence of one record."""
+        return self._bases_of(*self._sums.one(row))
+
+    def _bases_of(self, start: int, count: int) -> Bytes:
+        first, last = self._stream_at + (start >> 2), self._stream_at + (start + count + 3 >> 2)
+        if not self.sections.is_checked(first, last):
+            self._verify(np.array([first], np.int64), np.array([last], np.int64))
+        return self._twobit.one(start, count, None if self._is_mapped else self.sections.read(first, last - first))
+
+    def _qualities_of(self, start: int, count: int) -> Bytes:
+        if self._is_mapped and not self.sections.is_remote:
+            return self._qualities.one(start, count)
+        return self.qualities(np.array([start], np.int64), np.array([0, count], np.int64))
 
     def lines_of(self, row: int, count: int) -> Iterator[bytes]:
         """Name, sequence and quality of `count` records from a row on, as lines."""
@@ -328,4 +339,4 @@ class PackFile:
 
     @cached_property
     def _qualities(self) -> Qualities:
-        return Qualities(self.sections.column(QUALITIES), self.meta["grades"])
+        return Qualities(self.sections, self.meta["grades"])

@@ -10,7 +10,8 @@ from millstream.core.kernels import kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
 from millstream.reads.files.encodings import CHUNK, BitColumn, Words, last_not_above, value_of
-from millstream.reads.files.sections import Column, Sections
+from millstream.reads.files.records import Checked, table_of, unverified, value_at
+from millstream.reads.files.sections import Sections
 from millstream.reads.files.sections_writer import SectionsWriter
 
 BASES = b"ACTG"  # a base's code is (ASCII byte >> 1) & 3, so eight of them are coded in a few operations
@@ -90,7 +91,7 @@ class TwoBit:
             self._apply(kind, starts, offsets, out)
         return out
 
-    def one(self, start: int, count: int, copied: bytes | None = None) -> str:
+    def one(self, start: int, count: int, copied: bytes | None = None) -> Bytes:
         """`count` bases from a position on, of the mapped file or of these bytes from there on."""
         starts, offsets = np.array([start], np.int64), np.array([0, count], np.int64)
         out = np.empty(count, np.uint8)
@@ -102,7 +103,7 @@ class TwoBit:
             if _touches(run_starts.directory, run_starts.words, run_lengths.directory, run_lengths.words,
                         run_starts.rows, start, start + count):  # fmt: skip
                 self._apply(kind, starts, offsets, out)
-        return str(out.data, "latin-1")
+        return out
 
     def _apply(self, kind: str, starts: Numbers, offsets: Numbers, out: Bytes) -> None:
         run_starts, run_lengths, *run_bases = self._runs[kind]
@@ -273,8 +274,10 @@ class QualitiesWriter:
 class Qualities:
     """Base qualities by their position in the stream of bases."""
 
-    def __init__(self, column: Column, values: list[int]) -> None:
-        self._column = column
+    def __init__(self, sections: Sections, values: list[int]) -> None:
+        self._sections = sections
+        self._column = column = sections.column(QUALITIES)
+        self._index = sections.words, sections.checked, table_of([column])
         self._values = np.array([*values, 0], np.uint8)
 
     def take(self, starts: Numbers, offsets: Numbers) -> Bytes:
@@ -295,6 +298,25 @@ class Qualities:
         codes = self._column.verified(np.concatenate(edges))
         _take_runs(codes.directory, codes.words, starts, counts, targets, self._values, out)
         return out
+
+    def one(self, start: int, count: int) -> Bytes:
+        """`count` qualities from a position on, of the mapped file; without an array per column."""
+        out = np.empty(count, np.uint8)
+        while (block := _take_run(*self._index, self._values, start, out)) >= 0:
+            self._sections.check_block(block)
+        return out
+
+
+@kernel
+def _take_run(words: Words, checked: Checked, table: Numbers, values: Bytes, start: int, out: Bytes) -> int:
+    """One run; or a megabyte to verify first."""
+    for row in range(start, start + len(out)):
+        if row == start or row & 4095 == 0:
+            block = unverified(words, checked, table, 0, row, min(row | 4095, start + len(out) - 1))
+            if block >= 0:
+                return block
+        out[row - start] = values[value_at(words, table, 0, row)]
+    return -1
 
 
 @kernel

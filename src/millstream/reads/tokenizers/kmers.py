@@ -1,7 +1,7 @@
 """Bases -> k-mer ids in one pass (single bases are k = 1), and the rectangle of ids that every tokenizer returns."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ Numbers = NDArray[np.int64]
 Ids = NDArray[np.int32 | np.int64]
 IdType = type[np.int32 | np.int64]
 Pad = Literal["longest", "max_length"]
+T = TypeVar("T", bound=np.generic)
 UNKNOWN, FOREIGN = 4, 8  # codes of bases: bits above the two of A C G T
 LARGEST_K, LARGEST_K_INT32 = 31, 15  # k-mer ids take 2 bits per base
 
@@ -59,14 +60,14 @@ class Tokenizer(Protocol):
 
 def frozen(flat: Bases, offsets: Numbers) -> tuple[Bases, Numbers]:
     """The batch as read-only arrays: numba would compile again for writable ones."""
-    flat, offsets = np.ascontiguousarray(flat, np.uint8), np.ascontiguousarray(offsets, np.int64)
-    if flat.flags.writeable:
-        flat = flat.view()
-        flat.flags.writeable = False
-    if offsets.flags.writeable:
-        offsets = offsets.view()
-        offsets.flags.writeable = False
-    return flat, offsets
+    return _frozen(np.ascontiguousarray(flat, np.uint8)), _frozen(np.ascontiguousarray(offsets, np.int64))
+
+
+def _frozen(array: NDArray[T]) -> NDArray[T]:
+    if array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 def width_of(counts: Numbers, *, max_length: int | None, pad: Pad) -> int:
@@ -83,8 +84,8 @@ def width_of(counts: Numbers, *, max_length: int | None, pad: Pad) -> int:
 
 def rectangle(num_reads: int, width: int, *, dtype: IdType) -> Tokens:
     """Ids and mask, uninitialised, in one allocation: numpy requests huge pages from 4 MB on."""
-    ids, mask = np.empty((2, num_reads, width), dtype)
-    return Tokens(ids, mask)
+    both = np.empty((2, num_reads, width), dtype)
+    return Tokens(both[0], both[1])
 
 
 def pad_rows(tokens: NDArray[np.int32], starts: Numbers, counts: Numbers, *, width: int, pad_id: int) -> Tokens:
