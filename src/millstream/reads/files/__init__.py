@@ -112,8 +112,8 @@ class ReadFile:
         """A gzip file can have gigabytes of text without a place where decoding can start."""
         if self._has_large_block:
             raise BadSetting(
-                f"{self.path}: {format_bytes(self._largest_block)} of its text can only be decoded together, more than the memory "
-                f"budget of {format_bytes(self.memory)}. Raise memory, or pack it: millstream pack "
+                f"{self.path}: {format_bytes(self._largest_block)} of its text can only be decoded together, more than "
+                f"the memory budget of {format_bytes(self.memory)}. Raise memory, or pack it: millstream pack "
                 f"{quoted(self.path)} OUT"
             )
 
