@@ -17,6 +17,7 @@ from millstream.traces.store.format import RECORD_ID
 from millstream.traces.store.traces import Traces
 
 SPANS, OFFSETS, TOKEN_LABELS = "spans", "offsets", "token_labels"
+TOKEN_SCORES = "token_scores"  # a column of predictions.parquet
 NO_TEXT = -1  # the label of a token without characters of the answer, such as one that ends it; null in files
 TokenLabels = NDArray[np.int8]
 Span = tuple[int, int, str | None]

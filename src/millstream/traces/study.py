@@ -24,7 +24,7 @@ from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
 from millstream.traces.convert import names_of
 from millstream.traces.detectors import DetectorSpec, Scored, detector_specs, is_ours, scores_of, used_by
 from millstream.traces.kind import EvaluateSettings, TrainSettings
-from millstream.traces.spans import TOKEN_LABELS, as_lists, as_token_labels
+from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_lists, as_token_labels
 from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.training.folder import (
     CONFIG,
@@ -58,7 +58,6 @@ POSITIVE = {  # what 1 means in our own columns
 }
 SEEN = "seen.parquet"  # in a run folder: the questions of the splits that models were fitted to
 FITTED = ("train", "val")
-TOKEN_SCORES = "token_scores"  # a column of predictions.parquet
 
 
 def open_labelled(path: str, label: str, positive: str | None = None) -> Collection:

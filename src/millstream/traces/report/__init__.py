@@ -23,6 +23,7 @@ from millstream.report.tables import Column, Comparison, Table, branch, chosen_t
 from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.figures import draw
 from millstream.traces.report.results import Mistake, ModelResult, Results
+from millstream.traces.report.tokens import token_lines, token_section, token_tables
 
 TRAIN_SETTINGS = "data=STORE"
 COMPARISON = Comparison("detector", "auroc", "AUROC")
@@ -108,10 +109,12 @@ def report_on(results: Results) -> Report:
             "num_test": results.num_test,
             "num_wrong": results.num_wrong,
             "models": [asdict(model) for model in results.models],
+            **({} if results.tokens is None else {"tokens": asdict(results.tokens)}),
         },
         models=models,
         paper=models.only("name", "kind", *_PAPER),
         card=results.data,
+        more_tables=partial(token_tables, results.tokens),
         title=Path(str(store)).name if store else results.path.name,
         facts={
             "store": store,
@@ -135,6 +138,8 @@ def comparison_text(results: Results, *, width: int = 100) -> str:
         f"{results.num_test} test questions, {results.num_wrong} wrong: prevalence {shown(results.prevalence)}. "
         "ECE after Platt scaling."
     )
+    if results.tokens is not None:
+        lines += ["", *token_lines(results.tokens, width=width)]
     return "\n".join(lines) + "\n"
 
 
@@ -145,6 +150,7 @@ def _comparison(results: Results) -> Table[ModelResult]:
 def _sections(results: Results, drawings: Sequence[Drawing]) -> list[Section]:
     return [
         _comparison_section(results),
+        *([] if results.tokens is None else [token_section(results.tokens)]),
         difference_section(
             results.differences,
             COMPARISON,

@@ -33,6 +33,7 @@ from millstream.report.measures import (
 from millstream.report.tables import shown
 from millstream.traces.label import references_of
 from millstream.traces.report.results import Mistake, ModelResult, Results, Run, Split, Trial, read_run
+from millstream.traces.report.tokens import token_findings, token_results
 from millstream.traces.store.traces import Traces
 
 TRAINED, BASELINE = "trained", "baseline"
@@ -69,6 +70,7 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
     models.sort(key=lambda model: -model.auroc.value)
     mistaken = None if best.detector is None else detectors[best.detector]
     num_wrong = int(test.labels.sum())
+    tokens = token_results(read, resamples=resamples)
     return Results(
         path=read.path,
         config=read.config,
@@ -82,9 +84,11 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
         differences=differences,
         probe_layers=_probe_layers(read),
         mistakes=[] if mistaken is None else texts.mistakes(mistaken.name, mistaken.probabilities()),
-        findings=findings(
-            models, differences, best=best, data=read.data, num_test=len(test.labels), resamples=resamples
-        ),
+        tokens=tokens,
+        findings=[
+            *findings(models, differences, best=best, data=read.data, num_test=len(test.labels), resamples=resamples),
+            *token_findings(tokens),
+        ],
         missing=read.missing,
     )
 

@@ -12,7 +12,8 @@ from millstream.core.batches import text_codes_of
 from millstream.core.tables import read_table
 from millstream.errors import BadSource
 from millstream.report import RunFiles, RunResults, damaged, read_files, train_elsewhere, unfinished
-from millstream.report.measures import Curve, Floats, Interval, Labels
+from millstream.report.measures import Curve, Difference, Floats, Interval, Labels
+from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_token_labels
 from millstream.traces.store.format import id_field
 from millstream.training.folder import CONFIG, PREDICTIONS, Fit, read_mapping
 
@@ -66,6 +67,40 @@ class Mistake:
     probability: float  # of being wrong, after Platt
 
 
+@dataclass(frozen=True)
+class TokenResult:
+    """One detector on the tokens of the test split. Numbers are means over its seeds."""
+
+    name: str
+    kind: str
+    title: str
+    seeds: int
+    auroc: Interval
+    auroc_sd: float | None
+    auroc_val: float
+    aupr: Interval
+    f1: Interval
+    span_f1: Interval
+    span_precision: float
+    span_recall: float
+    threshold: float  # of the first seed
+
+
+@dataclass(frozen=True)
+class TokenResults:
+    """All detectors of tokens of a run, the best token AUROC first."""
+
+    num_tokens: int
+    num_wrong: int
+    num_spans: int
+    models: Sequence[TokenResult]
+    differences: Sequence[Difference]
+
+    @property
+    def prevalence(self) -> float:
+        return self.num_wrong / self.num_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class Results(RunResults):
     """Everything that a report shows."""
@@ -76,6 +111,7 @@ class Results(RunResults):
     models: Sequence[ModelResult]  # best AUROC first
     probe_layers: Mapping[str, Curve]  # position -> layer, AUROC on validation
     mistakes: Sequence[Mistake]
+    tokens: TokenResults | None = None  # of detectors that score tokens
 
 
 @dataclass(frozen=True)
@@ -98,6 +134,23 @@ class Trial:
     test: Floats
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """The labelled tokens of a split, records one after another: labels, scores, and the place of each one's record."""
+
+    labels: Labels
+    scores: Floats
+    records: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenTrial:
+    """The scores of tokens by one detector of one seed."""
+
+    val: Tokens
+    test: Tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run(RunFiles):
     """A run so far: every detector with its finished seeds."""
@@ -105,6 +158,7 @@ class Run(RunFiles):
     val: Split
     test: Split
     trials: Mapping[str, Sequence[Trial]]
+    tokens: Mapping[str, Sequence[TokenTrial]]  # of detectors that score tokens
     missing: Mapping[str, str]
 
 
@@ -122,13 +176,17 @@ def read_run(path: str | Path) -> Run:
     val, test = (table.split(name, finished[0]) for name in ("val", "test"))
     missing = dict(files.metrics.missing)
     trials: dict[str, list[Trial]] = {}
+    tokens: dict[str, list[TokenTrial]] = {}
     for model, seed in finished:
         scores = [table.scores(name, (model, seed), like) for name, like in (("val", val), ("test", test))]
         if bad := sum(int(np.sum(~np.isfinite(some))) for some in scores):
             missing[model] = f"{bad} scores of seed {seed} are not finite"
         trials.setdefault(model, []).append(Trial(seed, fits[model, seed], *scores))
+        found = [table.tokens(name, (model, seed)) for name in ("val", "test")]
+        if found[0] is not None and found[1] is not None:
+            tokens.setdefault(model, []).append(TokenTrial(found[0], found[1]))
     kept = {model: trials[model] for model in trials if model not in missing}
-    return Run(**vars(files), val=val, test=test, trials=kept, missing=missing)
+    return Run(**vars(files), val=val, test=test, trials=kept, tokens=tokens, missing=missing)
 
 
 class _Predictions:
@@ -146,6 +204,8 @@ class _Predictions:
             self._records = table.column("record").to_numpy().astype(np.int64)
             self._labels = table.column("label").to_numpy().astype(np.int8)
             self._scores = table.column("score").to_numpy().astype(np.float64)
+            has_tokens = {TOKEN_LABELS, TOKEN_SCORES} <= set(table.column_names)
+            self._tokens = table.select([TOKEN_LABELS, TOKEN_SCORES]) if has_tokens else None
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(str(error).partition("\n")[0]) from None
         pairs = np.unique(np.stack([self._models, self._seeds], axis=1), axis=0)
@@ -185,6 +245,29 @@ class _Predictions:
                 f"{key[0]}, seed {key[1]}, was scored on different {name} records than {self.keys[0][0]}"
             )
         return self._scores[rows]
+
+    def tokens(self, name: str, key: tuple[str, int]) -> Tokens | None:
+        """The labelled tokens of a split; None if the detector did not score tokens."""
+        if self._tokens is None:
+            return None
+        table = self._tokens.take(self._rows(name, key))
+        labels = [as_token_labels(one) for one in table.column(TOKEN_LABELS).to_pylist()]
+        scores = [None if one is None else np.array(one, np.float64) for one in table.column(TOKEN_SCORES).to_pylist()]
+        if all(one is None for one in scores):
+            return None
+        parts: list[Tokens] = []
+        for place, (own, found) in enumerate(zip(labels, scores, strict=True)):
+            if own is None:
+                continue
+            if found is None or len(found) != len(own) or not np.isfinite(found).all():
+                raise self._damaged(f"token scores of {key[0]} that do not match the token labels")
+            known = own >= 0
+            parts.append(Tokens(own[known], found[known], np.full(int(known.sum()), place)))
+        if not parts:
+            return None
+        return Tokens(
+            *(np.concatenate([getattr(one, name) for one in parts]) for name in ("labels", "scores", "records"))
+        )
 
     def _rows(self, name: str, key: tuple[str, int]) -> NDArray[np.int64]:
         model, split = self._model_names.index(key[0]), _index_of(self._split_names, name)
