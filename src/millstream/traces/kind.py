@@ -121,6 +121,7 @@ class LabelSettings:
     endpoint: Annotated[str | None, "judge: OpenAI-compatible server, such as http://127.0.0.1:8000/v1"] = None
     model: Annotated[str | None, "judge: model of the endpoint, by default its only one; without one, a folder"] = None
     key_env: Annotated[str | None, "judge: environment variable with the key; default: OPENAI_API_KEY"] = None
+    nli: Annotated[str | None, "samples: NLI model that finds equal answers; default: their words"] = None
     concurrency: Annotated[Count, "judge: requests to the endpoint at once"] = 8
     max_new_tokens: Annotated[Count, "judge: maximum length of a reply; a model that thinks needs more"] = 16
 

@@ -18,6 +18,7 @@ from millstream.core.split import LABEL
 from millstream.core.tables import publish_table
 from millstream.errors import BadSource
 from millstream.traces.convert import names_of
+from millstream.traces.groups import write_groups
 from millstream.traces.judge import PROMPT, Judge, Judging, judge_answers, make_judge, replies_file
 from millstream.traces.kind import LabelSettings
 from millstream.traces.rules import (
@@ -103,6 +104,7 @@ def label(
     key_env: str | None = None,
     concurrency: int = 8,
     max_new_tokens: int = 16,
+    nli: str | None = None,
     chunk_records: int = CHUNK_RECORDS,
     map: Map = map,
     progress: Progress = silent,
@@ -120,6 +122,9 @@ def label(
     With `rule="judge"` a language model compares the answers: `model` of an OpenAI-compatible server at `endpoint`,
     whose key is in the environment variable `key_env`, or a local one. Its replies are kept, and asked for only once.
     The verdict of a person, given in `millstream view --label`, replaces that of any rule.
+
+    For a store with several answers to a question, `groups.parquet` says how far they agree: by their words, or by the
+    model `nli`, a name on the Hugging Face hub or a folder.
 
     >>> counts = ms.label("traces/", rule="f1@0.5").counts
     """
@@ -173,6 +178,8 @@ def label(
             agreements.append(agreement_of("people", by_people, str(chosen), verdicts))
         verdicts, conflicting = _without_conflicts(ids, np.where(is_human, by_people, verdicts))
         is_human &= verdicts != NONE
+        if answer is not None:
+            notes += filter(None, [write_groups(traces, answer, is_usable, nli, progress)])
         counts = {name: int((verdicts == code).sum()) for code, name in [*enumerate(VERDICTS), (NONE, UNLABELLED)]}
         about = {
             "rule": str(chosen),

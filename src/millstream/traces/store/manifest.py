@@ -45,7 +45,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder for files that repair sets aside
 IDS = "ids.arrow"  # the id index
-LABELS = "labels.parquet"
+LABELS, GROUPS = "labels.parquet", "groups.parquet"
 HUMAN_VERDICTS, JUDGE_REPLIES = "verdicts.jsonl", "judge.jsonl"
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
@@ -122,7 +122,7 @@ def foreign_file(path: Path) -> str | None:
     return next((n for n in names if not (n.startswith((".", "shard-")) or n in own)), None)
 
 
-_OTHERS = (IDS, LABELS, HUMAN_VERDICTS, JUDGE_REPLIES, TOKENIZER)
+_OTHERS = (IDS, LABELS, GROUPS, HUMAN_VERDICTS, JUDGE_REPLIES, TOKENIZER)
 
 
 def files_of_store(path: Path) -> dict[str, Path]:

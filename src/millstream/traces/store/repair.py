@@ -41,6 +41,7 @@ from millstream.traces.store.ids import load_index, update_ids
 from millstream.traces.store.locks import StoreLock, only_job
 from millstream.traces.store.manifest import (
     DAMAGED,
+    GROUPS,
     IDS,
     LABELS,
     MANIFEST,
@@ -147,8 +148,8 @@ def verify(path: Path, *, fast: bool = False, progress: Progress = silent) -> It
         yield Damage(IDS, "damaged; it can be rebuilt")
     for copy, original in _copies(path, manifest).items():
         yield Damage(shard_name(copy), f"a copy of {shard_name(original)}")
-    if _are_labels_damaged(path):
-        yield Damage(LABELS, "fails its checksum, or has none; write it again with millstream label")
+    for name in _damaged_tables(path):
+        yield Damage(name, "fails its checksum, or has none; write it again with millstream label")
     done = first = 0
     for shard in manifest.shards:
         yield from _Examination(path, shard).damages(first, fast=fast)
@@ -173,7 +174,7 @@ def _repair(path: Path, progress: Progress) -> Repair:
     result.lost = [record for recovery in result.recovered for record in recovery.lost]
     copies = _copies(path, read_manifest(path))
     aside = [name for copy in copies for name in (shard_name(copy), sidecar_name(copy)) if (path / name).exists()]
-    result.set_aside = [*aside, *([LABELS] if _are_labels_damaged(path) else [])]
+    result.set_aside = [*aside, *_damaged_tables(path)]
     for name in result.set_aside:
         _set_aside(path, path / name, [])
         (path / name).unlink()
@@ -414,8 +415,10 @@ def _problems(view: Bytes, row: Row, schema: Schema) -> list[tuple[str | None, s
     return found + [(name, f"slice {index} fails its CRC-32C") for name, index in damaged_fields(view, row, schema)]
 
 
-def _are_labels_damaged(path: Path) -> bool:
-    return (path / LABELS).exists() and not is_table_intact((path / LABELS).read_bytes())
+def _damaged_tables(path: Path) -> list[str]:
+    """Of what `label` writes."""
+    there = [name for name in (LABELS, GROUPS) if (path / name).exists()]
+    return [name for name in there if not is_table_intact((path / name).read_bytes())]
 
 
 def _copies(path: Path, manifest: Manifest) -> dict[int, int]:

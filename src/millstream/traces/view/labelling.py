@@ -1,7 +1,7 @@
 """The page on which a person judges answers, one after another; and their verdicts by record number."""
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class HumanVerdicts:
         self._file = traces.path / HUMAN_VERDICTS
         self._lock = threading.Lock()
         self._seen: object = None
-        self._numbers: dict[str, list[int]] | None = None  # by id
+        self._ids: list[str] = []
         self._found: Mapping[int, str] = {}
 
     def by_number(self) -> Mapping[int, str]:
@@ -51,17 +51,12 @@ class HumanVerdicts:
         known = read_verdicts(self._traces.path)
         if not known:
             return {}
-        if self._numbers is None:
-            self._numbers = defaultdict(list)
-            for number, name in enumerate(self._traces.ids):
-                self._numbers[str(name)].append(number)
-        ids = {name for name, _ in known}
-        numbers = sorted(number for name in ids for number in self._numbers.get(name, ()))
+        self._ids = self._ids or [str(name) for name in self._traces.ids]
+        judged = {name for name, _ in known}
+        numbers = [number for number, name in enumerate(self._ids) if name in judged]
         answers = answers_of(self._traces, numbers)
-        keys = [
-            (str(self._traces.ids[number]), answer_hash(text)) for number, text in zip(numbers, answers, strict=True)
-        ]
-        return {number: known[key] for number, key in zip(numbers, keys, strict=True) if key in known}
+        keys = {number: (self._ids[number], answer_hash(text)) for number, text in zip(numbers, answers, strict=True)}
+        return {number: known[key] for number, key in keys.items() if key in known}
 
 
 def answers_of(traces: Traces, numbers: list[int]) -> list[str | None]:
@@ -141,14 +136,15 @@ class _Labelling:
     def _shown(self, number: int, human: Mapping[int, str]) -> dict[str, Any]:
         """What a person needs to judge an answer; not the verdict of a rule, which would influence the person."""
         traces = self._traces
-        names = dict.fromkeys(["question", *_CONTEXTS, "answer", *alias_fields()])
+        key = traces.id_field or ""
+        names = dict.fromkeys([key, "question", *_CONTEXTS, "answer", *alias_fields()])
         known = [name for name in names if name in traces.fields]
-        found = {name: column[0] for name, column in traces.fetch([number], known).items()} if known else {}
+        found = {name: column[0] for name, column in traces.fetch([number], known).items()}
         answer = answers_of(traces, [number])[0]
         references = references_of([found.get(name) for name in ("answer", *alias_fields())])
         return {
             "number": number,
-            "id": str(traces.ids[number]),
+            "id": str(found.get(key)),
             "question": found.get("question"),
             "context": "\n\n".join(references_of([found.get(name) for name in _CONTEXTS])),
             "references": references,
