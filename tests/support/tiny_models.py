@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
+from millstream.traces.llm.answers import ALL, Part
+from millstream.traces.llm.decoding import Decoding
 from millstream.traces.llm.fields import parse_fields
-from millstream.traces.llm.model import Decoding, LoadedModel, ModelSettings, describe_model, load_model
+from millstream.traces.llm.model import LoadedModel, ModelSettings, describe_model, load_model
 from millstream.traces.llm.prompts import Prompt
 from millstream.traces.llm.questions import Question
 from millstream.traces.llm.tracer import Record, Tracer
 from support.slow_reference import Seen, generate_beams, generate_greedily, look
 
 EOS, PAD, NEW = 0, 1, 6
-EVERYTHING = "hidden,post_norm,attention,edges,heads,laplacian,nodes,states"
+EVERYTHING = "hidden,answer_hidden,post_norm,attention,edges,heads,laplacian,nodes,states"
 TEXT = "the quick brown fox jumps over the lazy dog; what is the capital of France? Paris is the capital of France"
 KINDS = ("llama", "qwen", "gpt2", "neox", "mistral", "gemma2", "gptoss")
 QUESTIONS = [
@@ -45,7 +47,7 @@ def make_tokenizer(**options: Any) -> Any:
     )
 
 
-def make_model(kind: str, folder: Path, *, seed: int = 0) -> Path:
+def make_model(kind: str, folder: Path, *, seed: int = 0, context: int = 128) -> Path:
     """A model of that architecture with its tokenizer, saved in `folder / kind`."""
     import transformers as hf
 
@@ -55,7 +57,7 @@ def make_model(kind: str, folder: Path, *, seed: int = 0) -> Path:
         "intermediate_size": 64,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": context,
         "tie_word_embeddings": False,
         "eos_token_id": EOS,
         "pad_token_id": PAD,
@@ -110,15 +112,20 @@ def make_tracer(
     stored: str = "float32",
     text: str = "{question}",
     p_true: bool = False,
+    trace_samples: bool = False,
+    part: Part = ALL,
+    memory: int = 1 << 30,
     max_new_tokens: int = NEW,
     **decoding: Any,
 ) -> Tracer:
     return Tracer(
         loaded,
-        fields=parse_fields("full", fields, stored=stored),
+        fields=parse_fields("full", fields, stored=stored, thinking=part.after is not None),
         decoding=Decoding(max_new_tokens=max_new_tokens, **decoding),
-        prompt=Prompt("own", text, (), special=True),
+        prompt=Prompt("own", text, (), special=True, part=part),
+        memory=memory,
         p_true=p_true,
+        trace_samples=trace_samples,
     )
 
 

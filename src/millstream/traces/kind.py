@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MODEL_GROUPS = ("baselines",)  # names that stand for several models
 POSITIONS = ("last_prompt", "first_answer", "last_answer", "mean_answer")  # of the field `states`
+THINKING = ("last_thinking", "mean_thinking")  # of `states` too, if answers begin after tokens of reasoning
 
 
 def is_named(path: Path) -> bool:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import BadSetting, BadSource
-from millstream.traces.llm.model import Answer, Decoding, Draw, cut_answer
+from millstream.traces.llm import transformers
+from millstream.traces.llm.answers import Answer, cut_answer
+from millstream.traces.llm.decoding import Decoding, Draw
 from millstream.traces.llm.questions import Question
 from support.extras import need
 from support.tiny_models import EOS, PAD, TinyModels, generated, load, make_tokenizer, make_tracer, reciting
@@ -168,7 +170,9 @@ def test_top_k_and_top_p_sample_only_from_the_most_likely_tokens(tiny: TinyModel
     names = [f"q{number}" for number in range(200)]
 
     def drawn(**how: Any) -> set[int]:
-        steps = Decoding(temperature=1.0, **how).processors(names, torch.device("cpu"))
+        steps = transformers().LogitsProcessorList(
+            Decoding(temperature=1.0, **how).processors(names, torch.device("cpu"))
+        )
         return set(steps(torch.zeros(200, 1, dtype=torch.int64), scores.clone()).argmax(-1).tolist())
 
     assert drawn(top_k=3) == {47, 48, 49}
@@ -176,7 +180,7 @@ def test_top_k_and_top_p_sample_only_from_the_most_likely_tokens(tiny: TinyModel
 
 
 def test_a_low_temperature_samples_the_most_likely_token(tiny: TinyModels):
-    steps = Decoding(temperature=0.01).processors(["a", "b"], torch.device("cpu"))
+    steps = transformers().LogitsProcessorList(Decoding(temperature=0.01).processors(["a", "b"], torch.device("cpu")))
     scores = torch.tensor([[0.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
     assert steps(torch.zeros(2, 1, dtype=torch.int64), scores).argmax(-1).tolist() == [1, 0]
 
@@ -197,6 +201,8 @@ def test_every_step_uses_new_noise():
         {"temperature": -1.0},
         {"top_k": 5},
         {"top_p": 0.9},
+        {"samples": 2},
+        {"samples": -1, "temperature": 1.0},
     ],
     ids=str,
 )

@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import BadSetting
-from millstream.traces.llm.fields import MAX_ROWS, TIERS, Fields, Size, parse_fields, plan_batches, row_bytes
+from millstream.traces.llm.fields import (
+    LAYERED,
+    MAX_ROWS,
+    MIN_CHUNK,
+    TIERS,
+    Fields,
+    Need,
+    Size,
+    parse_fields,
+    plan_batches,
+)
 from support.tiny_models import QUESTIONS, TinyModels, make_tracer
 
 SIZE = Size(layers=3, heads=4, hidden=32, vocab=300, kv_width=16, intermediate=64, item=4)
@@ -26,6 +36,16 @@ def test_a_tier_is_a_name_for_fields(tier: str):
 
 def test_each_tier_up_to_probe_contains_the_one_before():
     assert set(TIERS["stats"]) < set(TIERS["graph"]) < set(TIERS["probe"])
+
+
+def test_the_layers_of_a_tier_are_those_of_each_of_its_fields_with_layers():
+    answer = parse_fields("answer[1, -1]", None, stored="float16")
+    assert answer == parse_fields("", "answer_hidden[1,-1]", stored="float16")
+    full = parse_fields("full[2]", None, stored="float16")
+    assert full.layers == {name: (2,) for name in TIERS["full"] if name in LAYERED}
+    for tier in ("stats[1]", "answer[", "answer[]", "answer[a]"):
+        with pytest.raises(BadSetting, match="layers as in"):
+            parse_fields(tier, None, stored="float16")
 
 
 def test_layers_are_given_in_brackets_and_may_be_negative():
@@ -96,62 +116,79 @@ def test_tensors_have_the_type_and_axes_of_the_schema(tiny: TinyModels, stored: 
     tracer = make_tracer(tiny.loaded("llama"), stored=stored)
     record: Any = tracer.trace(tracer.encode(QUESTIONS))[0]
     for name, kind in tracer.fields.schema().items():
+        if name == "given_logprobs":
+            assert record[name] is None
+            continue
         assert record[name].dtype == getattr(torch, kind.dtype), name
         assert record[name].ndim == len(kind.axes), name
 
 
 # -- batches
 
-lengths_of_prompts = st.lists(st.integers(1, 60), max_size=80)
+lengths_of_questions = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), max_size=80)
+NEED = Need(SIZE, PROBE)
 
 
-def plan(lengths: list[int], *, memory: int = 1 << 20, window: int | None = None) -> list[list[int]]:
-    return plan_batches(lengths, size=SIZE, fields=PROBE, max_new_tokens=8, num_beams=1, memory=memory, window=window)
+def plan(
+    lengths: list[tuple[int, int]], *, memory: int = 1 << 20, window: int | None = None, need: Need = NEED
+) -> list[list[int]]:
+    return plan_batches(lengths, need=need, memory=memory, window=window)
 
 
-@given(lengths_of_prompts, st.integers(1, 1 << 22), st.none() | st.integers(1, 90))
-def test_every_prompt_is_in_one_batch(lengths: list[int], memory: int, window: int | None):
+@given(lengths_of_questions, st.integers(1, 1 << 22), st.none() | st.integers(1, 90))
+def test_every_question_is_in_one_batch(lengths: list[tuple[int, int]], memory: int, window: int | None):
     batches = plan(lengths, memory=memory, window=window)
     assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
     assert all(1 <= len(batch) <= MAX_ROWS for batch in batches)
 
 
-@given(lengths_of_prompts, st.integers(1, 1 << 22))
-def test_the_longest_prompts_come_first(lengths: list[int], memory: int):
-    order = [lengths[place] for batch in plan(lengths, memory=memory) for place in batch]
-    assert order == sorted(lengths, reverse=True)
+@given(lengths_of_questions, st.integers(1, 1 << 22))
+def test_the_longest_sequences_come_first(lengths: list[tuple[int, int]], memory: int):
+    order = [sum(lengths[place]) for batch in plan(lengths, memory=memory) for place in batch]
+    assert order == sorted(order, reverse=True)
 
 
-@given(lengths_of_prompts, st.integers(1, 1 << 22), st.integers(1, 3))
-def test_a_batch_of_several_prompts_stays_within_the_memory_budget(lengths: list[int], memory: int, beams: int):
-    how: dict[str, Any] = {"size": SIZE, "fields": PROBE, "max_new_tokens": 8, "num_beams": beams}
-    for batch in plan_batches(lengths, memory=memory, **how):
-        longest = max(lengths[place] for place in batch)
-        assert len(batch) == 1 or len(batch) * row_bytes(longest, **how) <= memory
+@given(lengths_of_questions, st.integers(1, 1 << 22), st.integers(1, 3), st.booleans())
+def test_a_batch_of_several_questions_stays_within_the_memory_budget(
+    lengths: list[tuple[int, int]], memory: int, rows: int, generated: bool
+):
+    need = Need(SIZE, PROBE, rows=rows, generated=generated)
+    for batch in plan(lengths, memory=memory, need=need):
+        prompt, answer = (max(lengths[place][side] for place in batch) for side in (0, 1))
+        assert len(batch) == 1 or len(batch) * need.bytes(prompt, answer, memory=memory) <= memory
+        assert len(batch) * rows <= max(MAX_ROWS, rows)
 
 
-@given(lengths_of_prompts, st.integers(1, 20))
-def test_a_window_is_done_before_the_next_begins(lengths: list[int], window: int):
+@given(lengths_of_questions, st.integers(1, 20))
+def test_a_window_is_done_before_the_next_begins(lengths: list[tuple[int, int]], window: int):
     windows = [[place // window for place in batch] for batch in plan(lengths, window=window)]
     assert all(len(set(batch)) == 1 for batch in windows)
     assert [batch[0] for batch in windows] == sorted(batch[0] for batch in windows)
 
 
-def test_the_same_prompts_make_the_same_batches():
-    lengths = [5, 9, 5, 30, 9, 5]
+def test_the_same_questions_make_the_same_batches():
+    lengths = [(length, 8) for length in (5, 9, 5, 30, 9, 5)]
     assert plan(lengths, memory=10**9) == [[3, 1, 4, 0, 2, 5]]  # equal ones in the order they came
     assert plan(lengths, memory=1) == [[3], [1], [4], [0], [2], [5]]
     assert plan([]) == []
 
 
 @given(st.integers(1, 200), st.integers(1, 50))
-def test_longer_prompts_more_beams_and_more_fields_take_more_memory(prompt: int, new: int):
+def test_longer_prompts_more_rows_and_more_fields_take_more_memory(prompt: int, new: int):
     full = parse_fields("full", None, stored="float16")
 
-    def take(length: int, beams: int, fields: Fields) -> int:
-        return row_bytes(length, size=SIZE, fields=fields, max_new_tokens=new, num_beams=beams)
+    def take(length: int, rows: int, fields: Fields) -> int:
+        return Need(SIZE, fields, rows=rows).bytes(length, new, memory=1 << 40)
 
     assert take(prompt, 1, PROBE) < take(prompt + 1, 1, PROBE)
     assert take(prompt, 1, PROBE) < take(prompt, 2, PROBE)
     assert PROBE.trace_bytes(SIZE, prompt=prompt, answer=new) <= take(prompt, 1, PROBE)
     assert full.trace_bytes(SIZE, prompt=prompt, answer=new) <= take(prompt, 1, full)
+
+
+@given(st.integers(1, 20_000), st.integers(1, 1 << 32))
+def test_a_pass_over_a_long_sequence_is_cut_into_chunks_that_fit(total: int, memory: int):
+    chunk = NEED.chunk(total, memory=memory)
+    assert chunk == total or MIN_CHUNK <= chunk < total + MIN_CHUNK
+    weights = 6 * SIZE.heads * 4 * total
+    assert chunk <= MIN_CHUNK or chunk * weights <= memory / 3

@@ -56,7 +56,7 @@ def test_a_custom_text_has_the_question_at_its_placeholder():
 @pytest.mark.parametrize(
     ("text", "unknown"),
     [
-        ("Given {context}, Q: {question} A:", "{context}"),
+        ("Given {{context}}, Q: {question} A:", "{{context}}"),
         ("{question} {answer}", "{answer}"),
         ("{Question}: {question}", "{Question}"),
         ("{{question}} A:", "{{question}}"),
@@ -112,9 +112,11 @@ def test_any_question_is_in_the_prompt_unchanged(question: str):
 
 def test_ids_are_the_tokens_of_the_filled_prompt():
     prompt = make_prompt("few-shot", TOKENIZER, stop=None)
-    ids = prompt.ids(TOKENIZER, [Question("a", "who?"), Question("b", "Zoë")])
-    assert [TOKENIZER.decode(row) for row in ids] == [FEW_SHOT.replace("{question}", text) for text in ("who?", "Zoë")]
-    assert prompt.ids(TOKENIZER, []) == []
+    found = prompt.encode(TOKENIZER, [Question("a", "who?"), Question("b", "Zoë")])
+    assert [TOKENIZER.decode(one.ids) for one in found] == [
+        FEW_SHOT.replace("{question}", text) for text in ("who?", "Zoë")
+    ]
+    assert prompt.encode(TOKENIZER, []) == []
 
 
 USER, SYSTEM = {"role": "user", "content": "Who? "}, {"role": "system", "content": "Be brief"}
@@ -128,7 +130,7 @@ def test_a_prompt_or_messages_or_ids_of_a_question_are_used_as_they_are_in_their
         Question("d", "Who?", prompt="other", given=Given(ids=(7,), prompt_ids=(5, 6))),
         Question("e", "Where?"),
     ]
-    *filled, given, last = make_prompt("plain", CHATTY, stop=None).ids(CHATTY, questions)
+    *filled, given, last = [one.ids for one in make_prompt("plain", CHATTY, stop=None).encode(CHATTY, questions)]
     assert [CHATTY.decode(ids) for ids in filled] == [
         "Answer the question concisely. Q: Who? A:",
         " All of\nit {question}",
@@ -144,14 +146,14 @@ def test_special_tokens_are_added_to_a_prompt_that_does_not_begin_with_one():
     tokenizer = make_tokenizer(bos_token="<eos>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
     prompt = make_prompt("plain", tokenizer, stop=None)
-    ids = prompt.ids(tokenizer, [Question("a", "?", prompt="Who?"), Question("b", "?", prompt="<eos>Who?")])
-    assert ids[0] == ids[1]
-    assert tokenizer.decode(ids[0]) == "<eos>Who?"
+    one, other = prompt.encode(tokenizer, [Question("a", "?", prompt="Who?"), Question("b", "?", prompt="<eos>Who?")])
+    assert one.ids == other.ids
+    assert tokenizer.decode(one.ids) == "<eos>Who?"
 
 
 def test_messages_for_a_model_without_a_chat_template_are_refused():
     with pytest.raises(BadSetting, match="chat template"):
-        make_prompt("plain", TOKENIZER, stop=None).ids(TOKENIZER, [Question("a", "Who?", messages=(USER,))])
+        make_prompt("plain", TOKENIZER, stop=None).encode(TOKENIZER, [Question("a", "Who?", messages=(USER,))])
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from millstream.traces.llm import tracer as tracer_module
 from millstream.traces.llm.questions import Question
-from millstream.traces.llm.tracer import EncodedQuestion, Record, Tracer, _cut_back
+from millstream.traces.llm.prompts import EncodedQuestion
+from millstream.traces.llm.tracer import Record, Tracer
 from support.extras import need
 from support.slow_reference import generate_beams, look
 from support.tiny_models import (
@@ -200,51 +200,32 @@ def test_first_tokens_are_sampled_with_the_probabilities_of_the_model(tiny: Tiny
 # -- caches
 
 
-def test_a_cache_is_cut_to_exactly_the_given_length(tiny: TinyModels):
-    cache = tiny.loaded("llama").model(input_ids=torch.arange(2, 22).reshape(2, 10)).past_key_values
-    keys = [layer.keys.clone() for layer in cache.layers]
-    assert _cut_back(cache, 7, rows=2)
-    assert cache.get_seq_length() == 7
-    assert all(torch.equal(layer.keys, before[:, :, :7]) for layer, before in zip(cache.layers, keys, strict=True))
-
-
-def test_a_cache_of_beams_is_cut_to_one_row_per_sample(tiny: TinyModels):
-    cache = tiny.loaded("llama").model(input_ids=torch.arange(2, 62).reshape(6, 10)).past_key_values
-    keys = [layer.keys.clone() for layer in cache.layers]
-    assert _cut_back(cache, 9, rows=2)
-    assert all(torch.equal(layer.keys, before[[0, 3], :, :9]) for layer, before in zip(cache.layers, keys, strict=True))
-
-
-@pytest.mark.parametrize(("kind", "cut"), [("gemma2", False), ("gptoss", False), ("llama", True), ("mistral", False)])
-def test_a_sliding_window_that_is_full_forces_a_full_forward_pass(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, kind: str, cut: bool
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gptoss"])
+def test_a_full_sliding_window_is_replayed_on_the_cache_of_the_prompt(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
-    answers: list[bool] = []
-
-    def watched(*args: Any, **options: Any) -> bool:
-        answers.append(_cut_back(*args, **options))
-        return answers[-1]
-
-    monkeypatch.setattr(tracer_module, "_cut_back", watched)
     tracer = make_tracer(tiny.loaded(kind))
+    done: list[int] = []
+    replay = tracer._passes.replay
+
+    def watched(*args: Any, **options: Any) -> Any:
+        done.append(options["done"])
+        return replay(*args, **options)
+
+    monkeypatch.setattr(tracer._passes, "replay", watched)
     records = tracer.trace(tracer.encode(QUESTIONS))
-    assert answers == [cut]
+    assert done == [max(map(len, tiny.prompts())) - 1] and done[0] > 16
     for record, (_, seen) in zip(records, tiny.expected(kind, 1), strict=True):
         torch.testing.assert_close(record["attention"], seen.attention, rtol=0, atol=1e-5)
 
 
-def test_a_sliding_window_that_is_not_full_uses_the_cache(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    answers: list[bool] = []
-
-    def watched(*args: Any, **options: Any) -> bool:
-        answers.append(_cut_back(*args, **options))
-        return answers[-1]
-
-    monkeypatch.setattr(tracer_module, "_cut_back", watched)
-    tracer = make_tracer(tiny.loaded("gemma2"))
-    record: Any = tracer.trace(tracer.encode(QUESTIONS[:1]))[0]
-    assert answers == [True]
-    torch.testing.assert_close(record["hidden"], tiny.expected("gemma2", 1)[0][1].hidden, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"samples": 2, "temperature": 1.0}], ids=str)
+def test_a_model_whose_cache_cannot_be_cut_is_replayed_from_the_start(tiny: TinyModels, how: dict[str, Any]):
+    tracer, other = (make_tracer(tiny.loaded("llama"), trace_samples=True, **how) for _ in range(2))
+    tracer._passes.can_cut = False
+    encoded = tracer.encode(QUESTIONS)
+    for record, expected in zip(tracer.trace(encoded), other.trace(encoded), strict=True):
+        assert_same(record, expected)
 
 
 # -- failures
@@ -271,7 +252,7 @@ class SmallMemory(Tracer):
     rows: int
     tried: list[int]
 
-    def _trace(self, batch: Sequence[EncodedQuestion]) -> list[Record]:
+    def _trace(self, batch: Sequence[EncodedQuestion]) -> list[list[Record]]:
         self.tried.append(len(batch))
         if len(batch) > self.rows:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -11,7 +11,18 @@ from torch import nn
 
 from millstream.errors import BadSource
 from millstream.traces.llm import transformers
-from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, Fields, Kept, Size, Span, samples_of
+from millstream.traces.llm.fields import (
+    LAYERED,
+    NODE_DIM,
+    NUM_EDGES,
+    NUM_EIGENVALUES,
+    Fields,
+    Kept,
+    Size,
+    Span,
+    repeated,
+    samples_of,
+)
 
 # B batch, L layers, H heads, R rows (queries) of a pass, K keys, T tokens, D hidden, P prompt with padding, N generated
 
@@ -20,33 +31,48 @@ TAP = "millstream_tap"  # attribute of a module: the receiver of its attention w
 _PROJECTION_SEED = 20170505
 
 
+@dataclass(frozen=True)
+class Padded:
+    """A padded batch: prompts end and answers start at the column `prompt`."""
+
+    ids_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    prompt: int
+    spans: Sequence[tuple[int, int]] = ()  # first and last token of each answer
+
+
 @dataclass
 class Pass:
-    """One forward pass to capture."""
+    """One forward pass to capture: rows of the padded sequence from `start` on."""
 
-    start: int  # position of its first row in the padded sequence
-    keep: int  # number of rows kept
-    every: int  # rows of the batch per sample (beams)
-    real_BR: torch.Tensor  # which kept rows are tokens, not padding
-    first_answer: int | None  # the row of the last prompt token, if the answer is in this pass
-    answer_len_B: torch.Tensor | None
+    start: int
+    real_BR: torch.Tensor  # which rows are tokens, not padding
+    last_prompt: int  # place in the sequence of the last prompt token
+    weights_BPR: torch.Tensor | None  # how much of each row is in each position of the field `states`
+
+    @property
+    def first(self) -> int:
+        """The first row from the last prompt token on."""
+        return max(self.last_prompt - self.start, 0)
+
+    @property
+    def reaches_answer(self) -> bool:
+        return self.first < self.real_BR.shape[1]
 
 
 class Capture:
-    """Captures activations with hooks on layers and attention, active only in `prompt` and `replay`."""
+    """Captures activations with hooks on layers and attention, active only in `over`."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], fields: Fields, size: Size) -> None:
         self.fields = fields
         self.size = size
         self._dtype: torch.dtype = getattr(torch, fields.stored)
-        self._hidden = set(fields.layers_of("hidden", size)) if "hidden" in fields.names else set[int]()
-        self._attention = set(fields.layers_of("attention", size)) if "attention" in fields.names else set[int]()
+        self._layers = {name: set(fields.layers_of(name, size)) for name in LAYERED if name in fields.names}
         generator = torch.Generator().manual_seed(_PROJECTION_SEED)
         self._projection = torch.randn(size.hidden, NODE_DIM, generator=generator) / size.hidden**0.5
         self._pass: Pass | None = None
         # Any module of a layer may call the attention function.
         self._taps = [(m, Tap(self, index)) for index, layer in enumerate(layers) for m in layer.modules()]
-        self.prompt_mask_BP = torch.empty(0)
         self.clear()
         layers[0].register_forward_pre_hook(self._before_first, with_kwargs=True)
         for index, layer in enumerate(layers):
@@ -59,38 +85,34 @@ class Capture:
         self._captured: set[int] = set()  # layers whose attention was captured
         self._received: dict[int, torch.Tensor] = {}
         self._diagonal: dict[int, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def prompt(self, mask_BP: torch.Tensor, *, beams: int) -> Generator[None]:
-        """Capture the next forward pass only: the one over the prompt."""
-        self.prompt_mask_BP = mask_BP.bool()
-        if not self.fields.need_prompt or mask_BP.shape[1] < 2:
-            yield
-            return
-        real = self.prompt_mask_BP[:, :-1]
-        with self._capturing(Pass(0, real.shape[1], beams, real, None, None)):
-            yield
+    def over(self, batch: Padded, start: int, end: int) -> Generator[None]:
+        """Capture the forward pass over these columns; passes go from left to right.
 
-    @contextmanager
-    def replay(self, mask_BT: torch.Tensor, answer_len_B: torch.Tensor, *, whole: bool) -> Generator[None]:
-        """Capture the next forward pass: over the last prompt token and the answer, or over everything if `whole`."""
-        last_prompt = self.prompt_mask_BP.shape[1] - 1
-        start = 0 if whole else last_prompt
-        real = mask_BT.bool()[:, start:]
-        if whole:
-            self.clear()
-        with self._capturing(Pass(start, real.shape[1], 1, real, last_prompt - start, answer_len_B)):
-            yield
-
-    @contextmanager
-    def _capturing(self, current: Pass) -> Generator[None]:
-        self._pass = current
+        Later passes may have several rows for each row of earlier ones: samples that share their prompt.
+        """
+        self._pass = Pass(start, batch.mask_BT.bool()[:, start:end], batch.prompt - 1, None)
+        if "states" in self.fields.names and batch.spans and self._pass.reaches_answer:
+            self._pass.weights_BPR = self._position_weights(self._pass, batch.spans)
         for module, tap in self._taps:
             setattr(module, TAP, tap)
         try:
             yield
         finally:
             self._pass = None
+
+    def _position_weights(self, current: Pass, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+        device = current.real_BR.device
+        answer = current.last_prompt + 1
+        at_R = torch.arange(current.start, current.start + current.real_BR.shape[1], device=device)
+        first_B, last_B = (torch.tensor(side, device=device)[:, None] + answer for side in zip(*spans, strict=True))
+        mean = _mean_weights(at_R, first_B, last_B)
+        found = [at_R == answer - 1, at_R == first_B, at_R == last_B, mean]
+        if self.fields.thinking:  # without any, the last prompt token
+            found += [at_R == first_B - 1, _mean_weights(at_R, (first_B - 1).clamp_max(answer), first_B - 1)]
+        return torch.stack([weights.float().expand(len(spans), -1) for weights in found], dim=1)
 
     @property
     def wants_attention(self) -> bool:
@@ -113,13 +135,9 @@ class Capture:
         if self._pass is None:
             return
         if "post_norm" in self.fields.names:
-            rows_BRD = self._rows(_first_tensor(output), self._pass)
+            rows_BRD = _first_tensor(output)
             self._keep("post_norm", 0, rows_BRD, large=True)
             self._note_largest(rows_BRD, self._pass)
-        self._pass = None  # the later steps of `generate` are not captured
-
-    def _rows(self, states: torch.Tensor, current: Pass) -> torch.Tensor:
-        return states[:: current.every, : current.keep]
 
     def _keep(self, name: str, layer: int, values: torch.Tensor, *, large: bool = False) -> None:
         """Small fields stay on the device until the batch is done: one transfer for all layers."""
@@ -127,44 +145,49 @@ class Capture:
         kept = values.to(self._dtype if values.is_floating_point() else values.dtype, copy=True)
         self.kept[name, layer].append(kept.cpu() if large else kept)
 
-    def _take_hidden(self, layer: int, states: torch.Tensor, current: Pass) -> None:
+    def _take_hidden(self, layer: int, rows_BRD: torch.Tensor, current: Pass) -> None:
         names = self.fields.names
-        rows_BRD = self._rows(states, current)
-        if layer in self._hidden:
+        hidden = layer in self._layers.get("hidden", ())
+        of_answer = layer in self._layers.get("answer_hidden", ()) and current.reaches_answer
+        if hidden:
             self._keep("hidden", layer, rows_BRD, large=True)
+        if of_answer:
+            after_prompt = max(current.last_prompt + 1 - current.start, 0)
+            self._keep("answer_hidden", layer, rows_BRD[:, after_prompt:], large=True)
         if "nodes" in names:
             self._projection = self._projection.to(rows_BRD.device)
             nodes_BRD = rows_BRD.float() @ self._projection
             self._keep("nodes", layer, nodes_BRD)
             self._note_largest(nodes_BRD, current)
-        if "states" in names and current.first_answer is not None:
-            self._keep("states", layer, _states(rows_BRD[:, current.first_answer :].float(), current))
-        if layer in self._hidden or "states" in names:
+        if current.weights_BPR is not None:
+            first = current.first
+            states = torch.bmm(current.weights_BPR[:, :, first:], rows_BRD[:, first:].float())
+            self._states[layer] = states + self._states[layer] if layer in self._states else states
+        if hidden or of_answer or "states" in names:
             self._note_largest(rows_BRD, current)
 
     def _note_largest(self, rows_BRD: torch.Tensor, current: Pass) -> None:
         """The largest absolute value of each sample, to detect float16 overflow."""
         if self._dtype == torch.float16:
             largest = rows_BRD.masked_fill(~current.real_BR[..., None], 0.0).abs().amax((1, 2)).float().cpu()
-            self.largest_B = largest if self.largest_B is None else torch.maximum(self.largest_B, largest)
+            before = largest if self.largest_B is None else repeated(self.largest_B, len(largest))
+            self.largest_B = torch.maximum(before, largest)
 
-    def take_attention(self, layer: int, weights: torch.Tensor) -> None:
+    def take_attention(self, layer: int, weights_BHRK: torch.Tensor) -> None:
         names, current = self.fields.names, self._pass
         assert current is not None
         self._captured.add(layer)
-        weights_BHRK = weights[:: current.every, :, : current.keep]
-        if layer in self._attention:
+        if layer in self._layers.get("attention", ()):
             self._keep("attention", layer, weights_BHRK, large=True)
         if "edges" in names:
             self._take_edges(layer, weights_BHRK, current)
         if "laplacian" in names:
             self._take_columns(layer, weights_BHRK, current)
-        if "heads" in names and current.first_answer is not None:
-            rows = weights_BHRK[:, :, current.first_answer :]
-            first = current.start + current.first_answer
-            self._keep("self_attention", layer, rows.diagonal(first, 2, 3))
+        if "heads" in names and current.reaches_answer:
+            rows = weights_BHRK[:, :, current.first :]
+            self._keep("self_attention", layer, rows.diagonal(current.start + current.first, 2, 3))
             self._keep("attention_entropy", layer, -(rows * rows.clamp_min(1e-30).log()).sum(-1))
-            self._keep("prompt_attention", layer, rows[..., : self.prompt_mask_BP.shape[1]].sum(-1))
+            self._keep("prompt_attention", layer, rows[..., : current.last_prompt + 1].sum(-1))
 
     def _take_edges(self, layer: int, weights_BHRK: torch.Tensor, current: Pass) -> None:
         """The earlier tokens each token attends to most (mean over heads), and the rest of the row."""
@@ -181,12 +204,12 @@ class Capture:
         real = weights_BHRK * current.real_BR[:, None, :, None]
         received, own = real.sum(2), weights_BHRK.diagonal(current.start, 2, 3).clone()  # not a view of all weights
         if layer in self._received:
-            before = self._received[layer]
+            before = repeated(self._received[layer], len(received))
             received[..., : before.shape[-1]] += before
-            own = torch.cat([self._diagonal[layer], own], dim=-1)
+            own = torch.cat([repeated(self._diagonal[layer], len(own)), own], dim=-1)
         self._received[layer], self._diagonal[layer] = received, own
 
-    def traces(self, mask_BT: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    def traces(self, batch: Padded) -> list[dict[str, torch.Tensor]]:
         """The captured tensors of each sample, without padding; clears the capture."""
         if self.fields.need_attention and len(self._captured) < self.size.layers:
             raise BadSource(
@@ -194,12 +217,12 @@ class Capture:
                 "keep other fields, as in fields=hidden,post_norm"
             )
         if "laplacian" in self.fields.names:
-            self._keep_spectrum(mask_BT)
-        mask = mask_BT.bool().cpu()
-        padded = [int(count) for count in (~self.prompt_mask_BP).sum(1)]
-        ends = [int(end) for end in mask.shape[1] - mask.flip(1).int().argmax(1)]
-        answer = self.prompt_mask_BP.shape[1]
-        samples = samples_of(self.kept, [Span(first, end, answer) for first, end in zip(padded, ends, strict=True)])
+            self._keep_spectrum(batch.mask_BT)
+        for layer, states in self._states.items():
+            self._keep("states", layer, states)
+        mask = batch.mask_BT.cpu()
+        edges = zip(mask.argmax(1), mask.shape[1] - mask.flip(1).argmax(1), strict=True)
+        samples = samples_of(self.kept, [Span(int(first), int(end), batch.prompt) for first, end in edges])
         self.clear()
         return samples
 
@@ -296,15 +319,8 @@ def _weights(
     return scores_BHRK.softmax(-1, torch.float32)
 
 
-def _states(rows_BRD: torch.Tensor, current: Pass) -> torch.Tensor:
-    """[B, position, D]: the last prompt token, and the first, last and mean answer token."""
-    assert current.answer_len_B is not None
-    count = current.answer_len_B.to(rows_BRD.device)
-    position = torch.arange(rows_BRD.shape[1], device=rows_BRD.device)[None]
-    inside = ((position >= 1) & (position <= count[:, None])).to(rows_BRD.dtype)
-    mean = (rows_BRD * inside[..., None]).sum(1) / count[:, None]
-    last = rows_BRD[torch.arange(len(count), device=rows_BRD.device), count]
-    return torch.stack([rows_BRD[:, 0], rows_BRD[:, 1], last, mean], dim=1)
+def _mean_weights(at_R: torch.Tensor, first_B: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
+    return ((at_R >= first_B) & (at_R <= last_B)) / (last_B - first_B + 1)
 
 
 def _first_tensor(output: object) -> torch.Tensor:

@@ -3,11 +3,12 @@
 import re
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millstream.core.registry import extensions
 from millstream.errors import BadSetting
+from millstream.traces.llm.answers import ALL, Part
 from millstream.traces.llm.model import Tokenizer
 from millstream.traces.llm.questions import Question
 
@@ -26,82 +27,189 @@ A: Eight
 Q: {question}
 A:"""
 CHAT = "Answer the question concisely, with the answer only.\n\n{question}"
-QUESTION = "{question}"
+WITH_CONTEXT = {
+    "plain": "Answer the question concisely, from the context.\n\nContext: {context}\n\nQ: {question} A:",
+    "chat": "Answer the question concisely, from the context, with the answer only.\n\nContext: {context}\n\n{question}",
+}
+QUESTION, CONTEXT = "{question}", "{context}"
 # {name}, { name }, {name.part}, {name[0]}, {name!r} or {name:>9}, as Python fills in; {2} and {} may be LaTeX
 _FIELD = r"\{\s*[^\W\d]\w*(?:\.\w+|\[\w*\])*\s*(?:![ars])?(?::[^{}\"'\s]*)?\}"
 _PLACEHOLDER = re.compile(rf"\{{{_FIELD}\}}|{_FIELD}")
-_MARK = "\u2063question\u2063"  # placeholder for the question in a chat template
+_FILLED = re.compile(r"\{(?:question|context)\}")
+_MARKS = {QUESTION: "\u2063question\u2063", CONTEXT: "\u2063context\u2063"}  # stand for them in a chat template
+
+
+@dataclass(frozen=True)
+class EncodedQuestion:
+    """A question, its prompt as token ids and, if it is given, its answer."""
+
+    question: Question
+    ids: list[int]
+    answer_ids: list[int] | None = None
+    cut: int = 0  # characters of the context that are left out
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text around the question, and the strings that end an answer."""
+    """The text around the question, and which part of what follows is the answer."""
 
     name: str
-    text: str  # contains {question} once
+    text: str  # contains {question} once, and may contain {context} once
     stop: tuple[str, ...]
     special: bool  # whether the tokenizer adds special tokens; a chat template already has them
+    part: Part = ALL
+    system: str | None = None  # of chats
+    truncate: bool = False  # cut a context that is too long
 
-    def fill(self, question: str) -> str:
-        before, after = self.text.split(QUESTION)
-        return before + question + after
+    def fill(self, question: str, context: str | None = None) -> str:
+        texts = {QUESTION: question, CONTEXT: context or ""}
+        return _FILLED.sub(lambda found: texts[found[0]], self.text)
 
-    def ids(self, tokenizer: Tokenizer, questions: Sequence[Question]) -> list[list[int]]:
-        """The token ids of each prompt: those given, else of the question's own prompt or messages, else of the text.
+    def encode(
+        self, tokenizer: Tokenizer, questions: Sequence[Question], *, context: int | None = None, new: int = 0
+    ) -> list[EncodedQuestion]:
+        """Prompts and given answers as token ids.
 
-        The tokenizer adds special tokens to a prompt of the question's own, unless it begins with one.
+        A given text is what follows the prompt, so it is tokenised together with it. Where the two share a token, the
+        answer is tokenised alone, so that the prompt has the tokens it has when an answer is generated. Between a text
+        prompt of ours that ends in no white space and an answer that begins with none, there is a space, as a model
+        would generate it. `context` and `new` are the tokens of the model and of an answer, for `truncate`.
+        """
+        texts = [self._text(tokenizer, question) for question in questions]
+        found = self._encode(tokenizer, questions, texts)
+        if not self.truncate or context is None:
+            return found
+        return [
+            self._shortened(tokenizer, one, context - (new if one.answer_ids is None else len(one.answer_ids)))
+            for one in found
+        ]
+
+    def _text(self, tokenizer: Tokenizer, question: Question) -> tuple[str, bool] | None:
+        """The prompt, and whether special tokens are added to it: not to a chat, nor to one that begins with them.
+
+        None if the question brings token ids.
         """
         begin: str | None = getattr(tokenizer, "bos_token", None)
-        found: list[list[int]] = [[] for _ in questions]
-        texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by whether special tokens are added
-        for place, question in enumerate(questions):
-            if question.given is not None and question.given.prompt_ids is not None:
-                found[place] = list(question.given.prompt_ids)
-            elif question.prompt is not None:
-                texts[not (begin and question.prompt.startswith(begin))][place] = question.prompt
-            elif question.messages is not None:
-                texts[False][place] = _chat(tokenizer, [dict(message) for message in question.messages])
-            else:
-                texts[self.special][place] = self.fill(question.question)
-        for special, by_place in texts.items():
-            if by_place:
-                encoded = tokenizer(list(by_place.values()), add_special_tokens=special)["input_ids"]
-                for place, ids in zip(by_place, encoded, strict=True):
-                    found[place] = ids
+        if question.given is not None and question.given.prompt_ids is not None:
+            return None
+        if question.prompt is not None:
+            return question.prompt, not (begin and question.prompt.startswith(begin))
+        if question.messages is not None:
+            return _chat(tokenizer, [dict(message) for message in question.messages], self.system), False
+        if CONTEXT in self.text and question.context is None:
+            raise BadSetting(
+                f"prompt={self.name}: contains {CONTEXT}, but the question {question.id!r} has no context. Use a prompt "
+                f"without {CONTEXT}"
+            )
+        return self.fill(question.question, question.context), self.special
+
+    def _encode(
+        self, tokenizer: Tokenizer, questions: Sequence[Question], texts: Sequence[tuple[str, bool] | None]
+    ) -> list[EncodedQuestion]:
+        prompts = _tokens(tokenizer, texts)
+        answers: list[str | None] = []
+        for question, text in zip(questions, texts, strict=True):
+            given = question.given
+            answer = None if given is None or given.ids is not None else given.text
+            ours = text[0] if text is not None and text[1] and question.prompt is None else None
+            apart = ours and answer and not ours[-1].isspace() and not answer[0].isspace()
+            answers.append(f" {answer}" if apart else answer)
+        joined = _tokens(
+            tokenizer,
+            [
+                (text[0] + answer, text[1]) if text and answer else None
+                for text, answer in zip(texts, answers, strict=True)
+            ],
+        )
+        alone = _tokens(tokenizer, [(answer, False) if answer else None for answer in answers])
+        found: list[EncodedQuestion] = []
+        for question, prompt, whole, answer in zip(questions, prompts, joined, alone, strict=True):
+            given = question.given
+            ids = list(given.prompt_ids) if given is not None and given.prompt_ids is not None else prompt
+            follows = answer if whole[: len(ids)] != ids else whole[len(ids) :]
+            given_ids = None if given is None else follows if given.ids is None else list(given.ids)
+            found.append(EncodedQuestion(question, ids, given_ids))
         return found
 
+    def _shortened(self, tokenizer: Tokenizer, encoded: EncodedQuestion, limit: int) -> EncodedQuestion:
+        """With the end of the context cut off, so that the prompt has at most `limit` tokens, if that is enough."""
+        question = whole = encoded.question
+        shares_ids = question.given is not None and question.given.prompt_ids is not None
+        if shares_ids or question.prompt is not None or question.messages is not None or CONTEXT not in self.text:
+            return encoded
+        while (over := len(encoded.ids) - limit) > 0 and question.context:
+            tokens = len(_tokens(tokenizer, [(question.context, False)])[0])
+            keep = int(len(question.context) * max(0.0, 1 - over / max(tokens, 1)))
+            question = replace(question, context=question.context[: min(keep, len(question.context) - 1)].rstrip())
+            encoded = self._encode(tokenizer, [question], [self._text(tokenizer, question)])[0]
+        return replace(encoded, cut=len(whole.context or "") - len(question.context or ""))
 
-def make_prompt(spec: str, tokenizer: Tokenizer, *, stop: str | None) -> Prompt:
-    """`auto` is the chat template of the model if it has one, else plain. `stop`: strings separated by `|`."""
+
+def _tokens(tokenizer: Tokenizer, texts: Sequence[tuple[str, bool] | None]) -> list[list[int]]:
+    """The tokens of texts, each with whether the tokenizer adds special ones; of none, none."""
+    found: list[list[int]] = [[] for _ in texts]
+    for special in (True, False):
+        chosen = {place: text[0] for place, text in enumerate(texts) if text is not None and text[1] == special}
+        if chosen:
+            encoded = tokenizer(list(chosen.values()), add_special_tokens=special)["input_ids"]
+            for place, ids in zip(chosen, encoded, strict=True):
+                found[place] = ids
+    return found
+
+
+def make_prompt(
+    spec: str,
+    tokenizer: Tokenizer,
+    *,
+    stop: str | None,
+    context: bool = False,
+    system: str | None = None,
+    part: Part = ALL,
+    truncate: bool = False,
+) -> Prompt:
+    """`auto` is the chat template of the model if it has one, else plain. `stop`: strings separated by `|`.
+
+    `chat:TEXT` puts a text of one's own in the chat template. With `context`, the questions have one, and the prompts
+    of ours show it.
+    """
     has_chat = bool(tokenizer.chat_template)
     name = ("chat" if has_chat else "plain") if spec == "auto" else spec
-    if name == "chat":
+    if name == "chat" or name.startswith("chat:"):
         if not has_chat:
-            raise BadSetting("prompt=chat: this model has no chat template; use prompt=plain or prompt=few-shot")
-        text = _chat(tokenizer, [{"role": "user", "content": CHAT.replace(QUESTION, _MARK)}])
-        return Prompt("chat", text.replace(_MARK, QUESTION), _stops(stop, ()), special=False)
-    texts = {"plain": PLAIN, "few-shot": FEW_SHOT, **built_in_prompts()}
-    text = texts.get(name) or (
-        Path(name).read_text(encoding="utf-8").removesuffix("\n")
-        if name.endswith(".txt") and Path(name).exists()
-        else name
-    )
-    if text.count(QUESTION) != 1:
+            raise BadSetting(f"prompt={spec}: this model has no chat template; use prompt=plain or prompt=few-shot")
+        own = _own_text(name.removeprefix("chat:"), spec) if ":" in name else None
+        text = own or (WITH_CONTEXT["chat"] if context else CHAT)
+        marked = _FILLED.sub(lambda found: _MARKS[found[0]], text)
+        text = _chat(tokenizer, [{"role": "user", "content": marked}], system)
+        for placeholder, mark in _MARKS.items():
+            text = text.replace(mark, placeholder)
+        return Prompt("chat", text, _stops(stop, ()), False, part, system, truncate)
+    if system is not None:
+        raise BadSetting(f"system={system}: is for chat templates, but prompt={name} is none; use prompt=chat")
+    texts = {"plain": WITH_CONTEXT["plain"] if context else PLAIN, "few-shot": FEW_SHOT, **built_in_prompts()}
+    text = texts[name] if name in texts else _own_text(name, spec)
+    return Prompt(name if name in texts else "own", text, _stops(stop, ("\n",)), True, part, None, truncate)
+
+
+def _own_text(spec: str, name: str) -> str:
+    is_file = spec.endswith(".txt") and Path(spec).exists()
+    text = Path(spec).read_text(encoding="utf-8").removesuffix("\n") if is_file else spec
+    if text.count(QUESTION) != 1 or text.count(CONTEXT) > 1:
         raise BadSetting(
-            f"prompt={name}: must be one of auto, plain, few-shot, chat, a text that contains {{question}} once, "
-            "or a .txt file of such a text"
+            f"prompt={name}: must be one of auto, plain, few-shot, chat, a text that contains {{question}} once and "
+            "{context} at most once, a .txt file of such a text, or chat: and a text or file"
         )
-    return Prompt(name if name in texts else "own", _unescape(text, name), _stops(stop, ("\n",)), special=True)
+    return _unescape(text, name)
 
 
 def _unescape(text: str, name: str) -> str:
-    """A prompt with `{{word}}` as `{word}`; any placeholder but `{question}` would reach the model as it is written."""
-    unknown = [found for found in _PLACEHOLDER.findall(text.replace(QUESTION, "")) if not found.startswith("{{")]
-    if unknown or f"{{{QUESTION}}}" in text:
-        found = unknown[0] if unknown else f"{{{QUESTION}}}"
+    """A prompt with `{{word}}` as `{word}`; any other placeholder would reach the model as it is written."""
+    unknown = [found for found in _PLACEHOLDER.findall(_FILLED.sub("", text)) if not found.startswith("{{")]
+    doubled = [f"{{{placeholder}}}" for placeholder in _MARKS if f"{{{placeholder}}}" in text]
+    if unknown or doubled:
         raise BadSetting(
-            f"prompt={name}: contains {found}, but only {QUESTION} is filled in. Write braces that the model is to see "
-            "twice: {{word}}"
+            f"prompt={name}: contains {(doubled + unknown)[0]}, but only {QUESTION} and {CONTEXT} are filled in. Write "
+            "braces that the model is to see twice: {{word}}"
         )
     return _PLACEHOLDER.sub(lambda found: found[0][1:-1] if found[0].startswith("{{") else found[0], text)
 
@@ -111,11 +219,17 @@ def built_in_prompts() -> Mapping[str, str]:
     return ChainMap(*(module.PROMPTS for module in extensions("built_ins")))
 
 
-def _chat(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
+def _chat(tokenizer: Tokenizer, messages: list[dict[str, str]], system: str | None) -> str:
     """Messages in the template of the model, which adds the special tokens, up to where the answer starts."""
     if not tokenizer.chat_template:
         raise BadSetting("the questions have messages, but this model has no chat template. Give them a prompt column")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # jinja2's, which is imported by the tokenizer only
+        reason = " ".join(str(error).split())[:200]
+        raise BadSetting(f"the chat template of this model refuses the messages ({reason})") from None
 
 
 def _stops(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,18 +1,24 @@
-"""A batch of questions -> their traces: generate, then replay the answers on the truncated cache and capture."""
+"""A batch of questions -> their traces: answers are generated or given, then replayed and captured."""
 
 import gc
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from millstream.traces.llm.capture import Capture
-from millstream.traces.llm.fields import TOP_K, Fields
-from millstream.traces.llm.model import Answer, Decoding, LoadedModel, Tokenizer, as_lists, cut_answer
-from millstream.traces.llm.prompts import Prompt
-from millstream.traces.llm.questions import Question
+from millstream.core.console import format_bytes
+from millstream.traces.llm import transformers
+from millstream.traces.llm.answers import Answer, cut_answer, given_answer
+from millstream.traces.llm.capture import Capture, Padded
+from millstream.traces.llm.decoding import Decoding, Steps, as_lists
+from millstream.traces.llm.fields import Fields, Need, repeated
+from millstream.traces.llm.model import LoadedModel, Tokenizer
+from millstream.traces.llm.passes import Passes
+from millstream.traces.llm.prompts import EncodedQuestion, Prompt
+from millstream.traces.llm.questions import Given, Question
 
 # B batch, P prompt with padding, N generated, T = P + N, V vocabulary
 
@@ -23,61 +29,86 @@ Is the proposed answer:
  (A) {first}
  (B) {second}
 The proposed answer is: ("""
-Padding = Callable[[Sequence[Sequence[int]]], tuple[torch.Tensor, torch.Tensor]]
+Padding = Callable[[Sequence[Sequence[int]]], Padded]
 Record = dict[str, object]
 _FLOAT16_MAX = 65504.0
 
 
-@dataclass(frozen=True)
-class EncodedQuestion:
-    """A question and its prompt as token ids."""
-
-    question: Question
-    ids: list[int]
-
-
 class Tracer:
-    """Runs a model on questions and returns a record for each, in order; a failure becomes a record with its reason."""
+    """Runs a model on questions and returns their records, in order; a failure becomes a record with its reason."""
 
     def __init__(
-        self, loaded: LoadedModel, *, fields: Fields, decoding: Decoding, prompt: Prompt, p_true: bool = False
+        self,
+        loaded: LoadedModel,
+        *,
+        fields: Fields,
+        decoding: Decoding,
+        prompt: Prompt,
+        memory: int = 2_000_000_000,
+        p_true: bool = False,
+        trace_samples: bool = False,
     ) -> None:
         self.loaded = loaded
         self.decoding = decoding
         self.prompt = prompt
         self.fields = fields
+        self._memory = memory  # of a batch
         self._p_true = p_true
+        self._trace_samples = trace_samples  # or keep their tokens and log-probabilities only
         self._capture = Capture(loaded.base, loaded.layers, fields, loaded.card.size)
+        self._passes = Passes(loaded, self._capture)
         self._config = decoding.config(eos=sorted(loaded.eos) or None, pad=loaded.pad)
         self._max_cells: int | None = None  # tokens of the smallest batch that ran out of memory
 
     def encode(self, questions: Sequence[Question]) -> list[EncodedQuestion]:
-        """The questions with their prompts as token ids."""
-        ids = self.prompt.ids(self.loaded.tokenizer, questions)
-        return [EncodedQuestion(question, tokens) for question, tokens in zip(questions, ids, strict=True)]
+        """The questions with their prompts and given answers as token ids."""
+        context, new = self.loaded.card.context, self.decoding.max_new_tokens
+        return self.prompt.encode(self.loaded.tokenizer, questions, context=context, new=new)
 
     def trace(self, batch: Sequence[EncodedQuestion]) -> list[Record]:
-        """A record per question. A batch that fails or runs out of memory is halved to isolate the cause."""
-        problems = [self._length_problem(encoded) for encoded in batch]
-        traced = iter(self._halving([encoded for encoded, problem in zip(batch, problems, strict=True) if not problem]))
-        return [
-            self.failed(encoded, problem) if problem else next(traced)
-            for encoded, problem in zip(batch, problems, strict=True)
-        ]
+        """The records of each question. A batch that fails or runs out of memory is halved to isolate the cause."""
+        problems = [self._problem(encoded) for encoded in batch]
+        records = [self.failed(encoded, problem or "") for encoded, problem in zip(batch, problems, strict=True)]
+        for is_given in (False, True):
+            places = [
+                place
+                for place, (encoded, problem) in enumerate(zip(batch, problems, strict=True))
+                if problem is None and (encoded.answer_ids is not None) == is_given
+            ]
+            for place, found in zip(places, self._halving([batch[place] for place in places]), strict=True):
+                records[place] = found
+        return [record for found in records for record in found]
 
-    def _length_problem(self, encoded: EncodedQuestion) -> str | None:
-        total = len(encoded.ids) + self.decoding.max_new_tokens
-        context = self.loaded.card.context
-        if not encoded.ids:
+    def _problem(self, encoded: EncodedQuestion) -> str | None:
+        """Why a question cannot be traced."""
+        prompt, answer = self._length(encoded)
+        total, context = prompt + answer, self.loaded.card.context
+        if not prompt:
             return "the prompt has no tokens"
+        if not answer:
+            return "the given answer has no tokens"
         if context is not None and total > context:
-            new = self.decoding.max_new_tokens
-            return f"a prompt of {len(encoded.ids)} tokens and {new} new tokens exceed the context of {context} tokens"
+            new = "new tokens" if encoded.answer_ids is None else "of the answer"
+            return f"a prompt of {prompt} tokens and {answer} {new} exceed the context of {context} tokens"
         if "edges" in self.fields.names and total > 32_767:
             return f"{total} tokens exceed the maximum of 32767 for edges"
+        needed = self._need(generated=encoded.answer_ids is None).bytes(prompt, answer, memory=self._memory)
+        if needed > self._memory:
+            return (
+                f"{total} tokens need about {format_bytes(needed)}, more than memory={format_bytes(self._memory)}: "
+                "allow more, or keep fewer fields"
+            )
         return None
 
-    def _halving(self, batch: Sequence[EncodedQuestion]) -> list[Record]:
+    def _length(self, encoded: EncodedQuestion) -> tuple[int, int]:
+        given = encoded.answer_ids
+        return len(encoded.ids), self.decoding.max_new_tokens if given is None else len(given)
+
+    def _need(self, *, generated: bool) -> Need:
+        rows = self.decoding.rows if generated else 1
+        return Need(self.loaded.card.size, self.fields, rows=rows, generated=generated)
+
+    def _halving(self, batch: Sequence[EncodedQuestion]) -> list[list[Record]]:
         if not batch:
             return []
         half = len(batch) // 2
@@ -99,109 +130,137 @@ class Tracer:
         return self._halving(batch[:half]) + self._halving(batch[half:])
 
     def _cells(self, batch: Sequence[EncodedQuestion]) -> int:
-        longest = max(len(encoded.ids) for encoded in batch)
-        return len(batch) * (longest + self.decoding.max_new_tokens)
+        prompts, answers = zip(*map(self._length, batch), strict=True)
+        return len(batch) * (max(prompts) + max(answers))
 
     @torch.inference_mode()
-    def _trace(self, batch: Sequence[EncodedQuestion]) -> list[Record]:
+    def _trace(self, batch: Sequence[EncodedQuestion]) -> list[list[Record]]:
+        """The records of each question. Either all answers are given, or none are."""
         begun = time.perf_counter()
-        prompt_BP, mask_BP = self._pad([encoded.ids for encoded in batch])
-        generated = self._generate(batch, prompt_BP, mask_BP)
-        width = prompt_BP.shape[1]
-        answers = [
-            cut_answer(self.loaded.tokenizer, row, eos=set(self.loaded.eos), stop=self.decoding.stop)
-            for row in as_lists(generated.sequences[:, width:])
-        ]
-        after_generate = time.perf_counter()
-        mask_BT, logits_NBV = self._replay(prompt_BP, mask_BP, answers, generated)
-        del generated
-        largest = self._capture.largest_B
-        tensors = self._capture.traces(mask_BT)
-        steps: list[Record] = []
-        for i, answer in enumerate(answers):
-            logits_NV = torch.stack([step_BV[i] for step_BV in logits_NBV[: len(answer.ids)]])
-            steps.append(_token_statistics(logits_NV, answer.ids))
-        after_replay = time.perf_counter()
-        extra = self._p_true_fields(batch, answers)
-        records: list[Record] = []
-        for i, (encoded, answer) in enumerate(zip(batch, answers, strict=True)):
-            tokens = torch.tensor(encoded.ids + answer.ids, dtype=torch.int32)
-            record = {**self._about(encoded), "tokens": tokens, **steps[i], **tensors[i], **extra[i]}
-            record |= {
-                "generated_answer": answer.text,
-                "generated_text": answer.whole_text,
-                "answer_len": answer.length,
-                "finish": answer.finish,
-                "generate_s": (after_generate - begun) / len(batch),
-                "replay_s": (after_replay - after_generate) / len(batch),
-            }
-            problem = self._numeric_problem(steps[i], None if largest is None else float(largest[i]))
-            records.append(self.failed(encoded, problem) if problem else self._in_order(record))
-        return records
-
-    def _generate(self, batch: Sequence[EncodedQuestion], prompt_BP: torch.Tensor, mask_BP: torch.Tensor) -> Any:
-        ids = [encoded.question.id for encoded in batch]
         self._capture.clear()
-        with self._capture.prompt(mask_BP, beams=self.decoding.num_beams):
-            return self.loaded.model.generate(
-                input_ids=prompt_BP,
-                attention_mask=mask_BP,
-                generation_config=self._config,
-                logits_processor=self.decoding.processors(ids, prompt_BP.device),
-                stopping_criteria=self.decoding.stopping(self.loaded.tokenizer, prompt_BP.shape[1]),
-            )
+        is_given = batch[0].answer_ids is not None
+        prompts = self._pad([encoded.ids for encoded in batch])
+        total = prompts.prompt + max(self._length(encoded)[1] for encoded in batch)
+        chunk = self._need(generated=not is_given).chunk(total, memory=self._memory)
+        cache = self._passes.new_cache()
+        steps: list[dict[str, torch.Tensor]] | None = None
+        if is_given:
+            targets, answers, done = list(batch), self._given(batch), 0
+            traced = list(range(len(targets)))
+        else:
+            targets = [one for encoded in batch for one in self._samples(encoded)]
+            answers, steps = self._generate(targets, prompts, cache, chunk)
+            traced = [row for row, one in enumerate(targets) if self._trace_samples or not one.question.sample]
+            done = self._cut_back(cache, prompts.prompt - 1, traced, of=len(targets))
+        after_generate = time.perf_counter()
+        replayed = self._with_answers(prompts, [answers[row] for row in traced])
+        states_BND = self._passes.replay(replayed, cache=cache, done=done, chunk=chunk)
+        del cache
+        if steps is None:
+            steps = self._passes.statistics(states_BND, [answer.ids for answer in answers])
+        largest = self._capture.largest_B
+        found = {row: dict[str, object](one) for row, one in zip(traced, self._capture.traces(replayed), strict=True)}
+        after_replay = time.perf_counter()
+        for row, more in zip(
+            traced, self._p_true_fields([(targets[row], answers[row]) for row in traced]), strict=True
+        ):
+            found[row] |= {**more, "replay_s": (after_replay - after_generate) / len(traced)}
+        records: list[Record] = []
+        for row, (target, answer) in enumerate(zip(targets, answers, strict=True)):
+            record = {**self._about(target), **_answer_fields(target, answer), **steps[row], **found.get(row, {})}
+            record["generate_s"] = (after_generate - begun) / len(targets)
+            high = None if largest is None or row not in found else float(largest[traced.index(row)])
+            problem = self._numeric_problem(steps[row], high)
+            records.append(self._failed(target, problem) if problem else self._in_order(record))
+        each = len(targets) // len(batch)
+        return [records[first : first + each] for first in range(0, len(records), each)]
 
-    def _replay(
-        self, prompt_BP: torch.Tensor, mask_BP: torch.Tensor, answers: Sequence[Answer], generated: Any
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """One pass over the answers. Returns mask and logits [B, V] of each step (of `generate` unless beams)."""
-        device = prompt_BP.device
-        count, width = max(len(answer.ids) for answer in answers), prompt_BP.shape[1]
-        answer_BN = torch.full((len(answers), count), self.loaded.pad)
-        mask_BN = torch.zeros((len(answers), count), dtype=mask_BP.dtype)
-        for i, answer in enumerate(answers):
-            answer_BN[i, : len(answer.ids)] = torch.tensor(answer.ids)
-            mask_BN[i, : len(answer.ids)] = 1
-        ids_BT = torch.cat([prompt_BP, answer_BN.to(device)], dim=1)
-        mask_BT = torch.cat([mask_BP, mask_BN.to(device)], dim=1)
-        position_BT = (mask_BT.cumsum(1) - 1).clamp_min(0)
-        # For an empty answer: its end-of-text or stop token.
-        lengths = torch.tensor([answer.length or len(answer.ids) for answer in answers])
-        cache = generated.past_key_values
-        cut = _cut_back(cache, width - 1, rows=len(answers))
-        start = width - 1 if cut else 0
-        with self._capture.replay(mask_BT, lengths, whole=not cut):
-            inputs = {
-                "input_ids": ids_BT[:, start:],
-                "attention_mask": mask_BT,
-                "position_ids": position_BT[:, start:],
-                "past_key_values": cache if cut else None,
-                "use_cache": cut,
-            }
-            if generated.logits is not None:
-                self.loaded.base(**inputs)  # without the LM head, a fifth of the work of a small model
-                return mask_BT, generated.logits
-            output = self.loaded.model(**inputs, logits_to_keep=count + 1)
-        return mask_BT, output.logits[:, -count - 1 : -1].unbind(1)
+    def _samples(self, encoded: EncodedQuestion) -> list[EncodedQuestion]:
+        """The answers to generate to a question: the greedy one and samples, or one."""
+        return [
+            replace(encoded, question=replace(encoded.question, sample=sample))
+            for sample in range(1 + self.decoding.samples)
+        ]
 
-    def _p_true_fields(self, batch: Sequence[EncodedQuestion], answers: Sequence[Answer]) -> list[Record]:
+    def _given(self, batch: Sequence[EncodedQuestion]) -> list[Answer]:
+        tokenizer, eos, part = self.loaded.tokenizer, self.loaded.eos, self.prompt.part
+        return [
+            given_answer(tokenizer, one.question.given or Given(), one.answer_ids or [], eos=eos, part=part)
+            for one in batch
+        ]
+
+    def _cut_back(self, cache: Any, length: int, traced: Sequence[int], *, of: int) -> int:
+        """Truncate a cache to the rows to replay and their prompts without the last token; returns its length."""
+        if cache is None:
+            return 0
+        rows = len(cache.layers[0].keys) // of  # beams share their prompt: keep one of them
+        if len(traced) * rows != of * rows or rows > 1:
+            device = cache.layers[0].keys.device
+            cache.batch_select_indices(torch.tensor([row * rows for row in traced], device=device))
+        cache.crop(length - cache.get_seq_length())  # negative: how many tokens to remove
+        return length
+
+    def _generate(
+        self, targets: Sequence[EncodedQuestion], prompts: Padded, cache: Any, chunk: int
+    ) -> tuple[list[Answer], list[dict[str, torch.Tensor]] | None]:
+        """The answers and, without beams, the statistics of their tokens."""
+        if cache is not None and prompts.prompt > 1:
+            self._passes.prefill(prompts, cache=cache, chunk=chunk)
+            if self.decoding.rows > 1:
+                cache.batch_repeat_interleave(self.decoding.rows)
+        copies = 1 + self.decoding.samples
+        steps = Steps() if self.decoding.num_beams == 1 else None
+        greedy = self.decoding.samples > 0
+        names = [None if greedy and not one.question.sample else one.question.record_id for one in targets]
+        processors = [steps] if steps is not None else []
+        processors += self.decoding.processors(names, prompts.ids_BT.device)
+        generated = self.loaded.model.generate(
+            input_ids=prompts.ids_BT.repeat_interleave(copies, 0),
+            attention_mask=prompts.mask_BT.repeat_interleave(copies, 0),
+            past_key_values=cache,
+            generation_config=self._config,
+            logits_processor=transformers().LogitsProcessorList(processors),
+            stopping_criteria=self.decoding.stopping(self.loaded.tokenizer, prompts.prompt),
+        )
+        ids_BN = generated.sequences[:, prompts.prompt :]
+        tokenizer, eos, stop = self.loaded.tokenizer, self.loaded.eos, self.decoding.stop
+        part = self.prompt.part
+        answers = [cut_answer(tokenizer, row, eos=eos, stop=stop, part=part) for row in as_lists(ids_BN)]
+        if steps is None:
+            return answers, None
+        both = zip(steps.of_rows(ids_BN), answers, strict=True)
+        return answers, [{name: values[: len(answer.ids)] for name, values in row.items()} for row, answer in both]
+
+    def _with_answers(self, prompts: Padded, answers: Sequence[Answer]) -> Padded:
+        """Prompts and answers, padded on the right; of samples, the prompt is repeated."""
+        device, width = prompts.ids_BT.device, max(len(answer.ids) for answer in answers)
+        rows = [answer.ids + [self.loaded.pad] * (width - len(answer.ids)) for answer in answers]
+        masks = [[1] * len(answer.ids) + [0] * (width - len(answer.ids)) for answer in answers]
+        return Padded(
+            torch.cat([repeated(prompts.ids_BT, len(rows)), torch.tensor(rows, device=device)], dim=1),
+            torch.cat([repeated(prompts.mask_BT, len(rows)), torch.tensor(masks, device=device)], dim=1),
+            prompts.prompt,
+            [answer.span for answer in answers],
+        )
+
+    def _p_true_fields(self, pairs: Sequence[tuple[EncodedQuestion, Answer]]) -> list[Record]:
         if not self._p_true:
-            return [{} for _ in batch]
-        pairs = [(encoded.question.question, answer.text) for encoded, answer in zip(batch, answers, strict=True)]
-        return p_true(self.loaded, pairs, pad=self._pad)
+            return [{} for _ in pairs]
+        texts = [(encoded.question.question, answer.text) for encoded, answer in pairs]
+        return p_true(self.loaded, texts, pad=self._pad)
 
-    def _pad(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and mask, padded on the left."""
+    def _pad(self, rows: Sequence[Sequence[int]]) -> Padded:
+        """Prompts padded on the left."""
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self.loaded.pad)
         mask = torch.zeros((len(rows), width), dtype=torch.int64)
         for i, row in enumerate(rows):
             ids[i, width - len(row) :] = torch.tensor(row)
             mask[i, width - len(row) :] = 1
-        return ids.to(self.loaded.device), mask.to(self.loaded.device)
+        return Padded(ids.to(self.loaded.device), mask.to(self.loaded.device), width)
 
-    def _numeric_problem(self, steps: Record, largest: float | None) -> str | None:
-        if not bool(torch.isfinite(steps["logprobs"]).all()):  # pyright: ignore[reportArgumentType]
+    def _numeric_problem(self, steps: dict[str, torch.Tensor], largest: float | None) -> str | None:
+        if not bool(torch.isfinite(steps["logprobs"]).all()):
             return "the model's logits are not finite"
         if largest is not None and not largest <= _FLOAT16_MAX:
             return (
@@ -217,16 +276,25 @@ class Tracer:
             "sample": question.sample,
             "dataset_index": question.index,
             "question": question.question,
+            "context": None if question.sample else question.context,
+            "context_cut": encoded.cut if question.context is not None else None,
             "answer": question.answer,
             "aliases": list(question.aliases),
             "kind": question.kind,
             "exposure": question.exposure,
+            "about": question.about,
+            "given_verdict": question.verdict,
+            "spans": None if question.spans is None else json.dumps([asdict(span) for span in question.spans]),
             "status": "ok",
             "prompt_len": len(encoded.ids),
         }
 
-    def failed(self, encoded: EncodedQuestion, problem: str) -> Record:
-        """The record of a question that could not be traced."""
+    def failed(self, encoded: EncodedQuestion, problem: str) -> list[Record]:
+        """The records of a question that could not be traced."""
+        samples = self._samples(encoded) if encoded.answer_ids is None else [encoded]
+        return [self._failed(sample, problem) for sample in samples]
+
+    def _failed(self, encoded: EncodedQuestion, problem: str) -> Record:
         return self._in_order({**self._about(encoded), "status": "error", "error": problem})
 
     def _in_order(self, record: Record) -> Record:
@@ -240,16 +308,22 @@ class Tracer:
             "sample": "int32",
             "dataset_index": "int32",
             "question": "string",
+            "context": "string",
+            "context_cut": "int32",
             "answer": "string",
             "aliases": "list<string>",
             "kind": "string",
             "exposure": "string",
+            "about": "string",
+            "given_verdict": "string",
+            "spans": "string",
             "status": "string",
             "error": "string",
             "generated_answer": "string",
             "generated_text": "string",
             "finish": "string",
             "prompt_len": "int32",
+            "answer_start": "int32",
             "answer_len": "int32",
             "generate_s": "float32",
             "replay_s": "float32",
@@ -270,7 +344,7 @@ def p_true(loaded: LoadedModel, pairs: Sequence[tuple[str, str]], *, pad: Paddin
         prompts.append(loaded.tokenizer(texts)["input_ids"])
     fits = [max(map(len, both)) <= limit for both in prompts]
     rows = [ids for both, fit in zip(prompts, fits, strict=True) if fit for ids in both]
-    choices = iter(_probability_of_a(loaded, *pad(rows)) if rows else [])
+    choices = iter(_probability_of_a(loaded, pad(rows)) if rows else [])
     found: list[dict[str, object]] = []
     for fit in fits:
         a, b = (next(choices), 1 - next(choices)) if fit else (None, None)
@@ -283,11 +357,15 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
 
 
-def _probability_of_a(loaded: LoadedModel, ids_BP: torch.Tensor, mask_BP: torch.Tensor) -> list[float]:
+def _probability_of_a(loaded: LoadedModel, prompts: Padded) -> list[float]:
     """The probability of A, given that the answer is A or B."""
-    positions = (mask_BP.cumsum(1) - 1).clamp_min(0)
+    positions = (prompts.mask_BT.cumsum(1) - 1).clamp_min(0)
     logits_BV = loaded.model(
-        input_ids=ids_BP, attention_mask=mask_BP, position_ids=positions, use_cache=False, logits_to_keep=1
+        input_ids=prompts.ids_BT,
+        attention_mask=prompts.mask_BT,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=1,
     ).logits[:, -1]
     logprobs = logits_BV.float().log_softmax(-1)
     first, second = (logprobs[:, _letter_ids(loaded.tokenizer, letter)].logsumexp(-1) for letter in "AB")
@@ -299,36 +377,15 @@ def _letter_ids(tokenizer: Tokenizer, letter: str) -> list[int]:
     return sorted({ids[-1] for ids in tokenizer([letter, f" {letter}"], add_special_tokens=False)["input_ids"]})
 
 
-def _cut_back(cache: Any, length: int, *, rows: int) -> bool:
-    """Truncate the cache to the prompt without its last token, one row per sample; False if it cannot be done."""
-    if cache is None or not hasattr(cache, "crop"):
-        return False
-    try:
-        have = cache.get_seq_length()
-        if cache.layers[0].keys.shape[0] != rows:  # beams share their prompt: keep one of them
-            beams = cache.layers[0].keys.shape[0] // rows
-            cache.batch_select_indices(torch.arange(rows, device=cache.layers[0].keys.device) * beams)
-        cache.crop(length - have)  # negative: how many tokens to remove
-    except (RuntimeError, ValueError, AttributeError, NotImplementedError, TypeError):
-        return False
-    return all(_length(layer) == length for layer in cache.layers)
-
-
-def _length(layer: Any) -> int:
-    keys = getattr(layer, "keys", None)
-    return keys.shape[-2] if isinstance(keys, torch.Tensor) and keys.ndim == 4 else -1
-
-
-def _token_statistics(logits_NV: torch.Tensor, ids: Sequence[int]) -> Record:
-    """Log-probability, entropy and rank of each generated token under the model, and the top tokens."""
-    logprobs = logits_NV.float().log_softmax(-1)
-    chosen = torch.tensor(ids, device=logprobs.device)[:, None]
-    own = logprobs.gather(1, chosen)
-    top = logprobs.topk(min(TOP_K, logprobs.shape[1]), dim=-1)
+def _answer_fields(encoded: EncodedQuestion, answer: Answer) -> Record:
+    given = encoded.question.given
     return {
-        "logprobs": own[:, 0].cpu(),
-        "entropy": -(logprobs.exp() * logprobs).nan_to_num_().sum(-1).cpu(),
-        "rank": (logprobs > own).sum(-1).to(torch.int32).cpu(),
-        "topk_ids": top.indices.to(torch.int32).cpu(),
-        "topk_logprobs": top.values.cpu(),
+        "tokens": torch.tensor(encoded.ids + answer.ids, dtype=torch.int32),
+        "offsets": None if answer.offsets is None else torch.tensor(answer.offsets, dtype=torch.int32).reshape(-1, 2),
+        "given_logprobs": None if given is None or given.logprobs is None else torch.tensor(given.logprobs),
+        "generated_answer": answer.text,
+        "generated_text": answer.whole_text,
+        "answer_start": answer.begin,
+        "answer_len": answer.length,
+        "finish": answer.finish,
     }
