@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from millstream.reads.mapping import MappingSource
     from millstream.reads.reads import Reads
     from millstream.tables.rows import Rows
-    from millstream.traces.extract import extract
+    from millstream.traces.extract import extract, replay
     from millstream.traces.features import featurize
     from millstream.traces.label import label
     from millstream.traces.store.traces import Traces
@@ -58,6 +58,7 @@ __all__ = [
     "labelled",
     "mix",
     "open",
+    "replay",
     "split",
     "subset",
     "train",
@@ -81,6 +82,7 @@ _HOME = {
     "concat": "millstream.core.mixture",
     "evaluate": "millstream.traces.study",
     "extract": "millstream.traces.extract",
+    "replay": "millstream.traces.extract",
     "featurize": "millstream.traces.features",
     "label": "millstream.traces.label",
     "labelled": "millstream.core.split",

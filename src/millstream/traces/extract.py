@@ -1,10 +1,8 @@
 """`extract`: questions and a language model -> a trace store. Run again to resume."""
 
-import os
 import shutil
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +10,6 @@ from pathlib import Path
 
 from millstream.core.config import parse_bytes, read_settings
 from millstream.core.console import (
-    MEMORY_S,
     format_bytes,
     format_seconds,
     ignore_message,
@@ -23,22 +20,37 @@ from millstream.core.console import (
 )
 from millstream.core.engine import Engine
 from millstream.core.files import publish
-from millstream.core.memory import Allowance
 from millstream.core.remote import is_url, to_path
-from millstream.errors import BadSetting, BadSource, ConfigMismatch, EngineError, StoreFull
+from millstream.core.rows import Row
+from millstream.errors import BadSetting, ConfigMismatch, EngineError, StoreFull
 from millstream.traces.kind import ExtractSettings
-from millstream.traces.llm.fields import Fields, parse_fields, plan_batches
-from millstream.traces.llm.model import Decoding, ModelCard, ModelSettings, describe_model, load_model
-from millstream.traces.llm.prompts import Prompt, built_in_prompts, make_prompt
-from millstream.traces.llm.questions import Question, read_questions
-from millstream.traces.llm.tracer import EncodedQuestion, Tracer
+from millstream.traces.llm.fields import LAYERED, Need, plan_batches
+from millstream.traces.llm.model import ModelCard, describe_model
+from millstream.traces.llm.prompts import Prompt
+from millstream.traces.llm.questions import Question, QuestionSet, read_questions
+from millstream.traces.llm.tracer import Record
+from millstream.traces.llm.worker import (
+    Batch,
+    Difference,
+    ExtractWorker,
+    Traced,
+    decoding,
+    kept_fields,
+    make_endpoint,
+    make_tracer,
+    model_settings,
+    prompt_for,
+    store_config,
+)
 from millstream.traces.store.format import RECORD_ID
-from millstream.traces.store.jobs import JobWriter, done_records, new_job, prepare_store, upload_left
+from millstream.traces.store.jobs import done_records, new_job, prepare_store, upload_left
 from millstream.traces.store.locks import only_job
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.rewrite import drop_records
 from millstream.traces.store.traces import Traces
 
+ENCODED = 1000  # questions whose tokens are in memory at a time while they are counted
+WRONG_MODEL = 0.5  # mean difference of log-probabilities above which the answers are hardly of this model
 FREE_SHARE = 0.98  # fraction of the free disk space that may be filled
 
 
@@ -54,7 +66,7 @@ class Extracted:
 
 
 def extract(
-    questions: str | Path | Sequence[Question],
+    questions: str | Path | Sequence[Question | Row],
     path: str | Path,
     *,
     shuffle_seed: int | None = None,
@@ -76,136 +88,45 @@ def extract(
         return run.work()
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Questions traced together; `skip` has the ids already in the store."""
+def replay(model: str, records: Sequence[Question | Row], **settings: object) -> list[Record]:
+    """The traces of answers, in memory: for a notebook, or for a few.
 
-    questions: list[EncodedQuestion]
-    skip: frozenset[str] = frozenset()
-    too_long: bool = False  # every prompt exceeds the context of the model
+    A record is a dict with the columns that `extract` reads from a file: `question`, and `generated_answer`, or
+    `prompt_token_ids` and `token_ids`; without an answer, one is generated. Other settings are those of `extract`.
 
-
-@dataclass(frozen=True)
-class Traced:
-    """Counts, sizes and times of a traced batch."""
-
-    records: int
-    errors: int
-    prompt_tokens: int
-    new_tokens: int
-    bytes: int
-    seconds: float
-    worker: tuple[str, int]  # host and process
-    worker_bytes: int
-    worker_budget: int
-    shard: int | None
+    >>> answers = [{"question": "Who wrote Emma?", "generated_answer": "Jane Austen"}]
+    >>> trace = ms.replay("smollm2", answers, tier="full")[0]
+    >>> trace["hidden"].shape, trace["logprobs"]
+    """
+    chosen = read_settings(ExtractSettings, {"model": model, **settings})
+    questions = read_questions(records, columns=chosen.columns, num_samples=chosen.num_samples).questions
+    card = describe_model(model_settings(chosen), notify=ignore_message)
+    tracer = make_tracer(chosen, card, prompt_for(questions, chosen, card))
+    encoded = tracer.encode(questions)
+    found: dict[int, list[Record]] = {}
+    for indices in plan(questions, [tracer.length(one) for one in encoded], chosen, card):
+        traced = tracer.trace([encoded[index] for index in indices])
+        each = len(traced) // len(indices)
+        found.update((index, traced[place * each : (place + 1) * each]) for place, index in enumerate(indices))
+    return [record for index in range(len(questions)) for record in found[index]]
 
 
-class ExtractWorker:
-    """A model and a writer: traces batches and appends their records."""
-
-    def __init__(self, path: Path, settings: ExtractSettings, job: str) -> None:
-        card = describe_model(model_settings(settings), notify=ignore_message)
-        prompt = make_prompt(settings.prompt, card.tokenizer, stop=settings.stop)
-        self._tracer = Tracer(
-            load_model(model_settings(settings), card),
-            fields=kept_fields(settings),
-            decoding=decoding(settings, prompt),
-            prompt=prompt,
-            p_true=settings.p_true,
+def plan(
+    questions: Sequence[Question], lengths: Sequence[tuple[int, int]], settings: ExtractSettings, card: ModelCard
+) -> Iterator[list[int]]:
+    """The indices of the questions of each batch: their answers are all generated here, or none are."""
+    local = [question.given is None and settings.endpoint is None for question in questions]
+    for generated in (True, False):
+        chosen = [index for index, here in enumerate(local) if here == generated]
+        rows = max(settings.num_beams, 1 + settings.samples) if generated else 1
+        batches = plan_batches(
+            [lengths[index] for index in chosen],
+            need=Need(card.size, kept_fields(settings), rows=rows, generated=generated),
+            memory=parse_bytes(settings.memory),
+            window=settings.shard_records,
         )
-        self._writer = JobWriter(
-            path,
-            job=job,
-            config=store_config(settings, card, prompt),
-            schema=self._tracer.schema(),
-            shard_bytes=settings.shard_bytes,
-            shard_records=settings.shard_records,
-        )
-        self._allowance = Allowance(settings.memory)  # the model is already loaded
-        self._usage, self._measured = self._allowance.usage(), time.monotonic()
-
-    def do(self, batch: Batch) -> Traced:
-        begun = time.perf_counter()
-        records = self._tracer.trace(batch.questions)
-        failed = all(record["status"] == "error" for record in records)
-        if failed and not len(self._writer) and not batch.too_long:
-            raise BadSource(f"none of the first {len(records)} questions could be traced: {records[0]['error']}")
-        new = [record for record in records if record["record_id"] not in batch.skip]
-        for record in new:
-            self._writer.append(record)
-        if time.monotonic() - self._measured > MEMORY_S:
-            self._usage, self._measured = self._allowance.usage(), time.monotonic()
-        return Traced(
-            records=len(new),
-            errors=sum(record["status"] == "error" for record in new),
-            prompt_tokens=sum(_count(record["prompt_len"]) for record in new if record["status"] == "ok"),
-            new_tokens=sum(len(record["logprobs"]) for record in new if record["status"] == "ok"),  # pyright: ignore
-            bytes=sum(getattr(value, "nbytes", 0) for record in new for value in record.values()),
-            seconds=time.perf_counter() - begun,
-            worker=(socket.gethostname(), os.getpid()),
-            worker_bytes=self._usage[0],
-            worker_budget=self._usage[1],
-            shard=self._writer.shard_number,
-        )
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def model_settings(settings: ExtractSettings) -> ModelSettings:
-    if not settings.model:
-        raise BadSetting("model= is missing: a name on the Hugging Face hub, a folder, facts or smollm2")
-    return ModelSettings(
-        model=settings.model,
-        revision=settings.revision,
-        dtype=settings.dtype,
-        device=settings.device,
-        device_map=settings.device_map,
-        quantize=settings.quantize,
-        trust_remote_code=settings.trust_remote_code,
-    )
-
-
-def kept_fields(settings: ExtractSettings) -> Fields:
-    return parse_fields(settings.tier, settings.fields, stored=settings.stored)
-
-
-def decoding(settings: ExtractSettings, prompt: Prompt) -> Decoding:
-    return Decoding(
-        max_new_tokens=settings.max_new_tokens,
-        num_beams=settings.num_beams,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        seed=settings.seed,
-        stop=prompt.stop,
-    )
-
-
-def store_config(settings: ExtractSettings, card: ModelCard, prompt: Prompt) -> dict[str, object]:
-    """The settings that determine the content of a trace; they must not change on resume."""
-    kept = kept_fields(settings)
-    fields = [
-        f"{name}[{','.join(map(str, layers))}]" if (layers := kept.layers.get(name)) else name for name in kept.names
-    ]
-    return {
-        "model": settings.model,
-        "revision": card.revision,
-        "dtype": card.dtype,
-        "quantize": settings.quantize,
-        "fields": ",".join(fields),
-        "stored": settings.stored,
-        "max_new_tokens": settings.max_new_tokens,
-        "num_beams": settings.num_beams,
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "seed": settings.seed if settings.temperature else None,
-        "prompt": prompt.text,
-        "stop": list(prompt.stop),
-        "p_true": settings.p_true,
-    }
+        for batch in batches:
+            yield [chosen[place] for place in batch]
 
 
 class _Run:
@@ -213,7 +134,7 @@ class _Run:
 
     def __init__(
         self,
-        questions: str | Path | Sequence[Question],
+        questions: str | Path | Sequence[Question | Row],
         path: Path,
         settings: ExtractSettings,
         shuffle_seed: int | None,
@@ -227,26 +148,46 @@ class _Run:
             questions, columns=settings.columns, num_samples=settings.num_samples, shuffle_seed=shuffle_seed
         )
         self.card: ModelCard = describe_model(model_settings(settings), notify=say)
-        if settings.prompt == "auto" and settings.model in built_in_prompts():
-            settings = replace(settings, prompt=settings.model)
+        if (endpoint := make_endpoint(settings)) is not None:  # without a name, the only model that it has
+            settings = replace(settings, endpoint_model=endpoint.model)
         self.settings = settings
-        self.prompt: Prompt = make_prompt(settings.prompt, self.card.tokenizer, stop=settings.stop)
+        self.questions = found.questions
+        self.prompt: Prompt = prompt_for(self.questions, settings, self.card)
         self.config = store_config(settings, self.card, self.prompt)
         decoding(settings, self.prompt)  # also reports bad settings
-        for name in ("hidden", "attention"):
+        for name in LAYERED:
             self.fields.layers_of(name, self.card.size)
-        self.questions = found.questions
+        self._describe(found)
+        self.lengths = self._measure()
+
+    def _describe(self, found: QuestionSet) -> None:
         left_out = [(found.same_id, "id"), (found.same_text, "text")]
         repeats = "".join(f", {count} with a repeated {what} left out" for count, what in left_out if count)
-        say(f"questions: {len(self.questions):,}{repeats}")
-        if not any(question.aliases for question in self.questions):
+        given = sum(question.given is not None for question in self.questions)
+        answers = f", {given:,} with an answer to replay" if given else ""
+        say(f"questions: {len(self.questions):,}{answers}{repeats}")
+        if given and self.settings.samples:
+            raise BadSetting(
+                f"samples={self.settings.samples}: the questions have answers to replay, so none are drawn"
+            )
+        if not any(question.aliases or question.verdict for question in self.questions):
             say(
                 "warning: no question has a correct answer (a column answer or aliases; choose it with "
                 "columns=answer=NAME). Answers can be labelled later with: millstream label STORE references=FILE"
             )
-        ends = " or ".join([*map(repr, self.prompt.stop), "end of text"])
-        say(f"prompt ({self.prompt.name}): {self.prompt.text!r}; an answer ends at {ends}")
-        self.ids = self.prompt.ids(self.card.tokenizer, self.questions)
+        if any(question.prompt is None and question.messages is None for question in self.questions):
+            ends = " or ".join([*map(repr, self.prompt.stop), "end of text"])
+            say(f"prompt ({self.prompt.name}): {self.prompt.text!r}; an answer ends at {ends}")
+
+    def _measure(self) -> list[tuple[int, int]]:
+        """Tokens of each prompt and answer: their number only, as those of long prompts would take gigabytes."""
+        context, new = self.card.context, self.settings.max_new_tokens
+        found: list[tuple[int, int]] = []
+        for first in range(0, len(self.questions), ENCODED):
+            part = self.questions[first : first + ENCODED]
+            for one in self.prompt.encode(self.card.tokenizer, part, context=context, new=new):
+                found.append((len(one.ids), new if one.answer_ids is None else len(one.answer_ids)))
+        return found
 
     def prepare(self, *, retry_errors: bool) -> None:
         """Recover interrupted shards; refuse a store with another configuration or other questions."""
@@ -257,7 +198,7 @@ class _Run:
             )
         self._keep_tokenizer()
         self.done = self._read_done()
-        texts = {question.record_id: question.question for question in self.questions}
+        texts = {name: question.question for question in self.questions for name in self._record_ids(question)}
         for name, text in self.done.items():
             if texts.get(name, text) != text:
                 raise ConfigMismatch(
@@ -291,26 +232,21 @@ class _Run:
     def _read_done(self) -> dict[str, str]:
         return dict(done_records(self.path, ["record_id", "question"]))
 
+    def _record_ids(self, question: Question) -> list[str]:
+        """The answers to a question that are traced."""
+        samples = 0 if question.given is not None else self.settings.samples
+        return [question.record_id, *(replace(question, sample=n).record_id for n in range(1, samples + 1))]
+
     def batches(self) -> list[Batch]:
         """The questions left, in batches that are the same in every run."""
-        plan = plan_batches(
-            list(map(len, self.ids)),
-            size=self.card.size,
-            fields=self.fields,
-            max_new_tokens=self.settings.max_new_tokens,
-            num_beams=self.settings.num_beams,
-            memory=parse_bytes(self.settings.memory),
-            window=self.settings.shard_records,
-        )
         left: list[Batch] = []
-        context = self.card.context or 2**62
-        for indices in plan:
+        for indices in plan(self.questions, self.lengths, self.settings, self.card):
             questions = [self.questions[index] for index in indices]
-            skip = frozenset(question.record_id for question in questions if question.record_id in self.done)
-            if len(skip) < len(questions):
-                encoded = [EncodedQuestion(self.questions[index], self.ids[index]) for index in indices]
-                shortest = min(len(self.ids[index]) for index in indices)
-                left.append(Batch(encoded, skip, too_long=shortest + self.settings.max_new_tokens > context))
+            names = [name for question in questions for name in self._record_ids(question)]
+            skip = frozenset(name for name in names if name in self.done)
+            if len(skip) < len(names):
+                shortest = min(sum(self.lengths[index]) for index in indices)
+                left.append(Batch(questions, skip, too_long=shortest > (self.card.context or 2**62)))
         left.sort(key=lambda batch: batch.too_long)  # if the first batch fails, all will
         if left and left[0].too_long and not self.done:
             left[0] = replace(left[0], too_long=False)
@@ -320,19 +256,21 @@ class _Run:
         """The rest of a batch whose worker died; the records it appended are recovered first."""
         upload_left(self.path, self.config, job=self.job, engine=self.engine)
         self.done = self._read_done()
-        skip = frozenset(one.question.record_id for one in batch.questions if one.question.record_id in self.done)
-        return replace(batch, skip=skip) if len(skip) < len(batch.questions) else None
+        names = [name for question in batch.questions for name in self._record_ids(question)]
+        skip = frozenset(name for name in names if name in self.done)
+        return replace(batch, skip=skip) if len(skip) < len(names) else None
 
     def work(self) -> Extracted:
         batches = self.batches()
-        missing = sum(len(batch.questions) - len(batch.skip) for batch in batches)
-        total = len(self.questions)
+        wanted = {name for question in self.questions for name in self._record_ids(question)}
+        total, missing = len(wanted), len(wanted - self.done.keys())
         say(f"{self.path}: {total - missing:,} of {total:,} done already, {missing:,} left in {len(batches):,} batches")
         interrupted = False
         if batches:
-            make = partial(ExtractWorker, self.path, self.settings, self.job)
+            make = partial(ExtractWorker, self.path, self.settings, self.prompt, self.job)
             begun = time.monotonic()
             done = errors = tokens = 0
+            difference = Difference()
             memory: dict[tuple[str, int], tuple[int, int]] = {}  # used and allowed, by worker
 
             def used_memory() -> tuple[int, int]:
@@ -347,6 +285,8 @@ class _Run:
                 for traced in results:
                     if not done:
                         self._estimate(traced, missing)
+                        self._compare(traced.difference)
+                    difference += traced.difference
                     done, errors = done + traced.records, errors + traced.errors
                     tokens += traced.new_tokens
                     memory[traced.worker] = (traced.worker_bytes, traced.worker_budget)
@@ -357,15 +297,25 @@ class _Run:
                     if stop():
                         interrupted = True
                         break
+            if difference.tokens:
+                say(str(difference))
         if is_url(self.path) and not interrupted:
-            self._check_uploaded()
+            self._check_uploaded(wanted)
         return self._summary(interrupted=interrupted)
 
-    def _check_uploaded(self) -> None:
+    def _compare(self, difference: Difference) -> None:
+        """A wrong model or template shows in the first batch."""
+        if difference.tokens and difference.total / difference.tokens > WRONG_MODEL:
+            say(
+                f"warning: {difference}. Were the answers generated by another model, with another prompt, or are "
+                "these the log-probs after temperature?"
+            )
+
+    def _check_uploaded(self, wanted: Set[str]) -> None:
         """Workers upload when they are closed; what a dead one left is in the spool of its machine."""
         prepare_store(self.path, self.config, engine=self.engine)
         self.done = self._read_done()
-        if missing := sum(question.record_id not in self.done for question in self.questions):
+        if missing := len(wanted - self.done.keys()):
             raise EngineError(
                 f"{self.path}: {plural(missing, 'trace')} of workers that died were not uploaded. Run the same "
                 "command again"
@@ -379,8 +329,12 @@ class _Run:
         answer = first.new_tokens / good
         size = self.card.size
         trace_bytes = partial(self.fields.trace_bytes, size, answer=round(answer))
-        encoded = zip(self.questions, self.ids, strict=True)
-        lengths = [len(ids) for question, ids in encoded if question.record_id not in self.done]
+        lengths = [
+            prompt
+            for question, (prompt, _) in zip(self.questions, self.lengths, strict=True)
+            for name in self._record_ids(question)
+            if name not in self.done
+        ]
         measured = first.bytes / (good * trace_bytes(prompt=round(first.prompt_tokens / good)))
         total = int(measured * sum(trace_bytes(prompt=length) for length in lengths))
         free = None if is_url(self.path) else shutil.disk_usage(self.path).free + first.bytes
@@ -401,8 +355,3 @@ class _Run:
         traces = Traces(self.path)
         status = traces.column("status").to_pylist() if len(traces) else []
         return Extracted(self.path, len(traces), status.count("error"), traces.num_bytes, interrupted)
-
-
-def _count(value: object) -> int:
-    assert isinstance(value, int)
-    return value

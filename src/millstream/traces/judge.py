@@ -220,7 +220,8 @@ class LocalJudge:
         import torch
 
         from millstream.traces.llm import transformers
-        from millstream.traces.llm.model import as_lists, load_model
+        from millstream.traces.llm.decoding import as_lists
+        from millstream.traces.llm.model import load_model
 
         if self._loaded is None:
             self._loaded = load_model(self._settings, self._card)

@@ -79,7 +79,9 @@ class ExtractSettings:
 
     model: Annotated[str, "name on the Hugging Face hub, folder, facts or smollm2"] = ""
     revision: Annotated[str | None, "branch, tag or commit of the model on the hub"] = None
-    tier: Annotated[str, "how much of each trace to keep: stats, graph, probe or full"] = "probe"
+    tier: Annotated[str, "how much of each trace to keep: stats, graph, probe, full, or answer[8,16] for layers"] = (
+        "probe"
+    )
     fields: Annotated[str | None, "fields to keep instead of a tier, such as hidden[8,16,24],edges"] = None
     dtype: Annotated[str, "number format of the model: float32, float16 or bfloat16"] = "auto"
     stored: Annotated[str, "number format on disk: float16, bfloat16 or float32"] = "float16"
@@ -89,12 +91,24 @@ class ExtractSettings:
     trust_remote_code: Annotated[bool, "run the Python code that comes with the model; it can do anything"] = False
     max_new_tokens: Annotated[Count, "maximum length of an answer"] = 32
     num_beams: Annotated[Count, "beam search; the best beam is the answer"] = 1
+    samples: Annotated[Natural, "answers to draw per question at the temperature, besides the greedy one"] = 0
+    sample_fields: Annotated[str, "what to keep of samples: logprobs (and texts) or all"] = "logprobs"
     temperature: Annotated[NonNegative, "sampling temperature; 0 is greedy decoding"] = 0.0
     top_k: Annotated[Count | None, "sample from the k most likely tokens"] = None
     top_p: Annotated[Probability | None, "nucleus sampling: probability mass of the tokens to sample from"] = None
     seed: Annotated[Natural, "sampling seed"] = 0
-    prompt: Annotated[str, "plain, few-shot, chat, a text with {question}, or a .txt file"] = "auto"
+    prompt: Annotated[
+        str, "plain, few-shot, chat, a text with {question} and {context}, a .txt file, or chat:TEXT for a chat"
+    ] = "auto"
+    system: Annotated[str | None, "system message of chats"] = None
+    truncate: Annotated[bool, "cut a context that is too long for the model; else its question fails"] = False
     stop: Annotated[str | None, "strings that end an answer, separated by |"] = None
+    answer_after: Annotated[str | None, "mark after which the answer starts, such as </think>"] = None
+    answer_end: Annotated[str | None, "cut the answer after its first line or sentence"] = None
+    endpoint: Annotated[str | None, "OpenAI-compatible server that answers, such as http://127.0.0.1:8000/v1"] = None
+    endpoint_model: Annotated[str | None, "model of the endpoint; default: its only one"] = None
+    key_env: Annotated[str | None, "environment variable with the key; default: OPENAI_API_KEY"] = None
+    concurrency: Annotated[Count, "requests to the endpoint at once"] = 8
     p_true: Annotated[bool, "also compute P(True), with two more forward passes per answer"] = False
     columns: Annotated[str | None, "column names in the questions file, such as id=qid,question=text"] = None
     num_samples: Annotated[Count | None, "use only the first N questions"] = None

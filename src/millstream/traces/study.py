@@ -13,7 +13,7 @@ import pyarrow as pa
 import yaml
 from numpy.typing import NDArray
 
-from millstream.core.collection import Collection, Subset
+from millstream.core.collection import Collection, Subset, subset
 from millstream.core.config import parse_bytes, read_settings, without_effect
 from millstream.core.console import quoted, say
 from millstream.core.files import publish, publish_json
@@ -61,7 +61,9 @@ FITTED = ("train", "val")
 
 
 def open_labelled(path: str, label: str, positive: str | None = None) -> Collection:
-    """The records labelled right (0) or wrong (1); the data card counts the others.
+    """The records labelled right (0) or wrong (1), without samples of which only texts and log-probs are kept.
+
+    The data card counts the others.
 
     `positive` says what 1 means in the column `label`; the columns that `millstream label` writes need none.
     """
@@ -74,14 +76,15 @@ def open_labelled(path: str, label: str, positive: str | None = None) -> Collect
     positive = _positive(label, positive, is_ours=is_ours)
     if label == "verdict" and has_verdicts:
         found = labelled(traces, column=label, values=cast("dict[object, float]", VERDICTS), missing="drop")
-        return _with_token_labels(found, traces, schema)
+        return _traced(traces, _with_token_labels(found, traces, schema))
     column = LABEL if label == "verdict" else label
     found = labelled(traces, column=column, missing="drop")
     values = np.asarray(found.column(LABEL).to_numpy(), np.float64)
     if not np.isin(values, (0, 1)).all():
         other = values[~np.isin(values, (0, 1))][0]
         raise BadSource(f"{path}: label={column} has the value {other:g}; a label column has only 0 and 1")
-    return _with_token_labels(found if positive == "wrong" else _inverted(traces, found), traces, schema)
+    chosen = found if positive == "wrong" else _inverted(traces, found)
+    return _traced(traces, _with_token_labels(chosen, traces, schema))
 
 
 def _with_token_labels(found: Labelled | Subset, traces: Traces, schema: pa.Schema) -> Collection:
@@ -93,6 +96,17 @@ def _with_token_labels(found: Labelled | Subset, traces: Traces, schema: pa.Sche
     if isinstance(found, Labelled):
         return Labelled(traces, found.labels, columns)
     return Subset(Labelled(traces, cast(Labelled, found.collection).labels, columns), found.chosen)
+
+
+def _traced(traces: Traces, found: Collection) -> Collection:
+    if not _has_bare_samples(traces):
+        return found
+    return subset(found, np.flatnonzero(found.column("sample").to_numpy() == 0))
+
+
+def _has_bare_samples(traces: Traces) -> bool:
+    """Whether there are samples without the fields that detectors read."""
+    return traces.config.get("sample_fields") == "logprobs"
 
 
 def _positive(label: str, given: str | None, *, is_ours: bool) -> str:
@@ -149,13 +163,16 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
     names = traces.field_names
     verdicts: Counter[str] = Counter()
     table, about = _labels_of(traces), dict[str, object]()
+    samples = traces.column("sample").to_pylist() if _has_bare_samples(traces) else [0] * len(traces)
     if table.column_names:
         written = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         about = {name: written.get(f"millstream.{name}") for name in ("rule", "label_version")}
         if "verdict" in table.column_names:
-            verdicts.update(str(v or "unlabelled") for v in table.column("verdict").to_pylist())
+            found = zip(table.column("verdict").to_pylist(), samples, strict=True)
+            verdicts.update("sample" if sample else str(verdict or "unlabelled") for verdict, sample in found)
     if "status" in names:
-        failed = sum(status == "error" for status in traces.column("status").to_pylist())
+        states = zip(traces.column("status").to_pylist(), samples, strict=True)
+        failed = sum(status == "error" and not sample for status, sample in states)
         verdicts["unlabelled"] = max(0, verdicts["unlabelled"] - failed)  # a failed record has no verdict
         verdicts["error"] = failed
     config = dict(traces.config)

@@ -113,7 +113,7 @@ def test_a_mark_that_is_a_special_token():
 def test_reasoning_that_does_not_end_has_no_answer_and_a_text_without_reasoning_is_one():
     part = Part(after="</think>")
     cut_off = cut_answer(TOKENIZER, ids_of("the fox"), eos={EOS}, stop=(), part=part)
-    assert (cut_off.text, cut_off.length, cut_off.finish, cut_off.span) == ("", 0, "length", (2, 2))
+    assert (cut_off.text, cut_off.length, cut_off.finish, cut_off.begin) == ("", 0, "length", 2)
     assert cut("the fox", after="</think>").text == "the fox"
 
 

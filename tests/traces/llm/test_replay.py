@@ -12,7 +12,17 @@ from millstream.traces.llm.fields import NUM_EDGES, Need
 from millstream.traces.llm.questions import Given, Question, Span
 from support.extras import need
 from support.slow_reference import look
-from support.tiny_models import EOS, QUESTIONS, TinyModels, generated, load, make_model, make_tokenizer, make_tracer
+from support.tiny_models import (
+    EOS,
+    NEW,
+    QUESTIONS,
+    TinyModels,
+    generated,
+    load,
+    make_model,
+    make_tokenizer,
+    make_tracer,
+)
 
 need("transformers")
 
@@ -28,13 +38,14 @@ def given_ids(tiny: TinyModels, kind: str) -> list[Question]:
 
 def assert_as_seen(record: Any, seen: Any) -> None:
     """Every field, from what the slow reference saw of the tokens."""
-    first, (begin, count) = record["prompt_len"], (record["answer_start"], record["answer_len"])
+    first, count = record["prompt_len"], record["answer_len"]
     torch.testing.assert_close(record["hidden"], seen.hidden, **CLOSE)
     torch.testing.assert_close(record["answer_hidden"], seen.hidden[:, first:], **CLOSE)
     torch.testing.assert_close(record["post_norm"], seen.post_norm, **CLOSE)
     torch.testing.assert_close(record["attention"], seen.attention, **CLOSE)
-    answer = seen.hidden[:, first + begin : first + begin + count]
-    states = torch.stack([seen.hidden[:, first - 1], answer[:, 0], answer[:, -1], answer.mean(1)], dim=1)
+    answer = seen.hidden[:, first : first + count]
+    question = first - 1 - record["thinking_len"]
+    states = torch.stack([seen.hidden[:, question], answer[:, 0], answer[:, -1], answer.mean(1)], dim=1)
     torch.testing.assert_close(record["states"][:, :4], states, **CLOSE)
     mean = seen.attention.mean(1)
     sorted_weights = torch.stack(
@@ -282,9 +293,33 @@ def test_states_of_an_answer_after_reasoning_and_of_the_reasoning(tiny: TinyMode
     given = Given(text=" the lazy dog; Paris")
     record: Any = tracer.trace(tracer.encode([Question("a", "who?", given=given)]))[0]
     seen = look(tiny.eager("llama"), record["tokens"].tolist())
-    begin = record["prompt_len"] + record["answer_start"]
+    begin, question = record["prompt_len"], len(tracer.encode([Question("a", "who?")])[0].ids)
+    assert begin - record["thinking_len"] == question
     assert record["generated_answer"] == "Paris" and record["generated_text"] == given.text
     assert_as_seen(record, seen)
-    thinking = seen.hidden[:, record["prompt_len"] : begin]
+    thinking = seen.hidden[:, question:begin]
     torch.testing.assert_close(record["states"][:, 4], thinking[:, -1], **CLOSE)
     torch.testing.assert_close(record["states"][:, 5], thinking.mean(1), **CLOSE)
+
+
+def test_reasoning_that_is_generated_keeps_its_log_probs_apart(tiny: TinyModels):
+    plain = make_tracer(tiny.loaded("llama"), max_new_tokens=12)
+    before: Any = plain.trace(plain.encode(QUESTIONS))
+    marks = [make_tokenizer().decode(generated(record)[3:4]) for record in before]
+    place = next(
+        place for place, mark in enumerate(marks) if mark.isascii() and before[place]["generated_text"].count(mark) == 1
+    )
+    tracer = make_tracer(tiny.loaded("llama"), part=Part(after=marks[place]), max_new_tokens=12)
+    record: Any = tracer.trace(tracer.encode(QUESTIONS))[place]
+    assert record["tokens"].tolist() == before[place]["tokens"].tolist()
+    assert (record["thinking_len"], len(record["logprobs"])) == (4, 12 - 4)
+    both = torch.cat([record["thinking_logprobs"], record["logprobs"]])
+    torch.testing.assert_close(both, before[place]["logprobs"], **CLOSE)
+    assert_as_seen(record, look(tiny.eager("llama"), record["tokens"].tolist()))
+
+
+def test_reasoning_without_an_end_has_an_empty_answer(tiny: TinyModels):
+    tracer = make_tracer(tiny.loaded("llama"), part=Part(after="</think>"))
+    record: Any = tracer.trace(tracer.encode(QUESTIONS[:1]))[0]
+    assert (record["generated_answer"], record["answer_len"], record["thinking_len"]) == ("", 0, NEW - 1)
+    assert record["logprobs"].shape == (1,) and record["hidden"].shape[1] == len(record["tokens"])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from millstream.traces.llm.questions import Question
 from millstream.traces.llm.prompts import EncodedQuestion
+from millstream.traces.llm.questions import Question
 from millstream.traces.llm.tracer import Record, Tracer
 from support.extras import need
 from support.slow_reference import generate_beams, look

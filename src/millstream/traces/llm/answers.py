@@ -1,9 +1,8 @@
-"""Answers as token ids and text: where a generated or given answer starts and ends, and the characters of its tokens."""
+"""Answers as tokens and text: where a generated or given one starts and ends, and the characters of its tokens."""
 
 import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
 from typing import cast
 
 from millstream.errors import BadSetting
@@ -20,21 +19,18 @@ _PART = "\ufffd"  # what a part of a character is decoded to
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one prompt: `ids` up to the token that ended it; `length` of them from `begin` on are the answer."""
+    """The answer to one prompt: `ids` up to the token that ended it; `length` of them from `begin` on are it.
+
+    Those before `begin` are reasoning. If that does not end, the last token stands for an answer that is empty.
+    """
 
     ids: list[int]
     length: int
     text: str  # of the answer
     whole_text: str  # of all ids
-    finish: str  # eos, stop, length or given
-    begin: int = 0  # after the tokens of reasoning
+    finish: str  # eos, stop, length, given, or as the server says
+    begin: int = 0
     offsets: Ranges | None = field(default=None, compare=False)  # the characters of `text` that each of `ids` covers
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """First and last token of the answer; of an empty one the token that ended it."""
-        last = len(self.ids) - 1
-        return (self.begin, self.begin + self.length - 1) if self.length else (last, last)
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,11 @@ def cut_answer(
     begin, start, cut = _chosen(tokenizer, ids[:count], text, ranges, cut, part, ended=finish != "length")
     return Answer(
         ids=ids,
-        length=sum(end <= cut for _, end in ranges[begin:count]),
+        length=sum(end <= cut for _, end in ranges[begin:count]) if start < cut or not begin else 0,
         text=text[start:cut].strip(),
         whole_text=text,
         finish=finish,
-        begin=begin,
+        begin=min(begin, max(len(ids) - 1, 0)),
         offsets=_within(ranges[:count], *_stripped(text, start, cut), more=len(ids) - count),
     )
 
@@ -96,16 +92,16 @@ def given_answer(
     if found is None and given.text is not None:
         found = _mapped(tokenizer, text, list(ids[:count]))
     if found is None:  # the text is of other tokens: a part of it cannot be found among these
-        return Answer(list(ids), count, text, text, "given")
+        return Answer(list(ids), count, text, text, given.finish or "given")
     begin, start, cut = _chosen(tokenizer, ids[:count], text, found, len(text), part, ended=True)
     whole = (start, cut) == (0, len(text))
     return Answer(
         ids=list(ids),
-        length=sum(end <= cut for _, end in found[begin:]),
+        length=sum(end <= cut for _, end in found[begin:]) if start < cut or not begin else 0,
         text=text if whole else text[start:cut].strip(),
         whole_text=decoded if given.text is None else text,
-        finish="eos" if count < len(ids) else "given",
-        begin=begin,
+        finish=given.finish or ("eos" if count < len(ids) else "given"),
+        begin=min(begin, max(len(ids) - 1, 0)),
         offsets=_within(found, *((0, len(text)) if whole else _stripped(text, start, cut)), more=len(ids) - count),
     )
 
@@ -136,7 +132,7 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, Ranges, list[
     if text.startswith("".join(pieces)):
         return text, ranges, complete
     # The text of a token depends on what follows: decode every beginning.
-    complete = [len(commonprefix([_text(tokenizer, ids[:count]), text])) for count in range(1, len(ids) + 1)]
+    complete = [_shared(_text(tokenizer, ids[:count]), text) for count in range(1, len(ids) + 1)]
     return text, list(zip([0, *complete], complete, strict=False)), complete
 
 
@@ -187,6 +183,12 @@ def _mapped(tokenizer: Tokenizer, text: str, ids: list[int]) -> Ranges | None:
         return None
     pairs = cast("Ranges", found["offset_mapping"][0])
     return pairs if found["input_ids"][0] == ids else None
+
+
+def _shared(one: str, other: str) -> int:
+    """The number of characters that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
 def _stripped(text: str, start: int, end: int) -> tuple[int, int]:

@@ -38,7 +38,8 @@ class Padded:
     ids_BT: torch.Tensor
     mask_BT: torch.Tensor
     prompt: int
-    spans: Sequence[tuple[int, int]] = ()  # first and last token of each answer
+    answers: Sequence[int] = ()  # tokens of each; of an empty one, all up to the token that ended it
+    thinking: Sequence[int] = ()  # tokens of reasoning at the end of each prompt
 
 
 @dataclass
@@ -94,8 +95,9 @@ class Capture:
         Later passes may have several rows for each row of earlier ones: samples that share their prompt.
         """
         self._pass = Pass(start, batch.mask_BT.bool()[:, start:end], batch.prompt - 1, None)
-        if "states" in self.fields.names and batch.spans and self._pass.reaches_answer:
-            self._pass.weights_BPR = self._position_weights(self._pass, batch.spans)
+        reaches_states = self._pass.reaches_answer or self.fields.thinking
+        if "states" in self.fields.names and batch.answers and reaches_states:
+            self._pass.weights_BPR = self._position_weights(self._pass, batch)
         for module, tap in self._taps:
             setattr(module, TAP, tap)
         try:
@@ -103,16 +105,17 @@ class Capture:
         finally:
             self._pass = None
 
-    def _position_weights(self, current: Pass, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def _position_weights(self, current: Pass, batch: Padded) -> torch.Tensor:
         device = current.real_BR.device
-        answer = current.last_prompt + 1
         at_R = torch.arange(current.start, current.start + current.real_BR.shape[1], device=device)
-        first_B, last_B = (torch.tensor(side, device=device)[:, None] + answer for side in zip(*spans, strict=True))
-        mean = _mean_weights(at_R, first_B, last_B)
-        found = [at_R == answer - 1, at_R == first_B, at_R == last_B, mean]
+        first = batch.prompt
+        last_B = first - 1 + torch.tensor(batch.answers, device=device)[:, None]
+        question_B = first - 1 - torch.tensor(batch.thinking, device=device)[:, None]  # its last token
+        found = [at_R == question_B, at_R == first, at_R == last_B, _mean_weights(at_R, first, last_B)]
         if self.fields.thinking:  # without any, the last prompt token
-            found += [at_R == first_B - 1, _mean_weights(at_R, (first_B - 1).clamp_max(answer), first_B - 1)]
-        return torch.stack([weights.float().expand(len(spans), -1) for weights in found], dim=1)
+            begin_B = (question_B + 1).clamp_max(first - 1)
+            found += [at_R == first - 1, _mean_weights(at_R, begin_B, first - 1)]
+        return torch.stack([weights.float().expand(len(last_B), -1) for weights in found], dim=1)
 
     @property
     def wants_attention(self) -> bool:
@@ -160,7 +163,7 @@ class Capture:
             self._keep("nodes", layer, nodes_BRD)
             self._note_largest(nodes_BRD, current)
         if current.weights_BPR is not None:
-            first = current.first
+            first = 0 if self.fields.thinking else current.first
             states = torch.bmm(current.weights_BPR[:, :, first:], rows_BRD[:, first:].float())
             self._states[layer] = states + self._states[layer] if layer in self._states else states
         if hidden or of_answer or "states" in names:
@@ -319,8 +322,8 @@ def _weights(
     return scores_BHRK.softmax(-1, torch.float32)
 
 
-def _mean_weights(at_R: torch.Tensor, first_B: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
-    return ((at_R >= first_B) & (at_R <= last_B)) / (last_B - first_B + 1)
+def _mean_weights(at_R: torch.Tensor, first: torch.Tensor | int, last: torch.Tensor | int) -> torch.Tensor:
+    return ((at_R >= first) & (at_R <= last)) / (last - first + 1)
 
 
 def _first_tensor(output: object) -> torch.Tensor:

@@ -96,6 +96,8 @@ class Fields:
             "offsets": Tensor("int32", ("step", "end")),
             "given_logprobs": Tensor("float32", ("step",)),
         }
+        if self.thinking:
+            found["thinking_logprobs"] = Tensor("float32", ("thought",))
         more = {
             "hidden": {"hidden": Tensor(kept, ("layer", "token", "dim"))},
             "answer_hidden": {"answer_hidden": Tensor(kept, ("layer", "step", "dim"))},

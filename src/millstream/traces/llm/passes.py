@@ -50,7 +50,7 @@ class Passes:
         total, rows = batch.ids_BT.shape[1], slice(batch.prompt - 1, -1)
         if not done and chunk >= total:
             cache = None
-        states = [part_BRD for part_BRD in self._run(batch, done, total, cache, chunk, captured=True)]
+        states = list(self._run(batch, done, total, cache, chunk, captured=True))
         first = total - sum(part.shape[1] for part in states)
         return torch.cat(states, dim=1)[:, rows.start - first : rows.stop]
 

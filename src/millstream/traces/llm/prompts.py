@@ -29,7 +29,7 @@ A:"""
 CHAT = "Answer the question concisely, with the answer only.\n\n{question}"
 WITH_CONTEXT = {
     "plain": "Answer the question concisely, from the context.\n\nContext: {context}\n\nQ: {question} A:",
-    "chat": "Answer the question concisely, from the context, with the answer only.\n\nContext: {context}\n\n{question}",
+    "chat": "Answer the question concisely, from the context, with the answer only.\n\n{context}\n\n{question}",
 }
 QUESTION, CONTEXT = "{question}", "{context}"
 # {name}, { name }, {name.part}, {name[0]}, {name!r} or {name:>9}, as Python fills in; {2} and {} may be LaTeX
@@ -75,7 +75,7 @@ class Prompt:
         prompt of ours that ends in no white space and an answer that begins with none, there is a space, as a model
         would generate it. `context` and `new` are the tokens of the model and of an answer, for `truncate`.
         """
-        texts = [self._text(tokenizer, question) for question in questions]
+        texts = [self.text_of(tokenizer, question) for question in questions]
         found = self._encode(tokenizer, questions, texts)
         if not self.truncate or context is None:
             return found
@@ -84,7 +84,7 @@ class Prompt:
             for one in found
         ]
 
-    def _text(self, tokenizer: Tokenizer, question: Question) -> tuple[str, bool] | None:
+    def text_of(self, tokenizer: Tokenizer, question: Question) -> tuple[str, bool] | None:
         """The prompt, and whether special tokens are added to it: not to a chat, nor to one that begins with them.
 
         None if the question brings token ids.
@@ -98,8 +98,8 @@ class Prompt:
             return _chat(tokenizer, [dict(message) for message in question.messages], self.system), False
         if CONTEXT in self.text and question.context is None:
             raise BadSetting(
-                f"prompt={self.name}: contains {CONTEXT}, but the question {question.id!r} has no context. Use a prompt "
-                f"without {CONTEXT}"
+                f"prompt={self.name}: contains {CONTEXT}, but the question {question.id!r} has no context. Use a "
+                f"prompt without {CONTEXT}"
             )
         return self.fill(question.question, question.context), self.special
 
@@ -141,7 +141,7 @@ class Prompt:
             tokens = len(_tokens(tokenizer, [(question.context, False)])[0])
             keep = int(len(question.context) * max(0.0, 1 - over / max(tokens, 1)))
             question = replace(question, context=question.context[: min(keep, len(question.context) - 1)].rstrip())
-            encoded = self._encode(tokenizer, [question], [self._text(tokenizer, question)])[0]
+            encoded = self._encode(tokenizer, [question], [self.text_of(tokenizer, question)])[0]
         return replace(encoded, cut=len(whole.context or "") - len(question.context or ""))
 
 

@@ -40,6 +40,7 @@ class Given:
     ids: tuple[int, ...] | None = None
     prompt_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None  # of `ids`
+    finish: str | None = None  # why it ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class QuestionSet:
 
 
 def read_questions(
-    source: str | Path | Sequence[Question],
+    source: str | Path | Sequence[Question | Row],
     *,
     columns: str | None = None,
     num_samples: int | None = None,
@@ -146,10 +147,13 @@ def built_in_questions() -> Mapping[str, Callable[[], Sequence[Question]] | Path
 
 
 def _find_questions(
-    source: str | Path | Sequence[Question], columns: Mapping[str, str], *, needs_text: bool = True
+    source: str | Path | Sequence[Question | Row], columns: Mapping[str, str], *, needs_text: bool = True
 ) -> Iterable[Question]:
     if not isinstance(source, str | Path):
-        return source
+        if all(isinstance(one, Question) for one in source):
+            return cast("Sequence[Question]", source)
+        rows = cast("Sequence[Row]", source)
+        return _from_rows(rows, "record", columns, "records", needs_text=needs_text)
     name = str(source)
     if name == "-":
         stdin = Path("/dev/stdin")

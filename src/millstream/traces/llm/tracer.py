@@ -81,7 +81,7 @@ class Tracer:
 
     def _problem(self, encoded: EncodedQuestion) -> str | None:
         """Why a question cannot be traced."""
-        prompt, answer = self._length(encoded)
+        prompt, answer = self.length(encoded)
         total, context = prompt + answer, self.loaded.card.context
         if not prompt:
             return "the prompt has no tokens"
@@ -100,7 +100,8 @@ class Tracer:
             )
         return None
 
-    def _length(self, encoded: EncodedQuestion) -> tuple[int, int]:
+    def length(self, encoded: EncodedQuestion) -> tuple[int, int]:
+        """Tokens of the prompt and, at most, of the answer."""
         given = encoded.answer_ids
         return len(encoded.ids), self.decoding.max_new_tokens if given is None else len(given)
 
@@ -130,7 +131,7 @@ class Tracer:
         return self._halving(batch[:half]) + self._halving(batch[half:])
 
     def _cells(self, batch: Sequence[EncodedQuestion]) -> int:
-        prompts, answers = zip(*map(self._length, batch), strict=True)
+        prompts, answers = zip(*map(self.length, batch), strict=True)
         return len(batch) * (max(prompts) + max(answers))
 
     @torch.inference_mode()
@@ -140,7 +141,7 @@ class Tracer:
         self._capture.clear()
         is_given = batch[0].answer_ids is not None
         prompts = self._pad([encoded.ids for encoded in batch])
-        total = prompts.prompt + max(self._length(encoded)[1] for encoded in batch)
+        total = prompts.prompt + max(self.length(encoded)[1] for encoded in batch)
         chunk = self._need(generated=not is_given).chunk(total, memory=self._memory)
         cache = self._passes.new_cache()
         steps: list[dict[str, torch.Tensor]] | None = None
@@ -153,11 +154,15 @@ class Tracer:
             traced = [row for row, one in enumerate(targets) if self._trace_samples or not one.question.sample]
             done = self._cut_back(cache, prompts.prompt - 1, traced, of=len(targets))
         after_generate = time.perf_counter()
+        if any(answer.begin for answer in answers):  # reasoning is what comes before the answer, as the question is
+            self._capture.clear()
+            cache, done = self._passes.new_cache(), 0
+            prompts = self._pad([targets[row].ids + answers[row].ids[: answers[row].begin] for row in traced])
         replayed = self._with_answers(prompts, [answers[row] for row in traced])
         states_BND = self._passes.replay(replayed, cache=cache, done=done, chunk=chunk)
         del cache
         if steps is None:
-            steps = self._passes.statistics(states_BND, [answer.ids for answer in answers])
+            steps = self._passes.statistics(states_BND, [answer.ids[answer.begin :] for answer in answers])
         largest = self._capture.largest_B
         found = {row: dict[str, object](one) for row, one in zip(traced, self._capture.traces(replayed), strict=True)}
         after_replay = time.perf_counter()
@@ -167,7 +172,10 @@ class Tracer:
             found[row] |= {**more, "replay_s": (after_replay - after_generate) / len(traced)}
         records: list[Record] = []
         for row, (target, answer) in enumerate(zip(targets, answers, strict=True)):
-            record = {**self._about(target), **_answer_fields(target, answer), **steps[row], **found.get(row, {})}
+            record = {**self._about(target), **_answer_fields(target, answer), **found.get(row, {})}
+            record |= {name: values[-len(answer.ids) + answer.begin :] for name, values in steps[row].items()}
+            if answer.begin and len(logprobs := steps[row]["logprobs"]) == len(answer.ids):
+                record["thinking_logprobs"] = logprobs[: answer.begin]
             record["generate_s"] = (after_generate - begun) / len(targets)
             high = None if largest is None or row not in found else float(largest[traced.index(row)])
             problem = self._numeric_problem(steps[row], high)
@@ -233,14 +241,16 @@ class Tracer:
 
     def _with_answers(self, prompts: Padded, answers: Sequence[Answer]) -> Padded:
         """Prompts and answers, padded on the right; of samples, the prompt is repeated."""
-        device, width = prompts.ids_BT.device, max(len(answer.ids) for answer in answers)
-        rows = [answer.ids + [self.loaded.pad] * (width - len(answer.ids)) for answer in answers]
-        masks = [[1] * len(answer.ids) + [0] * (width - len(answer.ids)) for answer in answers]
+        device, parts = prompts.ids_BT.device, [answer.ids[answer.begin :] for answer in answers]
+        width = max(map(len, parts))
+        rows = [part + [self.loaded.pad] * (width - len(part)) for part in parts]
+        masks = [[1] * len(part) + [0] * (width - len(part)) for part in parts]
         return Padded(
             torch.cat([repeated(prompts.ids_BT, len(rows)), torch.tensor(rows, device=device)], dim=1),
             torch.cat([repeated(prompts.mask_BT, len(rows)), torch.tensor(masks, device=device)], dim=1),
             prompts.prompt,
-            [answer.span for answer in answers],
+            answers=[answer.length or len(part) for answer, part in zip(answers, parts, strict=True)],
+            thinking=[answer.begin for answer in answers],
         )
 
     def _p_true_fields(self, pairs: Sequence[tuple[EncodedQuestion, Answer]]) -> list[Record]:
@@ -323,7 +333,7 @@ class Tracer:
             "generated_text": "string",
             "finish": "string",
             "prompt_len": "int32",
-            "answer_start": "int32",
+            "thinking_len": "int32",
             "answer_len": "int32",
             "generate_s": "float32",
             "replay_s": "float32",
@@ -379,13 +389,17 @@ def _letter_ids(tokenizer: Tokenizer, letter: str) -> list[int]:
 
 def _answer_fields(encoded: EncodedQuestion, answer: Answer) -> Record:
     given = encoded.question.given
+    offsets = None if answer.offsets is None else answer.offsets[answer.begin :]
     return {
         "tokens": torch.tensor(encoded.ids + answer.ids, dtype=torch.int32),
-        "offsets": None if answer.offsets is None else torch.tensor(answer.offsets, dtype=torch.int32).reshape(-1, 2),
-        "given_logprobs": None if given is None or given.logprobs is None else torch.tensor(given.logprobs),
+        "offsets": None if offsets is None else torch.tensor(offsets, dtype=torch.int32).reshape(-1, 2),
+        "given_logprobs": None
+        if given is None or given.logprobs is None
+        else torch.tensor(given.logprobs[answer.begin :]),
         "generated_answer": answer.text,
         "generated_text": answer.whole_text,
-        "answer_start": answer.begin,
+        "thinking_len": answer.begin,
+        "prompt_len": len(encoded.ids) + answer.begin,  # all that comes before the answer
         "answer_len": answer.length,
         "finish": answer.finish,
     }
