@@ -1,9 +1,9 @@
 """An S3 server for reading, fast enough not to be what is measured: files of a folder by sendfile, in one process.
 
-    with object_server(folder) as server: ...                    # server.address, with the bucket `bench`
+    with object_server(folder) as address: ...                   # http://127.0.0.1:port, with the bucket `bench`
     with object_server(folder, latency_ms=30, rate_mb=50): ...   # every request waits, every connection is limited
-    os.environ.update(environment_of(server.address))
-    server.counts()                                              # requests and bytes since the last call
+    os.environ.update(environment_of(address))
+    counts_of(address)                                           # requests and bytes since the last call
 
 It answers GET and HEAD with ranges, and listings. Objects are files below `folder/bench`. It checks no signatures.
 Latency and a limited rate per connection are what real object stores have; together they have no limit here.
@@ -30,28 +30,22 @@ COUNTS = "/counts"
 STATUS = {200: "OK", 206: "Partial Content", 404: "Not Found", 416: "Range Not Satisfiable"}
 
 
-@dataclass(frozen=True)
-class ObjectServer:
-    """A running server."""
-
-    address: str
-
-    def counts(self) -> dict[str, int]:
-        """Requests and bytes of bodies since the last call."""
-        with urllib.request.urlopen(self.address + COUNTS) as answer:
-            return json.load(answer)
-
-
 @contextlib.contextmanager
-def object_server(folder: Path, *, latency_ms: float = 0, rate_mb: float = 0) -> Iterator[ObjectServer]:
-    """A server of the files below `folder`, as a process of its own."""
+def object_server(folder: Path, *, latency_ms: float = 0, rate_mb: float = 0) -> Iterator[str]:
+    """The address of a server of the files below `folder`, in a process of its own."""
     command = [sys.executable, __file__, str(folder), str(latency_ms), str(rate_mb)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            yield ObjectServer(f"http://127.0.0.1:{int(server.stdout.readline())}")
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
         finally:
             server.terminate()
+
+
+def counts_of(address: str) -> dict[str, int]:
+    """Requests and bytes of bodies since the last call."""
+    with urllib.request.urlopen(address + COUNTS) as answer:
+        return json.load(answer)
 
 
 def environment_of(address: str) -> dict[str, str]:

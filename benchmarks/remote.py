@@ -1,13 +1,17 @@
-"""Reading from an object store against MDS and litdata: same records, same server (s3rver on loopback), one run.
+"""Reading from an object store against MDS and litdata: same records, same server, medians of interleaved turns.
 
-    python benchmarks/remote.py                          # about 10 minutes; benchmarks/results/remote.json
-    python benchmarks/remote.py traces=40 reads=100000   # small and quick
-    python benchmarks/remote.py only=cold,layer          # parts: cold, layer, pack, first, memory
+    python benchmarks/remote.py                          # about 20 minutes; benchmarks/results/remote.json
+    python benchmarks/remote.py traces=40 reads=100000 turns=1
+    python benchmarks/remote.py only=cold,layer server=throttled
 
 cold: an epoch over traces of 2.7 MB in batches of 16, with an empty cache; then again with a warm one, and over local
-files. layer: an epoch over one layer of 32, in bytes. pack: an epoch over reads of 150 bases. first: the first batch of
-a store of 500 shards. memory: what the loader holds, and what the block cache takes, against their limits. Every
-measurement is a process of its own, with the better of 0 and 2 workers for the peers. Compare ratios.
+files. small: the same with a cache of a third of the data. layer: an epoch over one layer of 32, in bytes. pack: an
+epoch over reads of 150 bases. first: the first batch of a store of 500 shards. memory: what the loader holds, and what
+the block cache takes, against their limits. Every measurement is a process of its own; of 0 and 2 workers, a peer's
+better median counts. Ratios are medians over the turns, each of which runs all loaders.
+
+Two servers, both benchmarks/object_server.py on loopback: `unlimited`, and `throttled`, which waits 30 ms per request
+and gives each connection 50 MB/s, as object stores do.
 """
 
 import os
@@ -19,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,96 +31,134 @@ import numpy as np
 import millstream as ms
 from loader_data import SCHEMA, traces, write_fasta
 from measuring import Result, measure, peak_pss, run, save
-from millstream.core.bucket import ObjectBucket
-from millstream.core.remote import to_path
 from millstream.reads.pack import PackFile  # noqa: F401  (fails early without the extra)
-from s3rver import BUCKET, environment_of, s3rver
+from object_server import BUCKET, counts_of, environment_of, object_server
 
 TRACE_BATCH, READ_BATCH = 16, 4096
 LAYERS, TOKENS, DIM = 32, 64, 1024
 SHARDS = 500
-PEERS = ("mosaic-py1e", "mosaic-naive", "litdata")
-PARTS = ("cold", "layer", "pack", "first", "memory")
+SMALL_CACHE = 3  # of the data, one part; MDS refuses less than four shards
+PEERS = {"A": ("mosaic-py1e", "mosaic-naive", "litdata"), "B": ("mosaic-naive", "litdata")}
+SERVERS: dict[str, dict[str, float]] = {"unlimited": {}, "throttled": {"latency_ms": 30, "rate_mb": 50}}
+PARTS = ("cold", "small", "layer", "pack", "first", "memory")
 
 
 def main() -> int:
     options = dict(argument.split("=", 1) for argument in sys.argv[1:])
     counts = {"A": int(options.get("traces", 300)), "B": int(options.get("reads", 1_000_000))}
+    turns = int(options.get("turns", 3))
     only = options.get("only", ",".join(PARTS)).split(",")
-    result: Result = {"counts": counts}
+    servers = options.get("server", ",".join(SERVERS)).split(",")
+    result: Result = {"counts": counts, "turns": turns}
     with tempfile.TemporaryDirectory(dir=options.get("dir"), prefix="millstream-remote-") as place:
         folder = Path(place)
-        with s3rver(folder / "server") as address:
-            os.environ.update(environment_of(address) | {"S3_ENDPOINT_URL": address})
-            for part in PARTS:
-                if part in only:
-                    result[part] = globals()[f"{part}_part"](folder, counts)
-    print(f"\n{save('remote', result)}")
+        write_all(folder / BUCKET, counts, only)
+        for name in servers:
+            with object_server(folder, **SERVERS[name]) as address:
+                os.environ.update(environment_of(address))
+                print(f"\n== {name} server")
+                for part in (part for part in PARTS if part in only):
+                    result[f"{name} {part}"] = globals()[f"{part}_part"](folder, counts, turns)
+                    save("remote", result)
     return 0
+
+
+def write_all(bucket: Path, counts: dict[str, int], only: list[str]) -> None:
+    """The data of all parts, straight into the folder of the server."""
+    wanted = {"A"} if {"cold", "small", "memory"} & set(only) else set[str]()
+    for workload in sorted(wanted | ({"B"} if "pack" in only else set())):
+        for tool in ("millstream", *PEERS[workload]):
+            place = bucket / f"{workload}-{tool}"
+            wrote = measure(__file__, "write", tool=tool, workload=workload, folder=place, count=counts[workload])
+            print(f"{place.name}: {wrote}", flush=True)
+    if "memory" in only:
+        only = [*only, "first"]
+    for part in {"layer", "first"} & set(only):
+        measure(__file__, f"write-{part}", tool="millstream", folder=bucket / part, count=max(counts["A"] // 3, 8))
 
 
 # -- parts
 
 
-def cold_part(folder: Path, counts: dict[str, int]) -> Result:
-    found = {"millstream": ours("A", folder, counts["A"])}
-    print(f"\ncold: epoch over {counts['A']} traces of 2.7 MB, batches of {TRACE_BATCH}")
-    found |= {name: peer(name, "A", folder, counts["A"]) for name in PEERS}
-    return compared(found, "cold")
+def cold_part(folder: Path, counts: dict[str, int], turns: int) -> Result:
+    return compared("cold", "A", folder, counts["A"], turns)
 
 
-def pack_part(folder: Path, counts: dict[str, int]) -> Result:
-    found = {"millstream": ours("B", folder, counts["B"])}
-    print(f"\npack: epoch over {counts['B']:,} reads of 150 bases, batches of {READ_BATCH}")
-    found |= {name: peer(name, "B", folder, counts["B"]) for name in PEERS[1:]}
-    return compared(found, "pack")
+def small_part(folder: Path, counts: dict[str, int], turns: int) -> Result:
+    data = sum(size_of(path) for path in (folder / BUCKET / "A-millstream").rglob("*"))
+    return compared("small", "A", folder, counts["A"], turns, cache_bytes=data // SMALL_CACHE)
 
 
-def compared(found: Result, part: str) -> Result:
-    """Print a line per loader, and how many times as long it takes."""
-    mine = found["millstream"]
-    if "cold_s" not in mine:
-        print(f"  millstream: {mine}")
-        return found
-    for name, row in found.items():
-        if "cold_s" not in row:
-            print(f"  {name:14} {row}")
+def pack_part(folder: Path, counts: dict[str, int], turns: int) -> Result:
+    return compared("pack", "B", folder, counts["B"], turns)
+
+
+def compared(
+    part: str, workload: str, folder: Path, count: int, turns: int, *, cache_bytes: int | None = None
+) -> Result:
+    """Measure all loaders in turns; print a line per loader, and how many times as long as ours it takes."""
+    loaders = [("millstream", 0), *((peer, workers) for peer in PEERS[workload] for workers in (0, 2))]
+    rows: dict[str, list[Result]] = {}
+    for _ in range(turns):
+        for tool, workers in loaders:
+            os.sync()  # what others wrote is not written to disk at the cost of the next
+            rows.setdefault(f"{tool} {workers}", []).append(
+                measure(
+                    __file__,
+                    "millstream" if tool == "millstream" else "peer",
+                    tool=tool,
+                    workload=workload,
+                    folder=folder,
+                    workers=str(workers),
+                    cache_bytes=cache_bytes,
+                    timeout_s=300,
+                )
+            )
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+    found: Result = {"rows": rows, "cache_bytes": cache_bytes}
+    mine = rows["millstream 0"]
+    print(f"\n{part}: {count:,} records, medians of {turns}", flush=True)
+    for name, turned in rows.items():
+        if bad := next((row for row in turned if "cold_s" not in row), None):
+            print(f"  {name:16} {bad}")
             continue
-        line = f"  {name:14} cold {row['cold_s']:7.2f} s ({row['cold_s'] / mine['cold_s']:.2f}x), fetched "
-        line += f"{row['fetched_bytes'] / 1e6:.0f} MB, second epoch {row['warm_s']:.2f} s"
-        more = f", local files {row['local_s']:.2f} s, {row['requests']} requests" if name == "millstream" else ""
-        print(line + more, flush=True)
-    rest = [row["cold_s"] for name, row in found.items() if name != "millstream" and "cold_s" in row]
-    found["ratios"] = {
-        "best_peer_to_ours": min(rest, default=0) / mine["cold_s"],
-        "warm_to_local": mine["warm_s"] / mine["local_s"],
-    }
-    print(f"  {part}: {found['ratios']}")
+        ratios = {
+            what: median(row[what] / own[what] for row, own in zip(turned, mine, strict=True))
+            for what in ("cold_s", "warm_s", "cpu_s")
+        }
+        found[name] = {"ratios": ratios} | {
+            what: median(row[what] for row in turned)
+            for what in ("cold_s", "warm_s", "cpu_s", "fetched_bytes", "requests")
+        }
+        line = f"  {name:16} cold {found[name]['cold_s']:7.2f} s ({ratios['cold_s']:.2f}x ours, "
+        line += f"CPU {ratios['cpu_s']:.2f}x), second epoch {found[name]['warm_s']:.2f} s ({ratios['warm_s']:.2f}x), "
+        fetched, requests = found[name]["fetched_bytes"], found[name]["requests"]
+        print(f"{line}{fetched / 1e6:.0f} MB in {requests:.0f} requests", flush=True)
+    if "local_s" in mine[0]:
+        found["warm_to_local"] = median(row["warm_to_local"] for row in mine)
+        print(f"  warm cache to local files: {found['warm_to_local']:.2f}")
     return found
 
 
-def layer_part(folder: Path, counts: dict[str, int]) -> Result:
+def layer_part(folder: Path, counts: dict[str, int], turns: int) -> Result:
     count = max(counts["A"] // 3, 8)
-    found = measure(__file__, "layer", tool="millstream", folder=folder / "layer", count=count)
+    found = measure(__file__, "layer", tool="millstream", folder=folder, count=count)
     wanted = count * TOKENS * DIM * 2
     found |= {"wanted_bytes": wanted, "fetched_per_wanted": found.get("fetched_bytes", 0) / wanted, "of_all": LAYERS}
     print(f"\nlayer: {found}", flush=True)
     return found
 
 
-def first_part(folder: Path, counts: dict[str, int]) -> Result:
-    found = measure(__file__, "first", tool="millstream", folder=folder / "first")
+def first_part(folder: Path, counts: dict[str, int], turns: int) -> Result:
+    found = [measure(__file__, "first", tool="millstream", folder=folder) for _ in range(turns)]
     print(f"\nfirst batch of {SHARDS} shards: {found}", flush=True)
-    return found
+    return {"rows": found}
 
 
-def memory_part(folder: Path, counts: dict[str, int]) -> Result:
-    store = folder / "A-millstream"
-    if not store.exists():
-        ours("A", folder, counts["A"])
+def memory_part(folder: Path, counts: dict[str, int], turns: int) -> Result:
     found = {
         f"memory={memory} cache={cache}": measure(
-            __file__, "memory", tool="millstream", folder=folder / "memory", memory=memory, cache=cache
+            __file__, "memory", tool="millstream", folder=folder, memory=memory, cache=cache
         )
         for memory, cache in (("100MB", "100MB"), ("300MB", "0"))
     }
@@ -124,92 +167,89 @@ def memory_part(folder: Path, counts: dict[str, int]) -> Result:
     return found
 
 
-def ours(workload: str, folder: Path, count: int) -> Result:
-    return measure(__file__, "millstream", tool="millstream", workload=workload, folder=folder, count=count)
-
-
-def peer(name: str, workload: str, folder: Path, count: int) -> Result:
-    place = folder / f"{workload}-{name}"
-    wrote = measure(__file__, "write", tool=name, workload=workload, folder=place, count=count)
-    if "error" in wrote:
-        return wrote
-    rows = [
-        measure(__file__, "peer", tool=name, workload=workload, folder=place, workers=str(workers), timeout_s=300)
-        for workers in (0, 2)
-    ]
-    return min(rows, key=lambda row: row.get("cold_s", 1e9))
-
-
 # -- measurements, each in a process of its own
 
 
-def measure_millstream(tool: str, workload: str, folder: Path, count: int) -> Result:
-    place, url = folder / f"{workload}-millstream", f"s3://{BUCKET}/{workload}-millstream"
-    place.mkdir()
-    if workload == "A":
-        with ms.TraceWriter(place / "traces", schema=SCHEMA, shard_bytes="64MB") as writer:
+def measure_write(tool: str, workload: str, folder: Path, count: int) -> Result:
+    start = time.perf_counter()
+    folder.mkdir(parents=True)
+    if tool != "millstream":
+        peer_of(tool, workload).write(folder, count=count, seed=0)
+    elif workload == "A":
+        with ms.TraceWriter(folder / "traces", schema=SCHEMA, shard_bytes="64MB") as writer:
             for record in traces(count):
                 writer.append(record)
-        local, remote = place / "traces", f"{url}/traces"
     else:
-        write_fasta(place / "reads.fa", count)
-        os.system(f"{sys.executable} -m millstream pack {place}/reads.fa {place}/reads.pack >{os.devnull} 2>&1")
-        local, remote = place / "reads.pack", f"{url}/reads.pack"
-    upload(place, url)
-    epoch(str(local), workload)  # imports and kernels; the server has files of its own
-    with counted() as fetched, cache_in(folder):
-        cpu_s = time.process_time()
-        cold_s, _ = epoch(remote, workload)
-        cpu_s = time.process_time() - cpu_s
-        requests, num_bytes = len(fetched), sum(fetched)
-        warm_s = min(epoch(remote, workload)[0] for _ in range(3))
-    local_s = min(epoch(str(local), workload)[0] for _ in range(3))
-    return {
-        "cold_s": cold_s,
-        "warm_s": warm_s,
-        "local_s": local_s,
-        "cpu_s": cpu_s,
-        "requests": requests,
-        "requests_per_record": requests / count,
-        "fetched_bytes": num_bytes,
-    }
+        write_fasta(folder / "reads.fa", count)
+        command = f"{sys.executable} -m millstream pack {folder}/reads.fa {folder}/reads.pack >{os.devnull} 2>&1"
+        assert not os.system(command)
+    return {"write_s": time.perf_counter() - start}
 
 
-def measure_layer(tool: str, folder: Path, count: int) -> Result:
+def measure_write_layer(tool: str, folder: Path, count: int) -> Result:
     rng = np.random.default_rng(1)
     with ms.TraceWriter(folder, schema={"hidden": "float16[layer, token, dim]"}, shard_bytes="64MB") as writer:
         for number in range(count):
             hidden = rng.integers(0, 1 << 14, (LAYERS, TOKENS, DIM), np.uint16).view(np.float16)
             writer.append({"question_id": f"q{number}", "hidden": hidden})
-    url = upload(folder, f"s3://{BUCKET}/layer")
-    features = ms.features.each(lambda record, _: {"layer": record["hidden"]}, fields=["hidden[16]"])
-    with counted() as fetched, cache_in(folder):
-        start, cpu_s = time.perf_counter(), time.process_time()
-        loader = ms.Loader(ms.open(url), batch_size=TRACE_BATCH, features=features, seed=1, notify=lambda _: None)
-        number = sum(len(batch["numbers"]) for batch in loader)
-        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
-    assert number == count
-    return {"seconds": seconds, "cpu_s": cpu_s, "fetched_bytes": sum(fetched), "requests": len(fetched)}
+    return {}
 
 
-def measure_first(tool: str, folder: Path) -> Result:
+def measure_write_first(tool: str, folder: Path, count: int) -> Result:
     with ms.TraceWriter(folder, shard_records=4) as writer:
         for number in range(4 * SHARDS):
             writer.append({"question_id": f"q{number}", "states": np.full((16, 64), number, np.float16)})
-    url = upload(folder, f"s3://{BUCKET}/first")
-    ms.open(folder)[0]  # imports
-    next(iter(ms.Loader(ms.open(folder), batch_size=8, seed=2, notify=lambda _: None)))
+    return {}
+
+
+def measure_millstream(tool: str, workload: str, folder: Path, workers: int, cache_bytes: int | None = None) -> Result:
+    """Cold, then warm and local epochs in turns."""
+    name = "A-millstream/traces" if workload == "A" else "B-millstream/reads.pack"
+    local, remote = str(folder / BUCKET / name), f"s3://{BUCKET}/{name}"
+    epoch(local, workload)  # imports and kernels
+    with counted() as fetched, cache_in(folder, str(cache_bytes or "20GB")):
+        cpu_s = time.process_time()
+        cold_s = epoch(remote, workload)
+        cpu_s = time.process_time() - cpu_s
+    with cache_in(folder, str(cache_bytes or "20GB"), is_empty=False):
+        pairs = [(epoch(remote, workload), epoch(local, workload)) for _ in range(5)]
+    return {
+        "cold_s": cold_s,
+        "warm_s": pairs[0][0],
+        "local_s": median(local_s for _, local_s in pairs),
+        "warm_to_local": median(warm_s / local_s for warm_s, local_s in pairs),
+        "cpu_s": cpu_s,
+        "requests": fetched["requests"],
+        "fetched_bytes": fetched["bytes"],
+    }
+
+
+def measure_layer(tool: str, folder: Path, count: int) -> Result:
+    features = ms.features.each(lambda record, _: {"layer": record["hidden"]}, fields=["hidden[16]"])
+    with counted() as fetched, cache_in(folder):
+        start, cpu_s = time.perf_counter(), time.process_time()
+        rows = ms.open(f"s3://{BUCKET}/layer")
+        loader = ms.Loader(rows, batch_size=TRACE_BATCH, features=features, seed=1, notify=lambda _: None)
+        number = sum(len(batch["numbers"]) for batch in loader)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
+    assert number == count
+    return {"seconds": seconds, "cpu_s": cpu_s, "fetched_bytes": fetched["bytes"], "requests": fetched["requests"]}
+
+
+def measure_first(tool: str, folder: Path) -> Result:
+    local = folder / BUCKET / "first"
+    next(iter(ms.Loader(ms.open(local), batch_size=8, seed=2, notify=lambda _: None)))  # imports
     with counted() as fetched, cache_in(folder):
         start = time.perf_counter()
-        batch = next(iter(ms.Loader(ms.open(url), batch_size=8, seed=1, notify=lambda _: None)))
+        rows = ms.open(f"s3://{BUCKET}/first")
+        opened_s = time.perf_counter() - start
+        batch = next(iter(ms.Loader(rows, batch_size=8, seed=1, notify=lambda _: None)))
         seconds = time.perf_counter() - start
     assert len(batch["numbers"]) == 8
-    return {"first_batch_s": seconds, "requests": len(fetched)}
+    return {"opened_s": opened_s, "first_batch_s": seconds, "requests": fetched["requests"]}
 
 
 def measure_memory(tool: str, folder: Path, memory: str, cache: str) -> Result:
-    url = f"s3://{BUCKET}/A-millstream/traces"
-    folder.mkdir(exist_ok=True)
     most_bytes, done = 0, threading.Event()
 
     def watch() -> None:
@@ -218,12 +258,13 @@ def measure_memory(tool: str, folder: Path, memory: str, cache: str) -> Result:
             files = list((folder / "cache").glob("*/*"))
             most_bytes = max(most_bytes, sum(size_of(path) for path in files))
 
-    with cache_in(folder, cache):
+    url = f"s3://{BUCKET}/A-millstream/traces"
+    next(iter(ms.Loader(ms.open(f"s3://{BUCKET}/first"), batch_size=1, notify=lambda _: None)))  # imports, the client
+    with cache_in(folder, str(cache)):
         loader = ms.Loader(ms.open(url), batch_size=8, seed=1, memory=memory, notify=lambda _: None)
         sampler = threading.Thread(target=watch)
         sampler.start()
         with peak_pss() as held:
-            before = held.peak_bytes
             held.sample()
             before = held.peak_bytes
             for _ in loader:
@@ -233,39 +274,35 @@ def measure_memory(tool: str, folder: Path, memory: str, cache: str) -> Result:
     return {"above_start_mb": (held.peak_bytes - before) / 1e6, "cache_mb": most_bytes / 1e6}
 
 
-def measure_write(tool: str, workload: str, folder: Path, count: int) -> Result:
-    start = time.perf_counter()
-    folder.mkdir(parents=True)
-    peer_of(tool, workload).write(folder, count=count, seed=0)
-    seconds = time.perf_counter() - start
-    upload(folder, f"s3://{BUCKET}/{folder.name}")
-    return {"write_s": seconds}
-
-
-def measure_peer(tool: str, workload: str, folder: Path, workers: int) -> Result:
+def measure_peer(tool: str, workload: str, folder: Path, workers: int, cache_bytes: int | None = None) -> Result:
     """Two epochs: with an empty cache, then with what the first one left."""
-    loader, cache = peer_of(tool, workload), folder / f"cache-{workers}"
-    url, batch_size = f"s3://{BUCKET}/{folder.name}", TRACE_BATCH if workload == "A" else READ_BATCH
-    start = time.perf_counter()
-    batches = remote_batches(loader, tool, workload, url, cache, workers=workers, batch_size=batch_size)
-    opened_s = time.perf_counter() - start
-    times = [clock_epoch(batches) for _ in range(2)]
-    times[0] += opened_s
+    loader, url = peer_of(tool, workload), f"s3://{BUCKET}/{workload}-{tool}"
+    with counted() as fetched:
+        start, cpu_s = time.perf_counter(), cpu_seconds()
+        batches = remote_batches(loader, tool, workload, url, folder / "cache", workers, cache_bytes)
+        clock_epoch(batches)
+        cold_s, cpu_s = time.perf_counter() - start, cpu_seconds() - cpu_s
     return {
-        "cold_s": times[0],
-        "warm_s": times[1],
-        "fetched_bytes": sum(size_of(path) for path in cache.rglob("*")),
-        "workers": workers,
+        "cold_s": cold_s,
+        "warm_s": clock_epoch(batches),
+        "cpu_s": cpu_s,
+        "requests": fetched["requests"],
+        "fetched_bytes": fetched["bytes"],
     }
 
 
 def remote_batches(
-    loader: Any, tool: str, workload: str, url: str, cache: Path, *, workers: int, batch_size: int
+    loader: Any, tool: str, workload: str, url: str, cache: Path, workers: int, cache_bytes: int | None
 ) -> Callable[[], Iterable[Any]]:
     """The peer's own loader over a URL, with the collation of the local benchmark."""
+    batch_size = TRACE_BATCH if workload == "A" else READ_BATCH
     if tool == "litdata":
+        from litdata.streaming import downloader
+
+        downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # otherwise it reads from https:// only
         options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
         more = {"batch_decode": "all"} if workload == "B" else {}
+        more |= {"max_cache_size": cache_bytes} if cache_bytes else {}
         rows = loader._lib.StreamingDataset(
             url, cache_dir=str(cache), shuffle=True, seed=1, item_shuffle_window="full", storage_options=options, **more
         )
@@ -278,6 +315,7 @@ def remote_batches(
             shuffle=True,
             shuffle_algo=loader.algorithm,
             shuffle_seed=1,
+            cache_limit=cache_bytes,
         )
         make = loader._base.StreamingDataLoader
     return lambda: make(rows, batch_size=batch_size, num_workers=workers, collate_fn=list)
@@ -291,20 +329,21 @@ def peer_of(tool: str, workload: str) -> Any:
     return {"mosaic-py1e": module.Mosaic, "mosaic-naive": module.MosaicNaive, "litdata": module.LitData}[tool]()
 
 
-def epoch(path: str, workload: str) -> tuple[float, int]:
-    """Seconds and records of one epoch in exact order."""
+def epoch(path: str, workload: str) -> float:
+    """Seconds of one epoch in exact order."""
     start = time.perf_counter()
     features = ms.features.fields(*SCHEMA, "label") if workload == "A" else ms.features.fields("sequence")
+    rows = ms.open(path)
     loader = ms.Loader(
-        ms.open(path),
+        rows,
         batch_size=TRACE_BATCH if workload == "A" else READ_BATCH,
         features=features,
         seed=1,
         order="exact",
         notify=lambda _: None,
     )
-    number = sum(len(batch["numbers"]) for batch in loader)
-    return time.perf_counter() - start, number
+    assert sum(len(batch["numbers"]) for batch in loader) == len(rows)
+    return time.perf_counter() - start
 
 
 def clock_epoch(batches: Callable[[], Iterable[Any]]) -> float:
@@ -314,34 +353,26 @@ def clock_epoch(batches: Callable[[], Iterable[Any]]) -> float:
     return time.perf_counter() - start
 
 
-def upload(folder: Path, url: str) -> str:
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        to_path(f"{url}/{file.relative_to(folder)}").put(file)  # pyright: ignore
-    return url
+def cpu_seconds() -> float:
+    """Of this process and of its workers that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 @contextmanager
-def counted() -> Iterator[list[int]]:
-    """The bytes of every answer to a GET."""
-    sizes: list[int] = []
-    real = ObjectBucket.get
-
-    def get(self: ObjectBucket, *arguments: Any) -> Any:
-        data, info = real(self, *arguments)
-        sizes.append(len(data))
-        return data, info
-
-    ObjectBucket.get = get
-    try:
-        yield sizes
-    finally:
-        ObjectBucket.get = real
+def counted() -> Iterator[dict[str, int]]:
+    """Requests and bytes that the server answers."""
+    counts_of(os.environ["AWS_ENDPOINT_URL"])
+    found: dict[str, int] = {}
+    yield found
+    found |= counts_of(os.environ["AWS_ENDPOINT_URL"])
 
 
 @contextmanager
-def cache_in(folder: Path, size: str = "20GB") -> Iterator[None]:
-    """An empty block cache."""
-    shutil.rmtree(folder / "cache", ignore_errors=True)
+def cache_in(folder: Path, size: str = "20GB", *, is_empty: bool = True) -> Iterator[None]:
+    """A block cache of this size."""
+    if is_empty:
+        shutil.rmtree(folder / "cache", ignore_errors=True)
     os.environ |= {"MILLSTREAM_CACHE": size, "MILLSTREAM_CACHE_DIR": str(folder / "cache")}
     yield
 
@@ -359,6 +390,8 @@ MEASURES: dict[str, Callable[..., Result]] = {
     "first": measure_first,
     "memory": measure_memory,
     "write": measure_write,
+    "write-layer": measure_write_layer,
+    "write-first": measure_write_first,
     "peer": measure_peer,
 }
 
