@@ -231,13 +231,15 @@ def plan_order(collection: Collection, wanted: OrderName, *, room: int, world: i
 def batch_budget(collection: Collection, memory: int, *, batch_size: int) -> int:
     """The share of the memory for batches: a quarter if they are small, up to three quarters if they are large.
 
-    The rest is for decoded blocks and mapped files; for compressed files, at least half.
+    The rest is for decoded blocks and mapped files; for compressed files, and for what arrives from a network (70 MB
+    over 32 connections), at least half.
     """
     medium = collection.medium
     record_bytes = medium.num_bytes // max(len(collection), 1)
     # Features may take 16 times what is fetched, such as int64 ids with a mask.
     ample = batch_size * record_bytes * 16 * (MAX_THREADS + 2)
-    return min(max(ample, memory // 4), memory * 3 // 4 if medium.is_random else memory // 2)
+    has_little_else = medium.is_random and not medium.is_remote
+    return min(max(ample, memory // 4), memory * 3 // 4 if has_little_else else memory // 2)
 
 
 def file_share(collection: Collection, memory: int) -> int:
