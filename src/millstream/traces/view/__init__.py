@@ -25,6 +25,7 @@ from millstream.traces.store.traces import LABELS_FILE, Traces
 from millstream.traces.view import inside
 from millstream.traces.view.inside import LayerScores, TokenTexts, find_tokenizer
 from millstream.traces.view.labelling import HumanVerdicts, labelling_view_of
+from millstream.traces.view.marks import TokenScores, marks_of
 from millstream.training.folder import DATA, PREDICTIONS
 from millstream.view import PATIENCE_S, Answer, Later, Query, View
 
@@ -126,16 +127,17 @@ class TraceScores:
     by_model: Mapping[str, Floats]
     parts: NDArray[np.int8]  # indices in `part_names`, -1: none
     part_names: Sequence[str]
+    tokens: TokenScores
 
 
 def read_scores(run: Path, traces: Traces) -> TraceScores:
     """The scores of a run trained or evaluated on this store; BadSource if it scored other records."""
     file = run / PREDICTIONS
     if not file.exists():
-        return TraceScores({}, np.full(len(traces), -1, np.int8), ())
+        return _no_scores(traces)
     try:
-        table = read_table(file)
-        table = table.select(["model", "part", "record", key := id_field(table.column_names), "score"])
+        whole = read_table(file)
+        table = whole.select(["model", "part", "record", key := id_field(whole.column_names), "score"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise BadSource(f"{file}: is damaged ({error}). Next: the millstream train command of the run") from None
     records = table.column("record").to_numpy().astype(np.int64)
@@ -150,7 +152,11 @@ def read_scores(run: Path, traces: Traces) -> TraceScores:
         means = (sums / counts).reshape(len(model_names), len(traces))  # 0 / 0 without a score
     part_of = np.full(len(traces), -1, np.int8)
     part_of[records] = parts
-    return TraceScores(dict(zip(model_names, means, strict=True)), part_of, part_names)
+    return TraceScores(dict(zip(model_names, means, strict=True)), part_of, part_names, TokenScores(whole))
+
+
+def _no_scores(traces: Traces) -> TraceScores:
+    return TraceScores({}, np.full(len(traces), -1, np.int8), (), TokenScores(None))
 
 
 @dataclass(frozen=True)
@@ -310,7 +316,7 @@ class _Shown:
         """Labels and scores; what cannot be read becomes a problem on the page."""
         traces, problems = self._traces, list[str]()
         labels = Labels(traces, None)
-        scores = TraceScores({}, np.full(len(traces), -1, np.int8), ())
+        scores = _no_scores(traces)
         try:
             labels = Labels(traces, read_labels(traces))
         except MillstreamError as error:
@@ -382,6 +388,7 @@ class _Shown:
         known = self._known.soon()
         scores = {} if known is None else {name: values[number] for name, values in known.scores.by_model.items()}
         shapes = {name: None if place is None else list(place.shape) for name, place in row.tensors.items()}
+        labels = {} if known is None else known.labels.of(number)
         scalars: dict[str, object] = {name: traces.fetch([number], [name])[name][0] for name in self._scalars()}
         return {
             "number": number,
@@ -393,12 +400,18 @@ class _Shown:
             "scalars": scalars,
             "shapes": shapes,
             "scores": scores,
-            "labels": {} if known is None else known.labels.of(number),
+            "labels": labels,
+            "marks": None if known is None else self._marks(known, number, scalars.get(fields.answer or ""), labels),
             "human": self._human.by_number().get(number),
             **self._verdict_and_score(known, number, ""),
             "tokens": inside.tokens_of(traces, number, self._tokens.wait()),
             "num_layers": inside.num_layers(traces, number),
         }
+
+    def _marks(
+        self, known: Known, number: int, answer: object, labels: Mapping[str, Any]
+    ) -> Mapping[str, object] | None:
+        return marks_of(self._traces, number, answer=answer, labels=labels, scores=known.scores.tokens)
 
     def _scalars(self) -> list[str]:
         return [name for name, kind in self._traces.fields.items() if not isinstance(kind, Tensor)]

@@ -198,7 +198,7 @@ def _restore_nets(run: Path, traces: Traces) -> Mapping[str, Sequence[NetModel]]
     place = Workplace(load_detector_run(run)[0], ScoringDevice.default(), str(run))
     for file in files:
         name, _, seed = file.parent.name.rpartition("-")
-        if name not in NETS or NETS[name].family == "charm":
+        if name not in NETS or NETS[name].family in ("charm", "token-lstm"):
             continue
         resources = FitResources(int(seed), NET_MEMORY)
         built = DetectorSpec(name, traces.field_names).build(resources=resources, place=place)

@@ -7,7 +7,7 @@ const HEATS = {
   entropy: { title: "entropy", share: (value) => value / 4, ends: ["0", "4 nats or more"] },
   rank: { title: "rank", share: (value) => Math.log1p(value) / Math.log(1000), ends: ["first choice", "1000th"] },
 };
-const kept = { heat: "logprobs", layer: null, head: "mean", k: 4, prompts: false, first: true, nulls: false }; // kept between traces
+const kept = { heat: "logprobs", layer: null, head: "mean", k: 4, prompts: false, first: true, nulls: false, marks: "" }; // kept between traces
 let current = 0;
 
 export function closeTrace() {
@@ -47,14 +47,35 @@ function head(trace, step) {
 }
 
 function answerBlock(trace) {
+  const { pieces: marked, legend: key } = trace.marks ? markedAnswer(trace.marks) : {};
   const parts = [make("h2", { class: "question" }, make("bdi", {}, trace.question ?? `record ${trace.number}`))];
   const line = make("p", { class: "given-answer" });
   if (trace.scalars.status === "error") line.append(make("span", { class: "error" }, trace.scalars.error ?? "failed"));
-  else line.append(make("bdi", {}, trace.answer ?? ""), " ");
+  else line.append(make("bdi", {}, ...(trace.marks ? marked : [trace.answer ?? ""])), " ");
   if (trace.verdict) line.append(" ", make("span", { class: `verdict ${trace.verdict}` }, trace.verdict));
   line.append(" ", human(trace) ?? "");
   if (trace.references.length) line.append(make("span", { class: "soft" }, ` references: ${trace.references.slice(0, 12).join(" · ")}`));
-  return [...parts, line];
+  return [...parts, line, ...(key ? [key] : [])];
+}
+
+// The pieces of an answer: annotated spans underlined, coloured by the scores of a detector of tokens.
+function markedAnswer({ pieces, is_annotated, scales }) {
+  const names = Object.keys(scales), made = pieces.map(({ text, span }) => make("span", { class: span === null ? "piece" : "piece wrong" }, text));
+  const scale = make("span", { class: "soft" });
+  const select = make("select", { id: "marks", onchange: (event) => { kept.marks = event.target.value; paint(); } }, ...names.map((name) => make("option", { value: name, selected: name === kept.marks }, name)));
+  function paint() {
+    const name = names.includes(kept.marks) ? kept.marks : names[0], [low, high] = scales[name] ?? [0, 1];
+    pieces.forEach(({ span, scores }, place) => {
+      const score = scores[name], share = score === undefined ? 0 : (score - low) / (high - low || 1);
+      made[place].style.setProperty("--heat", Math.round(75 * Math.min(1, Math.max(0, share))));
+      const facts = [span === null ? "" : `annotated as wrong${span ? `: ${span}` : ""}`, score === undefined ? "" : `${name} ${short(score)}`];
+      made[place].title = facts.filter(Boolean).join(", ");
+    });
+    if (name) scale.replaceChildren(short(low), " ", make("span", { class: "scale", "aria-hidden": "true" }), " ", short(high), " (higher: more likely wrong)");
+  }
+  paint();
+  const annotated = is_annotated ? make("span", { class: "soft" }, make("span", { class: "piece wrong" }, "underlined"), ": annotated as wrong") : null;
+  return { pieces: made, legend: make("div", { class: "bar", id: "marks-key" }, names.length ? make("label", {}, "answer coloured by ", select) : null, scale, annotated) };
 }
 
 // The verdict of a person, beside that of the labels.
