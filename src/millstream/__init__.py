@@ -10,6 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from millstream.core.arguments import checked
+from millstream.core.config import Count, SizeInBytes
+
 if TYPE_CHECKING:
     from millstream import errors, features
     from millstream.core.collection import Collection, Subset, subset
@@ -94,16 +97,17 @@ _HOME = {
 _MODULES = {"errors": "millstream.errors", "features": "millstream.features"}
 
 
+@checked
 def open(
     path: str | Path | Sequence[str | Path],
     *,
     verify: Literal["always", "never"] = "always",
-    open_shards: int = 256,
+    open_shards: Count = 256,
     header_regex: str | None = None,
     columns: Sequence[str] | None = None,
     on_mismatch: Literal["error", "skip", "null"] = "error",
     mapping: MappingSource | None = None,
-    memory: int | str | None = None,
+    memory: SizeInBytes | None = None,
     index_dir: str | Path | None = None,
     salvage: bool = False,
     unverified: bool = False,

@@ -17,6 +17,8 @@ from millstream.errors import BadSource
 MAX_FACTOR = 100  # a file decodes to at most so many times its size,
 MIN_LIMIT = 64_000_000  # but to this many bytes in any case
 OBJECT_BYTES = 64  # an empty dict
+TRACE_BYTES = 12  # of pickle, two small fields, the least that traces take on average,
+FREE_TRACES = 10_000  # after so many: converting millions of empty ones would take hours
 MEASURED_OBJECTS = 1 << 16  # memory is measured after so many objects, and
 _MEASURED_BYTES = 4 << 20  # so many bytes
 MAX_UNCHECKED_BYTES = 1 << 16  # larger reads are checked against the file size before memory is allocated
@@ -76,6 +78,7 @@ class Input:
         self.end = end
         self.memory = memory
         self.limit = Limit(end or 0 if file_bytes is None else file_bytes)
+        self._start = file.tell()
         self._unmeasured = 0  # bytes that were allocated since memory was measured
         # An object takes about as much memory as MAX_FACTOR bytes of pickle, so only gzip needs a limit.
         self.max_objects = self.limit.num_bytes // OBJECT_BYTES if end is None else sys.maxsize
@@ -91,6 +94,14 @@ class Input:
             self.limit.spend(num_objects * OBJECT_BYTES)
         if self.memory is not None:
             self.memory.check()
+
+    def check_traces(self, num_traces: int) -> None:
+        """So many traces were made of what has been read."""
+        if num_traces > FREE_TRACES and (used := self.file.tell() - self._start) < TRACE_BYTES * num_traces:
+            raise pickle.UnpicklingError(
+                f"{num_traces:,} traces in {format_bytes(used)} are too many: after {FREE_TRACES:,}, there must be "
+                f"{TRACE_BYTES} bytes per trace"
+            )
 
     def read(self, num_bytes: int) -> bytes:
         if num_bytes > MAX_UNCHECKED_BYTES:

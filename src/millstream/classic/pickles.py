@@ -128,6 +128,7 @@ class TraceUnpickler(Unpickler):
         self.keeps_all = not drop
         self.trace_list: list[object] | None = None
         self.num_memoised = 0
+        self.num_traces = 0
         self.kept: dict[int, object] = {}  # memo entries of earlier traces; `memo` is that of the trace being read
 
     def traces(self) -> Iterator[Trace]:
@@ -143,6 +144,8 @@ class TraceUnpickler(Unpickler):
         for key in cast(dict[object, object], item):
             if not isinstance(key, str):
                 raise pickle.UnpicklingError(f"one of its keys is {brief(key)}, not a string")
+        self.num_traces += 1
+        self.source.check_traces(self.num_traces)
         try:
             self.source.spend(decoded_bytes(cast(object, item)))
         except RecursionError:
@@ -341,6 +344,9 @@ class _Gunzip(io.RawIOBase):
         self.limit.spend(len(data))
         buffer[: len(data)] = data
         return len(data)
+
+    def tell(self) -> int:
+        return self.file.tell()
 
 
 def _open_zip(file: BinaryIO, end: int, memory: MemoryLimit) -> tuple[Input, FindStorage]:

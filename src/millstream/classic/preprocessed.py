@@ -201,6 +201,8 @@ def _columns(name: str, content: object, source: Input) -> tuple[str, Rows, Sequ
         wanted = "a tensor [trace, layer, dim] or a list" if key == "sequences" else "lists of graphs"
         raise pickle.UnpicklingError(f"expected {key!r} to be {wanted}, found {brief(fields[key])}{shape}")
     source.spend(num_rows * OBJECT_BYTES)
+    if not isinstance(rows, StoredTensor):
+        source.check_traces(num_rows)
     missing = [None] * num_rows
     labels = _items("labels", fields["labels"]) if "labels" in fields else missing
     ids = _items("question_ids", fields["question_ids"]) if "question_ids" in fields else missing

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
 from millstream.core.config import config_hash
 
 if TYPE_CHECKING:
@@ -278,6 +279,7 @@ class Subset(Collection):
         return self.chosen.take(checked_numbers(numbers, len(self)))
 
 
+@checked
 def subset(collection: Collection, numbers: Sequence[int] | Numbers) -> Subset:
     """The records with these numbers, in the order given.
 

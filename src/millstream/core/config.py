@@ -119,7 +119,7 @@ Positive = Annotated[float, Between(0, is_open=True)]
 Probability = Annotated[float, Between(0, 1)]
 Rate = Annotated[float, Between(0, 1, is_below=True)]
 Share = Annotated[float, Between(0, 1, is_open=True)]
-Bytes = Annotated[int | str, ByteSize()]
+SizeInBytes = Annotated[int | str, ByteSize()]
 
 
 def check_limits(name: str, value: object, limits: Iterable[Limit]) -> None:

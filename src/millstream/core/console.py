@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -24,6 +24,7 @@ _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud
 RATE_S = 30.0  # the rate is measured over the last half minute
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Called with the work done so far. The first call gives the starting point, which is not 0 after a resume."""
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
+from millstream.core.arguments import checked
 from millstream.core.batches import Batch, collate, fetch_batch
 from millstream.core.collection import Collection, Numbers
 from millstream.core.order import mix
@@ -22,6 +23,7 @@ _RECORD_BYTES = 24  # the minimum that `Collection.sizes` returns per record
 Transform = Callable[[dict[str, object], np.random.Generator], Mapping[str, object]]
 
 
+@runtime_checkable
 class Feature(Protocol):
     """What a model sees of records. Small and picklable.
 
@@ -221,6 +223,7 @@ def _bytes_of(value: object, span: tuple[int, int]) -> tuple[int, bool]:
     return _OBJECT_BYTES, True
 
 
+@checked
 def fields(*names: str, pad: bool = True) -> FieldFeature:
     """Fields as they are stored; without names, all of them. `hidden[8,-1]` selects two layers of a field.
 
@@ -232,6 +235,7 @@ def fields(*names: str, pad: bool = True) -> FieldFeature:
     return FieldFeature(names or None, pad)
 
 
+@checked
 def each(transform: Transform, *, fields: Sequence[str] | None = None, pad: bool = True) -> EachFeature:
     """The output of `transform(record, rng)` for each record: a dict of arrays, numbers or texts.
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast
 
+from millstream.core.arguments import checked
 from millstream.core.bucket import CONNECTIONS, PART_BYTES
 from millstream.core.collection import Collection, Numbers
-from millstream.core.config import config_diff, parse_bytes
+from millstream.core.config import Count, Natural, SizeInBytes, config_diff, parse_bytes
 from millstream.core.console import format_bytes, ignore_message, say
 from millstream.core.engine import available_cores
 from millstream.core.features import Feature, FeaturePipeline
@@ -28,6 +29,7 @@ REMOTE_THREADS = 4  # at most, if the requests of fewer batches do not keep all 
 VERSION = 1  # of the state
 
 
+@checked
 class Loader:
     """Iterates over the batches of one epoch; the next loop is the next epoch.
 
@@ -46,14 +48,14 @@ class Loader:
         self,
         collection: Collection,
         *,
-        batch_size: int,
+        batch_size: Count,
         features: Feature | Sequence[Feature] | None = None,
         seed: int = 0,
-        memory: int | str = "2GB",
+        memory: SizeInBytes = "2GB",
         order: OrderName = "auto",
-        threads: int | None = None,
-        rank: int | None = None,
-        world: int | None = None,
+        threads: Natural | None = None,
+        rank: Natural | None = None,
+        world: Count | None = None,
         drop_last: bool = False,
         tail: Tail = "drop",
         pin_memory: bool = False,
@@ -91,7 +93,7 @@ class Loader:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of batches and buffers held now."""
+        """SizeInBytes of batches and buffers held now."""
         return self._pool.held_bytes
 
     @property

@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 
+from millstream.core.arguments import checked
 from millstream.core.batches import chunked, join_fetched
 from millstream.core.collection import Collection, Medium, Numbers, Subset, whole_numbers
 from millstream.core.config import config_hash
@@ -114,6 +115,7 @@ class Concat(Collection):
         return [(which, numbers[at] - self._starts[which], at) for which, at in found]
 
 
+@checked
 def concat(collections: Iterable[Collection]) -> Concat:
     """Several collections of one kind, concatenated.
 
@@ -149,6 +151,7 @@ class Mixture(Subset):
         return f"Mixture({len(self)} records per epoch: {shares})"
 
 
+@checked
 def mix(weights: Mapping[Collection, float | Sequence[float]], seed: int = 0, *, repeat: bool = False) -> Mixture:
     """A mixture of collections in these proportions, as large as possible without repeating a record in an epoch.
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
 from millstream.core.batches import codes_of, with_column
 from millstream.core.collection import Collection, Listed, Marked, Medium, Numbers, Subset, whole_numbers
 from millstream.core.config import parse_json
@@ -99,6 +100,7 @@ class Split:
         by = self.rule.by or "record number"
         return f"Split of {len(self._collection)} records by {by}\n{self.report()}"
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write the rule to a small JSON file. It also assigns records that are added later."""
         counts = {name: len(subset) for name, subset in self._subsets.items()}
@@ -108,6 +110,7 @@ class Split:
         publish(to_path(path), (text + "\n").encode())
 
     @classmethod
+    @checked
     def load(cls, path: str | Path, collection: Collection) -> Self:
         """The split of a collection by a saved rule."""
         try:
@@ -133,6 +136,7 @@ class Split:
         return cls(collection, Rule(shares, by, salt, lineage))
 
 
+@checked
 def split(
     collection: Collection,
     parts: Mapping[str, float] | None = None,
@@ -289,6 +293,7 @@ class Labelled(Collection):
         return f"Labelled({self.collection!r})"
 
 
+@checked
 def labelled(
     collection: Collection,
     table: str | Path | pa.Table | None = None,
@@ -307,8 +312,6 @@ def labelled(
 
     >>> judged = ms.labelled(traces, column="verdict", values={"right": 0, "wrong": 1}, missing="drop")
     """
-    if missing not in ("error", "drop"):
-        raise ValueError(f"missing={missing!r}: must be one of error, drop")
     found, source = find_labels(collection, table, column)
     if values is not None:
         found = [None if value is None else values.get(value) for value in found]

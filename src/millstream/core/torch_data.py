@@ -18,8 +18,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 # tests/test_private_modules.py fails if torch changes it.
 from torch.utils.data._utils.collate import default_collate_fn_map  # pyright: ignore
 
+from millstream.core.arguments import checked
 from millstream.core.collection import Collection, Numbers, checked_numbers
-from millstream.core.config import config_diff, parse_bytes
+from millstream.core.config import Count, Natural, SizeInBytes, config_diff, parse_bytes
 from millstream.core.console import format_bytes
 from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.loader import OrderName, State, file_share, plan_order
@@ -147,6 +148,7 @@ class Samples(Sequence[Sample]):
         return Sample(self.builder, int(self.numbers[index]), self.epoch)
 
 
+@checked
 class RecordDataset(Dataset[Sample]):
     """A collection as a map-style Dataset. Made by `collection.dataset(features)`.
 
@@ -162,7 +164,7 @@ class RecordDataset(Dataset[Sample]):
         features: Feature | Sequence[Feature] | None = None,
         *,
         seed: int = 0,
-        memory: int | str = "2GB",
+        memory: SizeInBytes = "2GB",
     ) -> None:
         self._builder = BatchBuilder(collection, FeaturePipeline(collection, features, seed=seed), parse_bytes(memory))
         self._cell: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # persistent workers see it change
@@ -186,6 +188,7 @@ def checked_indices(indices: Sequence[int], length: int) -> Numbers:
     return checked_numbers([int(index) for index in indices], length)
 
 
+@checked
 class RecordStream(IterableDataset[object]):
     """A collection as an IterableDataset that shuffles. Made by `collection.stream(features)`.
 
@@ -202,12 +205,12 @@ class RecordStream(IterableDataset[object]):
         collection: Collection,
         features: Feature | Sequence[Feature] | None = None,
         *,
-        batch_size: int | None = None,
+        batch_size: Count | None = None,
         seed: int = 0,
         order: OrderName = "auto",
-        memory: int | str = "2GB",
-        rank: int | None = None,
-        world: int | None = None,
+        memory: SizeInBytes = "2GB",
+        rank: Natural | None = None,
+        world: Count | None = None,
         drop_last: bool = False,
     ) -> None:
         self._builder = BatchBuilder(collection, FeaturePipeline(collection, features, seed=seed), parse_bytes(memory))

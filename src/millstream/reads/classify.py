@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.config import parse_bytes
+from millstream.core.arguments import checked
+from millstream.core.config import Count, NonNegative, Probability, SizeInBytes, parse_bytes
 from millstream.core.console import Progress, say, silent
 from millstream.core.engine import Engine
 from millstream.core.files import already_exists, publish
@@ -63,6 +64,7 @@ class Classified:
     interrupted: bool = False
 
 
+@checked
 def classify(
     run: str | Path,
     reads: Paths,
@@ -71,18 +73,18 @@ def classify(
     model: str | None = None,
     mates: Paths | None = None,
     paired: bool = False,
-    threshold: float = 0.5,
+    threshold: Probability = 0.5,
     report: str | Path | None = None,
     kraken_output: str | Path | None = None,
-    memory: int | str = "1GB",
+    memory: SizeInBytes = "1GB",
     index_dir: str | Path | None = None,
     force: bool = False,
     engine: Engine | str = "local",
     watch: Watch = lambda total: nullcontext(silent),
     stop: Callable[[], bool] = lambda: False,
-    batch_size: int | None = None,
-    save_s: float = 5.0,
-    chunk_reads: int = 1 << 16,
+    batch_size: Count | None = None,
+    save_s: NonNegative = 5.0,
+    chunk_reads: Count = 1 << 16,
 ) -> Classified:
     """Classify reads with a run's classifier: a TSV of read, class, tax_id, taxon, rank and probability.
 
@@ -98,8 +100,6 @@ def classify(
     >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", report="sample.kreport", threshold=0.9)
     """
     path, report = to_path(out), to_path(given) if (given := report or kraken_output) else None
-    if not 0 <= threshold <= 1:
-        raise BadSetting(f"threshold={threshold}: must be a probability, from 0 to 1")
     if paired and mates is not None:
         raise BadSetting("paired and mates: mates are either neighbours or in other files, not both")
     if report is not None and report.absolute() == path.absolute():

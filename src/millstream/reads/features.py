@@ -7,6 +7,7 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
 from millstream.core.batches import Batch
 from millstream.core.kernels import kernel
 from millstream.core.order import mix, mix_words
@@ -146,6 +147,7 @@ class TokenFeature:
         return {"input_ids": ids, "attention_mask": mask, **{name: batch.columns[name] for name in self.columns}}
 
 
+@checked
 def tokens(
     spec: str | Tokenizer,
     *,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from millstream.core.config import parse_bytes, read_settings
+from millstream.core.arguments import checked
+from millstream.core.config import Natural, parse_bytes, read_settings
 from millstream.core.console import (
     format_bytes,
     format_seconds,
@@ -65,11 +66,12 @@ class Extracted:
     interrupted: bool = False
 
 
+@checked
 def extract(
     questions: str | Path | Sequence[Question | Row],
     path: str | Path,
     *,
-    shuffle_seed: int | None = None,
+    shuffle_seed: Natural | None = None,
     retry_errors: bool = False,
     engine: Engine | str = "local",
     **settings: object,

@@ -11,8 +11,9 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
 from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats, fetch_batch, stack
-from millstream.core.config import parse_bytes, read_settings, without_effect
+from millstream.core.config import Count, parse_bytes, read_settings, without_effect
 from millstream.core.console import Progress, say, silent
 from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
@@ -123,6 +124,7 @@ class LayerFeature:
         return states_LTD[:, position]
 
 
+@checked
 def layers(
     token: Token = "last", *, field: str = "hidden", layers: Sequence[int] | None = None, dtype: str = "float32"
 ) -> LayerFeature:
@@ -172,6 +174,7 @@ class TokenStats:
         return {"stats": out_BS}
 
 
+@checked
 def token_stats(*names: str) -> TokenStats:
     """`stats` [batch, statistic]: how confident the model was in its answer, by the named statistics or all `STATS`.
 
@@ -279,13 +282,14 @@ class Featurized(Written):
     left_out: int = 0
 
 
+@checked
 def featurize(
     source: str | Path,
     out: str | Path,
     *,
     engine: Engine | str = "local",
     progress: Progress = silent,
-    chunk_records: int = 256,
+    chunk_records: Count = 256,
     **settings: object,
 ) -> Featurized:
     """Compute a feature of every record of a store; write it with the record's scalars to the store `out`.

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
 from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats
+from millstream.core.config import Count, Probability
 from millstream.core.memory import empty
 from millstream.core.order import mix
 from millstream.core.record import Array
@@ -148,10 +150,11 @@ class GraphFeature:
         return kept & among
 
 
+@checked
 def graphs(
-    k: int | None = 8,
+    k: Count | None = 8,
     *,
-    threshold: float = 0.0,
+    threshold: Probability = 0.0,
     hidden: str = "hidden",
     attention: str = "attention",
     self_loops: bool = False,
@@ -169,11 +172,6 @@ def graphs(
     >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.graphs(k=4))
     >>> batch = next(iter(loader))  # x, edge_index, edge_attr, batch, ...
     """
-    if k is not None and k < 1:
-        raise ValueError(f"k={k}: must be at least 1 edge per token, or None for all above the threshold")
-    for name, value, known in (("tokens", tokens, get_args(Tokens)), ("wiring", wiring, get_args(Wiring))):
-        if value not in known:
-            raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
     return GraphFeature(k, threshold, hidden, attention, self_loops, dtype, tokens, wiring)
 
 

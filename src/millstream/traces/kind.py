@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from millstream.core.config import Bytes, Count, Finite, Natural, NonNegative, Probability, Share, setting_pairs
+from millstream.core.config import Count, Finite, Natural, NonNegative, Probability, Share, SizeInBytes, setting_pairs
 from millstream.errors import BadSetting
 from millstream.training import LoopSettings
 
@@ -113,8 +113,8 @@ class ExtractSettings:
     columns: Annotated[str | None, "column names in the questions file, such as id=qid,question=text"] = None
     num_samples: Annotated[Count | None, "use only the first N questions"] = None
     shard_records: Annotated[Count | None, "maximum number of traces per shard"] = None
-    shard_bytes: Annotated[Bytes | None, "approximate size of a shard; default: 512MB"] = None
-    memory: Annotated[Bytes, "memory budget of a batch, in addition to the model"] = "2GB"
+    shard_bytes: Annotated[SizeInBytes | None, "approximate size of a shard; default: 512MB"] = None
+    memory: Annotated[SizeInBytes, "memory budget of a batch, in addition to the model"] = "2GB"
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class FeaturizeSettings:
     k: Annotated[Count | None, "graphs: edges per token"] = 8
     threshold: Annotated[Probability, "graphs: minimum attention of an edge"] = 0.0
     dtype: Annotated[str, "number format on disk"] = "float16"
-    shard_bytes: Annotated[Bytes | None, "approximate size of a shard; default: 512MB"] = None
-    memory: Annotated[Bytes, "memory budget of the traces processed at a time"] = "1GB"
+    shard_bytes: Annotated[SizeInBytes | None, "approximate size of a shard; default: 512MB"] = None
+    memory: Annotated[SizeInBytes, "memory budget of the traces processed at a time"] = "1GB"
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class EvaluateSettings:
     data: Annotated[str | None, "another labelled store; default: the test split of the run"] = None
     model: Annotated[str | None, "detectors of the run, separated by commas; default: all"] = None
     include_seen: Annotated[bool, "also score questions that the run was trained or validated on"] = False
-    memory: Annotated[Bytes, "memory budget of the loader and the working data of a model"] = "2GB"
+    memory: Annotated[SizeInBytes, "memory budget of the loader and the working data of a model"] = "2GB"
     out: Annotated[str | None, "folder to write; default: evaluated/ in the run, and the name of the data"] = None
 
 

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
+from millstream.core.config import Count
 from millstream.core.console import Progress, silent
 from millstream.core.files import sync_folder
 from millstream.core.remote import to_path
@@ -88,6 +90,7 @@ class Labelling:
     notes: Sequence[str] = ()
 
 
+@checked
 def label(
     store: str | Path,
     *,
@@ -105,7 +108,7 @@ def label(
     concurrency: int = 8,
     max_new_tokens: int = 16,
     nli: str | None = None,
-    chunk_records: int = CHUNK_RECORDS,
+    chunk_records: Count = CHUNK_RECORDS,
     map: Map = map,
     progress: Progress = silent,
 ) -> Labelling:

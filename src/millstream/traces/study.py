@@ -13,6 +13,7 @@ import pyarrow as pa
 import yaml
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
 from millstream.core.collection import Collection, Subset, subset
 from millstream.core.config import parse_bytes, read_settings, without_effect
 from millstream.core.console import quoted, say
@@ -337,6 +338,7 @@ def _counts(part: Collection) -> dict[str, int]:
     return {"records": len(part), "questions": num_questions, "wrong": wrong}
 
 
+@checked
 def evaluate(run: str | Path, **settings: object) -> Path:
     """Score records with the detectors of a run. Returns the folder of the predictions, laid out like a run.
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from millstream.core.config import Bytes, Count, Natural, NonNegative, Positive, Rate
+from millstream.core.config import Count, Natural, NonNegative, Positive, Rate, SizeInBytes
 from millstream.errors import BadSetting
 
 _NOT_SCIENCE = (  # what may change when a run resumes
@@ -37,7 +37,7 @@ class LoopSettings:
     clip: Annotated[Positive, "maximum gradient norm"] = 1.0
     patience: Annotated[Count, "early-stopping patience, in epochs"] = 6
     dropout: Annotated[Rate, "dropout rate"] = 0.2
-    memory: Annotated[Bytes, "memory budget of the loader and the working data of a model"] = "2GB"
+    memory: Annotated[SizeInBytes, "memory budget of the loader and the working data of a model"] = "2GB"
     accelerator: Annotated[str, "cpu, cuda, mps, or auto to use what is available"] = "auto"
     devices: Annotated[Count, "number of GPUs, or of processes on the CPU"] = 1
     threads: Annotated[Count | None, "threads of torch on the CPU, and of the loader; default: by the cores"] = None

@@ -19,6 +19,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from millstream.core.arguments import checked
 from millstream.core.collection import Collection
 from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_seconds, interruptible, say
@@ -60,6 +61,7 @@ class Run:
     is_first: bool = True  # whether this is the first of the processes that train together
 
 
+@checked
 def train(data: str | Path | Mapping[str, object] | None = None, **settings: object) -> Run:
     """Train and compare models on labelled records, into a run folder.
 

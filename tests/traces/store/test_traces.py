@@ -4,6 +4,8 @@ import gc
 import json
 import os
 import pickle
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.errors import CorruptRecord
+from millstream.errors import CorruptRecord, CorruptShard
 from millstream.traces.store.manifest import shard_name
 from support.making import flip, place_of, record, same, write
 
@@ -255,12 +257,34 @@ def test_without_verification_damage_is_not_noticed(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"verify": "sometimes"}, "verify.*'sometimes'"),
-        ({"open_shards": 0}, "open_shards.* 0"),
+        ({"open_shards": 0}, "open_shards=0"),
     ],
 )
 def test_a_bad_option_of_open_is_rejected(plain: Path, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ms.open(plain, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shard-99999999999999999999.arrow",
+        "shard-1.arrow",
+        "shard-000000001.arrow",
+        "shard-0000\u0661.arrow",
+        "shard-00000 (copy).arrow",
+        "shard-4294967296.arrow",
+    ],
+)
+def test_a_shard_of_another_name_is_refused_instead_of_being_left_out(plain: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(plain, tmp_path / "store")
+    shutil.copy(plain / shard_name(0), tmp_path / "store" / name)
+    for command in (ms.open, ms.TraceWriter):
+        with pytest.raises(CorruptShard, match=rf"{re.escape(name)}: would not be read"):
+            command(tmp_path / "store")
+    (tmp_path / "store" / name).unlink()
+    with ms.TraceWriter(tmp_path / "store"):
+        assert len(ms.open(tmp_path / "store")) == COUNT
 
 
 # -- views

@@ -180,7 +180,7 @@ def test_a_schema_that_contradicts_the_store_is_rejected(tmp_path: Path) -> None
     [
         ({"durability": "maybe"}, "durability.*'maybe'"),
         ({"compression": "gzip"}, "compression.*'gzip'"),
-        ({"shard_records": 0}, "shard_records.* 0"),
+        ({"shard_records": 0}, "shard_records=0"),
         ({"shard_bytes": 0}, " 0"),
         ({"shard_bytes": "much"}, "'much'"),
         ({"schema": {"x": "strin"}}, "'x': 'strin'"),

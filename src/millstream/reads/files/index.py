@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from millstream.core.arguments import checked
 from millstream.core.collection import Numbers
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, format_bytes, quoted, say, silent
@@ -159,6 +160,7 @@ def load_index(path: Path, index: Path) -> Sections:
     return sections
 
 
+@checked
 def build_index(
     path: Path,
     settings: IndexSettings,

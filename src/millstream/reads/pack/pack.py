@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from millstream.core.arguments import checked
 from millstream.core.console import Progress, say, silent
 from millstream.core.engine import Engine
 from millstream.core.files import no_space
@@ -33,6 +34,7 @@ from millstream.reads.pack.join import PackParts
 from millstream.reads.pack.writer import PackBuild, PackSummary, PackWriter, ScannedText
 
 
+@checked
 def pack(
     sources: Sequence[Path],
     out: Path,

@@ -1,7 +1,7 @@
 """Bases -> k-mer ids in one pass (single bases are k = 1), and the rectangle of ids that every tokenizer returns."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ class Tokens(NamedTuple):
     attention_mask: Ids
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Reads in, token ids out. Must be thread-safe, and small to pickle for a spawned worker."""
 

@@ -28,7 +28,7 @@ from millstream.core.record import Bytes, Schema, crc32c, refine
 from millstream.core.registry import extensions
 from millstream.core.remote import RemoteFile, RemotePath, read_object
 from millstream.core.tables import is_table_intact
-from millstream.errors import NewerFormat, NotAStore
+from millstream.errors import CorruptShard, NewerFormat, NotAStore
 from millstream.traces.store.format import (
     SEAL,
     Seal,
@@ -49,7 +49,7 @@ LABELS, GROUPS = "labels.parquet", "groups.parquet"
 HUMAN_VERDICTS, JUDGE_REPLIES = "verdicts.jsonl", "judge.jsonl"
 TOKENIZER = "tokenizer.json"  # of the language model, as Hugging Face writes it
 APPEND_AGAIN = "Records appended so far are saved; free some space and append again, or run the same command to resume"
-_SHARD = re.compile(r"shard-(\d{5,9})\.arrow(\.open)?")  # a number fits 32 bits
+_SHARD = re.compile(r"shard-([0-9]{5,9})\.arrow(\.open)?")  # a number fits 32 bits
 _HEADER_BYTES, _MOST_HEADER_BYTES = 64 << 10, 16 << 20  # of a shard: what is fetched at first, and at most
 _MOST = 1 << 48  # records or bytes of a store
 _CRC_LINE = ',\n "crc32c": {}\n}}\n'  # ends the manifest; covers every byte before it
@@ -110,9 +110,22 @@ def list_shards(path: Path) -> tuple[list[int], list[int]]:
     sealed: list[int] = []
     opened: list[int] = []
     for name in path.entries() if isinstance(path, RemotePath) else os.listdir(path):
-        if match := _SHARD.fullmatch(name):
-            (opened if match[2] else sealed).append(int(match[1]))
+        if (number := _shard_number(path, name)) is not None:
+            (opened if name.endswith(".open") else sealed).append(number)
     return sorted(sealed), sorted(opened)
+
+
+def _shard_number(path: Path, name: str) -> int | None:
+    """The number of a shard by its name, None for another file; CorruptShard for one that would be left out."""
+    match = _SHARD.fullmatch(name)
+    if match and name.startswith(shard_name(int(match[1]))):
+        return int(match[1])
+    if name.startswith("shard-") and name.removesuffix(".open").endswith(".arrow"):
+        raise CorruptShard(
+            f"{path / name}: would not be read, because a shard is named shard-NUMBER.arrow, with 5 to 9 digits. "
+            "Rename it, or move it elsewhere if it is a copy"
+        )
+    return None
 
 
 def foreign_file(path: Path) -> str | None:
@@ -308,17 +321,13 @@ def check_version(path: Path, version: float) -> None:
 
 def _sealed_sizes(path: Path) -> dict[int, int]:
     """Bytes of every sealed shard in the folder, by number, ascending."""
-    sizes: dict[int, int] = {}
     if isinstance(path, RemotePath):
-        for name, info in path.entries().items():
-            if (match := _SHARD.fullmatch(name)) and not match[2]:
-                sizes[int(match[1])] = info.num_bytes
-        return dict(sorted(sizes.items()))
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if (match := _SHARD.fullmatch(entry.name)) and not match[2]:
-                sizes[int(match[1])] = entry.stat().st_size
-    return dict(sorted(sizes.items()))
+        found = {name: info.num_bytes for name, info in path.entries().items() if name.endswith(".arrow")}
+    else:
+        with os.scandir(path) as entries:
+            found = {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(".arrow")}
+    sizes = {_shard_number(path, name): size for name, size in found.items()}
+    return {number: sizes[number] for number in sorted(number for number in sizes if number is not None)}
 
 
 def _is_replaced(path: Path, shard: ShardInfo, size: int) -> bool:

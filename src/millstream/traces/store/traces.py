@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
 from millstream.core.collection import Collection, Medium, whole_numbers
-from millstream.core.config import config_hash
+from millstream.core.config import Count, config_hash
 from millstream.core.console import format_bytes, plural
 from millstream.core.memory import empty
 from millstream.core.record import Array, Bytes, Schema, Tensor, from_bytes
@@ -42,6 +43,7 @@ Planned = tuple[ShardReader, Plan | None]  # None: the tensor is None
 Plans = Mapping[str, Sequence[Planned]]
 
 
+@checked
 class Traces(Collection):
     """A trace store open for reading. Opening reads only the manifest; sidecars and shards are read on demand.
 
@@ -58,14 +60,10 @@ class Traces(Collection):
         path: str | Path,
         *,
         verify: Literal["always", "never"] = "always",
-        open_shards: int = 256,
+        open_shards: Count = 256,
         shards: Sequence[int] | None = None,
         mapped: bool = True,
     ) -> None:
-        if verify not in ("always", "never"):
-            raise ValueError(f"verify must be 'always' or 'never', got {verify!r}")
-        if open_shards < 1:
-            raise ValueError(f"open_shards must be at least 1, got {open_shards}")
         self.path = to_path(path)
         self._verify: Literal["always", "never"] = verify
         self._open_shards = open_shards

@@ -8,7 +8,8 @@ from typing import Literal, Self
 
 import pyarrow as pa
 
-from millstream.core.config import config_diff, config_hash, parse_bytes
+from millstream.core.arguments import checked
+from millstream.core.config import Count, SizeInBytes, config_diff, config_hash, parse_bytes
 from millstream.core.files import sync_path
 from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.core.remote import RemotePath, spool_folder, to_path
@@ -43,6 +44,7 @@ NO_LIMIT = 2**62
 MAX_SHARD_RECORDS = 65_536  # bounds memory: a writer keeps the sidecar rows of one shard
 
 
+@checked
 class TraceWriter:
     """Appends records to a new or existing trace store.
 
@@ -59,19 +61,13 @@ class TraceWriter:
         self,
         path: str | Path,
         *,
-        shard_bytes: int | str | None = None,
-        shard_records: int | None = None,
+        shard_bytes: SizeInBytes | None = None,
+        shard_records: Count | None = None,
         durability: Literal["process", "power"] = "process",
         schema: Mapping[str, str | Tensor | pa.DataType] | None = None,
         compression: Literal["none", "lz4", "zstd"] | None = None,
         config: Mapping[str, object] | None = None,
     ) -> None:
-        if durability not in ("process", "power"):
-            raise ValueError(f"durability must be 'process' or 'power', got {durability!r}")
-        if compression not in (None, "none", "lz4", "zstd"):
-            raise ValueError(f"compression must be 'none', 'lz4' or 'zstd', got {compression!r}")
-        if shard_records is not None and shard_records < 1:
-            raise ValueError(f"shard_records must be at least 1, got {shard_records}")
         self.path = to_path(path)
         self._folder = spool_folder(self.path)  # where shards are written
         self._uploads = Uploads(self.path, self._folder) if isinstance(self.path, RemotePath) else None
