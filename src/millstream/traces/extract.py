@@ -90,6 +90,7 @@ def extract(
         return run.work()
 
 
+@checked
 def replay(model: str, records: Sequence[Question | Row], **settings: object) -> list[Record]:
     """The traces of answers, in memory: for a notebook, or for a few.
 
