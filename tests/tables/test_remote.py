@@ -100,6 +100,25 @@ def test_a_loader_gives_the_same_batches_from_an_object(local: Path, order: str,
             assert whole == batches(opened(local), order, memory)
 
 
+def test_the_next_window_is_read_ahead_and_nothing_twice(local: Path, s3: Bucket):
+    url = put(s3, local.name, local.read_bytes())
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        fresh(proxy)
+        answers = opened(url, cache=0)
+        numbers = np.arange(NUM_ROWS)
+        answers.sizes(numbers, ["answer"])
+        answers.will_need(np.array([700, 0]), np.array([NUM_ROWS - 1, 699]))
+        proxy.forget()
+        assert answers.fetch(numbers, ["answer"])["answer"] == [row(number)["answer"] for number in range(NUM_ROWS)]
+        assert proxy.num_requests("GET") == 0
+        again = opened(url)
+        assert again.medium.num_bytes  # tries some rows
+        proxy.forget()
+        assert len(batches(again, "window", "64MB")) == -(-NUM_ROWS // 64)
+        assert sum(seen.sent_bytes for seen in proxy.requests("GET")) <= url.info().num_bytes
+
+
 def test_opening_and_reading_take_few_requests(s3: Bucket, tmp_path: Path):
     numbers = np.random.default_rng(0)
     table = pa.table({name: numbers.standard_normal(200_000) for name in "abcdefgh"})

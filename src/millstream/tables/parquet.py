@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -29,14 +29,18 @@ Pieces = Sequence[pa.Array]  # one column of a row group, `piece_rows` rows each
 
 
 class DecodedGroups:
-    """Columns of row groups that were decoded last, at most `limit` bytes of them. A fork begins with none."""
+    """Columns of row groups that were decoded last, at most `limit` bytes of them. A fork begins with none.
+
+    `lock` is for looking something up and copying from it; `loading` is held, without it, to request and decode what is
+    missing, so that nothing is loaded twice and what is there can be used meanwhile.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._begin()
 
     def _begin(self) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.loading = threading.RLock(), threading.Lock()
         self._pid = os.getpid()
         self._held: OrderedDict[tuple[object, int, str], tuple[Pieces, int]] = OrderedDict()
         self.held_bytes = 0
@@ -48,21 +52,24 @@ class DecodedGroups:
         return self
 
     def get(self, key: tuple[object, int, str]) -> Pieces | None:
-        if key not in self._held:
-            return None
-        self._held.move_to_end(key)
-        return self._held[key][0]
+        with self.lock:
+            if key not in self._held:
+                return None
+            self._held.move_to_end(key)
+            return self._held[key][0]
 
     def put(self, key: tuple[object, int, str], pieces: Pieces) -> None:
         num_bytes = sum(piece.nbytes for piece in pieces)
-        self._held[key] = pieces, num_bytes
-        self.held_bytes += num_bytes
+        with self.lock:
+            self._held[key] = pieces, num_bytes
+            self.held_bytes += num_bytes
 
     def make_room(self, num_bytes: int) -> None:
         """Drop what was used longest ago until so many bytes fit."""
-        while self._held and self.held_bytes + num_bytes > self.limit:
-            _, (_, dropped) = self._held.popitem(last=False)
-            self.held_bytes -= dropped
+        with self.lock:
+            while self._held and self.held_bytes + num_bytes > self.limit:
+                _, (_, dropped) = self._held.popitem(last=False)
+                self.held_bytes -= dropped
 
     def __getstate__(self) -> int:
         return self.limit
@@ -135,23 +142,47 @@ class ParquetTable:
 
     def fetch(self, rows: Numbers, names: Sequence[str], cache: DecodedGroups) -> dict[str, Column]:
         """Columns of these rows, which are sorted."""
+        cache = cache.here()
         taken: dict[str, list[pa.Array]] = {name: [] for name in names}
         owner = np.searchsorted(self._edges, rows, side="right") - 1
         parts, last = list[Part](), -1
         groups: list[int] = np.unique(owner).tolist()
+
+        def take(found: Mapping[str, Pieces | None], places: Numbers) -> None:
+            """Copies: nothing outside keeps a dropped group alive."""
+            for name, pieces in found.items():
+                assert pieces is not None
+                starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+                at: Numbers = np.searchsorted(starts, places, side="right") - 1
+                for piece, one in enumerate(pieces):
+                    if (here := at == piece).any():
+                        taken[name].append(decoded(one.take(places[here] - starts[piece])))
+
         for turn, group in enumerate(groups):
             places: Numbers = rows[owner == group] - self._edges[group]
-            with cache.here().lock:  # what is taken are copies: nothing outside keeps a dropped group alive
+            with cache.lock:
+                found = {name: cache.get((self.source, group, name)) for name in names}
+                if None not in found.values():
+                    take(found, places)
+                    continue
+            with cache.loading:
                 if turn > last:
                     parts.clear()
                     parts, last = self._request(groups, turn, names, cache)
-                for name, pieces in self._group(group, names, cache, parts).items():
-                    starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-                    at: Numbers = np.searchsorted(starts, places, side="right") - 1
-                    for piece, one in enumerate(pieces):
-                        if (here := at == piece).any():
-                            taken[name].append(decoded(one.take(places[here] - starts[piece])))
+                take(self._group(group, names, cache, parts), places)
         return {name: as_column(pa.concat_arrays(arrays)) for name, arrays in taken.items()}
+
+    def will_need(self, first: Numbers, last: Numbers, names: Sequence[str], cache: DecodedGroups) -> None:
+        """Request and decode the row groups of an object with the rows from `first[i]` to `last[i]`, for every i."""
+        cache = cache.here()
+        groups = indices_between(self._edges, first, last)
+        parts, end = list[Part](), -1
+        for turn, group in enumerate(groups):
+            with cache.loading:
+                if turn > end:
+                    parts.clear()
+                    parts, end = self._request(groups, turn, names, cache)
+                self._group(group, names, cache, parts)
 
     def column(self, name: str) -> Iterator[pa.Array]:
         """One column of all rows."""
@@ -255,6 +286,12 @@ class _Reading:
         if isinstance(error, pa.ArrowException | OSError | EOFError) and not isinstance(error, FileNotFoundError):
             reason = " ".join(str(error).split())[:200]
             raise BadSource(f"{self._path}: is not a valid Parquet file, or damaged ({reason})") from None
+
+
+def indices_between(edges: Numbers, first: Numbers, last: Numbers) -> list[int]:
+    """The sections, from one edge to the next, in which there is any of the numbers from `first[i]` to `last[i]`."""
+    ends = np.searchsorted(edges, (first, last), side="right") - 1
+    return sorted({one for low, high in ends.T.tolist() for one in range(low, high + 1)})
 
 
 def as_column(array: pa.Array) -> Column:

@@ -54,6 +54,7 @@ class Table(Protocol):
     def fingerprint(self) -> list[int]: ...
     def sizes(self, rows: Numbers, names: Sequence[str]) -> Numbers: ...
     def fetch(self, rows: Numbers, names: Sequence[str], cache: DecodedGroups) -> Mapping[str, Column]: ...
+    def will_need(self, first: Numbers, last: Numbers, names: Sequence[str], cache: DecodedGroups) -> None: ...
     def column(self, name: str) -> Iterator[pa.Array]: ...
     def verify(self) -> Iterator[str]: ...
 
@@ -82,6 +83,7 @@ class Rows(Collection):
                 )
         self._edges = np.cumsum([0, *(table.num_rows for table in self.tables)], dtype=np.int64)
         self._cache = DecodedGroups(memory)
+        self._used: list[str] = []  # the columns asked for last
 
     def __len__(self) -> int:
         return int(self._edges[-1])
@@ -132,13 +134,20 @@ class Rows(Collection):
         return pa.chunked_array(chunks) if chunks else pa.chunked_array([pa.nulls(0, self.tables[0].types[name])])
 
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
-        names = self._checked(fields)
+        names = self._used = self._checked(fields)  # a loader asks for sizes first
         owner = np.searchsorted(self._edges, numbers, side="right") - 1
         out = np.empty(len(numbers), np.int64)
         places: list[int] = np.unique(owner).tolist()
         for one in places:
             out[owner == one] = self.tables[one].sizes(numbers[owner == one] - self._edges[one], names)
         return out + 24
+
+    def will_need(self, first: Numbers, last: Numbers) -> None:
+        """Request these rows of objects, the columns that were asked for last, and keep them within the budget."""
+        for table, low, high in zip(self.tables, self._edges[:-1].tolist(), self._edges[1:].tolist(), strict=True):
+            if table.source.is_remote and (here := (last >= low) & (first < high)).any():
+                ends = np.maximum(first[here], low) - low, np.minimum(last[here], high - 1) - low
+                table.will_need(*ends, self._used, self._cache)
 
     @property
     def medium(self) -> Medium:

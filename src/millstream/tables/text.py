@@ -18,7 +18,7 @@ from millstream.core.collection import Numbers
 from millstream.core.console import Progress, silent
 from millstream.core.rows import DELIMITERS, Lines, Row, json_row, split_cells
 from millstream.errors import BadSource
-from millstream.tables.parquet import DecodedGroups, Pieces
+from millstream.tables.parquet import DecodedGroups, Pieces, indices_between
 from millstream.tables.source import Part, Source, Span
 
 BLOCK_BYTES = 16 << 10  # of rows; larger rows are blocks of their own. The index takes 0.1% of the file
@@ -86,12 +86,18 @@ class TextTable:
         else:
             run_of = np.searchsorted(self._runs, blocks, side="right") - 1
             runs: list[int] = np.unique(run_of).tolist()
-            count = max(min(cache.limit // 2 // RUN_BYTES, _TOGETHER), 1)
+            count = self._together(cache)
             for some in (runs[start : start + count] for start in range(0, len(runs), count)):
                 here = np.isin(run_of, some)
-                with cache.here().lock, self.source.open(self._kept(some, cache)) as file:
+                with self.source.open(self._kept(some, cache.here())) as file:
                     self._fetch(file, rows[here], blocks[here], found)
         return {name: _column([self._value(row, name) for row in found], self._index.types[name]) for name in names}
+
+    def will_need(self, first: Numbers, last: Numbers, names: Sequence[str], cache: DecodedGroups) -> None:
+        """Request the runs of an object with the rows from `first[i]` to `last[i]`, for every i."""
+        runs, count = indices_between(self._firsts[self._runs], first, last), self._together(cache)
+        for start in range(0, len(runs), count):
+            self._kept(runs[start : start + count], cache.here())
 
     def column(self, name: str) -> Iterator[pa.Array]:
         """One column of all rows."""
@@ -140,18 +146,24 @@ class TextTable:
     def _kept(self, runs: Sequence[int], cache: DecodedGroups) -> list[Part]:
         """Runs of an object, requested together unless they are kept."""
         found = {run: cache.get((self.source, run, "")) for run in runs}
-        missing = [run for run, kept in found.items() if kept is None]
-        spans = self._spans(missing)
-        cache.make_room(sum(count for _, count in spans))
-        parts = self.source.read(spans)
-        if sum(count for _, count in spans) <= cache.limit:
-            for run, (_, data) in zip(missing, parts, strict=True):
-                cache.put((self.source, run, ""), cast(Pieces, [data]))
-        kept = [run for run in runs if run not in missing]
-        return parts + [
-            (start, cast(Sequence[memoryview], found[run])[0])
-            for run, (start, _) in zip(kept, self._spans(kept), strict=True)
-        ]
+        if None in found.values():
+            with cache.loading:
+                found = {run: kept or cache.get((self.source, run, "")) for run, kept in found.items()}
+                missing = [run for run, kept in found.items() if kept is None]
+                spans = self._spans(missing)
+                num_bytes = sum(count for _, count in spans)
+                cache.make_room(num_bytes)
+                for run, (_, data) in zip(missing, self.source.read(spans), strict=True):
+                    found[run] = pieces = cast(Pieces, [data])
+                    if num_bytes <= cache.limit:
+                        cache.put((self.source, run, ""), pieces)
+        kept = cast("list[Sequence[memoryview]]", list(found.values()))
+        return [(start, pieces[0]) for (start, _), pieces in zip(self._spans(runs), kept, strict=True)]
+
+    @staticmethod
+    def _together(cache: DecodedGroups) -> int:
+        """How many runs are requested at once."""
+        return max(min(cache.limit // 2 // RUN_BYTES, _TOGETHER), 1)
 
     def _read(self, file: BinaryIO, block: int, end: int) -> bytes:
         file.seek(int(self._starts[block]))
