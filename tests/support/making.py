@@ -39,7 +39,10 @@ Key = tuple[int, int]  # seed, number
 Make = Callable[[int, int], dict[str, object]]
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["pytest", "millstream.traces.store.rewrite", "millstream.traces.store.writer"])
+# Whatever the children import: there are hundreds, and importing pyarrow.compute alone takes 60 ms.
+PROCESSES.set_forkserver_preload(
+    ["pytest", "numpy.random", "pyarrow.compute", "millstream.traces.store.rewrite", "millstream.traces.store.writer"]
+)
 
 
 # -- records
