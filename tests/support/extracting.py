@@ -90,8 +90,10 @@ class Nursery:
     CODE = """if True:
         import json, os, sys
         import transformers.models.llama.modeling_llama, millstream.traces.extract, millstream.traces.llm.tracer
-        from millstream.cli.app import main
+        from millstream.cli.app import main, make_app
         from millstream.traces.store.writer import TraceWriter
+
+        make_app()  # imports the commands
 
         def send_after(count, signal):
             append = TraceWriter.append

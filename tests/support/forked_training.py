@@ -19,8 +19,8 @@ Job = dict[str, Any]  # settings, environment, dies_at: the name of a model and 
 # Imports once, which takes seconds; for every line, forks processes that train, and prints their exit codes.
 _PARENT = """
 import gc, json, os, signal, sys, traceback
-import jinja2, lightning_fabric, numpy.ctypeslib, rich.progress, safetensors.torch, torch_geometric.nn
-import millstream.reads.study, millstream.traces.detectors.gnn, millstream.traces.study
+import jinja2, lightning_fabric, numpy.ma, obstore.store, rich.progress, safetensors.torch, torch_geometric.nn
+import millstream.classic, millstream.reads.study, millstream.tables, millstream.traces.detectors.gnn, millstream.traces.study
 from millstream.training.loop import Training
 from millstream.training.run import train
 
