@@ -39,6 +39,7 @@ pytestmark = [
 ]
 
 COUNT = 40
+LOOPBACK = {"0000000000000000FFFF00000100007F", "0100007F"}  # 127.0.0.1, as an IPv6 and an IPv4 address
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Outcome:
 
     here: Path
     there: Path
+    listens_at: set[str]  # addresses of the cluster that a command started for itself
+    environment: list[bytes]  # of a worker there
     before: list[object]  # ids of the traces that were there when a driver was killed
     out: str
     err: str
@@ -77,6 +80,8 @@ def run_everything(cluster: Cluster, llama: Path, path: Path) -> Outcome:
 
     driver = cluster.start([*extract, "--engine", "ray", "--workers", "1"], shared=False)
     actor = cluster.wait_for_stopped_actor(driver)
+    listens_at = cluster.listens_at()
+    environment = Path(f"/proc/{actor}/environ").read_bytes().split(b"\0")
     driver.kill()
     driver.communicate()
     os.kill(actor, signal.SIGCONT)  # a stopped process could not notice that its driver is dead
@@ -110,7 +115,7 @@ def run_everything(cluster: Cluster, llama: Path, path: Path) -> Outcome:
         code, _, said = run(*command)
         assert code == 0, said
     jobs = Counter(cluster.log.read_text().splitlines())
-    return Outcome(here, there, before, out, err, jobs, files, trained)
+    return Outcome(here, there, listens_at, environment, before, out, err, jobs, files, trained)
 
 
 def test_extract_gives_the_traces_of_one_process_even_if_driver_and_actor_are_killed(outcome: Outcome):
@@ -119,6 +124,12 @@ def test_extract_gives_the_traces_of_one_process_even_if_driver_and_actor_are_ki
     assert "Traceback" not in outcome.err and "Warning" not in outcome.err
     assert_all_sealed(outcome.there / "traces")
     assert_same_traces(outcome.there / "traces", outcome.here / "traces")
+
+
+def test_a_local_cluster_listens_on_loopback_only_and_requires_a_token(outcome: Outcome):
+    assert outcome.listens_at and outcome.listens_at <= LOOPBACK
+    assert b"RAY_AUTH_MODE=token" in outcome.environment
+    assert [len(value) for value in outcome.environment if value.startswith(b"RAY_AUTH_TOKEN=")] == [15 + 64]
 
 
 def test_an_error_of_a_worker_arrives_as_it_was_and_the_cluster_is_left_running(outcome: Outcome):

@@ -1,10 +1,9 @@
-"""The local engine does jobs in this process, one after the other, when needed; Ray keeps to this machine."""
+"""The local engine does jobs in this process, one after the other, when needed."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -99,55 +98,9 @@ def test_a_missing_ray_is_an_error_with_the_install_command(monkeypatch: pytest.
     assert notes == []
 
 
-LISTENING = """
-import os
-from pathlib import Path
-
-from millstream.core.engine import Engine
-
-
-def parent(process):
-    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
-def is_ours(process):
-    while process not in (0, os.getpid()):
-        process = parent(process)
-    return process != 0
-
-
-def listening():
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
-    addresses = {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if is_ours(int(folder.name)):
-                files = [os.readlink(file) for file in (folder / "fd").iterdir()]
-                yield from (addresses[file] for file in files if file in addresses)
-        except OSError:  # it has ended
-            pass
-
-
-def who(number):
-    return os.getpid(), os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"])
-
-
-results = Engine("ray", workers=1).map(who, range(1))
-print(next(results)[1:], sorted(set(listening())))
-"""
-
-
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.run([sys.executable, "-c", code], env=ours, capture_output=True, text=True, timeout=PATIENCE_S)
-
-
-@pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="reads the table of sockets that Linux has")
-def test_a_local_ray_cluster_listens_on_loopback_only_and_requires_a_token():
-    need("ray")
-    done = run_python(LISTENING)
-    loopback = ["0000000000000000FFFF00000100007F", "0100007F"]  # 127.0.0.1, as an IPv6 and an IPv4 address
-    assert done.stdout.strip() == f"('token', 64) {loopback}", done.stderr
 
 
 def test_a_ray_that_would_listen_on_all_interfaces_is_refused():

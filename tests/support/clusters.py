@@ -79,6 +79,16 @@ class Cluster:
     def actors(self) -> list[int]:
         return [pid for pid, command in self.processes().items() if command.startswith("ray::_Actor")]
 
+    def listens_at(self) -> set[str]:
+        """The addresses, as the kernel writes them, at which its processes listen."""
+        rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+        addresses = {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+        files: set[str] = set()
+        for pid in self.processes():
+            with suppress(OSError):  # it has ended
+                files |= {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+        return {address for file, address in addresses.items() if file in files}
+
     def end(self) -> None:
         """Kill the remaining processes, and no others: Ray's agents outlive a killed driver by a minute."""
         while left := self.processes():

@@ -20,7 +20,8 @@ Job = dict[str, Any]  # settings, environment, dies_at: the name of a model and 
 _PARENT = """
 import gc, json, os, signal, sys, traceback
 import jinja2, lightning_fabric, numpy.ma, obstore.store, rich.progress, safetensors.torch, torch_geometric.nn
-import millstream.classic, millstream.reads.study, millstream.tables, millstream.traces.detectors.gnn, millstream.traces.study
+import millstream.classic, millstream.reads.study, millstream.tables, millstream.traces.study
+import millstream.traces.detectors.gnn
 from millstream.training.loop import Training
 from millstream.training.run import train
 

@@ -713,15 +713,15 @@ def test_many_threads_read_what_one_does(wrapper: str, memory: int | str, tmp_pa
         list(threads.map(work, range(16)))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("memory", [1, "10MB"])
-def test_a_deleted_collection_keeps_no_file_open(wrapper: str, memory: int | str, tmp_path: Path):
-    write(tmp_path / "reads.fa", WRAPPERS[wrapper](fasta(MADE)))
-    opened(tmp_path / "reads.fa", memory=memory)
+def test_a_deleted_collection_keeps_no_file_open(memory: int | str, tmp_path: Path):
+    files = [write(tmp_path / f"{wrapper}.fa", wrap(fasta(MADE))) for wrapper, wrap in WRAPPERS.items()]
+    for file in files:
+        opened(file, memory=memory)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        texts(opened(tmp_path / "reads.fa", memory=memory))
+    for file in files * 5:
+        texts(opened(file, memory=memory))
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
 
