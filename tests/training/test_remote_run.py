@@ -26,6 +26,7 @@ from support.s3_server import Bucket
 from support.training import SHORT, losses_of, scores_of, weights_of
 
 ASKED = {**SHORT, "model": "lstm", "checkpoint_steps": 2}
+UPLOAD_S = "MILLSTREAM_UPLOAD_S"
 pytestmark = pytest.mark.usefixtures("unrendered_figures")
 
 
@@ -80,7 +81,7 @@ def test_a_killed_run_resumes_on_another_machine_with_the_same_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {"data": str(store), "out": url, **ASKED}
-    environ = {**environment(tmp_path / "first"), "MILLSTREAM_UPLOAD_S": "0.001"}
+    environ = {**environment(tmp_path / "first"), UPLOAD_S: "0.001"}
     assert processes([{"settings": settings, "environment": environ, "dies_at": ["lstm", 20]}]) == [-signal.SIGKILL]
     monkeypatch.setenv(SPOOL, str(tmp_path / "second"))
     assert str(ms.train(store, out=url, **ASKED).path) == url
@@ -120,7 +121,7 @@ def test_processes_that_share_nothing_but_a_bucket_train_and_resume(
         for rank in range(2):  # as torchrun starts them; each with the files of a machine of its own
             own = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": name}
-            environ = {**environment(tmp_path / f"{name}-{rank}"), "MILLSTREAM_UPLOAD_S": "0.001"}
+            environ = environment(tmp_path / f"{name}-{rank}") | ({} if name == "second" else {UPLOAD_S: "0.001"})
             environ["MILLSTREAM_CACHE_DIR"] = str(tmp_path / f"{name}-{rank}-blocks")
             settings = {"data": data, "out": out, **ASKED, "accelerator": "cpu", "lr": 0.05}
             environ |= {key: str(value) for key, value in {**own, **where}.items()}

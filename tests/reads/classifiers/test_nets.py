@@ -2,8 +2,7 @@
 
 # B batch, C classes
 
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -656,26 +655,23 @@ def test_a_pretrained_model_may_use_another_tokenizer(pretrained: Path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is measured in /proc")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_counts_of_many_classes_become_weights_in_little_memory():
     """Two tables of 26 MB each, in a process of its own; it took 205 MB when a step was 65,536 rows of any width."""
-    code = """
-import re
-from pathlib import Path
-import torch
-from millstream.reads.classifiers.nets import KmerLinear
-from millstream.reads.features import KmerBag
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(megabytes_to_weigh) < 40
 
-def megabytes(name):
-    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1000
 
-KmerLinear(KmerBag((14, 16), (4, 8), 16), 2)._weigh()  # what is compiled when first used
-net = KmerLinear(KmerBag((14, 16), (4, 8), 16), 100)
-for k in net.ks:
-    net._table(k).copy_(torch.randint(0, 4, (1 << 16, 100)))
-Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present value
-before = megabytes("VmRSS")
-net._weigh()
-print(megabytes("VmHWM") - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert float(done.stdout) < 40
+def megabytes_to_weigh() -> float:
+    KmerLinear(KmerBag((14, 16), (4, 8), 16), 2)._weigh()  # what is compiled when first used
+    net = KmerLinear(KmerBag((14, 16), (4, 8), 16), 100)
+    for k in net.ks:
+        net._table(k).copy_(torch.randint(0, 4, (1 << 16, 100)))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present value
+    before = megabytes("VmRSS")
+    net._weigh()
+    return megabytes("VmHWM") - before
+
+
+def megabytes(name: str) -> float:
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) / 1000
