@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from millstream.errors import StoreFull
-from millstream.reads.files.encodings import ANCHOR, CHUNK, BitColumn, BitColumnWriter, sums_before
+from millstream.reads.files.encodings import ANCHOR, CHUNK, BitColumn, BitColumnWriter, last_not_above, sums_before
 from millstream.reads.files.index import IndexLimits
 from millstream.reads.files.sections import CRC_BYTES, Sections
 from millstream.reads.files.sections_writer import SectionsWriter
@@ -113,7 +113,12 @@ def test_a_bit_column_returns_and_finds_values_appended_in_any_pieces(values: Nu
     assert column.rows == len(values) and np.array_equal(column.take(rows), values[rows])
     ordered = np.sort(values)
     queries = np.concatenate([ordered[::97], ordered[::89] // 2, [LOWEST, HIGHEST]])
-    found = written(ordered, [])[1].find(queries)
+    _, column = written(ordered, [])
+    near = np.random.default_rng(1).integers(-1, len(ordered), len(queries))
+    found = [
+        last_not_above(column.directory, column.words, column.rows, query, row)
+        for query, row in zip(queries.tolist(), near.tolist(), strict=True)
+    ]
     assert np.array_equal(found, np.searchsorted(ordered, queries, side="right") - 1)
 
 

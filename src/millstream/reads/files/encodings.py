@@ -21,7 +21,7 @@ Words = NDArray[np.uint64]
 CHUNK = 4096
 ANCHOR = 32  # rows per stored prefix sum
 LIMIT = 65536  # distinct values of a column with codes
-_NEAR = 8  # rows: those of the next of ascending values are closer, and a search costs more
+_NEAR = 8  # rows: ascending values are closer, and a search costs more
 _at = np.uint64  # an unsigned index needs no check for being negative
 
 
@@ -116,12 +116,6 @@ class BitColumn:
         """The values of these rows."""
         out = np.empty(len(rows), np.int64)
         _take(self.directory, self.words, rows, out)
-        return out
-
-    def find(self, values: Numbers) -> Numbers:
-        """For each value, the last row of an ascending column that is not above it."""
-        out = np.empty(len(values), np.int64)
-        _find(self.directory, self.words, self.rows, values, out)
         return out
 
 
@@ -242,26 +236,24 @@ def _take(directory: Numbers, words: Words, rows: Numbers, out: Numbers) -> None
 
 
 @kernel
-def _find(directory: Numbers, words: Words, rows: int, values: Numbers, out: Numbers) -> None:
-    low = -1
-    for index in range(len(values)):
-        value = values[index]
-        steps = 0
-        if low >= 0 and value_of(directory, words, low) > value:
-            steps = _NEAR
-        while steps < _NEAR and low + 1 < rows and value_of(directory, words, low + 1) <= value:
+def last_not_above(directory: Numbers, words: Words, rows: int, value: int, near: int) -> int:
+    """The last row of an ascending column that is not above a value, or -1; `near` is a row that may be close."""
+    low = near
+    if low < 0 or value_of(directory, words, low) <= value:
+        for _ in range(_NEAR):
+            if low + 1 == rows or value_of(directory, words, low + 1) > value:
+                return low
             low += 1
-            steps += 1
-        if steps == _NEAR:
-            low = last_not_above(directory, words, rows, value)
-        out[index] = low
-
-
-@kernel
-def last_not_above(directory: Numbers, words: Words, rows: int, value: int) -> int:
-    """The last row of an ascending column that is not above a value, or -1."""
-    low = -1
-    high = rows
+    low, high = -1, len(directory)  # chunks: of an ascending column, the directory has their first values
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if directory[middle, 0] <= value:
+            low = middle
+        else:
+            high = middle
+    if low < 0:
+        return -1
+    low, high = low << 12, min(low + 1 << 12, rows)
     while high - low > 1:
         middle = (low + high) >> 1
         if value_of(directory, words, middle) <= value:

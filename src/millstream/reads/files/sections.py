@@ -319,6 +319,11 @@ class Column:
         return self._bits
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the directory and the words."""
+        return self._bits.directory.nbytes + self._bits.words.nbytes
+
+    @property
     def is_copied(self) -> bool:
         """Whether it may be too large to be held: `copied` then reads what is needed."""
         return self._sections.verifies_reading

@@ -224,8 +224,8 @@ class PackFile:
         line = str(row).encode() if self.lines is None else self.lines.line(row)
         quality = None
         if self.has_quality:
-            quality = str(self._qualities_of(start, count), "latin-1")
-        return name_of(line).decode(errors="replace"), str(self._bases_of(start, count), "latin-1"), quality
+            quality = str(self._qualities_of(start, count).data, "latin-1")
+        return name_of(line).decode(errors="replace"), str(self._bases_of(start, count).data, "latin-1"), quality
 
     def sequence_of(self, row: int) -> Bytes:
         """The sequence of one record."""
@@ -335,7 +335,7 @@ class PackFile:
 
     @cached_property
     def _twobit(self) -> TwoBit:
-        return TwoBit(self.sections)
+        return TwoBit(self.sections, memory=None if self._is_mapped or self.sections.is_remote else self.memory)
 
     @cached_property
     def _qualities(self) -> Qualities:

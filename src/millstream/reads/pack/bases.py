@@ -9,7 +9,7 @@ from millstream.core.collection import Numbers
 from millstream.core.kernels import kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
-from millstream.reads.files.encodings import CHUNK, BitColumn, Words, last_not_above, value_of
+from millstream.reads.files.encodings import CHUNK, Words, last_not_above, value_of
 from millstream.reads.files.records import Checked, table_of, unverified, value_at
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.sections_writer import SectionsWriter
@@ -18,6 +18,8 @@ BASES = b"ACTG"  # a base's code is (ASCII byte >> 1) & 3, so eight of them are 
 STREAM = "2bit"
 _RUNS = {"other": ("start", "length", "letter"), "lower": ("start", "length")}  # names of columns in the file
 _WORD = 8  # bases
+_READ_BITS = 18  # log2 of the bytes that are mapped to find the runs of a read: 64 kB around each of four pages
+_FIRST = np.zeros(1, np.int64)
 _TABLE = np.array([[BASES[byte >> 2 * i & 3] for i in range(4)] for byte in range(256)], np.uint8)
 
 # The state between two buffers; a start below 0: no run is open.
@@ -69,13 +71,21 @@ class TwoBitWriter:
 
 
 class TwoBit:
-    """The bases of a published file by their position in the stream."""
+    """The bases of a published file by their position in the stream.
 
-    def __init__(self, sections: Sections) -> None:
+    With `memory`, the file is too large to be held: of its runs, few pages are mapped at a time.
+    """
+
+    def __init__(self, sections: Sections, *, memory: int | None = None) -> None:
+        self._sections = sections
         self._stream = sections.view(STREAM)
-        self._runs: dict[str, list[BitColumn]] = {
-            kind: [sections.column(f"{kind}.{name}").whole() for name in names] for kind, names in _RUNS.items()
-        }
+        columns = [[sections.column(f"{kind}.{name}") for name in names] for kind, names in _RUNS.items()]
+        self._num_at_once: int | None = None  # reads
+        if memory is not None and sum(column.num_bytes for some in columns for column in some) > memory // 8:
+            self._num_at_once = max(memory >> _READ_BITS, 1)
+        self._runs = [[column.whole() for column in some] for some in columns if some[0].rows]
+        if memory is not None:
+            sections.drop_pages()
 
     def sequences(self, starts: Numbers, offsets: Numbers, copied: tuple[Bytes, Numbers] | None = None) -> Bytes:
         """`offsets[i+1] - offsets[i]` bases from position `starts[i]` on, for every i, one after the other.
@@ -87,8 +97,13 @@ class TwoBit:
             _decode(self._stream, _TABLE, starts, offsets, out)
         else:
             _decode(copied[0], _TABLE, (copied[1] << 2) + (starts & 3), offsets, out)
-        for kind in _RUNS:
-            self._apply(kind, starts, offsets, out)
+        if self._num_at_once is None:
+            self._apply_runs(np.arange(len(starts)), starts, offsets, out)
+            return out
+        order = np.argsort(starts)  # neighbours are in the same pages
+        for at in range(0, len(order), self._num_at_once):
+            self._apply_runs(order[at : at + self._num_at_once], starts, offsets, out)
+            self._sections.drop_pages()
         return out
 
     def one(self, start: int, count: int, copied: bytes | None = None) -> Bytes:
@@ -99,36 +114,16 @@ class TwoBit:
             _decode(self._stream, _TABLE, starts, offsets, out)
         else:
             _decode(np.array(memoryview(copied)), _TABLE, starts & 3, offsets, out)
-        for kind, (run_starts, run_lengths, *_) in self._runs.items():
-            if _touches(run_starts.directory, run_starts.words, run_lengths.directory, run_lengths.words,
-                        run_starts.rows, start, start + count):  # fmt: skip
-                self._apply(kind, starts, offsets, out)
+        self._apply_runs(_FIRST, starts, offsets, out)
         return out
 
-    def _apply(self, kind: str, starts: Numbers, offsets: Numbers, out: Bytes) -> None:
-        run_starts, run_lengths, *run_bases = self._runs[kind]
-        if not run_starts.rows:
-            return
-        ends = starts + np.diff(offsets)
-        # Runs are apart and ascending: if the last one before a read's end stops short of the read, all do.
-        last = run_starts.find(ends - 1)
-        before = np.maximum(last, 0)
-        (hit,) = np.nonzero(
-            (last >= 0) & (run_starts.take(before) + run_lengths.take(before) > starts) & (ends > starts)
-        )
-        if not len(hit):
-            return
-        first = np.maximum(run_starts.find(starts[hit]), 0)
-        counts = last[hit] - first + 1
-        read = np.repeat(hit, counts)
-        run = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(len(read))
-        begins = np.maximum(run_starts.take(run), starts[read])
-        stops = np.minimum(run_starts.take(run) + run_lengths.take(run), ends[read])
-        targets = begins - starts[read] + offsets[read]
-        if run_bases:
-            _fill(out, targets, stops - begins, run_bases[0].take(run))
-        else:
-            _lower(out, targets, stops - begins)
+    def _apply_runs(self, reads: Numbers, starts: Numbers, offsets: Numbers, out: Bytes) -> None:
+        for begins, lengths, *letters in self._runs:
+            letter = letters[0] if letters else lengths
+            _apply_runs(
+                begins.directory, begins.words, lengths.directory, lengths.words, letter.directory, letter.words,
+                begins.rows, not letters, reads, starts, offsets, out,
+            )  # fmt: skip
 
 
 _CODES = np.uint64(0x0303030303030303)
@@ -217,26 +212,37 @@ def _decode(stream: Bytes, table: NDArray[np.uint8], starts: Numbers, offsets: N
 
 
 @kernel
-def _touches(
-    start_directory: Numbers, start_words: Words, directory: Numbers, words: Words, rows: int, start: int, end: int
-) -> bool:
-    """Whether one of the runs reaches into [start, end); they are apart and ascending."""
-    last = last_not_above(start_directory, start_words, rows, end - 1)
-    return last >= 0 and value_of(start_directory, start_words, last) + value_of(directory, words, last) > start
-
-
-@kernel
-def _fill(out: Bytes, starts: Numbers, counts: Numbers, bases: Numbers) -> None:
-    for index in range(len(starts)):
-        for place in range(starts[index], starts[index] + counts[index]):
-            out[place] = bases[index]
-
-
-@kernel
-def _lower(out: Bytes, starts: Numbers, counts: Numbers) -> None:
-    for index in range(len(starts)):
-        for place in range(starts[index], starts[index] + counts[index]):
-            out[place] |= 32
+def _apply_runs(
+    begin_directory: Numbers,
+    begin_words: Words,
+    directory: Numbers,
+    words: Words,
+    letter_directory: Numbers,
+    letter_words: Words,
+    rows: int,
+    is_lower: bool,
+    reads: Numbers,
+    starts: Numbers,
+    offsets: Numbers,
+    out: Bytes,
+) -> None:
+    """Apply runs of lower case, or of another base, to some reads. Runs are apart and ascending."""
+    last = -1
+    for index in range(len(reads)):
+        read = reads[index]
+        start, target = starts[read], offsets[read]
+        end = start + offsets[read + 1] - target
+        if end == start:
+            continue
+        last = last_not_above(begin_directory, begin_words, rows, int(end - 1), last)
+        for run in range(last, -1, -1):
+            begin = value_of(begin_directory, begin_words, run)
+            stop = begin + value_of(directory, words, run)
+            if stop <= start:
+                break
+            letter = 0 if is_lower else value_of(letter_directory, letter_words, run)
+            for place in range(max(begin, start) - start + target, min(stop, end) - start + target):
+                out[place] = out[place] | 32 if is_lower else letter
 
 
 QUALITIES = "grades"  # name of the column in the file
