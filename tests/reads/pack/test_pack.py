@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from millstream.core import outputs as resumable
+from millstream.core.memory import file_bytes
 from millstream.errors import BadIndex, BadSource, ConfigMismatch, StoreExists, StoreFull
 from millstream.reads.files.index import IndexLimits, IndexSettings
 from millstream.reads.files.names import name_of
@@ -635,3 +636,18 @@ def test_a_pack_of_the_previous_version_unpacks_to_its_records(tmp_path):
     change_meta(file.path, lambda meta: meta.update(pack_version=99))
     with pytest.raises(BadIndex, match="99"):
         PackFile(file.path, memory=MEMORY)
+
+
+def test_few_pages_of_a_pack_larger_than_memory_are_mapped_at_a_time(tmp_path: Path):
+    """In random case every other base begins or ends a run: 9 MB of runs, which random order needs all over."""
+    bases = np.random.default_rng(0).choice(np.frombuffer(b"ACGTacgt", np.uint8), (100_000, 150))
+    source = tmp_path / "a.fa"
+    source.write_bytes(b"".join(b">r\n%b\n" % row.tobytes() for row in bases))
+    pack([source], tmp_path / "a.pack")
+    PackFile(tmp_path / "a.pack", memory=1 << 20).fetch(np.zeros(1, np.int64), ["sequence"])  # compiles
+    before = file_bytes()
+    file = PackFile(tmp_path / "a.pack", memory=1 << 20)
+    for rows in np.random.default_rng(1).permutation(100_000)[:6_000].reshape(3, -1):
+        found = file.fetch(rows, ["sequence"])
+        assert np.array_equal(found.flat.reshape(-1, 150), bases[rows])
+        assert file_bytes() - before < 2_000_000  # 9 MB if they stay mapped
