@@ -16,6 +16,7 @@ from support.effort import PATIENCE_S, THOROUGH
 from support.loading import numbers_of, write_traces
 from support.remote_stores import upload
 from support.s3_server import Bucket
+from support.torchrun import torchrun
 
 LABEL = ms.features.fields("label")
 JOB = """
@@ -47,7 +48,6 @@ dist.destroy_process_group()
 REMOTE_JOB = """
 import json, os, sys
 rank, (url, folder, state, steps) = os.environ["RANK"], sys.argv[1:]
-os.environ["MILLSTREAM_CACHE_DIR"] = os.path.join(folder, "cache" + rank)
 import millstream as ms
 import millstream.core.loader
 
@@ -97,13 +97,22 @@ def test_ranks_that_share_nothing_but_a_bucket_see_every_record_once_and_resume_
     def run(world: int, state: object, steps: int) -> tuple[list[int], list[object]]:
         folder = tmp_path / f"{world}-{steps}"
         folder.mkdir()
-        command = [sys.executable, "-c", REMOTE_JOB, url, str(folder), json.dumps(state), str(steps)]
-        ranks = [  # with the variables that torchrun sets
-            subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)})
-            for rank in range(world)
-        ]
-        assert [rank.wait(PATIENCE_S) for rank in ranks] == [0] * world
-        assert all(list((folder / f"cache{rank}").glob("??/*")) for rank in range(world)), "each fetches for itself"
+        machines = [{"MILLSTREAM_CACHE_DIR": str(folder / f"cache{node}")} for node in range(world)]
+        arguments = [url, str(folder), json.dumps(state), str(steps)]
+        if THOROUGH:
+            script = folder / "job.py"
+            script.write_text(REMOTE_JOB)
+            torchrun(machines, str(script), *arguments)
+        else:  # as torchrun starts them: its agents take seconds
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, "-c", REMOTE_JOB, *arguments],
+                    env={**os.environ, **machine, "RANK": str(rank), "WORLD_SIZE": str(world)},
+                )
+                for rank, machine in enumerate(machines)
+            ]
+            assert [rank.wait(PATIENCE_S) for rank in ranks] == [0] * world
+        assert all(list((folder / f"cache{node}").glob("??/*")) for node in range(world)), "each fetches for itself"
         told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
         return [label for one in told for label in one["seen"]], [one["state"] for one in told]
 

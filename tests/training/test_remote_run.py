@@ -19,10 +19,12 @@ from millstream.training.folder import finished_jobs, load, read_lines
 from millstream.training.loop import Training
 from millstream.training.remote_run import RemoteRun, local_run, writing_run
 from support.commands import run_here
+from support.effort import THOROUGH
 from support.faulty_proxy import Fault, faulty_proxy, unavailable
 from support.forked_training import Job
 from support.remote_stores import SPOOL, environment, objects, remote, upload
 from support.s3_server import Bucket
+from support.torchrun import torchrun
 from support.training import SHORT, losses_of, scores_of, weights_of
 
 ASKED = {**SHORT, "model": "lstm", "checkpoint_steps": 2}
@@ -134,6 +136,24 @@ def test_processes_that_share_nothing_but_a_bucket_train_and_resume(
     assert train_on_two(data, url, "first", ["lstm", 5]) == [-signal.SIGKILL] * 2
     assert train_on_two(data, url, "second", ["lstm", -1]) == [0, 0]
     assert_ends_alike(local_copy(url, tmp_path / "third", monkeypatch), tmp_path / "whole")
+
+
+@pytest.mark.skipif(not THOROUGH, reason="starts two agents of torchrun: MILLSTREAM_THOROUGH=1")
+def test_the_command_of_two_torchrun_machines_trains_as_two_devices_of_one(
+    store: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = upload(store, f"{url.rpartition('/runs')[0]}/traces")
+    settings = [f"{name}={value}" for name, value in {**ASKED, "accelerator": "cpu", "lr": 0.05}.items()]
+    machines = [
+        {SPOOL: str(tmp_path / f"spool-{node}"), "MILLSTREAM_CACHE_DIR": str(tmp_path / f"blocks-{node}")}
+        for node in range(2)
+    ]
+    for _ in range(2):  # the second finds it finished
+        torchrun(machines, "-m", "millstream", "train", f"data={data}", f"out={url}", *settings)
+    assert all(list((tmp_path / f"blocks-{node}").glob("??/*")) for node in range(2))
+    whole = tmp_path / "whole"
+    torchrun([{}], "-m", "millstream", "train", f"data={store}", f"out={whole}", *settings, "devices=2", processes=2)
+    assert_ends_alike(local_copy(url, tmp_path / "third", monkeypatch), whole)
 
 
 def test_a_run_at_a_url_on_a_store_at_a_url_is_evaluated_and_reported(
