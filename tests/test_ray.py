@@ -17,7 +17,7 @@ import pytest
 
 import millstream as ms
 from millstream.traces.store.manifest import list_shards
-from support.classifying import make_run
+from support.classifying import make_run, write_genomes
 from support.clusters import Cluster
 from support.commands import run_here as run
 from support.extracting import (
@@ -199,12 +199,6 @@ def test_nothing_that_is_finished_is_done_again(outcome: Outcome):
 
 def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def write_genomes(folder: Path) -> None:
-    folder.mkdir()
-    for number in range(3):
-        (folder / f"{number}.fa").write_text("".join(f">{number}.{i}\n{'ACGTN' * (i + 1)}\n" for i in range(20)))
 
 
 def write_answers(path: Path) -> Path:

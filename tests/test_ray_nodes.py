@@ -1,9 +1,13 @@
-"""Two Ray nodes that share nothing but an object store give the results of one process, even if a worker dies."""
+"""Two Ray nodes that share nothing but an object store give the results of one process, even if one of them dies.
+
+`extract` loses a worker; each of the other commands loses the node of the worker that begins first.
+"""
 
 import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,14 +16,14 @@ from pathlib import Path
 import pytest
 
 import millstream as ms
-from support.classifying import make_run
+from support.classifying import make_run, write_genomes
 from support.clusters import Cluster
 from support.commands import run_here as run
 from support.effort import THOROUGH
 from support.extracting import SETTINGS, TIMINGS, as_arguments, traces_by_id, wait_until, write_questions
 from support.extras import need
 from support.making import same
-from support.remote_stores import remote, upload
+from support.remote_stores import objects, remote, upload
 from support.s3_server import make_bucket, s3_environment
 
 need("transformers")
@@ -41,6 +45,7 @@ class Outcome:
     there: str
     nodes: list[Path]
     logs: bytes  # of Ray and of the commands
+    jobs: Counter[str]  # how often each job was begun
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +75,14 @@ def run_everything(cluster: Cluster, llama: Path, address: str, path: Path, patc
     (here / "reads").mkdir()
     for file in files:
         shutil.copy(file, here / "reads")
+    write_genomes(here / "genomes")
+    upload(here / "genomes", f"{there}/genomes")
 
     def commands(place: str) -> list[list[str]]:
         return [
             ["featurize", f"{place}/traces", f"{place}/layers", "token=last"],
             ["index", f"{place}/reads"],
+            ["pack", f"{there}/genomes", f"{place}/all.pack"],
             [
                 "classify",
                 str(trained if place == str(here) else f"{place}/run"),
@@ -87,7 +95,7 @@ def run_everything(cluster: Cluster, llama: Path, address: str, path: Path, patc
     cluster.environment |= machines[0]
     extract = ["extract", str(questions), f"{there}/traces", *as_arguments({"model": llama, **SETTINGS})]
     given = [[*command, "--engine", "ray"] for command in [extract, *commands(there)]]
-    driver = cluster.start(*given, shared=True, nodes=machines[1:])
+    driver = cluster.start(*given, shared=True, nodes=machines)
     os.kill(cluster.wait_for_stopped_actor(driver), signal.SIGKILL)
     out, err = cluster.finish(driver)
     wait_until(lambda: not cluster.actors(), what="the actors to end", pause=0.05)
@@ -97,7 +105,9 @@ def run_everything(cluster: Cluster, llama: Path, address: str, path: Path, patc
     logs = b"".join(
         file.read_bytes() for file in cluster.log.parent.rglob("*") if file.is_file() and not file.is_symlink()
     )
-    return Outcome(here, there, [Path(machine["PWD"]) for machine in machines], logs + out.encode() + err.encode())
+    jobs = Counter(cluster.log.read_text().splitlines())
+    folders = [Path(machine["PWD"]) for machine in machines]
+    return Outcome(here, there, folders, logs + out.encode() + err.encode(), jobs)
 
 
 def make_machine(path: Path, number: int, address: str) -> dict[str, str]:
@@ -131,6 +141,17 @@ def test_stores_have_the_records_of_one_process_each_once(outcome: Outcome, name
 def test_reads_are_classified_to_the_bytes_of_one_process(outcome: Outcome) -> None:
     ours, theirs = (Path(f"{outcome.here}.{len(place)}") for place in (outcome.there, str(outcome.here)))
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_files_are_packed_into_one_to_the_bytes_of_one_process(outcome: Outcome) -> None:
+    assert remote(f"{outcome.there}/all.pack").read_bytes() == (outcome.here / "all.pack").read_bytes()
+    assert not [name for name in objects(outcome.there) if ".parts" in name]
+
+
+@pytest.mark.parametrize("kind", ["index", "part", "classify", "featurize"])
+def test_only_the_job_that_was_lost_with_its_node_is_done_again(outcome: Outcome, kind: str) -> None:
+    times = sorted(count for job, count in outcome.jobs.items() if job.startswith(f"{kind} "))
+    assert times == [1] * (len(times) - 1) + [2]
 
 
 def test_workers_use_the_folders_and_credentials_of_their_node(outcome: Outcome) -> None:

@@ -25,3 +25,10 @@ def make_run(path: Path) -> tuple[list[Path], Path]:
     run = path / "run"
     ms.train(data, mapping=str(path / "species.tsv"), model="kmer-linear", epochs=1, bits=12, out=str(run))
     return files, run
+
+
+def write_genomes(folder: Path) -> None:
+    """Three FASTA files to pack together."""
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.fa").write_text("".join(f">{number}.{i}\n{'ACGTN' * (i + 1)}\n" for i in range(20)))

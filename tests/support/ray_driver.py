@@ -6,7 +6,8 @@ If the file at `mark` exists, the first worker to write a trace renames it to `m
 can kill the worker or this driver at a known point, however slow the machine is. With `shared`, all commands run on
 one cluster that this script starts, `log` gets a line per job, and the first worker of each of the other commands dies
 (SIGKILL) in the middle of its first job. Without `shared`, the command starts its own cluster. For each of `nodes`, the
-shared cluster has a node with this environment, which works in its PWD.
+shared cluster has a node with this environment, which works in its PWD: the first is that of this driver and does no
+jobs; those of the others that died come back after the command.
 """
 
 import json
@@ -30,6 +31,9 @@ GIVEN = json.loads(sys.argv[1])
 
 
 def die(*_: object, **__: object) -> None:
+    if GIVEN["nodes"]:  # the whole node
+        assert Path(f"/proc/{os.getppid()}/comm").read_text() == "raylet\n"
+        os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -106,34 +110,47 @@ def square(item: int) -> int:
     return item * item
 
 
-def start_nodes(environments: list[dict[str, str]]) -> str | None:
-    """The address of a cluster of these nodes; None without any."""
-    if not environments:
-        return None
-    _keep_local()
-    from ray.cluster_utils import Cluster
+class Nodes:
+    """A cluster of nodes with these environments."""
 
-    cluster, here = Cluster(), os.getcwd()
-    for environment in environments:
+    def __init__(self, environments: list[dict[str, str]]) -> None:
+        _keep_local()
+        from ray.cluster_utils import Cluster
+
+        self._cluster, self._environments = Cluster(), environments
+        self._nodes = [self._start(number) for number in range(len(environments))]
+        self.address = self._cluster.address
+
+    def restart_dead(self) -> None:
+        for number, node in enumerate(self._nodes):
+            if any(process.process.poll() is not None for all_of in node.all_processes.values() for process in all_of):
+                self._cluster.remove_node(node, allow_graceful=False)
+                self._nodes[number] = self._start(number)
+
+    def _start(self, number: int) -> Any:
+        environment, here = self._environments[number], os.getcwd()
         os.chdir(environment["PWD"])
-        cluster.add_node(num_cpus=1, env_vars=environment, include_dashboard=False)
-    os.chdir(here)
-    return cluster.address
+        try:
+            return self._cluster.add_node(num_cpus=min(number, 1), env_vars=environment, include_dashboard=False)
+        finally:
+            os.chdir(here)
 
 
 def run_on_one_cluster() -> None:
-    address = start_nodes(GIVEN["nodes"])
+    nodes = Nodes(GIVEN["nodes"]) if GIVEN["nodes"] else None
     import ray
 
     open.IndexWorker, each.PackWorker = DyingIndexWorker, DyingPackWorker
     classify.ClassifyWorker, features.FeaturizeWorker = DyingClassifyWorker, DyingFeaturizeWorker
     classify.classify.__kwdefaults__.update(batch_size=64, chunk_reads=128)  # type: ignore[union-attr]
-    if address:
-        ray.init(address=address, log_to_driver=False)
+    if nodes:
+        ray.init(address=nodes.address, log_to_driver=False)
     else:
         ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)  # it takes seconds to start
     for command in GIVEN["commands"]:
         run(command)
+        if nodes:
+            nodes.restart_dead()
     found: list[int] = []
     try:
         for result in Engine("ray", workers=2).map(square, range(9)):

@@ -3,6 +3,7 @@
 import os
 import secrets
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -118,6 +119,9 @@ class _Actor:
     def __init__(self, make: Callable[[], Worker[Any, Any]]) -> None:
         self._worker = make()
 
+    def start(self) -> None:
+        """Returns when the worker is made."""
+
     def do(self, job: Any) -> Any:
         return self._worker.do(job)
 
@@ -144,47 +148,48 @@ def _work_on_ray(
 ) -> Generator[Result]:
     count, needs = _layout(ray, engine.workers)
     actor_class: Any = ray.remote(_Actor).options(**needs)
-    left, again, deaths = iter(jobs), list[Job](), 0
-    actors, idle, busy = list[Any](), list[Any](), dict[Any, tuple[Any, Job]]()
+    left, waiting, deaths = iter(jobs), deque[Job](), 0
+    idle, busy = list[Any](), dict[Any, tuple[Any, Job]]()
+    starting = dict[Any, Any]()  # for ever, if a machine was lost: no job depends on one of them
 
     def assign() -> None:
         """Give every worker a job, and start workers while there are jobs for them. Takes only jobs that can start."""
-        while len(busy) < count:
-            try:
-                job = again.pop() if again else next(left)
-            except StopIteration:
-                return
-            if not idle:
-                actors.append(actor_class.remote(make))
-                idle.append(actors[-1])
-            actor = idle.pop()
+        while len(busy) + len(waiting) < count and (job := next(left, None)) is not None:
+            waiting.append(job)
+        while waiting and idle:
+            actor, job = idle.pop(), waiting.popleft()
             busy[actor.do.remote(job)] = (actor, job)
+        while len(starting) < len(waiting):
+            actor = actor_class.remote(make)
+            starting[actor.start.remote()] = actor
 
     try:
         while True:
             assign()
-            if not busy:
+            if not busy and not waiting:
                 break
-            (done,), _ = ray.wait(list(busy), num_returns=1)
-            actor, job = busy.pop(done)
+            (done,), _ = ray.wait([*busy, *starting], num_returns=1)
+            actor, job = busy.pop(done, (None, None))
+            actor = actor or starting.pop(done)
             try:
                 result = _result(ray, done)
             except ray.exceptions.RayActorError as error:
                 deaths += 1
                 if deaths > _MAX_DEATHS * count:
                     raise EngineError(f"workers keep dying; the last error was: {_short(error)}") from None
-                actors.remove(actor)
-                rest = redo(job)
-                if rest is not None:
-                    again.append(rest)
+                if job is not None and (rest := redo(job)) is not None:
+                    waiting.appendleft(rest)
                 continue
-            deaths = 0
             idle.append(actor)
-            yield result
+            if job is not None:
+                deaths = 0
+                yield result
     finally:
+        for actor in starting.values():
+            ray.kill(actor)
         if busy:
             ray.wait(list(busy), num_returns=len(busy))
-        closing = [actor.close.remote() for actor in actors]
+        closing = [actor.close.remote() for actor in [*idle, *(actor for actor, _ in busy.values())]]
         if closing:
             ray.wait(closing, num_returns=len(closing))
 
