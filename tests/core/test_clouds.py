@@ -11,11 +11,13 @@ from millstream.core.copy import copy
 from millstream.core.remote import RemoteFile, read_all, to_path
 from millstream.errors import AccessDenied, ObjectChanged, ObjectMissing
 from support.cloud_servers import Cloud
+from support.copied_kinds import KINDS, check_copies, kinds
 from support.extracting import SETTINGS, traces_by_id, write_questions
 from support.extras import need
 from support.making import keys_in, plain, same
 from support.remote_stores import remote, remote_keys
 
+__all__ = ["kinds"]
 KEYS = [(0, number) for number in range(12)]
 
 
@@ -81,6 +83,11 @@ def test_stores_are_copied_there_within_and_back(cloud: Cloud, tmp_path: Path) -
         assert copy(*places).num_new > 0
         assert copy(*places).num_new == 0
     assert sorted(keys_in(ms.open(tmp_path / "back"), plain)) == sorted(KEYS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_copied_and_opens_there(kinds: Path, kind: str, cloud: Cloud, tmp_path: Path) -> None:
+    check_copies(kinds, kind, cloud.url, tmp_path)
 
 
 def test_answers_are_extracted_there(

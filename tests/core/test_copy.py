@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,17 @@ from millstream.core.copy import copy
 from millstream.core.remote import RemotePath, to_path
 from millstream.errors import BadSetting, StoreExists
 from support.commands import run_here
+from support.copied_kinds import KINDS, check_copies, kinds
 from support.effort import PATIENCE_S
 from support.extras import need
-from support.faulty_proxy import Fault, faulty_proxy, unavailable
+from support.faulty_proxy import Fault, Seen, faulty_proxy, unavailable
 from support.http_server import http_objects
 from support.making_traces import make_traces
 from support.s3_server import Bucket
 
 need("obstore", "huggingface_hub")
+
+__all__ = ["kinds"]
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +105,14 @@ def test_packs_tables_runs_and_folders_are_copied(s3: Bucket, tmp_path: Path) ->
     assert len(ms.open(f"{s3.url}/reads.pack")) == 100
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", ["disk", "s3"])
+def test_every_kind_is_copied_and_opens_there(
+    kinds: Path, kind: str, target: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    check_copies(kinds, kind, str(tmp_path) if target == "disk" else request.getfixturevalue("s3").url, tmp_path)
+
+
 def test_a_bit_that_flips_on_the_way_is_noticed(store: Path, s3: Bucket, tmp_path: Path) -> None:
     with faulty_proxy(s3.address) as proxy:
         s3.through(proxy.address)
@@ -124,6 +136,35 @@ def test_a_file_of_many_parts_is_verified_by_the_checksum_of_its_parts(s3: Bucke
         copy(f"{s3.url}/large.bin", tmp_path / "again.bin")
         assert proxy.num_bytes(match="/large.bin") == 3 * file.stat().st_size
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes() == file.read_bytes()
+
+
+def test_within_a_bucket_the_server_copies(store: Path, s3: Bucket, tmp_path: Path) -> None:
+    large = tmp_path / "large.bin"
+    large.write_bytes(bytes(range(256)) * 70_000)
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        copy(store, f"{s3.url}/a")
+        copy(large, f"{s3.url}/large.bin")
+        proxy.forget()
+        copy(f"{s3.url}/a", f"{s3.url}/b")
+        assert objects_in(f"{s3.url}/b") == files_in(store)
+        proxy.forget()
+        copy(f"{s3.url}/a", f"{s3.url}/c")
+        assert (proxy.num_bytes(match="shard-"), sum(seen.received_bytes for seen in proxy.seen)) == (0, 0)
+        copy(f"{s3.url}/large.bin", f"{s3.url}/copy.bin")
+        assert sum(seen.received_bytes for seen in proxy.seen) == 0, "nothing is uploaded"
+        assert to_path(f"{s3.url}/copy.bin").read_bytes() == large.read_bytes()
+
+        def damage(seen: Seen) -> None:
+            """What the server has copied, before it is verified."""
+            connection = HTTPConnection(s3.address.removeprefix("http://"), timeout=PATIENCE_S)
+            signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request, Signature=0"}
+            connection.request("PUT", seen.path, bytes(len(files_in(store)["shard-00001.arrow"])), signed)
+            assert connection.getresponse().status == 200
+
+        proxy.program(damage, method="HEAD", match="/d/shard-00001.arrow", times=1)
+        copy(f"{s3.url}/a", f"{s3.url}/d")
+        assert objects_in(f"{s3.url}/d") == files_in(store), "what arrives wrong is uploaded"
 
 
 def test_passing_faults_are_not_seen(store: Path, s3: Bucket, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from millstream.core.copy import copy
 from millstream.core.remote import RemoteFile, RemotePath, to_path
 from millstream.errors import AccessDenied, BadSetting, ObjectMissing, RemoteError, StoreExists
 from support.commands import run_here
+from support.copied_kinds import KINDS, check_copies, kinds
 from support.extras import need
 from support.faulty_proxy import Fault, faulty_proxy
 from support.hub_server import TOKEN, Hub, hub
@@ -20,7 +21,7 @@ from support.making_traces import make_traces
 
 need("huggingface_hub")
 
-__all__ = ["hub"]
+__all__ = ["hub", "kinds"]
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=")  # huggingface_hub's own
 
 DATA = bytes(range(256)) * 400
@@ -102,6 +103,11 @@ def test_reads_are_read(hub: Hub, tmp_path: Path) -> None:
     hub.commit("me/reads", {"r.fa": b">a\nAC\n>b\nGT\n"})
     reads = ms.open("hf://datasets/me/reads/r.fa", index_dir=tmp_path)
     assert [read.name for read in reads] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_copied_and_opens_there(kinds: Path, kind: str, hub: Hub, tmp_path: Path) -> None:
+    check_copies(kinds, kind, f"hf://datasets/me/{kind.partition('.')[0]}", tmp_path)
 
 
 def test_a_store_is_copied_in_two_commits_and_back(hub: Hub, store: Path, tmp_path: Path) -> None:

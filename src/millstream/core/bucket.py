@@ -191,6 +191,11 @@ class ObjectBucket:
             raise RemoteError(f"{self._url(key)}: differs from what was uploaded. Run the same command again")
         return self.head(key)
 
+    def copy(self, key: str, target: str) -> None:
+        """Copy an object within the bucket, without its bytes passing here; the caller verifies it."""
+        retried(self._url(key), lambda: self._obstore.copy(self._store, key, target))
+        self._known.pop(target, None)
+
     def delete(self, key: str) -> None:
         with suppress(ObjectMissing):
             retried(self._url(key), lambda: self._obstore.delete(self._store, key))

@@ -1,7 +1,8 @@
 """Copies of stores, runs, packs and files with their indexes, between local disk, object stores and the hub.
 
 Files are copied by several threads and verified at the target. A journal in the spool has every file that is done, with
-its version on both sides, so that the same command resumes after kill -9. A new local folder grows as TARGET.partial
+its version on both sides, so that the same command resumes after kill -9, from the start of each file that is not done.
+Within a bucket, the server copies. A new local folder grows as TARGET.partial
 and gets its name when it is complete; at a URL, what makes a folder a store or a run is uploaded last.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from millstream.core.bucket import ObjectInfo
+from millstream.core.bucket import ObjectBucket, ObjectInfo
 from millstream.core.config import parse_json
 from millstream.core.console import plural, progress, quoted, say
 from millstream.core.files import locked, rename_folder, spool_root
@@ -33,6 +34,7 @@ CARD = "README.md"  # of a dataset on the hub
 _AT_ONCE = 6  # files: a download holds at most 13 MB, an upload 40 MB
 _COMMIT_FILES, _COMMIT_BYTES = 100, 16 << 30  # of one commit to the hub
 _LAST = ("config.yaml", "data.json", "manifest.json")  # copied last, of a run or a store
+_MOST_THERE = 5 << 30  # bytes that S3 copies by itself
 _HUB_OWN = (CARD, ".gitattributes")
 
 
@@ -177,11 +179,21 @@ class _Copy:
 
         if not isinstance(place, RemotePath):
             fetch(item.source, place, watch=watch)
-        else:
+        elif not self._is_copied_there(item, place):
             file = self._staged(item, watch)
             place.put(file)
             self._unstage(file)
         self._finish(item)
+
+    def _is_copied_there(self, item: _Item, place: RemotePath) -> bool:
+        """Let the server copy an object within its bucket; whether it is there now, and verified."""
+        if not isinstance(item.source, RemotePath) or item.source.bucket_url != place.bucket_url:
+            return False
+        bucket = place.bucket
+        if not isinstance(bucket, ObjectBucket) or item.num_bytes > _MOST_THERE:
+            return False
+        bucket.copy(item.source.key, place.key)
+        return is_same(item.source, place)
 
     def _finish(self, item: _Item) -> None:
         """Note a file as done, unless it changed on the way."""

@@ -109,7 +109,7 @@ def is_same(a: Path, b: Path) -> bool:
         return True
     for path, other in ((a, b), (b, a)):
         checksum = Checksum(infos[other])
-        if checksum.is_known and not isinstance(path, RemotePath):
+        if checksum.is_known and (not isinstance(path, RemotePath) or isinstance(other, RemotePath)):
             with open_raw(path) as file:
                 while data := file.read(_READ_BYTES):
                     checksum.update(data)
