@@ -3,7 +3,9 @@
 import os
 import pickle
 import random
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -216,6 +218,86 @@ def test_lasting_faults_are_one_line(
     with pytest.raises(error, match=words) as caught:
         file.read(0, 1000)
     assert "\n" not in str(caught.value) and str(file.path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "method", "match"),
+    [
+        (unavailable(503), "PUT", "partNumber=2"),
+        (unavailable(429), "POST", "uploads"),
+        (Fault(cut_at=-1, status=503), "PUT", "partNumber=3"),
+        (Fault(cut_at=-1), "PUT", "partNumber=2"),
+        (unavailable(503), "POST", "uploadId="),
+        (Fault(cut_at=-1), "POST", "uploadId="),
+    ],
+    ids=["part 503", "start 429", "part cut", "part unanswered", "completion 503", "completion unanswered"],
+)
+def test_passing_faults_of_an_upload_are_not_seen(
+    s3: Bucket, tmp_path: Path, fault: Fault, method: str, match: str
+) -> None:
+    (tmp_path / "large").write_bytes(DATA * 170)
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        rule = proxy.program(fault, method=method, match=match, times=2)
+        path = remote(f"{s3.url}/large")
+        assert path.put(tmp_path / "large").num_bytes == len(DATA) * 170
+        assert rule.hits >= 2
+        assert path.read_bytes() == DATA * 170
+
+
+def test_an_upload_that_arrives_damaged_is_an_error(s3: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(DATA * 170)
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        for name, data, match in (("large", tmp_path / "large", "partNumber=2"), ("small", b"data", "small")):
+            proxy.program(Fault(flip_sent_at=2), method="PUT", match=match, times=1)
+            with pytest.raises(RemoteError, match=f"{name}: differs from what was uploaded"):
+                remote(f"{s3.url}/{name}").put(data)
+
+
+def test_one_of_many_claims_wins(s3: Bucket) -> None:
+    """Also when all answers to the first requests are lost."""
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        proxy.program(Fault(cut_at=-1), method="PUT", match="claim", times=4)
+        won = list[bytes]()
+
+        def claim(number: int) -> None:
+            with suppress(FileExistsError):
+                remote(f"{s3.url}/claim").put(b"%d" % number, is_new=True)
+                won.append(b"%d" % number)
+
+        threads = [Thread(target=claim, args=[number]) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert won == [remote(f"{s3.url}/claim").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        (unavailable(503), RemoteError, "SlowDown"),
+        (Fault(cut_at=-1, status=503), RemoteError, "no complete answer in"),
+        (EXPIRED_TOKEN, AccessDenied, "ExpiredToken"),
+        (DENIED, AccessDenied, "AccessDenied"),
+    ],
+    ids=["503", "cut", "expired", "denied"],
+)
+def test_lasting_faults_of_an_upload_are_one_line(
+    s3: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: Fault, error: type, words: str
+) -> None:
+    monkeypatch.setenv("MILLSTREAM_PATIENCE", "0.3")
+    (tmp_path / "large").write_bytes(DATA * 170)
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        proxy.program(fault, match="large")
+        with pytest.raises(error, match=words) as caught:
+            remote(f"{s3.url}/large").put(tmp_path / "large")
+        assert "\n" not in str(caught.value) and f"{s3.url}/large" in str(caught.value)
+        proxy.heal()
+        assert not remote(f"{s3.url}/large").exists()
 
 
 def test_no_network_is_one_line_after_bounded_retries(monkeypatch: pytest.MonkeyPatch) -> None:

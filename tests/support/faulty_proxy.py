@@ -37,6 +37,7 @@ class Fault:
     longer_by: int = 0  # Content-Length says so many bytes more than follow; negative: fewer
     drop: int = 0  # so many bytes at the end are missing, and Content-Length agrees
     flip_at: int | None = None  # the lowest bit of this byte of the object, if it is in the body
+    flip_sent_at: int | None = None  # the lowest bit of this byte of the request's body
     chunk_bytes: int = 1 << 16
     delay_s: float = 0.0  # before each chunk
     hang: bool = False  # no answer, until the client gives up or the proxy closes
@@ -195,6 +196,8 @@ class _Handler(Handler):
         seen.if_none_match = self.headers.get("If-None-Match", "")
         seen.received_bytes = len(sent)
         fault = proxy.fault_of(seen)
+        if fault.flip_sent_at is not None and sent:
+            sent = sent[: fault.flip_sent_at] + bytes([sent[fault.flip_sent_at] ^ 1]) + sent[fault.flip_sent_at + 1 :]
         if fault.hang:
             self._wait_for_the_end(proxy)
             return
