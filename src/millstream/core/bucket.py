@@ -274,6 +274,8 @@ def _final_error(url: str, error: Exception) -> Exception | None:
     if isinstance(error, MillstreamError):
         return error
     name, text = type(error).__name__, str(error)
+    if "NoSuchUpload" in text:  # complete since an attempt whose answer was lost, or aborted: upload again
+        return None
     if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
         what = "no such bucket" if "NoSuchBucket" in text else "no such object"
         return ObjectMissing(f"{url}: {what}")
