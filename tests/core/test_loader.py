@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
+from millstream.core.loader import REMOTE_THREADS, plan_threads
 from millstream.errors import CorruptRecord, OverBudget
 from support.effort import num_examples
 from support.loading import (
@@ -411,3 +412,10 @@ def test_a_program_may_end_in_the_middle_of_a_loop(traces: ms.Traces):
     )
     done = subprocess.run([sys.executable, "-c", code, str(traces.path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_remote_batches_get_more_threads_than_cores_only_if_connections_would_be_idle():
+    at_home, _ = plan_threads(None, batch_bytes=1, budget=1 << 30)
+    assert plan_threads(None, batch_bytes=1, budget=1 << 30, requests=1000)[0] == at_home
+    assert plan_threads(None, batch_bytes=1, budget=1 << 30, requests=1)[0] == max(at_home, REMOTE_THREADS)
+    assert plan_threads(None, batch_bytes=100, budget=300, requests=1)[0] <= 2, "memory for three batches"

@@ -181,9 +181,8 @@ class Loader:
         self._epoch, self._start, self._samples = epoch + 1, 0, 0
 
     def _plan_threads(self, batch_bytes: int) -> tuple[int, str]:
-        requests = (
-            max(self._layout.batch_size, batch_bytes // PART_BYTES) if self._collection.medium.is_remote else None
-        )
+        size = self._layout.batch_size
+        requests = size * -(-batch_bytes // (size * PART_BYTES)) if self._collection.medium.is_remote else None
         return plan_threads(self._threads, batch_bytes=batch_bytes, budget=self._budget, requests=requests)
 
     def _batch_bytes(self) -> int:
