@@ -41,7 +41,8 @@ def make_traces(
     doubt = rng.normal(size=num)
     wrong = doubt + noise * rng.normal(size=num) > 0
     schema = {"p_true": "float32", **parse_fields(tier, None, stored="float16").schema()}
-    schema.pop("post_norm", None)
+    for name in ("post_norm", "offsets", "given_logprobs"):
+        schema.pop(name, None)
     with ms.TraceWriter(path, schema=schema, shard_records=50) as writer:
         for number in range(num):
             record = _tokens(rng, number, float(doubt[number]))
