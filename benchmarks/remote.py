@@ -28,8 +28,10 @@ from typing import Any
 
 import numpy as np
 
+import loader_peers_reads
+import loader_peers_traces
 import millstream as ms
-from loader_data import SCHEMA, traces, write_fasta
+from loader_data import SCHEMA, as_torch_list, copied_list, traces, write_fasta
 from measuring import Result, measure, peak_pss, run, save
 from millstream.reads.pack import PackFile  # noqa: F401  (fails early without the extra)
 from object_server import BUCKET, counts_of, environment_of, object_server
@@ -296,6 +298,11 @@ def remote_batches(
 ) -> Callable[[], Iterable[Any]]:
     """The peer's own loader over a URL, with the collation of the local benchmark."""
     batch_size = TRACE_BATCH if workload == "A" else READ_BATCH
+    if workload == "A":  # without workers, what are views of a mapped file has to be read
+        litdata_list = list if workers else copied_list
+        collate = litdata_list if tool == "litdata" else as_torch_list
+    else:
+        collate = loader_peers_reads._joined if tool == "litdata" else loader_peers_reads._joined_samples
     if tool == "litdata":
         from litdata.streaming import downloader
 
@@ -318,13 +325,10 @@ def remote_batches(
             cache_limit=cache_bytes,
         )
         make = loader._base.StreamingDataLoader
-    return lambda: make(rows, batch_size=batch_size, num_workers=workers, collate_fn=list)
+    return lambda: make(rows, batch_size=batch_size, num_workers=workers, collate_fn=collate)
 
 
 def peer_of(tool: str, workload: str) -> Any:
-    import loader_peers_reads
-    import loader_peers_traces
-
     module = loader_peers_traces if workload == "A" else loader_peers_reads
     return {"mosaic-py1e": module.Mosaic, "mosaic-naive": module.MosaicNaive, "litdata": module.LitData}[tool]()
 
