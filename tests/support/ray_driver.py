@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def run_on_one_cluster() -> None:
 
     open.IndexWorker, each.PackWorker = DyingIndexWorker, DyingPackWorker
     classify.ClassifyWorker, features.FeaturizeWorker = DyingClassifyWorker, DyingFeaturizeWorker
-    classify.classify.__kwdefaults__.update(batch_size=64, chunk_reads=128)  # type: ignore[union-attr]
+    unwrap(classify.classify).__kwdefaults__.update(batch_size=64, chunk_reads=128)
     if nodes:
         ray.init(address=nodes.address, log_to_driver=False)
     else:
