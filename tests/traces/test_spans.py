@@ -53,6 +53,48 @@ def written(store: Path) -> pa.Table:
     return pq.read_table(store / "labels.parquet")
 
 
+def test_replayed_answers_are_labelled_token_by_token_to_the_byte(tmp_path: Path):
+    """From a questions file to labels, with a byte-level model: the labelled tokens are those with bytes of a span."""
+    pytest.importorskip("transformers")
+    from support.tiny_models import make_model
+
+    model = make_model("llama", tmp_path)
+    answers = ["the capital 👩‍💻 of France", "Zoe\u0308 jumps over 日本 dogs", "the quick brown fox"]
+    spans = [[[12, 13]], [[2, 4], [16, 17]], []]  # a part of an emoji; a combining mark; one of two characters
+    rows = [
+        {"id": str(number), "question": f"who {number}?", "generated_answer": answer, "spans": own}
+        for number, (answer, own) in enumerate(zip(answers, spans, strict=True))
+    ]
+    file = write_file(tmp_path / "answers.jsonl", rows)
+    code, _, errors = run_here("extract", file, tmp_path / "s", f"model={model}", "tier=answer", "prompt=plain")
+    assert code == 0, errors
+    label(tmp_path / "s", rule="spans")
+    by_id = {row["record_id"]: row for row in written(tmp_path / "s").to_pylist()}
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for trace in ms.open(tmp_path / "s"):
+        number = int(trace["question_id"])
+        answer, labels = trace["generated_answer"], by_id[trace["record_id"]]["token_labels"]
+        assert answer == answers[number] and len(labels) == trace["answer_hidden"].shape[1] == len(trace["logprobs"])
+        pieces = tokenizer.convert_ids_to_tokens(trace["tokens"][trace["prompt_len"] :].tolist())
+        decode = {letter: byte for byte, letter in _byte_letters().items()}
+        data = [bytes(decode[letter] for letter in piece) for piece in pieces]
+        owner = [place for place, character in enumerate(f" {answer}") for _ in character.encode()]
+        wrong = [any(start <= place - 1 < end for start, end in spans[number]) for place in owner]
+        assert b"".join(data).decode() == f" {answer}"
+        ends = np.cumsum([len(piece) for piece in data]).tolist()
+        wanted = [int(any(wrong[end - len(piece) : end])) for end, piece in zip(ends, data, strict=True)]
+        assert labels[1:] == wanted[1:] and labels[0] == (None if data[0] == b" " else wanted[0])  # before the answer
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's letter for each byte."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {**{byte: chr(byte) for byte in kept}, **{byte: chr(256 + place) for place, byte in enumerate(others)}}
+
+
 def test_labels_have_spans_and_token_labels_beside_the_verdict(tmp_path: Path):
     traces = write_spans(tmp_path / "s", 6)
     done = label(tmp_path / "s", rule="spans")
@@ -112,6 +154,29 @@ def test_token_labels_are_carried_along_by_merge(tmp_path: Path):
     assert code == 0
     for name in ("spans", "token_labels"):
         assert written(tmp_path / "m").column(name).to_pylist() == written(tmp_path / "s").column(name).to_pylist()
+
+
+def test_spans_of_a_whole_text_are_moved_into_the_part_that_is_the_answer(tmp_path: Path):
+    whole = "Paris? No. 👍 It is Lyon. It is."
+    texts = ["It is Lyon.", "It is", whole, ""]  # once, in two places, all of it, nowhere
+    with ms.TraceWriter(tmp_path / "s") as writer:
+        for number, text in enumerate(texts):
+            writer.append(
+                {
+                    "question_id": str(number),
+                    "generated_answer": text,
+                    "generated_text": whole,
+                    "spans": json.dumps([[0, 5], [16, 23], [25, 30]]),
+                    "offsets": np.array([(0, 5), (5, min(11, max(5, len(text))))], np.int32),
+                }
+            )
+    label(tmp_path / "s", rule="spans")
+    rows = written(tmp_path / "s").to_pylist()
+    found = [row["spans"] and [(one["start"], one["end"]) for one in row["spans"]] for row in rows]
+    start = whole.index(texts[0])
+    assert found == [[(16 - start, 23 - start)], None, [(0, 5), (16, 23), (25, 30)], None]
+    assert [row["verdict"] for row in rows] == ["wrong", None, "wrong", None]
+    assert rows[0]["token_labels"] == [1, 1] and rows[2]["token_labels"] == [1, 0]
 
 
 def test_records_without_offsets_have_a_verdict_and_no_token_labels(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Spans of an answer that are hallucinated -> a label per token, by the characters that each token covers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import cast
@@ -21,8 +21,10 @@ TOKEN_SCORES = "token_scores"  # a column of predictions.parquet
 NO_TEXT = -1  # the label of a token without characters of the answer, such as one that ends it; null in files
 TokenLabels = NDArray[np.int8]
 Span = tuple[int, int, str | None]
+WHOLE = "generated_text"  # of which the answer may be a part
 _AT_ONCE = 1024  # records
 _IDS = (RECORD_ID, *COLUMNS["id"])
+_NAMES = ("start", "end", "label")
 _LISTS = ("spans", "labels")  # the names of a column with all spans of an answer
 _ARROW = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("label", pa.string())]))
 
@@ -46,25 +48,45 @@ def label_tokens(spans: Iterable[Span], offsets: NDArray[np.integer]) -> TokenLa
 def spans_table(traces: Traces, file: Path | None, ids: Sequence[str], answer: str | None) -> pa.Table:
     """`spans` and `token_labels` of every record, null where they are unknown, from a file or the records.
 
-    Spans of characters that an answer does not have are refused: they are of another text.
+    A file has characters of `generated_answer`. A record has those of the whole given text; if only a part of it was
+    taken as the answer, its spans are moved there. Spans of characters that a text does not have are refused.
     """
-    texts = [None] * len(traces) if answer is None else traces.column(answer).to_pylist()
-    found: list[list[Span] | None] = []
-    source = traces.path if file is None else file
-    for name, value, text in zip(ids, _given(traces, file, ids), texts, strict=True):
-        try:
-            parsed = cells.spans(value, cast("str | None", text))
-        except ValueError as error:
-            raise BadSource(f"{source}: record {name!r} {error}") from None
-        found.append(
-            None if parsed is None else sorted({one for one in parsed if one[0] < one[1]}, key=itemgetter(0, 1))
-        )
-    if ids and all(one is None for one in found):
-        raise BadSource(f"{source}: no record has spans. Their ids are such as {ids[0]!r}")
-    spans = [one and [dict(zip(("start", "end", "label"), span, strict=True)) for span in one] for one in found]
-    return pa.table(
-        {SPANS: pa.array(spans, _ARROW), TOKEN_LABELS: pa.array(as_lists(_labels(traces, found)), pa.list_(pa.int8()))}
-    )
+    by_id = None if file is None else _read_spans(file)
+    whole = WHOLE if file is None and answer is not None and WHOLE in traces.fields else None
+    names = [name for name in (answer, whole, OFFSETS, *([] if by_id else [SPANS])) if name in traces.fields]
+    spans: list[list[dict[str, object]] | None] = []
+    labels: list[TokenLabels | None] = []
+    for first in range(0, len(traces), _AT_ONCE):
+        numbers = range(first, min(first + _AT_ONCE, len(traces)))
+        columns = traces.fetch(list(numbers), names)
+        cell: dict[str | None, Sequence[object]] = {name: cast("Sequence[object]", columns[name]) for name in names}
+        nothing = [None] * len(numbers)
+        for row, number in enumerate(numbers):
+            value = cell[SPANS][row] if by_id is None else by_id.get(ids[number])
+            text, all_of_it = (cast("str | None", cell.get(name, nothing)[row]) for name in (answer, whole))
+            try:
+                parsed = cells.spans(value, all_of_it or text)
+            except ValueError as error:
+                raise BadSource(f"{file or traces.path}: record {ids[number]!r} {error}") from None
+            own = None if parsed is None else _within(parsed, text, all_of_it)
+            ranges = cast("NDArray[np.int32] | None", cell.get(OFFSETS, nothing)[row])
+            labels.append(None if own is None or ranges is None else label_tokens(own, ranges))
+            named: list[dict[str, object]] = [dict(zip(_NAMES, one, strict=True)) for one in own or ()]
+            spans.append(None if own is None else named)
+    if ids and all(one is None for one in spans):
+        raise BadSource(f"{file or traces.path}: no record has spans. Their ids are such as {ids[0]!r}")
+    return pa.table({SPANS: pa.array(spans, _ARROW), TOKEN_LABELS: pa.array(as_lists(labels), pa.list_(pa.int8()))})
+
+
+def _within(spans: Iterable[Span], text: str | None, whole: str | None) -> list[Span] | None:
+    """Spans of `whole` in its part `text`, sorted; None if that part may be in several places."""
+    start, size = 0, 1 << 62
+    if text is not None and whole is not None and text != whole:
+        if not text or whole.count(text) != 1:
+            return None
+        start, size = whole.index(text), len(text)
+    moved = {(max(first - start, 0), min(last - start, size), label) for first, last, label in spans}
+    return sorted((one for one in moved if one[0] < one[1]), key=itemgetter(0, 1))
 
 
 def as_token_labels(values: Sequence[int | None] | None) -> TokenLabels | None:
@@ -75,27 +97,6 @@ def as_token_labels(values: Sequence[int | None] | None) -> TokenLabels | None:
 def as_lists(labels: Iterable[TokenLabels | None]) -> list[list[int | None] | None]:
     """The labels of answers as they are written to files."""
     return [None if one is None else [None if label == NO_TEXT else label for label in one.tolist()] for one in labels]
-
-
-def _labels(traces: Traces, spans: Sequence[Sequence[Span] | None]) -> Iterator[TokenLabels | None]:
-    for first in range(0, len(traces), _AT_ONCE):
-        numbers = list(range(first, min(first + _AT_ONCE, len(traces))))
-        offsets: Sequence[NDArray[np.int32] | None] = (
-            cast("Sequence[NDArray[np.int32] | None]", traces.fetch(numbers, [OFFSETS])[OFFSETS])
-            if OFFSETS in traces.fields
-            else [None] * len(numbers)
-        )
-        for number, ranges in zip(numbers, offsets, strict=True):
-            own = spans[number]
-            yield None if own is None or ranges is None else label_tokens(own, ranges)
-
-
-def _given(traces: Traces, file: Path | None, ids: Sequence[str]) -> Iterable[object]:
-    """The spans of every record as they are written: a list, or its JSON text; None if unknown."""
-    if file is None:
-        return traces.column(SPANS).to_pylist()
-    by_id = _read_spans(file)
-    return [by_id.get(name) for name in ids]
 
 
 def _read_spans(file: Path) -> Mapping[str, object]:

@@ -263,10 +263,11 @@ def scores_table(name: str, part: Collection, found: Scored) -> pa.Table:
             "score": pa.array(np.asarray(found.scores, np.float64)),
         }
     )
-    if TOKEN_LABELS not in part.field_names:
+    is_labelled = TOKEN_LABELS in part.field_names
+    if not is_labelled and found.tokens is None:
         return table
     none = [None] * len(part)
-    labels = none if found.tokens is None else part.column(TOKEN_LABELS).to_pylist()
+    labels = part.column(TOKEN_LABELS).to_pylist() if is_labelled and found.tokens is not None else none
     labels = as_lists(as_token_labels(one) for one in labels)
     table = table.append_column(TOKEN_LABELS, pa.array(labels, pa.list_(pa.int8())))
     return table.append_column(TOKEN_SCORES, pa.array(found.tokens or none, pa.list_(pa.float32())))
@@ -326,7 +327,8 @@ def _digest(collection: Collection) -> str:
     labels = np.asarray(collection.column(LABEL).to_numpy(), np.float64)
     found = blake2b(numbers.tobytes() + labels.tobytes(), digest_size=8)
     if TOKEN_LABELS in collection.field_names:
-        found.update(repr(collection.column(TOKEN_LABELS).to_pylist()).encode())
+        for one in collection.column(TOKEN_LABELS).to_pylist():
+            found.update(b"-" if one is None else bytes(2 + label for label in one) + b"|")
     return found.hexdigest()
 
 

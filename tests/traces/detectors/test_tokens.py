@@ -14,9 +14,10 @@ from millstream.core.config import read_settings
 from millstream.errors import BadSetting, NoDetector, NotFinite
 from millstream.report.measures import auroc
 from millstream.traces.detectors import DetectorSpec, Recipe, build_net, detector_specs, net_features
-from millstream.traces.detectors.tokens import TokenProbe, TokenStatistic, highest, states_feature
+from millstream.traces.detectors.tokens import TokenFeature, TokenProbe, TokenStatistic, highest, states_feature
 from millstream.traces.kind import TrainSettings
 from millstream.traces.label import label
+from millstream.traces.report.evaluate import read_results
 from millstream.traces.study import open_labelled
 from millstream.training.task import FitResources
 from support.commands import run_here
@@ -85,7 +86,7 @@ def test_the_probe_finds_the_layer_and_agrees_with_scikit_learn(records: ms.Coll
     peer.fit(x[0]["x"][known[0], 1], x[0]["token_label"][known[0]])
     theirs = peer.predict_proba(x[1]["x"][known[1], 1])[:, 1]
     assert np.corrcoef(theirs, found)[0, 1] > 0.98
-    np.testing.assert_allclose(probe.score(test), [one.max() for one in scores])
+    np.testing.assert_allclose(probe.score(test), [one[:-1].max() for one in scores])  # without the end of the answer
     again = TokenProbe(FitResources(batch_size=3, memory=100_000), feature=feature)  # in other batches
     again.arrays = probe.arrays
     for ours, other in zip(scores, again.score_tokens(test), strict=True):
@@ -103,7 +104,7 @@ def test_a_probe_fits_within_little_memory(records: ms.Collection):
 def test_a_statistic_has_the_sign_of_the_training_split(records: ms.Collection):
     train, val, test = splits(records)
     for name, sign in (("logprobs", -1), ("entropy", 1)):
-        found = TokenStatistic(FitResources(), name=name)
+        found = TokenStatistic(FitResources(), TokenFeature(None, None, (name,)))
         found.fit(train, val)
         assert found.chosen["direction"] == sign
         for number, scores in enumerate(found.score_tokens(test)):
@@ -126,10 +127,12 @@ def test_the_lstm_scores_a_token_alike_in_any_batch(records: ms.Collection):
     torch.testing.assert_close(torch.cat(alone), together, rtol=1e-4, atol=1e-6)
 
 
-def test_an_answer_scores_as_its_highest_token_and_an_empty_one_lowest():
-    found = highest([np.array([0.1, 0.7], np.float32), np.zeros(0, np.float32), np.array([0.2], np.float32)])
-    np.testing.assert_allclose(found, [0.7, 0.2, 0.2], rtol=1e-6)
-    assert highest([np.zeros(0, np.float32)]).tolist() == [0.0]
+def test_an_answer_scores_as_its_highest_token_and_an_empty_one_lowest(tmp_path: Path):
+    with ms.TraceWriter(tmp_path / "s") as writer:
+        writer.extend({"question_id": str(length), "answer_len": length} for length in (2, 0, 1))
+    tokens = [np.array(one, np.float32) for one in ([0.1, 0.7, 0.9], [0.9], [0.2])]
+    np.testing.assert_allclose(highest(tokens, ms.open(tmp_path / "s")), [0.7, 0.2, 0.2], rtol=1e-6)
+    assert highest([np.zeros(0, np.float32)], ms.open(tmp_path / "s").subset([1])).tolist() == [0.0]
 
 
 def test_a_run_keeps_token_scores_beside_those_of_answers_and_evaluate_repeats_them(store: Path, tmp_path: Path):
@@ -148,18 +151,36 @@ def test_a_run_keeps_token_scores_beside_those_of_answers_and_evaluate_repeats_t
             assert row["token_scores"] is None and row["token_labels"] is None
         else:
             assert len(row["token_scores"]) == len(row["token_labels"]) == len(traces[row["record"]]["offsets"])
-            assert row["score"] == pytest.approx(max(row["token_scores"]))
+            assert row["score"] == pytest.approx(max(row["token_scores"][:-1]))
     assert {(row["model"], row["seed"]) for row in rows} >= {("token-lstm", 1), ("token-probe", 0)}
     again = pq.read_table(ms.evaluate(tmp_path / "run") / "predictions.parquet").to_pylist()
     for one, other in zip(rows, again, strict=True):
         assert one["record"] == other["record"] and one["score"] == pytest.approx(other["score"], rel=1e-5)
 
 
+def test_records_without_token_labels_are_scored(store: Path, tmp_path: Path):
+    code, _, errors = run_here(
+        *("train", f"data={store}", f"out={tmp_path / 'run'}", f"model={MODELS},mean_logprob"),
+        *(f"{name}={value}" for name, value in SHORT.items()),
+    )
+    assert code == 0, errors
+    write_spans(tmp_path / "other", 10, seed=1)
+    scores = "\n".join(f"{row},{number % 2}" for number, row in enumerate(ms.open(tmp_path / "other").ids))
+    (tmp_path / "scores.csv").write_text(f"record_id,score\n{scores}\n")
+    label(tmp_path / "other", rule="scores", scores=tmp_path / "scores.csv", positive="wrong")
+    found = ms.evaluate(tmp_path / "run", data=str(tmp_path / "other"), include_seen=True)
+    rows = [row for row in pq.read_table(found / "predictions.parquet").to_pylist() if row["part"] == "test"]
+    by_model = {row["model"]: row for row in rows}
+    assert by_model["token-probe"]["token_scores"] and by_model["mean_logprob"]["token_scores"] is None
+    assert all(row["token_labels"] is None for row in rows)
+    assert read_results(found, resamples=20).tokens is None
+
+
 def test_stores_without_token_labels_or_states_leave_token_detectors_out(tmp_path: Path, store: Path):
     fields = ms.open(store).field_names
     for name in MODELS.split(","):
         with pytest.raises(NoDetector, match="rule=spans"):
-            DetectorSpec(name, fields).build(resources=FitResources(), place=_place())
+            DetectorSpec(name, fields).build(resources=FitResources(), place=_place(), folder=tmp_path)
     with pytest.raises(NoDetector, match="answer and full"):
         states_feature(["token_labels", "logprobs"], None, stats=True)
     with pytest.raises(BadSetting, match="layers=a"):

@@ -29,6 +29,7 @@ from millstream.traces.detectors.tokens import (
     TokenProbe,
     TokenStatistic,
     highest,
+    need_token_labels,
     split_tokens,
     states_feature,
 )
@@ -47,6 +48,7 @@ NULLS = {
 }
 GROUP = "baselines"
 TOKEN_PROBE = "token-probe"
+TOKEN_DETECTORS = ("token-lstm", TOKEN_PROBE, *TOKEN_STATISTICS)
 _OF_NETS = (  # settings of the loop, and the sizes of nets
     *("seeds", "epochs", "batch_size", "lr", "weight_decay", "warmup", "clip", "patience", "dropout", "precision"),
     "parameters",
@@ -166,10 +168,12 @@ class DetectorSpec:
 
     def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:
         field_names = self.field_names
+        if folder is not None and self.name in TOKEN_DETECTORS:  # to be trained; it can score without labels
+            need_token_labels(field_names)
         if self.name in NETS:
             recipe = recipe_of(cast(TrainSettings, place.settings))
             kit = Kit(net_features(self.name, field_names, recipe), partial(build_net, self.name, recipe=recipe))
-            task = TOKEN_DETECTION if NETS[self.name].family == "token-lstm" else DETECTION
+            task = TOKEN_DETECTION if self.name in TOKEN_DETECTORS else DETECTION
             net = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
         if self.name == TOKEN_PROBE:
@@ -207,7 +211,7 @@ def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[
 
 def is_ours(name: str) -> bool:
     """Whether a detector is one of millstream's, not code of someone's own."""
-    return name in NETS or name in BASELINES or name in TOKEN_STATISTICS or name == TOKEN_PROBE
+    return name in NETS or name in BASELINES or name in TOKEN_DETECTORS
 
 
 def scores_of(model: Model, collection: Collection) -> Scored:
@@ -217,10 +221,10 @@ def scores_of(model: Model, collection: Collection) -> Scored:
         if not model.task.is_ragged:
             return Scored(outcome["score"].astype(np.float64))
         tokens = split_tokens(outcome)
-        return Scored(highest(tokens), tokens)
+        return Scored(highest(tokens, collection), tokens)
     if isinstance(model, TokenProbe | TokenStatistic):
         tokens = model.score_tokens(collection)
-        return Scored(highest(tokens), tokens)
+        return Scored(highest(tokens, collection), tokens)
     found = cast(object, cast(Detector, model).score(collection))
     try:
         scores = np.asarray(found, np.float64)
@@ -258,7 +262,7 @@ def used_by() -> Mapping[str, Sequence[str]]:
         **dict.fromkeys(_OF_NETS, tuple(NETS)),
         "token": [name for name, net in NETS.items() if net.family == "lstm"],
         "token_stats": [name for name, net in NETS.items() if net.sees_stats],
-        "layers": ["token-lstm", TOKEN_PROBE],
+        "layers": TOKEN_DETECTORS[:2],
         **dict.fromkeys(("k", "threshold"), tuple(wired)),
         **dict.fromkeys(("kl_weight", "free_bits"), tuple(gvae)),
     }
@@ -311,7 +315,7 @@ def _auroc(labels: Labels, outcome: Outcome) -> float:
 
 
 def _unknown(name: str) -> BadSetting:
-    known = [*NETS, TOKEN_PROBE, *BASELINES, *TOKEN_STATISTICS, GROUP]
+    known = [*dict.fromkeys([*NETS, *TOKEN_DETECTORS]), *BASELINES, GROUP]
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}, or package.module:Class"
     return BadSetting(f"model={name}: unknown detector; {hint}")

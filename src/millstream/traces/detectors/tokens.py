@@ -30,7 +30,7 @@ from millstream.traces.detectors.logistic import (
     split_rows,
 )
 from millstream.traces.detectors.net import DetectorNet, Scale
-from millstream.traces.features import PROMPT
+from millstream.traces.features import ANSWER, PROMPT
 from millstream.traces.spans import NO_TEXT, TOKEN_LABELS
 from millstream.training.task import Arrays, FitResources, Labels, Moments, Net, Outcome, Task
 from millstream.training.task import Batch as NetBatch
@@ -64,12 +64,18 @@ class TokenFeature:
     states: str | None
     layers: tuple[int, ...] | None
     stats: tuple[str, ...]
+    is_labelled: bool = True  # else all labels are unknown
 
     @property
     def fields(self) -> list[str]:
         picked = "" if self.layers is None else f"[{','.join(map(str, self.layers))}]"
         states = [] if self.states is None else [f"{self.states}{picked}"]
-        return [*states, *([PROMPT] if self.states == "hidden" else []), *self.stats, TOKEN_LABELS]
+        return [
+            *states,
+            *([PROMPT] if self.states == "hidden" else []),
+            *self.stats,
+            *([TOKEN_LABELS] if self.is_labelled else []),
+        ]
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         assert isinstance(batch, ColumnBatch)
@@ -99,7 +105,7 @@ class TokenFeature:
             values = [as_floats(cast(Array, batch.columns[name][row])) for name in self.stats]
             found["stats"] = np.maximum(np.stack(values, axis=1), _MIN_LOGPROB).astype(np.float32)
         size = min(map(len, found.values()))
-        labels = cast("NDArray[np.int8] | None", batch.columns[TOKEN_LABELS][row])
+        labels = cast("NDArray[np.int8] | None", batch.columns[TOKEN_LABELS][row]) if self.is_labelled else None
         if labels is not None and len(labels) != size:
             raise ValueError(
                 f"record {number} has {size} tokens, but {len(labels)} token labels; label the store again"
@@ -115,20 +121,24 @@ class TokenFeature:
 def states_feature(field_names: Sequence[str], layers: str | None, *, stats: bool) -> TokenFeature:
     """Hidden states of the layers named in the settings, or of up to eight."""
     states = next((name for name in ("answer_hidden", "hidden") if name in field_names), None)
-    if states is None or TOKEN_LABELS not in field_names:
+    if states is None:
         raise NoDetector(
-            _missing("hidden states of tokens (tiers answer and full)" if states is None else "", field_names)
+            f"the store has no hidden states of tokens (tiers answer and full), only {', '.join(field_names)}"
         )
     try:
         chosen = None if layers is None else tuple(int(layer) for layer in layers.split(","))
     except ValueError:
         raise BadSetting(f"layers={layers}: must be numbers of stored layers, as in layers=8,16,-1") from None
-    return TokenFeature(states, chosen, tuple(name for name in STATISTICS if stats and name in field_names))
+    names = tuple(name for name in STATISTICS if stats and name in field_names)
+    return TokenFeature(states, chosen, names, TOKEN_LABELS in field_names)
 
 
-def _missing(what: str, field_names: Sequence[str]) -> str:
-    lacking = what or "token labels, from millstream label STORE rule=spans"
-    return f"the store has no {lacking}, only {', '.join(field_names)}"
+def need_token_labels(field_names: Sequence[str]) -> None:
+    """NoDetector unless tokens are labelled."""
+    if TOKEN_LABELS not in field_names:
+        raise NoDetector(
+            f"the store has no token labels, from millstream label STORE rule=spans, only {', '.join(field_names)}"
+        )
 
 
 # -- the probe
@@ -165,7 +175,7 @@ class TokenProbe:
         return _by_record(collection, feature, self._resources, scores)
 
     def score(self, collection: Collection) -> Scores:
-        return highest(self.score_tokens(collection))
+        return highest(self.score_tokens(collection), collection)
 
 
 # -- single statistics
@@ -176,9 +186,9 @@ class TokenStatistic:
 
     probabilities = False
 
-    def __init__(self, resources: FitResources, *, name: str) -> None:
-        self._feature = TokenFeature(None, None, (name,))
-        self.fields: Sequence[str] = self._feature.fields
+    def __init__(self, resources: FitResources, feature: TokenFeature) -> None:
+        self._feature = feature
+        self.fields: Sequence[str] = feature.fields
         self.arrays: Arrays = {}
         self.chosen: dict[str, object] = {}
         self._resources = resources
@@ -203,7 +213,7 @@ class TokenStatistic:
         return _by_record(collection, self._feature, self._resources, lambda batch: direction * _first_stat(batch))
 
     def score(self, collection: Collection) -> Scores:
-        return highest(self.score_tokens(collection))
+        return highest(self.score_tokens(collection), collection)
 
 
 def _stored_layers(collection: Collection, feature: TokenFeature) -> tuple[int, ...]:
@@ -215,9 +225,12 @@ def _stored_layers(collection: Collection, feature: TokenFeature) -> tuple[int, 
     return tuple(spaced(len(states[0]), MAX_LAYERS).tolist())
 
 
-def highest(tokens: TokenScores) -> Scores:
-    """The score of each answer; of an empty one the lowest score of all."""
-    scores = np.array([float(one.max()) if len(one) else np.nan for one in tokens], np.float64)
+def highest(tokens: TokenScores, collection: Collection) -> Scores:
+    """The score of each answer: of its highest token, without one that ended it. The lowest of all if it is empty."""
+    known = ANSWER in collection.field_names
+    lengths = collection.column(ANSWER).to_pylist() if known else [None] * len(tokens)
+    answers = [one if length is None else one[:length] for one, length in zip(tokens, lengths, strict=True)]
+    scores = np.array([float(one.max()) if len(one) else np.nan for one in answers], np.float64)
     return np.where(np.isnan(scores), np.nanmin(scores) if not np.isnan(scores).all() else 0.0, scores)
 
 
@@ -250,9 +263,7 @@ def _token_labels(batch: Mapping[str, object]) -> Tensor:
 
 
 def token_statistic(resources: FitResources, field_names: Sequence[str], *, name: str) -> TokenStatistic:
-    if TOKEN_LABELS not in field_names:
-        raise NoDetector(_missing("", field_names))
-    return TokenStatistic(resources, name=name)
+    return TokenStatistic(resources, TokenFeature(None, None, (name,), TOKEN_LABELS in field_names))
 
 
 # -- the LSTM
