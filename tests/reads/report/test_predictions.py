@@ -125,13 +125,23 @@ def test_a_thinned_curve_keeps_its_ends():
     assert (few.threshold[0], few.threshold[-1], few.coverage[-1]) == (1, 1 / 5000, 1)
 
 
-def test_abundance_error_is_the_l1_distance_with_unknown_as_a_class():
+def test_abundance_error_is_the_l1_distance_of_profiles_of_classified_and_of_known_reads():
     labels, found, _ = made(2, unclassified=True)
-    true = np.array([(labels == label).mean() for label in range(-1, 7)])
-    predicted = np.array([(found == label).mean() for label in range(-1, 7)])
+    true = np.array([(labels[labels >= 0] == label).mean() for label in range(7)])
+    predicted = np.array([(found[found >= 0] == label).mean() for label in range(7)])
     assert confusion(labels, found, 7).abundance_error(7) == pytest.approx(np.abs(true - predicted).sum())
     assert confusion(labels, labels, 7).abundance_error(7) == 0  # reads of no known class are left unclassified
-    assert confusion(labels, labels % 7, 7).abundance_error(7) == pytest.approx(2 * (labels < 0).mean())
+
+
+def test_unclassified_reads_have_no_abundance():
+    labels = np.repeat(np.arange(4), 100)
+    found = np.where(np.arange(400) % 2, labels, -1)  # half of the reads of every class
+    assert confusion(labels, found, 4).abundance_error(4) == pytest.approx(0)
+    found[:200] = -1  # and all of two classes
+    assert confusion(labels, found, 4).abundance_error(4) == pytest.approx(1.0)
+    assert confusion(labels, np.full(400, -1), 4).abundance_error(4) == 1
+    assert confusion(labels, 3 - labels, 4).abundance_error(4) == pytest.approx(0)
+    assert confusion(labels, np.zeros(400, np.int64), 4).abundance_error(4) == pytest.approx(1.5)
 
 
 # -- draws

@@ -100,7 +100,7 @@ _MEASURES: tuple[Column[Scored], ...] = grouped(
             Column(
                 "abundance_l1",
                 "abundance L1",
-                "distance of the predicted from the true class abundances, 0 to 2; half of it is Bray-Curtis",
+                "distance of the abundances among classified reads from the true ones, 0 to 2; half is Bray-Curtis",
                 lambda s: s.found.abundance_l1,
             ),
         ),
@@ -212,7 +212,10 @@ def comparison_text(results: ReadResults, *, width: int = 110) -> str:
         for model in results.models[:1]
         for split, found in ((split, model.splits[split]) for split in results.splits)
     ]
-    lines.append(f"{results.what}: {', '.join(counts)}. Coverage, precision, recall {_AT}. L1: abundance error.")
+    lines.append(
+        f"{results.what}: {', '.join(counts)}. Coverage, precision, recall {_AT}. L1: error of the abundances "
+        "among classified reads."
+    )
     if any(found.unclassified for model in results.models for found in model.splits.values()):
         lines.append(f"Unclassified {results.what} (no evidence for a class) count as missed.")
     return "\n".join(lines) + "\n"

@@ -322,7 +322,7 @@ def _unknown(results: ReadResults, best: ModelResult) -> Iterator[str]:
     if clauses:
         yield (
             f"{results.what.capitalize()} of no class in the mapping: {'; '.join(clauses)}. They are excluded from "
-            "accuracy and F1; classifying one counts against precision and abundance."
+            "accuracy, F1 and the true abundances; classifying one counts against precision and abundance."
         )
 
 

@@ -112,11 +112,14 @@ class Confusion:
     def abundance_error(self, num_classes: int) -> float:
         """The L1 distance of the predicted from the true profile, 0 to 2; half of it is Bray-Curtis.
 
-        Reads of no known class are a class of their own, to which unclassified reads are assigned.
+        As profilers report them: shares of the classified reads, and of the reads of known classes. An empty profile
+        is at a distance of 1.
         """
-        true = np.bincount(self.labels + 1, self.counts, minlength=num_classes + 1)
-        assigned = np.bincount(self.found + 1, self.counts, minlength=num_classes + 1)
-        return float(np.abs(true - assigned).sum() / max(int(self.counts.sum()), 1))
+        true, assigned = (
+            np.bincount(classes[classes >= 0], self.counts[classes >= 0], minlength=num_classes)
+            for classes in (self.labels, self.found)
+        )
+        return float(np.abs(true / max(true.sum(), 1) - assigned / max(assigned.sum(), 1)).sum())
 
 
 def confusion(labels: Codes, found: Codes, num_classes: int, *, max_dense: int = MAX_DENSE) -> Confusion:
