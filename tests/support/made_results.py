@@ -163,6 +163,7 @@ def _model(name: str) -> ModelResult:
         score_ms=1.73 if trained else 0.02,
         trace_kb=742.0 if trained else 0.4 if scored else 172.0,
         extra_forwards=1 if name == "p_true" else 0,
+        extra_tokens=320.0 if name == "agreement" else 0.0,
         chosen={"layer": 17, "C": 0.01, "auroc_by_layer": [0.5, 0.6]} if name.startswith("probe") else {},
         roc=Curve(np.cumsum(1 - labels[order]) / (NUM_TEST - NUM_WRONG), hits / NUM_WRONG),
         pr=Curve(hits / NUM_WRONG, hits / ranks),

@@ -19,9 +19,10 @@ from millstream.errors import BadSetting, BadSource, BadSplit, ConfigMismatch, M
 from millstream.report.measures import auroc
 from millstream.traces.detectors import detector_specs
 from millstream.traces.detectors.baselines import BASELINES
+from millstream.traces.examples import open_labelled
 from millstream.traces.kind import TrainSettings
 from millstream.traces.report.evaluate import read_results
-from millstream.traces.study import make_study, open_labelled
+from millstream.traces.study import make_study
 from support.commands import run_here
 from support.making_traces import make_traces
 from support.training import SHORT, lines_of, losses_of, scores_of
@@ -40,7 +41,8 @@ def run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_baselines_stand_for_all_baselines_and_the_nulls_of_the_given_models():
     settings = TrainSettings(data="x", model="gnn,baselines")
-    names = [spec.name for spec in detector_specs(settings, ["p_true"])]
+    of_samples = [name for name, baseline in BASELINES.items() if baseline.needs_samples]
+    names = [spec.name for spec in detector_specs(settings, ["p_true", *of_samples])]
     assert names[0] == "gnn" and {"length", "p_true", "lookback", "charm", "gnn_shuffled", "gnn_unwired"} <= set(names)
     assert len(names) == len(set(names)) == 1 + len(BASELINES) + 3 and "gvae_unwired" not in names
     assert "p_true" not in [spec.name for spec in detector_specs(settings, [])]  # costs more passes at extraction

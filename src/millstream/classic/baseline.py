@@ -29,13 +29,14 @@ from millstream.errors import (
 from millstream.report.measures import Floats, Labels, auroc, f1_score, precision_recall
 from millstream.traces.convert import convert, expand
 from millstream.traces.detectors import Recipe, net_features
+from millstream.traces.examples import open_labelled
 from millstream.traces.kind import TrainSettings
 from millstream.traces.label import UNLABELLED, label
 from millstream.traces.report.results import Run as Finished
 from millstream.traces.report.results import read_run
 from millstream.traces.scores import USUAL
 from millstream.traces.store.traces import Traces
-from millstream.traces.study import data_card, open_labelled
+from millstream.traces.study import data_card
 from millstream.training.folder import DATA, PREDICTIONS, read_mapping
 from millstream.training.run import Run, train
 

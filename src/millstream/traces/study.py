@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,19 +14,20 @@ import yaml
 from numpy.typing import NDArray
 
 from millstream.core.arguments import checked
-from millstream.core.collection import Collection, Subset, subset
+from millstream.core.collection import Collection
 from millstream.core.config import parse_bytes, read_settings, without_effect
 from millstream.core.console import quoted, say
 from millstream.core.files import publish, publish_json
 from millstream.core.remote import to_path
-from millstream.core.split import LABEL, Labelled, Split, find_labels, labelled, split
+from millstream.core.split import LABEL, Split, split
 from millstream.core.tables import publish_table, read_table
-from millstream.errors import BadSetting, BadSource, BadSplit, MissingLabel
+from millstream.errors import BadSource, BadSplit
 from millstream.traces.convert import names_of
 from millstream.traces.detectors import DetectorSpec, Scored, detector_specs, is_ours, scores_of, used_by
+from millstream.traces.examples import fields_of, has_bare_samples, labels_of, open_labelled
 from millstream.traces.kind import EvaluateSettings, TrainSettings
 from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_lists, as_token_labels
-from millstream.traces.store.traces import LABELS_FILE, Traces
+from millstream.traces.store.traces import Traces
 from millstream.training.folder import (
     CONFIG,
     DATA,
@@ -51,82 +52,8 @@ from millstream.training.run import make_fabric, write_predictions
 from millstream.training.study import Built, ModelSpec, Workplace
 from millstream.training.task import FitResources
 
-VERDICTS = {"right": 0, "wrong": 1}
-POSITIVE = {  # what 1 means in our own columns
-    "verdict": "wrong",
-    LABEL: "wrong",
-    **dict.fromkeys(("em", "f1", "rouge_l", "contains"), "right"),
-}
 SEEN = "seen.parquet"  # in a run folder: the questions of the splits that models were fitted to
 FITTED = ("train", "val")
-
-
-def open_labelled(path: str, label: str, positive: str | None = None) -> Collection:
-    """The records labelled right (0) or wrong (1), without samples of which only texts and log-probs are kept.
-
-    The data card counts the others.
-
-    `positive` says what 1 means in the column `label`; the columns that `millstream label` writes need none.
-    """
-    traces = Traces(path)
-    schema = _labels_of(traces).schema
-    has_verdicts = label in schema.names
-    if label == "verdict" and not has_verdicts and LABEL not in traces.field_names:
-        raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {quoted(path)}")
-    is_ours = b"millstream.rule" in (schema.metadata or {}) or (label == "verdict" and has_verdicts)
-    positive = _positive(label, positive, is_ours=is_ours)
-    if label == "verdict" and has_verdicts:
-        found = labelled(traces, column=label, values=cast("dict[object, float]", VERDICTS), missing="drop")
-        return _traced(traces, _with_token_labels(found, traces, schema))
-    column = LABEL if label == "verdict" else label
-    found = labelled(traces, column=column, missing="drop")
-    values = np.asarray(found.column(LABEL).to_numpy(), np.float64)
-    if not np.isin(values, (0, 1)).all():
-        other = values[~np.isin(values, (0, 1))][0]
-        raise BadSource(f"{path}: label={column} has the value {other:g}; a label column has only 0 and 1")
-    chosen = found if positive == "wrong" else _inverted(traces, found)
-    return _traced(traces, _with_token_labels(chosen, traces, schema))
-
-
-def _with_token_labels(found: Labelled | Subset, traces: Traces, schema: pa.Schema) -> Collection:
-    """The same records with `token_labels`, if the store has them."""
-    if TOKEN_LABELS not in schema.names:
-        return found
-    values, _ = find_labels(traces, None, TOKEN_LABELS)
-    columns = {TOKEN_LABELS: [as_token_labels(cast("Sequence[int | None] | None", one)) for one in values]}
-    if isinstance(found, Labelled):
-        return Labelled(traces, found.labels, columns)
-    return Subset(Labelled(traces, cast(Labelled, found.collection).labels, columns), found.chosen)
-
-
-def _traced(traces: Traces, found: Collection) -> Collection:
-    if not _has_bare_samples(traces):
-        return found
-    return subset(found, np.flatnonzero(found.column("sample").to_numpy() == 0))
-
-
-def _has_bare_samples(traces: Traces) -> bool:
-    """Whether there are samples without the fields that detectors read."""
-    return traces.config.get("sample_fields") == "logprobs"
-
-
-def _positive(label: str, given: str | None, *, is_ours: bool) -> str:
-    """What 1 means in a label column: right or wrong."""
-    known = POSITIVE.get(label)
-    if given is None and known is None:
-        raise BadSetting(
-            f"label={label}: whether 1 is right or wrong is unknown. Say it: positive=wrong or positive=right"
-        )
-    if given is not None and known is not None and given != known and is_ours:
-        raise BadSetting(f"positive={given}: in the column {label} that millstream label writes, 1 means {known}")
-    return given or known or "wrong"
-
-
-def _inverted(traces: Traces, found: Labelled | Subset) -> Labelled | Subset:
-    """The same records, with 0 and 1 exchanged."""
-    if isinstance(found, Labelled):
-        return Labelled(traces, 1 - found.labels)
-    return Subset(Labelled(traces, 1 - cast(Labelled, found.collection).labels), found.chosen)
 
 
 def split_of(collection: Collection, settings: TrainSettings) -> Split:
@@ -149,22 +76,13 @@ def split_of(collection: Collection, settings: TrainSettings) -> Split:
     return parts
 
 
-def _labels_of(traces: Traces) -> pa.Table:
-    """What `millstream label` wrote; an empty table if it did not."""
-    file = traces.path / LABELS_FILE
-    try:
-        return read_table(file) if file.exists() else pa.table({})
-    except pa.ArrowInvalid as error:
-        raise BadSource(f"{file}: damaged ({error}). Next: millstream label {quoted(traces.path)}") from None
-
-
 def data_card(path: str, collection: Collection, parts: Mapping[str, Collection], how: str) -> dict[str, object]:
     """A summary of the data that accounts for every record."""
     traces = Traces(path)
     names = traces.field_names
     verdicts: Counter[str] = Counter()
-    table, about = _labels_of(traces), dict[str, object]()
-    samples = traces.column("sample").to_pylist() if _has_bare_samples(traces) else [0] * len(traces)
+    table, about = labels_of(traces), dict[str, object]()
+    samples = traces.column("sample").to_pylist() if has_bare_samples(traces) else [0] * len(traces)
     if table.column_names:
         written = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         about = {name: written.get(f"millstream.{name}") for name in ("rule", "label_version")}
@@ -209,7 +127,7 @@ class Detection:
         self.settings, self.source = settings, settings.data
         self.collection = open_labelled(settings.data, settings.label, settings.positive)
         self.parts: Split = split_of(self.collection, settings)
-        specs = detector_specs(settings, self.collection.field_names)
+        specs = detector_specs(settings, fields_of(self.collection))
         self.specs: Sequence[ModelSpec] = specs
         self.libraries: Sequence[str] = sorted({spec.library for spec in specs if spec.library})
         self.card = self._card()
@@ -376,7 +294,7 @@ def _evaluate(path: Path, out: Path, given: EvaluateSettings) -> None:
     for name, seed in jobs:
         folder = job_folder(path, name, seed)
         resources = FitResources(seed, parse_bytes(given.memory) // 2)
-        spec = DetectorSpec(name, collection.field_names)
+        spec = DetectorSpec(name, fields_of(collection))
         built = spec.build(resources=resources, place=Workplace(trained, fabric, str(given.data or trained.data)))
         tensors, _ = load(folder / WEIGHTS)
         built.model.arrays = {key: tensor.numpy() for key, tensor in tensors.items()}

@@ -336,6 +336,7 @@ class Fit:
     num_scored: int
     trace_bytes: int  # per record: what the model reads
     extra_forwards: int
+    extra_tokens: float | None  # generated for each question, in addition to its answer; None: unknown
     probabilities: bool
     chosen: Mapping[str, object]
 
@@ -393,6 +394,7 @@ def _fit(line: Line) -> Fit:
         num_scored=_int(line["num_scored"]),
         trace_bytes=_int(line["trace_bytes"]),
         extra_forwards=_int(line["extra_forwards"]),
+        extra_tokens=None if (tokens := line.get("extra_tokens", 0)) is None else _float(tokens),
         probabilities=bool(line["probabilities"]),
         chosen=dict(cast("Mapping[str, object]", line["chosen"])),
     )

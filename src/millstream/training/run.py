@@ -293,6 +293,7 @@ class _Training:
             num_scored=sum(map(len, study.scored.values())),
             trace_bytes=_mean_bytes(study.scored["val"], model.fields),
             extra_forwards=built.extra_forwards,
+            extra_tokens=getattr(model, "extra_tokens", 0.0),
             probabilities=bool(getattr(model, "probabilities", False)),
             chosen=getattr(model, "chosen", {}),
         )

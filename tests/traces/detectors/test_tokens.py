@@ -15,10 +15,10 @@ from millstream.errors import BadSetting, NoDetector, NotFinite
 from millstream.report.measures import auroc
 from millstream.traces.detectors import DetectorSpec, Recipe, build_net, detector_specs, net_features
 from millstream.traces.detectors.tokens import TokenFeature, TokenProbe, TokenStatistic, highest, states_feature
+from millstream.traces.examples import open_labelled
 from millstream.traces.kind import TrainSettings
 from millstream.traces.label import label
 from millstream.traces.report.evaluate import read_results
-from millstream.traces.study import open_labelled
 from millstream.training.task import FitResources
 from support.commands import run_here
 from support.making_spans import DIM, LAYERS, PROMPT, write_spans

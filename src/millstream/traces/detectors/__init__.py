@@ -194,8 +194,9 @@ class DetectorSpec:
 def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[DetectorSpec]:
     """The detectors that `model=` names."""
     named = [name.strip() for name in settings.model.split(",") if name.strip()]
-    # Of the group, baselines that cost more forward passes are for stores that were extracted with them.
-    too_costly = {name for name, baseline in BASELINES.items() if baseline.extra_forwards} - {*named, *field_names}
+    # Of the group, baselines that cost forward passes or samples are for stores that were extracted with them.
+    costly = {name for name, baseline in BASELINES.items() if baseline.extra_forwards or baseline.needs_samples}
+    too_costly = costly - {*named, *field_names}
     found = [name for name in expanded(named) if name not in too_costly]
     if GROUP in named and TOKEN_LABELS in field_names:
         found = list(dict.fromkeys([*found, *TOKEN_STATISTICS]))

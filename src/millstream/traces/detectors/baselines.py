@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from millstream.core.collection import Collection
 from millstream.core.features import Feature, fields
-from millstream.errors import MissingExtra
+from millstream.errors import MissingExtra, NoDetector
 from millstream.report.measures import auroc
 from millstream.traces.detectors.logistic import (
     Detector,
@@ -28,7 +28,9 @@ from millstream.traces.detectors.logistic import (
     score_logistic,
 )
 from millstream.traces.features import layers, token_stats
+from millstream.traces.groups import read_groups
 from millstream.traces.kind import POSITIONS
+from millstream.traces.store.format import QUESTION_ID
 from millstream.training.task import Arrays, FitResources
 
 # B batch, L layers, H heads, R rows (the last prompt token, then those generated), E eigenvalues, F features
@@ -175,41 +177,68 @@ Position = Literal["last_prompt", "first_answer", "last_answer", "mean_answer"]
 Make = Callable[[FitResources, Sequence[str]], Detector]
 
 
-class Single:
-    """The mean of a feature of a record, with the sign for which higher means wrong on `train`.
+Read = Callable[[Collection], Scores]
 
-    A record without the feature gets the mean over the training split.
+
+class Single:
+    """A number per record, by `read`, with the sign for which higher means wrong on `train`.
+
+    A record without the number gets the mean over the training split. `read_tokens`: what samples cost.
     """
 
     probabilities = False
 
-    def __init__(self, resources: FitResources, *, feature: Feature, key: str) -> None:
-        self.fields: Sequence[str] = list(feature.fields or ())
+    def __init__(self, fields: Sequence[str], name: str, read: Read, read_tokens: Read | None = None) -> None:
+        self.fields = fields
         self.arrays: Arrays = {}
         self.chosen: dict[str, object] = {}
-        self._resources = resources
-        self._feature = feature
-        self._key = key
+        self.extra_tokens: float | None = 0.0
+        self._name = name
+        self._read, self._read_tokens = read, read_tokens
 
     def fit(self, train: Collection, val: Collection) -> None:
         labels = binary_labels(train, "training")
-        values = self._values(train)
+        values = self._read(train)
         known = ~np.isnan(values)
         if not known.any():
-            raise ValueError(f"none of the {len(values)} records of the training split has a {self._key!r}")
+            raise ValueError(f"none of the {len(values)} records of the training split has a {self._name!r}")
         found = auroc(labels[known], values[known])
         direction = -1 if found < 0.5 else 1
         self.arrays = {"direction": np.array(direction), "mean": np.array(values[known].mean())}
         self.chosen = {"direction": direction, "train_auroc": max(found, 1 - found)}
+        if self._read_tokens is not None:
+            tokens = self._read_tokens(train)
+            self.extra_tokens = None if np.isnan(tokens).all() else float(np.nanmean(tokens))
 
     def score(self, collection: Collection) -> Scores:
-        values = self._values(collection)
+        values = self._read(collection)
         filled = np.where(np.isnan(values), self.arrays["mean"], values)
         return filled * int(self.arrays["direction"])
 
-    def _values(self, collection: Collection) -> Scores:
-        batches = reader(collection, self._feature, self._resources)
-        return np.concatenate([np.zeros(0), *(_means(batch[self._key]) for batch in batches)])
+
+def single(resources: FitResources, *, feature: Feature, key: str) -> Single:
+    """The mean of a feature of each record."""
+
+    def read(collection: Collection) -> Scores:
+        batches = reader(collection, feature, resources)
+        return np.concatenate([np.zeros(0), *(_means(batch[key]) for batch in batches)])
+
+    return Single(list(feature.fields or ()), key, read)
+
+
+def of_samples(name: str) -> Single:
+    """A statistic of the sampled answers to the question of each record, from `groups.parquet`."""
+    return Single([QUESTION_ID], name, partial(_of_groups, name), partial(_of_groups, "sample_tokens"))
+
+
+def _of_groups(name: str, collection: Collection) -> Scores:
+    table = read_groups(collection.labels_file)
+    if table is None:
+        raise NoDetector(f"{name} needs several answers per question, and their groups.parquet")
+    ids = [str(one) for one in table.column(QUESTION_ID).to_pylist()]
+    known = dict(zip(ids, table.column(name).to_pylist(), strict=True))
+    values = [known.get(str(one)) for one in collection.column(QUESTION_ID).to_pylist()]
+    return np.array(values, np.float64)  # NaN for None
 
 
 def probe(resources: FitResources, field_names: Sequence[str], *, position: Position) -> Logistic:
@@ -234,6 +263,7 @@ class Baseline(NamedTuple):
     make: Make
     extra_forwards: int = 0
     """Forward passes of the language model in addition to those of the trace."""
+    needs_samples: bool = False
 
 
 def _means(column: object) -> NDArray[np.float64]:
@@ -266,11 +296,20 @@ def _same_for_all(title: str, make: Callable[[FitResources], Detector], *, extra
 
 
 def _stat(title: str, stat: str) -> Baseline:
-    return _same_for_all(title, partial(Single, feature=token_stats(stat), key="stats"))
+    return _same_for_all(title, partial(single, feature=token_stats(stat), key="stats"))
 
 
 def _field(title: str, name: str, *, extra_forwards: int = 0) -> Baseline:
-    return _same_for_all(title, partial(Single, feature=fields(name), key=name), extra_forwards=extra_forwards)
+    return _same_for_all(title, partial(single, feature=fields(name), key=name), extra_forwards=extra_forwards)
+
+
+def _of_samples(title: str, name: str) -> Baseline:
+    def make_for(resources: FitResources, field_names: Sequence[str]) -> Detector:
+        if name not in field_names:
+            raise NoDetector(f"{name} needs a store with samples, labelled by millstream label")
+        return of_samples(name)
+
+    return Baseline(title, make_for, needs_samples=True)
 
 
 def _probe(title: str, position: Position) -> Baseline:
@@ -287,6 +326,11 @@ BASELINES: Mapping[str, Baseline] = {
     "margin": _stat("mean top-1 minus top-2 probability", "mean_margin"),
     "p_true": _field("the model's own P(True)", "p_true", extra_forwards=2),
     "logdet_mean": _field("mean attention log-determinant", "attention_logdet"),
+    "agreement": _of_samples("agreement of samples with the answer", "agreement"),
+    "num_clusters": _of_samples("number of clusters of samples", "num_clusters"),
+    "semantic_entropy": _of_samples("semantic entropy of samples", "semantic_entropy"),
+    "self_check": _of_samples("words shared by answer and samples", "self_check"),
+    "eigenscore": _of_samples("EigenScore of the states of samples", "eigenscore"),
     "token_stats": _same_for_all("regression on token statistics", token_probe),
     "logdet": _same_for_all("regression on attention log-determinants", logdet),
     "lookback": _same_for_all("regression on attention to the prompt", lookback),

@@ -79,6 +79,13 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
                 lambda m: m.extra_forwards,
                 "d",
             ),
+            Column(
+                "extra_tokens",
+                "tokens",
+                "tokens generated for samples, in addition to the answer, per question",
+                lambda m: m.extra_tokens,
+                ",.0f",
+            ),
             Column("parameters", "parameters", "number of fitted parameters", lambda m: m.parameters, ",d"),
         ),
         "": (Column("chosen", "chosen", "hyperparameters chosen on validation", lambda m: chosen_text(m.chosen), ""),),

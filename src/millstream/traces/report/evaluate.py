@@ -160,6 +160,7 @@ class _Detector:
             score_ms=_mean([1000 * fit.score_s / max(fit.num_scored, 1) for fit in fits]),
             trace_kb=fits[0].trace_bytes / 1000,
             extra_forwards=fits[0].extra_forwards,
+            extra_tokens=fits[0].extra_tokens,
             chosen=fits[0].chosen,
             roc=measures.roc_curve(labels, scores[0]),
             pr=measures.precision_curve(labels, scores[0]),

@@ -46,6 +46,7 @@ class ModelResult:
     score_ms: float  # per trace
     trace_kb: float  # read per trace
     extra_forwards: int
+    extra_tokens: float | None  # generated for the samples of a question
     chosen: Mapping[str, object]  # on validation: layer, C, ...
     roc: Curve  # all curves: of the first seed
     pr: Curve
