@@ -99,12 +99,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_cache_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ms.open(cache=...)` sets them for the process: for no test but its own."""
-    for name in ("MILLSTREAM_CACHE", "MILLSTREAM_CACHE_DIR"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-        if not os.environ[name]:
-            monkeypatch.delenv(name)
+def own_cache_settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ms.open(cache=...)` sets them for the process: for no test but its own. Nothing gets into the user's cache."""
+    monkeypatch.setenv("MILLSTREAM_CACHE", "")
+    monkeypatch.delenv("MILLSTREAM_CACHE")
+    for name in ("MILLSTREAM_CACHE_DIR", "MILLSTREAM_SPOOL_DIR"):
+        monkeypatch.setenv(name, str(tmp_path_factory.getbasetemp() / name))
 
 
 @pytest.fixture(scope="module")

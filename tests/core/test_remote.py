@@ -135,7 +135,10 @@ def test_a_range_that_is_wanted_several_times_is_one_request(proxy: FaultyProxy,
     outs = [bytearray(end - start) for start, end in spans]
     read_all([(file, start, memoryview(out)) for (start, _), out in zip(spans, outs, strict=True)])
     assert outs == [DATA[start:end] for start, end in spans]
-    assert [seen.range for seen in proxy.requests("GET")] == ["bytes=0-99", "bytes=5000-19999"]
+    assert sorted(seen.range for seen in proxy.requests("GET")) == [
+        "bytes=0-99",
+        "bytes=5000-19999",
+    ]  # at the same time
 
 
 def test_neighbours_are_one_request_and_only_what_is_wanted_is_fetched(proxy: FaultyProxy, file: RemoteFile) -> None:

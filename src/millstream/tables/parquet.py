@@ -145,7 +145,6 @@ class ParquetTable:
         cache = cache.here()
         taken: dict[str, list[pa.Array]] = {name: [] for name in names}
         owner = np.searchsorted(self._edges, rows, side="right") - 1
-        parts, last = list[Part](), -1
         groups: list[int] = np.unique(owner).tolist()
 
         def take(found: Mapping[str, Pieces | None], places: Numbers) -> None:
@@ -158,31 +157,34 @@ class ParquetTable:
                     if (here := at == piece).any():
                         taken[name].append(decoded(one.take(places[here] - starts[piece])))
 
-        for turn, group in enumerate(groups):
-            places: Numbers = rows[owner == group] - self._edges[group]
+        turn = 0
+        while turn < len(groups):
+            group = groups[turn]
             with cache.lock:
                 found = {name: cache.get((self.source, group, name)) for name in names}
                 if None not in found.values():
-                    take(found, places)
+                    take(found, rows[owner == group] - self._edges[group])
+                    turn += 1
                     continue
-            with cache.loading:
-                if turn > last:
-                    parts.clear()
-                    parts, last = self._request(groups, turn, names, cache)
-                take(self._group(group, names, cache, parts), places)
+            with cache.loading:  # until all that is requested is decoded, so that no other thread requests it again
+                parts, end = self._request(groups, turn, names, cache)
+                for group in groups[turn:end]:
+                    take(self._group(group, names, cache, parts), rows[owner == group] - self._edges[group])
+                parts.clear()
+            turn = end
         return {name: as_column(pa.concat_arrays(arrays)) for name, arrays in taken.items()}
 
     def will_need(self, first: Numbers, last: Numbers, names: Sequence[str], cache: DecodedGroups) -> None:
         """Request and decode the row groups of an object with the rows from `first[i]` to `last[i]`, for every i."""
         cache = cache.here()
-        groups = indices_between(self._edges, first, last)
-        parts, end = list[Part](), -1
-        for turn, group in enumerate(groups):
+        groups, turn = indices_between(self._edges, first, last), 0
+        while turn < len(groups):
             with cache.loading:
-                if turn > end:
-                    parts.clear()
-                    parts, end = self._request(groups, turn, names, cache)
-                self._group(group, names, cache, parts)
+                parts, end = self._request(groups, turn, names, cache)
+                for group in groups[turn:end]:
+                    self._group(group, names, cache, parts)
+                parts.clear()
+            turn = end
 
     def column(self, name: str) -> Iterator[pa.Array]:
         """One column of all rows."""
@@ -219,19 +221,19 @@ class ParquetTable:
     def _request(
         self, groups: Sequence[int], turn: int, names: Sequence[str], cache: DecodedGroups
     ) -> tuple[list[Part], int]:
-        """What is not decoded yet of the next row groups of an object, and the turn of the last one of them."""
+        """What is not decoded yet of the next row groups of an object, and the turn after the last one of them."""
         if not self.source.is_remote:
-            return [], len(groups)
+            return [], turn + 1
         most, num_bytes = min(cache.limit // 4, _TOGETHER_BYTES), 0
-        spans, last = list[Span](), turn
-        for last, group in enumerate(groups[turn:], turn):
+        spans = list[Span]()
+        for end, group in enumerate(groups[turn:], turn):
             missing = [name for name in names if cache.get((self.source, group, name)) is None]
             more = self._spans(group, missing) if missing else []
             num_bytes += sum(count for _, count in more)
-            if last > turn and num_bytes > most:
-                return self.source.read(spans), last - 1
+            if end > turn and num_bytes > most:
+                return self.source.read(spans), end
             spans += more
-        return self.source.read(spans), last
+        return self.source.read(spans), len(groups)
 
     def _group(
         self, group: int, names: Sequence[str], cache: DecodedGroups, parts: Sequence[Part] = ()
