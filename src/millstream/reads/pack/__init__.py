@@ -245,8 +245,11 @@ class PackFile:
     def lines_of(self, row: int, count: int) -> Iterator[bytes]:
         """Name, sequence and quality of `count` records from a row on, as lines."""
         rows = np.arange(row, row + count, dtype=np.int64)
-        flat, offsets, quality, _ = self.fetch(rows, [SEQUENCE, QUALITY])
-        return join_lines_of(self.headers(rows), flat, offsets, quality)
+        offsets = np.zeros(count + 1, np.int64)
+        np.cumsum(self.lengths(rows), out=offsets[1:])
+        starts = self._sums.one(row)[0] + offsets[:-1]
+        quality = self.qualities(starts, offsets) if self.has_quality else None
+        return join_lines_of(self.headers(rows), self.sequences(starts, offsets), offsets, quality)
 
     def length(self, row: int) -> int:
         return int(self.lengths(np.array([row], np.int64))[0])
