@@ -1,5 +1,8 @@
 """Extraction at each tier against plain `generate` and against the peers, on the same prompts and batches.
 
+Then the replay of given answers against generating them and against one bare forward pass, samples that share a prompt
+against separate runs, and peak memory for prompts of 8,000 tokens.
+
     python benchmarks/extract.py                      # a random Llama of 84 M parameters, and SmolLM2 if installed
     python benchmarks/extract.py model=FOLDER         # another model
 
@@ -8,6 +11,7 @@ writing to a store. Each peak is measured in its own process. Writes benchmarks/
 """
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,11 +26,12 @@ import transformers
 from extract_peers import PEERS
 from measuring import clock, memory_bytes, reset_peak, save
 from millstream.errors import MillstreamError
-from millstream.traces.llm.fields import TIERS, parse_fields, plan_batches
-from millstream.traces.llm.model import Decoding, LoadedModel, ModelSettings, describe_model, load_model
-from millstream.traces.llm.prompts import make_prompt
+from millstream.traces.llm.decoding import Decoding
+from millstream.traces.llm.fields import TIERS, Need, parse_fields, plan_batches
+from millstream.traces.llm.model import LoadedModel, ModelSettings, describe_model, load_model
+from millstream.traces.llm.prompts import EncodedQuestion, make_prompt
 from millstream.traces.llm.questions import Question
-from millstream.traces.llm.tracer import EncodedQuestion, Tracer
+from millstream.traces.llm.tracer import Tracer
 from millstream.traces.store.writer import TraceWriter
 
 SHAPES = {
@@ -38,6 +43,8 @@ SHAPES = {
 GOALS = {"stats": 1.25, "graph": 1.25, "probe": None, "full": 1.4}
 PEAK_SHAPE = "B32 P32 N12"
 BUDGET = 300_000_000  # the `memory` that batches are planned for
+LONG, LONG_BUDGET = 8000, 1_000_000_000  # tokens of a prompt, and the `memory` to trace it in
+SAMPLES = 10
 
 
 def random_llama(folder: Path) -> Path:
@@ -52,7 +59,7 @@ def random_llama(folder: Path) -> Path:
         num_hidden_layers=16,
         num_attention_heads=8,
         num_key_value_heads=8,
-        max_position_embeddings=2048,
+        max_position_embeddings=16_384,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(32_000)}, unk_token="t0"))
@@ -81,7 +88,6 @@ class Bench:
         self.scratch = scratch
         self.decoding = Decoding(max_new_tokens=self.new)
         self.config = self.decoding.config(eos=None, pad=loaded.pad)
-        self.config.output_logits = False
         self.trace_bytes: dict[str, int] = {}
         self.own: dict[str, Any] = {}  # what a peer keeps between rounds
 
@@ -96,11 +102,30 @@ class Bench:
         ids, mask = self.padded()
         self.model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config)
 
+    @torch.inference_mode()
+    def forward(self, answers: list[list[int]]) -> None:
+        """One plain pass over prompts and answers, padded as a batch, with the logits of every token."""
+        rows = [ids + answer for ids, answer in zip(self.ids, answers, strict=True)]
+        width = max(map(len, rows))
+        ids = torch.tensor([[self.loaded.pad] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+    def tracer(self, tier: str, **decoding: Any) -> Tracer:
+        return Tracer(
+            self.loaded,
+            fields=parse_fields(tier, None, stored="float16"),
+            decoding=replace(self.decoding, **decoding),
+            prompt=make_prompt("plain", self.loaded.tokenizer, stop=""),
+        )
+
+    def batch(self, answers: list[list[int]] | None = None) -> list[EncodedQuestion]:
+        given = answers or [None] * len(self.ids)
+        both = zip(self.ids, given, strict=True)
+        return [EncodedQuestion(Question(f"q{i}", "?"), ids, answer) for i, (ids, answer) in enumerate(both)]
+
     def extract(self, tier: str) -> Callable[[], None]:
-        prompt = make_prompt("plain", self.loaded.tokenizer, stop="")
-        fields = parse_fields(tier, None, stored="float16")
-        tracer = Tracer(self.loaded, fields=fields, decoding=self.decoding, prompt=prompt)
-        batch = [EncodedQuestion(Question(f"q{i}", "?"), row) for i, row in enumerate(self.ids)]
+        tracer, batch = self.tracer(tier), self.batch()
         writer = TraceWriter(self.scratch / tier, schema=tracer.schema())
 
         def run() -> None:
@@ -139,6 +164,83 @@ def measure(model: str, shape: str, turns: int) -> dict[str, Any]:
         return {"seconds": best, "failed": failed, "trace_bytes": bench.trace_bytes}
 
 
+def measure_replay(model: str, shape: str, turns: int) -> dict[str, float]:
+    """Seconds per batch, the fastest of several rounds: replay, generate and trace, a bare pass, samples, ten runs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(model, shape, Path(scratch))
+        tracer, drawing = bench.tracer("stats"), bench.tracer("stats", samples=SAMPLES, temperature=1.0)
+        seeds = [bench.tracer("stats", temperature=1.0, seed=seed) for seed in range(SAMPLES)]
+        records: Any = tracer.trace(bench.batch())
+        answers = [record["tokens"][record["prompt_len"] :].tolist() for record in records]
+        kinds: dict[str, Callable[[], object]] = {
+            "replay": lambda: tracer.trace(bench.batch(answers)),
+            "bare pass": lambda: bench.forward(answers),
+            "generate and trace": lambda: tracer.trace(bench.batch()),
+            "samples": lambda: drawing.trace(bench.batch()),
+            "ten runs": lambda: [one.trace(bench.batch()) for one in seeds],
+        }
+        times: dict[str, list[float]] = {name: [] for name in kinds}
+        for _ in range(turns):
+            for name, run in kinds.items():
+                times[name].append(clock(run))
+        found = {name: min(values) for name, values in times.items()}
+        both = zip(times["replay"], times["bare pass"], strict=True)  # neighbours in time share the noise
+        found["replay over bare pass, median"] = statistics.median(mine / bare for mine, bare in both)
+        return found
+
+
+def report_long(model: str, tier: str) -> None:
+    """Peak memory above the loaded model while a prompt of LONG tokens is traced, generated and replayed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(model, PEAK_SHAPE, Path(scratch))
+        bench.decoding = Decoding(max_new_tokens=12)
+        tracer = Tracer(
+            bench.loaded,
+            fields=parse_fields(tier, None, stored="float16"),
+            decoding=bench.decoding,
+            prompt=make_prompt("plain", bench.loaded.tokenizer, stop=""),
+            memory=LONG_BUDGET,
+        )
+        ids = torch.randint(100, 30_000, (LONG,), generator=torch.Generator().manual_seed(2)).tolist()
+        tracer.trace([EncodedQuestion(Question("q", "?"), [101, 102, 103])])
+        peaks: list[int] = []
+        for answer in (None, ids[:48]):
+            reset_peak()
+            before = memory_bytes("VmRSS")
+            record = tracer.trace([EncodedQuestion(Question("q", "?"), ids, answer)])[0]
+            assert record["status"] == "ok", record["error"]
+            peaks.append(memory_bytes("VmHWM") - before)
+    print(*peaks)
+
+
+def long_peaks(model: str) -> dict[str, tuple[int, int]]:
+    """Peak bytes of a generated and of a replayed trace with a long prompt, by tier."""
+    found: dict[str, tuple[int, int]] = {}
+    for tier in ("stats", "graph"):
+        command = [sys.executable, __file__, f"model={model}", f"long={tier}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        generated, replayed = map(int, done.stdout.split()[-2:])
+        found[tier] = (generated, replayed)
+    return found
+
+
+def show_replay(name: str, times: dict[str, float], peaks: dict[str, tuple[int, int]]) -> None:
+    print(f"\n{name}: given answers of 48 tokens, tier stats, batches of 8")
+    print(f"  replay against generate and trace: {times['generate and trace'] / times['replay']:.2f}x (goal 3)")
+    bare = times["replay over bare pass, median"]
+    print(
+        f"  replay over one bare forward pass: {times['replay'] / times['bare pass']:.2f}, median {bare:.2f} (goal 1.15)"
+    )
+    print(
+        f"  {SAMPLES} samples and the greedy answer over ten runs: {times['samples'] / times['ten runs']:.2f} (goal 0.7)"
+    )
+    for tier, (generated, replayed) in peaks.items():
+        print(
+            f"  prompt of {LONG} tokens, tier {tier}, memory={LONG_BUDGET / 1e6:.0f}MB: peak {generated / 1e6:.0f} MB "
+            f"generated, {replayed / 1e6:.0f} MB replayed"
+        )
+
+
 def peak_bytes(model: str, name: str) -> int:
     """Peak resident bytes of a process that runs one variant twice."""
     command = [sys.executable, __file__, f"model={model}", f"peak={name}"]
@@ -165,14 +267,8 @@ def report_budget(model: str, tier: str, length: int, beams: int) -> None:
         tracer = Tracer(bench.loaded, fields=fields, decoding=decoding, prompt=prompt)
         pool = [EncodedQuestion(Question(f"q{i}", "?"), row) for i, row in enumerate(prompts(bench.loaded, 64, length))]
         tracer.trace([EncodedQuestion(Question("q", "?"), [101, 102, 103])])
-        plan = plan_batches(
-            [len(one.ids) for one in pool],
-            size=bench.loaded.card.size,
-            fields=fields,
-            max_new_tokens=12,
-            num_beams=beams,
-            memory=BUDGET,
-        )
+        need = Need(bench.loaded.card.size, fields, rows=beams)
+        plan = plan_batches([(len(one.ids), 12) for one in pool], need=need, memory=BUDGET)
         reset_peak()
         before = memory_bytes("VmRSS")
         tracer.trace([pool[place] for place in plan[0]])
@@ -231,6 +327,9 @@ def main() -> None:
     if "peak" in given:
         report_peak(given["model"], given["peak"])
         return
+    if "long" in given:
+        report_long(given["model"], given["long"])
+        return
     if "budget" in given:
         tier, length, beams = given["budget"].split(",")
         report_budget(given["model"], tier, int(length), int(beams))
@@ -248,9 +347,18 @@ def main() -> None:
             except MillstreamError as error:
                 print(f"SmolLM2: {error}")
         for name, place in models.items():
+            times = measure_replay(place, "B8 P32 N48", turns)
+            longs = long_peaks(place) if name == "random Llama 84M" else {}
+            show_replay(name, times, longs)
             shapes = {shape: measure(place, shape, turns) for shape in list(SHAPES)[:count]}
             peaks = {variant: peak_bytes(place, variant) for variant in ("bare", *TIERS, "generate with outputs")}
-            results["models"][name] = {"shapes": shapes, "peaks": peaks, "budgets": budgets(place)}
+            results["models"][name] = {
+                "replay": times,
+                "long": longs,
+                "shapes": shapes,
+                "peaks": peaks,
+                "budgets": budgets(place),
+            }
             show(name, results["models"][name])
     print(f"\n{save('extract', results)}")
 

@@ -98,7 +98,7 @@ def replay(model: str, records: Sequence[Question | Row], **settings: object) ->
     `prompt_token_ids` and `token_ids`; without an answer, one is generated. Other settings are those of `extract`.
 
     >>> answers = [{"question": "Who wrote Emma?", "generated_answer": "Jane Austen"}]
-    >>> trace = ms.replay("smollm2", answers, tier="full")[0]
+    >>> trace = ms.replay("Qwen/Qwen3-4B", answers, tier="full")[0]
     >>> trace["hidden"].shape, trace["logprobs"]
     """
     chosen = read_settings(ExtractSettings, {"model": model, **settings})
