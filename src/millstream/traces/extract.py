@@ -99,7 +99,7 @@ def replay(model: str, records: Sequence[Question | Row], **settings: object) ->
 
     >>> answers = [{"question": "Who wrote Emma?", "generated_answer": "Jane Austen"}]
     >>> trace = ms.replay("Qwen/Qwen3-4B", answers, tier="full")[0]
-    >>> trace["hidden"].shape, trace["logprobs"]
+    >>> hidden, logprobs = trace["hidden"], trace["logprobs"]
     """
     chosen = read_settings(ExtractSettings, {"model": model, **settings})
     questions = read_questions(records, columns=chosen.columns, num_samples=chosen.num_samples).questions
