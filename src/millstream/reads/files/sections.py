@@ -138,7 +138,8 @@ class Sections:
 
     def is_checked(self, start: int, end: int) -> bool:
         """Whether the checksums of these bytes were verified."""
-        return all(self._checked[block] for block in range(start // CRC_BYTES, -(-end // CRC_BYTES)))
+        some = self._checked[start // CRC_BYTES : -(-end // CRC_BYTES)]
+        return bool(some[0] if len(some) == 1 else some.all())
 
     def check_blocks(self, blocks: NDArray[np.int64]) -> None:
         if not self._checked[blocks].all():
@@ -308,6 +309,9 @@ class Column:
     def verified(self, rows: NDArray[np.int64]) -> BitColumn:
         """The column, verified where these rows are."""
         if self._lazy and len(rows):
+            ends = self._directory_at + self._bits.directory.nbytes, self._words_end + 1
+            if all(map(self._sections.is_checked, (self._directory_at, self._words_at), ends)):
+                return self._bits  # all of it by now, so there is no need to find out which
             chunks = np.unique(rows >> 12)
             self._sections.check_blocks((self._directory_at + chunks * 16) // CRC_BYTES)
             self._sections.check_blocks((self._directory_at + chunks * 16 + 15) // CRC_BYTES)

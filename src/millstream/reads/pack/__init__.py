@@ -206,6 +206,8 @@ class PackFile:
         """Verify the checksums of these bytes, on first use."""
         if not len(starts) or self.sections.verifies_reading:
             return
+        if self.sections.is_checked(int(starts.min()), int(ends.max())):
+            return
         blocks = np.concatenate([starts // CRC_BYTES, np.maximum(ends - 1, starts) // CRC_BYTES])
         for i in np.flatnonzero(ends - starts > CRC_BYTES).tolist():
             blocks = np.append(blocks, np.arange(int(starts[i]), int(ends[i]), CRC_BYTES) // CRC_BYTES)
