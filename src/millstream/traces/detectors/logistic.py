@@ -74,7 +74,7 @@ def _with_both(labels: Labels, split: str, what: str) -> Labels:
 # M rows of a step, N records
 
 STEP_ROWS = 32
-CHUNK_NUMBERS = 1 << 22  # inputs of rows that are standardised at once
+_CHUNK = 128  # of the memory: the inputs of parts of records that are standardised at once, which takes several copies
 _RATE = 0.02
 _RECENT = 8  # weight of recent steps in the mean over all steps
 STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)  # C: smaller values penalise large weights more
@@ -93,7 +93,7 @@ class Inputs:
     labels: Callable[[Mapping[str, object]], Tensor] | None = None  # of rows, -1 for those to leave out; of the records
     step_rows: int = STEP_ROWS
 
-    def labelled(self, batch: Mapping[str, object]) -> Iterator[tuple[Tensor, Tensor]]:
+    def labelled(self, batch: Mapping[str, object], memory: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The labelled rows of a batch and their labels; of parts of records in random order, in chunks."""
         if self.labels is None:
             yield self.groups(batch), cast(Tensor, batch[LABEL])
@@ -101,7 +101,7 @@ class Inputs:
         label_B, rows_BGF = self.labels(batch), self.groups(batch)
         known = (label_B >= 0).nonzero()[:, 0]
         random = torch.Generator().manual_seed(int(torch.as_tensor(batch["numbers"]).sum()))
-        size = max(1, CHUNK_NUMBERS // max(1, rows_BGF[0].numel())) if len(known) else 1
+        size = max(1, memory // (_CHUNK * 4 * max(1, rows_BGF[0].numel()))) if len(known) else 1
         for some in split_rows(known[torch.randperm(len(known), generator=random)], size):
             yield rows_BGF[some].float(), label_B[some]
 
@@ -143,9 +143,9 @@ def fit_logistic(
     best, last_good = 0.0, 0
     for epoch in range(num_epochs):
         for batch in shuffled:
-            for rows_BGF, label_B in inputs.labelled(batch):
+            for rows_BGF, label_B in inputs.labelled(batch, resources.memory):
                 regressions.learn(rows_BGF, label_B, sweeps=sweeps, step_rows=inputs.step_rows)
-        val_labels, logits_NGK = _validated(in_order, inputs, regressions, every)
+        val_labels, logits_NGK = _validated(in_order, inputs, regressions, every=every, memory=resources.memory)
         # Later epochs are closer to the solution: an earlier one must be better by more than this, which is small
         # compared with the noise of the validation split (about 0.5 / sqrt).
         tolerance = 0.1 / len(val_labels) ** 0.5
@@ -162,13 +162,13 @@ def fit_logistic(
 
 
 def _validated(
-    batches: Loader, inputs: Inputs, regressions: "Regressions", every: int
+    batches: Loader, inputs: Inputs, regressions: "Regressions", *, every: int, memory: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The labels of rows, or of every so many that fit in memory, and their logits."""
     labels: list[Tensor] = []
     logits: list[Tensor] = []
     for batch in batches:
-        for rows_BGF, label_B in inputs.labelled(batch):
+        for rows_BGF, label_B in inputs.labelled(batch, memory):
             labels.append(label_B[::every])
             logits.append(regressions.logits(rows_BGF[::every]))
     found = torch.cat([torch.empty(0, dtype=torch.long), *labels]).numpy()
@@ -266,7 +266,7 @@ def _prepared(train: Collection, inputs: Inputs, resources: FitResources) -> tup
     for batch in reader(train, inputs.feature, resources, labels=True):
         if inputs.labels is None:
             check_finite(inputs.groups(batch), batch, inputs.feature)
-        for rows_BGF, label_B in inputs.labelled(batch):
+        for rows_BGF, label_B in inputs.labelled(batch, resources.memory):
             num_groups = rows_BGF.shape[1]
             moments.add(rows_BGF.flatten(1))
             counts += np.bincount(label_B.numpy(), minlength=2)

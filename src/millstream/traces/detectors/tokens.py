@@ -21,7 +21,6 @@ from millstream.core.record import Array
 from millstream.errors import BadSetting, NoDetector, NotFinite
 from millstream.report.measures import auroc, spaced
 from millstream.traces.detectors.logistic import (
-    CHUNK_NUMBERS,
     Inputs,
     Scores,
     as_tensor,
@@ -40,6 +39,7 @@ from millstream.training.task import Batch as NetBatch
 MAX_LAYERS = 8  # read, unless the settings name some: more gain little
 STEP_ROWS = 256  # of the probe: neighbouring tokens are alike, so smaller steps are noise
 STATISTICS = ("logprobs", "entropy")
+_MOMENT_NUMBERS = 1 << 18  # standardised at once
 _MIN_LOGPROB = -100.0  # a token that was ruled out has -inf
 
 TokenScores = list[NDArray[np.float32]]  # one array per record
@@ -286,7 +286,7 @@ class TokenLSTM(DetectorNet):
     def observe(self, batch: NetBatch, moments: dict[str, Moments]) -> None:
         super().observe(batch, moments)
         num_layers, dim = self.layers.mean.shape
-        size = max(1, CHUNK_NUMBERS // (num_layers * dim))
+        size = max(1, _MOMENT_NUMBERS // (num_layers * dim))
         for rows_ALD in split_rows(batch["x"], size):
             group = torch.arange(num_layers).repeat(len(rows_ALD))
             moments["layers"].add(rows_ALD.reshape(-1, dim), group, num_groups=num_layers)
@@ -321,7 +321,7 @@ class TokenLSTM(DetectorNet):
         return loss, {self.loss_name: loss.detach()}
 
     def num_rows(self, batch: NetBatch) -> int:
-        return batch["x"].shape[0] * batch["x"].shape[1]
+        return -(-batch["x"].numel() // self.width)
 
 
 def token_scores_of(net: Net, batch: NetBatch) -> dict[str, Tensor]:
