@@ -270,14 +270,14 @@ def token_statistic(resources: FitResources, field_names: Sequence[str], *, name
 
 
 class TokenLSTM(DetectorNet):
-    """A bidirectional LSTM over the tokens of an answer, on a weighted mean of its layers and token statistics."""
+    """A bidirectional LSTM over the tokens of an answer, on weighted means of its layers and token statistics."""
 
     loss_name = "token_bce"
 
     def __init__(self, width: int, *, num_layers: int, dim: int, num_stats: int, dropout: float) -> None:
         super().__init__(width, num_stats)
         self.layers = Scale(num_layers, dim)
-        self.weights = nn.Parameter(torch.zeros(num_layers))
+        self.weights = nn.Parameter(torch.randn(num_layers, width))  # each unit chooses layers
         self.project = nn.Linear(dim, width)
         self.dropout = nn.Dropout(dropout)
         self.lstm = nn.LSTM(width + num_stats, width // 2, batch_first=True, bidirectional=True)
@@ -294,8 +294,8 @@ class TokenLSTM(DetectorNet):
     def logits(self, batch: NetBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """[A]: of every token."""
         states_ALD = cast(Tensor, self.layers(batch["x"].float()))
-        mixed_AD = torch.einsum("ald,l->ad", states_ALD, self.weights.softmax(0))
-        input_AW = functional.gelu(self.project(mixed_AD))
+        mixed_AW = torch.einsum("alw,lw->aw", self.project(states_ALD), self.weights.softmax(0))
+        input_AW = functional.gelu(mixed_AW)
         stats_AS = self.scaled_stats(batch)
         seen = input_AW if stats_AS is None else torch.cat([input_AW, stats_AS], dim=1)
         sizes = batch["num_tokens"].clamp(min=1).cpu()  # a sequence needs a token
