@@ -43,6 +43,7 @@ COMMANDS = {  # in this order; the next step each suggests
     "pack reads.fa reads.pack": "inspect reads.pack",
     "unpack reads.pack again.fa": "index again.fa",
     "unpack reads.pack again.fa.gz": "index again.fa.gz",
+    "index again.fa --index-dir indexes": "",  # inspect would not find it
     "verify reads.pack": "inspect reads.pack",
     "verify reads.fa": "inspect reads.fa",
     "train data.train=reads.fa mapping=m.tsv out=reads model=kmer-linear epochs=1 bits=12 memory=500MB": "view reads",

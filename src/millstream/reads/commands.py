@@ -216,7 +216,8 @@ def index(
             }
         )
     size = f"{len(reads):,} reads, {reads.num_bases:,} bases; index {format_bytes(reads.index_bytes)}"
-    finish(f"{reads.index_paths[0]}: {size}", "inspect", paths[0])
+    following = [] if index_dir else ["inspect", paths[0]]  # which would look for the index beside the file
+    finish(f"{reads.index_paths[0]}: {size}", *following)
 
 
 def pack(

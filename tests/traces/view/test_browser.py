@@ -115,6 +115,16 @@ def test_arrow_keys_move_through_the_list_of_a_fresh_page(open_page: Open, addre
         assert page.evaluate("document.activeElement.getAttribute('href')") == f"#{number}"
 
 
+def test_arrow_keys_step_from_a_trace_that_was_opened_by_its_address(open_page: Open, address: str):
+    page = open_page(f"{address}#5").page
+    page.locator("#trace .soft", has_text="record 5 of 120").wait_for()
+    page.keyboard.press("ArrowRight")
+    page.locator("#trace .soft", has_text="record 6 of 120").wait_for()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    page.locator("#trace .soft", has_text="record 4 of 120").wait_for()
+
+
 def test_a_trace_without_a_score_says_so(open_page: Open, address: str):
     page = open_page(address).page
     page.locator("#records td.score", has_text="not scored").first.wait_for()
