@@ -70,7 +70,8 @@ class Connections:
     num_bytes: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        # RuntimeError: the client closed the connection in the middle of a body.
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, RuntimeError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 method, target = head.split(" ", 2)[:2]
@@ -138,7 +139,7 @@ def listing(bucket: Path, query: dict[str, str]) -> bytes:
     prefix, most = query.get("prefix", ""), int(query.get("max-keys", 1000))
     after = query.get("continuation-token", query.get("start-after", ""))
     found = {}
-    for file in bucket.rglob("*"):
+    for file in (bucket / prefix.rpartition("/")[0]).rglob("*"):
         name = file.relative_to(bucket).as_posix()
         if file.is_file() and name.startswith(prefix):
             folder, slash, _ = name[len(prefix) :].partition("/")
