@@ -18,6 +18,8 @@ from millstream.traces.label import label
 from millstream.training.task import FitResources
 from support.commands import run_here
 
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
+
 OF_SAMPLES = [name for name, baseline in BASELINES.items() if baseline.needs_samples]
 NUM, DRAWN, TOKENS = 120, 5, 3
 

@@ -24,6 +24,8 @@ from support.commands import run_here
 from support.making_spans import DIM, LAYERS, PROMPT, write_spans
 from support.training import SHORT
 
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
+
 MODELS = "token-probe,token-lstm,token-logprob,token-entropy"
 
 
