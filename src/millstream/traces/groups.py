@@ -4,7 +4,7 @@ Sample 0 is the greedy answer, the others are drawn. Answers are in one cluster 
 or by a model that tells whether one entails the other.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -188,7 +188,7 @@ def _questions(traces: Traces, is_usable: NDArray[np.bool_]) -> list[_Question]:
 
 def _rows(
     window: Sequence[_Question], texts: Mapping[int, str | None], same: Same, *, by_words: bool
-) -> Iterator[dict[str, object]]:
+) -> list[dict[str, object]]:
     """The statistics of the texts of some questions."""
     whole = {number: first_line(text) if by_words else (text or "").strip() for number, text in texts.items()}
     normal = dict(zip(whole, normalise_all(list(whole.values())), strict=True))
@@ -196,18 +196,25 @@ def _rows(
     members = [[*([] if one.greedy is None else [one.greedy]), *one.drawn] for one in window]
     members = [[number for number in numbers if texts[number]] for numbers in members]
     clusters = clusters_of([one.text for one in window], [[shown[n] for n in numbers] for numbers in members], same)
+    rows: list[dict[str, object]] = []
+    pairs: list[tuple[int, str, str]] = []  # a row, its greedy answer and a drawn one
     for question, numbers, found in zip(window, members, clusters, strict=True):
         of = dict(zip(numbers, found, strict=True))
         drawn = [number for number in question.drawn if number in of]
         row: dict[str, object] = {QUESTION_ID: question.id, "samples": len(drawn)}
         if drawn:
-            row |= {"num_clusters": len({of[number] for number in drawn})}
-            row |= {"semantic_entropy": semantic_entropy(of[number] for number in drawn)}
+            row["num_clusters"] = len({of[number] for number in drawn})
+            row["semantic_entropy"] = semantic_entropy(of[number] for number in drawn)
         if drawn and question.greedy in of:
-            row["agreement"] = float(np.mean([of[number] == of[question.greedy] for number in drawn]))
-            greedy = [whole[question.greedy]] * len(drawn)
-            row["self_check"] = float(score(greedy, [[whole[number]] for number in drawn]).f1.mean())
-        yield row
+            row["agreement"] = sum(of[number] == of[question.greedy] for number in drawn) / len(drawn)
+            pairs += [(len(rows), whole[question.greedy], whole[number]) for number in drawn]
+        rows.append(row)
+    f1 = score([greedy for _, greedy, _ in pairs], [[other] for _, _, other in pairs]).f1 if pairs else np.zeros(0)
+    places = np.array([place for place, _, _ in pairs], np.int64)
+    sums, counts = np.bincount(places, f1, len(rows)), np.bincount(places, minlength=len(rows))
+    for row, total, count in zip(rows, sums.tolist(), counts.tolist(), strict=True):
+        row["self_check"] = total / count if count else None
+    return rows
 
 
 def _states(traces: Traces, numbers: Sequence[int]) -> NDArray[np.float64] | None:

@@ -178,7 +178,9 @@ def label(
         verdicts = decide(chosen, evidence)
         by_people = codes_of(read_verdicts(traces.path), ids, texts.answers())
         if (is_human := by_people != NONE).any():
-            agreements.append(agreement_of("people", by_people, str(chosen), verdicts))
+            agreements.append(
+                agreement_of("people", by_people, str(chosen) if chosen.judge else f"the rule {chosen}", verdicts)
+            )
         verdicts, conflicting = _without_conflicts(ids, np.where(is_human, by_people, verdicts))
         is_human &= verdicts != NONE
         if answer is not None:

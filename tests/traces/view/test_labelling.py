@@ -134,7 +134,7 @@ def test_the_verdict_of_a_person_replaces_that_of_the_rule(store: Path) -> None:
     assert labels(store, "source") == ["human"] * 4 + ["rule", None]
     assert labels(store, "label") == [1, 1, 0, None, None, None]
     assert "verdicts of people replace those of the rule: 4" in err
-    assert "people and default agree on 33.3% of 3 answers" in err
+    assert "people and the rule default agree on 33.3% of 3 answers" in err
     add_verdict(store, "q0", ANSWERS[0], None)
     assert label(store).human == 3 and labels(store, "verdict")[0] == "right"
 
