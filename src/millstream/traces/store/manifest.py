@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from millstream.core.config import config_hash, parse_json
 from millstream.core.console import quoted
 from millstream.core.files import publish
+from millstream.core.hf_datasets import is_datasets_folder
 from millstream.core.memory import Map
 from millstream.core.record import Bytes, Schema, crc32c, refine
 from millstream.core.registry import extensions
@@ -155,13 +156,15 @@ def check_store(path: Path) -> None:
         raise NotAStore(f"{path}: no such folder. To import old trace files: millstream convert OLD... {quoted(path)}")
     if not path.is_dir():
         raise NotAStore(
-            f"{path}: a file, not a trace store. To import an old trace file: millstream convert {quoted(path)} traces/"
+            f"{path}: a file, not a trace store. To import a trace file: millstream convert {quoted(path)} traces/"
         )
     if (path / MANIFEST).exists() or any(list_shards(path)):
         return
     suffixes = [suffix for importer in extensions("importers") for suffix in importer.SUFFIXES]
     old = next((end for end in suffixes if any(name.endswith(end) for name in os.listdir(path))), None)
-    remedy = f"Old trace files are here; run: millstream convert {quoted(f'{path}/*{old}')} OUT" if old else ""
+    remedy = f"Trace files to import are here; run: millstream convert {quoted(f'{path}/*{old}')} OUT" if old else ""
+    if is_datasets_folder(path):
+        remedy = f"A dataset of Hugging Face is here; run: millstream convert {quoted(path)} OUT"
     raise NotAStore(f"{path}: not a trace store (no {MANIFEST}, no shard-*.arrow). {remedy}".rstrip())
 
 

@@ -13,6 +13,7 @@ from millstream.traces.spans import OFFSETS, SPANS, TOKEN_SCORES
 from millstream.traces.store.traces import Traces
 
 Floats = NDArray[np.float64]
+_PROBABILITY = (0.0, 1.0)
 _SHARE = 0.02  # of the scores of a detector may be beyond each end of the scale
 
 
@@ -36,7 +37,7 @@ class TokenScores:
             flat = np.concatenate([np.zeros(0), *(np.array(one, np.float64) for one in own.to_pylist())])
             if len(flat):
                 low, high = np.quantile(flat, [_SHARE, 1 - _SHARE]).tolist()
-                self.scales[names[model]] = (0.0, 1.0) if flat.min() >= 0 and flat.max() <= 1 else (low, high)
+                self.scales[names[model]] = _PROBABILITY if flat.min() >= 0 and flat.max() <= 1 else (low, high)
 
     def of(self, number: int) -> dict[str, Floats]:
         """The scores of the tokens of a record, by detector."""
@@ -75,5 +76,8 @@ def marks_of(
                 "scores": {name: float(values[tokens].max()) for name, values in by_model.items() if tokens.any()},
             }
         )
-    scales = {name: scores.scales[name] for name in by_model}
+    names = sorted(
+        by_model, key=lambda name: (scores.scales[name] != _PROBABILITY, name)
+    )  # what was trained comes first
+    scales = {name: scores.scales[name] for name in names}
     return {"pieces": pieces, "is_annotated": spans is not None, "scales": scales}
