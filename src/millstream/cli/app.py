@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from millstream.cli.process import PART, close_quietly, report_interrupt
+from millstream.core.bucket import is_url
 from millstream.core.config import Between, Setting, check_limits, list_settings
 from millstream.core.registry import extensions, kind_at, kinds_with, plug, plugs
 from millstream.errors import BadSetting, MillstreamError
@@ -221,7 +222,12 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="The page to write.", show_default="report.html in the run folder", metavar="FILE"
+            "--out",
+            "-o",
+            help="The page to write.",
+            show_default="report.html in the run folder",
+            metavar="FILE",
+            parser=parse_path,
         ),
     ] = None,
     as_json: Json = False,
@@ -230,6 +236,8 @@ def report(
 
     Next to the page: figures/ (SVG, PNG) and tables/ (CSV, LaTeX).
     """
+    if out is not None and is_url(out):
+        raise BadSetting(f"{out}: --out is a local file. Without it, the report of a run at a URL is written there")
     show_report(run, as_json, out)
 
 

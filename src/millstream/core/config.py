@@ -30,6 +30,7 @@ from typing import (
     runtime_checkable,
 )
 
+from millstream.core.bucket import is_url
 from millstream.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -275,6 +276,8 @@ def setting_pairs(given: Sequence[str] | Mapping[str, object]) -> list[tuple[str
         key, equals, value = text.partition("=")
         if equals:
             pairs.append((key.strip(), value))
+        elif is_url(text):
+            raise BadSetting(f"{text}: settings are read from a local file. Copy it: millstream copy {text} .")
         elif text.endswith((".yaml", ".yml")):
             pairs += _flat(_read_yaml(Path(text)))
         else:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.app import START
+from millstream.cli.app import START, parse_path
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -13,7 +13,9 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def demo(
-    path: Annotated[Path, typer.Argument(help="Output folder of the demo.", metavar="FOLDER")] = Path("demo"),
+    path: Annotated[
+        Path, typer.Argument(help="Output folder of the demo.", metavar="FOLDER", parser=parse_path)
+    ] = Path("demo"),
     model: Annotated[
         str, typer.Option(help="Language model: facts (tiny) or smollm2 (135 M parameters).", metavar="NAME")
     ] = "facts",
@@ -27,6 +29,7 @@ def demo(
     from millstream.demo import stories
 
     stories.check_half(only)
+    stories.check_local(path)
     if only != "reads":
         stories.run_traces(path, stories.story_of(model))
     if only != "traces":

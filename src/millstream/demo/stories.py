@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.cli.process import PART
+from millstream.core.bucket import is_url
 from millstream.core.console import format_bytes, format_seconds, quoted, say
 from millstream.errors import BadSetting
 from millstream.reads.kind import HEADERS
@@ -153,6 +154,11 @@ def story_of(name: str) -> Story:
 def check_half(name: str | None) -> None:
     if name not in (None, "traces", "reads"):
         raise BadSetting(f"--only {name}: must be one of traces, reads")
+
+
+def check_local(path: Path) -> None:
+    if is_url(path):
+        raise BadSetting(f"{path}: the demo runs in a local folder")
 
 
 def _kill_halfway(command: list[str], path: Path, total: int) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.cli.app import TRAIN, Address, EngineName, Json, RunFolder, Workers, finish, print_json
+from millstream.cli.app import TRAIN, Address, EngineName, Json, RunFolder, Workers, finish, parse_path, print_json
 from millstream.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ Mismatch = Annotated[
 Salvage = Annotated[bool, typer.Option("--salvage", help="Use what checksums verify before the damage in a file.")]
 Unverified = Annotated[bool, typer.Option("--unverified", help="Use all text before the damage, verified or not.")]
 IndexDir = Annotated[
-    Path | None, typer.Option(help="Folder for indexes.", show_default="beside the files", metavar="FOLDER")
+    Path | None,
+    typer.Option(help="Folder for indexes.", show_default="beside the files", metavar="FOLDER", parser=parse_path),
 ]
 ReadFiles = Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="READS")]
 
@@ -107,7 +108,10 @@ def simulate(
         typer.Option(help="length (equal coverage), equal (reads per class), or lognormal.", metavar="NAME"),
     ] = "length",
     mapping: Annotated[
-        Path | None, typer.Option(help="Table of class ids by tax_id; written if it does not exist.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="Table of class ids by tax_id; written if it does not exist.", metavar="FILE", parser=parse_path
+        ),
     ] = None,
     memory: Annotated[str, typer.Option(help="Memory budget of the genomes, a byte per base.", metavar="SIZE")] = "4GB",
     index_dir: IndexDir = None,
@@ -159,7 +163,8 @@ def index(
         bool, typer.Option("--names", help="Look up reads by name even in files of over a million reads.")
     ] = False,
     mapping: Annotated[
-        Path | None, typer.Option(help="TSV or Parquet of class ids; unknown ids are an error.", metavar="FILE")
+        Path | None,
+        typer.Option(help="TSV or Parquet of class ids; unknown ids are an error.", metavar="FILE", parser=parse_path),
     ] = None,
     fai: Annotated[bool, typer.Option("--fai", help="Also write a samtools .fai (and .gzi).")] = False,
     index_dir: IndexDir = None,
@@ -291,9 +296,12 @@ def pack(
 
 
 def unpack(
-    path: Annotated[Path, typer.Argument(help="A packed file.", metavar="PACKED")],
+    path: Annotated[Path, typer.Argument(help="A packed file.", metavar="PACKED", parser=parse_path)],
     out: Annotated[
-        Path, typer.Argument(help="FASTA or FASTQ to write, gzipped if it ends in .gz; - is stdout.", metavar="OUT")
+        Path,
+        typer.Argument(
+            help="FASTA or FASTQ to write, gzipped if it ends in .gz; - is stdout.", metavar="OUT", parser=parse_path
+        ),
     ],
 ) -> None:
     """Write a packed file as the FASTA or FASTQ it was made from."""

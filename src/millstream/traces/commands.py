@@ -337,7 +337,9 @@ def subset(
     shards: Annotated[str | None, typer.Option(help="Shard numbers, such as 0,3-5.", metavar="NUMBERS")] = None,
     ids: Annotated[
         Path | None,
-        typer.Option(help="File of question ids, one per line (or JSON lines); - is stdin.", metavar="FILE"),
+        typer.Option(
+            help="File of question ids, one per line (or JSON lines); - is stdin.", metavar="FILE", parser=parse_path
+        ),
     ] = None,
     where: Annotated[
         str | None, typer.Option(help="SQL condition on scalar fields and labels, such as verdict.", metavar="SQL")

@@ -220,7 +220,7 @@ def find_ids(traces: Traces, file: Path) -> list[int]:
     numbers: list[int] = []
     unknown: list[str] = []
     try:
-        lines = Path("/dev/stdin" if str(file) == "-" else file).read_text(encoding="utf-8").splitlines()
+        lines = (Path("/dev/stdin") if str(file) == "-" else file).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise StoreError(
             f"{file}: is not a text file. List one id per line, or JSON lines with {RECORD_ID!r}"
