@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.errors import BadSource, ConfigMismatch, MillstreamError, StoreError
+from millstream.errors import BadSource, ConfigMismatch, MillstreamError, SchemaMismatch, StoreError
 from millstream.traces.convert import PROGRESS, RESTART, convert, expand, imported_records
 from millstream.traces.store.inspect import compare, summarise
 from millstream.traces.store.rewrite import drop_records
@@ -242,6 +242,20 @@ def test_a_file_and_its_compressed_copy_are_refused(tmp_path: Path):
     with pytest.raises(BadSource, match=r"a\.pkl\.gz"):
         convert(expand([str(tmp_path)]), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_old_files_in_a_folder_are_found_whatever_the_case_of_their_names(tmp_path: Path):
+    for number, name in enumerate(("a.pkl", "B.PKL", "c.Pkl.GZ")):
+        data = pickle.dumps([{"question_id": f"q{number}", "x": 1.0}])
+        (tmp_path / name).write_bytes(gzip.compress(data) if "GZ" in name else data)
+    assert convert(expand([str(tmp_path)]), tmp_path / "store").records == 3
+
+
+def test_a_field_that_changes_its_type_names_the_file_and_the_trace(tmp_path: Path):
+    traces = [{"question_id": "q0", "x": 1.0}, {"question_id": "q1", "x": "text"}]
+    (tmp_path / "old.pkl").write_bytes(pickle.dumps(traces))
+    with pytest.raises(SchemaMismatch, match=r"old\.pkl: trace 'q1': field 'x'"):
+        convert([tmp_path / "old.pkl"], tmp_path / "store")
 
 
 def test_no_files_and_files_without_traces_are_rejected(tmp_path: Path):

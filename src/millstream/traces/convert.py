@@ -111,7 +111,7 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            found = sorted((p for p in path.iterdir() if p.name.endswith(suffixes)), key=_natural)
+            found = sorted((p for p in path.iterdir() if p.name.lower().endswith(suffixes)), key=_natural)
             if is_datasets_folder(path):
                 if found:
                     raise BadSource(
@@ -194,8 +194,12 @@ def _convert(
                 if writer is None:
                     schema = _axes(record, importer_of(group[0]).AXES)
                     writer = TraceWriter(out, config=config, compression=compression, schema=schema)
-                writer.append(_complete(record, writer.fields or list({**record, **fields}), group[0]))
-                del record  # before the next one is read
+                whole = _complete(record, writer.fields or list({**record, **fields}), group[0])
+                try:
+                    writer.append(whole)
+                except SchemaMismatch as error:
+                    raise SchemaMismatch(f"{group[0].name}: trace {_id_of(record)!r}: {error}") from None
+                del record, whole  # before the next one is read
                 count += 1
                 progress(done, f"{group[0].name}: trace {len(partial) + count}")
             if writer is not None:
