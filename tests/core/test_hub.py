@@ -107,7 +107,7 @@ def test_reads_are_read(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_copied_and_opens_there(kinds: Path, kind: str, hub: Hub, tmp_path: Path) -> None:
-    check_copies(kinds, kind, f"hf://datasets/me/{kind.partition('.')[0]}", tmp_path)
+    check_copies(kinds, kind, f"hf://datasets/me/a-{kind.partition('.')[0]}", tmp_path)
 
 
 def test_a_store_is_copied_in_two_commits_and_back(hub: Hub, store: Path, tmp_path: Path) -> None:
