@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, unquote
 
 import pytest
 
+from millstream.core import bucket
 from support.http_server import Handler, Server, serving
 
 TOKEN = "hf_token_of_the_tests"
@@ -81,6 +82,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Generator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         yield server.state
         huggingface_hub.utils.close_session()
+    bucket._here().buckets.clear()  # their address is that of this server
 
 
 def _sha(number: int) -> str:
