@@ -1,6 +1,6 @@
 """Reading from an object store against MDS and litdata: same records, same server, medians of interleaved turns.
 
-    python benchmarks/remote.py                          # about 20 minutes; benchmarks/results/remote.json
+    python benchmarks/remote.py                          # an hour; benchmarks/results/remote.json
     python benchmarks/remote.py traces=40 reads=100000 turns=1
     python benchmarks/remote.py only=cold,layer server=throttled
 
