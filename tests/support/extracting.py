@@ -56,7 +56,7 @@ def traces_by_id(path: Path) -> dict[object, dict[str, object]]:
     """The records of an intact store by their unique ids, without timings."""
     assert list(verify(path)) == []
     records = [{name: value for name, value in record.items() if name not in TIMINGS} for record in ms.open(path)]
-    found = {record["question_id"]: record for record in records}
+    found = {record.get("record_id", record["question_id"]): record for record in records}
     assert len(found) == len(records), "repeated ids"
     return found
 

@@ -22,7 +22,7 @@ class Seen:
 
 
 @torch.no_grad()
-def look(model: Any, ids: Sequence[int]) -> Seen:
+def look(model: Any, ids: Sequence[int], *, attention: bool = True) -> Seen:
     raw: list[torch.Tensor] = []
 
     def take(module: object, args: object, output: Any) -> None:
@@ -30,11 +30,13 @@ def look(model: Any, ids: Sequence[int]) -> Seen:
 
     layers = model.get_submodule(LAYERS.get(model.config.model_type, "model.layers"))
     hooks = [layer.register_forward_hook(take) for layer in layers]
-    out = model(input_ids=torch.tensor([list(ids)]), output_hidden_states=True, output_attentions=True, use_cache=False)
+    shown = {"output_hidden_states": True, "output_attentions": attention, "use_cache": False}
+    out = model(input_ids=torch.tensor([list(ids)]), **shown)
     for hook in hooks:
         hook.remove()
     hidden = torch.stack([out.hidden_states[0][0], *raw])
-    return Seen(hidden, out.hidden_states[-1][0], torch.stack(out.attentions)[:, 0], out.logits[0])
+    weights = torch.stack(out.attentions)[:, 0] if attention else torch.empty(0)
+    return Seen(hidden, out.hidden_states[-1][0], weights, out.logits[0])
 
 
 @torch.no_grad()

@@ -71,6 +71,7 @@ def make_model(kind: str, folder: Path, *, seed: int = 0, context: int = 128) ->
         "llama": lambda: hf.LlamaConfig(**grouped),
         "qwen": lambda: hf.Qwen3Config(**wide),
         "gpt2": lambda: hf.GPT2Config(**gpt2),
+        "lfm2": lambda: hf.Lfm2Config(**grouped, layer_types=["conv", "full_attention", "conv"]),
         "neox": lambda: hf.GPTNeoXConfig(**common),
         "mistral": lambda: hf.MistralConfig(**grouped, sliding_window=8),
         "gemma2": lambda: hf.Gemma2Config(

@@ -219,3 +219,12 @@ def test_weights_that_are_cut_off_are_named_in_one_line(tiny: TinyModels, tmp_pa
         with pytest.raises(BadSource, match="cannot be loaded") as raised:
             load(folder)
         assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_model_without_attention_is_refused_in_one_line(tmp_path: Path):
+    from transformers import MambaConfig
+
+    MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(BadSource, match="no attention heads"):
+        load(tmp_path)

@@ -24,6 +24,8 @@ from support.tiny_models import (
     TinyModels,
     generated,
     load,
+    load_eager,
+    make_model,
     make_tokenizer,
     make_tracer,
     reciting,
@@ -226,6 +228,35 @@ def test_a_model_whose_cache_cannot_be_cut_is_replayed_from_the_start(tiny: Tiny
     encoded = tracer.encode(QUESTIONS)
     for record, expected in zip(tracer.trace(encoded), other.trace(encoded), strict=True):
         assert_same(record, expected)
+
+
+def test_passes_that_cannot_be_cut_are_of_fewer_rows(tiny: TinyModels):
+    tracer = make_tracer(tiny.loaded("llama"), fields="heads", memory=200_000)
+    tracer._passes.can_cut = False
+    encoded = tracer.encode(QUESTIONS)
+    needed = [tracer._bytes([one]) for one in encoded]
+    assert max(needed) < 200_000 < sum(needed)
+    rows: list[int] = []
+    trace = tracer._trace
+
+    def watched(batch: Sequence[EncodedQuestion]) -> list[list[Record]]:
+        rows.append(len(batch))
+        return trace(batch)
+
+    tracer._trace = watched  # type: ignore[method-assign]
+    assert all(record["status"] == "ok" for record in tracer.trace(encoded))
+    assert len(rows) > 1 and sum(rows) == len(encoded)
+
+
+def test_a_model_with_convolutions_is_replayed_from_the_start(tmp_path: Path):
+    model = make_model("lfm2", tmp_path)
+    tracer = make_tracer(load(model), fields="hidden,states")
+    assert not tracer._passes.can_cut
+    records: Any = tracer.trace(tracer.encode(QUESTIONS))
+    eager = load_eager(model)
+    for record in records:
+        seen = look(eager, record["tokens"].tolist(), attention=False)
+        torch.testing.assert_close(record["hidden"], seen.hidden, rtol=0, atol=1e-5)
 
 
 # -- failures

@@ -184,11 +184,12 @@ class Need:
     fields: Fields
     rows: int = 1  # beams, or the samples of a question
     generated: bool = True  # answers are generated; or given, and only replayed
+    whole: bool = False  # a model whose passes cannot be cut into chunks
 
     def chunk(self, total: int, *, memory: int) -> int:
         """Tokens per forward pass over a sequence: all, or as many as need a third of the budget for one sequence."""
         fit = memory // 3 // self._per_token(total)
-        return total if fit >= total else max(MIN_CHUNK, fit // MIN_CHUNK * MIN_CHUNK)
+        return total if fit >= total or self.whole else max(MIN_CHUNK, fit // MIN_CHUNK * MIN_CHUNK)
 
     def bytes(self, prompt: int, answer: int, *, memory: int) -> int:
         """Maximum bytes of one question of a batch: caches, activations, logits, fields kept."""

@@ -110,7 +110,9 @@ def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) ->
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(settings, error) from None
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        raise BadSource(f"model={settings.model}: has no attention heads. Use a model with layers of attention")
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     size = Size(
         layers=text.num_hidden_layers,

@@ -92,8 +92,7 @@ class Tracer:
             return f"a prompt of {prompt} tokens and {answer} {new} exceed the context of {context} tokens"
         if "edges" in self.fields.names and total > 32_767:
             return f"{total} tokens exceed the maximum of 32767 for edges"
-        needed = self._need(generated=encoded.answer_ids is None).bytes(prompt, answer, memory=self._memory)
-        if needed > self._memory:
+        if (needed := self._bytes([encoded])) > self._memory:
             return (
                 f"{total} tokens need about {format_bytes(needed)}, more than memory={format_bytes(self._memory)}: "
                 "allow more, or keep fewer fields"
@@ -107,13 +106,20 @@ class Tracer:
 
     def _need(self, *, generated: bool) -> Need:
         rows = self.decoding.rows if generated else 1
-        return Need(self.loaded.card.size, self.fields, rows=rows, generated=generated)
+        return Need(self.loaded.card.size, self.fields, rows=rows, generated=generated, whole=not self._passes.can_cut)
+
+    def _bytes(self, batch: Sequence[EncodedQuestion]) -> int:
+        """Memory that a batch needs."""
+        prompts, answers = zip(*map(self.length, batch), strict=True)
+        need = self._need(generated=batch[0].answer_ids is None)
+        return len(batch) * need.bytes(max(prompts), max(answers), memory=self._memory)
 
     def _halving(self, batch: Sequence[EncodedQuestion]) -> list[list[Record]]:
         if not batch:
             return []
         half = len(batch) // 2
-        if half and self._max_cells is not None and self._cells(batch) >= self._max_cells:
+        has_failed = self._max_cells is not None and self._cells(batch) >= self._max_cells
+        if half and (has_failed or self._bytes(batch) > self._memory):
             return self._halving(batch[:half]) + self._halving(batch[half:])
         try:
             return self._trace(batch)
