@@ -526,9 +526,10 @@ def test_questions_are_read_before_a_model_is_looked_for(questions: Path, tmp_pa
         extract(tmp_path / "none.jsonl", tmp_path / "s", Path("none/such"))
 
 
-def test_questions_without_correct_answers_are_a_warning(llama: Path, tmp_path: Path, capsys: Any):
+def test_questions_without_correct_answers_are_a_warning_before_a_model_is_looked_for(tmp_path: Path, capsys: Any):
     (tmp_path / "q.jsonl").write_text('{"id": "q0", "question": "Capital of France?"}\n')
-    extract(tmp_path / "q.jsonl", tmp_path / "s", llama)
+    with pytest.raises(BadSource, match="cannot be loaded"):
+        extract(tmp_path / "q.jsonl", tmp_path / "s", tmp_path)  # no model
     assert "no question has a correct answer" in capsys.readouterr().err
 
 

@@ -150,6 +150,11 @@ class _Run:
         found = read_questions(
             questions, columns=settings.columns, num_samples=settings.num_samples, shuffle_seed=shuffle_seed
         )
+        if not any(question.aliases or question.verdict for question in found.questions):
+            say(
+                "warning: no question has a correct answer (a column answer or aliases; choose it with "
+                "columns=answer=NAME). Answers can be labelled later with: millstream label STORE references=FILE"
+            )
         self.card: ModelCard = describe_model(model_settings(settings), notify=say)
         if (endpoint := make_endpoint(settings)) is not None:  # without a name, the only model that it has
             settings = replace(settings, endpoint_model=endpoint.model)
@@ -172,11 +177,6 @@ class _Run:
         if given and self.settings.samples:
             raise BadSetting(
                 f"samples={self.settings.samples}: the questions have answers to replay, so none are drawn"
-            )
-        if not any(question.aliases or question.verdict for question in self.questions):
-            say(
-                "warning: no question has a correct answer (a column answer or aliases; choose it with "
-                "columns=answer=NAME). Answers can be labelled later with: millstream label STORE references=FILE"
             )
         if any(question.prompt is None and question.messages is None for question in self.questions):
             ends = " or ".join([*map(repr, self.prompt.stop), "end of text"])
