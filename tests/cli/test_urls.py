@@ -20,7 +20,7 @@ from support.commands import run_here
 from support.extracting import SETTINGS, write_questions
 from support.extras import need
 from support.making_traces import make_traces
-from support.remote_stores import upload
+from support.remote_stores import objects, remote, upload
 from support.s3_server import make_bucket, s3_environment
 
 need("obstore", "transformers")
@@ -85,9 +85,8 @@ def world(
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)
-        for name, value in s3_environment(s3_address).items():
+        for name, value in {**s3_environment(s3_address), **SECRETS}.items():
             patch.setenv(name, value)
-        patch.setenv("MILLSTREAM_SPOOL_DIR", str(folder.parent / "urls-spool"))
         patch.chdir(folder)
         files, run = make_read_run(folder)
         run.rename(folder / "reads-run")
@@ -123,6 +122,24 @@ def test_every_path_of_every_command_is_here() -> None:
     assert paths == set(CASES)
 
 
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "access-key-of-the-tests",
+    "AWS_SECRET_ACCESS_KEY": "secret-key-of-the-tests",
+    "AWS_SESSION_TOKEN": "session-token-of-the-tests",
+    "AZURE_STORAGE_SAS_KEY": "sv=2024-11-04&sig=sas-token-of-the-tests",
+    "GOOGLE_BEARER_TOKEN": "bearer-token-of-the-tests",
+    "HF_TOKEN": "hf_token-of-the-tests",
+}
+SETTINGS_WITH_URLS = [
+    "train data=@traces out=t",
+    "train data.train=@a.fa out=t",
+    "train data=traces out=@new",
+    "label traces scores=@scores.csv",
+    "label traces rule=judge endpoint=@v1",
+    "evaluate run data=@traces",
+    "extract q.jsonl t model=@lm",
+]
+SECRET = re.compile(rb"(key|token|password|signature)-of-the-tests")
 REFUSED = {  # all others work
     ("report", "--out"): "local file",
     ("view", "path"): "not a trace store",
@@ -137,7 +154,8 @@ REFUSED = {  # all others work
 
 def run_and_check(words: list[str]) -> tuple[int, str]:
     """Exit code and the last line: of an error there is one, and never a folder named after a URL."""
-    code, _, err = run_here(*words)
+    code, out, err = run_here(*words)
+    assert not SECRET.search((out + err).encode())
     lines = err.splitlines()
     assert code in (0, 1, 2) and "Traceback" not in err
     assert code == 0 or (lines[-1].startswith("millstream: ") and sum(": error" in line for line in lines) == 0)
@@ -166,3 +184,27 @@ def test_what_cannot_be_written_to_is_refused_in_one_line(
     words = [word.replace("@", f"{place}/") for word in shlex.split(CASES[case])]
     code, said = run_and_check(words)
     assert code != 0 and place.partition(":")[0] + "://" in said, said
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "https://user:password-of-the-tests@127.0.0.1:1/x",
+        "s3://user:password-of-the-tests@bucket/x",
+        "https://127.0.0.1:1/x?X-Amz-Signature=signature-of-the-tests&file=",
+        "az://container/x?sv=1&sig=signature-of-the-tests&file=",
+    ],
+    ids=["password", "s3 password", "presigned", "SAS"],
+)
+@pytest.mark.parametrize("command", [*CASES.values(), *SETTINGS_WITH_URLS])
+def test_a_url_with_a_secret_is_refused_and_not_repeated(world: str, command: str, place: str) -> None:
+    code, said = run_and_check([word.replace("@", f"{place}/", 1) for word in shlex.split(command)])
+    assert code != 0 and "credentials" in said, said
+
+
+def test_nothing_that_was_written_has_a_secret(world: str) -> None:
+    """By all the tests above: on disk, in the spool, in the cache and in the bucket."""
+    folders = [Path.cwd(), *(Path(os.environ[name]) for name in ("MILLSTREAM_SPOOL_DIR", "MILLSTREAM_CACHE_DIR"))]
+    written = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in written if SECRET.search(path.read_bytes())] == []
+    assert [name for name in objects(world) if SECRET.search(remote(f"{world}/{name}").read_bytes())] == []

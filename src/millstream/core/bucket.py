@@ -27,7 +27,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
-from millstream.errors import AccessDenied, MillstreamError, MissingExtra, ObjectChanged, ObjectMissing, RemoteError
+from millstream.errors import (
+    AccessDenied,
+    BadSetting,
+    MillstreamError,
+    MissingExtra,
+    ObjectChanged,
+    ObjectMissing,
+    RemoteError,
+)
 
 Result = TypeVar("Result")
 
@@ -56,6 +64,16 @@ _PASSING = ("408", "425", "429")  # of the statuses below 500
 def is_url(path: object) -> bool:
     """Whether a path is a URL of an object store."""
     return URL.match(str(path)) is not None
+
+
+def refuse_secrets(text: str) -> None:
+    """BadSetting if a URL has credentials or a query; they are not repeated."""
+    host = re.split(r":/+", text, maxsplit=1)[-1].partition("/")[0]
+    if "@" in host or "?" in text:
+        raise BadSetting(
+            f"{re.sub(r'[?].*|:/+[^/]*@', '...', text)}: URLs are printed and saved, so they must not have credentials "
+            "or a query. Set the credentials in the environment"
+        )
 
 
 @dataclass(frozen=True, slots=True)

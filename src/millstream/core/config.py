@@ -30,7 +30,7 @@ from typing import (
     runtime_checkable,
 )
 
-from millstream.core.bucket import is_url
+from millstream.core.bucket import is_url, refuse_secrets
 from millstream.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -269,15 +269,22 @@ def _built(kind: type[T], values: Mapping[str, object], prefix: str = "") -> T:
 
 def setting_pairs(given: Sequence[str] | Mapping[str, object]) -> list[tuple[str, object]]:
     """Every `key` and its value, in order; nested keys are joined with dots: `data.train`."""
-    if isinstance(given, Mapping):
-        return _flat(given)
+    pairs: list[tuple[str, object]] = _flat(given) if isinstance(given, Mapping) else _parse_pairs(given)
+    for _, value in pairs:
+        if isinstance(value, str) and is_url(value):
+            refuse_secrets(value)
+    return pairs
+
+
+def _parse_pairs(given: Sequence[str]) -> list[tuple[str, object]]:
     pairs: list[tuple[str, object]] = []
     for text in given:
         key, equals, value = text.partition("=")
+        if is_url(text):
+            refuse_secrets(text)
+            raise BadSetting(f"{text}: settings are read from a local file. Copy it: millstream copy {text} .")
         if equals:
             pairs.append((key.strip(), value))
-        elif is_url(text):
-            raise BadSetting(f"{text}: settings are read from a local file. Copy it: millstream copy {text} .")
         elif text.endswith((".yaml", ".yml")):
             pairs += _flat(_read_yaml(Path(text)))
         else:

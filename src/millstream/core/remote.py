@@ -10,7 +10,6 @@ A `RemotePath` is not a file on this machine: whatever tries to open it as one r
 import hashlib
 import io
 import os
-import re
 import shutil
 import tempfile
 from bisect import bisect_left
@@ -29,6 +28,7 @@ from millstream.core.bucket import (
     bucket_at,
     holding_a_part,
     is_url,
+    refuse_secrets,
     request_threads,
 )
 from millstream.core.files import spool_root
@@ -49,12 +49,7 @@ def to_path(path: str | Path) -> Path:
     if isinstance(path, RemotePath) or not is_url(path):
         return Path(path) if isinstance(path, str) else path
     text = str(path)
-    host = re.split(r":/+", text, maxsplit=1)[1].partition("/")[0]
-    if "@" in host or "?" in text:
-        raise BadSetting(
-            f"{re.sub(r'[?].*|//[^/]*@', '...', text)}: URLs are printed and saved, so they must not have credentials "
-            "or a query. Set the credentials in the environment"
-        )
+    refuse_secrets(text)
     return RemotePath(text)
 
 

@@ -199,6 +199,8 @@ def test_a_store_by_url_is_shown_as_the_local_one(full: Path, s3: Bucket, tmp_pa
     assert {**there("about"), "path": None} == {**here("about"), "path": None}
     for name in ("trace", "layers", "attention", "evolution"):
         assert there(name, number=3) == here(name, number=3)
+    told = [there("about"), there("list"), there("trace", number=3)]
+    assert "key-of-the-tests" not in str(told), "no credentials"
     for asked in ({}, {"q": "who mills"}, {"verdict": "wrong"}):
         assert there("list", **asked) == here("list", **asked)
     (url / "labels.parquet").unlink()
