@@ -235,4 +235,6 @@ def test_replies_for_a_store_at_a_url_are_in_the_cache_folder(tmp_path: Path, mo
 
 def test_texts_with_braces_and_breaks_reach_the_judge_as_they_are() -> None:
     text = prompt_of("What is {x}?", ["{0}", "b"], "a\n{answer}")
+    many = prompt_of("?", ["Paris", *(f"alias {number}" for number in range(90)), " paris"], "a")
+    assert "Correct answers: Paris; alias 0; " in many and many.count(";") == 19 and "paris" not in many
     assert "Question: What is {x}?" in text and "answers: {0}; b\n" in text and "grade: a\n{answer}\n" in text

@@ -38,6 +38,7 @@ Answer to grade: {answer}
 Reply with one word: CORRECT, INCORRECT or UNSURE."""
 _MEANINGS = {"CORRECT": RIGHT, "INCORRECT": WRONG, "NOT CORRECT": WRONG, "UNSURE": AMBIGUOUS}
 _WORD = re.compile(r"\b(not\s+correct|incorrect|correct|unsure)\b", re.IGNORECASE)
+_MOST_REFERENCES = 20  # TriviaQA has up to hundreds
 _HOPELESS = 20  # requests that a server refuses before it has answered one
 _WINDOW, _MOST_ROWS, _MOST_TOKENS = 512, 16, 16_384  # of a local model: prompts sorted by length, and a batch
 
@@ -73,7 +74,12 @@ class Judging:
 
 
 def prompt_of(question: str, references: Sequence[str], answer: str) -> str:
-    return PROMPT.format(question=question.strip(), references="; ".join(references), answer=answer.strip())
+    """What the judge is asked; of many references only the first that differ in more than case."""
+    distinct: dict[str, str] = {}
+    for text in references:
+        distinct.setdefault(text.strip().casefold(), text.strip())
+    shown = "; ".join(list(distinct.values())[:_MOST_REFERENCES])
+    return PROMPT.format(question=question.strip(), references=shown, answer=answer.strip())
 
 
 def verdict_of(reply: str) -> str | None:

@@ -178,6 +178,9 @@ def test_only_local_stores_with_answers_can_be_judged(tmp_path: Path) -> None:
     write_reads(tmp_path / "reads.fa", range(3))
     with pytest.raises(BadSetting, match="--label"):
         views_of(tmp_path / "reads.fa", label=True, notify=print)
+    (write(tmp_path / "damaged") / "labels.parquet").write_bytes(b"PAR1")
+    with pytest.raises(BadSource, match="millstream label"):
+        labelling_view_of(tmp_path / "damaged")
     assert [view.name for view in views_of(write(tmp_path / "s"), label=True, notify=print)] == ["label", "traces"]
 
 

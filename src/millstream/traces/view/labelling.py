@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.remote import is_url
-from millstream.core.tables import read_table
 from millstream.errors import BadSetting, BadSource
 from millstream.traces.label import STATUS, UNLABELLED, alias_fields, answer_fields, references_of
+from millstream.traces.store.labels import read_labels
 from millstream.traces.store.manifest import HUMAN_VERDICTS
 from millstream.traces.store.traces import Traces
 from millstream.traces.verdicts import CHOICES, add_verdict, answer_hash, read_verdicts
@@ -157,8 +157,7 @@ class _Labelling:
 def _verdicts_of(traces: Traces) -> NDArray[np.object_]:
     """The verdict on each record in `labels.parquet`, if that was written for these records."""
     found = np.full(len(traces), UNLABELLED, object)
-    if (file := traces.labels_file) is not None:
-        table = read_table(file)
-        if table.num_rows == len(traces) and "verdict" in table.column_names:
-            found[:] = [verdict or UNLABELLED for verdict in table.column("verdict").to_pylist()]
+    table = read_labels(traces.path)
+    if table is not None and table.num_rows == len(traces) and "verdict" in table.column_names:
+        found[:] = [verdict or UNLABELLED for verdict in table.column("verdict").to_pylist()]
     return found
