@@ -102,6 +102,25 @@ def test_speculators_keeps_the_mask_of_the_answer_in_the_dataset_above(tmp_path:
         convert(expand([str(tmp_path / "data" / "hidden_states")]), tmp_path / "other")
 
 
+def test_the_older_files_of_speculators_become_the_same_traces(tmp_path: Path):
+    for i in range(11):
+        states = [hidden_of(i)[:, layer] for layer in range(LAYERS)]
+        mask = torch.tensor([0, 0, 0] + [1] * (2 + i))
+        torch.save(
+            {"input_ids": torch.arange(5 + i), "hidden_states": states, "loss_mask": mask}, tmp_path / f"data_{i}.pt"
+        )
+    convert(expand([str(tmp_path / "*.pt")]), tmp_path / "store")
+    traces = ms.open(tmp_path / "store")
+    assert len(traces.shards) == 1 and str(traces.fields["hidden"]) == "bfloat16[layer, token, dim]"
+    assert traces.column("question_id").to_pylist() == [f"data_{i}" for i in range(11)]
+    for i, trace in enumerate(traces):
+        assert torch.equal(trace["hidden"], hidden_of(i).permute(1, 0, 2))
+        assert (trace["prompt_len"], trace["answer_len"]) == (3, 2 + i)
+    torch.save({"input_ids": torch.arange(4), "hidden_states": states, "loss_mask": mask}, tmp_path / "data_0.pt")
+    with pytest.raises(BadSource, match=r"data_0\.pt: hidden_states"):
+        convert([tmp_path / "data_0.pt"], tmp_path / "other")
+
+
 def test_a_dataset_becomes_traces_with_our_names_and_layers_first(tmp_path: Path):
     save_dataset(dataset_rows(), tmp_path / "data")
     convert(expand([str(tmp_path / "data")]), tmp_path / "store")

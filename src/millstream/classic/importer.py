@@ -6,9 +6,11 @@ Importing this module is fast: the readers of files import torch, so they are im
 # L layers, T tokens, D hidden, H heads, E edges, P values of all steps of a layer, concatenated
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,13 +25,15 @@ from millstream.core.record import Array
 from millstream.errors import BadSource
 from millstream.traces.features import layers
 from millstream.traces.graphs import Ints, Wiring, graphs, shuffled_sources
+from millstream.traces.hidden_files import AXES as HIDDEN_AXES
+from millstream.traces.hidden_files import answer_of, token_ids_of
 
 if TYPE_CHECKING:
     import torch
 
-ONE_EACH = ()  # such files hold lists of traces
 SUFFIXES = (".pkl", ".pkl.gz", ".pt")
 AXES = {
+    **HIDDEN_AXES,
     ("hidden_states", 3): "layer, token, dim",
     ("attentions", 4): "layer, head, query, key",
     ("hidden_states", 2): "layer, value",  # the steps of each layer, concatenated
@@ -61,6 +65,11 @@ def recognises(path: Path) -> bool:
     return head[:1] == b"\x80" or (head.startswith(b"PK") and b"/data.pkl" in head)
 
 
+def has_one_record(path: Path) -> bool:
+    """As speculators wrote them before they became safetensors files: data_17.pt."""
+    return re.fullmatch(r"data_\d+\.pt", path.name) is not None
+
+
 def describe(path: Path, *, memory: int | None = None) -> str:
     from millstream.classic.preprocessed import is_preprocessed
 
@@ -73,7 +82,20 @@ def records(path: Path, *, notify: Callable[[str], None], memory: int | None = N
 
     if is_preprocessed(path, memory=memory):
         return read_preprocessed(path, notify=notify, memory=memory)
-    return _located(path, map(to_record, read_traces(path, notify=notify, memory=memory)))
+    made = map(to_record, read_traces(path, notify=notify, memory=memory))
+    return _located(path, map(partial(_of_speculators, path), made))
+
+
+def _of_speculators(path: Path, record: dict[str, object]) -> dict[str, object]:
+    """The same record, or that of one request with our names: `hidden`, `tokens` and where the answer is."""
+    if not {"input_ids", "hidden_states", "loss_mask"} <= record.keys():
+        return record
+    ids, mask = (np.asarray(record[name]) for name in ("input_ids", "loss_mask"))
+    shape = getattr(record["hidden_states"], "shape", ())
+    if len(shape) != 3 or shape[1] != len(ids):
+        raise BadSource(f"{path}: hidden_states {list(shape)} of {len(ids)} tokens, expected [layer, token, dim]")
+    tokens = token_ids_of(ids, str(path))
+    return {"tokens": tokens, **answer_of(mask, len(tokens), str(path)), "hidden": record["hidden_states"]}
 
 
 def _located(path: Path, made: Iterator[dict[str, object]]) -> Iterator[dict[str, object]]:

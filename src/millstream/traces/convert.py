@@ -41,9 +41,12 @@ class Importer(Protocol):
 
     SUFFIXES: tuple[str, ...]
     AXES: Mapping[tuple[str, int], str]  # (field, number of axes) -> names of the axes
-    ONE_EACH: tuple[str, ...]  # suffixes of files with one record each, which share shards
 
     def recognises(self, path: Path) -> bool: ...
+
+    def has_one_record(self, path: Path) -> bool:
+        """Whether files such as this have one record each; they share shards."""
+        ...
 
     def describe(self, path: Path, *, memory: int | None = None) -> str:
         """The content of a file, in a few words; files with different contents cannot share a store."""
@@ -119,7 +122,7 @@ def expand(patterns: Sequence[str]) -> list[Path]:
                     )
                 found = data_files(path)
         else:
-            found = [path] if path.exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))
+            found = [path] if path.exists() else sorted(map(Path, glob.glob(pattern, recursive=True)), key=_natural)
         if not found:
             raise BadSource(
                 f"{pattern}: no such file. Give {', '.join(suffixes)} files, a folder that datasets saved, or a quoted "
@@ -131,7 +134,7 @@ def expand(patterns: Sequence[str]) -> list[Path]:
 
 def _natural(path: Path) -> list[int | str]:
     """Sorts hs_2 before hs_10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def convert(
@@ -242,11 +245,11 @@ def imported_records(
     file: Path, notify: Callable[[str], None] = ignore_message, *, memory: int | None = None
 ) -> Iterator[dict[str, object]]:
     """The records of one file, each with an id, one in memory at a time."""
-    stem = file.name.split(".")[0]
+    stem, importer = file.name.split(".")[0], importer_of(file)
     position = 0  # enumerate() would keep a record in memory while the next one is read
-    for record in importer_of(file).records(file, notify=notify, memory=memory):
+    for record in importer.records(file, notify=notify, memory=memory):
         if _id_of(record) is None:
-            record[id_field(record)] = f"{stem}:{position}"
+            record[id_field(record)] = stem if importer.has_one_record(file) else f"{stem}:{position}"
         yield record
         del record
         position += 1  # noqa: SIM113
@@ -260,7 +263,7 @@ def _groups(files: Sequence[Path]) -> list[list[Path]]:
     """The files of each part of a conversion that ends with a shard: one, or neighbours with one record each."""
     groups: list[list[Path]] = []
     for file in files:
-        if groups and all(one.suffix in importer_of(one).ONE_EACH for one in (groups[-1][0], file)):
+        if groups and all(importer_of(one).has_one_record(one) for one in (groups[-1][0], file)):
             groups[-1].append(file)
         else:
             groups.append([file])

@@ -24,7 +24,7 @@ from millstream.traces.llm.layouts import COLUMNS
 if TYPE_CHECKING:
     import torch
 
-SUFFIXES = ONE_EACH = (".safetensors",)
+SUFFIXES = (".safetensors",)
 AXES = {
     ("hidden", 3): "layer, token, dim",
     ("tokens", 1): "token",
@@ -45,6 +45,10 @@ _DTYPES = ("F16", "BF16", "F32")  # of hidden states
 
 def recognises(path: Path) -> bool:
     return path.suffix in SUFFIXES or (path.suffix == ".arrow" and (path.parent / STATE).is_file())
+
+
+def has_one_record(path: Path) -> bool:
+    return path.suffix in SUFFIXES
 
 
 def describe(path: Path, *, memory: int | None = None) -> str:
@@ -91,9 +95,8 @@ def _request_record(path: Path, memory: int | None) -> dict[str, object]:
         raise BadSource(f"{path}: is not a valid safetensors file ({str(error)[:200]})") from None
     mask = _mask_beside(path, token_ids) if mask is None else mask
     return {
-        "question_id": path.stem,
-        "tokens": _token_ids(token_ids, str(path)),
-        **_answer_of(mask, len(token_ids), str(path)),
+        "tokens": token_ids_of(token_ids, str(path)),
+        **answer_of(mask, len(token_ids), str(path)),
         "hidden": hidden.permute(1, 0, 2),
     }
 
@@ -188,9 +191,9 @@ def _trace(row: dict[str, object], path: Path, where: str) -> dict[str, object]:
         made |= {"tokens": np.concatenate([prompt, answer]), "prompt_len": len(prompt), "answer_len": len(answer)}
     tokens = cast("NDArray[Any] | None", made.get("tokens", row.get("tokens")))
     if isinstance(tokens, np.ndarray):
-        row["tokens"] = made["tokens"] = _token_ids(tokens, where)
+        row["tokens"] = made["tokens"] = token_ids_of(tokens, where)
         if isinstance(mask := row.get("loss_mask"), np.ndarray):
-            made |= _answer_of(cast("NDArray[Any]", mask), len(tokens), where)
+            made |= answer_of(cast("NDArray[Any]", mask), len(tokens), where)
     hidden = row.get("hidden")
     if isinstance(hidden, np.ndarray):
         states = cast("NDArray[Any]", hidden)
@@ -234,13 +237,14 @@ def _is_token_first(folder: Path) -> bool | None:
 # -- both
 
 
-def _token_ids(ids: NDArray[Any], where: str) -> NDArray[np.int32]:
+def token_ids_of(ids: NDArray[Any], where: str) -> NDArray[np.int32]:
+    """The ids as they are stored; BadSource if they are no ids."""
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() < 1 << 31):
         raise BadSource(f"{where}: token ids must be whole numbers from 0 in one list")
     return ids.astype(np.int32)
 
 
-def _answer_of(mask: NDArray[Any] | None, num_tokens: int, where: str) -> dict[str, object]:
+def answer_of(mask: NDArray[Any] | None, num_tokens: int, where: str) -> dict[str, object]:
     """Where the answer is by a loss mask: its last run of ones."""
     if mask is None:
         return {}
