@@ -210,6 +210,23 @@ def test_a_long_prompt_is_replayed_in_chunks_within_memory(
         torch.testing.assert_close(record[name], other[name], **CLOSE)
 
 
+def test_8000_tokens_in_chunks_are_those_of_one_plain_pass(long_model: Path):
+    from transformers import AutoModelForCausalLM
+
+    tracer = make_tracer(load(long_model), fields="answer_hidden,states,heads", memory=40_000_000)
+    ids = torch.randint(2, 300, (8000,), generator=torch.Generator().manual_seed(0)).tolist()
+    question = Question("a", "who?", given=Given(ids=tuple(ids[-9:]), prompt_ids=tuple(ids[:-9])))
+    record: Any = tracer.trace(tracer.encode([question]))[0]
+    plain: Any = AutoModelForCausalLM.from_pretrained(long_model, dtype="float32").eval()
+    with torch.no_grad():
+        seen = plain(torch.tensor([ids]), output_hidden_states=True, logits_to_keep=10)
+    layers = torch.stack(seen.hidden_states[:-1])[:, 0]  # the last is normalised
+    torch.testing.assert_close(record["answer_hidden"][:-1], layers[:, -9:], **CLOSE)
+    torch.testing.assert_close(record["states"][:-1, 0], layers[:, -10], **CLOSE)
+    logprobs = seen.logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(ids[-9:])[:, None])[:, 0]
+    torch.testing.assert_close(record["logprobs"], logprobs, **CLOSE)
+
+
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"samples": 2, "temperature": 1.0}], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 def test_chunks_do_not_change_a_record(
@@ -328,3 +345,10 @@ def test_reasoning_without_an_end_has_an_empty_answer(tiny: TinyModels):
     record: Any = tracer.trace(tracer.encode(QUESTIONS[:1]))[0]
     assert (record["generated_answer"], record["answer_len"], record["thinking_len"]) == ("", 0, NEW - 1)
     assert record["logprobs"].shape == (1,) and record["hidden"].shape[1] == len(record["tokens"])
+
+
+def test_each_given_answer_to_a_question_keeps_its_context(tiny: TinyModels):
+    tracer = make_tracer(tiny.loaded("llama"), fields="heads")
+    question = Question("a", "who?", context="the fox", given=Given(text=" the"))
+    records = tracer.trace(tracer.encode([question, replace(question, sample=1)]))
+    assert [record["context"] for record in records] == ["the fox", "the fox"]

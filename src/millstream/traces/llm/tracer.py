@@ -152,8 +152,8 @@ class Tracer:
         cache = self._passes.new_cache()
         steps: list[dict[str, torch.Tensor]] | None = None
         if is_given:
-            targets, answers, done = list(batch), self._given(batch), 0
-            traced = list(range(len(targets)))
+            targets, answers, done = batch, self._given(batch), 0
+            traced = list(range(len(batch)))
         else:
             targets = [one for encoded in batch for one in self._samples(encoded)]
             answers, steps = self._generate(targets, prompts, cache, chunk)
@@ -172,9 +172,8 @@ class Tracer:
         largest = self._capture.largest_B
         found = {row: dict[str, object](one) for row, one in zip(traced, self._capture.traces(replayed), strict=True)}
         after_replay = time.perf_counter()
-        for row, more in zip(
-            traced, self._p_true_fields([(targets[row], answers[row]) for row in traced]), strict=True
-        ):
+        pairs = [(targets[row], answers[row]) for row in traced]
+        for row, more in zip(traced, self._p_true_fields(pairs), strict=True):
             found[row] |= {**more, "replay_s": (after_replay - after_generate) / len(traced)}
         records: list[Record] = []
         for row, (target, answer) in enumerate(zip(targets, answers, strict=True)):
@@ -208,7 +207,7 @@ class Tracer:
         if cache is None:
             return 0
         rows = len(cache.layers[0].keys) // of  # beams share their prompt: keep one of them
-        if len(traced) * rows != of * rows or rows > 1:
+        if len(traced) < of or rows > 1:
             device = cache.layers[0].keys.device
             cache.batch_select_indices(torch.tensor([row * rows for row in traced], device=device))
         cache.crop(length - cache.get_seq_length())  # negative: how many tokens to remove
@@ -292,7 +291,7 @@ class Tracer:
             "sample": question.sample,
             "dataset_index": question.index,
             "question": question.question,
-            "context": None if question.sample else question.context,
+            "context": None if question.sample and encoded.answer_ids is None else question.context,
             "context_cut": encoded.cut if question.context is not None else None,
             "answer": question.answer,
             "aliases": list(question.aliases),
