@@ -14,7 +14,7 @@ from millstream.core.config import Count, Natural, Probability, SizeInBytes
 from millstream.errors import BadSetting, MillstreamError
 
 UNCHECKED = {"mapping"}  # its types are not imported with the package
-MADE_BY_OTHERS = {"Collection", "Read", "ReadBatch", "Reads", "Rows", "Split", "Subset", "Order"}
+MADE_BY_OTHERS = {"Collection", "Read", "ReadBatch", "Reads", "Rows", "Split", "Subset"}
 
 
 class Wrong:
@@ -28,7 +28,12 @@ def functions() -> list[Any]:
     """Every public function and class that users call."""
     public = {name: getattr(ms, name) for name in ms.__all__ if name not in MADE_BY_OTHERS}
     features = {f"features.{name}": getattr(ms.features, name) for name in ms.features.__all__}
-    found = {**public, **features, "Split.save": ms.Split.save, "Split.load": ms.Split.load}
+    methods = {
+        f"{one.__name__}.{name}": getattr(one, name)
+        for one in (ms.Loader, ms.RecordStream)
+        for name in ("set_epoch", "load_state_dict")
+    }
+    found = {**public, **features, "Split.save": ms.Split.save, "Split.load": ms.Split.load, **methods}
     return [pytest.param(one, id=name) for name, one in found.items() if callable(one) or isclass(one)]
 
 
@@ -71,6 +76,13 @@ def test_every_argument_of_a_public_function_is_checked(function: Callable[..., 
         ('ms.TraceWriter(traces.path, shard_bytes="x")', "shard_bytes: 'x' is not a size"),
         ("ms.TraceWriter(traces.path, durability=True)", "durability=True: must be one of process, power"),
         ("ms.features.graphs(k=0)", "k=0: must be at least 1"),
+        ("ms.split(traces, {'train': float('nan'), 'test': 0.5})", "the shares of a split must be above 0"),
+        ("ms.TraceWriter(traces.path, config={'a': object()})", "config=.*: must be a JSON object"),
+        ("ms.TraceWriter(traces.path).append(5)", ".*traces: a record is a mapping of field names to values, not 5"),
+        ("ms.TraceWriter(traces.path).extend([5])", r"records=\[5\]: expected list of mapping"),
+        ("ms.Order(-1)", "n=-1: must be at least 0"),
+        ("ms.Order(5, mode='auto')", "mode='auto': must be one of exact, window, none"),
+        ("ms.features.tokens('kmer(6)', max_length=-1)", "max_length=-1: must be at least 1"),
         ("ms.train(traces)", "data=.*: expected text or path"),
         ("ms.train(traces.path, epochs=[3])", "epochs=.*3.*: expected integer"),
     ],
@@ -78,7 +90,7 @@ def test_every_argument_of_a_public_function_is_checked(function: Callable[..., 
 def test_a_wrong_argument_is_one_line_that_says_what_must_be_given(call: str, says: str, tmp_path: Path) -> None:
     with ms.TraceWriter(tmp_path / "traces") as writer:
         writer.append({"question_id": "q1", "hidden": np.zeros((2, 3), np.float16)})
-    with pytest.raises(MillstreamError, match=rf"^{says}") as caught:
+    with pytest.raises((MillstreamError, ValueError), match=rf"^{says}") as caught:
         eval(call, {"ms": ms, "traces": ms.open(tmp_path / "traces")})
     assert "\n" not in str(caught.value)
 

@@ -110,7 +110,8 @@ class Loader:
             f"order {plan.mode}{window}: {plan.why}; {threads} threads: {why}; memory {format_bytes(self._memory)}"
         )
 
-    def set_epoch(self, epoch: int) -> None:
+    @checked
+    def set_epoch(self, epoch: Natural) -> None:
         """Make the next loop this epoch, from its start (or from the saved position, if it is the resumed epoch)."""
         if epoch != self._epoch:
             self._epoch, self._start, self._samples = epoch, 0, 0
@@ -119,6 +120,7 @@ class Loader:
         """The position of the loop as plain JSON: every batch it received counts as used."""
         return self._state().to_json()
 
+    @checked
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Make the next loop resume where `state_dict` was taken."""
         resumed = self._state().resumed(state, any_order=self._wanted == "auto")

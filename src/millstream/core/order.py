@@ -13,7 +13,9 @@ from typing import Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.arguments import checked
 from millstream.core.collection import Collection, Numbers
+from millstream.core.config import Count, Natural
 from millstream.errors import MillstreamError
 
 Mode = Literal["exact", "window", "none"]
@@ -26,6 +28,7 @@ _CHUNK = 1 << 14  # numbers per pass, so that working arrays stay in the cache
 _BLOCKS = -1  # key of the block permutation; windows have the keys 0, 1, 2, ...
 
 
+@checked
 @dataclass(frozen=True)
 class Order:
     """Which record comes at which position of an epoch: always the same for the same arguments.
@@ -39,20 +42,12 @@ class Order:
     [0, 1, 2, 3, 4]
     """
 
-    n: int
+    n: Natural
     seed: int = 0
     epoch: int = 0
     mode: Mode = "exact"
-    block: int = 1024
-    window: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("exact", "window", "none"):
-            raise ValueError(
-                f"mode={self.mode!r}: must be one of exact, window, none (only loaders, which know the data, take auto)"
-            )
-        if self.block < 1 or self.window < 1:
-            raise ValueError(f"block={self.block}, window={self.window}: both must be at least 1")
+    block: Count = 1024
+    window: Count = 1024
 
     def __len__(self) -> int:
         return self.n

@@ -169,7 +169,8 @@ def split(
 
 
 def _check_shares(parts: Mapping[str, float]) -> None:
-    if not parts or min(parts.values()) <= 0 or sum(parts.values()) > 1 + 1e-9 or len(parts) >= _OUT:
+    are_shares = all(0 < share <= 1 for share in parts.values()) and sum(parts.values()) <= 1 + 1e-9
+    if not parts or not are_shares or len(parts) >= _OUT:
         raise ValueError(f"the shares of a split must be above 0 and sum to at most 1, got {dict(parts)}")
 
 

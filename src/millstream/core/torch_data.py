@@ -172,7 +172,8 @@ class RecordDataset(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self._builder.collection)
 
-    def set_epoch(self, epoch: int) -> None:
+    @checked
+    def set_epoch(self, epoch: Natural) -> None:
         """Set the epoch that random features draw for."""
         self._cell[0] = epoch
 
@@ -230,7 +231,8 @@ class RecordStream(IterableDataset[object]):
         """Batches (or records, without `batch_size`) of this rank in the next loop."""
         return self._layout.steps(int(self._cell[1]))
 
-    def set_epoch(self, epoch: int) -> None:
+    @checked
+    def set_epoch(self, epoch: Natural) -> None:
         """Make the next loop this epoch, from its start (or from the saved position, if it is the resumed epoch)."""
         if epoch != int(self._cell[0]):
             self._begin_at(epoch, 0)
@@ -250,6 +252,7 @@ class RecordStream(IterableDataset[object]):
             )
         return self._state(self._layout.samples(loop.start, loop.given if batches is None else batches)).to_json()
 
+    @checked
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Make the next loop resume where `state_dict` was taken."""
         resumed = self._state(0).resumed(state, any_order=self._wanted == "auto")

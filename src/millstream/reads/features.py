@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from millstream.core.arguments import checked
 from millstream.core.batches import Batch
+from millstream.core.config import Count, Probability
 from millstream.core.kernels import kernel
 from millstream.core.order import mix, mix_words
 from millstream.errors import BadSource
@@ -152,13 +153,13 @@ def tokens(
     spec: str | Tokenizer,
     *,
     columns: tuple[str, ...] | list[str] = (),
-    max_length: int | None = None,
+    max_length: Count | None = None,
     pad: Pad = "longest",
     dtype: IdType = np.int64,
-    crop_length: int | None = None,
+    crop_length: Count | None = None,
     crop: Literal["random", "start"] = "random",
     reverse_complement: bool | float = 0.0,
-    mask: float = 0.0,
+    mask: Probability = 0.0,
     n: Literal["keep", "random", "drop"] = "keep",
     seed: int = 0,
 ) -> TokenFeature:

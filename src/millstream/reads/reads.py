@@ -183,6 +183,8 @@ class Reads(Collection):
 
     def by_name(self, name: str) -> Read:
         """The first record with this name; KeyError if there is none."""
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadSetting(f"by_name({name!r}): must be a text")
         if self.longest > LONG_BASES:
             return self[self._number(name)]
         for index, first in enumerate(self._first_numbers[:-1]):

@@ -9,11 +9,12 @@ from typing import Literal, Self
 import pyarrow as pa
 
 from millstream.core.arguments import checked
-from millstream.core.config import Count, SizeInBytes, config_diff, config_hash, parse_bytes
+from millstream.core.config import Count, SizeInBytes, config_diff, config_hash, parse_bytes, shown
 from millstream.core.files import sync_path
 from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
 from millstream.core.remote import RemotePath, spool_folder, to_path
 from millstream.errors import (
+    BadSetting,
     ConfigMismatch,
     CorruptShard,
     DamageWarning,
@@ -68,6 +69,10 @@ class TraceWriter:
         compression: Literal["none", "lz4", "zstd"] | None = None,
         config: Mapping[str, object] | None = None,
     ) -> None:
+        try:
+            config_hash(config or {})
+        except (TypeError, ValueError) as error:
+            raise BadSetting(f"config={shown(config)}: must be a JSON object ({error})") from None
         self.path = to_path(path)
         self._folder = spool_folder(self.path)  # where shards are written
         self._uploads = Uploads(self.path, self._folder) if isinstance(self.path, RemotePath) else None
@@ -154,6 +159,8 @@ class TraceWriter:
         """Write one record. Once this returns, the record survives a crash of this process."""
         if self._closed:
             raise ValueError(f"{self.path}: this writer is closed")
+        if not isinstance(record, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SchemaMismatch(f"{self.path}: a record is a mapping of field names to values, not {shown(record)}")
         if self._uploads:
             self._uploads.check()
         if self._is_full():
@@ -179,6 +186,7 @@ class TraceWriter:
             with suppress(StoreFull):  # the record is written; the next append or close tries again and raises
                 self._end_shard()
 
+    @checked
     def extend(self, records: Iterable[Mapping[str, object]]) -> None:
         """Append every record of an iterable."""
         for record in records:
