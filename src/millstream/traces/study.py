@@ -87,8 +87,10 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
         written = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         about = {name: written.get(f"millstream.{name}") for name in ("rule", "label_version")}
         if "verdict" in table.column_names:
-            found = zip(table.column("verdict").to_pylist(), samples, strict=True)
-            verdicts.update("sample" if sample else str(verdict or "unlabelled") for verdict, sample in found)
+            found = table.column("verdict").to_pylist()
+            drawn = samples if len(samples) == len(found) else [0] * len(found)  # traces were added after labelling
+            pairs = zip(found, drawn, strict=True)
+            verdicts.update("sample" if sample else str(verdict or "unlabelled") for verdict, sample in pairs)
     if "status" in names:
         states = zip(traces.column("status").to_pylist(), samples, strict=True)
         failed = sum(status == "error" and not sample for status, sample in states)
