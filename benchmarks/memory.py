@@ -227,18 +227,17 @@ def watch(process: subprocess.Popen[Any], seconds: float) -> tuple[list[tuple[fl
 
 
 def peak_of(samples: Sequence[tuple[float, int]], limits: Sequence[Result]) -> Result:
-    """The sample that comes closest to its limit, or exceeds it the most."""
+    """The sample that comes closest to its limit, or exceeds it the most; none while a kernel was compiled."""
     begun = [line for line in limits if "limit" in line]
+    compilations = [line for line in limits if "compiled" in line]
     if not begun:
         return {"peak": None}
     first = begun[-1]
     best: Result = {"peak": None, "room": 1 << 62}
     for now, used in samples:
-        if now < first["time"]:
+        if now < first["time"] or any(line["since"] <= now <= line["time"] for line in compilations):
             continue
-        compiled = sum(
-            line["compiled"] for line in limits if "compiled" in line and first["time"] < line["time"] <= now
-        )
+        compiled = sum(line["compiled"] for line in compilations if first["time"] < line["time"] <= now)
         room = first["limit"] + compiled - used
         if room < best["room"]:
             base = first["limit"] - first["memory"]
@@ -280,7 +279,8 @@ def work(limits: Path, told: dict[str, Any]) -> int:
 
 def record_limits(file: Path) -> None:
     """Append every new limit, and every compilation that raises it, to a file."""
-    made, added = Allowance.__init__, Allowance.add_compiled
+    since, base = 0.0, 0
+    made, begun, ended = Allowance.__init__, Allowance.begin_compiling, Allowance.end_compiling
 
     def write(line: dict[str, object]) -> None:
         with file.open("a") as f:
@@ -290,12 +290,17 @@ def record_limits(file: Path) -> None:
         made(self, memory)
         write({"limit": self.num_bytes, "memory": parse_bytes(memory)})
 
-    def add(num_bytes: int) -> None:
-        added(num_bytes)
-        write({"compiled": max(num_bytes, 0)})
+    def begin() -> None:
+        nonlocal since, base
+        begun()
+        since, base = time.monotonic(), Allowance.base_bytes()
+
+    def end() -> None:
+        ended()
+        write({"since": since, "compiled": Allowance.base_bytes() - base})
 
     Allowance.__init__ = make
-    Allowance.add_compiled = staticmethod(add)
+    Allowance.begin_compiling, Allowance.end_compiling = staticmethod(begin), staticmethod(end)
 
 
 def load(told: dict[str, Any]) -> None:

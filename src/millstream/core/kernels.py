@@ -4,13 +4,14 @@ A kernel is compiled on first use and cached on disk next to its module (or unde
 always called with the same dtypes, so it is compiled once.
 """
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 from millstream.core.console import say
-from millstream.core.memory import Allowance, resident_bytes
+from millstream.core.memory import Allowance
 from millstream.errors import MissingExtra
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,25 +71,38 @@ def _announce_compilation() -> None:
     """Print once per process why the first use of a kernel takes a while."""
     from numba.core import event
 
-    class CompileListener(event.Listener):
+    class Announcement(event.Listener):
         """Receives compilations, not kernels loaded from the cache."""
 
         is_announced = False
-        depth = 0  # a kernel compiles those it calls; numba compiles in one thread at a time
-        before = 0
 
         def on_start(self, event: Any) -> None:
-            if not self.depth:
-                self.before = resident_bytes()
-            self.depth += 1
             module = event.data["dispatcher"].py_func.__module__
             if not self.is_announced and module.startswith("millstream"):
                 self.is_announced = True
                 say("millstream: compiling kernels (first run only, a few seconds)")
 
         def on_end(self, event: Any) -> None:
-            self.depth -= 1
-            if not self.depth:
-                Allowance.add_compiled(resident_bytes() - self.before)
+            """Nothing to say."""
 
-    event.register("numba:compile", CompileListener())  # pyright: ignore[reportUnknownMemberType]
+    class Memory(event.Listener):
+        """Receives all work of the compiler: also what it sets up first (60 MB), and kernels loaded from the cache."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self._depth = 0  # a kernel compiles those it calls, and other threads wait for their turn
+
+        def on_start(self, event: Any) -> None:
+            with self._lock:
+                if not self._depth:
+                    Allowance.begin_compiling()
+                self._depth += 1
+
+        def on_end(self, event: Any) -> None:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth:
+                    Allowance.end_compiling()
+
+    event.register("numba:compile", Announcement())  # pyright: ignore[reportUnknownMemberType]
+    event.register("numba:compiler_lock", Memory())  # pyright: ignore[reportUnknownMemberType]

@@ -321,27 +321,39 @@ def tree_bytes(pid: int | None = None) -> int:
 class Allowance:
     """What this process and its children may use: `memory` more than now, and what compiled kernels take.
 
-    Python, its libraries and compiled code are the base; a kernel that is compiled later, on the first run, adds to it.
+    Python, its libraries and compiled code are the base; a kernel that is compiled later, on the first run, adds to it:
+    what its compiler takes while it runs, then what it keeps.
     """
 
     _compiled_bytes = 0  # by all kernels compiled in this process
+    _compiling_from: int | None = None  # memory of this process when the compiler started, if it runs
 
     def __init__(self, memory: int | str) -> None:
-        self._bytes = tree_bytes() + parse_bytes(memory) - Allowance._compiled_bytes
+        self._bytes = tree_bytes() + parse_bytes(memory) - Allowance.base_bytes()
 
     @property
     def num_bytes(self) -> int:
         """The limit now."""
-        return self._bytes + Allowance._compiled_bytes
+        return self._bytes + Allowance.base_bytes()
 
     def usage(self) -> tuple[int, int]:
         """Bytes in use, and the limit."""
         return tree_bytes(), self.num_bytes
 
     @staticmethod
-    def add_compiled(num_bytes: int) -> None:
-        """A kernel was compiled, and its compiler keeps so many bytes."""
-        Allowance._compiled_bytes += max(num_bytes, 0)
+    def begin_compiling() -> None:
+        """From now on, what this process takes more is taken by the compiler of a kernel."""
+        Allowance._compiling_from = resident_bytes()
+
+    @staticmethod
+    def end_compiling() -> None:
+        """The compiler has ended; what this process has taken more is kept by it."""
+        Allowance._compiled_bytes, Allowance._compiling_from = Allowance.base_bytes(), None
+
+    @staticmethod
+    def base_bytes() -> int:
+        before = Allowance._compiling_from
+        return Allowance._compiled_bytes + (0 if before is None else max(resident_bytes() - before, 0))
 
 
 class Heap:
