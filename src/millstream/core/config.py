@@ -96,9 +96,13 @@ class Between:
         return f"must be {self}" if is_low or is_high else None
 
     def __str__(self) -> str:
-        low = f"{'above' if self.is_open else 'at least'} {self.least:g}"
-        high = f"{'below' if self.is_open or self.is_below else 'at most'} {self.most:g}"
+        low = f"{'above' if self.is_open else 'at least'} {_plain(self.least)}"
+        high = f"{'below' if self.is_open or self.is_below else 'at most'} {_plain(self.most)}"
         return " and ".join(text for text, edge in ((low, self.least), (high, self.most)) if isfinite(edge))
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if isfinite(number) and number == int(number) else f"{number:g}"
 
 
 class ByteSize:

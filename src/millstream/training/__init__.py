@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from millstream.core.config import Count, Natural, NonNegative, Positive, Rate, SizeInBytes
+from millstream.core.config import Between, Count, NonNegative, Positive, Rate, SizeInBytes
 from millstream.errors import BadSetting
 
 _NOT_SCIENCE = (  # what may change when a run resumes
@@ -27,8 +27,8 @@ class LoopSettings:
 
     model: Annotated[str, "models to train and compare, separated by commas"] = ""
     out: Annotated[str | None, "run folder or URL; default: runs/ and the name of the data"] = None
-    seeds: Annotated[Count, "training runs per model, each with its own seed"] = 1
-    seed: Annotated[Natural, "first seed"] = 0
+    seeds: Annotated[int, Between(1, 1000), "training runs per model, each with its own seed"] = 1
+    seed: Annotated[int, Between(0, 10**9), "first seed"] = 0
     epochs: Annotated[Count, "maximum number of epochs"] = 30
     batch_size: Annotated[Count, "records per step, over all devices"] = 32
     lr: Annotated[Positive | None, "peak learning rate; default: chosen per model"] = None
