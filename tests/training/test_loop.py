@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import millstream as ms
+from millstream.core.config import read_settings
 from millstream.core.memory import Allowance, tree_bytes
 from millstream.errors import BadSetting, BadSource, StoreFull
 from millstream.features import fields
@@ -219,7 +220,7 @@ def current_umask() -> int:
 )
 def test_invalid_settings_are_an_error(settings: dict[str, Any], said: str):
     with pytest.raises(BadSetting, match=said):
-        TrainSettings(data="traces", **settings).check()
+        read_settings(TrainSettings, {"data": "traces", **settings}).check()
 
 
 def test_settings_that_do_not_affect_results_may_change_when_a_run_resumes():

@@ -79,6 +79,7 @@ def test_a_decoder_whose_tokens_depend_on_what_follows_is_decoded_from_the_start
         ('"Paris!" he said', '"Paris!"'),
         ("3.5 million people", "3.5 million people"),
         ("Dr. Who? No", "Dr. Who?"),
+        ("1. Paris is it. 2. No", "1. Paris is it."),
         ("Paris\nLondon", "Paris"),
         ("\n Paris ", "Paris"),
     ],

@@ -12,8 +12,10 @@ from millstream.traces.llm.questions import Given
 Ranges = list[tuple[int, int]]  # of characters: start and end
 ENDS = ("line", "sentence")
 _LINE = re.compile(r"\n")
-# Not after an initial or one of these titles: "J. K. Rowling", "Dr. Seuss".
-_SENTENCE = re.compile(r"""(?<!\b[A-Z])(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?]+["'”’)\]]*(?=\s|$)|(?=\n)""")
+# Not after an initial, the number of a list or one of these titles: "J. K. Rowling", "1.", "Dr. Seuss".
+_SENTENCE = re.compile(
+    r"""(?<!\b[A-Z\d])(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?]+["'”’)\]]*(?=\s|$)|(?=\n)"""
+)
 _PART = "\ufffd"  # what a part of a character is decoded to
 
 
