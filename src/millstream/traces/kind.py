@@ -174,9 +174,10 @@ class TrainSettings(LoopSettings):
     salt: Annotated[str, "any text; a different salt gives a different split"] = ""
     seeds: int = 3
     parameters: Annotated[Count, "parameters per model, which sets its width"] = 100_000
-    token: Annotated[str, "position the LSTM reads: last_prompt, first_answer, last_answer or mean_answer"] = (
-        "last_answer"
-    )
+    token: Annotated[
+        str,
+        "position the LSTM reads: last_prompt, first_answer, last_answer, mean_answer, or last_thinking, mean_thinking",
+    ] = "last_answer"
     token_stats: Annotated[bool, "also feed log-probabilities and other token statistics"] = True
     layers: Annotated[
         str | None, "token detectors: stored layers to read, such as 8,16,-1; default: up to 8, at even steps"

@@ -167,6 +167,14 @@ def test_the_lstm_reads_the_token_in_the_settings(place: str, zoo: Zoo):
     assert np.array_equal(found, np.stack([state[:, position] for state in states]).astype(np.float32))
 
 
+def test_the_lstm_reads_reasoning_where_the_store_has_its_states(zoo: Zoo):
+    names = zoo.collection.field_names
+    with pytest.raises(BadSetting, match="answer_after="):
+        net_features("lstm", names, Recipe(token="mean_thinking"))
+    feature: Any = net_features("lstm", [*names, "thinking_logprobs"], Recipe(token="mean_thinking"))[0]
+    assert 5 in [getattr(part, "token", None) for part in getattr(feature, "features", [feature])]
+
+
 # -- width
 
 

@@ -35,7 +35,7 @@ from millstream.traces.detectors.tokens import (
 )
 from millstream.traces.features import Token, layers, token_stats
 from millstream.traces.graphs import STORED, HeadGraphFeature, Wiring, graphs
-from millstream.traces.kind import POSITIONS, TrainSettings
+from millstream.traces.kind import POSITIONS, THINKING, TrainSettings
 from millstream.traces.spans import TOKEN_LABELS
 from millstream.training.study import Built, Kit, NetModel, Workplace
 from millstream.training.task import FitResources, Labels, Model, Outcome, Task
@@ -274,10 +274,15 @@ def recipe_of(settings: TrainSettings) -> Recipe:
 
 
 def _layers(names: Sequence[str], recipe: Recipe) -> Feature:
-    if recipe.token not in POSITIONS:
-        raise BadSetting(f"token={recipe.token}: must be one of {', '.join(POSITIONS)}")
+    positions = (*POSITIONS, *THINKING)
+    if recipe.token not in positions:
+        raise BadSetting(f"token={recipe.token}: must be one of {', '.join(positions)}")
+    if recipe.token in THINKING and not {"states", "thinking_logprobs"} <= {*names}:
+        raise BadSetting(
+            f"token={recipe.token}: the store has no states of reasoning. Extract with answer_after= and tier=probe"
+        )
     if "states" in names:
-        return layers(POSITIONS.index(recipe.token), field="states")
+        return layers(positions.index(recipe.token), field="states")
     if "hidden" in names:
         return layers(cast("Token", recipe.token), field="hidden")
     for others in imported_fields():

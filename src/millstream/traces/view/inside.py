@@ -20,7 +20,7 @@ from millstream.core.record import Tensor
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.traces.convert import imported_fields, names_of
-from millstream.traces.kind import POSITIONS
+from millstream.traces.kind import POSITIONS, THINKING
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.traces import Traces
 from millstream.training.folder import CHECKPOINTS, WEIGHTS
@@ -87,7 +87,7 @@ def layers_of(traces: Traces, number: int) -> dict[str, Any] | None:
     first = np.full((1, norm_LP.shape[1]), np.nan, np.float32)  # the embedding has no previous layer
     return {
         "field": name,
-        "positions": list(POSITIONS) if name == "states" else None,  # None: all tokens
+        "positions": [*POSITIONS, *THINKING][: norm_LP.shape[1]] if name == "states" else None,  # None: all tokens
         "norm": norm_LP,
         "cosine": np.concatenate([first, cosine_LP]),
     }
