@@ -11,8 +11,10 @@ import torch
 
 import millstream as ms
 from millstream.errors import BadSetting, ConfigMismatch
+from millstream.traces.examples import open_labelled
 from millstream.traces.llm import transformers
 from millstream.traces.store.traces import Traces
+from millstream.traces.study import data_card
 from support.extras import need
 from support.model_server import ModelServer
 from support.tiny_models import TinyModels, make_tokenizer
@@ -130,6 +132,20 @@ def test_samples_are_resumed_where_they_were_left(llama: Path, tmp_path: Path):
         assert record["hidden"] is not None
     with pytest.raises(ConfigMismatch):
         extract(ROWS, store, llama, **{**how, "samples": 3})
+
+
+def test_training_leaves_bare_samples_out_and_counts_every_record(llama: Path, tmp_path: Path):
+    store = tmp_path / "s"
+    found = extract(ROWS, store, llama, samples=2, temperature=1.0)
+    answers = {name: {"record_id": name, "score": i % 2} for i, name in enumerate(found)}
+    (tmp_path / "scores.csv").write_text(
+        "record_id,score\n" + "".join(f"{n},{a['score']}\n" for n, a in answers.items())
+    )
+    ms.label(store, rule="scores", scores=str(tmp_path / "scores.csv"))
+    examples = open_labelled(str(store), "verdict")
+    assert examples.column("sample").to_pylist() == [0] * len(ROWS)
+    card: Any = data_card(str(store), examples, {}, "")
+    assert card["verdicts"]["sample"] == 2 * len(ROWS) and sum(card["verdicts"].values()) == card["records"] == 18
 
 
 # -- contexts
