@@ -166,7 +166,8 @@ def as_built(name: str, settings: ReadSettings, shapes: Mapping[str, Sequence[in
 def classification_task(settings: ReadSettings, classes: Classes) -> Task:
     mates = 2 if settings.paired else 1
     answer = ReadPredictions(classes.taxa_by_rank, mates)
-    return Task(len(classes), "macro F1", _macro_f1, answer, settings.balance == "weights", mates)
+    is_balanced = settings.balance == "weights"
+    return Task(len(classes), "macro F1", _macro_f1, answer, is_balanced=is_balanced, group_size=mates)
 
 
 def fitting_bits(num_weights: int, memory: int, num_kmers: int | None = None) -> int:
