@@ -162,7 +162,7 @@ def memory_part(folder: Path, counts: dict[str, int], turns: int) -> Result:
         f"memory={memory} cache={cache}": measure(
             __file__, "memory", tool="millstream", folder=folder, memory=memory, cache=cache
         )
-        for memory, cache in (("100MB", "100MB"), ("300MB", "0"))
+        for memory, cache in (("100MB", "100MB"), ("200MB", "0"), ("300MB", "0"))
     }
     for name, row in found.items():
         print(f"\n{name}: {row}", flush=True)

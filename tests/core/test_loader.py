@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import millstream as ms
+from millstream.core.collection import Medium
 from millstream.core.loader import REMOTE_THREADS, plan_threads
 from millstream.errors import CorruptRecord, OverBudget
 from support.effort import num_examples
@@ -190,6 +191,15 @@ def test_a_batch_larger_than_the_budget_is_an_error_with_the_sizes(traces: ms.Tr
     with pytest.raises(MemoryError):
         list(loader)
     assert len(list(ms.Loader(traces, batch_size=4, memory="20kB", order="exact", threads=threads))) == 26
+
+
+def test_a_budget_of_few_compressed_blocks_is_refused_before_the_first_batch(
+    traces: ms.Traces, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ms.Traces, "medium", Medium(num_bytes=10**9, run_bytes=6_000_000, is_random=False))
+    with pytest.raises(OverBudget, match=r"blocks of these files take 6\.0 MB.* at least 48\.0 MB"):
+        ms.Loader(traces, batch_size=4, memory="24MB")
+    ms.Loader(traces, batch_size=4, memory="48MB", order="none")
 
 
 def test_a_large_record_at_the_end_is_refused_before_the_first_batch(tmp_path: Path):

@@ -3,13 +3,22 @@
 import os
 import pickle
 import random
+import threading
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from millstream.core.remote import RemoteFile, RemotePath, is_url, read_all, read_object, to_path
+from millstream.core.remote import (
+    RemoteFile,
+    RemotePath,
+    is_url,
+    read_all,
+    read_object,
+    requests_at_once,
+    to_path,
+)
 from millstream.errors import AccessDenied, BadSetting, MillstreamError, ObjectChanged, ObjectMissing, RemoteError
 from support.faulty_proxy import (
     DELETED,
@@ -139,6 +148,31 @@ def test_a_range_that_is_wanted_several_times_is_one_request(proxy: FaultyProxy,
         "bytes=0-99",
         "bytes=5000-19999",
     ]  # at the same time
+
+
+def test_no_more_requests_are_on_their_way_than_a_loader_has_memory_for(
+    file: RemoteFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, lock, third = RemoteFile.fill, threading.Lock(), threading.Event()
+    now = most = 0
+
+    def counted(self: RemoteFile, start: int, out: memoryview) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+            if now > 2:
+                third.set()
+        third.wait(0.02)  # long enough for others to come
+        fill(self, start, out)
+        with lock:
+            now -= 1
+
+    monkeypatch.setattr(RemoteFile, "fill", counted)
+    outs = [bytearray(10) for _ in range(12)]
+    with requests_at_once(2):
+        read_all([(file, 8000 * place, memoryview(out)) for place, out in enumerate(outs)])
+    assert most == 2 and outs == [DATA[8000 * place : 8000 * place + 10] for place in range(12)]
 
 
 def test_neighbours_are_one_request_and_only_what_is_wanted_is_fetched(proxy: FaultyProxy, file: RemoteFile) -> None:

@@ -120,7 +120,7 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
 def test_a_run_resumes_with_another_memory_budget_and_keeps_its_table_size(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    settings = settings_for(made, tmp_path / "run", model="kmer-linear", checkpoint_steps=1, memory="20MB", bits=None)
+    settings = settings_for(made, tmp_path / "run", model="kmer-linear", checkpoint_steps=1, memory="400MB", bits=None)
     num_calls = 0
 
     @contextmanager
@@ -135,7 +135,7 @@ def test_a_run_resumes_with_another_memory_budget_and_keeps_its_table_size(
     with monkeypatch.context() as patch:
         patch.setattr(module, "interruptible", stop_soon)
         assert ms.train(**settings).interrupted
-    assert not ms.train(**{**settings, "memory": "2MB"}).interrupted
+    assert not ms.train(**{**settings, "memory": "100MB"}).interrupted
     assert len(predictions_of(tmp_path / "run")) > 0
 
 

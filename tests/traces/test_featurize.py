@@ -111,7 +111,14 @@ def test_stored_fields_are_the_fields_and_their_layers(store: Path, tmp_path: Pa
         assert "attention" not in kept
 
 
-@pytest.mark.parametrize("memory", ["1GB", "2kB", 1])
+def test_a_budget_in_which_a_trace_does_not_fit_is_refused_with_one_that_does(store: Path, tmp_path: Path):
+    with pytest.raises(BadSetting, match="Set at least memory=") as refused:
+        featurize(store, tmp_path / "out", token="mean", memory=1)
+    assert not (tmp_path / "out").exists()
+    featurize(store, tmp_path / "out", token="mean", memory=str(refused.value).rpartition("memory=")[2])
+
+
+@pytest.mark.parametrize("memory", ["1GB", "100kB"])
 def test_the_memory_budget_does_not_change_the_result(memory: Any, store: Path, tmp_path: Path):
     featurize(store, tmp_path / "one", token="mean")
     featurize(store, tmp_path / "other", token="mean", memory=memory)

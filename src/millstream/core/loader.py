@@ -19,12 +19,15 @@ from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.memory import PageLimit, Pool, available_bytes
 from millstream.core.order import Layout, Mode, Order, Positions, Tail, find_ranks
 from millstream.core.prefetch import Prefetch, check_budget
-from millstream.errors import StateMismatch
+from millstream.core.remote import requests_at_once
+from millstream.errors import OverBudget, StateMismatch
 
 OrderName = Literal["auto", "exact", "window", "none"]
 BLOCK_BYTES = 256 << 10  # neighbouring records read together in `window` order
 LARGE_RECORD_BYTES = 256 << 10  # a disk reads such records at full speed in any order
 MAX_THREADS = 8
+ARRIVING = 8  # of the memory, the part for bodies on their way: with all connections, 100 MB became 160 MB
+BLOCKS = 8  # compressed blocks in memory at a time: with fewer, a loader took more than its memory
 REMOTE_THREADS = 4  # at most, if the requests of fewer batches do not keep all connections busy
 VERSION = 1  # of the state
 
@@ -62,6 +65,7 @@ class Loader:
         notify: Callable[[str], None] = say,
     ) -> None:
         self._memory = parse_bytes(memory)
+        _check_memory(collection, self._memory)
         self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
         rank, world = find_ranks(rank, world)
         self._plan = plan_order(collection, order, room=self._memory - self._budget, world=world)
@@ -140,6 +144,7 @@ class Loader:
         collection = self._collection.in_epoch(epoch)
         numbers = Positions(self._plan.order(layout.n, seed=self._seed, epoch=epoch), layout, start)
         threads, _ = self._plan_threads(self._batch_bytes())
+        arriving = max(1, self._memory // (ARRIVING * PART_BYTES * max(threads, 1)))
         if layout.rank == 0 and (self._threads is None or self._wanted == "auto"):
             self._notify(f"loader: {self.plan}")
             self._notify = ignore_message
@@ -155,7 +160,7 @@ class Loader:
             records = records_of.pop(step)
             numbers.read_ahead(step, collection)
             try:
-                with self._pool.use():
+                with self._pool.use(), requests_at_once(arriving):
                     batch, num_bytes = self._pipeline.make(*records, epoch)
                 self._pages.enforce()
             except Exception as error:
@@ -229,6 +234,16 @@ def plan_order(collection: Collection, wanted: OrderName, *, room: int, world: i
     kind = "free memory" if is_cached else "mapped files" if medium.is_random else "decoded blocks"
     size = f"{format_bytes(medium.num_bytes)} {'fit' if fits else 'do not fit'} in {format_bytes(free)} of {kind}"
     return Plan("exact" if fits else "window", block, window, size)
+
+
+def _check_memory(collection: Collection, memory: int) -> None:
+    """A compressed block is held two or three times while it is decoded, by several threads. Small ones do no harm."""
+    medium, least = collection.medium, BLOCKS * collection.medium.run_bytes
+    if not medium.is_random and not medium.is_remote and least > max(memory, 32_000_000):
+        raise OverBudget(
+            f"memory={format_bytes(memory)}: blocks of these files take {format_bytes(medium.run_bytes)}. Give at "
+            f"least {format_bytes(least)}, or pack the files"
+        )
 
 
 def batch_budget(collection: Collection, memory: int, *, batch_size: int) -> int:

@@ -16,11 +16,14 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path, PosixPath
 from typing import Any, Self
 
 from millstream.core.block_cache import block_cache
 from millstream.core.bucket import (
+    CONNECTIONS,
     PART_BYTES,
     Bucket,
     ObjectBucket,
@@ -295,16 +298,33 @@ def read_all(wanted: Sequence[Wanted], *, is_checked: bool = False, fresh: bool 
 
     pool = request_threads()
     parts = [(file, *part) for file, gaps in missing.items() for part in _requests(gaps, file.align, file.num_bytes)]
-    jobs = [pool.submit(fetch, *part) for part in parts]
+    jobs = deque[Future[None]]()
     try:
-        for job in jobs:
-            job.result()
+        for part in parts:
+            if len(jobs) == _at_once.get():
+                jobs.popleft().result()
+            jobs.append(pool.submit(fetch, *part))
+        while jobs:
+            jobs.popleft().result()
     except BaseException as error:
         for job in jobs:
             job.cancel()
         if isinstance(error, Exception):  # Ctrl-C does not wait for the network
             wait(jobs)  # they write to memory that the caller may use again
         raise
+
+
+_at_once: ContextVar[int] = ContextVar("requests at once", default=CONNECTIONS)
+
+
+@contextmanager
+def requests_at_once(limit: int) -> Generator[None]:
+    """Send at most so many requests at once in this thread: what arrives takes memory beside where it goes."""
+    token = _at_once.set(limit)
+    try:
+        yield
+    finally:
+        _at_once.reset(token)
 
 
 def read_object(path: Path, *, is_intact: Callable[[bytes], bool] = lambda data: True) -> bytes:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from millstream.core.arguments import checked
 from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats, fetch_batch, stack
 from millstream.core.config import Count, parse_bytes, read_settings, without_effect
-from millstream.core.console import Progress, say, silent
+from millstream.core.console import Progress, format_bytes, say, silent
 from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
 from millstream.core.memory import empty
@@ -403,8 +403,13 @@ def make_feature(settings: FeaturizeSettings) -> Feature:
 def _check(settings: FeaturizeSettings, source: Traces) -> None:
     """Raise BadSetting before a store is created."""
     with _bad_setting():
-        for size in (settings.memory, settings.shard_bytes or 1):
-            parse_bytes(size)
+        memory, largest = parse_bytes(settings.memory), source.medium.largest_bytes or 0
+        if memory < 2 * largest:
+            raise BadSetting(
+                f"memory={settings.memory}: the largest trace takes {format_bytes(largest)}. Set at least memory="
+                f"{format_bytes(-(-2 * largest // 100_000) * 100_000).replace(' ', '')}"
+            )
+        parse_bytes(settings.shard_bytes or 1)
         np.dtype(settings.dtype)
         source.sizes(np.empty(0, np.int64), list(make_feature(settings).fields or ()))
 

@@ -3,9 +3,11 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from millstream.core.config import Between, Count, NonNegative, Positive, Rate, SizeInBytes
+from millstream.core.config import Between, Count, NonNegative, Positive, Rate, SizeInBytes, parse_bytes
+from millstream.core.console import format_bytes
 from millstream.errors import BadSetting
 
+LEAST_MEMORY = 100_000_000  # a run over 2,000 reads took 80 MB
 _NOT_SCIENCE = (  # what may change when a run resumes
     "data",
     "model",
@@ -50,6 +52,11 @@ class LoopSettings:
 
     def check(self) -> None:
         """Raise BadSetting before any work is done."""
+        if parse_bytes(self.memory) < LEAST_MEMORY:
+            raise BadSetting(
+                f"memory={self.memory}: must be at least {format_bytes(LEAST_MEMORY).replace(' ', '')}, which training "
+                "takes for any data"
+            )
         if self.batch_size % self.devices:
             raise BadSetting(f"batch_size={self.batch_size}: must be a multiple of devices={self.devices}")
 
