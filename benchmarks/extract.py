@@ -43,7 +43,7 @@ SHAPES = {
 GOALS = {"stats": 1.25, "graph": 1.25, "probe": None, "full": 1.4}
 PEAK_SHAPE = "B32 P32 N12"
 BUDGET = 300_000_000  # the `memory` that batches are planned for
-LONG, LONG_BUDGET = 8000, 1_000_000_000  # tokens of a prompt, and the `memory` to trace it in
+LONG, LONG_BUDGET = 8000, 2_000_000_000  # tokens of a prompt, and the `memory` to trace it in
 SAMPLES = 10
 
 

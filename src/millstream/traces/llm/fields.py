@@ -200,10 +200,8 @@ class Need:
         at_once = self._per_token(total) * max(min(chunk, prompt), min(chunk, answer + 1) * self.rows)
         logits = self.size.vocab * 4 * 4 * self.rows if self.generated else 0
         kept = 2 * self.fields.trace_bytes(self.size, prompt=prompt, answer=answer)
-        whole = 2 * cache + at_once + logits + kept
-        return (
-            whole * 6 // 5
-        )  # the cache exists twice while it is reordered or cut; 6/5: fragmentation of the allocator
+        copied = 2 * cache // self.size.layers  # one layer, when it grows or is reordered
+        return (cache + copied + at_once + logits + kept) * 6 // 5  # fragmentation of the allocator
 
     def _per_token(self, total: int) -> int:
         """Activations of one layer per token of a pass, with its attention to `total` tokens."""
