@@ -68,14 +68,15 @@ class Loader:
         _check_memory(collection, self._memory)
         self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
         rank, world = find_ranks(rank, world)
-        self._plan = plan_order(collection, order, room=self._memory - self._budget, world=world)
-        self._collection = collection.within(self._memory - self._budget)
+        blocks, pages = split_files(collection, self._memory - self._budget)
+        self._plan = plan_order(collection, order, room=blocks, world=world)
+        self._collection = collection.within(blocks)
         self._pipeline = FeaturePipeline(collection, features, seed=seed)
         self._layout = Layout(len(collection), batch_size, rank, world, drop_last, tail)
         self._wanted, self._seed, self._threads = order, seed, threads
         self._pins = pin_memory and _can_pin()
         self._pool = Pool(self._budget)
-        self._pages = PageLimit(self._memory - self._budget)
+        self._pages = PageLimit(pages)
         self._epoch: int = 0
         self._start = 0  # the position at which the epoch starts
         self._samples = 0  # positions that all ranks have received
@@ -258,6 +259,11 @@ def batch_budget(collection: Collection, memory: int, *, batch_size: int) -> int
     ample = batch_size * record_bytes * 16 * (MAX_THREADS + 2)
     has_little_else = medium.is_random and not medium.is_remote
     return min(max(ample, memory // 4), memory * 3 // 4 if has_little_else else memory // 2)
+
+
+def split_files(collection: Collection, memory: int) -> tuple[int, int]:
+    """The shares for decoded blocks and for mapped pages: of compressed files both are needed, blocks and the index."""
+    return (memory, memory) if collection.medium.is_random else (memory * 3 // 4, memory // 4)
 
 
 def file_share(collection: Collection, memory: int) -> int:

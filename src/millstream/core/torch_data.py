@@ -23,7 +23,7 @@ from millstream.core.collection import Collection, Numbers, checked_numbers
 from millstream.core.config import Count, Natural, SizeInBytes, config_diff, parse_bytes
 from millstream.core.console import format_bytes
 from millstream.core.features import Feature, FeaturePipeline
-from millstream.core.loader import OrderName, State, file_share, plan_order
+from millstream.core.loader import OrderName, State, file_share, plan_order, split_files
 from millstream.core.memory import Heap, PageLimit, Pool
 from millstream.core.order import Layout, Positions, find_ranks
 from millstream.core.shared_batch import SharedBatch, SharedMemory
@@ -82,14 +82,15 @@ class BatchBuilder:
             worker = get_worker_info()
             memory = self._memory // (worker.num_workers if worker else 1)
             files = file_share(self.collection, memory)
-            collection = self.collection.within(files)
+            blocks, pages = split_files(self.collection, files)
+            collection = self.collection.within(blocks)
             shared = SharedMemory(memory - files) if worker and hasattr(os, "memfd_create") else None
             self._process_state = _ProcessState(
                 os.getpid(),
                 collection,
                 shared.pool if shared else Pool(memory - files),
                 shared,
-                PageLimit(files),
+                PageLimit(pages),
                 Heap(max(memory // 16, TRIM_BYTES)),
             )
         return self._process_state
