@@ -65,7 +65,7 @@ def test_the_demo_is_killed_halfway_loses_nothing_and_ends_in_a_report(
 def test_the_reads_half_trains_classifies_and_ends_in_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     from millstream.demo import stories
 
-    train = ("model=kmer-linear", "memory=20MB", "epochs=1", "batch_size=64")
+    train = ("model=kmer-linear", "memory=100MB", "epochs=1", "batch_size=64")
     story = stories.ReadStory(genome_bases=4000, reads=4000, scored=200, train=train)
     stories.run_reads(tmp_path / "reads", story, run=run_in_this_process)
     shown = capfd.readouterr()

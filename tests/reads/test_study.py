@@ -517,7 +517,8 @@ def test_sampling_draws_each_class_equally_often_and_otherwise_each_read_once(un
     assert "classes have" not in study(uneven, data=data(uneven, train="val.fa", val="val.fa")).summary()
 
 
-def test_sampling_needs_memory_for_its_sort(uneven: Path):
+def test_sampling_needs_memory_for_its_sort(uneven: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("millstream.training.LEAST_MEMORY", 1)
     with pytest.raises(BadSetting, match="40 bytes per read for 400 reads"):
         study(uneven, balance="sampling", model="cnn", memory=4 * 40 * 400 - 4)
     assert len(study(uneven, balance="sampling", model="cnn", memory=4 * 40 * 400).train) == 400
