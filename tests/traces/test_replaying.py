@@ -230,6 +230,14 @@ def test_a_question_that_the_server_refuses_is_a_record_with_the_reason(llama: P
     assert "it is too long" in found["q1"]["error"]
 
 
+def test_samples_that_the_server_refuses_are_a_record_each(llama: Path, tmp_path: Path, served: Any):
+    server: ModelServer = served(ids=True)
+    server.refuses = lambda body: "no" if body["temperature"] or "is 1 " in str(body["prompt"]) else None
+    ms.extract(ROWS[:2], tmp_path / "s", model=str(llama), endpoint=server.url, samples=2, temperature=1.0, **SETTINGS)
+    records: Any = list(ms.open(tmp_path / "s"))  # pyright: ignore[reportArgumentType]
+    assert sorted(record["record_id"] for record in records) == ["q0", "q0#1", "q0#2", "q1", "q1#1", "q1#2"]
+
+
 def test_the_store_knows_the_model_of_the_server_and_no_key(
     llama: Path, tmp_path: Path, served: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -262,6 +270,11 @@ def test_replay_returns_the_traces_of_records_in_their_order(llama: Path, tmp_pa
             value: Any = record[name]
             kept = stored[str(record["record_id"])][name].astype(np.float32)
             assert np.allclose(value.numpy().astype(np.float32), kept, atol=4e-3)
+
+
+def test_replay_asks_no_server(llama: Path):
+    with pytest.raises(BadSetting, match="ms.extract"):
+        ms.replay(str(llama), ROWS, endpoint="http://127.0.0.1:9/v1")
 
 
 def test_replay_generates_where_no_answer_is_given(llama: Path):

@@ -102,6 +102,8 @@ def replay(model: str, records: Sequence[Question | Row], **settings: object) ->
     >>> hidden, logprobs = trace["hidden"], trace["logprobs"]
     """
     chosen = read_settings(ExtractSettings, {"model": model, **settings})
+    if chosen.endpoint is not None:
+        raise BadSetting(f"endpoint={chosen.endpoint}: has no effect on ms.replay; use ms.extract")
     questions = read_questions(records, columns=chosen.columns, num_samples=chosen.num_samples).questions
     card = describe_model(model_settings(chosen), notify=ignore_message)
     tracer = make_tracer(chosen, card, prompt_for(questions, chosen, card))

@@ -271,7 +271,7 @@ def test_without_its_mask_function_left_padding_would_be_attended_to(
 def test_captured_values_do_not_keep_the_activations_of_a_layer_alive(stored: str, tiny: TinyModels):
     tracer = make_tracer(tiny.loaded("llama"), fields="heads,laplacian,edges,nodes,states", stored=stored)
     encoded = tracer.encode(QUESTIONS)
-    prompts = tracer._pad([one.ids for one in encoded])
+    prompts = tracer.loaded.padded([one.ids for one in encoded])
     with torch.inference_mode():
         tracer._passes.prefill(prompts, cache=tracer._passes.new_cache(), chunk=16)
     capture = tracer._capture

@@ -28,7 +28,7 @@ def choose_a(model: Any, question: str, answer: str, first: str, second: str) ->
 def test_p_true_is_the_mean_over_both_orders_of_the_choices(tiny: TinyModels, kind: str):
     tracer = make_tracer(tiny.loaded(kind))
     with torch.inference_mode():
-        records: Any = p_true(tracer.loaded, PAIRS, pad=tracer._pad)
+        records: Any = p_true(tracer.loaded, PAIRS)
     for record, (question, answer) in zip(records, PAIRS, strict=True):
         as_a = choose_a(tiny.eager(kind), question, answer, "True", "False")
         as_b = 1 - choose_a(tiny.eager(kind), question, answer, "False", "True")
@@ -46,9 +46,8 @@ def test_a_model_that_always_prefers_one_letter_is_undecided(tiny: TinyModels):
         head.bias.zero_()
         head.bias[make_tokenizer()("A")["input_ids"][0]] = 2.0
     loaded.model.lm_head = head
-    tracer = make_tracer(loaded)
     with torch.inference_mode():
-        record: Any = p_true(loaded, PAIRS[:1], pad=tracer._pad)[0]
+        record: Any = p_true(loaded, PAIRS[:1])[0]
     assert record["p_true_a"] == pytest.approx(torch.tensor(2.0).sigmoid().item(), abs=1e-6)
     assert record["p_true"] == pytest.approx(0.5, abs=1e-6)
 

@@ -14,7 +14,7 @@ from torch import nn
 from millstream.core.registry import extensions
 from millstream.errors import BadSetting, BadSource, MissingExtra
 from millstream.traces.llm import transformers
-from millstream.traces.llm.capture import register_attention
+from millstream.traces.llm.capture import Padded, register_attention
 from millstream.traces.llm.fields import Size
 
 
@@ -95,6 +95,16 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
+
+    def padded(self, prompts: Sequence[Sequence[int]]) -> Padded:
+        """Prompts padded on the left, on the device of the model."""
+        width = max(map(len, prompts))
+        ids = torch.full((len(prompts), width), self.pad)
+        mask = torch.zeros((len(prompts), width), dtype=torch.int64)
+        for i, prompt in enumerate(prompts):
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, width - len(prompt) :] = 1
+        return Padded(ids.to(self.device), mask.to(self.device), width)
 
 
 def describe_model(settings: ModelSettings, *, notify: Callable[[str], None]) -> ModelCard:

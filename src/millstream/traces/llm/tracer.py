@@ -3,7 +3,7 @@
 import gc
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ Is the proposed answer:
  (A) {first}
  (B) {second}
 The proposed answer is: ("""
-Padding = Callable[[Sequence[Sequence[int]]], Padded]
 Record = dict[str, object]
 _FLOAT16_MAX = 65504.0
 
@@ -68,7 +67,7 @@ class Tracer:
     def trace(self, batch: Sequence[EncodedQuestion]) -> list[Record]:
         """The records of each question. A batch that fails or runs out of memory is halved to isolate the cause."""
         problems = [self._problem(encoded) for encoded in batch]
-        records = [self.failed(encoded, problem or "") for encoded, problem in zip(batch, problems, strict=True)]
+        records = [self._all_failed(encoded, problem or "") for encoded, problem in zip(batch, problems, strict=True)]
         for is_given in (False, True):
             places = [
                 place
@@ -133,7 +132,7 @@ class Tracer:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if not half:
-            return [self.failed(batch[0], problem)]
+            return [self._all_failed(batch[0], problem)]
         return self._halving(batch[:half]) + self._halving(batch[half:])
 
     def _cells(self, batch: Sequence[EncodedQuestion]) -> int:
@@ -146,7 +145,7 @@ class Tracer:
         begun = time.perf_counter()
         self._capture.clear()
         is_given = batch[0].answer_ids is not None
-        prompts = self._pad([encoded.ids for encoded in batch])
+        prompts = self.loaded.padded([encoded.ids for encoded in batch])
         total = prompts.prompt + max(self.length(encoded)[1] for encoded in batch)
         chunk = self._need(generated=not is_given).chunk(total, memory=self._memory)
         cache = self._passes.new_cache()
@@ -155,7 +154,7 @@ class Tracer:
             targets, answers, done = batch, self._given(batch), 0
             traced = list(range(len(batch)))
         else:
-            targets = [one for encoded in batch for one in self._samples(encoded)]
+            targets = [one for encoded in batch for one in self.samples(encoded)]
             answers, steps = self._generate(targets, prompts, cache, chunk)
             traced = [row for row, one in enumerate(targets) if self._trace_samples or not one.question.sample]
             done = self._cut_back(cache, prompts.prompt - 1, traced, of=len(targets))
@@ -163,7 +162,7 @@ class Tracer:
         if any(answer.begin for answer in answers):  # reasoning is what comes before the answer, as the question is
             self._capture.clear()
             cache, done = self._passes.new_cache(), 0
-            prompts = self._pad([targets[row].ids + answers[row].ids[: answers[row].begin] for row in traced])
+            prompts = self.loaded.padded([targets[row].ids + answers[row].ids[: answers[row].begin] for row in traced])
         replayed = self._with_answers(prompts, [answers[row] for row in traced])
         states_BND = self._passes.replay(replayed, cache=cache, done=done, chunk=chunk)
         del cache
@@ -184,11 +183,11 @@ class Tracer:
             record["generate_s"] = (after_generate - begun) / len(targets)
             high = None if largest is None or row not in found else float(largest[traced.index(row)])
             problem = self._numeric_problem(steps[row], high)
-            records.append(self._failed(target, problem) if problem else self._in_order(record))
+            records.append(self.failed(target, problem) if problem else self._in_order(record))
         each = len(targets) // len(batch)
         return [records[first : first + each] for first in range(0, len(records), each)]
 
-    def _samples(self, encoded: EncodedQuestion) -> list[EncodedQuestion]:
+    def samples(self, encoded: EncodedQuestion) -> list[EncodedQuestion]:
         """The answers to generate to a question: the greedy one and samples, or one."""
         return [
             replace(encoded, question=replace(encoded.question, sample=sample))
@@ -262,17 +261,7 @@ class Tracer:
         if not self._p_true:
             return [{} for _ in pairs]
         texts = [(encoded.question.question, answer.text) for encoded, answer in pairs]
-        return p_true(self.loaded, texts, pad=self._pad)
-
-    def _pad(self, rows: Sequence[Sequence[int]]) -> Padded:
-        """Prompts padded on the left."""
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self.loaded.pad)
-        mask = torch.zeros((len(rows), width), dtype=torch.int64)
-        for i, row in enumerate(rows):
-            ids[i, width - len(row) :] = torch.tensor(row)
-            mask[i, width - len(row) :] = 1
-        return Padded(ids.to(self.loaded.device), mask.to(self.loaded.device), width)
+        return p_true(self.loaded, texts)
 
     def _numeric_problem(self, steps: dict[str, torch.Tensor], largest: float | None) -> str | None:
         if not bool(torch.isfinite(steps["logprobs"]).all()):
@@ -304,13 +293,14 @@ class Tracer:
             "prompt_len": len(encoded.ids),
         }
 
-    def failed(self, encoded: EncodedQuestion, problem: str) -> list[Record]:
-        """The records of a question that could not be traced."""
-        samples = self._samples(encoded) if encoded.answer_ids is None else [encoded]
-        return [self._failed(sample, problem) for sample in samples]
-
-    def _failed(self, encoded: EncodedQuestion, problem: str) -> Record:
+    def failed(self, encoded: EncodedQuestion, problem: str) -> Record:
+        """The record of an answer that could not be traced."""
         return self._in_order({**self._about(encoded), "status": "error", "error": problem})
+
+    def _all_failed(self, encoded: EncodedQuestion, problem: str) -> list[Record]:
+        """The records of all answers to a question."""
+        answers = self.samples(encoded) if encoded.answer_ids is None else [encoded]
+        return [self.failed(answer, problem) for answer in answers]
 
     def _in_order(self, record: Record) -> Record:
         return {name: record.get(name) for name in self.schema()}
@@ -346,7 +336,7 @@ class Tracer:
         return {**scalars, **(P_TRUE_SCHEMA if self._p_true else {}), **self.fields.schema()}
 
 
-def p_true(loaded: LoadedModel, pairs: Sequence[tuple[str, str]], *, pad: Padding) -> list[dict[str, object]]:
+def p_true(loaded: LoadedModel, pairs: Sequence[tuple[str, str]]) -> list[dict[str, object]]:
     """For each (question, answer): `p_true_a` with True as choice A, `p_true_b` with True as choice B, and their mean.
 
     None where the prompt exceeds the context of the model.
@@ -359,7 +349,7 @@ def p_true(loaded: LoadedModel, pairs: Sequence[tuple[str, str]], *, pad: Paddin
         prompts.append(loaded.tokenizer(texts)["input_ids"])
     fits = [max(map(len, both)) <= limit for both in prompts]
     rows = [ids for both, fit in zip(prompts, fits, strict=True) if fit for ids in both]
-    choices = iter(_probability_of_a(loaded, pad(rows)) if rows else [])
+    choices = iter(_probability_of_a(loaded, loaded.padded(rows)) if rows else [])
     found: list[dict[str, object]] = []
     for fit in fits:
         a, b = (next(choices), 1 - next(choices)) if fit else (None, None)

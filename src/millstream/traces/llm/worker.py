@@ -132,11 +132,7 @@ class ExtractWorker:
         the text.
         """
         settings, tracer = self._settings, self.tracer
-        encoded = [
-            replace(one, question=replace(one.question, sample=sample))
-            for one in tracer.encode(questions)
-            for sample in range(1 + settings.samples)
-        ]
+        encoded = [answer for one in tracer.encode(questions) for answer in tracer.samples(one)]
 
         def request(number: int, prompt: str | list[int]) -> Request:
             greedy = settings.samples > 0 and not encoded[number].question.sample
@@ -164,7 +160,7 @@ class ExtractWorker:
         for number, one in enumerate(encoded):
             answer = found[number]
             if answer.error or not answer.choices:
-                refused += tracer.failed(one, answer.error or "the server gave no answer")
+                refused.append(tracer.failed(one, answer.error or "the server gave no answer"))
                 continue
             choice, text = answer.choices[0], texts[number]
             given = Given(
