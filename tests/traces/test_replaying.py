@@ -273,7 +273,7 @@ def test_replay_returns_the_traces_of_records_in_their_order(llama: Path, tmp_pa
 
 
 def test_replay_asks_no_server(llama: Path):
-    with pytest.raises(BadSetting, match="ms.extract"):
+    with pytest.raises(BadSetting, match=r"ms\.extract"):
         ms.replay(str(llama), ROWS, endpoint="http://127.0.0.1:9/v1")
 
 

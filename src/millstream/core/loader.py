@@ -98,7 +98,7 @@ class Loader:
 
     @property
     def held_bytes(self) -> int:
-        """SizeInBytes of batches and buffers held now."""
+        """Bytes of batches and buffers held now."""
         return self._pool.held_bytes
 
     @property

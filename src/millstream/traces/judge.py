@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -225,27 +225,17 @@ class LocalJudge:
     def _generate(self, batch: Sequence[list[int]]) -> list[str]:
         import torch
 
-        from millstream.traces.llm import transformers
-        from millstream.traces.llm.decoding import as_lists
+        from millstream.traces.llm.decoding import Decoding, as_lists
         from millstream.traces.llm.model import load_model
 
         if self._loaded is None:
             self._loaded = load_model(self._settings, self._card)
-        loaded, width = self._loaded, max(map(len, batch))
-        ids_BP = torch.full((len(batch), width), loaded.pad)
-        mask_BP = torch.zeros_like(ids_BP)
-        for row, ids in enumerate(batch):
-            ids_BP[row, width - len(ids) :] = torch.tensor(ids)
-            mask_BP[row, width - len(ids) :] = 1
-        config = transformers().GenerationConfig(
-            max_new_tokens=self._max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(loaded.eos) or None,
-            pad_token_id=loaded.pad,
-        )
+        loaded = self._loaded
+        prompts = loaded.padded(batch)
+        config = Decoding(max_new_tokens=self._max_new_tokens).config(eos=sorted(loaded.eos) or None, pad=loaded.pad)
         with torch.inference_mode():
             found = loaded.model.generate(
-                input_ids=ids_BP.to(loaded.device), attention_mask=mask_BP.to(loaded.device), generation_config=config
+                input_ids=prompts.ids_BT, attention_mask=prompts.mask_BT, generation_config=config
             )
-        replies = as_lists(cast(torch.Tensor, found)[:, width:])
+        replies = as_lists(found.sequences[:, prompts.prompt :])
         return loaded.tokenizer.batch_decode(replies, skip_special_tokens=True)

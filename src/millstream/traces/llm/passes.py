@@ -47,17 +47,15 @@ class Passes:
 
         They are those after the last norm, of the tokens before each answer token.
         """
-        total, rows = batch.ids_BT.shape[1], slice(batch.prompt - 1, -1)
+        total = batch.ids_BT.shape[1]
         if not done and chunk >= total:
             cache = None
-        states = list(self._run(batch, done, total, cache, chunk, captured=True))
-        first = total - sum(part.shape[1] for part in states)
-        return torch.cat(states, dim=1)[:, rows.start - first : rows.stop]
+        return torch.cat(list(self._run(batch, done, total, cache, chunk, captured=True)), dim=1)[:, :-1]
 
     def _run(
         self, batch: Padded, start: int, end: int, cache: Any, chunk: int, *, captured: bool
     ) -> Iterator[torch.Tensor]:
-        """The states after the last norm that answer tokens follow from, of each chunk."""
+        """The states after the last norm from the last prompt token on, of each chunk."""
         position_BT = (batch.mask_BT.cumsum(1) - 1).clamp_min(0)
         for first in range(start, end, chunk):
             last = min(first + chunk, end)
@@ -89,9 +87,8 @@ class Passes:
     def _logits(self, states_MD: torch.Tensor) -> torch.Tensor:
         """What the model makes of states after its last norm: the LM head, and a soft cap or scale where it has one."""
         with _returning(self.loaded.base, self._output(last_hidden_state=states_MD[None])):
-            return self.loaded.model(input_ids=torch.zeros_like(states_MD[None, :, 0]).long(), use_cache=False).logits[
-                0
-            ]
+            ids_1M = torch.zeros_like(states_MD[None, :, 0]).long()
+            return self.loaded.model(input_ids=ids_1M, use_cache=False).logits[0]
 
 
 @contextmanager
