@@ -17,7 +17,7 @@ from millstream.traces.llm.tracer import Record, Tracer
 from support.slow_reference import Seen, generate_beams, generate_greedily, look
 
 EOS, PAD, NEW = 0, 1, 6
-EVERYTHING = "hidden,answer_hidden,post_norm,attention,edges,heads,laplacian,nodes,states"
+EVERYTHING = "hidden,answer_hidden,post_norm,attention,edges,edge_heads,heads,laplacian,topology,nodes,states"
 TEXT = "the quick brown fox jumps over the lazy dog; what is the capital of France? Paris is the capital of France"
 KINDS = ("llama", "qwen", "gpt2", "neox", "mistral", "gemma2", "gptoss")
 QUESTIONS = [

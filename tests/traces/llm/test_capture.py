@@ -4,11 +4,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from millstream.traces.llm.capture import NAME, TAP, trace_attention
 from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K
+from millstream.traces.llm.topology import divergence, grown
 from support.extras import need
 from support.slow_reference import Seen, look
 from support.tiny_models import KINDS, QUESTIONS, TinyModels, generated, load, make_tracer
@@ -110,6 +112,30 @@ def test_edge_sources_are_positions_in_the_unpadded_sequence_or_minus_one(pairs:
                 torch.testing.assert_close(record["edge_weight"][layer, token, : len(there)], named, **CLOSE)
 
 
+def test_edges_of_answer_rows_have_the_attention_of_every_head(pairs: Pairs):
+    for record, seen in pairs:
+        prompt = record["prompt_len"]
+        source = record["edge_source"][:, prompt - 1 :].long()
+        rows = seen.attention[:, :, prompt - 1 :]
+        expected = rows.gather(3, source.clamp(min=0)[:, None].expand(-1, rows.shape[1], -1, -1)).transpose(1, 2)
+        torch.testing.assert_close(record["edge_heads"], expected * (source >= 0)[:, :, None], **CLOSE)
+        torch.testing.assert_close(record["edge_heads"].mean(2), record["edge_weight"][:, prompt - 1 :], **CLOSE)
+
+
+def test_topology_is_the_length_of_the_spanning_tree_from_the_prompt_through_the_answer(pairs: Pairs):
+    from scipy.sparse.csgraph import minimum_spanning_tree
+
+    for record, seen in pairs:
+        prompt, found = record["prompt_len"], record["topology"]
+        for layer, head in np.ndindex(*found.shape):
+            attention = seen.attention[layer, head, prompt:].double()
+            far = 1 - torch.cat([attention[:, :prompt].amax(1, keepdim=True), attention[:, prompt:].tril(-1)], dim=1)
+            graph = torch.zeros(far.shape[0] + 1, far.shape[1])
+            graph[1:] = far.where(torch.ones_like(far).tril(0) > 0, 0.0)  # 0 is no edge to scipy
+            length = minimum_spanning_tree(graph.numpy()).sum() / len(far)
+            assert float(found[layer, head]) == pytest.approx(length, abs=1e-5)
+
+
 def test_heads_are_summarised_from_the_last_prompt_token_onwards(pairs: Pairs):
     for record, seen in pairs:
         prompt = record["prompt_len"]
@@ -150,7 +176,11 @@ def test_the_eigenvalues_are_those_of_the_laplacian_matrix(tiny: TinyModels):
 
 
 @pytest.mark.parametrize(
-    "name", ["answer_hidden", "attention", "edges", "heads", "hidden", "laplacian", "nodes", "post_norm", "states"]
+    "name",
+    [
+        *("answer_hidden", "attention", "edges", "edges,edge_heads", "heads", "hidden", "laplacian", "nodes"),
+        *("post_norm", "states", "topology"),
+    ],
 )
 def test_each_field_is_the_same_alone_and_with_the_others(tiny: TinyModels, name: str):
     tracer = make_tracer(tiny.loaded("llama"), fields=name)
@@ -287,3 +317,18 @@ def test_two_tracers_of_one_model_both_capture(tiny: TinyModels):
     first, second = make_tracer(loaded, fields="attention"), make_tracer(loaded, fields="edges")
     encoded = first.encode(QUESTIONS[:2])
     assert all(record["status"] == "ok" for tracer in (first, second, first) for record in tracer.trace(encoded))
+
+
+def test_the_topology_of_a_long_answer_that_comes_in_several_passes_is_that_of_one_pass():
+    attention = torch.rand(2, 3, 40, 50, generator=torch.Generator().manual_seed(0)) ** 8
+    attention = attention.round(decimals=1).tril(10)  # many equal lengths
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[1, 33:] = False  # a shorter answer, padded
+    whole = grown(None, attention, real, prompt=10)
+    tree = None
+    for start, end in ((0, 16), (16, 17), (17, 40)):
+        tree = grown(tree, attention[:, :, start:end, : 10 + end], real[:, start:end], prompt=10)
+    assert tree is not None
+    torch.testing.assert_close(divergence(tree, real), divergence(whole, real))
+    alone = grown(None, attention[1:, :, :33, :43], real[1:, :33], prompt=10)
+    torch.testing.assert_close(divergence(whole, real)[1:], divergence(alone, real[1:, :33]))

@@ -176,7 +176,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("long"), context=16_384)
 
 
-LONG_FIELDS = "answer_hidden,edges,heads,laplacian,nodes,states"
+LONG_FIELDS = "answer_hidden,edges,edge_heads,heads,laplacian,topology,nodes,states"
 
 
 LENGTH = 8000 if THOROUGH else 2000
@@ -206,7 +206,10 @@ def test_a_long_prompt_is_replayed_in_chunks_within_memory(
     whole = make_tracer(load(long_model), fields=LONG_FIELDS, memory=1 << 36)
     given_again = Question("a", "who?", given=Given(ids=tuple(generated(record)), prompt_ids=prompt))
     other: Any = whole.trace(whole.encode([given_again]))[0]
-    for name in ("answer_hidden", "edge_weight", "attention_entropy", "laplacian", "nodes", "states", "logprobs"):
+    for name in (
+        *("answer_hidden", "edge_weight", "edge_heads", "attention_entropy", "laplacian", "topology"),
+        *("nodes", "states", "logprobs"),
+    ):
         torch.testing.assert_close(record[name], other[name], **CLOSE)
 
 

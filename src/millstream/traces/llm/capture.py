@@ -23,6 +23,7 @@ from millstream.traces.llm.fields import (
     repeated,
     samples_of,
 )
+from millstream.traces.llm.topology import Tree, divergence, grown
 
 # B batch, L layers, H heads, R rows (queries) of a pass, K keys, T tokens, D hidden, P prompt with padding, N generated
 
@@ -86,6 +87,7 @@ class Capture:
         self._captured: set[int] = set()  # layers whose attention was captured
         self._received: dict[int, torch.Tensor] = {}
         self._diagonal: dict[int, torch.Tensor] = {}
+        self._trees: dict[int, Tree] = {}
         self._states: dict[int, torch.Tensor] = {}
 
     @contextmanager
@@ -191,6 +193,10 @@ class Capture:
             self._keep("self_attention", layer, rows.diagonal(current.start + current.first, 2, 3))
             self._keep("attention_entropy", layer, -(rows * rows.clamp_min(1e-30).log()).sum(-1))
             self._keep("prompt_attention", layer, rows[..., : current.last_prompt + 1].sum(-1))
+        start = max(current.last_prompt + 1 - current.start, 0)
+        if "topology" in names and start < weights_BHRK.shape[2]:
+            answer_BHRK, real_BR = weights_BHRK[:, :, start:], current.real_BR[:, start:]
+            self._trees[layer] = grown(self._trees.get(layer), answer_BHRK, real_BR, prompt=current.last_prompt + 1)
 
     def _take_edges(self, layer: int, weights_BHRK: torch.Tensor, current: Pass) -> None:
         """The earlier tokens each token attends to most (mean over heads), and the rest of the row."""
@@ -201,6 +207,12 @@ class Capture:
         found = source.to(torch.int32).where(weight > 0, -1)  # sliding windows also hide earlier tokens
         self._keep("edge_source", layer, found)
         self._keep("edge_rest", layer, 1 - weight.sum(-1))
+        if "edge_heads" in self.fields.names and current.reaches_answer:
+            heads = weights_BHRK.shape[1]
+            source_BHRE = source[:, None, current.first :].expand(-1, heads, -1, -1)
+            of_heads = weights_BHRK[:, :, current.first :].gather(3, source_BHRE)
+            is_edge_BRE = weight[:, current.first :] > 0
+            self._keep("edge_heads", layer, of_heads.transpose(1, 2) * is_edge_BRE[:, :, None])
 
     def _take_columns(self, layer: int, weights_BHRK: torch.Tensor, current: Pass) -> None:
         """Attention received by every token, and its self-attention, summed over the passes."""
@@ -221,6 +233,8 @@ class Capture:
             )
         if "laplacian" in self.fields.names:
             self._keep_spectrum(batch.mask_BT)
+        for layer, tree in self._trees.items():
+            self.kept["topology", layer] = [divergence(tree, batch.mask_BT[:, batch.prompt :].bool())]
         for layer, states in self._states.items():
             self._keep("states", layer, states)
         mask = batch.mask_BT.cpu()

@@ -28,15 +28,15 @@ TIERS = {
     "answer": ("answer_hidden",),
 }
 LAYERED = ("hidden", "answer_hidden", "attention")  # fields that can be limited to some layers
-_NAMES = (*LAYERED, "post_norm", "states", "nodes", "edges", "heads", "laplacian")
-_OF_ATTENTION = {"attention", "edges", "heads", "laplacian"}
+_NAMES = (*LAYERED, "post_norm", "states", "nodes", "edges", "edge_heads", "heads", "laplacian", "topology")
+_OF_ATTENTION = {"attention", "edges", "edge_heads", "heads", "laplacian", "topology"}
 _OF_PROMPT = {"hidden", "post_norm", "attention", "nodes", "edges", "laplacian"}
 MAX_ROWS = 64  # larger batches are no faster per row
 MIN_CHUNK = 16  # tokens of a forward pass, however small the budget
 Kept = dict[tuple[str, int], list[torch.Tensor]]  # (field, layer) -> chunks of rows
 _LARGE = ("hidden", "answer_hidden", "post_norm", "attention")  # copied once, from the chunks into the trace
 _OF_ANSWER = ("self_attention", "attention_entropy", "prompt_attention")  # [B, H, R]
-_WHOLE = ("states", "laplacian", "attention_logdet")  # without a token axis
+_WHOLE = ("states", "laplacian", "attention_logdet", "topology")  # without a token axis
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class Fields:
                 "edge_weight": Tensor(kept, ("layer", "token", "edge")),
                 "edge_rest": Tensor(kept, ("layer", "token")),
             },
+            "edge_heads": {"edge_heads": Tensor(kept, ("layer", "row", "head", "edge"))},
             "heads": {
                 "self_attention": Tensor(kept, ("layer", "head", "row")),
                 "attention_entropy": Tensor(kept, ("layer", "head", "row")),
@@ -119,6 +120,7 @@ class Fields:
                 "laplacian": Tensor(kept, ("layer", "head", "eigenvalue")),
                 "attention_logdet": Tensor("float32", ("layer", "head")),
             },
+            "topology": {"topology": Tensor("float32", ("layer", "head"))},
         }
         for name in self.names:
             found |= more[name]
@@ -136,10 +138,13 @@ class Fields:
             "states": (layers + 1) * len(self.positions) * size.hidden,
             "attention": len(self.layers_of("attention", size)) * heads * tokens * tokens,
             "edges": layers * tokens * (NUM_EDGES + 1),
+            "edge_heads": layers * rows * heads * NUM_EDGES,
             "heads": 3 * layers * heads * rows,
             "laplacian": layers * heads * NUM_EIGENVALUES,
+            "topology": 0,
         }
-        extra = {"edges": layers * tokens * NUM_EDGES * 2, "laplacian": layers * heads * 4}
+        small = 4 * layers * heads
+        extra = {"edges": layers * tokens * NUM_EDGES * 2, "laplacian": small, "topology": small}
         steps = 4 * tokens + answer * (12 + TOP_K * 8 + 8)
         return steps + sum(numbers[name] * item + extra.get(name, 0) for name in self.names)
 
@@ -169,6 +174,8 @@ def parse_fields(tier: str, fields: str | None, *, stored: str, thinking: bool =
             layers[match[1]] = _layers(match[2])
     if not names or len(set(names)) < len(names):
         raise BadSetting(f"fields={fields}: give each field once, as in hidden[8,16,24],edges")
+    if "edge_heads" in names and "edges" not in names:
+        raise BadSetting(f"fields={fields}: edge_heads is the attention along edges; add edges")
     return Fields(tuple(names), layers, stored, thinking)
 
 
@@ -288,7 +295,7 @@ def _pad_edges(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     if parts[0].ndim < 3:
         return parts
     nothing = 0.0 if parts[0].is_floating_point() else -1
-    return [nn.functional.pad(part, (0, NUM_EDGES - part.shape[2]), value=nothing) for part in parts]
+    return [nn.functional.pad(part, (0, NUM_EDGES - part.shape[-1]), value=nothing) for part in parts]
 
 
 def _cut(name: str, values: torch.Tensor, span: Span) -> torch.Tensor:
@@ -297,6 +304,8 @@ def _cut(name: str, values: torch.Tensor, span: Span) -> torch.Tensor:
         return values.contiguous()
     if name in _OF_ANSWER:
         return values[:, :, : span.end - span.answer + 1].contiguous()
+    if name == "edge_heads":
+        return values[:, : span.end - span.answer + 1].contiguous()
     rows = values[:, span.first : span.end]
     return _edge_positions(rows, span.first) if name == "edge_source" else rows.contiguous()
 
