@@ -25,7 +25,17 @@ from millstream.reads.kraken import Assignments
 from millstream.reads.mapping import Classes, classes_from_card
 from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, read_files, shared_names
 from millstream.reads.reads import Part
-from millstream.training.folder import CONFIG, WEIGHTS, card_kind, finished_jobs, job_folder, load, load_run, read_lines
+from millstream.training.folder import (
+    CONFIG,
+    WEIGHTS,
+    JobKey,
+    card_kind,
+    finished_jobs,
+    job_folder,
+    load,
+    load_run,
+    read_lines,
+)
 from millstream.training.remote_run import local_run
 from millstream.training.run import ScoringDevice
 from millstream.training.study import NetModel, Workplace
@@ -49,7 +59,7 @@ class TrainedClassifier:
 
     @property
     def weights(self) -> Path:
-        return job_folder(local_run(self.run), self.name, self.seed) / WEIGHTS
+        return job_folder(local_run(self.run), JobKey(self.name, self.seed)) / WEIGHTS
 
     @property
     def digest(self) -> str:
@@ -86,9 +96,9 @@ def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
         )
     settings, classes = read_settings(ReadSettings, found), classes_from_card(card)
     seeds: dict[str, int] = {}
-    for model, seed in sorted(finished_jobs(folder), key=lambda job: job[1]):
-        if (job_folder(folder, model, seed) / WEIGHTS).exists():
-            seeds.setdefault(model, seed)
+    for job in sorted(finished_jobs(folder), key=lambda job: job.seed):
+        if (job_folder(folder, job) / WEIGHTS).exists():
+            seeds.setdefault(job.model, job.seed)
     if not seeds:
         raise BadSource(
             f"{run}: no classifier is finished yet. Next: millstream train {quoted(run / CONFIG)} out={quoted(run)}"

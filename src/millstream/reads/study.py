@@ -23,7 +23,7 @@ from millstream.reads.kind import ReadSettings
 from millstream.reads.mapping import Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, open_reads, watch_index
 from millstream.reads.reads import Reads
-from millstream.training.study import Built, ModelSpec, NetModel
+from millstream.training.study import Built, Fold, ModelSpec, NetModel
 from millstream.training.task import count_labels, label_slices, labels_of
 
 VAL, TRAIN = "val", "train"
@@ -71,6 +71,7 @@ class Classification:
         self.mates = 2 if settings.paired else 1
         val = sample_reads(splits.scored[VAL], settings.val_reads, self.mates)
         self.scored: Mapping[str, Collection] = {**splits.scored, VAL: val}
+        self.folds = [Fold(self.train, self.scored)]
         self.card = self._card()
 
     def _card(self) -> Mapping[str, object]:
@@ -122,16 +123,15 @@ class Classification:
             lines.append(f"{name}: {splits.counts[name].sum():,} reads{unknown}")
         return "\n".join(lines)
 
-    def table(self, built: Built, split: str) -> pa.Table:
+    def table(self, built: Built, split: str, records: Collection) -> pa.Table:
         assert isinstance(built.model, NetModel)
-        collection, mates = self.scored[split], self.mates
-        outcome = built.model.outcome(collection)
-        records = collection.record_numbers(np.arange(0, len(collection), mates))
-        labels = labels_of(collection, mates)
+        outcome = built.model.outcome(records)
+        numbers = records.record_numbers(np.arange(0, len(records), self.mates))
+        labels = labels_of(records, self.mates)
         return pa.table(
             {
                 "part": pa.array(np.full(len(labels), split)),
-                "record": pa.array(records),
+                "record": pa.array(numbers),
                 "label": pa.array(labels.astype(np.int32)),
                 **{name: pa.array(values) for name, values in outcome.items()},
             }

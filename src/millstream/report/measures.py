@@ -123,6 +123,18 @@ def aurcs(labels: Labels, scores: Floats, counts_RN: Counts) -> Floats:
     return sums / total_RG[:, -1]
 
 
+def risks(labels: Labels, scores: Floats, counts_RN: Counts, coverage: float) -> Floats:
+    """The share of label 1 among this share of records with the lowest scores. Ties: the mean over all their orders."""
+    found_RG, total_RG = _tally(labels, scores, counts_RN)
+    wanted_R = coverage * total_RG[:, -1]
+    end_R = (total_RG < wanted_R[:, None]).sum(axis=1)
+    rows = np.arange(len(total_RG))
+    size_R = np.diff(total_RG, axis=1, prepend=0)[rows, end_R]
+    share_R = (wanted_R - (total_RG[rows, end_R] - size_R)) / np.maximum(size_R, 1)
+    in_group_R = np.diff(found_RG, axis=1, prepend=0)[rows, end_R]
+    return (found_RG[rows, end_R] - in_group_R * (1 - share_R)) / wanted_R
+
+
 def prr(labels: Labels, scores: Floats) -> float:
     """The prediction rejection ratio: 1 if all of label 1 are rejected first, 0 for a random order."""
     base = float(labels.mean())

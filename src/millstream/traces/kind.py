@@ -170,6 +170,10 @@ class TrainSettings(LoopSettings):
     positive: Annotated[str | None, "right or wrong, what 1 means in a label column of your own"] = None
     train: Annotated[Share, "fraction of questions in the train split"] = 0.7
     val: Annotated[Share, "fraction of questions in the val split; the rest is the test split"] = 0.15
+    folds: Annotated[Count | None, "cross-validation: every record is in the test split of one of so many folds"] = None
+    curve: Annotated[
+        str | None, "learning curve: also train with so many labelled questions, such as 100,300,1000,3000"
+    ] = None
     by: Annotated[str, "field to group records by; a group is never split"] = "question_id"
     salt: Annotated[str, "any text; a different salt gives a different split"] = ""
     seeds: int = 3
@@ -192,8 +196,21 @@ class TrainSettings(LoopSettings):
             raise BadSetting("data= is missing: the trace store to train on, as in data=traces")
         if self.train + self.val >= 1:
             raise BadSetting(f"train={self.train} val={self.val}: their sum must be below 1 to leave a test split")
+        if self.folds == 1:
+            raise BadSetting("folds=1: must be at least 2")
+        self.curve_points()
         check_positive(self.positive)
         super().check()
+
+    def curve_points(self) -> list[int]:
+        """The numbers of labelled questions of the learning curve, smallest first."""
+        try:
+            points = sorted({int(point) for point in (self.curve or "").split(",") if point.strip()})
+        except ValueError:
+            points = [0]
+        if points and points[0] < 1:
+            raise BadSetting(f"curve={self.curve}: must be numbers of questions, as in curve=100,300,1000")
+        return points
 
 
 @dataclass(frozen=True)

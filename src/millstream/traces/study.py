@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -14,6 +14,7 @@ import yaml
 from numpy.typing import NDArray
 
 from millstream.core.arguments import checked
+from millstream.core.batches import codes_of
 from millstream.core.collection import Collection
 from millstream.core.config import parse_bytes, read_settings, without_effect
 from millstream.core.console import quoted, say
@@ -36,6 +37,7 @@ from millstream.training.folder import (
     SCORES,
     SPLIT,
     WEIGHTS,
+    JobKey,
     Log,
     card_kind,
     damaged_file,
@@ -49,7 +51,7 @@ from millstream.training.folder import (
 )
 from millstream.training.remote_run import local_run, writing_run
 from millstream.training.run import make_fabric, write_predictions
-from millstream.training.study import Built, ModelSpec, Workplace
+from millstream.training.study import Built, Fold, ModelSpec, Workplace
 from millstream.training.task import FitResources
 
 SEEN = "seen.parquet"  # in a run folder: the questions of the splits that models were fitted to
@@ -57,23 +59,79 @@ FITTED = ("train", "val")
 
 
 def split_of(collection: Collection, settings: TrainSettings) -> Split:
-    """Train, val and test splits, by question unless set otherwise. Each must have right and wrong answers."""
+    """Train, val and test splits, or with `folds` the test splits of all folds; by question unless set otherwise.
+
+    Each must have right and wrong answers.
+    """
     if settings.by not in collection.field_names:
         found = ", ".join(collection.field_names)
         raise BadSplit(
             f"{settings.data}: no field {settings.by!r} to split by; choose another: by=NAME, one of {found}"
         )
     shares = {"train": settings.train, "val": settings.val, "test": 1 - settings.train - settings.val}
+    if settings.folds is not None:
+        shares = {f"fold {number}": 1 / settings.folds for number in range(1, settings.folds + 1)}
     parts = split(collection, shares, by=settings.by, salt=settings.salt)
     for name in shares:
-        labels = np.asarray(parts[name].column(LABEL).to_numpy(), np.float64)
-        if len(np.unique(labels)) < 2:
-            found = dict(Counter[object](labels.tolist()))
-            raise BadSplit(
-                f"{settings.data}: the {name} split has {len(labels)} records with the labels {found}; "
-                "a detector needs 0 (right) and 1 (wrong) in each split: label or extract more, or choose another salt="
-            )
+        _check_both(parts[name], name, settings)
     return parts
+
+
+def _check_both(part: Collection, name: str, settings: TrainSettings) -> None:
+    labels = _labels(part)
+    if len(np.unique(labels)) < 2:
+        found = dict(Counter[object](labels.tolist()))
+        raise BadSplit(
+            f"{settings.data}: the {name} split has {len(labels)} records with the labels {found}; "
+            "a detector needs 0 (right) and 1 (wrong) in each split: label or extract more, or choose another salt="
+        )
+
+
+def folds_of(parts: Split, settings: TrainSettings) -> list[Fold]:
+    """What models train on: the train split, or that of each fold; and before it, those of a learning curve.
+
+    The validation split of a fold is drawn from the records outside its test split.
+    """
+    if settings.folds is None:
+        wholes = [Fold(parts["train"], {name: parts[name] for name in ("val", "test")})]
+    else:
+        wholes = [_cross_fold(*parted, number, settings) for number, parted in enumerate(parts.pairs(), start=1)]
+    return [one for whole in wholes for one in (*_curve(whole, settings), whole)]
+
+
+def _cross_fold(rest: Collection, test: Collection, number: int, settings: TrainSettings) -> Fold:
+    share = settings.val / (settings.train + settings.val)
+    inner = split(rest, {"train": 1 - share, "val": share}, by=settings.by, salt=f"{settings.salt} fold {number}")
+    for name in ("train", "val"):
+        _check_both(inner[name], f"{name} (fold {number})", settings)
+    return Fold(inner["train"], {"val": inner["val"], "test": test}, number)
+
+
+def _curve(whole: Fold, settings: TrainSettings) -> Iterator[Fold]:
+    """The same fold with fewer labelled questions, in train and val alike; those of fewer are among those of more."""
+    train, val = (_question_ranks(part, settings) for part in (whole.train, whole.scored["val"]))
+    total = len(np.unique(train)) + len(np.unique(val))
+    for labels in settings.curve_points():
+        if labels >= total:
+            continue
+        share = labels / total
+        some = [
+            part.subset(np.flatnonzero(ranks < round(share * len(np.unique(ranks)))))
+            for part, ranks in ((whole.train, train), (whole.scored["val"], val))
+        ]
+        if all(len(np.unique(_labels(part))) == 2 for part in some):
+            yield Fold(some[0], {"val": some[1], "test": whole.scored["test"]}, whole.number, labels)
+
+
+def _question_ranks(part: Collection, settings: TrainSettings) -> NDArray[np.int64]:
+    """The place of each record's question in a random order of the questions."""
+    codes, values = codes_of(part.column(settings.by))
+    keys = [blake2b(f"{settings.salt}/{value}".encode(), digest_size=8).digest() for value in values]
+    return np.argsort(np.argsort(np.frombuffer(b"".join(keys), "<u8")))[codes]
+
+
+def _labels(part: Collection) -> NDArray[np.float64]:
+    return np.asarray(part.column(LABEL).to_numpy(), np.float64)
 
 
 def data_card(path: str, collection: Collection, parts: Mapping[str, Collection], how: str) -> dict[str, object]:
@@ -129,37 +187,33 @@ class Detection:
         self.settings, self.source = settings, settings.data
         self.collection = open_labelled(settings.data, settings.label, settings.positive)
         self.parts: Split = split_of(self.collection, settings)
+        self.folds = folds_of(self.parts, settings)
         specs = detector_specs(settings, fields_of(self.collection))
         self.specs: Sequence[ModelSpec] = specs
         self.libraries: Sequence[str] = sorted({spec.library for spec in specs if spec.library})
         self.card = self._card()
 
-    @property
-    def train(self) -> Collection:
-        return self.parts["train"]
-
-    @property
-    def scored(self) -> Mapping[str, Collection]:
-        return {name: self.parts[name] for name in ("val", "test")}
-
     def _card(self) -> Mapping[str, object]:
         rule = self.parts.rule
         parts = {name: self.parts[name] for name in rule.shares}
         card = data_card(self.source, self.collection, parts, f"by a hash of {rule.by}, salt {rule.salt!r}")
-        seen = _seen_in(parts["test"], questions_of({name: parts[name] for name in FITTED}))
-        return {**card, "seen": _seen_card(seen, left_out=False)}
+        seen = np.concatenate([_seen_in(one.scored["test"], _fitted(one)) for one in self.folds if not one.labels])
+        questions = [len(set(_fitted(one).column("question_id").to_pylist())) for one in self.folds if not one.labels]
+        labelled = round(sum(questions) / len(questions))  # of each model
+        return {**card, "labelled": labelled, "seen": _seen_card(seen, left_out=False)}
 
     def keep(self, run: Path) -> None:
         self.parts.save(run / SPLIT)
-        publish_table(run / SEEN, questions_of({name: self.parts[name] for name in FITTED}))
+        tables = [_fitted(one) for one in self.folds if not one.labels]
+        publish_table(run / SEEN, pa.concat_tables(tables))
 
     def summary(self) -> str:
         used = f"{self.source}: {len(self.collection)} of {self.card['records']} records are right or wrong"
         unused = without_effect(self.settings, used_by(), [spec.name for spec in self.specs])
         return "\n".join([used, *unused, str(self.parts.report(LABEL))])
 
-    def table(self, built: Built, part: str) -> pa.Table:
-        return scores_table(part, self.parts[part], scores_of(built.model, self.parts[part]))
+    def table(self, built: Built, part: str, records: Collection) -> pa.Table:
+        return scores_table(part, records, scores_of(built.model, records))
 
 
 def scores_table(name: str, part: Collection, found: Scored) -> pa.Table:
@@ -191,6 +245,11 @@ def scores_table(name: str, part: Collection, found: Scored) -> pa.Table:
     labels = as_lists(as_token_labels(one) for one in labels)
     table = table.append_column(TOKEN_LABELS, pa.array(labels, pa.list_(pa.int8())))
     return table.append_column(TOKEN_SCORES, pa.array(found.tokens or none, pa.list_(pa.float32())))
+
+
+def _fitted(fold: Fold) -> pa.Table:
+    """The questions that models of a fold are fitted to."""
+    return questions_of({"train": fold.train, "val": fold.scored["val"]})
 
 
 def questions_of(parts: Mapping[str, Collection]) -> pa.Table:
@@ -291,26 +350,28 @@ def _evaluate(path: Path, out: Path, given: EvaluateSettings) -> None:
     publish(out / CONFIG, yaml.safe_dump({**asdict(trained), "evaluates": str(path)}, sort_keys=False).encode())
     (out / METRICS).unlink(missing_ok=True)
     log = Log(out)
-    fits = {(line.get("model"), line.get("seed")): line for line in read_lines(path) if line["kind"] == "fit"}
+    fits = {JobKey.of_line(line): line for line in read_lines(path) if line["kind"] == "fit"}
     fabric = make_fabric(replace(trained, devices=1))
-    for name, seed in jobs:
-        folder = job_folder(path, name, seed)
-        resources = FitResources(seed, parse_bytes(given.memory) // 2)
+    for job in jobs:
+        name, folder, records = job.model, job_folder(path, job), collection
+        if job.fold and given.data is None:
+            records = split_of(collection, trained)[f"fold {job.fold}"]
+        resources = FitResources(job.seed, parse_bytes(given.memory) // 2)
         spec = DetectorSpec(name, fields_of(collection))
         built = spec.build(resources=resources, place=Workplace(trained, fabric, str(given.data or trained.data)))
         tensors, _ = load(folder / WEIGHTS)
         built.model.arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
         begun = time.perf_counter()
-        scores = scores_of(built.model, collection)
-        fit = {key: value for key, value in fits.get((name, seed), {}).items() if key not in ("kind", "time_s")}
-        log.write("fit", **{**fit, "score_s": time.perf_counter() - begun, "num_scored": len(collection)})
-        scored = read_scores(path, name, seed)
+        scores = scores_of(built.model, records)
+        fit = {key: value for key, value in fits.get(job, {}).items() if key not in ("kind", "time_s")}
+        log.write("fit", **{**fit, "score_s": time.perf_counter() - begun, "num_scored": len(records)})
+        scored = read_scores(path, job)
         validation = scored.filter(pa.array([part == "val" for part in scored.column("part").to_pylist()]))
-        target = job_folder(out, name, seed)
+        target = job_folder(out, job)
         target.mkdir(parents=True, exist_ok=True)
-        tables = [validation, scores_table("test", collection, scores)]
+        tables = [validation, scores_table("test", records, scores)]
         publish_table(target / SCORES, pa.concat_tables(tables, promote_options="default"))
-        say(f"{name} seed {seed}: {len(collection)} records scored")
+        say(f"{job}: {len(records)} records scored")
     write_predictions(out)
 
 
@@ -336,7 +397,7 @@ def _records(
     if data is None:
         store = trained.data if to_path(trained.data).exists() else str(before["store"])
         whole = open_labelled(store, trained.label, trained.positive)
-        test: Collection = Split.load(run / SPLIT, whole)["test"]
+        test: Collection = whole if trained.folds else Split.load(run / SPLIT, whole)["test"]
         how, seen = str(before["split"]), before.get("seen")
     else:
         store, whole = data, open_labelled(data, trained.label, trained.positive)
@@ -380,21 +441,21 @@ def _unseen(run: Path, collection: Collection, given: EvaluateSettings) -> tuple
     return collection.subset(unseen), counted
 
 
-def _jobs(run: Path, names: str | None) -> list[tuple[str, int]]:
-    """Name and seed of the trained models of a run, or of those named.
+def _jobs(run: Path, names: str | None) -> list[JobKey]:
+    """The trained models of a run, or those named; of a learning curve, those of all labels.
 
     A run folder names no code: a detector of one's own is imported only if it is among `names`.
     """
-    finished = finished_jobs(run)
+    finished = [job for job in finished_jobs(run) if not job.labels]
     wanted = None if names is None else {name.strip() for name in names.split(",") if name.strip()}
-    unknown = sorted((wanted or set[str]()) - {name for name, _ in finished})
+    unknown = sorted((wanted or set[str]()) - {job.model for job in finished})
     if unknown:
-        found = ", ".join(dict.fromkeys(name for name, _ in finished)) or "none"
+        found = ", ".join(dict.fromkeys(job.model for job in finished)) or "none"
         raise BadSource(f"{run}: contains no trained detector {', '.join(unknown)}; trained are: {found}")
     if wanted is not None:
-        return [(name, seed) for name, seed in finished if name in wanted]
-    ours = [(name, seed) for name, seed in finished if is_ours(name)]
-    others = ",".join(dict.fromkeys(name for name, _ in finished if not is_ours(name)))
+        return [job for job in finished if job.model in wanted]
+    ours = [job for job in finished if is_ours(job.model)]
+    others = ",".join(dict.fromkeys(job.model for job in finished if not is_ours(job.model)))
     if not ours:
         remedy = f". Name those of your own to import them: model={others}" if others else ""
         raise BadSource(f"{run}: contains no trained detector of millstream{remedy}")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from millstream.core.config import parse_json, parse_yaml
 from millstream.core.console import quoted
@@ -103,24 +103,63 @@ def requested_models(config: Mapping[str, object]) -> list[str]:
     return [name.strip() for name in str(config.get("model") or "").split(",") if name.strip()]
 
 
-def job_folder(run: Path, name: str, seed: int) -> Path:
-    """The folder for checkpoints and scores of one model and seed."""
-    return run / CHECKPOINTS / f"{name}-{seed}"
+class JobKey(NamedTuple):
+    """One training of a model: its seed, its fold of a cross-validation, and how many questions are labelled."""
+
+    model: str
+    seed: int
+    fold: int = 0  # from 1; 0 without cross-validation
+    labels: int = 0  # of a learning curve; 0: all
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, such as lstm-0, or lstm-0.fold2."""
+        return "".join([f"{self.model}-{self.seed}", *(f".{name}{number}" for name, number in self._more.items())])
+
+    @property
+    def about(self) -> dict[str, str | int]:
+        """Its entries in a line of the log."""
+        return {"model": self.model, "seed": self.seed, **self._more}
+
+    @property
+    def _more(self) -> dict[str, int]:
+        return {name: number for name, number in (("fold", self.fold), ("labels", self.labels)) if number}
+
+    def __str__(self) -> str:
+        return ", ".join(
+            [f"{self.model} seed {self.seed}", *(f"{name} {number}" for name, number in self._more.items())]
+        )
+
+    @classmethod
+    def parse(cls, name: str) -> JobKey | None:
+        """The job of a folder; None if the folder has another name."""
+        found = re.fullmatch(r"(.+)-([0-9]{1,18})(?:\.fold([0-9]{1,9}))?(?:\.labels([0-9]{1,9}))?", name)
+        return found and cls(found[1], *(int(number or 0) for number in found.groups()[1:]))
+
+    @classmethod
+    def of_line(cls, line: Line) -> JobKey:
+        """The job that wrote a line of the log."""
+        return cls(str(line["model"]), _int(line["seed"]), _int(line.get("fold", 0)), _int(line.get("labels", 0)))
 
 
-def finished_jobs(run: Path) -> list[tuple[str, int]]:
-    """The models, with their seeds, whose scores are complete."""
-    parts = [file.parent.name.rpartition("-") for file in sorted((run / CHECKPOINTS).glob(f"*/{SCORES}"))]
-    return [(name, int(seed)) for name, _, seed in parts if re.fullmatch("[0-9]{1,18}", seed)]
+def job_folder(run: Path, job: JobKey) -> Path:
+    """The folder for checkpoints and scores of one training."""
+    return run / CHECKPOINTS / job.name
 
 
-def read_scores(run: Path, name: str, seed: int) -> pa.Table:
+def finished_jobs(run: Path) -> list[JobKey]:
+    """The jobs whose scores are complete."""
+    found = [JobKey.parse(file.parent.name) for file in sorted((run / CHECKPOINTS).glob(f"*/{SCORES}"))]
+    return [job for job in found if job is not None]
+
+
+def read_scores(run: Path, job: JobKey) -> pa.Table:
     """The scores of a finished model."""
     import pyarrow as pa
 
     from millstream.core.tables import read_table
 
-    file = job_folder(run, name, seed) / SCORES
+    file = job_folder(run, job) / SCORES
     try:
         if file.is_dir():  # which would be read as a table of many files
             raise IsADirectoryError("a folder")
@@ -345,8 +384,8 @@ class Fit:
 class Metrics:
     """The lines of a run; of lines written twice, the last."""
 
-    fits: dict[tuple[str, int], Fit] = field(default_factory=dict[tuple[str, int], Fit])
-    epochs: dict[tuple[str, int, int], Line] = field(default_factory=dict[tuple[str, int, int], Line])
+    fits: dict[JobKey, Fit] = field(default_factory=dict[JobKey, Fit])
+    epochs: dict[tuple[JobKey, int], Line] = field(default_factory=dict[tuple[JobKey, int], Line])
     memory: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     budget: int | None = None
     missing: dict[str, str] = field(default_factory=dict[str, str])
@@ -359,9 +398,9 @@ class Metrics:
         """Add a line; raises one of DAMAGED_LINE if it is damaged."""
         kind = line.get("kind")
         if kind == "epoch":
-            self.epochs[str(line["model"]), _int(line["seed"]), _int(line["epoch"])] = line
+            self.epochs[JobKey.of_line(line), _int(line["epoch"])] = line
         elif kind == "fit":
-            self.fits[str(line["model"]), _int(line["seed"])] = _fit(line)
+            self.fits[JobKey.of_line(line)] = _fit(line)
             self.missing.pop(str(line["model"]), None)
         elif kind == "memory":
             self.memory.append((_float(line["time_s"]), _int(line["bytes"])))

@@ -22,7 +22,7 @@ from millstream.core.order import mix
 from millstream.core.split import LABEL
 from millstream.errors import NotFinite
 from millstream.training import LoopSettings
-from millstream.training.folder import BEST, LATEST, Log, damaged_checkpoint, load, save
+from millstream.training.folder import BEST, LATEST, JobKey, Log, damaged_checkpoint, load, save
 from millstream.training.task import Net, Outcome, Task, fitting_batch, labels_of
 
 SCORED_AT_ONCE = 64
@@ -49,8 +49,7 @@ class Position:
 class Job:
     """One model to train, with one seed."""
 
-    name: str
-    seed: int
+    key: JobKey
     folder: Path
     settings: LoopSettings
     task: Task
@@ -116,13 +115,13 @@ class Training:
             train,
             batch_size=part,
             features=[*job.features, fields(LABEL)],
-            seed=job.seed,
+            seed=job.key.seed,
             memory=job.memory,
             threads=given.threads,
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
             pin_memory=self.fabric.device.type == "cuda",
-            notify=say if job.seed == given.seed else ignore_message,
+            notify=say if job.key.seed == given.seed and job.key.fold <= 1 else ignore_message,
         )
         if (job.folder / LATEST).exists():
             self._resume(loader)
@@ -162,7 +161,7 @@ class Training:
         Every record has the same weight: a short last batch has a proportionally smaller gradient.
         """
         job, step = self.job, self.at.step
-        seed_all(mix(job.seed, step, self.fabric.global_rank))  # so that checkpoints need no random state
+        seed_all(mix(job.key.seed, step, self.fabric.global_rank))  # so that checkpoints need no random state
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * learning_share(step, total, job.settings.warmup)
         own = job.settings.batch_size // self.fabric.world_size
@@ -211,8 +210,7 @@ class Training:
         if self.fabric.global_rank == 0:
             self.log.write(
                 "epoch",
-                model=job.name,
-                seed=job.seed,
+                **job.key.about,
                 epoch=at.epoch,
                 step=at.step,
                 **means,
@@ -232,7 +230,7 @@ class Training:
         job, at = self.job, self.at
         numbers = ", ".join(map(str, records.cpu().numpy()))
         return (
-            f"{job.name} seed {job.seed}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of "
+            f"{job.key}: the loss is {value} at epoch {at.epoch + 1}, step {at.step}, in the batch of "
             f"the records {numbers} of {job.source}. Their inputs are finite; try a smaller lr={self.lr / 10:g}"
         )
 

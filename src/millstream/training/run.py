@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +39,7 @@ from millstream.training.folder import (
     PREDICTIONS,
     SCORES,
     WEIGHTS,
+    JobKey,
     Log,
     environment,
     finished_jobs,
@@ -47,7 +49,7 @@ from millstream.training.folder import (
     save,
 )
 from millstream.training.remote_run import RemoteRun, writing_run
-from millstream.training.study import Interrupted, ModelSpec, Study, StudyPlug, Workplace
+from millstream.training.study import Fold, Interrupted, ModelSpec, Study, StudyPlug, Workplace
 from millstream.training.task import FitResources
 
 
@@ -147,11 +149,13 @@ class ScoringDevice:
 def write_predictions(run: Path) -> None:
     """predictions.parquet: every score of every finished model, enough to recompute every measure."""
     tables: list[pa.Table] = []
-    for model, seed in finished_jobs(run):
-        table = read_scores(run, model, seed)
-        size = table.num_rows
-        table = table.append_column("model", pa.array([model] * size))
-        tables.append(table.append_column("seed", pa.array(np.full(size, seed, np.int32))))
+    jobs = finished_jobs(run)
+    for job in jobs:
+        table = read_scores(run, job)
+        table = table.append_column("model", pa.array([job.model] * table.num_rows))
+        for name in ("seed", *(("fold", "labels") if any(job.fold or job.labels for job in jobs) else ())):
+            table = table.append_column(name, pa.array(np.full(table.num_rows, getattr(job, name), np.int32)))
+        tables.append(table)
     try:
         publish_table(run / PREDICTIONS, pa.concat_tables(tables))
     except pa.ArrowException as error:
@@ -242,15 +246,16 @@ class _Training:
         """Train a model with every seed. Returns whether the data has what it needs."""
         if spec.by_gradients and self.fabric.world_size > 1:
             stop = partial(self._any, stop)
-        for seed in range(self.settings.seed, self.settings.seed + (self.settings.seeds if spec.by_gradients else 1)):
-            folder = job_folder(self.path, spec.name, seed)
-            if (folder / SCORES).exists():
+        seeds = range(self.settings.seed, self.settings.seed + (self.settings.seeds if spec.by_gradients else 1))
+        for fold, seed in product(self.study.folds, seeds):
+            key = JobKey(spec.name, seed, fold.number, fold.labels)
+            if (job_folder(self.path, key) / SCORES).exists():
                 self._is_stale = True
                 continue
             if stop():
                 raise Interrupted
             try:
-                self._train_one(spec, seed, folder, log, stop)
+                self._train_one(spec, key, fold, log, stop)
             except MissingFields as error:
                 if self.is_first:
                     log.write("missing", model=spec.name, why=str(error))
@@ -265,33 +270,32 @@ class _Training:
         wanted = torch.tensor(float(stop()), device=self.fabric.device)
         return bool(self.fabric.all_reduce(wanted, reduce_op="sum") > 0)
 
-    def _train_one(self, spec: ModelSpec, seed: int, folder: Path, log: Log, stop: Callable[[], bool]) -> None:
-        """One model with one seed: fit it, score the splits, save its weights and scores."""
-        study = self.study
+    def _train_one(self, spec: ModelSpec, key: JobKey, fold: Fold, log: Log, stop: Callable[[], bool]) -> None:
+        """One model with one seed on one fold: fit it, score the splits, save its weights and scores."""
+        study, folder = self.study, job_folder(self.path, key)
         share = self.memory * 3 // 8  # the rest is for the model itself and the malloc heap
-        resources = FitResources(seed, share, threads=self.settings.threads)
+        resources = FitResources(key.seed, share, threads=self.settings.threads)
         place = Workplace(self.settings, self.fabric, study.source, log, self.allowance, stop)
         built = spec.build(resources=resources, place=place, folder=folder)
         model = built.model
         started = time.perf_counter()
-        model.fit(built.train or study.train, study.scored["val"])
+        model.fit(built.train or fold.train, fold.scored["val"])
         fitted = time.perf_counter()
-        tables = [study.table(built, split) for split in study.scored]
+        tables = [study.table(built, split, records) for split, records in fold.scored.items()]
         scored = time.perf_counter()
         if not self.is_first:
             return
-        _save_arrays(folder / WEIGHTS, getattr(model, "arrays", {}), {"model": spec.name, "seed": seed})
+        _save_arrays(folder / WEIGHTS, getattr(model, "arrays", {}), key.about)
         log.write(
             "fit",
-            model=spec.name,
-            seed=seed,
+            **key.about,
             family=built.kind,
             title=built.title,
             parameters=getattr(model, "parameters", None),
             fit_s=fitted - started,
             score_s=scored - fitted,
-            num_scored=sum(map(len, study.scored.values())),
-            trace_bytes=_mean_bytes(study.scored["val"], model.fields),
+            num_scored=sum(map(len, fold.scored.values())),
+            trace_bytes=_mean_bytes(fold.scored["val"], model.fields),
             extra_forwards=built.extra_forwards,
             extra_tokens=getattr(model, "extra_tokens", 0.0),
             probabilities=bool(getattr(model, "probabilities", False)),
@@ -299,7 +303,7 @@ class _Training:
         )
         publish_table(folder / SCORES, pa.concat_tables(tables))
         write_predictions(self.path)
-        say(f"{spec.name} seed {seed}: done in {format_seconds(scored - started)}")
+        say(f"{key}: done in {format_seconds(scored - started)}")
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:

@@ -20,7 +20,7 @@ from millstream.core.memory import Allowance
 from millstream.core.split import LABEL
 from millstream.errors import BadSource, NotFinite
 from millstream.training import LoopSettings
-from millstream.training.folder import CHECKPOINTS, Log
+from millstream.training.folder import CHECKPOINTS, JobKey, Log
 from millstream.training.loop import LATEST, SCORED_AT_ONCE, Clock, Job, Training, predict, seed_all
 from millstream.training.task import Arrays, FitResources, Model, Net, Outcome, Task, count_parameters, fitting_batch
 
@@ -74,16 +74,17 @@ class NetModel:
     def fit(self, train: Collection, val: Collection) -> None:
         log, settings = self.place.log, self.place.settings
         assert self.folder is not None and log is not None
+        key = JobKey.parse(self.folder.name)
+        assert key is not None
         seed_all(self.resources.seed)
         net = self.build(train)
         self.parameters = count_parameters(net)
         gc.collect()  # frames of imports and compilers keep a Loader, and with it decoded blocks
         if net.needs_preparation and not (self.folder / LATEST).exists():
-            self.prepare(net, train)
+            self.prepare(net, train, key)
             gc.collect()
         job = Job(
-            self.name,
-            self.resources.seed,
+            key,
             self.folder,
             settings,
             self.task,
@@ -94,7 +95,7 @@ class NetModel:
             at_once=self.at_once,
         )
         num_records = min(len(train) * settings.epochs, net.most_records)
-        with self._shown(f"{self.name} seed {self.resources.seed}", num_records) as shown:
+        with self._shown(str(key), num_records) as shown:
             training = Training(job, self.fabric, net, log=log, progress=shown, stop=self.place.stop)
             if not training.run(train, val):
                 raise Interrupted
@@ -143,7 +144,7 @@ class NetModel:
         self.at_once = max(1, min(net.at_most, int(PASS_BYTES / max(row_bytes, 1))))
         return net
 
-    def prepare(self, net: Net, train: Collection) -> None:
+    def prepare(self, net: Net, train: Collection, key: JobKey) -> None:
         """One pass of the net over the training split."""
         clock = Clock()
         with self._shown(f"{self.name}: preparing", len(train)) as shown:
@@ -151,8 +152,7 @@ class NetModel:
         if self.place.log is not None and self.fabric.global_rank == 0:
             self.place.log.write(
                 "look",
-                model=self.name,
-                seed=self.resources.seed,
+                **key.about,
                 records_per_s=len(train) / max(clock.seconds, 1e-9),
                 waiting=clock.share,
             )
@@ -241,6 +241,19 @@ class ModelSpec(Protocol):
     def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built: ...
 
 
+@dataclass(frozen=True)
+class Fold:
+    """The records that models train on, and the splits that they score; `val` is the one they choose on.
+
+    The only one of its study, or one of a cross-validation or of the points of a learning curve: see `JobKey`.
+    """
+
+    train: Collection
+    scored: Mapping[str, Collection]
+    number: int = 0
+    labels: int = 0
+
+
 class Study(Protocol):
     """The settings, the data and the models of a run."""
 
@@ -252,12 +265,7 @@ class Study(Protocol):
         ...
 
     @property
-    def train(self) -> Collection: ...
-    @property
-    def scored(self) -> Mapping[str, Collection]:
-        """The splits that finished models score, `val` among them."""
-        ...
-
+    def folds(self) -> Sequence[Fold]: ...
     @property
     def specs(self) -> Sequence[ModelSpec]: ...
     @property
@@ -283,7 +291,7 @@ class Study(Protocol):
         """The data in a few lines, printed before training."""
         ...
 
-    def table(self, built: Built, split: str, /) -> pa.Table:
+    def table(self, built: Built, split: str, records: Collection, /) -> pa.Table:
         """The predictions of a model for a split: rows of predictions.parquet, without the model and its seed."""
         ...
 

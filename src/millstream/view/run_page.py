@@ -23,6 +23,7 @@ from millstream.training.folder import (
     PREDICTIONS,
     SCORES,
     Fit,
+    JobKey,
     Metrics,
     Tail,
     kind_of,
@@ -37,8 +38,7 @@ _FIT = ("family", "title", "parameters", "fit_s", "score_s", "num_scored")
 MOST_POINTS = 400  # per chart: more would not be visible
 QUIET_S = 10.0  # training writes a line every second
 _NAMED = 6  # models listed in a sentence
-_NOT_MEASURED = frozenset(("kind", "time_s", "model", "seed", "epoch"))
-Job = tuple[str, int]  # a model and its seed
+_NOT_MEASURED = frozenset(("kind", "time_s", "model", "seed", "fold", "labels", "epoch"))
 Line = Mapping[str, Any]
 
 
@@ -187,8 +187,8 @@ class RunLog:
         self.metrics = Metrics()  # without memory, of which only the peaks are kept
         self.memory = Peaks()
         self.budget: int | None = None
-        self.curves: dict[Job, Curve] = {}
-        self.at_work: Job | None = None  # the last job that logged something and is not finished
+        self.curves: dict[JobKey, Curve] = {}
+        self.at_work: JobKey | None = None  # the last job that logged something and is not finished
 
     def _take(self, line: Line) -> None:
         kind = line["kind"]
@@ -199,7 +199,7 @@ class RunLog:
             return
         self.metrics.take(line)
         if kind in ("look", "epoch", "fit"):
-            job = str(line["model"]), int(line["seed"])
+            job = JobKey.of_line(line)
             self.at_work = None if kind == "fit" else job
             if kind == "epoch":
                 self.curves.setdefault(job, Curve()).add(line, at=self.num_lines)
@@ -255,15 +255,15 @@ class RunState:
                 return None
             names = expanded
         first, seeds = _integer(config.get("seed"), 0), _integer(config.get("seeds"), 1)
+        folds = range(1, 1 + folds) if (folds := _integer(config.get("folds"), 0)) else range(1)
         left: list[str] = []
         for name in dict.fromkeys(names):
             if name in log.metrics.missing:
                 continue
             fits = log.metrics.fits
-            is_fitted, is_net = (any(model == name for model, _ in jobs) for jobs in (fits, log.curves))
-            if is_fitted and not is_net:  # a baseline is fitted only once
-                continue
-            undone = [seed for seed in range(first, first + seeds) if (name, seed) not in fits]
+            is_fitted, is_net = (any(job.model == name for job in jobs) for jobs in (fits, log.curves))
+            of_seeds = range(first, first + (1 if is_fitted and not is_net else seeds))  # a baseline is fitted once
+            undone = [seed for seed in of_seeds if any(JobKey(name, seed, fold) not in fits for fold in folds)]
             if undone:
                 left.append(name if len(undone) == seeds else f"{name} (seed {', '.join(map(str, undone))})")
         return left
@@ -288,11 +288,10 @@ class RunState:
             newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
             if newest is None:
                 return None
-            name, _, seed = newest.name.rpartition("-")
-            if not seed.isdigit() or (name, int(seed)) in log.metrics.fits:
+            job = JobKey.parse(newest.name)
+            if job is None or job in log.metrics.fits:
                 return None
-            job = name, int(seed)
-        return {"model": job[0], "seed": job[1], "epoch": epoch}
+        return {**job.about, "epoch": epoch}
 
 
 @dataclass
@@ -363,12 +362,11 @@ def _modified(path: Path) -> int | None:
         return None
 
 
-def _curve(job: Job, log: RunLog) -> dict[str, object]:
+def _curve(job: JobKey, log: RunLog) -> dict[str, object]:
     curve = log.curves[job]
     best = curve.best()
     return {
-        "model": job[0],
-        "seed": job[1],
+        **job.about,
         "columns": curve.columns(),
         "num_epochs": len(curve.epochs),
         "best_epoch": None if best is None else best[0],
@@ -377,8 +375,8 @@ def _curve(job: Job, log: RunLog) -> dict[str, object]:
     }
 
 
-def _fit(job: Job, fit: Fit) -> dict[str, object]:
-    return {"model": job[0], "seed": job[1], **{name: getattr(fit, name) for name in _FIT}}
+def _fit(job: JobKey, fit: Fit) -> dict[str, object]:
+    return {**job.about, **{name: getattr(fit, name) for name in _FIT}}
 
 
 def _ago(age: float) -> str:

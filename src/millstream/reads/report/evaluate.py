@@ -22,7 +22,7 @@ from millstream.reads.report.results import (
 from millstream.report import damaged, read_files, unfinished
 from millstream.report.measures import about_seeds, compare, deviation, mean, verdict
 from millstream.report.tables import branch, shown
-from millstream.training.folder import DATA, PREDICTIONS, Metrics, requested_models
+from millstream.training.folder import DATA, PREDICTIONS, JobKey, Metrics, requested_models
 
 MAX_NAMES = 5  # in a sentence
 UNEVEN = 2  # classes are imbalanced if one has this many times the reads of another
@@ -40,7 +40,7 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> ReadResults:
     fits, missing = files.metrics.fits, files.metrics.missing
     classes, ranks = _classes(files.path / DATA, files.data)
     file = PredictionsFile(files.path / PREDICTIONS, num_classes=len(classes), ranks=list(ranks))
-    finished = [key for key in file.keys if key in fits]
+    finished = [key for key in file.keys if JobKey(*key) in fits]
     if not finished or VAL not in file.splits:
         raise unfinished(files.path, what="classifier")
     splits = [*(split for split in file.splits if split != VAL), VAL]
@@ -112,7 +112,7 @@ def _unfinished(config: Mapping[str, object], finished: Sequence[Key]) -> dict[s
 
 
 def _model(name: str, seeds: Seeds, metrics: Metrics) -> ModelResult:
-    fits = [fit for (model, _), fit in metrics.fits.items() if model == name]
+    fits = [fit for job, fit in metrics.fits.items() if job.model == name]
     epochs = [line for line in metrics.history if line.get("model") == name]
     rates, waiting, memory = ([*_numbers(epochs, key)] for key in ("records_per_s", "waiting", "memory"))
     return ModelResult(

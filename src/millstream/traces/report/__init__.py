@@ -43,6 +43,7 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
             Column("seeds", "seeds", "number of seeds; the numbers are means over them", lambda m: m.seeds, "d"),
             Column("auroc_val", "val. AUROC", "AUROC on the validation split", lambda m: m.auroc_val),
             Column("aupr", "AUPR", "area under the precision-recall curve of wrong answers", lambda m: m.aupr),
+            Column("aupr_right", "AUPR, right", "the same of right answers", lambda m: m.aupr_right),
             Column(
                 "fpr_at_95_tpr", "FPR@95", "share of right answers flagged at 95 % recall", lambda m: m.fpr_at_95_tpr
             ),
@@ -66,11 +67,17 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
         ),
         "rejection": (
             Column("aurc", "AURC", "area under the risk-coverage curve; lower is better", lambda m: m.aurc),
+            Column(
+                "accuracy_kept",
+                "accuracy, 80 %",
+                "share of right answers when the 20 % most suspicious are withheld",
+                lambda m: m.accuracy_kept,
+            ),
             Column("prr", "PRR", "prediction rejection ratio: 0 is chance, 1 is perfect", lambda m: m.prr),
         ),
         "cost": (
             Column("fit_s", "fit, s", "seconds to fit", lambda m: m.fit_s, ",.1f"),
-            Column("score_ms", "ms per trace", "milliseconds to score one trace", lambda m: m.score_ms, ",.2f"),
+            Column("score_ms", "s per 1,000", "seconds to score 1,000 answers", lambda m: m.score_ms, ",.2f"),
             Column("trace_kb", "kB per trace", "data read from the store per trace", lambda m: m.trace_kb, ",.1f"),
             Column(
                 "extra_forwards",
@@ -92,7 +99,13 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
     }
 )
 _PAPER = ("auroc", "auroc_sd", "aupr", "fpr_at_95_tpr", "f1", "brier_platt", "ece_platt", "aurc", "fit_s")
-_TERMINAL = {"name": "model", "auroc": "AUROC [95 %]", "ece_platt": "ECE", "fit_s": "seconds"}
+_TERMINAL = {
+    "accuracy_kept": "accuracy, 80 %",
+    "name": "model",
+    "auroc": "AUROC [95 %]",
+    "ece_platt": "ECE",
+    "fit_s": "seconds",
+}
 
 
 def report(run: Path) -> Report:

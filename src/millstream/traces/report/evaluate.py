@@ -17,9 +17,9 @@ from millstream.report.measures import (
     Curve,
     Difference,
     Floats,
+    Interval,
     Labels,
     Measure,
-    Platt,
     Resampled,
     about_seeds,
     auroc,
@@ -27,7 +27,6 @@ from millstream.report.measures import (
     bootstrap,
     compare,
     equal_bins,
-    fit_platt,
     verdict,
 )
 from millstream.report.tables import shown
@@ -44,7 +43,9 @@ FAR = 0.05  # the AUROC of length alone should be within this of 0.5
 NARROW = 0.03  # half-width of an interval
 EXCLUDED = ("ambiguous", "refused", "unlabelled", "error", "sample")
 RESAMPLES = 2000
-MEASURES: Sequence[str] = ("auroc", "aupr", "f1", "aurc")  # with an interval
+MEASURES: Sequence[str] = ("auroc", "aupr", "aupr_right", "f1", "aurc", "accuracy_kept")  # with an interval
+KEPT = 0.8  # of the answers, when the most suspicious are withheld
+CURVE_RESAMPLES = 500
 MAX_BINS = 4
 MAX_MISTAKES = 12
 
@@ -66,7 +67,11 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
     differences = compare(pairs_of(contenders), {(name, TEST): numbers["auroc"] for name, numbers in found.items()})
     texts = _TracedTexts(read.data.get("store"), test)
     bins = texts.length_bins()
-    models = [detector.result(found[name], test, bins) for name, detector in detectors.items()]
+    learning = _learning(read, questions)
+    for name, curve in learning.items():
+        if curve:  # the point of all labels
+            curve.append((int(str(read.data["labelled"])), found[name]["auroc"].interval))
+    models = [detector.result(found[name], test, bins, learning[name]) for name, detector in detectors.items()]
     models.sort(key=lambda model: -model.auroc.value)
     mistaken = None if best.detector is None else detectors[best.detector]
     num_wrong = int(test.labels.sum())
@@ -93,30 +98,17 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
     )
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """One seed of a detector, with its threshold and calibration from validation."""
-
-    trial: Trial
-    threshold: float
-    platt: Platt
-
-
 class _Detector:
     """A detector with all its seeds; its measures are means over them."""
 
     def __init__(self, name: str, trials: Sequence[Trial], run: Run) -> None:
-        labels = run.val.labels
-        self.name, self.family = name, trials[0].fit.family
-        self.auroc_val = float(np.mean([auroc(labels, trial.val) for trial in trials]))
-        self._seeds = [
-            _Chosen(trial, measures.best_threshold(labels, trial.val), fit_platt(labels, trial.val)) for trial in trials
-        ]
+        self.name, self.family, self._seeds = name, trials[0].fit.family, trials
+        self.auroc_val = float(np.mean([auroc(run.val.labels, trial.val) for trial in trials]))
 
     def measure(self, labels: Labels) -> Measure:
         """A function that computes MEASURES on resampled records."""
         # Sort once here: on sorted scores the measures need no sort per resample.
-        ranked = [(one, np.argsort(one.trial.test, kind="stable")) for one in self._seeds]
+        ranked = [(one, np.argsort(one.test, kind="stable")) for one in self._seeds]
 
         def numbers(counts_RN: Counts) -> Floats:
             seeds = [_numbers(labels[order], one, order, counts_RN[:, order]) for one, order in ranked]
@@ -126,13 +118,19 @@ class _Detector:
 
     def probabilities(self) -> Floats:
         """The probability that each answer is wrong, after Platt."""
-        return np.mean([one.platt(one.trial.test) for one in self._seeds], axis=0)
+        return np.mean([one.probabilities for one in self._seeds], axis=0)
 
-    def result(self, found: Mapping[str, Resampled], test: Split, bins: Mapping[str, NDArray[np.int64]]) -> ModelResult:
+    def result(
+        self,
+        found: Mapping[str, Resampled],
+        test: Split,
+        bins: Mapping[str, NDArray[np.int64]],
+        learning: Sequence[tuple[int, Interval]],
+    ) -> ModelResult:
         labels, seeds, first = test.labels, self._seeds, self._seeds[0]
-        fits, scores = [one.trial.fit for one in seeds], [one.trial.test for one in seeds]
-        platt = [one.platt(one.trial.test) for one in seeds]
-        at_threshold = [measures.precision_recall(labels, one.trial.test, one.threshold) for one in seeds]
+        fits, scores = [one.fit for one in seeds], [one.test for one in seeds]
+        platt = [one.probabilities for one in seeds]
+        at_threshold = [measures.precision_recall(labels, one.flags, 1) for one in seeds]
         areas = [auroc(labels, some) for some in scores]
         are_probabilities = all(fit.probabilities for fit in fits)
         return ModelResult(
@@ -145,6 +143,7 @@ class _Detector:
             auroc_sd=measures.deviation(areas),
             auroc_val=self.auroc_val,
             aupr=found["aupr"].interval,
+            aupr_right=found["aupr_right"].interval,
             threshold=first.threshold,
             f1=found["f1"].interval,
             precision=_mean([precision for precision, _ in at_threshold]),
@@ -155,6 +154,7 @@ class _Detector:
             ece=_mean([measures.ece(labels, some) for some in scores]) if are_probabilities else None,
             ece_platt=_mean([measures.ece(labels, some) for some in platt]),
             aurc=found["aurc"].interval,
+            accuracy_kept=found["accuracy_kept"].interval,
             prr=_mean([measures.prr(labels, some) for some in scores]),
             fit_s=_mean([fit.fit_s for fit in fits]),
             score_ms=_mean([1000 * fit.score_s / max(fit.num_scored, 1) for fit in fits]),
@@ -167,14 +167,39 @@ class _Detector:
             risk_coverage=measures.risk_coverage(labels, scores[0]),
             calibration=measures.calibration_curve(labels, platt[0]),
             by_length=[_in_bin(name, members, test, scores) for name, members in bins.items()],
+            learning=learning,
         )
 
 
-def _numbers(labels: Labels, one: _Chosen, order: NDArray[np.int64], counts_RN: Counts) -> Floats:
-    scores = one.trial.test[order]
-    area, precision = aurocs(labels, scores, counts_RN), measures.average_precisions(labels, scores, counts_RN)
-    f1 = measures.f1_scores(labels, scores, one.threshold, counts_RN)
-    return np.stack([area, precision, f1, measures.aurcs(labels, scores, counts_RN)])
+def _numbers(labels: Labels, one: Trial, order: NDArray[np.int64], counts_RN: Counts) -> Floats:
+    scores = one.test[order]
+    found = {
+        "auroc": aurocs(labels, scores, counts_RN),
+        "aupr": measures.average_precisions(labels, scores, counts_RN),
+        "aupr_right": measures.average_precisions(1 - labels, -scores, counts_RN),
+        "f1": measures.f1_scores(labels, one.flags[order], 1, counts_RN),
+        "aurc": measures.aurcs(labels, scores, counts_RN),
+        "accuracy_kept": 1 - measures.risks(labels, scores, counts_RN, KEPT),
+    }
+    return np.stack([found[name] for name in MEASURES])
+
+
+def _learning(run: Run, questions: NDArray[np.int64]) -> dict[str, list[tuple[int, Interval]]]:
+    """The AUROC of each detector by the number of labelled questions."""
+    points = {(name, point.labels): point.trials for name, curve in run.curves.items() for point in curve}
+    wanted = {key: _areas(trials, run.test.labels) for key, trials in points.items()}
+    drawn = bootstrap(wanted, run.test.labels, groups=questions, resamples=CURVE_RESAMPLES) if wanted else {}
+    found: dict[str, list[tuple[int, Interval]]] = {name: [] for name in run.trials}
+    for name, labels in sorted(points):
+        found[name].append((labels, drawn[name, labels][0].interval))
+    return found
+
+
+def _areas(trials: Sequence[Trial], labels: Labels) -> Measure:
+    def area(counts_RN: Counts) -> Floats:
+        return np.mean([aurocs(labels, trial.test, counts_RN) for trial in trials], axis=0)[None]
+
+    return area
 
 
 def _in_bin(

@@ -1,7 +1,7 @@
 """A run of detectors: reading and checking its files, and the results as plain data. Computes and draws nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,12 @@ from millstream.core.batches import text_codes_of
 from millstream.core.tables import read_table
 from millstream.errors import BadSource
 from millstream.report import RunFiles, RunResults, damaged, read_files, train_elsewhere, unfinished
-from millstream.report.measures import Curve, Difference, Floats, Interval, Labels
+from millstream.report.measures import Curve, Difference, Floats, Interval, Labels, best_threshold, fit_platt
 from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_token_labels
 from millstream.traces.store.format import id_field
-from millstream.training.folder import CONFIG, PREDICTIONS, Fit, read_mapping
+from millstream.training.folder import CONFIG, PREDICTIONS, Fit, JobKey, read_mapping
+
+_LEAST_SLOPE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class ModelResult:
     auroc_sd: float | None  # over seeds; None with one
     auroc_val: float
     aupr: Interval
+    aupr_right: Interval  # with right answers as positive
     threshold: float  # chosen on validation, of the first seed
     f1: Interval
     precision: float
@@ -41,8 +44,9 @@ class ModelResult:
     ece: float | None
     ece_platt: float
     aurc: Interval
+    accuracy_kept: Interval  # share of right answers when the 20 % most suspicious are withheld
     prr: float
-    fit_s: float
+    fit_s: float  # of all folds
     score_ms: float  # per trace
     trace_kb: float  # read per trace
     extra_forwards: int
@@ -53,6 +57,7 @@ class ModelResult:
     risk_coverage: Curve
     calibration: Curve  # per bin: mean probability after Platt, share of wrong answers
     by_length: Sequence[tuple[str, int, float | None]]  # answer tokens "3-4", questions, AUROC (None: one class only)
+    learning: Sequence[tuple[int, Interval]]  # labelled questions, AUROC
 
 
 @dataclass(frozen=True)
@@ -127,12 +132,27 @@ class Split:
 
 @dataclass(frozen=True)
 class Trial:
-    """One detector of one seed, and its scores in the order of the splits."""
+    """One detector of one seed, and its scores in the order of the splits.
+
+    With cross-validation, of all folds together: scores are probabilities by the calibration of each fold, and their
+    mean where several folds scored a record. Thresholds and calibration are always chosen on validation.
+    """
 
     seed: int
     fit: Fit
     val: Floats
     test: Floats
+    probabilities: Floats  # of the test records, calibrated
+    flags: Floats  # 1 for test records at or above the threshold
+    threshold: float  # of the first fold
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The trials of a detector with so many labelled questions."""
+
+    labels: int
+    trials: Sequence[Trial]
 
 
 @dataclass(frozen=True)
@@ -159,6 +179,7 @@ class Run(RunFiles):
     val: Split
     test: Split
     trials: Mapping[str, Sequence[Trial]]
+    curves: Mapping[str, Sequence[CurvePoint]]  # learning curves, without the point of all labels
     tokens: Mapping[str, Sequence[TokenTrial]]  # of detectors that score tokens
     missing: Mapping[str, str]
 
@@ -172,22 +193,37 @@ def read_run(path: str | Path) -> Run:
     fits = files.metrics.fits
     table = _Predictions(files.path / PREDICTIONS)
     finished = [key for key in table.keys if key in fits]
-    if not finished:
-        raise unfinished(files.path, what="detector")
-    val, test = (table.split(name, finished[0]) for name in ("val", "test"))
+    groups: dict[tuple[str, int, int], list[JobKey]] = {}  # of models, labels and seeds: their folds
+    for job in finished:
+        groups.setdefault((job.model, job.labels, job.seed), []).append(job)
+    num_folds = max([1, *(len(jobs) for jobs in groups.values())])
     missing = dict(files.metrics.missing)
-    trials: dict[str, list[Trial]] = {}
+    for (model, labels, _), jobs in groups.items():
+        if len(jobs) < num_folds and not labels:
+            missing[model] = f"{len(jobs)} of {num_folds} folds are finished"
+    whole = next((jobs for (model, labels, _), jobs in groups.items() if not labels and model not in missing), None)
+    if whole is None:
+        raise unfinished(files.path, what="detector")
+    val, test = (table.split(name, whole) for name in ("val", "test"))
+    trials: dict[tuple[str, int], list[Trial]] = {}
     tokens: dict[str, list[TokenTrial]] = {}
-    for model, seed in finished:
-        scores = [table.scores(name, (model, seed), like) for name, like in (("val", val), ("test", test))]
-        if bad := sum(int(np.sum(~np.isfinite(some))) for some in scores):
+    for (model, labels, seed), jobs in groups.items():
+        if len(jobs) < num_folds:
+            continue
+        if bad := table.num_bad(jobs):
             missing[model] = f"{bad} scores of seed {seed} are not finite"
-        trials.setdefault(model, []).append(Trial(seed, fits[model, seed], *scores))
-        found = [table.tokens(name, (model, seed)) for name in ("val", "test")]
-        if found[0] is not None and found[1] is not None:
+            continue
+        fit = merged([fits[job] for job in jobs])
+        trials.setdefault((model, labels), []).append(table.trial(jobs, fit, None if labels else val, test))
+        found = [table.tokens(name, jobs[0]) for name in ("val", "test")] if num_folds == 1 else [None, None]
+        if not labels and found[0] is not None and found[1] is not None:
             tokens.setdefault(model, []).append(TokenTrial(found[0], found[1]))
-    kept = {model: trials[model] for model in trials if model not in missing}
-    return Run(**vars(files), val=val, test=test, trials=kept, tokens=tokens, missing=missing)
+    kept = {model: some for (model, labels), some in trials.items() if model not in missing and not labels}
+    curves = {
+        name: [CurvePoint(labels, some) for (model, labels), some in sorted(trials.items()) if model == name and labels]
+        for name in kept
+    }
+    return Run(**vars(files), val=val, test=test, trials=kept, curves=curves, tokens=tokens, missing=missing)
 
 
 class _Predictions:
@@ -202,6 +238,11 @@ class _Predictions:
             self._ids = text_codes_of(table.column(id_field(table.column_names)))
             self._questions = text_codes_of(table.column("question_id"))
             self._seeds = table.column("seed").to_numpy().astype(np.int64)
+            zeros = np.zeros(table.num_rows, np.int64)
+            crossed = {"fold", "labels"} <= set(table.column_names)
+            self._folds, self._limits = (
+                table.column(name).to_numpy().astype(np.int64) if crossed else zeros for name in ("fold", "labels")
+            )
             self._records = table.column("record").to_numpy().astype(np.int64)
             self._labels = table.column("label").to_numpy().astype(np.int8)
             self._scores = table.column("score").to_numpy().astype(np.float64)
@@ -209,12 +250,14 @@ class _Predictions:
             self._tokens = table.select([TOKEN_LABELS, TOKEN_SCORES]) if has_tokens else None
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(str(error).partition("\n")[0]) from None
-        pairs = np.unique(np.stack([self._models, self._seeds], axis=1), axis=0)
-        self.keys: list[tuple[str, int]] = [(self._model_names[model], seed) for model, seed in pairs.tolist()]
+        keys = np.unique(np.stack([self._models, self._seeds, self._folds, self._limits], axis=1), axis=0)
+        self.keys = [JobKey(self._model_names[model], *numbers) for model, *numbers in keys.tolist()]
+        self._first = self.keys[0].model if self.keys else ""
 
-    def split(self, name: str, key: tuple[str, int]) -> Split:
-        """The records of a split that a detector was scored on."""
-        rows = self._rows(name, key)
+    def split(self, name: str, jobs: Sequence[JobKey]) -> Split:
+        """The records of a split that these folds of a detector were scored on."""
+        rows = np.concatenate([self._rows(name, job) for job in jobs])
+        rows = rows[np.unique(self._records[rows], return_index=True)[1]]
         labels = self._labels[rows]
         if not np.isin(labels, (0, 1)).all():
             raise self._damaged("labels other than 0 and 1")
@@ -238,16 +281,45 @@ class _Predictions:
             return "Evaluate on records with right and wrong answers: extract more, or label them by another rule"
         return f"Train on more records, or make the split larger. {train_elsewhere(folder)}"
 
-    def scores(self, name: str, key: tuple[str, int], like: Split) -> Floats:
-        rows = self._rows(name, key)
-        same = np.array_equal(self._records[rows], like.records) and np.array_equal(self._labels[rows], like.labels)
-        if not same:
-            raise self._damaged(
-                f"{key[0]}, seed {key[1]}, was scored on different {name} records than {self.keys[0][0]}"
-            )
-        return self._scores[rows]
+    def num_bad(self, jobs: Sequence[JobKey]) -> int:
+        rows = [self._rows(name, job) for job in jobs for name in ("val", "test")]
+        return int(np.sum(~np.isfinite(self._scores[np.concatenate(rows)])))
 
-    def tokens(self, name: str, key: tuple[str, int]) -> Tokens | None:
+    def trial(self, jobs: Sequence[JobKey], fit: Fit, val: Split | None, test: Split) -> Trial:
+        """The scores of the folds of a detector together; without `val`, those of validation are left out."""
+        pools = {name: _Pool(like) for name, like in (("val", val), ("test", test)) if like is not None}
+        thresholds: list[float] = []
+        for job in jobs:
+            rows = self._rows("val", job)
+            labels, scores = self._labels[rows], self._scores[rows]
+            platt = fit_platt(labels, scores)
+            if len(jobs) > 1:  # a curve that falls would turn the order of the scores around
+                platt = replace(platt, slope=max(platt.slope, _LEAST_SLOPE))
+            thresholds.append(best_threshold(labels, scores))
+            for name, pool in pools.items():
+                rows = self._rows(name, job)
+                scores = self._scores[rows]
+                numbers = np.stack([scores, platt(scores), np.where(scores >= thresholds[-1], 1.0, 0.0)])
+                if not pool.add(self._records[rows], self._labels[rows], numbers):
+                    raise self._differs(name, job)
+        if not all(pool.is_whole for pool in pools.values()):
+            raise self._differs("test", jobs[0])
+        ranked = int(len(jobs) > 1)  # by probabilities, which are comparable between folds
+        _, probabilities, flagged = pools["test"].means
+        return Trial(
+            seed=jobs[0].seed,
+            fit=fit,
+            val=pools["val"].means[ranked] if "val" in pools else np.empty(0),
+            test=pools["test"].means[ranked],
+            probabilities=probabilities,
+            flags=np.where(flagged >= 0.5, 1.0, 0.0),
+            threshold=thresholds[0],
+        )
+
+    def _differs(self, name: str, job: JobKey) -> BadSource:
+        return self._damaged(f"{job.model}, seed {job.seed}, was scored on different {name} records than {self._first}")
+
+    def tokens(self, name: str, key: JobKey) -> Tokens | None:
         """The labelled tokens of a split; None if the detector did not score tokens."""
         if self._tokens is None:
             return None
@@ -261,7 +333,7 @@ class _Predictions:
             if own is None:
                 continue
             if found is None or len(found) != len(own) or not np.isfinite(found).all():
-                raise self._damaged(f"token scores of {key[0]} that do not match the token labels")
+                raise self._damaged(f"token scores of {key.model} that do not match the token labels")
             known = own >= 0
             parts.append(Tokens(own[known], found[known], np.full(int(known.sum()), place)))
         if not parts:
@@ -270,13 +342,46 @@ class _Predictions:
             *(np.concatenate([getattr(one, name) for one in parts]) for name in ("labels", "scores", "records"))
         )
 
-    def _rows(self, name: str, key: tuple[str, int]) -> NDArray[np.int64]:
-        model, split = self._model_names.index(key[0]), _index_of(self._split_names, name)
-        rows = np.flatnonzero((self._models == model) & (self._seeds == key[1]) & (self._splits == split))[::-1]
+    def _rows(self, name: str, job: JobKey) -> NDArray[np.int64]:
+        model, split = self._model_names.index(job.model), _index_of(self._split_names, name)
+        of_job = (self._models == model) & (self._seeds == job.seed) & (self._folds == job.fold)
+        rows = np.flatnonzero(of_job & (self._limits == job.labels) & (self._splits == split))[::-1]
         return rows[np.unique(self._records[rows], return_index=True)[1]]
 
     def _damaged(self, what: str) -> BadSource:
         return damaged(self._file, what)
+
+
+class _Pool:
+    """Means over folds of the numbers of each record of a split."""
+
+    def __init__(self, like: Split) -> None:
+        self._like = like
+        self._counts, self._sums = np.zeros(len(like.records)), np.zeros((3, len(like.records)))
+
+    def add(self, records: NDArray[np.int64], labels: Labels, numbers: Floats) -> bool:
+        """Whether these are records of the split, with its labels."""
+        like = self._like
+        places = np.searchsorted(like.records, records).clip(max=len(like.records) - 1)
+        if not (np.array_equal(like.records[places], records) and np.array_equal(like.labels[places], labels)):
+            return False
+        self._counts[places] += 1
+        self._sums[:, places] += numbers
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self._counts.all())
+
+    @property
+    def means(self) -> Floats:
+        return self._sums / self._counts
+
+
+def merged(fits: Sequence[Fit]) -> Fit:
+    """The cost of all folds together, and what was chosen on the first."""
+    seconds = {name: sum(getattr(fit, name) for fit in fits) for name in ("fit_s", "score_s", "num_scored")}
+    return replace(fits[0], **seconds)
 
 
 def _index_of(names: Sequence[str], name: str) -> int:

@@ -137,6 +137,9 @@ def read_scores(run: Path, traces: Traces) -> TraceScores:
         return _no_scores(traces)
     try:
         whole = read_table(file)
+        if "fold" in whole.column_names:  # of a cross-validation, scores of models that did not see the question
+            is_whole = whole.column("labels").to_numpy() == 0
+            whole = whole.filter(pa.array(is_whole & (np.array(whole.column("part").to_pylist()) == "test")))
         table = whole.select(["model", "part", "record", key := id_field(whole.column_names), "score"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise BadSource(f"{file}: is damaged ({error}). Next: the millstream train command of the run") from None

@@ -23,7 +23,7 @@ from millstream.traces.convert import imported_fields, names_of
 from millstream.traces.kind import POSITIONS, THINKING
 from millstream.traces.store.manifest import TOKENIZER
 from millstream.traces.store.traces import Traces
-from millstream.training.folder import CHECKPOINTS, WEIGHTS
+from millstream.training.folder import CHECKPOINTS, WEIGHTS, JobKey
 
 if TYPE_CHECKING:
     from millstream.training.study import NetModel
@@ -197,14 +197,16 @@ def _restore_nets(run: Path, traces: Traces) -> Mapping[str, Sequence[NetModel]]
     models: defaultdict[str, list[NetModel]] = defaultdict(list)
     place = Workplace(load_detector_run(run)[0], ScoringDevice.default(), str(run))
     for file in files:
-        name, _, seed = file.parent.name.rpartition("-")
-        if name not in NETS or NETS[name].family in ("charm", "token-lstm"):
+        job = JobKey.parse(file.parent.name)
+        if job is None or job.fold > 1 or job.labels:  # of a cross-validation, the first fold
             continue
-        resources = FitResources(int(seed), NET_MEMORY)
-        built = DetectorSpec(name, traces.field_names).build(resources=resources, place=place)
+        if job.model not in NETS or NETS[job.model].family in ("charm", "token-lstm"):
+            continue
+        resources = FitResources(job.seed, NET_MEMORY)
+        built = DetectorSpec(job.model, traces.field_names).build(resources=resources, place=place)
         assert isinstance(built.model, NetModel)
         built.model.arrays = {key: tensor.numpy() for key, tensor in load(file)[0].items()}
-        models[name].append(built.model)
+        models[job.model].append(built.model)
     return models
 
 

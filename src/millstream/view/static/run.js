@@ -5,7 +5,8 @@ const EVERY_MS = 1000, QUIET_MS = 3000; // while training, and otherwise
 const TITLES = { val_auroc: "AUROC on validation", val_macro_f1: "macro F1 on validation", val_accuracy: "accuracy on validation", loss: "loss", lr: "learning rate", records_per_s: "records/s", waiting: "fraction of time waiting for data", memory: "memory, bytes", step: "steps" };
 const STROKES = ["solid", "dashed", "dotted", "dash and dot"];
 const at = (id) => document.getElementById(id);
-const jobName = (entry) => `${entry.model}\n${entry.seed}`;
+const seedOf = (entry) => [`${entry.seed}`, entry.fold && `fold ${entry.fold}`, entry.labels && `${entry.labels} labels`].filter(Boolean).join(", ");
+const jobName = (entry) => `${entry.model}\n${seedOf(entry)}`;
 
 let generation = 0, since = 0, epochs = null, reportVersion = null, timer = null, sentence = "", shownRows = "", shownTiles = "";
 let curves = new Map(), fits = new Map(), memory = null, run = null;
@@ -65,7 +66,7 @@ function showState() {
   at("state").textContent = { waiting: "Not started", training: "Training", finished: "Finished", stopped: "Stopped", quiet: "Not training" }[run.state];
   const job = run.at_work;
   const place = job && job.epoch !== null ? `, epoch ${job.epoch + 1}${epochs ? ` of at most ${epochs}` : ""}` : "";
-  at("at-work").textContent = job ? `${job.model}, seed ${job.seed}${place}` : run.state === "training" ? "a model that has logged nothing yet" : "";
+  at("at-work").textContent = job ? `${job.model}, seed ${seedOf(job)}${place}` : run.state === "training" ? "a model that has logged nothing yet" : "";
   const damaged = run.damaged ? ` ${count(run.damaged)} log lines are damaged.` : "";
   if (sentence !== run.text + damaged) at("text").textContent = sentence = run.text + damaged;
   const best = [...curves.values()].filter((curve) => curve.best !== null).sort((a, b) => b.best - a.best)[0];
@@ -116,7 +117,7 @@ function drawCurves() {
 function draw(place, name) {
   const order = models();
   const lines = [...curves.values()].filter((curve) => !hidden.has(curve.model) && curve.columns[name]).map((curve) => ({
-    name: `${curve.model}, seed ${curve.seed}`, x: curve.columns.epoch.map((epoch) => epoch + 1), y: curve.columns[name],
+    name: `${curve.model}, seed ${seedOf(curve)}`, x: curve.columns.epoch.map((epoch) => epoch + 1), y: curve.columns[name],
     colour: colour(order.indexOf(curve.model)), dash: [null, "6 3", "2 3", "8 3 2 3"][curve.seed % 4],
   }));
   const seeds = [...new Set([...curves.values()].map((curve) => curve.seed))].sort((a, b) => a - b);
@@ -126,7 +127,7 @@ function draw(place, name) {
 }
 
 function showModels() {
-  const jobs = new Map([...fits, ...curves].map(([key, entry]) => [key, { model: entry.model, seed: entry.seed }]));
+  const jobs = new Map([...fits, ...curves].map(([key, entry]) => [key, { model: entry.model, seed: entry.seed, fold: entry.fold, labels: entry.labels }]));
   if (run.at_work) jobs.set(jobName(run.at_work), run.at_work);
   at("models").hidden = jobs.size === 0 && run.missing.length === 0;
   const measures = [...curves.values()].map((curve) => curve.measure).filter(Boolean);
@@ -134,14 +135,14 @@ function showModels() {
   const order = models();
   const best = Math.max(...[...curves.values()].map((curve) => curve.best ?? -Infinity));
   const rows = [...jobs].map(([key, job]) => ({ ...job, key, curve: curves.get(key), fit: fits.get(key) }));
-  rows.sort((a, b) => (b.curve ? 1 : 0) - (a.curve ? 1 : 0) || (order.indexOf(a.model) - order.indexOf(b.model)) || a.model.localeCompare(b.model) || a.seed - b.seed);
+  rows.sort((a, b) => (b.curve ? 1 : 0) - (a.curve ? 1 : 0) || (order.indexOf(a.model) - order.indexOf(b.model)) || a.model.localeCompare(b.model) || a.seed - b.seed || (a.fold ?? 0) - (b.fold ?? 0) || (a.labels ?? 0) - (b.labels ?? 0));
   rows.forEach((row, place) => { row.same = place > 0 && rows[place - 1].model === row.model && rows[place - 1].fit; });
   at("rows").replaceChildren(...rows.map((row) => {
     const working = run.at_work && jobName(run.at_work) === row.key;
     const name = make("th", { scope: "row" }, order.includes(row.model) ? make("i", { "aria-hidden": "true" }) : null, row.model, row.fit?.title && !row.same ? make("span", { class: "about" }, row.fit.title) : null);
     name.style.setProperty("--mark", colour(Math.max(0, order.indexOf(row.model))));
     const columns = row.curve?.columns;
-    return make("tr", { class: working ? "at-work" : null }, name, make("td", {}, row.seed),
+    return make("tr", { class: working ? "at-work" : null }, name, make("td", {}, seedOf(row)),
       make("td", {}, row.fit ? (row.fit.family === "baseline" ? "baseline, done" : "done") : working ? "training" : "not finished"),
       number(row.curve ? short(row.curve.best, 4) : "–", row.curve && row.curve.best === best), number(row.curve?.best_epoch == null ? "–" : row.curve.best_epoch + 1),
       number(row.curve ? count(row.curve.num_epochs) : "–"), number(columns?.records_per_s ? count(Math.round(mean(columns.records_per_s))) : "–"),
