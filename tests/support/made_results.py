@@ -148,6 +148,7 @@ def _model(name: str) -> ModelResult:
         auroc_sd=0.0042 if trained else None,
         auroc_val=auroc + 0.005,
         aupr=Interval(aupr, aupr - 0.03, aupr + 0.03),
+        aupr_right=Interval(aupr - 0.2, aupr - 0.23, aupr - 0.17),
         threshold=0.41,
         f1=Interval(auroc - 0.12, auroc - 0.15, auroc - 0.09),
         precision=auroc - 0.15,
@@ -158,6 +159,7 @@ def _model(name: str) -> ModelResult:
         ece=None if scored else 0.061,
         ece_platt=0.024,
         aurc=Interval(0.48 - auroc / 2.5, 0.46 - auroc / 2.5, 0.5 - auroc / 2.5),
+        accuracy_kept=Interval(auroc - 0.3, auroc - 0.33, auroc - 0.27),
         prr=2 * auroc - 1,
         fit_s=184.2 if trained else 3.1,
         score_ms=1.73 if trained else 0.02,
@@ -175,6 +177,9 @@ def _model(name: str) -> ModelResult:
                 (("1-2", 402), ("3-4", 511), ("5-8", 388), ("9-16", 187), ("17-32", 12))
             )
         ],
+        learning=[(count, Interval(auroc - 5 / count, auroc - 6 / count, auroc - 4 / count)) for count in (100, 300)]
+        if trained
+        else [],
     )
 
 

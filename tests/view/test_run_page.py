@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.errors import BadSource
+from millstream.training.folder import JobKey
 from millstream.view import Query, plain
 from millstream.view.run_page import MOST_POINTS, RunLog, RunReport, run_view
 from support.effort import num_examples
@@ -105,7 +106,7 @@ def test_an_incomplete_line_is_read_when_complete(tmp_path: Path):
     assert log.num_lines == 0 and log.num_damaged == 0
     file.write_bytes(line)
     log.refresh()
-    assert log.num_lines == 1 and list(log.curves) == [("lstm", 0)]
+    assert log.num_lines == 1 and list(log.curves) == [JobKey("lstm", 0)]
 
 
 @pytest.mark.parametrize("how", ["cut", "cut and longer again", "replaced", "gone and back"])

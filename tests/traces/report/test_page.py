@@ -33,7 +33,7 @@ def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
     """With a few figures only: writing them takes most of the time."""
     out = tmp_path_factory.mktemp("page") / "deep" / "report.html"
     drawings = draw(results)
-    assert len(drawings) == 11 and all(drawing.figure for drawing in drawings)
+    assert len(drawings) == 12 and all(drawing.figure for drawing in drawings)
     few = [drawing for drawing in drawings if drawing.name in ("roc", "layers")]
     assert report_on(results).write_page(out, few) == out
     return out.read_text()
@@ -87,7 +87,7 @@ def test_missing_numbers_are_dashes(results: Results, tmp_path: Path):
 def test_a_section_without_data_gives_its_reason(results: Results, tmp_path: Path):
     text = report_on(nothing(results)).write_page(tmp_path / "report.html").read_text()
     assert [name for name in SECTIONS if f'<section id="{name}"' not in text] == []
-    assert text.count('class="missing"') == 19  # findings, seven sections, eleven figures
+    assert text.count('class="missing"') == 20  # findings, seven sections, twelve figures
     assert "<figure" not in text and "<table" not in text
 
 
@@ -99,7 +99,7 @@ def test_one_model_and_one_seed_are_enough(results: Results, tmp_path: Path):
 
 def test_a_figure_without_data_is_not_drawn(results: Results):
     few = replace(results, models=results.models[:2], metrics=Metrics(), probe_layers={})
-    names = ["roc", "pr", "calibration", "risk_coverage", "length"]
+    names = ["roc", "pr", "calibration", "risk_coverage", "length", "learning"]
     assert [drawing.name for drawing in draw(few) if drawing.figure] == names
 
 

@@ -98,7 +98,7 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
         "": (Column("chosen", "chosen", "hyperparameters chosen on validation", lambda m: chosen_text(m.chosen), ""),),
     }
 )
-_PAPER = ("auroc", "auroc_sd", "aupr", "fpr_at_95_tpr", "f1", "brier_platt", "ece_platt", "aurc", "fit_s")
+_PAPER = ("auroc", "auroc_sd", "aupr", "aupr_right", "fpr_at_95_tpr", "f1", "brier_platt", "ece_platt", "aurc", "fit_s")
 _TERMINAL = {
     "accuracy_kept": "accuracy, 80 %",
     "name": "model",
@@ -139,7 +139,7 @@ def report_on(results: Results) -> Report:
         facts={
             "store": store,
             "language model": results.data.get("language_model"),
-            "questions": f"{records:,} in total, {results.num_test:,} in test"
+            "questions": f"{records:,} in total, {results.num_test:,} in test{_folds(results)}"
             if isinstance(records, int)
             else results.num_test,
             "run": results.path,
@@ -148,6 +148,11 @@ def report_on(results: Results) -> Report:
         draw=partial(draw, results),
         sections=partial(_sections, results),
     )
+
+
+def _folds(results: Results) -> str:
+    folds = results.config.get("folds")
+    return f", each scored by models that did not see it ({folds} folds)" if folds else ""
 
 
 def comparison_text(results: Results, *, width: int = 100) -> str:

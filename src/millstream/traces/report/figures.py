@@ -42,6 +42,7 @@ def draw(results: Results) -> list[Drawing]:
             *history_drawings(results.metrics.history, _HISTORY, looks, what="detector"),
             _layers(results.probe_layers),
             _lengths(models, looks),
+            _learning(models, looks),
             memory_drawing(results.metrics.memory, results.metrics.budget),
         ]
 
@@ -91,6 +92,29 @@ def _curves(results: Results, looks: Mapping[str, Look]) -> list[Drawing]:
         y_range=(0, None),
     )
     return [roc, precision, calibration, risk]
+
+
+def _learning(models: Sequence[ModelResult], looks: Mapping[str, Look]) -> Drawing:
+    curves = {
+        model.name: Curve([labels for labels, _ in model.learning], [area.value for _, area in model.learning])
+        for model in models
+        if model.learning
+    }
+    drawing = curve_drawing(
+        ("learning", "AUROC by labels", "Trained with fewer labelled questions, on the same test questions."),
+        ("labelled questions for training and validation", "AUROC"),
+        curves,
+        looks,
+        missing="trained without curve=100,300,1000",
+        marker=3,
+    )
+    if drawing.figure:
+        axes = axes_of(drawing)
+        axes.set_xscale("log")
+        points = sorted({int(labels) for curve in curves.values() for labels in curve.x})
+        axes.set_xticks(points, [f"{labels:,}" for labels in points])
+        axes.minorticks_off()
+    return drawing
 
 
 def _layers(probe_layers: Mapping[str, Curve]) -> Drawing:
