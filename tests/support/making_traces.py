@@ -1,8 +1,8 @@
 """A small store of synthetic traces with all fields, whose labels can be predicted from several of them.
 
 Each record has a hidden doubt z; its answer is wrong if z plus some noise is above zero. As z grows, the log-probs of
-the answer fall, hidden states of layer 2 move, and head 0 of layer 0 attends less to the prompt. The stop token after
-the answer has random log-probs.
+the answer fall, hidden states of layer 2 move, head 0 of layer 0 attends less to the prompt, and the topological
+divergence of head 1 of layer 1 grows. The stop token after the answer has random log-probs.
 """
 
 # L layers, H heads, T tokens, N generated, D hidden, K most likely tokens
@@ -13,11 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 import millstream as ms
+from millstream.core.record import Tensor
 from millstream.core.tables import publish_table
 from millstream.traces.llm.fields import NODE_DIM, NUM_EDGES, NUM_EIGENVALUES, TOP_K, parse_fields
 
 INFORMATIVE_LAYER = 2  # the layer of `states` and `hidden` that depends on z; 0 is the embedding
 _VOCAB = 50
+TOPOLOGY = Tensor("float32", ("layer", "head"))
 
 
 def make_traces(
@@ -40,7 +42,9 @@ def make_traces(
     projection = rng.normal(size=(dim, NODE_DIM)) / dim**0.5
     doubt = rng.normal(size=num)
     wrong = doubt + noise * rng.normal(size=num) > 0
-    schema = {"p_true": "float32", **parse_fields(tier, None, stored="float16").schema()}
+    topology = np.random.default_rng(seed + 1).normal(size=(num, layers, heads))
+    topology[:, 1 % layers, 1 % heads] += doubt
+    schema = {"p_true": "float32", "topology": TOPOLOGY, **parse_fields(tier, None, stored="float16").schema()}
     for name in ("post_norm", "offsets", "given_logprobs"):
         schema.pop(name, None)
     with ms.TraceWriter(path, schema=schema, shard_records=50) as writer:
@@ -51,7 +55,7 @@ def make_traces(
             hidden = rng.normal(size=(layers + 1, len(record["tokens"]), dim))
             hidden[min(INFORMATIVE_LAYER, layers), record["prompt_len"] - 1 :] += doubt[number] * way_D
             made = {**record, **_states(hidden, record), **_attention(rng, record, layers, heads, float(doubt[number]))}
-            made["nodes"] = hidden @ projection
+            made |= {"nodes": hidden @ projection, "topology": topology[number]}
             kept = {name: np.asarray(made[name], kind.dtype) for name, kind in schema.items() if name != "p_true"}
             writer.append({**record, **kept})
     verdicts = np.where(wrong, "wrong", "right").tolist()

@@ -164,7 +164,7 @@ class TokenStats:
                 continue
             field = _fields_of(stat)[0]
             if field not in answers:
-                answers[field] = _answers(batch, field)
+                answers[field] = answer_rows(batch, field)
             values, lengths = answers[field]
             out_BS[:, column] = lengths if stat == "num_tokens" else _reduce(stat, values, lengths)
         (bad,) = np.nonzero(~np.isfinite(out_BS).all(axis=1))
@@ -195,7 +195,7 @@ def _fields_of(stat: str) -> list[str]:
     return [plain.get(stat.split("_")[1], "topk_logprobs"), "answer_len"]
 
 
-def _answers(batch: ColumnBatch, field: str) -> tuple[Floats, NDArray[np.int64]]:
+def answer_rows(batch: ColumnBatch, field: str) -> tuple[Floats, NDArray[np.int64]]:
     """The rows of a field that belong to answers, concatenated, and the number of rows per record.
 
     A record has a row for each generated token: the answer, then possibly a stop token. For an empty answer, all rows.
@@ -246,10 +246,15 @@ def _margin(top_AK: Floats) -> Floats:
     return probs[:, 0] - (probs[:, 1] if probs.shape[1] > 1 else 0)
 
 
+def contributions(top_AK: Floats) -> Floats:
+    """Of each of the most likely tokens to the entropy: -p log p."""
+    logs = _clip(top_AK)
+    return -np.exp(logs) * logs
+
+
 def _part(start: int, end: int | None) -> Callable[[Floats], Floats]:
     def part(top_AK: Floats) -> Floats:
-        logs = _clip(top_AK[:, start:end])
-        return -(np.exp(logs) * logs).sum(axis=1)
+        return contributions(top_AK[:, start:end]).sum(axis=1)
 
     return part
 

@@ -15,7 +15,11 @@ from millstream.traces.detectors.logistic import Detector
 from millstream.training.task import FitResources
 from support.making_traces import INFORMATIVE_LAYER, labelled, make_traces
 
-LEARNED = {name for name in BASELINES if name.startswith("probe") or name in ("token_stats", "logdet", "lookback")}
+LEARNED = {
+    name
+    for name in BASELINES
+    if name.startswith("probe") or name in ("token_stats", "logdet", "lookback", "wepr", "icr")
+}
 OF_TRACES = [name for name in BASELINES if not BASELINES[name].needs_samples]  # the others: test_samples.py
 Parts = tuple[ms.Collection, ms.Collection, ms.Collection]
 

@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, cast
 
 import numpy as np
@@ -18,9 +19,12 @@ from millstream.core.features import Feature
 from millstream.errors import BadSetting, NoDetector
 from millstream.report.measures import auroc
 from millstream.traces.convert import imported_fields
-from millstream.traces.detectors.baselines import BASELINES
+from millstream.traces.detectors import mil, saplma
+from millstream.traces.detectors.baselines import BASELINES, Make
+from millstream.traces.detectors.layer_nets import LayerModel
 from millstream.traces.detectors.logistic import Detector, Scores
 from millstream.traces.detectors.net import DetectorNet, LayerLSTM, Net, match_width, score_of
+from millstream.traces.detectors.stack import Stack, with_samples
 from millstream.traces.detectors.tokens import (
     TOKEN_DETECTION,
     TOKEN_STATISTICS,
@@ -45,6 +49,14 @@ NULLS = {
     "lstm": ("lstm_states",),
     "gnn": ("gnn_shuffled", "gnn_unwired"),
     "gvae": ("gvae_shuffled", "gvae_unwired"),
+}
+LAYER_NETS: Mapping[str, tuple[str, Kind, ModuleType]] = {  # the layer is chosen on validation
+    "mil": ("multiple-instance learning over tokens (HaMI)", "trained", mil),
+    "saplma": ("SAPLMA's net at the last answer token", "baseline", saplma),
+}
+STACKS: Mapping[str, tuple[str, Make]] = {
+    "stack": ("probes averaged over layers, token statistics", Stack),
+    "stack_samples": ("stack, and statistics of samples", with_samples),
 }
 GROUP = "baselines"
 TOKEN_PROBE = "token-probe"
@@ -95,6 +107,9 @@ NETS = {
 }
 
 
+OURS = tuple(dict.fromkeys([*STACKS, *NETS, *LAYER_NETS, *TOKEN_DETECTORS, *BASELINES]))
+
+
 def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[Feature]:
     """The features of a net for records with these fields."""
     net = NETS[name]
@@ -109,12 +124,16 @@ def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[
         made.append(_graphs(field_names, recipe, net.wiring))
     if net.sees_stats and recipe.token_stats and "logprobs" in field_names:
         made.append(token_stats())
-    needed = [field.split("[")[0] for feature in made for field in feature.fields or ()]
+    _need(name, made, field_names)
+    return made
+
+
+def _need(name: str, features: Sequence[Feature], field_names: Sequence[str]) -> None:
+    needed = [field.split("[")[0] for feature in features for field in feature.fields or ()]
     if missing := [field for field in dict.fromkeys(needed) if field not in field_names]:
         raise NoDetector(
             f"{name} needs the field {', '.join(map(repr, missing))}; the store has {', '.join(field_names)}"
         )
-    return made
 
 
 def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
@@ -157,7 +176,7 @@ class DetectorSpec:
     @property
     def by_gradients(self) -> bool:
         """Whether it is a net: trained by all processes, once per seed."""
-        return self.name in NETS
+        return self.name in NETS or self.name in LAYER_NETS
 
     @property
     def library(self) -> str | None:
@@ -176,6 +195,16 @@ class DetectorSpec:
             task = TOKEN_DETECTION if self.name in TOKEN_DETECTORS else DETECTION
             net = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
+        if self.name in LAYER_NETS:
+            title, kind, how = LAYER_NETS[self.name]
+            field = how.field_of(field_names)
+            features_of = partial(how.features_of, field=field)
+            made = LayerModel(self.name, field, features_of, how.build, resources=resources, place=place, folder=folder)
+            _need(self.name, made.kit.features, field_names)
+            return Built(made, title, kind)
+        if self.name in STACKS:
+            title, make = STACKS[self.name]
+            return Built(_checked(make(resources, field_names), field_names), title, "trained")
         if self.name == TOKEN_PROBE:
             feature = states_feature(field_names, cast(TrainSettings, place.settings).layers, stats=False)
             return Built(TokenProbe(resources, feature=feature), "probe of the hidden states of each token", "trained")
@@ -212,7 +241,7 @@ def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[
 
 def is_ours(name: str) -> bool:
     """Whether a detector is one of millstream's, not code of someone's own."""
-    return name in NETS or name in BASELINES or name in TOKEN_DETECTORS
+    return name in OURS
 
 
 def scores_of(model: Model, collection: Collection) -> Scored:
@@ -321,7 +350,7 @@ def _auroc(labels: Labels, outcome: Outcome) -> float:
 
 
 def _unknown(name: str) -> BadSetting:
-    known = [*dict.fromkeys([*NETS, *TOKEN_DETECTORS]), *BASELINES, GROUP]
+    known = [*OURS, GROUP]
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}, or package.module:Class"
     return BadSetting(f"model={name}: unknown detector; {hint}")

@@ -15,6 +15,7 @@ from millstream.core.collection import Collection
 from millstream.core.features import Feature, fields
 from millstream.errors import MissingExtra, NoDetector
 from millstream.report.measures import auroc
+from millstream.traces.detectors.icr import icr
 from millstream.traces.detectors.logistic import (
     Detector,
     Inputs,
@@ -27,6 +28,8 @@ from millstream.traces.detectors.logistic import (
     reader,
     score_logistic,
 )
+from millstream.traces.detectors.toha import Toha
+from millstream.traces.detectors.wepr import wepr
 from millstream.traces.features import layers, token_stats
 from millstream.traces.groups import read_groups
 from millstream.traces.kind import POSITIONS
@@ -228,10 +231,11 @@ def single(resources: FitResources, *, feature: Feature, key: str) -> Single:
 
 def of_samples(name: str) -> Single:
     """A statistic of the sampled answers to the question of each record, from `groups.parquet`."""
-    return Single([QUESTION_ID], name, partial(_of_groups, name), partial(_of_groups, "sample_tokens"))
+    return Single([QUESTION_ID], name, partial(of_groups, name), partial(of_groups, "sample_tokens"))
 
 
-def _of_groups(name: str, collection: Collection) -> Scores:
+def of_groups(name: str, collection: Collection) -> Scores:
+    """A column of `groups.parquet` for the question of each record; NaN if it is unknown."""
     table = read_groups(collection.labels_file)
     if table is None:
         raise NoDetector(f"{name} needs several answers per question, and their groups.parquet")
@@ -335,6 +339,9 @@ BASELINES: Mapping[str, Baseline] = {
     "logdet": _same_for_all("regression on attention log-determinants", logdet),
     "lookback": _same_for_all("regression on attention to the prompt", lookback),
     "lapeigvals": _same_for_all("regression on Laplacian eigenvalues", LapEigvals),
+    "wepr": _same_for_all("regression on entropy by rank", wepr),
+    "icr": Baseline("regression on ICR scores of layers", icr),
+    "toha": _same_for_all("topological divergence of a few heads", Toha),
     "probe_last_prompt": _probe("probe at the last prompt token", "last_prompt"),
     "probe_first_answer": _probe("probe at the first answer token", "first_answer"),
     "probe_last_answer": _probe("probe at the last answer token", "last_answer"),

@@ -39,13 +39,19 @@ class Detector(Model, Protocol):
 
 
 def reader(
-    collection: Collection, feature: Feature, resources: FitResources, *, shuffle: bool = False, labels: bool = False
+    collection: Collection,
+    feature: Feature | Sequence[Feature],
+    resources: FitResources,
+    *,
+    shuffle: bool = False,
+    labels: bool = False,
 ) -> Loader:
-    """Batches of the feature in record order, or with `shuffle` in a new random order every epoch; with `label`."""
+    """Batches of features in record order, or with `shuffle` in a new random order every epoch; with `label`."""
+    features = list(feature) if isinstance(feature, Sequence) else [feature]
     return Loader(
         collection,
-        batch_size=fitting_batch(collection, [feature], memory=resources.memory, at_most=resources.batch_size),
-        features=[feature, fields(LABEL)] if labels else feature,
+        batch_size=fitting_batch(collection, features, memory=resources.memory, at_most=resources.batch_size),
+        features=[*features, fields(LABEL)] if labels else features,
         seed=resources.seed,
         memory=resources.memory,
         order="exact" if shuffle else "none",
@@ -75,11 +81,15 @@ def _with_both(labels: Labels, split: str, what: str) -> Labels:
 
 STEP_ROWS = 32
 _CHUNK = 128  # of the memory: the inputs of parts of records that are standardised at once, which takes several copies
+_HELD = 16  # of the memory: inputs that are held instead of read in every epoch, with several copies too
 _RATE = 0.02
 _RECENT = 8  # weight of recent steps in the mean over all steps
 STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)  # C: smaller values penalise large weights more
 _NUM_STEPS, _FEW_EPOCHS, _MIN_EPOCHS = 1500, 10, 5
 _PATIENCE = 0.3  # fraction of the epochs
+
+
+Rows = tuple[Tensor, Tensor]  # inputs [B, G, F], labels [B]
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class Inputs:
     labels: Callable[[Mapping[str, object]], Tensor] | None = None  # of rows, -1 for those to leave out; of the records
     step_rows: int = STEP_ROWS
 
-    def labelled(self, batch: Mapping[str, object], memory: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def labelled(self, batch: Mapping[str, object], memory: int) -> Iterator[Rows]:
         """The labelled rows of a batch and their labels; of parts of records in random order, in chunks."""
         if self.labels is None:
             yield self.groups(batch), cast(Tensor, batch[LABEL])
@@ -132,20 +142,75 @@ def fit_logistic(
     if inputs.labels is None:
         binary_labels(train, "training")
         binary_labels(val, "validation")
-    regressions, num_rows = _prepared(train, inputs, resources)
+        held = [_held(part, inputs, resources) for part in (train, val)]
+        if held[0] is not None and held[1] is not None:
+            return fit_rows(held[0], held[1], inputs=inputs, seed=resources.seed)
+    observed = _observed(train, inputs, resources)
     shuffled = reader(train, inputs.feature, resources, shuffle=True, labels=True)
     in_order = reader(val, inputs.feature, resources, labels=True)
+    num_val = int(observed[2].sum()) * len(val) // len(train)  # rows, about
+
+    def rows() -> Iterator[Rows]:
+        for batch in shuffled:
+            yield from inputs.labelled(batch, resources.memory)
+
+    def validated(regressions: "Regressions") -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        num_bytes = 4 * regressions.num_outputs * num_val
+        every = 1 if inputs.labels is None else ceil(num_bytes / (resources.memory // 8))
+        return _validated(in_order, inputs, regressions, every=every, memory=resources.memory)
+
+    return _best(rows, validated, observed=observed, inputs=inputs, seed=resources.seed)
+
+
+def _held(collection: Collection, inputs: Inputs, resources: FitResources) -> Rows | None:
+    """The inputs of all records, if there are so few that they need not be computed in every epoch."""
+    (first,) = reader(collection.subset([0]), inputs.feature, resources)
+    if 4 * inputs.groups(first).numel() * len(collection) > resources.memory // _HELD:
+        return None
+    rows: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch in reader(collection, inputs.feature, resources, labels=True):
+        rows.append(check_finite(inputs.groups(batch), batch, inputs.feature).clone())
+        labels.append(cast(Tensor, batch[LABEL]).clone())
+    return torch.cat(rows), torch.cat(labels)
+
+
+def fit_rows(train: Rows, val: Rows, *, inputs: Inputs, seed: int) -> tuple[Arrays, dict[str, object]]:
+    """The best regression on inputs in memory, as `fit_logistic`."""
+    rows_NGF, label_N = train
+    moments = Moments()
+    moments.add(rows_NGF.flatten(1))
+
+    def validated(regressions: "Regressions") -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        return val[1].numpy(), regressions.logits(val[0]).numpy()
+
+    observed = moments, rows_NGF.shape[1], np.bincount(label_N.numpy(), minlength=2)
+    return _best(lambda: iter([train]), validated, observed=observed, inputs=inputs, seed=seed)
+
+
+def _best(
+    rows: Callable[[], Iterator[Rows]],
+    validated: "Callable[[Regressions], tuple[NDArray[np.int64], NDArray[np.float32]]]",
+    *,
+    observed: tuple[Moments, int, NDArray[np.int64]],
+    inputs: Inputs,
+    seed: int,
+) -> tuple[Arrays, dict[str, object]]:
+    """The regression whose group, strength and epoch are best on validation, and what was chosen."""
+    moments, num_groups, counts = observed
+    num_rows = int(counts.sum())
+    penalties = penalties_of(STRENGTHS, num_rows)
+    regressions = Regressions(moments, num_groups=num_groups, penalties=penalties, seed=seed)
+    class_weights = balanced(counts)
     arrays: Arrays = {}
     chosen: dict[str, object] = {}
-    num_epochs, sweeps = _duration(num_rows, inputs.step_rows)
-    num_val_bytes = 4 * regressions.num_outputs * num_rows * len(val) // len(train)  # about
-    every = 1 if inputs.labels is None else ceil(num_val_bytes / (resources.memory // 8))
+    num_epochs, sweeps = duration(num_rows, inputs.step_rows)
     best, last_good = 0.0, 0
     for epoch in range(num_epochs):
-        for batch in shuffled:
-            for rows_BGF, label_B in inputs.labelled(batch, resources.memory):
-                regressions.learn(rows_BGF, label_B, sweeps=sweeps, step_rows=inputs.step_rows)
-        val_labels, logits_NGK = _validated(in_order, inputs, regressions, every=every, memory=resources.memory)
+        for rows_BGF, label_B in rows():
+            weight_B1 = class_weights[label_B][:, None]
+            regressions.learn(rows_BGF, label_B[:, None], weight_B1, sweeps=sweeps, step_rows=inputs.step_rows)
+        val_labels, logits_NGK = validated(regressions)
         # Later epochs are closer to the solution: an earlier one must be better by more than this, which is small
         # compared with the noise of the validation split (about 0.5 / sqrt).
         tolerance = 0.1 / len(val_labels) ** 0.5
@@ -187,20 +252,18 @@ def score_logistic(collection: Collection, arrays: Arrays, *, inputs: Inputs, re
 
 
 class Regressions:
-    """G x K regressions, each on the standardised features of its group and under its own penalty.
+    """G x K regressions, each on the standardised features of its group; the K of a group differ in their penalty,
+    and may differ in the targets and weights of rows: folds, for example, are weights of 0.
 
     Adam at a constant rate, without a schedule, so that training may stop after any epoch. `weights_GWK` is the mean
     over the steps, which converges even if the steps do not.
     """
 
-    def __init__(
-        self, moments: Moments, *, num_groups: int, penalties: Tensor, class_weights: Tensor, seed: int
-    ) -> None:
+    def __init__(self, moments: Moments, *, num_groups: int, penalties: Tensor, seed: int) -> None:
         self.mean_GF, self.factor_GF = _scaling(moments, num_groups)
         width = self.mean_GF.shape[1] + 1
         self._penalty_WK = penalties.repeat(width, 1)
         self._penalty_WK[-1] = 0  # the bias is not penalised
-        self._class_weights = class_weights  # of label 0 and label 1
         self._random = torch.Generator().manual_seed(seed)
         self.weights_GWK = torch.zeros(num_groups, width, len(penalties))
         self._last_GWK = self.weights_GWK.clone()
@@ -212,21 +275,23 @@ class Regressions:
         """Logits per row."""
         return self.weights_GWK.shape[0] * self.weights_GWK.shape[2]
 
-    def learn(self, rows_BGF: Tensor, label_B: Tensor, *, sweeps: int = 1, step_rows: int = STEP_ROWS) -> None:
-        """Take steps on chunks of one batch; every sweep covers all its rows."""
+    def learn(
+        self, rows_BGF: Tensor, target_BK: Tensor, weight_BK: Tensor, *, sweeps: int = 1, step_rows: int = STEP_ROWS
+    ) -> None:
+        """Take steps on chunks of one batch; every sweep covers all its rows. Of targets and weights, K may be 1."""
         x_GBW = self._standardised(rows_BGF)
-        target_B, weight_B = label_B.float(), self._class_weights[label_B]
-        count = ceil(len(label_B) / step_rows)  # in equal chunks: a step on two rows would be mostly noise
+        target_BK = target_BK.float()
+        count = ceil(len(target_BK) / step_rows)  # in equal chunks: a step on two rows would be mostly noise
         for _ in range(sweeps):
-            for row_M in torch.randperm(len(label_B), generator=self._random).tensor_split(count):
-                self._step(x_GBW[:, row_M], target_B[row_M, None], weight_B[row_M, None] / len(row_M))
+            for row_M in torch.randperm(len(target_BK), generator=self._random).tensor_split(count):
+                self._step(x_GBW[:, row_M], target_BK[row_M], weight_BK[row_M] / len(row_M))
 
     def logits(self, rows_BGF: Tensor) -> Tensor:
         """[B, G, K]"""
         return (self._standardised(rows_BGF) @ self.weights_GWK).transpose(0, 1)
 
-    def _step(self, x_GMW: Tensor, target_M1: Tensor, weight_M1: Tensor) -> None:
-        error_GMK = (torch.sigmoid(x_GMW @ self._last_GWK) - target_M1) * weight_M1
+    def _step(self, x_GMW: Tensor, target_MK: Tensor, weight_MK: Tensor) -> None:
+        error_GMK = (torch.sigmoid(x_GMW @ self._last_GWK) - target_MK) * weight_MK
         self._last_GWK.grad = x_GMW.transpose(1, 2) @ error_GMK + self._last_GWK * self._penalty_WK
         self._adam.step()  # pyright: ignore[reportUnknownMemberType]
         self._num_steps += 1
@@ -260,8 +325,8 @@ def _scaling(moments: Moments, num_groups: int) -> tuple[Tensor, Tensor]:
     return moments.mean.float().view(num_groups, -1), factor.float().view(num_groups, -1)
 
 
-def _prepared(train: Collection, inputs: Inputs, resources: FitResources) -> tuple[Regressions, int]:
-    """Regressions with the scaling and the class weights of the training split, and the number of its rows."""
+def _observed(train: Collection, inputs: Inputs, resources: FitResources) -> tuple[Moments, int, NDArray[np.int64]]:
+    """Moments of the rows of the training split, the number of groups, and rows with each label."""
     moments, num_groups, counts = Moments(), 1, np.zeros(2, np.int64)
     for batch in reader(train, inputs.feature, resources, labels=True):
         if inputs.labels is None:
@@ -271,15 +336,17 @@ def _prepared(train: Collection, inputs: Inputs, resources: FitResources) -> tup
             moments.add(rows_BGF.flatten(1))
             counts += np.bincount(label_B.numpy(), minlength=2)
     _with_both(np.repeat([0, 1], counts), "training", "rows")
-    num_rows = int(counts.sum())
-    regressions = Regressions(
-        moments,
-        num_groups=num_groups,
-        penalties=1 / (torch.tensor(STRENGTHS) * num_rows),  # of the mean loss; sklearn's C is of the sum
-        class_weights=torch.tensor(0.5 / (counts / num_rows), dtype=torch.float32),
-        seed=resources.seed,
-    )
-    return regressions, num_rows
+    return moments, num_groups, counts
+
+
+def penalties_of(strengths: Sequence[float], num_rows: int) -> Tensor:
+    """[K]: the weights of the penalty for values of C: sklearn's C is relative to the sum of losses, not the mean."""
+    return 1 / (torch.tensor(strengths) * num_rows)
+
+
+def balanced(counts: NDArray[np.int64]) -> Tensor:
+    """The weights of label 0 and label 1, for which both count the same; 1 on average."""
+    return torch.tensor(0.5 / (counts / counts.sum()), dtype=torch.float32)
 
 
 def check_finite(rows: Tensor, batch: Mapping[str, object], feature: Feature) -> Tensor:
@@ -299,7 +366,7 @@ def _rows(batches: Loader, inputs: Inputs) -> Iterator[Tensor]:
         yield inputs.groups(batch)
 
 
-def _duration(num_rows: int, step_rows: int) -> tuple[int, int]:
+def duration(num_rows: int, step_rows: int = STEP_ROWS) -> tuple[int, int]:
     """The number of epochs, and of sweeps over each batch, for enough steps at any size of the training split.
 
     A small split gets several sweeps: reading a batch takes longer than learning from it.

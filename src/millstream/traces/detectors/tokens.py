@@ -58,13 +58,15 @@ class TokenFeature:
     """Of every generated token: hidden states `x` [A, L, D], statistics `stats` [A, S] and its `token_label` [A].
 
     A label of -1 is unknown, or of a token without text. `num_tokens` [B] tells where records begin.
-    Without `layers`, up to eight at even steps.
+    Without `layers`, up to eight at even steps. `is_cut`: only tokens of the answer, without one that ended it (all
+    tokens of an empty answer).
     """
 
     states: str | None
     layers: tuple[int, ...] | None
     stats: tuple[str, ...]
     is_labelled: bool = True  # else all labels are unknown
+    is_cut: bool = False
 
     @property
     def fields(self) -> list[str]:
@@ -75,6 +77,7 @@ class TokenFeature:
             *([PROMPT] if self.states == "hidden" else []),
             *self.stats,
             *([TOKEN_LABELS] if self.is_labelled else []),
+            *([ANSWER] if self.is_cut else []),
         ]
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
@@ -114,23 +117,31 @@ class TokenFeature:
             raise NotFinite(
                 f"record {number}: NaN or infinity in {', '.join(self.fields)}. Leave it out: millstream subset"
             )
+        if self.is_cut:
+            size = min(size, int(cast("int | None", batch.columns[ANSWER][row]) or size))
         cut = {name: values[:size] for name, values in found.items()}
         return {**cut, "label": np.full(size, NO_TEXT) if labels is None else labels.astype(np.int64)}
 
 
 def states_feature(field_names: Sequence[str], layers: str | None, *, stats: bool) -> TokenFeature:
     """Hidden states of the layers named in the settings, or of up to eight."""
-    states = next((name for name in ("answer_hidden", "hidden") if name in field_names), None)
-    if states is None:
-        raise NoDetector(
-            f"the store has no hidden states of tokens (tiers answer and full), only {', '.join(field_names)}"
-        )
+    states = token_field(field_names)
     try:
         chosen = None if layers is None else tuple(int(layer) for layer in layers.split(","))
     except ValueError:
         raise BadSetting(f"layers={layers}: must be numbers of stored layers, as in layers=8,16,-1") from None
     names = tuple(name for name in STATISTICS if stats and name in field_names)
     return TokenFeature(states, chosen, names, TOKEN_LABELS in field_names)
+
+
+def token_field(field_names: Sequence[str]) -> str:
+    """The field with the hidden states of generated tokens."""
+    states = next((name for name in ("answer_hidden", "hidden") if name in field_names), None)
+    if states is None:
+        raise NoDetector(
+            f"the store has no hidden states of tokens (tiers answer and full), only {', '.join(field_names)}"
+        )
+    return states
 
 
 def need_token_labels(field_names: Sequence[str]) -> None:
@@ -157,7 +168,9 @@ class TokenProbe:
         self._feature = feature
 
     def fit(self, train: Collection, val: Collection) -> None:
-        feature, names = self._feature, self._feature.layers or _stored_layers(train, self._feature)
+        feature, names = self._feature, self._feature.layers
+        if names is None:
+            names = tuple(spaced(stored_layers(train, feature.states or ""), MAX_LAYERS).tolist())
         inputs = Inputs(feature, _states, axis="layer", names=names, labels=_token_labels, step_rows=STEP_ROWS)
         arrays, self.chosen = fit_logistic(train, val, inputs=inputs, resources=self._resources)
         self.arrays = {**arrays, "layer": np.array(self.chosen["layer"])}
@@ -216,13 +229,10 @@ class TokenStatistic:
         return highest(self.score_tokens(collection), collection)
 
 
-def _stored_layers(collection: Collection, feature: TokenFeature) -> tuple[int, ...]:
-    """The numbers of the layers that the feature takes."""
-    states = cast(
-        "Sequence[Array]",
-        fetch_batch(collection, np.zeros(1, np.int64), feature.fields[:1]).columns[feature.states or ""],
-    )
-    return tuple(spaced(len(states[0]), MAX_LAYERS).tolist())
+def stored_layers(collection: Collection, field: str) -> int:
+    """How many layers the records have of a field."""
+    first = fetch_batch(collection, np.zeros(1, np.int64), [field]).columns[field]
+    return len(cast("Sequence[Array]", first)[0])
 
 
 def highest(tokens: TokenScores, collection: Collection) -> Scores:
@@ -242,11 +252,12 @@ def _by_record(
 ) -> TokenScores:
     found: TokenScores = []
     for batch in reader(collection, feature, resources):
-        found += [part.float().numpy() for part in split_rows(scores(batch), _sizes(batch))]
+        found += [part.float().numpy() for part in split_rows(scores(batch), sizes_of(batch))]
     return found
 
 
-def _sizes(batch: Mapping[str, object]) -> list[int]:
+def sizes_of(batch: Mapping[str, object]) -> list[int]:
+    """The number of tokens of each record."""
     return np.asarray(cast(Tensor, batch["num_tokens"]).cpu()).tolist()
 
 
@@ -269,6 +280,14 @@ def token_statistic(resources: FitResources, field_names: Sequence[str], *, name
 # -- the LSTM
 
 
+def observe_tokens(states_ALD: Tensor, moments: Moments) -> None:
+    """Add the states of tokens to the moments of each layer."""
+    _, num_layers, dim = states_ALD.shape
+    for rows_ALD in split_rows(states_ALD, max(1, _MOMENT_NUMBERS // (num_layers * dim))):
+        group = torch.arange(num_layers).repeat(len(rows_ALD))
+        moments.add(rows_ALD.reshape(-1, dim), group, num_groups=num_layers)
+
+
 class TokenLSTM(DetectorNet):
     """A bidirectional LSTM over the tokens of an answer, on weighted means of its layers and token statistics."""
 
@@ -285,11 +304,7 @@ class TokenLSTM(DetectorNet):
 
     def observe(self, batch: NetBatch, moments: dict[str, Moments]) -> None:
         super().observe(batch, moments)
-        num_layers, dim = self.layers.mean.shape
-        size = max(1, _MOMENT_NUMBERS // (num_layers * dim))
-        for rows_ALD in split_rows(batch["x"], size):
-            group = torch.arange(num_layers).repeat(len(rows_ALD))
-            moments["layers"].add(rows_ALD.reshape(-1, dim), group, num_groups=num_layers)
+        observe_tokens(batch["x"], moments["layers"])
 
     def logits(self, batch: NetBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """[A]: of every token."""
@@ -299,7 +314,7 @@ class TokenLSTM(DetectorNet):
         stats_AS = self.scaled_stats(batch)
         seen = input_AW if stats_AS is None else torch.cat([input_AW, stats_AS], dim=1)
         sizes = batch["num_tokens"].clamp(min=1).cpu()  # a sequence needs a token
-        rows = split_rows(seen, _sizes(batch))
+        rows = split_rows(seen, sizes_of(batch))
         padded_BTW = nn.utils.rnn.pad_sequence(
             [row if len(row) else seen.new_zeros(1, seen.shape[1]) for row in rows], batch_first=True
         )

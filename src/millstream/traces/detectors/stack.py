@@ -1,0 +1,292 @@
+"""`stack`: linear probes of several layers at every stored position, averaged over layers, and token statistics.
+
+The mean of the logits of probes over layers: HalluTracer. A second regression on out-of-fold outputs of the first:
+stacking (Wolpert 1992). Reads about eight layers of `states` (or of `hidden`), and token statistics if the store has
+log-probs; `stack_samples` also reads the statistics of the samples of a question.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millstream.core.batches import Batch, ColumnBatch, as_floats
+from millstream.core.collection import Collection
+from millstream.core.features import Feature
+from millstream.core.record import Array
+from millstream.core.split import LABEL
+from millstream.errors import NoDetector
+from millstream.report.measures import auroc, spaced
+from millstream.traces.detectors.baselines import of_groups
+from millstream.traces.detectors.logistic import (
+    Inputs,
+    Regressions,
+    Scores,
+    as_tensor,
+    balanced,
+    binary_labels,
+    check_finite,
+    duration,
+    fit_rows,
+    penalties_of,
+    reader,
+)
+from millstream.traces.detectors.tokens import stored_layers
+from millstream.traces.features import LayerFeature, Token, token_stats
+from millstream.traces.groups import STATISTICS
+from millstream.traces.kind import POSITIONS, THINKING
+from millstream.traces.store.format import QUESTION_ID
+from millstream.training.task import Arrays, FitResources, Moments
+
+# B batch, N records, L layers, P positions, D hidden, Q statistics of samples, F features, S token statistics
+# G = L * P probes, W weights = D + 1, C strengths, K = C * (folds + 1)
+
+FOLDS = 5
+STRENGTHS = (0.001, 0.01)  # C of the probes
+MAX_LAYERS = 8  # more gain little
+STATS = ("mean_logprob", "min_logprob", "sum_logprob", "mean_entropy", "mean_margin", "num_tokens")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """`x` [B, L, P, D]: hidden states of some layers at the positions of `states`; `fold` [B], by question."""
+
+    field: str
+    layers: tuple[int, ...]
+    by_question: bool
+
+    @property
+    def fields(self) -> list[str]:
+        of_hidden = [name for feature in self._of_hidden for name in feature.fields]
+        picked = [f"states[{','.join(map(str, self.layers))}]" if self.layers else "states"]
+        read = picked if self.field == "states" else of_hidden
+        return list(dict.fromkeys([*read, *([QUESTION_ID] if self.by_question else [])]))
+
+    @property
+    def _of_hidden(self) -> list[LayerFeature]:
+        if self.field == "states":
+            return []
+        return [
+            LayerFeature(position, self.field, self.layers or None, "float32")
+            for position in cast("Sequence[Token]", POSITIONS)
+        ]
+
+    def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
+        assert isinstance(batch, ColumnBatch)
+        if self.field == "states":
+            states = cast("Sequence[Array]", batch.columns["states"])
+            x = np.stack([as_floats(one).astype(np.float32) for one in states])
+        else:
+            x = np.stack([cast("Array", feature(batch)["layers"]) for feature in self._of_hidden], axis=2)
+        keys = batch.columns[QUESTION_ID] if self.by_question else batch.numbers
+        return {"x": x, "fold": np.array([_fold(key) for key in keys], np.int64)}
+
+
+def _fold(key: object) -> int:
+    """The same fold for all records of a question."""
+    return int.from_bytes(blake2b(str(key).encode(), digest_size=8).digest(), "little") % FOLDS
+
+
+class Stack:
+    """Probes fitted in one set of passes for all layers, positions, folds and penalties; then one small regression."""
+
+    probabilities = True
+
+    def __init__(self, resources: FitResources, field_names: Sequence[str], *, samples: Sequence[str] = ()) -> None:
+        source = next((name for name in ("states", "hidden") if name in field_names), None)
+        if source is None:
+            raise NoDetector(
+                f"the store has neither states (tier probe) nor hidden (tier full), only {', '.join(field_names)}"
+            )
+        self._source = source
+        self._by_question = QUESTION_ID in field_names
+        self._stats = token_stats(*STATS) if {*token_stats(*STATS).fields} <= {*field_names} else None
+        self._samples = samples
+        self.fields: Sequence[str] = _fields_of(self._features(()))
+        self.arrays: Arrays = {}
+        self.chosen: dict[str, object] = {}
+        self._resources = resources
+
+    def fit(self, train: Collection, val: Collection) -> None:
+        labels, val_labels = binary_labels(train, "training"), binary_labels(val, "validation")
+        layers = some_layers(train, self._source)
+        features = self._features(layers)
+        self.fields = _fields_of(features)
+        regressions = self._fitted(train, features, labels)
+        scale = self._scale(train, features, regressions)
+        averages_NPC, stats_NS = self._out_of_fold(train, features, regressions, scale)
+        auroc_C = [auroc(labels, one_NP.mean(1).numpy()) for one_NP in averages_NPC.unbind(2)]
+        best = int(np.argmax(auroc_C))
+        samples_NQ = samples_of(train, self._samples)
+        known_Q = np.where(np.isnan(samples_NQ).all(0), 0, 1)
+        fill_Q = np.nansum(samples_NQ, 0) / np.maximum((~np.isnan(samples_NQ)).sum(0), 1) * known_Q
+        self.arrays = {
+            "layers": np.array(layers, np.int64),
+            "fill": fill_Q.astype(np.float32),
+            **_averaging(regressions, scale, best),
+        }
+        rows_NF = torch.cat([averages_NPC[:, :, best], stats_NS, self._filled(samples_NQ)], dim=1)
+        last, chosen = fit_rows(  # a few numbers per record
+            (rows_NF[:, None], as_tensor(labels)),
+            (self._rows(val)[:, None], as_tensor(val_labels)),
+            inputs=Inputs(features[0], _rows_of),
+            seed=self._resources.seed,
+        )
+        self.arrays |= {f"last_{name}": array for name, array in last.items()}
+        self.parameters = self.arrays["weights"].size + len(last["weights"]) + 1
+        names = [*_names(averages_NPC.shape[1]), *(STATS if self._stats else ()), *self._samples]
+        weights = dict(zip(names, last["weights"].tolist(), strict=True))
+        probes = {"C": STRENGTHS[best], "out_of_fold_auroc": auroc_C[best], "layers": list(layers)}
+        self.chosen = {**probes, "val_auroc": chosen["val_auroc"], "weights": weights}
+
+    def score(self, collection: Collection) -> Scores:
+        last = {name.removeprefix("last_"): array for name, array in self.arrays.items() if name.startswith("last_")}
+        mean_F, factor_F, weights_F = (as_tensor(last[name]) for name in ("mean", "factor", "weights"))
+        logits = ((self._rows(collection) - mean_F) * factor_F) @ weights_F
+        return torch.sigmoid(logits.double() + float(last["bias"])).numpy()
+
+    def _features(self, layers: Sequence[int]) -> list[Feature]:
+        positions = Positions(self._source, tuple(layers), self._by_question)
+        return [positions, *([] if self._stats is None else [self._stats])]
+
+    def _fitted(self, train: Collection, features: list[Feature], labels: NDArray[np.int64]) -> Regressions:
+        """All probes; column c * (FOLDS + 1) + f has strength c and leaves out fold f, the last leaves out none."""
+        moments, num_groups = Moments(), 1
+        for batch in reader(train, features, self._resources):
+            rows_BGF = _rows_of(batch)
+            check_finite(rows_BGF, batch, features[0])
+            moments.add(rows_BGF.flatten(1))
+            num_groups = rows_BGF.shape[1]
+        penalty_C = penalties_of(STRENGTHS, len(train))
+        penalty_K = penalty_C.repeat_interleave(FOLDS + 1)
+        seed = self._resources.seed
+        regressions = Regressions(moments, num_groups=num_groups, penalties=penalty_K, seed=seed)
+        class_weights = balanced(np.bincount(labels, minlength=2))
+        num_epochs, sweeps = duration(len(train))
+        shuffled = reader(train, features, self._resources, shuffle=True, labels=True)
+        for _ in range(num_epochs):
+            for batch in shuffled:
+                label_B = cast(Tensor, batch[LABEL])
+                is_in_BF = cast(Tensor, batch["fold"])[:, None] != torch.arange(FOLDS + 1)
+                share_BF = is_in_BF / torch.tensor([*[1 - 1 / FOLDS] * FOLDS, 1.0])  # a fold has fewer rows
+                weight_BK = class_weights[label_B][:, None] * share_BF.repeat(1, len(STRENGTHS))
+                regressions.learn(_rows_of(batch), label_B[:, None], weight_BK, sweeps=sweeps)
+        return regressions
+
+    def _scale(self, train: Collection, features: list[Feature], regressions: Regressions) -> "Scale":
+        """What standardises the out-of-fold logits of each probe, and its weight in the mean over layers."""
+        whole, by_label = Moments(), Moments()
+        num_layers = 1
+        for batch in reader(train, features, self._resources, labels=True):
+            rows_BF = _held_out(regressions, batch).flatten(1)
+            whole.add(rows_BF)
+            by_label.add(rows_BF, cast(Tensor, batch[LABEL]), num_groups=2)
+            num_layers = cast(Tensor, batch["x"]).shape[1]
+        mean_1F, factor_1F = whole.scaling()
+        assert by_label.mean is not None
+        gap_1F = (by_label.mean[1:] - by_label.mean[:1]).float() * factor_1F
+        shape = num_layers, -1, len(STRENGTHS)
+        gap_LPC = gap_1F.reshape(shape).clamp(min=1e-6)
+        return Scale(mean_1F.reshape(shape), factor_1F.reshape(shape) * gap_LPC / gap_LPC.sum(0))
+
+    def _out_of_fold(
+        self, train: Collection, features: list[Feature], regressions: Regressions, scale: "Scale"
+    ) -> tuple[Tensor, Tensor]:
+        """Averages over layers [N, P, C] of the logits of probes that did not see the question, and statistics."""
+        averages: list[Tensor] = []
+        stats: list[Tensor] = []
+        for batch in reader(train, features, self._resources):
+            logits_BGC = _held_out(regressions, batch)
+            averages.append(
+                ((logits_BGC.reshape(-1, *scale.mean_LPC.shape) - scale.mean_LPC) * scale.factor_LPC).sum(1)
+            )
+            stats.append(_stats_of(batch))
+        return torch.cat(averages), torch.cat(stats)
+
+    def _rows(self, collection: Collection) -> Tensor:
+        """[N, F]: the inputs of the last regression."""
+        mean_LPD, weights_LPD, bias_P = (as_tensor(self.arrays[name]) for name in ("mean", "weights", "bias"))
+        found: list[Tensor] = []
+        for batch in reader(collection, self._features(self.arrays["layers"].tolist()), self._resources):
+            x_BLPD = cast(Tensor, batch["x"])
+            averages_BP = torch.einsum("blpd,lpd->bp", x_BLPD - mean_LPD, weights_LPD) + bias_P
+            found.append(torch.cat([averages_BP, _stats_of(batch)], dim=1))
+        width = len(self.arrays["last_weights"]) if "last_weights" in self.arrays else 0
+        read_NF = torch.cat(found) if found else torch.zeros(0, width - len(self._samples))
+        return torch.cat([read_NF, self._filled(samples_of(collection, self._samples))], dim=1)
+
+    def _filled(self, samples_NQ: NDArray[np.float64]) -> Tensor:
+        """A statistic that a question lacks is the mean over the training split."""
+        return as_tensor(np.where(np.isnan(samples_NQ), self.arrays["fill"], samples_NQ)).float()
+
+
+def some_layers(collection: Collection, field: str) -> tuple[int, ...]:
+    """About eight stored layers of a field at even steps; of many, without the first, which is the embedding."""
+    count = stored_layers(collection, field)
+    return tuple((spaced(count, MAX_LAYERS + 1)[1:] if count > MAX_LAYERS else np.arange(count)).tolist())
+
+
+def samples_of(collection: Collection, names: Sequence[str]) -> NDArray[np.float64]:
+    """[N, Q]: statistics of the samples of the question of each record, NaN if unknown."""
+    columns = [of_groups(name, collection) for name in names]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(collection), 0))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The weighted mean of standardised logits over layers: sum over L of (logit - mean) * factor.
+
+    A layer weighs as much as its probe separates the classes out of fold: the early ones often tell nothing.
+    """
+
+    mean_LPC: Tensor
+    factor_LPC: Tensor
+
+
+def _averaging(regressions: Regressions, scale: Scale, strength: int) -> dict[str, NDArray[np.generic]]:
+    """The weighted mean over layers of the logits of the probes of all folds, as one linear map."""
+    mean_LP, factor_LP = scale.mean_LPC[:, :, strength], scale.factor_LPC[:, :, strength]
+    weights_LPW = regressions.weights_GWK[:, :, strength * (FOLDS + 1) + FOLDS].reshape(*mean_LP.shape, -1)
+    shape = *mean_LP.shape, -1
+    weights_LPF = weights_LPW[..., :-1] * regressions.factor_GF.reshape(shape) * factor_LP[..., None]
+    bias_P = ((weights_LPW[..., -1] - mean_LP) * factor_LP).sum(0)
+    mean_LPF = regressions.mean_GF.reshape(shape)
+    return {name: one.numpy().copy() for name, one in (("mean", mean_LPF), ("weights", weights_LPF), ("bias", bias_P))}
+
+
+def _held_out(regressions: Regressions, batch: Mapping[str, object]) -> Tensor:
+    """[B, G, C]: the logits of the probes that left out the fold of each record."""
+    logits_BGK, fold_B = regressions.logits(_rows_of(batch)), cast(Tensor, batch["fold"])
+    logits_BGCF = logits_BGK.reshape(*logits_BGK.shape[:2], len(STRENGTHS), FOLDS + 1)
+    return logits_BGCF[torch.arange(len(fold_B)), :, :, fold_B]
+
+
+def _rows_of(batch: Mapping[str, object]) -> Tensor:
+    return cast(Tensor, batch["x"]).flatten(1, 2)
+
+
+def _stats_of(batch: Mapping[str, object]) -> Tensor:
+    x, stats = cast(Tensor, batch["x"]), cast("Tensor | None", batch.get("stats"))
+    return torch.zeros(len(x), 0) if stats is None else stats
+
+
+def _fields_of(features: Sequence[Feature]) -> list[str]:
+    return list(dict.fromkeys(name for feature in features for name in feature.fields or ()))
+
+
+def _names(num_positions: int) -> list[str]:
+    """Of the stored positions."""
+    return list((*POSITIONS, *THINKING)[:num_positions])
+
+
+def with_samples(resources: FitResources, field_names: Sequence[str]) -> Stack:
+    """`stack_samples`: with all statistics of samples that the store has."""
+    names = [name for name in STATISTICS if name in field_names]
+    if not names:
+        raise NoDetector("stack_samples needs a store with samples, labelled by millstream label")
+    return Stack(resources, field_names, samples=names)
