@@ -29,7 +29,7 @@ def built(name: str, records: ms.Collection, folder: Path | None = None, *, memo
 
 
 def fitted(name: str, parts: Parts, folder: Path, *, memory: int = 100_000_000) -> Model:
-    model = built(name, parts[0], folder, memory=memory)
+    model = built(name, parts[0], folder / f"{name}-0", memory=memory)
     model.fit(parts[0], parts[1])
     return model
 

@@ -1,11 +1,9 @@
 """The detectors by name: the features each needs, and how it is built."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, cast
@@ -20,11 +18,15 @@ from millstream.errors import BadSetting, NoDetector
 from millstream.report.measures import auroc
 from millstream.traces.convert import imported_fields
 from millstream.traces.detectors import mil, saplma
+from millstream.traces.detectors.attention_pool import AttentionPool
 from millstream.traces.detectors.baselines import BASELINES, Make
-from millstream.traces.detectors.layer_nets import LayerModel
+from millstream.traces.detectors.layer_nets import LAYER_DETECTION, BestLayerModel, Given, LayersOf, SpacedModel
 from millstream.traces.detectors.logistic import Detector, Scores
 from millstream.traces.detectors.net import DetectorNet, LayerLSTM, Net, match_width, score_of
+from millstream.traces.detectors.own import checked_fields, own_detector
 from millstream.traces.detectors.stack import Stack, with_samples
+from millstream.traces.detectors.states import token_field
+from millstream.traces.detectors.token_transformer import TokenTransformer
 from millstream.traces.detectors.tokens import (
     TOKEN_DETECTION,
     TOKEN_STATISTICS,
@@ -61,10 +63,7 @@ STACKS: Mapping[str, tuple[str, Make]] = {
 GROUP = "baselines"
 TOKEN_PROBE = "token-probe"
 TOKEN_DETECTORS = ("token-lstm", TOKEN_PROBE, *TOKEN_STATISTICS)
-_OF_NETS = (  # settings of the loop, and the sizes of nets
-    *("seeds", "epochs", "batch_size", "lr", "weight_decay", "warmup", "clip", "patience", "dropout", "precision"),
-    "parameters",
-)
+_OF_LOOP = ("seeds", "epochs", "batch_size", "lr", "warmup", "patience", "precision")  # settings
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class NetKind:
 
     title: str
     kind: Kind
-    family: Literal["lstm", "gnn", "gvae", "charm", "token-lstm"]
+    family: Literal["lstm", "gnn", "gvae", "charm", "token-lstm", "attention_pool", "token_transformer"]
     wiring: Wiring = "attention"
     sees_stats: bool = True
 
@@ -97,6 +96,8 @@ NETS = {
     "lstm": NetKind("LSTM over the layers", "trained", "lstm"),
     "gnn": NetKind("GINE over token graphs + LSTM over the layers", "trained", "gnn"),
     "gvae": NetKind("graph VAE + LSTM over the layers", "trained", "gvae"),
+    "attention_pool": NetKind("answer tokens weighed by a learned query", "trained", "attention_pool"),
+    "token_transformer": NetKind("transformer over answer tokens and layers", "trained", "token_transformer"),
     "token-lstm": NetKind("LSTM over the tokens, a score per token", "trained", "token-lstm"),
     "charm": NetKind("CHARM-style single graph, attention only", "baseline", "charm", sees_stats=False),
     "lstm_states": NetKind("lstm without token statistics", "null", "lstm", sees_stats=False),
@@ -107,6 +108,7 @@ NETS = {
 }
 
 
+MOST_LAYERS = {"attention_pool": 8, "token_transformer": 4}  # read, unless the settings name some
 OURS = tuple(dict.fromkeys([*STACKS, *NETS, *LAYER_NETS, *TOKEN_DETECTORS, *BASELINES]))
 
 
@@ -116,7 +118,10 @@ def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[
     made: list[Feature] = []
     if net.family == "token-lstm":
         return [states_feature(field_names, recipe.layers, stats=recipe.token_stats)]
-    if net.family == "lstm":
+    if net.family in MOST_LAYERS:
+        states = states_feature(field_names, recipe.layers, stats=False)
+        made.append(replace(states, is_labelled=False, is_cut=True))
+    elif net.family == "lstm":
         made.append(_layers(field_names, recipe))
     elif net.family == "charm":
         made.append(_head_graphs(field_names))
@@ -147,6 +152,11 @@ def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
     elif family == "token-lstm":
         _, num_layers, dim = shapes["x"]
         build = partial(TokenLSTM, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
+    elif family in MOST_LAYERS:
+        _, num_layers, dim = shapes["x"]
+        if family == "attention_pool":  # its size is that of its input
+            return AttentionPool(num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
+        build = partial(TokenTransformer, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
     elif family == "charm":
         from millstream.traces.detectors.gnn import HeadGraph
 
@@ -181,43 +191,53 @@ class DetectorSpec:
     @property
     def library(self) -> str | None:
         """A large library that only this detector imports."""
-        if self.name in NETS and NETS[self.name].family != "lstm":
+        if self.name in NETS and NETS[self.name].family in ("gnn", "gvae", "charm"):
             return "torch_geometric.nn"
-        return "sklearn.decomposition" if self.name == "lapeigvals" else None
+        return "sklearn.decomposition" if self.name in ("lapeigvals", "haloscope") else None
 
     def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:
         field_names = self.field_names
+        given = Given(resources=resources, place=place, folder=folder)
         if folder is not None and self.name in TOKEN_DETECTORS:  # to be trained; it can score without labels
             need_token_labels(field_names)
         if self.name in NETS:
             recipe = recipe_of(cast(TrainSettings, place.settings))
             kit = Kit(net_features(self.name, field_names, recipe), partial(build_net, self.name, recipe=recipe))
             task = TOKEN_DETECTION if self.name in TOKEN_DETECTORS else DETECTION
-            net = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
+            net = NetModel(self.name, kit, task=task, **given)
+            if recipe.layers is None and (most := MOST_LAYERS.get(NETS[self.name].family)):
+                net = SpacedModel(self.name, self._layers_of(recipe), task=task, most=most, **given)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
         if self.name in LAYER_NETS:
             title, kind, how = LAYER_NETS[self.name]
             field = how.field_of(field_names)
-            features_of = partial(how.features_of, field=field)
-            made = LayerModel(self.name, field, features_of, how.build, resources=resources, place=place, folder=folder)
-            _need(self.name, made.kit.features, field_names)
-            return Built(made, title, kind)
+            layers = LayersOf(field, partial(how.features_of, field=field), how.build)
+            _need(self.name, layers.features([]), field_names)
+            return Built(BestLayerModel(self.name, layers, task=LAYER_DETECTION, **given), title, kind)
         if self.name in STACKS:
             title, make = STACKS[self.name]
-            return Built(_checked(make(resources, field_names), field_names), title, "trained")
+            return Built(checked_fields(make(resources, field_names), field_names), title, "trained")
         if self.name == TOKEN_PROBE:
             feature = states_feature(field_names, cast(TrainSettings, place.settings).layers, stats=False)
             return Built(TokenProbe(resources, feature=feature), "probe of the hidden states of each token", "trained")
         if self.name in TOKEN_STATISTICS:
             title, make = TOKEN_STATISTICS[self.name]
-            return Built(_checked(make(resources, field_names), field_names), title, "baseline")
+            return Built(checked_fields(make(resources, field_names), field_names), title, "baseline")
         if ":" in self.name:
-            return Built(_checked(_custom(self.name)(resources), field_names), self.name, "trained")
+            return Built(checked_fields(own_detector(self.name)(resources), field_names), self.name, "trained")
         if self.name not in BASELINES:
             raise _unknown(self.name)
         baseline = BASELINES[self.name]
-        detector = _checked(baseline.make(resources, field_names), field_names)
+        detector = checked_fields(baseline.make(resources, field_names), field_names)
         return Built(detector, baseline.title, "baseline", baseline.extra_forwards)
+
+    def _layers_of(self, recipe: Recipe) -> "LayersOf":
+        """How a net over tokens reads layers of its own choice."""
+
+        def features(layers: Sequence[int]) -> list[Feature]:
+            return net_features(self.name, self.field_names, replace(recipe, layers=",".join(map(str, layers)) or None))
+
+        return LayersOf(token_field(self.field_names), features, partial(build_net, self.name, recipe=recipe))
 
 
 def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[DetectorSpec]:
@@ -231,7 +251,7 @@ def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[
         found = list(dict.fromkeys([*found, *TOKEN_STATISTICS]))
     for name in found:
         if ":" in name:
-            _custom(name)
+            own_detector(name)
         elif not is_ours(name):
             raise _unknown(name)
     if not found:
@@ -289,10 +309,13 @@ def used_by() -> Mapping[str, Sequence[str]]:
     wired = [name for name, net in NETS.items() if net.family in ("gnn", "gvae") and net.wiring != "none"]
     gvae = [name for name, net in NETS.items() if net.family == "gvae"]
     return {
-        **dict.fromkeys(_OF_NETS, tuple(NETS)),
+        **dict.fromkeys(_OF_LOOP, (*NETS, *LAYER_NETS)),
+        **dict.fromkeys(("clip", "dropout"), tuple(NETS)),
+        "weight_decay": [name for name in (*NETS, *LAYER_NETS) if name != "mil"],
+        "parameters": [name for name in NETS if name != "attention_pool"],
         "token": [name for name, net in NETS.items() if net.family == "lstm"],
         "token_stats": [name for name, net in NETS.items() if net.sees_stats],
-        "layers": TOKEN_DETECTORS[:2],
+        "layers": (*MOST_LAYERS, *TOKEN_DETECTORS[:2]),
         **dict.fromkeys(("k", "threshold"), tuple(wired)),
         **dict.fromkeys(("kl_weight", "free_bits"), tuple(gvae)),
     }
@@ -354,28 +377,6 @@ def _unknown(name: str) -> BadSetting:
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(known)}, or package.module:Class"
     return BadSetting(f"model={name}: unknown detector; {hint}")
-
-
-def _custom(name: str) -> Callable[[FitResources], Detector]:
-    module, _, attribute = name.partition(":")
-    try:
-        found: object = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:  # the last: no module
-        raise BadSetting(f"model={name}: cannot be imported ({error})") from None
-    try:
-        signature(cast("Callable[..., object]", found)).bind(None)
-    except TypeError as error:  # not callable, or with other arguments
-        raise BadSetting(f"model={name}: must be constructed as {attribute}(resources), but {error}") from None
-    return cast("Callable[[FitResources], Detector]", found)
-
-
-def _checked(detector: Detector, field_names: Sequence[str]) -> Detector:
-    if lacking := [name for name in ("fields", "fit", "score") if not hasattr(detector, name)]:
-        raise BadSetting(f"{type(detector).__name__} is no detector: it has no {', '.join(lacking)}")
-    missing = [field for field in detector.fields if field.split("[")[0] not in field_names]
-    if missing:
-        raise NoDetector(f"the store has no {', '.join(missing)}")
-    return detector
 
 
 DETECTION = Task(2, "AUROC", _auroc, score_of)

@@ -1,32 +1,28 @@
 """The baselines by name: single statistics, linear probes and regressions, which a trained detector should beat."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from millstream.core.collection import Collection
 from millstream.core.features import Feature, fields
-from millstream.errors import MissingExtra, NoDetector
+from millstream.errors import NoDetector
 from millstream.report.measures import auroc
+from millstream.traces.detectors.haloscope import HaloScope
 from millstream.traces.detectors.icr import icr
+from millstream.traces.detectors.lapeigvals import LapEigvals
 from millstream.traces.detectors.logistic import (
     Detector,
     Inputs,
     Logistic,
     Scores,
-    as_tensor,
     binary_labels,
-    check_finite,
-    fit_logistic,
     reader,
-    score_logistic,
 )
 from millstream.traces.detectors.toha import Toha
 from millstream.traces.detectors.wepr import wepr
@@ -39,10 +35,6 @@ from millstream.training.task import Arrays, FitResources
 # B batch, L layers, H heads, R rows (the last prompt token, then those generated), E eigenvalues, F features
 
 
-TOP = (5, 10)  # numbers of largest eigenvalues per head to choose from
-_COMPONENTS = 512
-
-
 def logdet(resources: FitResources) -> Logistic:
     """LLM-Check: mean log self-attention of every layer and head."""
     return Logistic(resources, inputs=Inputs(fields("attention_logdet"), _logdets))
@@ -51,40 +43,6 @@ def logdet(resources: FitResources) -> Logistic:
 def lookback(resources: FitResources) -> Logistic:
     """Lookback Lens: the share of attention that each head pays to the prompt, averaged over the answer."""
     return Logistic(resources, inputs=Inputs(fields("prompt_attention", "answer_len"), lookback_ratios))
-
-
-class LapEigvals:
-    """LapEigvals: a regression on principal components of the largest Laplacian eigenvalues of all heads."""
-
-    probabilities = True
-
-    def __init__(self, resources: FitResources) -> None:
-        self.fields: Sequence[str] = ["laplacian"]
-        self.arrays: Arrays = {}
-        self.chosen: dict[str, object] = {}
-        self._resources = resources
-
-    def fit(self, train: Collection, val: Collection) -> None:
-        binary_labels(train, "training")
-        found = [_principal(train, top, self._resources) for top in TOP]
-        inputs = Inputs(fields("laplacian"), _Projection(found), axis="top_k", names=TOP)
-        arrays, chosen = fit_logistic(train, val, inputs=inputs, resources=self._resources)
-        best = found[int(arrays["group"])]
-        self.arrays = {
-            **{name: arrays[name][: len(best.components)] for name in ("mean", "factor", "weights")},
-            "bias": arrays["bias"],
-            "group": np.array(0),  # only the best is kept
-            "top_k": np.array(best.top),
-            "pca_mean": best.mean,
-            "pca_components": best.components,
-        }
-        self.chosen = {**chosen, "components": len(best.components)}
-
-    def score(self, collection: Collection) -> Scores:
-        mean, components = (cast("NDArray[np.float32]", self.arrays[name]) for name in ("pca_mean", "pca_components"))
-        best = _Principal(int(self.arrays["top_k"]), mean, components)
-        inputs = Inputs(fields("laplacian"), _Projection([best]))
-        return score_logistic(collection, self.arrays, inputs=inputs, resources=self._resources)
 
 
 def lookback_ratios(batch: Mapping[str, object]) -> Tensor:
@@ -102,71 +60,6 @@ def lookback_ratios(batch: Mapping[str, object]) -> Tensor:
     inside_BR = (row_R >= 1) & (row_R <= length_B[:, None])
     total_BLH = (share_BLHR * inside_BR[:, None, None]).sum(-1)
     return (total_BLH / length_B.clamp(min=1)[:, None, None]).flatten(1)[:, None]
-
-
-@dataclass(frozen=True)
-class _Principal:
-    """Principal components of the `top` largest eigenvalues."""
-
-    top: int
-    mean: NDArray[np.float32]  # [F]
-    components: NDArray[np.float32]  # [C, F]
-
-
-@dataclass(frozen=True)
-class _Projection:
-    """Projects eigenvalues on their components: one group per choice of `top`, the smaller padded with zeros."""
-
-    choices: Sequence[_Principal]
-
-    def __call__(self, batch: Mapping[str, object]) -> Tensor:
-        width = max(len(choice.components) for choice in self.choices)
-        groups: list[Tensor] = []
-        for choice in self.choices:
-            mean_F, components_CF = as_tensor(choice.mean), as_tensor(choice.components)
-            x_BC = (_eigenvalues(batch, choice.top) - mean_F) @ components_CF.T
-            groups.append(functional.pad(x_BC, (0, width - x_BC.shape[1])))
-        return torch.stack(groups, dim=1)
-
-
-class _PCA(Protocol):
-    """The interface used of scikit-learn's IncrementalPCA, which has no types."""
-
-    mean_: NDArray[np.float64]
-    components_: NDArray[np.float64]
-
-    def partial_fit(self, X: NDArray[np.float32]) -> object: ...
-
-
-def _principal(train: Collection, top: int, resources: FitResources) -> _Principal:
-    """Fit in one pass, in chunks; the first chunk needs at least as many rows as components."""
-    pca: _PCA | None = None
-    waiting: list[Tensor] = []
-    for batch in reader(train, fields("laplacian"), resources):
-        waiting.append(check_finite(_eigenvalues(batch, top), batch, fields("laplacian")))
-        num_components = max(min(_COMPONENTS, waiting[0].shape[1], len(train) // 2), 1)
-        if sum(map(len, waiting)) >= num_components:
-            pca = pca or _new_pca(num_components)
-            pca.partial_fit(torch.cat(waiting).numpy())
-            waiting = []
-    assert pca is not None, "half of the records are enough for the first chunk"
-    if waiting:
-        pca.partial_fit(torch.cat(waiting).numpy())
-    return _Principal(top, pca.mean_.astype(np.float32), pca.components_.astype(np.float32))
-
-
-def _new_pca(num_components: int) -> _PCA:
-    try:
-        from sklearn.decomposition import IncrementalPCA  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError:
-        raise MissingExtra("lapeigvals needs scikit-learn: pip install 'millstream[train]'") from None
-    return cast(_PCA, IncrementalPCA(num_components))
-
-
-def _eigenvalues(batch: Mapping[str, object], top: int) -> Tensor:
-    """[B, F]: the `top` largest of every layer and head; they are stored in descending order."""
-    laplacian_BLHE = cast(Tensor, batch["laplacian"])
-    return laplacian_BLHE[..., :top].float().flatten(1)
 
 
 def _logdets(batch: Mapping[str, object]) -> Tensor:
@@ -340,6 +233,7 @@ BASELINES: Mapping[str, Baseline] = {
     "lookback": _same_for_all("regression on attention to the prompt", lookback),
     "lapeigvals": _same_for_all("regression on Laplacian eigenvalues", LapEigvals),
     "wepr": _same_for_all("regression on entropy by rank", wepr),
+    "haloscope": Baseline("probe of HaloScope's memberships", HaloScope),
     "icr": Baseline("regression on ICR scores of layers", icr),
     "toha": _same_for_all("topological divergence of a few heads", Toha),
     "probe_last_prompt": _probe("probe at the last prompt token", "last_prompt"),

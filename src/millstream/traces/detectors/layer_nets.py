@@ -1,10 +1,11 @@
 """Nets of one layer: one per layer of a few, trained side by side; the layer is chosen on validation and kept alone."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import cast
+from typing import TypedDict, Unpack, cast
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from millstream.core.collection import Collection
 from millstream.core.features import Feature
 from millstream.report.measures import auroc
 from millstream.traces.detectors.net import DetectorNet, Scale
-from millstream.traces.detectors.tokens import stored_layers
+from millstream.traces.detectors.states import some_layers, stored_layers
 from millstream.training.study import Kit, NetModel, Workplace
 from millstream.training.task import Batch, FitResources, Labels, Net, Outcome, Task, labels_of
 
@@ -66,31 +67,55 @@ class LayerLinear(nn.Module):
         return made_RLO if self.bias is None else made_RLO + self.bias
 
 
-class LayerModel(NetModel):
-    """Trains the nets of a few layers, and keeps the one with the best AUROC on validation.
+@dataclass(frozen=True)
+class LayersOf:
+    """Where layers are stored, the features that read some of them (all without any), and the net for an example."""
 
-    `field` is where the states of layers are stored, `features_of` makes the features that read some of them, and
-    `build` makes the net of these layers for an example batch.
-    """
+    field: str
+    features: Callable[[Sequence[int]], Sequence[Feature]]
+    build: Callable[..., Net]
 
-    def __init__(
-        self,
-        name: str,
-        field: str,
-        features_of: Callable[[Sequence[int]], Sequence[Feature]],
-        build: Callable[..., LayerNet],
-        *,
-        resources: FitResources,
-        place: Workplace,
-        folder: Path | None,
-    ) -> None:
-        self._field, self._features_of, self._build = field, features_of, build
-        kit = Kit(features_of(()), build)
-        super().__init__(name, kit, task=LAYER_DETECTION, resources=resources, place=place, folder=folder)
+
+class Given(TypedDict):
+    """What any net is made with."""
+
+    resources: FitResources
+    place: Workplace
+    folder: Path | None
+
+
+class LayersModel(NetModel):
+    """A net that reads some layers of a field."""
+
+    def __init__(self, name: str, layers: LayersOf, *, task: Task, **given: Unpack[Given]) -> None:
+        super().__init__(name, Kit(layers.features([]), layers.build), task=task, **given)
+        self._layers = layers
+
+    def _read(self, layers: Sequence[int], build: Callable[..., Net]) -> None:
+        """Read these layers of records."""
+        features = self._layers.features(layers)
+        self.kit, self.scoring = Kit(features, build), features
+        self.fields: Sequence[str] = list(dict.fromkeys(name for one in features for name in one.fields or ()))
+
+
+class SpacedModel(LayersModel):
+    """A net that reads a few layers at even steps."""
+
+    def __init__(self, name: str, layers: LayersOf, *, task: Task, most: int, **given: Unpack[Given]) -> None:
+        super().__init__(name, layers, task=task, **given)
+        self._most = most
+
+    def build(self, collection: Collection) -> Net:
+        self._read(some_layers(collection, self._layers.field, self._most), self._layers.build)
+        return super().build(collection)
+
+
+class BestLayerModel(LayersModel):
+    """Trains the nets of a few layers, and keeps the one with the best AUROC on validation."""
 
     def fit(self, train: Collection, val: Collection) -> None:
-        count = stored_layers(train, self._field)
-        self._read(tuple(dict.fromkeys(round(depth * (count - 1)) for depth in DEPTHS)))
+        count = stored_layers(train, self._layers.field)
+        self._choose(tuple(dict.fromkeys(round(depth * (count - 1)) for depth in DEPTHS)))
         super().fit(train, val)
         by_layer = _aurocs(labels_of(val), self.outcome(val))
         layers = self.arrays["layer"].tolist()
@@ -102,14 +127,11 @@ class LayerModel(NetModel):
 
     def restored(self, collection: Collection) -> Net:
         if self._net is None:
-            self._read(self.arrays["layer"].tolist())
+            self._choose(self.arrays["layer"].tolist())
         return super().restored(collection)
 
-    def _read(self, layers: Sequence[int]) -> None:
-        """Read these layers of records, and build nets for them."""
-        self.kit = Kit(self._features_of(layers), partial(self._build, layers=layers))
-        self.scoring = self.kit.features
-        self.fields: Sequence[str] = list(dict.fromkeys(name for one in self.kit.features for name in one.fields or ()))
+    def _choose(self, layers: Sequence[int]) -> None:
+        self._read(layers, partial(self._layers.build, layers=layers))
 
 
 def layer_scores_of(net: Net, batch: Batch) -> Mapping[str, Tensor]:

@@ -15,7 +15,8 @@ from torch.nn import functional
 from millstream.core.features import Feature
 from millstream.traces.detectors.layer_nets import LayerLinear, LayerNet
 from millstream.traces.detectors.logistic import split_rows
-from millstream.traces.detectors.tokens import TokenFeature, observe_tokens, sizes_of, token_field
+from millstream.traces.detectors.states import token_field
+from millstream.traces.detectors.tokens import TokenFeature, observe_tokens, sizes_of
 from millstream.training.task import Batch, Moments
 
 # B batch, A answer tokens of all records, concatenated, T tokens of the longest, L layers, D hidden, W width

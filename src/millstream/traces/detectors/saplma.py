@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from millstream.core.features import Feature
-from millstream.errors import NoDetector
 from millstream.traces.detectors.layer_nets import LayerLinear, LayerNet
-from millstream.traces.features import layers as layer_feature
-from millstream.traces.kind import POSITIONS
+from millstream.traces.detectors.states import last_answer, states_field
 from millstream.training.task import Batch, Moments
 
 # B batch, L layers, D hidden
@@ -49,19 +47,11 @@ class Saplma(LayerNet):
         return functional.binary_cross_entropy(scores_BL, target_B1.expand_as(scores_BL), reduction="none")
 
 
-def field_of(field_names: Sequence[str]) -> str:
-    """The field with the states."""
-    found = next((name for name in ("states", "hidden") if name in field_names), None)
-    if found is None:
-        raise NoDetector(
-            f"the store has neither states (tier probe) nor hidden (tier full), only {', '.join(field_names)}"
-        )
-    return found
-
-
 def features_of(layers: Sequence[int], *, field: str) -> list[Feature]:
-    last = POSITIONS.index("last_answer") if field == "states" else "last_answer"
-    return [layer_feature(last, field=field, layers=tuple(layers) or None)]
+    return [last_answer(layers, field=field)]
+
+
+field_of = states_field
 
 
 def build(example: Mapping[str, Tensor], *, layers: Sequence[int]) -> Saplma:

@@ -21,7 +21,7 @@ from millstream.core.features import Feature
 from millstream.core.record import Array
 from millstream.core.split import LABEL
 from millstream.errors import NoDetector
-from millstream.report.measures import auroc, spaced
+from millstream.report.measures import auroc
 from millstream.traces.detectors.baselines import of_groups
 from millstream.traces.detectors.logistic import (
     Inputs,
@@ -36,7 +36,7 @@ from millstream.traces.detectors.logistic import (
     penalties_of,
     reader,
 )
-from millstream.traces.detectors.tokens import stored_layers
+from millstream.traces.detectors.states import some_layers, states_field
 from millstream.traces.features import LayerFeature, Token, token_stats
 from millstream.traces.groups import STATISTICS
 from millstream.traces.kind import POSITIONS, THINKING
@@ -48,7 +48,6 @@ from millstream.training.task import Arrays, FitResources, Moments
 
 FOLDS = 5
 STRENGTHS = (0.001, 0.01)  # C of the probes
-MAX_LAYERS = 8  # more gain little
 STATS = ("mean_logprob", "min_logprob", "sum_logprob", "mean_entropy", "mean_margin", "num_tokens")
 
 
@@ -98,12 +97,7 @@ class Stack:
     probabilities = True
 
     def __init__(self, resources: FitResources, field_names: Sequence[str], *, samples: Sequence[str] = ()) -> None:
-        source = next((name for name in ("states", "hidden") if name in field_names), None)
-        if source is None:
-            raise NoDetector(
-                f"the store has neither states (tier probe) nor hidden (tier full), only {', '.join(field_names)}"
-            )
-        self._source = source
+        self._source = states_field(field_names)
         self._by_question = QUESTION_ID in field_names
         self._stats = token_stats(*STATS) if {*token_stats(*STATS).fields} <= {*field_names} else None
         self._samples = samples
@@ -223,12 +217,6 @@ class Stack:
     def _filled(self, samples_NQ: NDArray[np.float64]) -> Tensor:
         """A statistic that a question lacks is the mean over the training split."""
         return as_tensor(np.where(np.isnan(samples_NQ), self.arrays["fill"], samples_NQ)).float()
-
-
-def some_layers(collection: Collection, field: str) -> tuple[int, ...]:
-    """About eight stored layers of a field at even steps; of many, without the first, which is the embedding."""
-    count = stored_layers(collection, field)
-    return tuple((spaced(count, MAX_LAYERS + 1)[1:] if count > MAX_LAYERS else np.arange(count)).tolist())
 
 
 def samples_of(collection: Collection, names: Sequence[str]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from millstream.core.batches import Batch, ColumnBatch, as_floats, fetch_batch
+from millstream.core.batches import Batch, ColumnBatch, as_floats
 from millstream.core.collection import Collection
 from millstream.core.features import Feature
 from millstream.core.record import Array
@@ -29,6 +29,7 @@ from millstream.traces.detectors.logistic import (
     split_rows,
 )
 from millstream.traces.detectors.net import DetectorNet, Scale
+from millstream.traces.detectors.states import MAX_LAYERS, stored_layers, token_field
 from millstream.traces.features import ANSWER, PROMPT
 from millstream.traces.spans import NO_TEXT, TOKEN_LABELS
 from millstream.training.task import Arrays, FitResources, Labels, Moments, Net, Outcome, Task
@@ -36,7 +37,6 @@ from millstream.training.task import Batch as NetBatch
 
 # B records, A tokens of all answers, concatenated, L layers, D hidden, S statistics, T tokens of the longest, W width
 
-MAX_LAYERS = 8  # read, unless the settings name some: more gain little
 STEP_ROWS = 256  # of the probe: neighbouring tokens are alike, so smaller steps are noise
 STATISTICS = ("logprobs", "entropy")
 _MOMENT_NUMBERS = 1 << 18  # standardised at once
@@ -134,16 +134,6 @@ def states_feature(field_names: Sequence[str], layers: str | None, *, stats: boo
     return TokenFeature(states, chosen, names, TOKEN_LABELS in field_names)
 
 
-def token_field(field_names: Sequence[str]) -> str:
-    """The field with the hidden states of generated tokens."""
-    states = next((name for name in ("answer_hidden", "hidden") if name in field_names), None)
-    if states is None:
-        raise NoDetector(
-            f"the store has no hidden states of tokens (tiers answer and full), only {', '.join(field_names)}"
-        )
-    return states
-
-
 def need_token_labels(field_names: Sequence[str]) -> None:
     """NoDetector unless tokens are labelled."""
     if TOKEN_LABELS not in field_names:
@@ -227,12 +217,6 @@ class TokenStatistic:
 
     def score(self, collection: Collection) -> Scores:
         return highest(self.score_tokens(collection), collection)
-
-
-def stored_layers(collection: Collection, field: str) -> int:
-    """How many layers the records have of a field."""
-    first = fetch_batch(collection, np.zeros(1, np.int64), [field]).columns[field]
-    return len(cast("Sequence[Array]", first)[0])
 
 
 def highest(tokens: TokenScores, collection: Collection) -> Scores:
