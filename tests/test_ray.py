@@ -31,6 +31,7 @@ from support.extracting import (
     write_questions,
 )
 from support.extras import need
+from support.making_traces import make_traces
 
 need("transformers")
 pytestmark = [
@@ -77,6 +78,8 @@ def run_everything(cluster: Cluster, llama: Path, path: Path) -> Outcome:
     store = there / "traces"
     extract = ["extract", str(questions), str(store), *as_arguments({"model": llama, **settings})]
     files, trained = make_run(path)
+    make_traces(path / "labelled", num=80)
+    models = "model=mean_logprob,probe_last_answer"
     write_genomes(path / "genomes")
 
     driver = cluster.start([*extract, "--engine", "ray", "--workers", "1"], shared=False)
@@ -100,6 +103,7 @@ def run_everything(cluster: Cluster, llama: Path, path: Path) -> Outcome:
             ["index", *map(str, files), *index_dir],
             ["pack", *map(str, files), f"{place}/packs/"],
             ["pack", f"{path}/genomes", f"{place}/all.pack"],
+            ["train", f"data={path}/labelled", models, "folds=2", "memory=200MB", f"out={place}/run"],
             ["classify", str(trained), *map(str, files), "-o", f"{place}/rows.tsv.gz", *index_dir],
         ]
 
@@ -169,6 +173,18 @@ def test_files_are_packed_into_one_to_the_bytes_of_one_process_even_if_a_worker_
     assert not list(outcome.there.glob("all.pack.*"))
 
 
+def test_models_of_all_folds_are_trained_to_the_scores_of_one_process_even_if_a_worker_dies(outcome: Outcome):
+    names = [f"{model}-0.fold{fold}" for model in ("mean_logprob", "probe_last_answer") for fold in (1, 2)]
+    for name in names:
+        here, there = (place / "run" / "checkpoints" / name for place in (outcome.here, outcome.there))
+        for file in ("scores.parquet", "detector.safetensors"):
+            assert (here / file).read_bytes() == (there / file).read_bytes()
+    tables = [pq.read_table(place / "run" / "predictions.parquet") for place in (outcome.here, outcome.there)]
+    assert tables[0].equals(tables[1]) and (outcome.there / "run" / "report.html").exists()
+    times = {job.split()[1]: count for job, count in outcome.jobs.items() if job.startswith("train ")}
+    assert set(times) == set(names) and sorted(times.values()) == [1, 1, 1, 2], "only the job of the worker that died"
+
+
 def test_reads_are_classified_to_the_bytes_of_one_process_even_if_a_worker_dies(outcome: Outcome):
     assert (outcome.there / "rows.tsv.gz").read_bytes() == (outcome.here / "rows.tsv.gz").read_bytes()
     spans = {job.split()[1]: count for job, count in outcome.jobs.items() if job.startswith("classify")}
@@ -191,6 +207,7 @@ def test_nothing_that_is_finished_is_done_again(outcome: Outcome):
         ["pack", *outcome.files, there / "packs"],
         ["pack", outcome.files[0].parent / "genomes", there / "all.pack"],
         ["classify", outcome.run, *outcome.files, "-o", there / "rows.tsv.gz", *index_dir],
+        ["train", there / "run" / "config.yaml"],
     ):
         code, _, err = run(*command, *ray)
         assert code == 0, err

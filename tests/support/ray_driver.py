@@ -27,6 +27,7 @@ from millstream.reads.files.sections_writer import SectionsWriter
 from millstream.reads.pack import each
 from millstream.traces import extract, features
 from millstream.traces.store.writer import TraceWriter
+from millstream.training import run as training
 
 GIVEN = json.loads(sys.argv[1])
 
@@ -105,6 +106,15 @@ class DyingFeaturizeWorker(features.FeaturizeWorker):
         return super().do(numbers)
 
 
+class DyingTrainWorker(training.TrainWorker):
+    """Dies when a model is trained, but not returned."""
+
+    def do(self, job: Any) -> Any:
+        dies = begin("train", job.name)
+        done = super().do(job)
+        return die() if dies else done
+
+
 def square(item: int) -> int:
     if item == 7:
         raise BadSource("7: not this one")
@@ -143,6 +153,7 @@ def run_on_one_cluster() -> None:
 
     open.IndexWorker, each.PackWorker = DyingIndexWorker, DyingPackWorker
     classify.ClassifyWorker, features.FeaturizeWorker = DyingClassifyWorker, DyingFeaturizeWorker
+    training.TrainWorker = DyingTrainWorker
     unwrap(classify.classify).__kwdefaults__.update(batch_size=64, chunk_reads=128)
     if nodes:
         ray.init(address=nodes.address, log_to_driver=False)

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -189,7 +190,13 @@ def show_report(run: Path, as_json: bool, out: Path | None = None) -> None:
     finish(f"{run}: {found.compared} compared. Open {page}", "view", run)
 
 
-def train(settings: Settings = None, as_json: Json = False) -> None:
+def train(
+    settings: Settings = None,
+    engine: EngineName = "local",
+    address: Address = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
     """Train and compare hallucination detectors or read classifiers.
 
     Detectors learn from a labelled trace store, data=STORE.
@@ -206,9 +213,11 @@ def train(settings: Settings = None, as_json: Json = False) -> None:
     kind = next((one for one in kinds if one.is_training_on(settings or [])), kinds[0])
     given = read_settings(kind.TRAIN_SETTINGS, settings or [])
     given.check()
+    from millstream.core.engine import Engine
     from millstream.training.run import train as fit
 
-    run = fit(**asdict(given))
+    with redirect_stdout(sys.stderr):  # Ray reports dead workers on stdout, which is for data
+        run = fit(engine=Engine(engine, address, workers), **asdict(given))
     if not run.is_first:
         return
     if run.interrupted:

@@ -5,13 +5,14 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from millstream.core.arguments import checked
 from millstream.core.collection import Collection
 from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_seconds, interruptible, say
-from millstream.core.engine import available_cores
+from millstream.core.engine import Engine, available_cores
 from millstream.core.files import publish, publish_json
 from millstream.core.memory import Allowance
 from millstream.core.registry import kinds_with, plug
@@ -40,10 +41,12 @@ from millstream.training.folder import (
     SCORES,
     WEIGHTS,
     JobKey,
+    Line,
     Log,
     environment,
     finished_jobs,
     job_folder,
+    read_lines,
     read_mapping,
     read_scores,
     save,
@@ -64,12 +67,15 @@ class Run:
 
 
 @checked
-def train(data: str | Path | Mapping[str, object] | None = None, **settings: object) -> Run:
+def train(
+    data: str | Path | Mapping[str, object] | None = None, *, engine: Engine | str = "local", **settings: object
+) -> Run:
     """Train and compare models on labelled records, into a run folder.
 
     The settings are those of `millstream train --help` for the kind of record that `data` holds. All models see the
     same data; each is trained once per seed; all choices are made on the validation split. Finished models are not
-    trained again, and an interrupted one resumes from its checkpoint.
+    trained again, and an interrupted one resumes from its checkpoint. With `engine="ray"`, models, seeds and folds are
+    trained by the workers of a cluster.
 
     >>> run = ms.train("traces/", model="lstm,mean_logprob", out="runs/second", seeds=1, epochs=3, memory="500MB")
     >>> run = ms.train({"train": "train.fa.gz", "val": "val.fa"}, mapping="species.tsv", model="kmer-linear", bits=12)
@@ -77,7 +83,7 @@ def train(data: str | Path | Mapping[str, object] | None = None, **settings: obj
     if isinstance(data, Mapping):
         data = {name: str(value) if isinstance(value, Path) else value for name, value in data.items()}
     given = {**settings, **({} if data is None else {"data": str(data) if isinstance(data, Path) else data})}
-    return _Training(study_of(given)).work()
+    return TrainingRun(study_of(given), engine=engine if isinstance(engine, Engine) else Engine(engine)).work()
 
 
 def study_of(settings: Mapping[str, object]) -> Study:
@@ -163,12 +169,17 @@ def write_predictions(run: Path) -> None:
         raise BadSource(f"{run}: the {SCORES} of its models have different columns ({why}); one is damaged") from None
 
 
-class _Training:
-    def __init__(self, study: Study) -> None:
-        self.study, self.settings = study, study.settings
+class TrainingRun:
+    """The models of a study, trained into its run folder."""
+
+    def __init__(self, study: Study, *, engine: Engine) -> None:
+        self.study, self.settings, self.engine = study, study.settings, engine
+        if engine.name != "local" and self.settings.devices > 1:
+            raise BadSetting(f"devices={self.settings.devices}: with --engine {engine.name}, each model has one device")
         self.out = to_path(self.settings.out or Path("runs") / Path(study.source).resolve().name)
         self.path = spool_folder(self.out)
         self.fabric = make_fabric(self.settings)
+        self.memory = parse_bytes(self.settings.memory)
         self._is_stale = False  # whether predictions.parquet may lack scores
 
     @property
@@ -188,11 +199,8 @@ class _Training:
         if not self.is_first and isinstance(self.out, RemotePath):
             RemoteRun(self.out).fetch()  # if this is another machine
         log = Log(self.path, tensorboard=self.settings.tensorboard and self.is_first)
-        for library in self.study.libraries:  # their memory is not counted
-            with suppress(ImportError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                import_module(library)
-        self.memory = parse_bytes(self.settings.memory)
+        if self.engine.name == "local":
+            self.import_libraries()
         self.allowance = Allowance(self.memory)
         done: list[str] = []
         with ExitStack() as stack:
@@ -202,6 +210,8 @@ class _Training:
             stop = stack.enter_context(interruptible())
             if self.is_first:
                 stack.enter_context(log.memory(self.allowance))
+            if self.engine.name != "local":
+                return self._train_on_workers(log, stop)
             # nets first: the other processes end after them
             for spec in sorted(self.study.specs, key=lambda spec: not spec.by_gradients):
                 if not self.is_first and not spec.by_gradients:
@@ -214,6 +224,44 @@ class _Training:
         if self.is_first and self._is_stale:  # it may have been killed before writing them
             write_predictions(self.path)
         return Run(self.out, done, is_first=self.is_first)
+
+    def import_libraries(self) -> None:
+        """Import what models need before the memory is counted: libraries do not count."""
+        for library in self.study.libraries:
+            with suppress(ImportError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import_module(library)
+
+    def _train_on_workers(self, log: Log, stop: Callable[[], bool]) -> Run:
+        left = [job for spec in self.study.specs for job, _ in self.jobs(spec) if not self._is_finished(job)]
+        missing: dict[str, str] = {}
+        wanted = takewhile(lambda job: not stop(), (job for job in left if job.model not in missing))
+        make = partial(TrainWorker, asdict(self.settings), os.getcwd())
+        for done in self.engine.run(make, wanted) if left else ():  # for nothing, no cluster is started
+            for line in done.lines:
+                log.write(**{name: value for name, value in cast(Any, line).items() if name != "time_s"})
+            if done.missing:
+                missing[done.job.model] = done.missing
+                say(f"{done.job.model}: left out, {done.missing.partition(', only ')[0]}")
+                continue
+            folder = job_folder(self.path, done.job)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (WEIGHTS, SCORES):  # scores mark a job as finished
+                publish(folder / name, done.files[name])
+            say(f"{done.job}: done")
+        write_predictions(self.path)
+        unfinished = {job.model for job in left if not self._is_finished(job)}
+        models = [spec.name for spec in self.study.specs if spec.name not in unfinished]
+        return Run(self.out, models, interrupted=bool(unfinished - missing.keys()))
+
+    def jobs(self, spec: ModelSpec) -> Iterator[tuple[JobKey, Fold]]:
+        """What to train of a model: every fold with every seed; models that are not nets once."""
+        seeds = range(self.settings.seed, self.settings.seed + (self.settings.seeds if spec.by_gradients else 1))
+        for fold, seed in product(self.study.folds, seeds):
+            yield JobKey(spec.name, seed, fold.number, fold.labels), fold
+
+    def _is_finished(self, job: JobKey) -> bool:
+        return (job_folder(self.path, job) / SCORES).exists()
 
     def _prepare(self) -> None:
         """Refuse the folder of another run; write the settings and the data card."""
@@ -246,16 +294,16 @@ class _Training:
         """Train a model with every seed. Returns whether the data has what it needs."""
         if spec.by_gradients and self.fabric.world_size > 1:
             stop = partial(self._any, stop)
-        seeds = range(self.settings.seed, self.settings.seed + (self.settings.seeds if spec.by_gradients else 1))
-        for fold, seed in product(self.study.folds, seeds):
-            key = JobKey(spec.name, seed, fold.number, fold.labels)
-            if (job_folder(self.path, key) / SCORES).exists():
+        for job, fold in self.jobs(spec):
+            if self._is_finished(job):
                 self._is_stale = True
                 continue
             if stop():
                 raise Interrupted
             try:
-                self._train_one(spec, key, fold, log, stop)
+                self.train_one(spec, job, fold, log, stop)
+                if self.is_first:
+                    write_predictions(self.path)
             except MissingFields as error:
                 if self.is_first:
                     log.write("missing", model=spec.name, why=str(error))
@@ -270,11 +318,11 @@ class _Training:
         wanted = torch.tensor(float(stop()), device=self.fabric.device)
         return bool(self.fabric.all_reduce(wanted, reduce_op="sum") > 0)
 
-    def _train_one(self, spec: ModelSpec, key: JobKey, fold: Fold, log: Log, stop: Callable[[], bool]) -> None:
+    def train_one(self, spec: ModelSpec, job: JobKey, fold: Fold, log: Log, stop: Callable[[], bool]) -> None:
         """One model with one seed on one fold: fit it, score the splits, save its weights and scores."""
-        study, folder = self.study, job_folder(self.path, key)
+        study, folder = self.study, job_folder(self.path, job)
         share = self.memory * 3 // 8  # the rest is for the model itself and the malloc heap
-        resources = FitResources(key.seed, share, threads=self.settings.threads)
+        resources = FitResources(job.seed, share, threads=self.settings.threads)
         place = Workplace(self.settings, self.fabric, study.source, log, self.allowance, stop)
         built = spec.build(resources=resources, place=place, folder=folder)
         model = built.model
@@ -285,10 +333,10 @@ class _Training:
         scored = time.perf_counter()
         if not self.is_first:
             return
-        _save_arrays(folder / WEIGHTS, getattr(model, "arrays", {}), key.about)
+        _save_arrays(folder / WEIGHTS, getattr(model, "arrays", {}), job.about)
         log.write(
             "fit",
-            **key.about,
+            **job.about,
             family=built.kind,
             title=built.title,
             parameters=getattr(model, "parameters", None),
@@ -302,8 +350,50 @@ class _Training:
             chosen=getattr(model, "chosen", {}),
         )
         publish_table(folder / SCORES, pa.concat_tables(tables))
-        write_predictions(self.path)
-        say(f"{key}: done in {format_seconds(scored - started)}")
+        say(f"{job}: done in {format_seconds(scored - started)}")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One training by a worker: its lines of the log, its files by name, and why there are none."""
+
+    job: JobKey
+    lines: Sequence[Line]
+    files: Mapping[str, bytes]
+    missing: str = ""
+
+
+class TrainWorker:
+    """Trains one model at a time, on any machine that can read the data."""
+
+    def __init__(self, settings: Mapping[str, object], folder: str) -> None:
+        with suppress(OSError):  # settings may have relative paths
+            os.chdir(folder)
+        self._training = TrainingRun(study_of(settings), engine=Engine())
+        self._training.import_libraries()
+
+    def do(self, job: JobKey) -> Finished:
+        training = self._training
+        spec = next(spec for spec in training.study.specs if spec.name == job.model)
+        fold = dict(training.jobs(spec))[job]
+        with TemporaryDirectory() as folder:
+            training.path = Path(folder)
+            training.allowance = Allowance(training.memory)
+            log, missing = Log(training.path), ""
+            try:
+                training.train_one(spec, job, fold, log, lambda: False)
+            except MissingFields as error:
+                missing = str(error)
+                log.write("missing", model=spec.name, why=missing)
+            written = job_folder(training.path, job)
+            files = {} if missing else {name: (written / name).read_bytes() for name in (WEIGHTS, SCORES)}
+            lines = [
+                {key: value for key, value in line.items() if key != "time_s"} for line in read_lines(training.path)
+            ]
+            return Finished(job, lines, files, missing)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:
