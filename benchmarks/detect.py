@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from measuring import PAGE, update_page
-
 from millstream.report.measures import Difference
 from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.results import ModelResult, Results
@@ -90,13 +89,8 @@ def millstream(*command: object) -> None:
 def lines_of(found: dict[str, Results], given: dict[str, str]) -> list[str]:
     """Whether the goal is reached, then a table for each set."""
     lines = [goal_of(found[name], name) for name in list(found)[:1]]
-    lines += [
-        "",
-        f"Measured on {time.strftime('%Y-%m-%d')} with `python benchmarks/detect.py DATA {
-            ' '.join(f'{name}={value}' for name, value in given.items() if name not in ('out', 'model'))
-        }`.",
-        "",
-    ]
+    words = " ".join(f"{name}={value}" for name, value in given.items() if name not in ("out", "model"))
+    lines += ["", f"Measured on {time.strftime('%Y-%m-%d')} with `python benchmarks/detect.py DATA {words}`.", ""]
     for name, results in found.items():
         lines += [f"### {name}", "", *table_of(results), ""]
     return lines[:-1]
@@ -122,8 +116,8 @@ def goal_of(results: Results, name: str) -> str:
     reached = reached and half <= HALF
     start = "The goal is reached" if reached else "The goal is missed"
     return (
-        f"{start} on {name}: the best detector without extra samples (on validation), {best.name}, has AUROC {best.auroc} "
-        f"(half-width {half:.3f}, goal {HALF}): {'; '.join(clauses)}."
+        f"{start} on {name}: the best detector without extra samples (on validation), {best.name}, has AUROC "
+        f"{best.auroc} (half-width {half:.3f}, goal {HALF}): {'; '.join(clauses)}."
     )
 
 
