@@ -67,6 +67,8 @@ def trace(number: int, shape: Shape) -> Record:
         "rank": np.zeros(steps, np.int32),
         "topk_ids": rng.integers(0, 32_000, (steps, TOP_K), np.int32),
         "topk_logprobs": top_NK,
+        "offsets": np.arange(2 * steps, dtype=np.int32).reshape(-1, 2),
+        "given_logprobs": None,
         "self_attention": _fraction(rng, layers, heads, rows),
         "attention_entropy": _fraction(rng, layers, heads, rows),
         "prompt_attention": _fraction(rng, layers, heads, rows),
