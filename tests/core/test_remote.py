@@ -10,6 +10,8 @@ from threading import Thread
 
 import pytest
 
+from millstream.core import bucket
+from millstream.core.bucket import MULTIPART_BYTES, upload_part_bytes
 from millstream.core.remote import (
     RemoteFile,
     RemotePath,
@@ -122,6 +124,23 @@ def test_a_large_upload_has_parts_and_is_verified(s3: Bucket, tmp_path: Path) ->
         assert path.put(tmp_path / "large").num_bytes == len(data)
         assert proxy.num_requests("PUT") == 3 and proxy.num_requests("GET") == 0
         assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("num_bytes", [1, 17 << 20, 80 << 30, 84 << 30, 870 * 10**9, 5 << 40])
+def test_no_upload_has_more_parts_than_a_server_takes(num_bytes: int) -> None:
+    part = upload_part_bytes(num_bytes)
+    assert -(-num_bytes // part) <= 10_000 and (part == MULTIPART_BYTES or part < num_bytes // 5_000)
+
+
+def test_an_upload_in_larger_parts_is_verified_by_their_checksum(
+    s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "upload_part_bytes", lambda num_bytes: 16 << 20)
+    (tmp_path / "large").write_bytes(DATA * 170)
+    with faulty_proxy(s3.address) as proxy:
+        s3.through(proxy.address)
+        remote(f"{s3.url}/large").put(tmp_path / "large")
+        assert proxy.num_requests("PUT") == 2 and proxy.num_requests("GET") == 0
 
 
 # -- ranges
@@ -353,6 +372,14 @@ def test_an_object_that_is_replaced_while_it_is_read_is_an_error(web: Objects, f
     with pytest.raises(ObjectChanged, match="was replaced"):
         file.read(5000, 1000)
     assert RemoteFile(file.path).read(5000, 10) == DATA[::-1][5000:5010], "opened again"
+
+
+def test_without_etags_the_time_tells_that_an_object_was_replaced(web: Objects, file: RemoteFile) -> None:
+    web.has_etags = False
+    file.read(0, 10)
+    web.modified = "Wed, 18 Nov 2026 12:00:01 GMT"
+    with pytest.raises(ObjectChanged, match=file.path.name):
+        file.read(50_000, 10)
 
 
 def test_an_object_that_was_replaced_since_it_was_listed_is_read_as_it_is_now(s3: Bucket) -> None:

@@ -107,6 +107,7 @@ class Objects(dict[str, bytes]):
     address = ""
     has_ranges = True  # without: a request for a range gets everything, 200
     has_etags = True
+    modified = "Wed, 18 Nov 2026 12:00:00 GMT"
 
 
 @contextmanager
@@ -133,7 +134,7 @@ class _ObjectHandler(Handler):
         if data is None:
             self.answer(404, b"not here")
             return
-        headers = {"Last-Modified": "Wed, 18 Nov 2026 12:00:00 GMT"}
+        headers = {"Last-Modified": objects.modified}
         if objects.has_etags:
             headers["ETag"] = etag = f'"{hashlib.md5(data).hexdigest()}"'
             if self.headers.get("If-Match", etag) not in (etag, "*"):

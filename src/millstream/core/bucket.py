@@ -45,6 +45,7 @@ PART_BYTES = 2 << 20  # of one request: 32 of them reach 7 Gbit/s at 30 ms and 5
 PARTS_HELD = 16  # at most, beside the memory of the callers: 32 MB
 _CHUNK_BYTES = 256 << 10  # of a body, copied while it is in the cache of the CPU
 MULTIPART_BYTES = 8 << 20  # of one part of an upload; four at once hold 32 MB
+_MOST_PARTS = 10_000  # of an upload to S3
 _MOST_KNOWN = 1 << 17
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 _DENIED = re.compile(
@@ -83,6 +84,11 @@ class ObjectInfo:
     num_bytes: int
     etag: str | None
     modified_ns: int
+
+    @property
+    def version(self) -> tuple[int, str | int]:
+        """What tells this version of the object from another; a server without etags may tell the time."""
+        return self.num_bytes, self.etag or self.modified_ns
 
     @property
     def st_size(self) -> int:
@@ -194,7 +200,9 @@ class ObjectBucket:
         if self._is_web:
             raise RemoteError(f"{self._url(key)}: a web server is read only. Write to s3://, gs:// or az://")
         is_multipart = isinstance(data, Path) and data.stat().st_size > MULTIPART_BYTES
-        options = {"use_multipart": is_multipart, "chunk_size": MULTIPART_BYTES, "max_concurrency": 4}
+        part = upload_part_bytes(data.stat().st_size) if isinstance(data, Path) else MULTIPART_BYTES
+        at_once = max(4 * MULTIPART_BYTES // part, 1)
+        options = {"use_multipart": is_multipart, "chunk_size": part, "max_concurrency": at_once}
         mode = "create" if is_new else "overwrite"
         try:
             sent = retried(self._url(key), lambda: self._obstore.put(self._store, key, data, mode=mode, **options))
@@ -204,7 +212,7 @@ class ObjectBucket:
                 if self._is_same(key, data):
                     return self.head(key)
             raise
-        is_known = str(sent["e_tag"]).strip('"') == _expected_etag(data, is_multipart)
+        is_known = str(sent["e_tag"]).strip('"') == _expected_etag(data, part if is_multipart else 0)
         if not is_known and not self._is_as_sent(key, data, _quoted(sent["e_tag"])):
             raise RemoteError(f"{self._url(key)}: differs from what was uploaded. Run the same command again")
         return self.head(key)
@@ -413,15 +421,23 @@ def _quoted(etag: str | None) -> str | None:
     return f'"{etag}"' if etag and '"' not in etag else etag
 
 
-def _expected_etag(data: bytes | Path, is_multipart: bool) -> str:
+def upload_part_bytes(num_bytes: int) -> int:
+    """The size of the parts in which a file is uploaded: servers take a limited number of parts."""
+    part = MULTIPART_BYTES
+    while part * _MOST_PARTS < num_bytes:
+        part *= 2
+    return part
+
+
+def _expected_etag(data: bytes | Path, part_bytes: int) -> str:
     """What S3 answers for these bytes: their MD5, or the MD5 of the MD5s of their parts."""
     parts: list[bytes] = []
     whole = hashlib.md5(usedforsecurity=False)
     with _opened(data) as file:
-        while part := file.read(MULTIPART_BYTES):
+        while part := file.read(part_bytes or MULTIPART_BYTES):
             whole.update(part)
             parts.append(hashlib.md5(part, usedforsecurity=False).digest())
-    if not is_multipart:
+    if not part_bytes:
         return whole.hexdigest()
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 

@@ -36,7 +36,7 @@ from millstream.core.bucket import (
 )
 from millstream.core.files import spool_root
 from millstream.core.hub import HubBucket
-from millstream.core.memory import Map
+from millstream.core.memory import Map, limit_arenas
 from millstream.core.record import Bytes
 from millstream.errors import BadSetting, ObjectChanged, ObjectMissing, RemoteError
 
@@ -97,6 +97,7 @@ class RemotePath(PosixPath):
 
     @property
     def bucket(self) -> "Bucket":
+        limit_arenas()  # before there are threads
         return bucket_at(self.bucket_url, HubBucket if self.scheme == "hf" else ObjectBucket)
 
     def absolute(self) -> Self:
@@ -233,7 +234,7 @@ class RemoteFile:
         for attempt in (1, 2):
             try:
                 info = self.path.bucket.fill(self.path.key, start, out, self.info.etag)
-                if (info.etag, info.num_bytes) != (self.info.etag, self.num_bytes):
+                if info.version != self.info.version:
                     raise ObjectChanged(str(self.path))
                 self._is_confirmed = True
                 return

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from millstream.core.bucket import MULTIPART_BYTES, ObjectInfo
+from millstream.core.bucket import ObjectInfo, upload_part_bytes
 from millstream.core.files import publishing, remove_unpublished
 from millstream.core.fingerprint import file_crc32c
 from millstream.core.record import crc32c
@@ -20,7 +20,7 @@ Watch = Callable[[int], object]  # called with the bytes of the file that have a
 _TRIES = 5
 _READ_BYTES = 1 << 20
 _RESUME = "What was copied is kept; free some space and run the same command again to resume"
-_PARTS = (MULTIPART_BYTES, 5 << 20, 16 << 20, 10 << 20, 32 << 20, 64 << 20, 100 << 20, 128 << 20)  # of common tools
+_PARTS = (5 << 20, 16 << 20, 10 << 20, 32 << 20, 64 << 20, 100 << 20, 128 << 20)  # of common tools
 
 
 class Checksum:
@@ -34,7 +34,8 @@ class Checksum:
         if re.fullmatch(r"[0-9a-f]{32}", etag):  # but not with some kinds of encryption
             self._hash = hashlib.md5(usedforsecurity=False)
         elif parts := re.fullmatch(r"[0-9a-f]{32}-(\d+)", etag):
-            self._part_bytes = next((size for size in _PARTS if -(-info.st_size // size) == int(parts[1])), 0)
+            sizes = (upload_part_bytes(info.st_size), *_PARTS)
+            self._part_bytes = next((size for size in sizes if -(-info.st_size // size) == int(parts[1])), 0)
             self._hash = hashlib.md5(usedforsecurity=False) if self._part_bytes else None
         elif re.fullmatch(r"[0-9a-f]{64}", etag):
             self._hash, self.is_certain = hashlib.sha256(), True
