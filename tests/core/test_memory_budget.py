@@ -8,11 +8,14 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from millstream.core.memory import tree_bytes
 from support import loading
 from support.effort import PATIENCE_S
+from support.http_server import http_objects
 from support.loading import open_reads, write_records
 
 MB = 10**6
@@ -25,13 +28,32 @@ EVERY_S = 0.05  # looking costs ten milliseconds
 # 13 MB above one of 24 MB in a whole epoch.
 BESIDE = 32 * MB
 
+# Threads that all have memory at the same time, and how many heaps malloc has made for them.
+ARENAS = """
+import ctypes, threading
+from millstream.core.remote import to_path
+to_path("http://127.0.0.1:1/a").bucket
+together = threading.Barrier(32)
+def work():
+    together.wait()
+    held = bytearray(100_000)
+    together.wait()
+threads = [threading.Thread(target=work) for _ in range(32)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+libc, text, size = ctypes.CDLL(None), ctypes.c_char_p(), ctypes.c_size_t()
+libc.open_memstream.restype = ctypes.c_void_p
+file = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+libc.malloc_info(0, file), libc.fclose(file)
+print(text.value.count(b"<heap nr="))
+"""
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is measured in /proc")
 
 
 class Measured:
     """A process that loads data, and the memory of it and its workers, as the progress line measures it."""
 
-    def __init__(self, path: Path, budget: int) -> None:
+    def __init__(self, path: Path | str, budget: int) -> None:
         child = str(Path(loading.__file__).with_name("memory_child.py"))
         self._process = subprocess.Popen(
             [sys.executable, child, str(path), str(budget)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -76,6 +98,14 @@ def check(path: Path, budget: int) -> None:
         measured.close()
 
 
+def check_loader(path: Path | str, budget: int) -> None:
+    measured = Measured(path, budget)
+    try:
+        assert measured.peak("loader") <= budget + BESIDE
+    finally:
+        measured.close()
+
+
 def test_traces_of_twenty_times_the_memory_budget_are_loaded_within_it(tmp_path: Path):
     budget = 24 * MB
     count = TIMES * budget // 250_000
@@ -102,3 +132,20 @@ def test_compressed_reads_of_twenty_times_the_memory_budget_are_loaded_within_it
         f.write(b"\x03\0" + struct.pack("<II", crc, times * len(text) & 0xFFFFFFFF))
     assert open_reads(path).medium.num_bytes >= TIMES * budget
     check(path, budget)
+    with http_objects() as web:
+        web.update({file.name: file.read_bytes() for file in tmp_path.iterdir()})
+        check_loader(f"{web.address}/{path.name}", budget)
+
+
+def test_row_groups_are_loaded_within_the_memory_budget(tmp_path: Path):
+    text = np.random.default_rng(0).bytes(150).hex()
+    rows = pa.table({"sequence": [text[row % 100 :] + text for row in range(8_000)]})
+    with pq.ParquetWriter(tmp_path / "rows.parquet", rows.schema, compression="zstd", use_dictionary=False) as writer:
+        for _ in range(60):
+            writer.write_table(rows)
+    check_loader(tmp_path / "rows.parquet", 48 * MB)
+
+
+def test_threads_of_a_process_that_reads_remotely_share_few_arenas():
+    done = subprocess.run([sys.executable, "-c", ARENAS], capture_output=True, text=True, check=True)
+    assert 1 <= int(done.stdout) <= 5, done.stdout

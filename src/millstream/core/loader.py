@@ -16,7 +16,7 @@ from millstream.core.config import Count, Natural, SizeInBytes, config_diff, par
 from millstream.core.console import format_bytes, ignore_message, say
 from millstream.core.engine import available_cores
 from millstream.core.features import Feature, FeaturePipeline
-from millstream.core.memory import PageLimit, Pool, available_bytes
+from millstream.core.memory import Heap, PageLimit, Pool, available_bytes
 from millstream.core.order import Layout, Mode, Order, Positions, Tail, find_ranks
 from millstream.core.prefetch import Prefetch, check_budget
 from millstream.core.remote import requests_at_once
@@ -27,6 +27,7 @@ BLOCK_BYTES = 256 << 10  # neighbouring records read together in `window` order
 LARGE_RECORD_BYTES = 256 << 10  # a disk reads such records at full speed in any order
 MAX_THREADS = 8
 ARRIVING = 8  # of the memory, the part for bodies on their way: with all connections, 100 MB became 160 MB
+TRIM_BYTES = 4 << 20  # of growth, at least, before freed memory is returned to the system
 BLOCKS = 8  # compressed blocks in memory at a time: with fewer, a loader took more than its memory
 REMOTE_THREADS = 4  # at most, if the requests of fewer batches do not keep all connections busy
 VERSION = 1  # of the state
@@ -145,6 +146,7 @@ class Loader:
         collection = self._collection.in_epoch(epoch)
         numbers = Positions(self._plan.order(layout.n, seed=self._seed, epoch=epoch), layout, start)
         threads, _ = self._plan_threads(self._batch_bytes())
+        heap = Heap(max(self._memory // 8, TRIM_BYTES))
         arriving = max(1, self._memory // (ARRIVING * PART_BYTES * max(threads, 1)))
         if layout.rank == 0 and (self._threads is None or self._wanted == "auto"):
             self._notify(f"loader: {self.plan}")
@@ -164,6 +166,7 @@ class Loader:
                 with self._pool.use(), requests_at_once(arriving):
                     batch, num_bytes = self._pipeline.make(*records, epoch)
                 self._pages.enforce()
+                heap.trim_malloc()
             except Exception as error:
                 error.add_note(f"in batch {step} of epoch {epoch}")
                 self._pipeline.blame(*records, epoch, error)
@@ -240,7 +243,7 @@ def plan_order(collection: Collection, wanted: OrderName, *, room: int, world: i
 def _check_memory(collection: Collection, memory: int) -> None:
     """A compressed block is held two or three times while it is decoded, by several threads. Small ones do no harm."""
     medium, least = collection.medium, BLOCKS * collection.medium.run_bytes
-    if not medium.is_random and not medium.is_remote and least > max(memory, 32_000_000):
+    if not medium.is_random and least > max(memory, 32_000_000):
         raise OverBudget(
             f"memory={format_bytes(memory)}: blocks of these files take {format_bytes(medium.run_bytes)}. Give at "
             f"least {format_bytes(least)}, or pack the files"

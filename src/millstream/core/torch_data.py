@@ -23,14 +23,13 @@ from millstream.core.collection import Collection, Numbers, checked_numbers
 from millstream.core.config import Count, Natural, SizeInBytes, config_diff, parse_bytes
 from millstream.core.console import format_bytes
 from millstream.core.features import Feature, FeaturePipeline
-from millstream.core.loader import OrderName, State, file_share, plan_order, split_files
+from millstream.core.loader import TRIM_BYTES, OrderName, State, file_share, plan_order, split_files
 from millstream.core.memory import Heap, PageLimit, Pool
 from millstream.core.order import Layout, Positions, find_ranks
 from millstream.core.shared_batch import SharedBatch, SharedMemory
 from millstream.errors import OverBudget, StateMismatch
 
 PREFETCHED = 3  # batches per DataLoader worker: two prefetched and one in progress
-TRIM_BYTES = 4 << 20  # of growth, at least, before freed memory is returned to the system
 
 
 class BatchBuilder:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from millstream.core.batches import Column, decoded
 from millstream.core.collection import Numbers
 from millstream.core.console import format_bytes
+from millstream.core.memory import return_freed_tables
 from millstream.core.record import Array
 from millstream.core.tables import is_table_intact
 from millstream.errors import BadSource, OverBudget
@@ -86,6 +87,7 @@ class ParquetTable:
 
     def __init__(self, path: Path) -> None:
         self.source = Source.at(path)
+        return_freed_tables()
         with self._reading(), self.source.open() as file:
             found = pq.ParquetFile(file, pre_buffer=False)
             self._metadata, schema = found.metadata, found.schema_arrow
