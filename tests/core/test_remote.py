@@ -417,6 +417,24 @@ def test_secrets_are_in_no_error_and_no_log(
     assert "access-key-of-the-tests" not in text and "secret-key-of-the-tests" not in text
 
 
+@pytest.mark.parametrize(
+    ("url", "variable", "value"),
+    [
+        ("s3://bucket/x", "AWS_ENDPOINT_URL", "no url, a s3cret"),
+        ("az://bucket/x", "AZURE_STORAGE_ACCOUNT_KEY", "not base64, a s3cret"),
+        ("gs://bucket/x", "GOOGLE_SERVICE_ACCOUNT_KEY", '{"private_key": "s3cret"}'),
+    ],
+)
+def test_settings_of_a_server_that_are_not_valid_are_one_line_without_them(
+    monkeypatch: pytest.MonkeyPatch, url: str, variable: str, value: str
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "me")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(BadSetting) as caught:
+        bucket.ObjectBucket(url.removesuffix("/x"))
+    assert "\n" not in str(caught.value) and "s3cret" not in str(caught.value)
+
+
 def test_the_profile_of_the_aws_command_line_is_used(
     s3: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

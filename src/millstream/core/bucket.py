@@ -15,11 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from configparser import ConfigParser
-from configparser import Error as ConfigParserError
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import import_module
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec, spec_from_loader
@@ -27,11 +24,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
+from millstream.core.credentials import import_extra, object_store
 from millstream.errors import (
     AccessDenied,
     BadSetting,
     MillstreamError,
-    MissingExtra,
     ObjectChanged,
     ObjectMissing,
     RemoteError,
@@ -54,11 +51,6 @@ _DENIED = re.compile(
 _STATUS = re.compile(r"\bstatus: (\d{3})|\b(4\d\d|5\d\d) [A-Z]")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _METADATA = ("/latest/api/token", "/computeMetadata/", "/metadata/identity")  # asked when nothing else is known
-_ENDPOINTS = {  # variables that name another server
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "gs": ("GOOGLE_BASE_URL",),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
 _PASSING = ("408", "425", "429")  # of the statuses below 500
 
 
@@ -141,7 +133,7 @@ class ObjectBucket:
         self._root = root
         self._is_web = root.startswith("http")
         self._obstore, stores = _load_obstore(root)
-        self._store = _object_store(root, stores)
+        self._store = object_store(root, stores)
         self._known: dict[str, ObjectInfo] = {}
 
     def known(self, key: str) -> ObjectInfo | None:
@@ -256,14 +248,6 @@ class ObjectBucket:
             return not ours.read(1)
 
 
-def import_extra(module: str, where: str, package: str = "'millstream[cloud]'") -> Any:
-    """A module of the extra `cloud`, or of another package."""
-    try:
-        return import_module(module)
-    except ImportError:
-        raise MissingExtra(f"{where}: needs {module}. Run: pip install {package}") from None
-
-
 def retried(url: str, once: Callable[[], Result]) -> Result:
     """Call until it succeeds, fails for good, or has failed for MILLSTREAM_PATIENCE seconds; errors are ours."""
     patience_s = float(os.environ.get("MILLSTREAM_PATIENCE", "60"))
@@ -361,59 +345,6 @@ def _load_obstore(root: str) -> tuple[Any, Any]:
             os.close(file)
             sys.modules.update(before)
     return here.obstore or (module, import_module("obstore.store"))
-
-
-def _object_store(root: str, stores: Any) -> Any:
-    names = _ENDPOINTS.get(root.partition(":")[0], ())
-    more = _aws_profile() if root.startswith("s3:") else {}
-    endpoint = next(filter(None, map(os.environ.get, names)), None) or more.get("config", {}).get("endpoint", "")
-    client = {
-        "connect_timeout": timedelta(seconds=5),
-        "read_timeout": timedelta(seconds=20),  # without a byte
-        "timeout": timedelta(seconds=300),
-        # Credentials are sent in the clear only to an endpoint that the user named so.
-        "allow_http": root.startswith("http:") or endpoint.startswith("http:"),
-    }
-    retry = {"max_retries": 0}  # `retried` tries again, also after a failure in the middle of a body
-    return stores.from_url(root, client_options=client, retry_config=retry, **more)
-
-
-def _aws_profile() -> dict[str, Any]:
-    """What obstore does not read: the profile in the files of the AWS command line, unless the environment has keys.
-
-    Keys are given by a function, not as settings, so that they are in no object that is printed or pickled.
-    """
-    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
-        return {}
-    name = os.environ.get("AWS_PROFILE", "default")
-    profile: dict[str, str] = {}
-    for variable, file, section in (
-        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
-    ):
-        parser = ConfigParser(interpolation=None)
-        try:
-            parser.read(os.environ.get(variable) or Path.home() / ".aws" / file)
-        except ConfigParserError:
-            raise RemoteError(f"the AWS {file} file is not valid; {variable} names another one") from None
-        profile |= dict(parser[section]) if section in parser else {}
-    if not profile and "AWS_PROFILE" in os.environ:
-        raise AccessDenied(f"AWS_PROFILE={name}: no such profile in the AWS config and credentials files")
-    config = {"region": profile.get("region"), "endpoint": profile.get("endpoint_url")}
-    config = {key: value for key, value in config.items() if value}
-    if "aws_access_key_id" in profile:
-        keys = {
-            "access_key_id": profile["aws_access_key_id"],
-            "secret_access_key": profile.get("aws_secret_access_key", ""),
-            "token": profile.get("aws_session_token"),
-            "expires_at": None,
-        }
-        return {"config": config, "credential_provider": lambda: keys}
-    if {"sso_session", "sso_start_url", "role_arn", "credential_process"} & profile.keys():
-        session = import_extra("boto3", f"AWS_PROFILE={name}", "boto3").Session(profile_name=name)
-        provider = import_module("obstore.auth.boto3").Boto3CredentialProvider(session)
-        return {"config": config, "credential_provider": provider}
-    return {"config": config}
 
 
 def _quoted(etag: str | None) -> str | None:

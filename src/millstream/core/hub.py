@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from millstream.core.bucket import FOLDER, IncompleteBody, ObjectInfo, Result, import_extra, retried
+from millstream.core.bucket import FOLDER, IncompleteBody, ObjectInfo, Result, retried
+from millstream.core.credentials import import_extra
 from millstream.errors import AccessDenied, BadSetting, ObjectChanged, ObjectMissing, RemoteError
 
 _REDIRECT_S = 300.0  # the hub signs the address of a large file for an hour; asking it each time would double requests
