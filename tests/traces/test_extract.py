@@ -533,6 +533,12 @@ def test_questions_without_correct_answers_are_a_warning_before_a_model_is_looke
     assert "no question has a correct answer" in capsys.readouterr().err
 
 
+def test_prompts_are_checked_before_a_model_is_looked_for(questions: Path, tmp_path: Path):
+    for wrong in ({"prompt": "{question} {docs}"}, {"prompt": "chat:{docs}"}, {"system": "{docs}"}):
+        with pytest.raises(BadSetting, match="docs"):
+            extract(questions, tmp_path / "s", tmp_path, **wrong)
+
+
 def test_settings_are_checked_before_questions_are_read(llama: Path, tmp_path: Path):
     with pytest.raises(BadSetting, match="lots"):
         extract(tmp_path / "none.jsonl", tmp_path / "s", llama, memory="lots")

@@ -278,9 +278,17 @@ def test_inverted_labels_of_some_records_keep_their_records(tmp_path: Path):
     store = make_traces(tmp_path / "traces", num=6)
     em = [True, None, False, True, None, False]
     publish_table(store / "labels.parquet", pa.table({"question_id": [f"q{n}" for n in range(6)], "em": em}))
-    found = open_labelled(str(store), "em")
+    with pytest.raises(BadSetting, match=r"positive="):  # a table of one's own
+        open_labelled(str(store), "em")
+    found = open_labelled(str(store), "em", "right")
     assert found.column("question_id").to_pylist() == ["q0", "q2", "q3", "q5"]
     assert found.column("label").to_pylist() == [0, 1, 0, 1]
+
+
+def test_a_field_of_the_records_is_a_label_column_of_a_labelled_store_too(tmp_path: Path):
+    store = make_traces(tmp_path / "traces", num=6)
+    path = _copied(store, tmp_path / "mine", lambda record: {**record, "good": int(record["question_id"] > "q2")})
+    assert open_labelled(str(path), "good", "right").column("label").to_pylist() == [1, 1, 1, 0, 0, 0]
 
 
 def _copied(store: Path, path: Path, change: Callable[[dict], dict | None]) -> Path:
@@ -393,7 +401,10 @@ def test_a_detector_that_lacks_fields_in_the_store_is_left_out_and_reported(tmp_
                     "answer_len": 3,
                 }
             )
-    done = ms.train(tmp_path / "few", model="lstm,gnn,p_true,probe_last_answer", out=str(tmp_path / "run"), **SHORT)
+    settings = {"model": "lstm,gnn,p_true,probe_last_answer", "out": str(tmp_path / "run"), **SHORT}
+    with pytest.raises(BadSetting, match=r"label=label.*positive="):
+        ms.train(tmp_path / "few", **settings)
+    done = ms.train(tmp_path / "few", positive="wrong", **settings)
     assert done.models == ["lstm", "probe_last_answer"]
     missing = {line["model"]: line["why"] for line in lines_of(tmp_path / "run", "missing")}
     assert "attention" in missing["gnn"] and "p_true" in missing["p_true"]

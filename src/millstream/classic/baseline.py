@@ -34,6 +34,7 @@ from millstream.traces.kind import TrainSettings
 from millstream.traces.label import UNLABELLED, label
 from millstream.traces.report.results import Run as Finished
 from millstream.traces.report.results import read_run
+from millstream.traces.rules import WRONG
 from millstream.traces.scores import USUAL
 from millstream.traces.store.traces import Traces
 from millstream.traces.study import data_card
@@ -188,6 +189,7 @@ def _settings(options: argparse.Namespace) -> dict[str, object]:
     given = {"lr": options.lr, "kl_weight": options.kl_weight}
     settings: dict[str, object] = {
         "label": LABEL,
+        "positive": WRONG,  # by the old scripts' definition
         "seeds": 1,
         "epochs": options.epochs,
         "batch_size": options.batch_size,
@@ -219,7 +221,7 @@ def _has_other_labels(run: Path, store: Path) -> bool:
     if not (run / DATA).exists():
         return False
     before = read_mapping(run / DATA)
-    now = data_card(str(store), open_labelled(str(store), LABEL), {}, "")
+    now = data_card(str(store), open_labelled(str(store), LABEL, WRONG), {}, "")
     return any(before.get(name) != now[name] for name in ("used", "verdicts", "label_version"))
 
 
@@ -239,7 +241,7 @@ def _earlier(out: Path, jobs: Sequence[Job]) -> list[Finished]:
 
 def _questions(store: Path) -> set[str]:
     """The ids of the questions that have a label."""
-    return set(map(str, open_labelled(str(store), LABEL).column("question_id").to_pylist()))
+    return set(map(str, open_labelled(str(store), LABEL, WRONG).column("question_id").to_pylist()))
 
 
 def _report(run: Path) -> None:

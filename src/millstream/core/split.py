@@ -307,8 +307,8 @@ def labelled(
 
     Labels come from a column of a table (a Parquet file or an Arrow table) that also has the ids of records, such as
     `record_id`; in a table with only `question_id`, the label of a question is that of its first answer. The default
-    table is the `labels.parquet` of the store; without one, `column` is a field of the records. `values` maps texts to
-    numbers, as {"right": 0, "wrong": 1}. If labels are missing, NaN or not among `values`, MissingLabel says how many;
+    table is the `labels.parquet` of the store; a `column` that it lacks is a field of the records. `values` maps texts
+    to numbers, as {"right": 0, "wrong": 1}. If labels are missing, NaN or not among `values`, MissingLabel says how many;
     `missing="drop"` leaves those records out.
 
     >>> judged = ms.labelled(traces, column="verdict", values={"right": 0, "wrong": 1}, missing="drop")
@@ -333,6 +333,7 @@ def labelled(
 
 def find_labels(collection: Collection, table: str | Path | pa.Table | None, column: str) -> tuple[list[object], str]:
     """The value of every record in a column of a table, by default the labels of a store, and where it comes from."""
+    is_given = table is not None
     if table is None:
         table = collection.labels_file
     if table is None:
@@ -344,6 +345,8 @@ def find_labels(collection: Collection, table: str | Path | pa.Table | None, col
         return collection.column(column).to_pylist(), "the records"
     source = "the table" if isinstance(table, pa.Table) else str(table)
     rows = table if isinstance(table, pa.Table) else _read_table(to_path(table), is_own=table == collection.labels_file)
+    if not is_given and column not in rows.column_names and column in collection.field_names:
+        return collection.column(column).to_pylist(), "the records"
     own = collection.id_field
     if own is None:
         raise BadSource(f"{source}: the records have no key to join on. Use one of their fields instead: column=...")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,7 @@ from millstream.core.batches import chunked, decoded
 from millstream.core.console import Progress, format_bytes, printable, silent
 from millstream.errors import BadSetting
 from millstream.reads.pack import PackFile
-from millstream.reads.reads import Reads
+from millstream.reads.reads import Part, Reads
 
 _MOST = 5
 _SHOWN_BASES = 60
@@ -28,6 +28,7 @@ class ReadSummary:
     paths: list[str]
     formats: list[str]
     fidelity: list[str]  # what `unpack` restores of each pack
+    damages: list[str]  # of files of which a part is used
     records: int
     bases: int
     bytes: int
@@ -54,6 +55,7 @@ def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
         paths=[str(path) for path in reads.paths],
         formats=reads.formats,
         fidelity=[part.fidelity for part in reads.parts if isinstance(part, PackFile)],
+        damages=[damage for part in reads.parts for damage in _damages(part)],
         records=len(reads),
         bases=reads.num_bases,
         bytes=reads.num_bytes,
@@ -67,6 +69,11 @@ def summarise_reads(reads: Reads, *, examples: int = 3) -> ReadSummary:
     )
 
 
+def _damages(part: Part) -> list[str]:
+    found = part.sections.meta["damage"]
+    return [f"{part.path}: {found}"] if isinstance(found, str) else cast("list[str]", found or [])
+
+
 def show_reads(summary: ReadSummary) -> str:
     """A collection of reads on one screen."""
     files = (
@@ -78,6 +85,7 @@ def show_reads(summary: ReadSummary) -> str:
         files,
         f"  {', '.join(summary.formats)}: {summary.records} reads, {summary.bases} bases, "
         f"{format_bytes(summary.bytes)}",
+        *(f"  only a part is used: {text}" for text in summary.damages),
         *(f"  unpack: {text}" for text in dict.fromkeys(summary.fidelity)),
         f"  lengths {lengths['shortest']:.0f} to {lengths['longest']:.0f}, median {lengths['median']:.0f}, "
         f"mean {lengths['mean']:.1f}",

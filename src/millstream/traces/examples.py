@@ -1,6 +1,6 @@
 """A labelled store -> the records that detectors are trained on, right or wrong, with the fields that they have."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -61,12 +61,15 @@ def _labelled(traces: Traces, path: str, label: str, positive: str | None) -> Co
     has_verdicts = label in schema.names
     if label == "verdict" and not has_verdicts and LABEL not in traces.field_names:
         raise MissingLabel(f"{path}: its answers are not labelled. Next: millstream label {quoted(path)}")
-    is_ours = b"millstream.rule" in (schema.metadata or {}) or (label == "verdict" and has_verdicts)
-    positive = _positive(label, positive, is_ours=is_ours)
-    if label == "verdict" and has_verdicts:
+    column = LABEL if label == "verdict" and not has_verdicts else label
+    if column in schema.names:
+        is_ours = b"millstream.rule" in (schema.metadata or {}) or "verdict" in schema.names
+    else:
+        is_ours = column == LABEL and _is_converted(traces.config)  # in files of the old scripts, 1 means wrong
+    positive = _positive(column, positive, is_ours=is_ours)
+    if column == "verdict":
         found = labelled(traces, column=label, values=cast("dict[object, float]", VERDICTS), missing="drop")
         return _with_token_labels(found, traces, schema)
-    column = LABEL if label == "verdict" else label
     found = labelled(traces, column=column, missing="drop")
     values = np.asarray(found.column(LABEL).to_numpy(), np.float64)
     if not np.isin(values, (0, 1)).all():
@@ -86,16 +89,21 @@ def _with_token_labels(found: Labelled | Subset, traces: Traces, schema: pa.Sche
     return Subset(Labelled(traces, cast(Labelled, found.collection).labels, columns), found.chosen)
 
 
+def _is_converted(config: Mapping[str, object]) -> bool:
+    merged = cast("Sequence[Mapping[str, object]]", config.get("merged", [config]))
+    return all("converted" in one for one in merged)
+
+
 def _positive(label: str, given: str | None, *, is_ours: bool) -> str:
     """What 1 means in a label column: right or wrong."""
-    known = POSITIVE.get(label)
-    if given is None and known is None:
+    known = POSITIVE.get(label) if is_ours else None
+    if (positive := given or known) is None:
         raise BadSetting(
             f"label={label}: whether 1 is right or wrong is unknown. Say it: positive=wrong or positive=right"
         )
-    if given is not None and known is not None and given != known and is_ours:
-        raise BadSetting(f"positive={given}: in the column {label} that millstream label writes, 1 means {known}")
-    return given or known or "wrong"
+    if known is not None and positive != known:
+        raise BadSetting(f"positive={given}: in the column {label} that millstream writes, 1 means {known}")
+    return positive
 
 
 def _inverted(traces: Traces, found: Labelled | Subset) -> Labelled | Subset:

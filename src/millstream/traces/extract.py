@@ -27,7 +27,7 @@ from millstream.errors import BadSetting, ConfigMismatch, EngineError, StoreFull
 from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import LAYERED, Need, plan_batches
 from millstream.traces.llm.model import ModelCard, describe_model
-from millstream.traces.llm.prompts import Prompt
+from millstream.traces.llm.prompts import Prompt, check_prompt
 from millstream.traces.llm.questions import Question, QuestionSet, read_questions
 from millstream.traces.llm.tracer import Record
 from millstream.traces.llm.worker import (
@@ -149,6 +149,7 @@ class _Run:
         self.engine = engine
         self.job = new_job()
         self.fields = kept_fields(settings)  # reports a bad setting before a model is made or loaded
+        check_prompt(settings.prompt, settings.system)
         found = read_questions(
             questions, columns=settings.columns, num_samples=settings.num_samples, shuffle_seed=shuffle_seed
         )

@@ -229,10 +229,12 @@ def _scores_of(file: ScoreFile, ids: Sequence[str]) -> NDArray[np.float64]:
     """The score of every record, NaN without one; a file without a single score would remove all labels."""
     found = file.numbers(ids)
     if len(ids) and np.isnan(found).all():
-        raise BadSource(
-            f"{file.path}: has no score for any of the {len(ids)} records. Their ids are such as {ids[0]!r}, those of "
-            f"the file such as {next(iter(file.rows), None)!r}"
-        )
+        why = f"Their ids are such as {ids[0]!r}, those of the file such as {next(iter(file.rows), None)!r}"
+        if not file.rows:
+            why = "The file has no rows"
+        elif any(name in file.rows for name in ids):
+            why = "The scores of their ids are missing or NaN"
+        raise BadSource(f"{file.path}: has no score for any of the {len(ids)} records. {why}")
     return found
 
 

@@ -29,6 +29,7 @@ import millstream as ms
 from millstream.errors import BadSource, MillstreamError, StaleIndex
 from millstream.reads.files.index import IndexLimits, IndexSettings, build_index
 from millstream.reads.files.sections_writer import SectionsWriter
+from millstream.reads.inspect import show_reads, summarise_reads
 from millstream.reads.open import open_reads
 from support import read_files
 from support.effort import PATIENCE_S, THOROUGH, num_examples
@@ -410,12 +411,47 @@ def test_salvage_gives_the_members_before_the_damaged_one_and_tells_how_much_is_
     message = refused(file)
     assert f"up to byte {len(first)}" in message and "--salvage" in message and "--unverified" in message
     limits = IndexLimits(point_bytes=64)
-    assert holds(opened(file, salvage=True, limits=limits), MADE[:9])  # the tenth may continue in the next member
-    assert f"{len(second)} bytes" in capsys.readouterr().err
+    salvaged = opened(file, salvage=True, limits=limits)
+    assert holds(salvaged, MADE[:9])  # the tenth may continue in the next member
+    listed = f"{len(second)} bytes of text before it, from record 9 on"
+    assert listed in capsys.readouterr().err and listed in show_reads(summarise_reads(salvaged))
     assert holds(opened(file), MADE[:9])
-    assert holds(opened(file, unverified=True), MADE[:19])
-    assert f"{len(second)} bytes" in capsys.readouterr().err
+    unverified = opened(file, unverified=True)
+    assert holds(unverified, MADE[:19])
+    assert listed in capsys.readouterr().err and listed in show_reads(summarise_reads(unverified))
     assert holds(opened(file, salvage=True), MADE[:9])
+
+
+@pytest.mark.parametrize("buffer_bytes", [256, 1 << 20])
+def test_unverified_fastq_is_listed_from_the_record_that_the_checked_text_ends_before(
+    buffer_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    made = [record for record in records(40, longest=90, quality=True) if record.sequence]
+    text, file, limits = fastq(made), tmp_path / "reads.fq.gz", IndexLimits(buffer_bytes=buffer_bytes)
+    starts = [len(fastq(made[:number])) for number in range(len(made))]
+    for border, checked in ((starts[7], 7), (starts[7] + 1, 7)):
+        whole = [gzip.compress(text[:border]), gzip.compress(text[border:])]
+        file.write_bytes(b"".join(whole))
+        flip(file, sum(map(len, whole)) - 6)
+        for options, number in ({"salvage": True}, len(made[:checked])), ({"unverified": True}, len(made)):
+            index_of(file).unlink(missing_ok=True)
+            reads = opened(file, limits=limits, **options)
+            assert holds(reads, made[:number])
+            assert f"from record {checked} on" in capsys.readouterr().err
+
+
+def test_damaged_text_that_is_no_fastq_names_the_command_for_the_text_before_it(tmp_path: Path):
+    made = [record for record in records(400, longest=90, quality=True) if record.sequence]
+    text, file = fastq(made), tmp_path / "reads.fq.gz"
+    start = len(fastq(made[:100]))
+    bad = gzip.compress(text[:start] + b"x" + text[start + 1 :])
+    file.write_bytes(bad)
+    assert "--salvage" in refused(file)  # not damaged, as far as is known
+    assert "head -c" not in refused(file, unverified=True)
+    flip(file, len(bad) - 6)
+    message = refused(file, unverified=True)
+    found = re.search(r"head -c (\d+)", message)
+    assert found and text[: int(found[1])] == fastq(made[: text[: int(found[1])].count(b"\n") // 4])
 
 
 def test_zstd_frames_without_a_checksum_are_not_salvaged_as_verified(tmp_path: Path):

@@ -73,6 +73,13 @@ def test_a_placeholder_that_is_not_filled_in_is_refused(tmp_path: Path, text: st
             make_prompt(spec, TOKENIZER, stop=None)
 
 
+def test_a_placeholder_in_a_system_message_is_refused_and_doubled_braces_are_kept_once():
+    for system in ("Use {docs}.", "Mind {{x}} and {{question}}."):
+        with pytest.raises(BadSetting, match=r"system=.*: contains "):
+            make_prompt("chat", CHATTY, stop=None, system=system)
+    assert "Mind {x}." in make_prompt("chat", CHATTY, stop=None, system="Mind {{x}}.").text
+
+
 @pytest.mark.parametrize(
     ("text", "filled"),
     [

@@ -53,11 +53,11 @@ class Scanned(NamedTuple):
 
 
 class ScanError(Exception):
-    """The text is not valid FASTA or FASTQ: why, at which byte of the text, in which record."""
+    """The text is not valid FASTA or FASTQ: why, at which byte of the text, in which record, which starts where."""
 
-    def __init__(self, why: str, at: int, record: int) -> None:
+    def __init__(self, why: str, at: int, record: int, start: int) -> None:
         super().__init__(why)
-        self.why, self.at, self.record = why, at, record
+        self.why, self.at, self.record, self.start = why, at, record, start
 
 
 class Scanner:
@@ -110,7 +110,7 @@ class Scanner:
         place = int(self._state[_ERROR_AT])
         byte = int(buffer[place - at]) if 0 <= place - at < len(buffer) else "?"
         why = _WHY[int(self._state[_ERROR])].format(byte=byte)
-        raise ScanError(why, place, max(int(self._state[_R_NUMBER]) - 1, 0))
+        raise ScanError(why, place, max(int(self._state[_R_NUMBER]) - 1, 0), int(self._state[_R_START]))
 
 
 _HIGH = np.uint64(0x8080808080808080)

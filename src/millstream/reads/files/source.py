@@ -25,7 +25,7 @@ from millstream.reads.files.containers import (
     sniff,
 )
 from millstream.reads.files.inflate import ahead
-from millstream.reads.files.scanner import Format, ScanError, Scanned, Scanner
+from millstream.reads.files.scanner import START, Format, ScanError, Scanned, Scanner
 
 BUFFER_BYTES = 1 << 20  # fits the L2 cache: 16 MB buffers are half as fast
 _SAM = re.compile(rb"@(HD|SQ|RG|PG|CO)\t(\w\w:)?")
@@ -65,6 +65,8 @@ class SourceScan:
         self.usable = sys.maxsize  # bytes of the text
         self._salvage = salvage
         self._unverified = unverified
+        self._checked = sys.maxsize  # bytes of the text that checksums verify, if the file is damaged
+        self._num_records = self._num_checked = 0  # records so far, and how many start in these bytes
         self._limits = limits
         self._buffer_bytes = limits.buffer_bytes
         self._raw = open_raw(path)
@@ -98,8 +100,9 @@ class SourceScan:
     def _scan(self) -> Generator[Scanned]:
         ring = [np.empty(self._buffer_bytes, np.uint8) for _ in range(5)]
         carried, at, turn = 0, 0, 0
-        if self._salvage and not self._unverified and self.kind != "plain":
-            self.usable = self._count_verified()
+        if self._salvage and self.kind != "plain":
+            self._checked = self._count_verified()
+            self.usable = sys.maxsize if self._unverified else self._checked
         room = self.usable
         scanner: Scanner | None = None
         while True:
@@ -116,6 +119,12 @@ class SourceScan:
             cut = (self.damage and not self.damage.whole) or scanner.unfinished() is not None
             if count == 0 and cut:
                 found = _without_last(found, fastq=self.format == "fastq")
+            self._num_records += len(found.rows)
+            # FASTQ that starts where verified text ends shows that the record before it is whole.
+            limit = self._checked - (self.format == "fasta")
+            self._num_checked += int(np.count_nonzero(found.rows[:, START] <= limit))
+            if count == 0:
+                self._list_unverified()
             yield _copied(found)
             if count == 0:
                 self.end = at + filled
@@ -133,9 +142,7 @@ class SourceScan:
         try:
             found = scanner.scan(buffer, filled, at=at, final=final)
         except ScanError as error:
-            raise BadSource(
-                f"{self.path}: {error.why}, at byte {error.at}{self._of_text()}, in record {error.record}"
-            ) from None
+            raise self._invalid(error) from None
         start = scanner.unfinished() if final else None
         if start is not None and not self._salvage:
             raise BadSource(
@@ -144,6 +151,20 @@ class SourceScan:
                 f"millstream index {quoted(self.path)} --salvage"
             )
         return found
+
+    def _invalid(self, error: ScanError) -> BadSource:
+        advice = ""
+        if self.kind != "plain" and not self._salvage:  # whether its checksum matches is known at the end of a member
+            advice = f". If the file is damaged: millstream index {quoted(self.path)} --salvage"
+        elif self._checked <= error.at:
+            decode = "zstd -dc" if self.kind == "zstd" else "gzip -dc"
+            advice = (
+                ". The file is damaged, and no checksum verifies this text. To use what precedes this record: "
+                f"{decode} {quoted(self.path)} | head -c {error.start} > reads.{self.format}"
+            )
+        return BadSource(
+            f"{self.path}: {error.why}, at byte {error.at}{self._of_text()}, in record {error.record}{advice}"
+        )
 
     def _of_text(self) -> str:
         return "" if self.kind == "plain" else " of the text"
@@ -180,12 +201,19 @@ class SourceScan:
                     f"the unverified text too: {command} --unverified"
                 )
             raise BadSource(f"{self.path}: {damage.reason}. The text before it ({damage.plain} bytes) {advice}")
-        reason = damage.reason
-        if unverified:
-            reason += f"; {unverified} bytes of text before it are not verified by a checksum"
-            reason += "" if self._unverified else " and are left out (to include them: --unverified)"
         whole = damage.whole and (self._unverified or not unverified)
-        self.damage = damage._replace(reason=reason, whole=whole)
+        self.damage = damage._replace(whole=whole)
+
+    def _list_unverified(self) -> None:
+        """Say in the damage which records no checksum verifies, once all of them are known."""
+        if self.damage is None or not (unverified := self.damage.plain - self.damage.verified):
+            return
+        number = max(self._num_checked - 1, 0) if self._unverified else self._num_records
+        reason = f"{self.damage.reason}; {unverified} bytes of text before it, from record {number} on, "
+        reason += "are not verified by a checksum"
+        if not self._unverified:
+            reason += " and are left out (to include them: --unverified)"
+        self.damage = self.damage._replace(reason=reason)
 
 
 def looks_like_reads(path: Path) -> bool:

@@ -157,6 +157,14 @@ def _tokens(tokenizer: Tokenizer, texts: Sequence[tuple[str, bool] | None]) -> l
     return found
 
 
+def check_prompt(spec: str, system: str | None) -> None:
+    """BadSetting for texts that are wrong for any model, before one is made or loaded."""
+    if spec not in ("auto", "plain", "few-shot", "chat", *built_in_prompts()):
+        _own_text(spec.removeprefix("chat:"), spec)
+    if system is not None:
+        _unescape(system, f"system={system}")
+
+
 def make_prompt(
     spec: str,
     tokenizer: Tokenizer,
@@ -172,7 +180,9 @@ def make_prompt(
     `chat:TEXT` puts a text of one's own in the chat template. With `context`, the questions have one, and the prompts
     of ours show it.
     """
+    check_prompt(spec, system)
     has_chat = bool(tokenizer.chat_template)
+    system = None if system is None else _unescape(system, f"system={system}")
     name = ("chat" if has_chat else "plain") if spec == "auto" else spec
     if name == "chat" or name.startswith("chat:"):
         if not has_chat:
@@ -199,7 +209,7 @@ def _own_text(spec: str, name: str) -> str:
             f"prompt={name}: must be one of auto, plain, few-shot, chat, a text that contains {{question}} once and "
             "{context} at most once, a .txt file of such a text, or chat: and a text or file"
         )
-    return _unescape(text, name)
+    return _unescape(text, f"prompt={name}")
 
 
 def _unescape(text: str, name: str) -> str:
@@ -208,7 +218,7 @@ def _unescape(text: str, name: str) -> str:
     doubled = [f"{{{placeholder}}}" for placeholder in _MARKS if f"{{{placeholder}}}" in text]
     if unknown or doubled:
         raise BadSetting(
-            f"prompt={name}: contains {(doubled + unknown)[0]}, but only {QUESTION} and {CONTEXT} are filled in. Write "
+            f"{name}: contains {(doubled + unknown)[0]}, but only {QUESTION} and {CONTEXT} are filled in. Write "
             "braces that the model is to see twice: {{word}}"
         )
     return _PLACEHOLDER.sub(lambda found: found[0][1:-1] if found[0].startswith("{{") else found[0], text)
