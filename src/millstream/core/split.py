@@ -308,8 +308,8 @@ def labelled(
     Labels come from a column of a table (a Parquet file or an Arrow table) that also has the ids of records, such as
     `record_id`; in a table with only `question_id`, the label of a question is that of its first answer. The default
     table is the `labels.parquet` of the store; a `column` that it lacks is a field of the records. `values` maps texts
-    to numbers, as {"right": 0, "wrong": 1}. If labels are missing, NaN or not among `values`, MissingLabel says how many;
-    `missing="drop"` leaves those records out.
+    to numbers, as {"right": 0, "wrong": 1}. If labels are missing, NaN or not among `values`, MissingLabel says how
+    many; `missing="drop"` leaves those records out.
 
     >>> judged = ms.labelled(traces, column="verdict", values={"right": 0, "wrong": 1}, missing="drop")
     """
