@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import millstream as ms
+from millstream.errors import BadSource
 from millstream.traces.kind import LabelSettings
 from millstream.traces.label import label, score_chunk
 from millstream.traces.rules import parse_rule, rule_of
@@ -464,3 +465,21 @@ def test_answers_to_real_questions_get_the_expected_verdicts(tmp_path: Path):
     assert found[1::4].count("right") > 480
     assert found[3::4].count("wrong") > 480
     assert done.counts["refused"] == 500
+
+
+def test_verdicts_that_came_with_the_answers_are_labels(tmp_path: Path):
+    given = ["right", "wrong", "ambiguous", None, "wrong"]
+    rows = [{**row, "given_verdict": one} for row, one in zip(answered(*"abcd", None), given, strict=True)]
+    write(tmp_path / "s", rows)
+    done = label(tmp_path / "s", rule="given")
+    assert verdicts(tmp_path / "s") == ["right", "wrong", "ambiguous", None, None]
+    assert done.rule == "given" and done.counts["wrong"] == 1
+    assert "rule=given" not in str(done.notes)
+
+
+def test_a_store_of_given_verdicts_without_correct_answers_says_how_to_use_them(tmp_path: Path):
+    write(tmp_path / "s", [{**row, "given_verdict": "wrong"} for row in answered("a", "b", aliases=[])])
+    assert label(tmp_path / "s").notes == ("the answers came with verdicts: rule=given takes them",)
+    write(tmp_path / "none", answered("a"))
+    with pytest.raises(BadSource, match="no answer came with a verdict"):
+        label(tmp_path / "none", rule="given")

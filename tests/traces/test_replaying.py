@@ -1,6 +1,9 @@
 """`extract` of answers that are given, that a server gives, and of several per question; `ms.replay`."""
 
 import json
+import re
+import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.errors import BadSetting, ConfigMismatch
+from millstream.errors import BadSetting, BadSource, ConfigMismatch
 from millstream.traces.examples import open_labelled
 from millstream.traces.llm import transformers
 from millstream.traces.store.traces import Traces
@@ -85,6 +88,42 @@ def test_given_and_missing_answers_are_in_one_store_and_a_rerun_adds_the_rest(ll
     found = extract(rows, tmp_path / "s", llama)
     assert found.keys() == {row["id"] for row in rows} and len(first) == 3
     assert [found[f"q{i}"]["generated_answer"] == " the fox" for i in range(6)] == [False, True] * 3
+
+
+def test_a_line_may_have_token_ids_and_no_text(llama: Path, tmp_path: Path):
+    tokenizer = make_tokenizer()
+    prompts = [tokenizer(text)["input_ids"] for text in ("the fox?", "the dog?", "the fox?")]
+    rows = [{"prompt_token_ids": ids, "token_ids": [5, 6 + n]} for n, ids in enumerate(prompts)]
+    file = write(tmp_path / "ids.jsonl", rows)
+    for _ in range(2):  # a rerun finds the same questions
+        ms.extract(file, tmp_path / "s", model=str(llama), **SETTINGS)
+    found: Any = {record["record_id"]: record for record in ms.open(tmp_path / "s")}  # pyright: ignore
+    assert {name: one["question"] for name, one in found.items()} == {
+        "ids-0": "the fox?",
+        "ids-1": "the dog?",
+        "ids-0#1": "the fox?",
+    }
+    assert found["ids-1"]["tokens"].tolist() == [*prompts[1], 5, 7]
+    with pytest.raises(BadSource, match="row 1 has no question"):
+        ms.extract([{"prompt_token_ids": [5]}], tmp_path / "t", model=str(llama), **SETTINGS)
+
+
+def test_tokens_that_the_model_does_not_have_are_an_error_of_their_record(llama: Path, tmp_path: Path):
+    found = extract([{**ROWS[0], "token_ids": [5, 300]}, {**ROWS[1], "token_ids": [5, 299]}], tmp_path / "s", llama)
+    assert found["q0"]["error"] == "the given token 300 is of another model: this one has 300"
+    assert found["q1"]["status"] == "ok"
+
+
+def test_log_probs_that_cannot_be_compared_are_not_and_it_is_said(llama: Path, tmp_path: Path, capsys: Any):
+    rows = [
+        {**ROWS[0], "token_ids": [5, 6], "logprobs": [-np.inf, -5.0]},  # the first was ruled out by top_p
+        {**ROWS[1], "generated_answer": "fox", "logprobs": [-1.0] * 7},
+    ]
+    found = extract(rows, tmp_path / "s", llama)
+    told = capsys.readouterr().err
+    assert "over 1 tokens" in told and "given log-probs of 1 answer not compared" in told
+    apart = float(re.findall(r"differ by (\S+)", told)[-1])
+    assert abs(apart - abs(found["q0"]["logprobs"][1] + 5)) < 0.1
 
 
 def test_samples_are_not_drawn_of_given_answers(llama: Path, tmp_path: Path):
@@ -169,6 +208,34 @@ def test_a_context_is_shown_and_kept_and_cut_if_it_is_too_long(llama: Path, tmp_
     assert_same(cut["q0"], first)
 
 
+def test_the_context_is_cut_in_messages_too(llama: Path, tmp_path: Path):
+    model = tmp_path / "chat"
+    shutil.copytree(llama, model)
+    make_tokenizer(chat_template="{% for one in messages %}{{ one['content'] }}{% endfor %} A:").save_pretrained(model)
+    context = " ".join(f"fox {n}" for n in range(100))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"From: {context}\nwho?"}]
+    row = {"id": "q0", "context": context, "messages": messages, "generated_answer": "the fox"}
+    long = {**row, "id": "q1", "context": None}  # whose messages do not say what may be cut
+    found = extract([row, long], tmp_path / "s", model, prompt="auto", truncate=True)
+    kept = found["q0"]
+    assert kept["status"] == "ok" and kept["context"] == context[: -kept["context_cut"]]
+    text = make_tokenizer().decode(kept["tokens"][: kept["prompt_len"]])
+    assert text == f"Be brief.From: {kept['context']}\nwho? A:"
+    assert "exceed the context" in found["q1"]["error"]
+
+
+@pytest.mark.parametrize("template", [None, "{% for one in messages %}<{{ one['content'] }}>{% endfor %}"])
+def test_questions_without_a_context_get_the_prompt_without_one(llama: Path, tmp_path: Path, template: str | None):
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    make_tokenizer(chat_template=template).save_pretrained(model)
+    rows = [{"id": "q0", "question": "who?", "context": "fox"}, {"id": "q1", "question": "why?"}]
+    mixed = extract(rows, tmp_path / "mixed", model, prompt="auto", stop="|")
+    alone = extract(rows[1:], tmp_path / "alone", model, prompt="auto", stop="|")
+    assert mixed["q1"]["tokens"].tolist() == alone["q1"]["tokens"].tolist()
+    assert "fox" in make_tokenizer().decode(mixed["q0"]["tokens"][: mixed["q0"]["prompt_len"]])
+
+
 def test_a_prompt_with_a_context_needs_one_of_every_question(llama: Path, tmp_path: Path):
     with pytest.raises(BadSetting, match="'q1' has no context"):
         extract([{**ROWS[0], "context": "the fox"}, ROWS[1]], tmp_path / "s", llama, prompt="{context} {question}")
@@ -210,6 +277,34 @@ def test_a_server_that_returns_ids_gives_the_traces_of_a_local_run(llama: Path, 
     assert len(server.seen) == len(ROWS) and all(isinstance(body["prompt"], list) for body in server.seen)
     extract(ROWS, tmp_path / "s", llama, endpoint=server.url)
     assert len(server.seen) == len(ROWS)  # nothing is asked twice
+
+
+def test_what_is_in_the_store_is_not_asked_again(llama: Path, tmp_path: Path, served: Any):
+    server: ModelServer = served(ids=True)
+    for count in (2, 6):  # whose batches differ
+        found = extract(ROWS, tmp_path / "s", llama, endpoint=server.url, num_samples=count)
+    assert len(found) == len(server.seen) == 6
+
+
+def test_a_server_gets_many_requests_at_once_even_if_one_answer_fits_into_memory(
+    llama: Path, tmp_path: Path, served: Any
+):
+    server: ModelServer = served(ids=True)
+    server.gate, server.gate_opens_at = threading.Event(), 3
+    rows = [{**row, "context": "the lazy fox " * 15} for row in ROWS]
+    found = extract(
+        rows, tmp_path / "s", llama, endpoint=server.url, concurrency=3, memory="2MB", prompt="{context} {question}"
+    )
+    assert server.most_at_once == 3 and {record["status"] for record in found.values()} == {"ok"}
+
+
+def test_a_context_that_is_cut_for_a_server_is_told(llama: Path, tmp_path: Path, served: Any):
+    server: ModelServer = served(ids=True)
+    rows = [{**ROWS[0], "context": "fox " * 200}]
+    settings: dict[str, Any] = {"prompt": "{context} {question}", "truncate": True}
+    local = extract(rows, tmp_path / "local", llama, **settings)["q0"]
+    found = extract(rows, tmp_path / "s", llama, endpoint=server.url, **settings)["q0"]
+    assert found["context_cut"] == local["context_cut"] > 0 and found["context"] == local["context"]
 
 
 def test_a_server_that_takes_only_texts_is_asked_again(llama: Path, tmp_path: Path, served: Any):
@@ -270,6 +365,11 @@ def test_replay_returns_the_traces_of_records_in_their_order(llama: Path, tmp_pa
             value: Any = record[name]
             kept = stored[str(record["record_id"])][name].astype(np.float32)
             assert np.allclose(value.numpy().astype(np.float32), kept, atol=4e-3)
+
+
+def test_replay_takes_the_folder_of_a_model_as_a_path(llama: Path):
+    (record,) = ms.replay(llama, [{"question": "who?", "generated_answer": "fox"}], **SETTINGS)
+    assert record["generated_answer"] == "fox"
 
 
 def test_replay_asks_no_server(llama: Path):

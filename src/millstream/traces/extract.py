@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,11 +27,12 @@ from millstream.errors import BadSetting, ConfigMismatch, EngineError, StoreFull
 from millstream.traces.kind import ExtractSettings
 from millstream.traces.llm.fields import LAYERED, Need, plan_batches
 from millstream.traces.llm.model import ModelCard, describe_model
-from millstream.traces.llm.prompts import Prompt, check_prompt
+from millstream.traces.llm.prompts import Prompt, check_prompt, with_texts
 from millstream.traces.llm.questions import Question, QuestionSet, read_questions
 from millstream.traces.llm.tracer import Record
 from millstream.traces.llm.worker import (
     Batch,
+    Counts,
     Difference,
     ExtractWorker,
     Traced,
@@ -52,6 +53,7 @@ from millstream.traces.store.traces import Traces
 
 ENCODED = 1000  # questions whose tokens are in memory at a time while they are counted
 WRONG_MODEL = 0.5  # mean difference of log-probabilities above which the answers are hardly of this model
+_ROUNDS = 4  # times its concurrency: the answers that a server is asked for before they are replayed
 FREE_SHARE = 0.98  # fraction of the free disk space that may be filled
 
 
@@ -91,7 +93,7 @@ def extract(
 
 
 @checked
-def replay(model: str, records: Sequence[Question | Row], **settings: object) -> list[Record]:
+def replay(model: str | Path, records: Sequence[Question | Row], **settings: object) -> list[Record]:
     """The traces of answers, in memory: for a notebook, or for a few.
 
     A record is a dict with the columns that `extract` reads from a file: `question`, and `generated_answer`, or
@@ -101,11 +103,12 @@ def replay(model: str, records: Sequence[Question | Row], **settings: object) ->
     >>> trace = ms.replay("Qwen/Qwen3-4B", answers, tier="full")[0]
     >>> hidden, logprobs = trace["hidden"], trace["logprobs"]
     """
-    chosen = read_settings(ExtractSettings, {"model": model, **settings})
+    chosen = read_settings(ExtractSettings, {"model": str(model), **settings})
     if chosen.endpoint is not None:
         raise BadSetting(f"endpoint={chosen.endpoint}: has no effect on ms.replay; use ms.extract")
-    questions = read_questions(records, columns=chosen.columns, num_samples=chosen.num_samples).questions
+    found_questions = read_questions(records, columns=chosen.columns, num_samples=chosen.num_samples).questions
     card = describe_model(model_settings(chosen), notify=ignore_message)
+    questions = with_texts(card.tokenizer, found_questions)
     tracer = make_tracer(chosen, card, prompt_for(questions, chosen, card))
     encoded = tracer.encode(questions)
     found: dict[int, list[Record]] = {}
@@ -162,7 +165,7 @@ class _Run:
         if (endpoint := make_endpoint(settings)) is not None:  # without a name, the only model that it has
             settings = replace(settings, endpoint_model=endpoint.model)
         self.settings = settings
-        self.questions = found.questions
+        self.questions = with_texts(self.card.tokenizer, found.questions)
         self.prompt: Prompt = prompt_for(self.questions, settings, self.card)
         self.config = store_config(settings, self.card, self.prompt)
         decoding(settings, self.prompt)  # also reports bad settings
@@ -246,7 +249,8 @@ class _Run:
     def batches(self) -> list[Batch]:
         """The questions left, in batches that are the same in every run."""
         left: list[Batch] = []
-        for indices in plan(self.questions, self.lengths, self.settings, self.card):
+        batches = plan(self.questions, self.lengths, self.settings, self.card)
+        for indices in batches if self.settings.endpoint is None else self._asked_at_once(batches):
             questions = [self.questions[index] for index in indices]
             names = [name for question in questions for name in self._record_ids(question)]
             skip = frozenset(name for name in names if name in self.done)
@@ -257,6 +261,19 @@ class _Run:
         if left and left[0].too_long and not self.done:
             left[0] = replace(left[0], too_long=False)
         return left
+
+    def _asked_at_once(self, batches: Iterable[list[int]]) -> Iterator[list[int]]:
+        """Batches joined until a server has enough to do: few answers to long prompts fit into memory together."""
+        enough = _ROUNDS * self.settings.concurrency
+        joined: list[int] = []
+        for indices in batches:
+            joined += indices
+            asked = sum(self.questions[index].given is None for index in joined)
+            if asked * (1 + self.settings.samples) >= enough or not asked:
+                yield joined
+                joined = []
+        if joined:
+            yield joined
 
     def left_of(self, batch: Batch) -> Batch | None:
         """The rest of a batch whose worker died; the records it appended are recovered first."""
@@ -275,8 +292,7 @@ class _Run:
         if batches:
             make = partial(ExtractWorker, self.path, self.settings, self.prompt, self.job)
             begun = time.monotonic()
-            done = errors = tokens = 0
-            difference = Difference()
+            counts = Counts()
             memory: dict[tuple[str, int], tuple[int, int]] = {}  # used and allowed, by worker
 
             def used_memory() -> tuple[int, int]:
@@ -289,22 +305,20 @@ class _Run:
                 closing(self.engine.run(make, batches, redo=self.left_of)) as results,
             ):
                 for traced in results:
-                    if not done:
+                    if not counts.records:
                         self._estimate(traced, missing)
-                        self._compare(traced.difference)
-                    difference += traced.difference
-                    done, errors = done + traced.records, errors + traced.errors
-                    tokens += traced.new_tokens
+                        self._compare(traced.counts.difference)
+                    counts += traced.counts
                     memory[traced.worker] = (traced.worker_bytes, traced.worker_budget)
-                    rate = tokens / (time.monotonic() - begun)
-                    failed = f", {errors} failed" if errors else ""
+                    rate = counts.new_tokens / (time.monotonic() - begun)
+                    failed = f", {counts.errors} failed" if counts.errors else ""
                     shard = "" if traced.shard is None else f", shard {traced.shard}"
-                    update(done, f"{rate:,.0f} tokens/s{shard}{failed}")
+                    update(counts.records, f"{rate:,.0f} tokens/s{shard}{failed}")
                     if stop():
                         interrupted = True
                         break
-            if difference.tokens:
-                say(str(difference))
+            for note in counts.difference.notes():
+                say(note)
         if is_url(self.path) and not interrupted:
             self._check_uploaded(wanted)
         return self._summary(interrupted=interrupted)
@@ -327,8 +341,9 @@ class _Run:
                 "command again"
             )
 
-    def _estimate(self, first: Traced, missing: int) -> None:
+    def _estimate(self, traced: Traced, missing: int) -> None:
         """Estimate the total size and time from the first batch; raise StoreFull if the disk is too small."""
+        first = traced.counts
         good = first.records - first.errors
         if not good:
             return
@@ -344,7 +359,7 @@ class _Run:
         measured = first.bytes / (good * trace_bytes(prompt=round(first.prompt_tokens / good)))
         total = int(measured * sum(trace_bytes(prompt=length) for length in lengths))
         free = None if is_url(self.path) else shutil.disk_usage(self.path).free + first.bytes
-        seconds = first.seconds * (sum(lengths) + answer * len(lengths)) / (first.prompt_tokens + first.new_tokens)
+        seconds = traced.seconds * (sum(lengths) + answer * len(lengths)) / (first.prompt_tokens + first.new_tokens)
         workers = self.engine.workers or 1
         say(
             f"{format_bytes(first.bytes / good)} per trace in the first batch; about {format_bytes(total)} in total, "

@@ -122,7 +122,8 @@ class LabelSettings:
     """Settings of `millstream label`."""
 
     rule: Annotated[
-        str, "default (printed when labelling), em, f1@0.5, rougeL@0.3, spans, scores with a file, judge with a model"
+        str,
+        "default (printed when labelling), em, f1@0.5, rougeL@0.3, spans, given, scores (a file) or judge (a model)",
     ] = "default"
     scores: Annotated[str | None, "CSV or Parquet file with record_id or question_id, and scores"] = None
     column: Annotated[str | None, "column of the scores file, if it has several"] = None

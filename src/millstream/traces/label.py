@@ -24,6 +24,7 @@ from millstream.traces.groups import write_groups
 from millstream.traces.judge import PROMPT, Judge, Judging, judge_answers, make_judge, replies_file
 from millstream.traces.kind import LabelSettings
 from millstream.traces.rules import (
+    GIVEN,
     JUDGE,
     NONE,
     RIGHT,
@@ -50,7 +51,14 @@ from millstream.traces.spans import SPANS, spans_table
 from millstream.traces.store.format import QUESTION_ID, RECORD_ID, id_field
 from millstream.traces.store.locks import StoreLock
 from millstream.traces.store.traces import LABELS_FILE, Traces
-from millstream.traces.verdicts import Agreement, agreement_of, codes_of, read_verdicts
+from millstream.traces.verdicts import (
+    Agreement,
+    agreement_of,
+    codes_of,
+    given_texts,
+    given_verdicts,
+    read_verdicts,
+)
 
 STATUS = "status"
 QUESTION = "question"
@@ -114,11 +122,12 @@ def label(
 ) -> Labelling:
     """Write the `labels.parquet` of a store, one row per record in record order, and count the verdicts.
 
-    Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3`, `spans` and `scores`. `scores` labels an answer right if its
-    score in a CSV or Parquet file with a `record_id` or `question_id` is at least `threshold` (wrong, with
+    Rules are `default`, `em`, `f1@0.5`, `rougeL@0.3`, `spans`, `given` and `scores`. `scores` labels an answer right if
+    its score in a CSV or Parquet file with a `record_id` or `question_id` is at least `threshold` (wrong, with
     `positive="wrong"`); `spans` labels it wrong if it has hallucinated spans, by its record or the file `spans`, and
-    labels its tokens. A record has no verdict if its answer, all aliases, the score or the spans are missing, if
-    `status` is not "ok", or if records with the same id would get different verdicts, because labels are joined by id.
+    labels its tokens; `given` takes the verdict that came with it. A record has no verdict if its answer, all aliases,
+    the score or the spans are missing, if `status` is not "ok", or if records with the same id would get different
+    verdicts, because labels are joined by id.
     `references` is a questions file whose answers are used instead of those of the store, `columns` names its columns.
     `map` runs `score_chunk` over chunks of at most `chunk_records` records, in order, possibly in other processes.
 
@@ -150,7 +159,7 @@ def label(
         by_id = np.full(len(ids), np.nan) if file is None else _scores_of(file, ids)
         is_usable = _is_usable(traces)
         added = None if references is None else _references_of(references, traces, columns=columns)
-        is_compared = chosen.name not in ("scores", SPANS)
+        is_compared = chosen.name not in ("scores", SPANS, GIVEN)
         answer = _text_field(traces, answer_fields(), is_needed=is_compared)
         aliases = _text_field(traces, alias_fields(), is_needed=is_compared and added is None)
         more = {} if file is None else file.columns(ids)
@@ -175,6 +184,8 @@ def label(
             notes += judging.notes()
             by_words = decide(parse_rule("default"), evidence)
             agreements.append(agreement_of(str(chosen), judging.verdicts, "the rule default", by_words))
+        if chosen.name == GIVEN:
+            evidence = replace(evidence, judged=given_verdicts(traces))
         verdicts = decide(chosen, evidence)
         by_people = codes_of(read_verdicts(traces.path), ids, texts.answers())
         if (is_human := by_people != NONE).any():
@@ -186,6 +197,8 @@ def label(
         if answer is not None:
             notes += filter(None, [write_groups(traces, answer, is_usable, nli, progress)])
         counts = {name: int((verdicts == code).sum()) for code, name in [*enumerate(VERDICTS), (NONE, UNLABELLED)]}
+        if chosen.name != GIVEN and not counts[RIGHT] + counts[WRONG] and any(given_texts(traces)):
+            notes.append("the answers came with verdicts: rule=given takes them")
         about = {
             "rule": str(chosen),
             "label_version": chosen.version,

@@ -13,7 +13,7 @@ from millstream.traces.scores import REFUSALS, Bools
 from millstream.traces.spans import SPANS
 
 RIGHT, WRONG, AMBIGUOUS, REFUSED = "right", "wrong", "ambiguous", "refused"
-JUDGE = "judge"
+JUDGE, GIVEN = "judge", "given"
 VERDICTS = (RIGHT, WRONG, AMBIGUOUS, REFUSED)
 NONE = -1
 
@@ -26,7 +26,7 @@ Verdicts = NDArray[np.int8]  # positions in VERDICTS, or NONE
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`default`, `em`, `spans`, `judge`, `f1`, `rougeL` or `scores`; the last three are right at or above a threshold.
+    """`default`, `em`, `spans`, `given`, `judge`, `f1`, `rougeL` or `scores`; the last three have a threshold.
 
     With `positive="wrong"`, scores are wrong at or above it. `judge` is the name of the model that judges, and
     `prompt` what it is asked.
@@ -52,6 +52,8 @@ class Rule:
             return f"right: {right}; ambiguous: contains one in more words; refused: declines; wrong: all others"
         if self.name == SPANS:
             return "wrong: has hallucinated spans; right: was annotated and has none"
+        if self.name == GIVEN:
+            return "the verdicts that came with the answers"
         if self.name == JUDGE:
             return "right: the model says CORRECT; wrong: INCORRECT; ambiguous: UNSURE; refused: declines"
         what = {"em": "equals a correct answer", "f1": "F1 of the words", "rougeL": "ROUGE-L"}.get(self.name, "score")
@@ -88,7 +90,7 @@ def rule_of(settings: LabelSettings) -> Rule:
         raise BadSetting("rule=judge needs a model: endpoint=http://127.0.0.1:8000/v1, or model=FOLDER")
     if settings.key_env is not None and settings.endpoint is None:
         raise BadSetting(f"key_env={settings.key_env}: belongs to an endpoint: also give endpoint=URL")
-    if settings.references is not None and rule.name in ("scores", SPANS):
+    if settings.references is not None and rule.name in ("scores", SPANS, GIVEN):
         raise BadSetting(f"references={settings.references}: rule={rule.name} compares no answers")
     if settings.columns is not None and settings.references is None:
         raise BadSetting(f"columns={settings.columns}: names columns of a references file: also give references=FILE")
@@ -108,7 +110,7 @@ class Evidence:
     refused: Bools
     num_tokens: NDArray[np.float64]
     score: NDArray[np.float64]  # of the rule spans: the number of spans
-    judged: Verdicts | None = None  # by a model
+    judged: Verdicts | None = None  # by a model, or given with the answers
 
 
 def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
@@ -116,7 +118,7 @@ def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
     name, at, number = text.partition("@")
     if threshold is not None and text != "scores":
         raise BadSetting(f"threshold={threshold:g}: only rule=scores takes a threshold, not rule={text}")
-    if text in ("default", "em", SPANS, JUDGE):
+    if text in ("default", "em", SPANS, GIVEN, JUDGE):
         return Rule(name=text)
     if text == "scores":
         limit = MIN_SCORE if threshold is None else threshold
@@ -130,7 +132,7 @@ def parse_rule(text: str, *, threshold: float | None = None) -> Rule:
             raise BadSetting(f"rule={text}: the threshold must be above 0 and at most 1, as in {name}@0.5")
         return Rule(name=name, threshold=limit)
     raise BadSetting(
-        f"rule={text}: must be one of default, em, f1@0.5, rougeL@0.3 (or other thresholds), spans, scores, judge"
+        f"rule={text}: must be one of default, em, f1@0.5, rougeL@0.3 (or other numbers), spans, given, scores, judge"
     )
 
 
@@ -144,6 +146,9 @@ def decide(rule: Rule, known: Evidence) -> Verdicts:
     if rule.name == SPANS:
         verdicts = np.where(known.score > 0, wrong, right)
         return np.where(known.has_answer & ~np.isnan(known.score), verdicts, NONE).astype(np.int8)
+    if rule.name == GIVEN:
+        assert known.judged is not None
+        return np.where(known.has_answer, known.judged, NONE).astype(np.int8)
     if rule.name == JUDGE:
         assert known.judged is not None
         verdicts = np.where(known.refused & ~known.em, refused, known.judged)

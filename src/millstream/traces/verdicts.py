@@ -1,4 +1,4 @@
-"""Verdicts of people on the answers of a store, in its `verdicts.jsonl`; and how well two judges agree.
+"""Verdicts of people on the answers of a store, in its `verdicts.jsonl`, or given; and how well two judges agree.
 
 A line is a verdict on one answer, which later lines replace; a line without one takes it back. Lines name the answer by
 the id of its record and a hash of its text: a verdict is never taken for one on another answer.
@@ -15,11 +15,13 @@ import numpy as np
 from millstream.core.console import plural, say
 from millstream.core.lines import append_lines, read_lines
 from millstream.core.remote import is_url
-from millstream.errors import BadSetting, RemoteError
+from millstream.errors import BadSetting, BadSource, RemoteError
 from millstream.traces.rules import AMBIGUOUS, NONE, RIGHT, VERDICTS, WRONG, Verdicts
 from millstream.traces.store.manifest import HUMAN_VERDICTS
+from millstream.traces.store.traces import Traces
 
 UNSURE = "unsure"
+_GIVEN = "given_verdict"  # a field of records
 CHOICES = (RIGHT, WRONG, UNSURE)
 _CODES = {RIGHT: VERDICTS.index(RIGHT), WRONG: VERDICTS.index(WRONG), UNSURE: VERDICTS.index(AMBIGUOUS)}
 
@@ -62,6 +64,18 @@ def codes_of(known: Known, ids: Sequence[str], answers: Iterator[str | None]) ->
         return np.full(len(ids), NONE, np.int8)
     pairs = zip(ids, answers, strict=True)
     return np.array([_CODES.get(known.get((name, answer_hash(text)), ""), NONE) for name, text in pairs], np.int8)
+
+
+def given_texts(traces: Traces) -> list[str | None]:
+    """The verdicts that came with the answers, in the file that was extracted."""
+    return traces.column(_GIVEN).to_pylist() if _GIVEN in traces.fields else []
+
+
+def given_verdicts(traces: Traces) -> Verdicts:
+    """Those verdicts as codes; BadSource if there are none."""
+    if not any(given := given_texts(traces)):
+        raise BadSource(f"{traces.path}: no answer came with a verdict. Extract answers that have a column verdict")
+    return np.array([NONE if text is None else VERDICTS.index(text) for text in given], np.int8)
 
 
 @dataclass(frozen=True)

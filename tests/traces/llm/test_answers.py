@@ -139,6 +139,24 @@ def test_given_ids_without_a_text_are_decoded():
     assert (found.text, found.whole_text, found.finish) == ("Paris", " Paris", "given")
 
 
+@pytest.mark.parametrize("stop", ["\n", "\nQ:", "x ju", " the"])
+@pytest.mark.parametrize("part", [Part(), Part(after="</think>"), Part(end="sentence")], ids=str)
+def test_a_text_without_the_stop_string_of_its_tokens_is_the_answer_that_generation_ends_there(stop: str, part: Part):
+    ids = ids_of(" so</think> Zoë is. A fox\nQ: the fox jumps over the")
+    wanted = cut_answer(TOKENIZER, ids, eos={EOS}, stop=(stop,), part=part)
+    text = TOKENIZER.decode(ids).partition(stop)[0]  # as servers return it, with the tokens of the stop string
+    found = given_answer(TOKENIZER, Given(text=text, ids=tuple(wanted.ids)), wanted.ids, eos={EOS}, part=part)
+    assert (found.text.strip(), found.length, found.begin) == (wanted.text, wanted.length, wanted.begin)
+    lead = len(found.text) - len(found.text.lstrip())
+    ends = [(max(first - lead, 0), min(max(last - lead, 0), len(wanted.text))) for first, last in found.offsets or ()]
+    assert ends == wanted.offsets
+
+
+def test_an_empty_text_before_a_stop_string_has_no_tokens():
+    found = given_answer(TOKENIZER, Given(text="", ids=tuple(ids_of("\n"))), ids_of("\n"), eos={EOS})
+    assert (found.text, found.length, found.offsets) == ("", 0, [(0, 0)])
+
+
 def test_a_text_of_other_tokens_has_no_offsets():
     found = given_answer(TOKENIZER, Given(text="London"), ids_of("Paris"), eos={EOS})
     assert (found.text, found.offsets, found.length) == ("London", None, len(ids_of("Paris")))

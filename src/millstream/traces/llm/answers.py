@@ -170,11 +170,15 @@ def _token_of(tokenizer: Tokenizer, mark: str) -> int | None:
 
 
 def _aligned(ranges: Ranges, decoded: str, text: str) -> Ranges | None:
-    """The ranges in `text`, which may begin or end with other white space than what was decoded."""
-    if decoded.strip() != text.strip():
+    """The ranges in `text`, which may begin with other white space than what was decoded, and end earlier.
+
+    Servers return the tokens of a stop string, but not its text: their ranges end after that of the text.
+    """
+    answer = text.strip()
+    if not decoded.lstrip().startswith(answer):
         return None
-    shift = (len(text) - len(text.lstrip())) - (len(decoded) - len(decoded.lstrip()))
-    return _within([(start + shift, end + shift) for start, end in ranges], 0, len(text))
+    shift = (len(text) - len(text.lstrip())) - (len(decoded) - len(decoded.lstrip())) if answer else 0
+    return [(max(start + shift, 0), max(end + shift, 0)) for start, end in ranges]
 
 
 def _mapped(tokenizer: Tokenizer, text: str, ids: list[int]) -> Ranges | None:

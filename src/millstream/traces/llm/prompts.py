@@ -60,10 +60,12 @@ class Prompt:
     part: Part = ALL
     system: str | None = None  # of chats
     truncate: bool = False  # cut a context that is too long
+    bare: str | None = None  # the text around a question without a context, if `text` shows one
 
     def fill(self, question: str, context: str | None = None) -> str:
         texts = {QUESTION: question, CONTEXT: context or ""}
-        return _FILLED.sub(lambda found: texts[found[0]], self.text)
+        text = self.text if context is not None or self.bare is None else self.bare
+        return _FILLED.sub(lambda found: texts[found[0]], text)
 
     def encode(
         self, tokenizer: Tokenizer, questions: Sequence[Question], *, context: int | None = None, new: int = 0
@@ -96,7 +98,7 @@ class Prompt:
             return question.prompt, not (begin and question.prompt.startswith(begin))
         if question.messages is not None:
             return _chat(tokenizer, [dict(message) for message in question.messages], self.system), False
-        if CONTEXT in self.text and question.context is None:
+        if CONTEXT in self.text and question.context is None and self.bare is None:
             raise BadSetting(
                 f"prompt={self.name}: contains {CONTEXT}, but the question {question.id!r} has no context. Use a "
                 f"prompt without {CONTEXT}"
@@ -131,18 +133,41 @@ class Prompt:
             found.append(EncodedQuestion(question, ids, given_ids))
         return found
 
+    def _shows_context(self, question: Question) -> bool:
+        """Whether the context is in the prompt, as text."""
+        if question.given is not None and question.given.prompt_ids is not None:
+            return False
+        if question.prompt is None and question.messages is None:
+            return CONTEXT in self.text
+        texts = (
+            [question.prompt] if question.prompt is not None else [one["content"] for one in question.messages or ()]
+        )
+        return any(question.context is not None and question.context in text for text in texts)
+
     def _shortened(self, tokenizer: Tokenizer, encoded: EncodedQuestion, limit: int) -> EncodedQuestion:
         """With the end of the context cut off, so that the prompt has at most `limit` tokens, if that is enough."""
         question = whole = encoded.question
-        shares_ids = question.given is not None and question.given.prompt_ids is not None
-        if shares_ids or question.prompt is not None or question.messages is not None or CONTEXT not in self.text:
+        if not self._shows_context(question):
             return encoded
         while (over := len(encoded.ids) - limit) > 0 and question.context:
             tokens = len(_tokens(tokenizer, [(question.context, False)])[0])
             keep = int(len(question.context) * max(0.0, 1 - over / max(tokens, 1)))
-            question = replace(question, context=question.context[: min(keep, len(question.context) - 1)].rstrip())
+            question = _with_context(question, question.context[: min(keep, len(question.context) - 1)].rstrip())
             encoded = self._encode(tokenizer, [question], [self.text_of(tokenizer, question)])[0]
         return replace(encoded, cut=len(whole.context or "") - len(question.context or ""))
+
+
+def _with_context(question: Question, context: str) -> Question:
+    """The question with another context, also where its own prompt or messages show it."""
+    old, prompt, messages = question.context or "", question.prompt, question.messages
+    return replace(
+        question,
+        context=context,
+        prompt=None if prompt is None else prompt.replace(old, context, 1),
+        messages=None
+        if messages is None
+        else tuple({**one, "content": one["content"].replace(old, context, 1)} for one in messages),
+    )
 
 
 def _tokens(tokenizer: Tokenizer, texts: Sequence[tuple[str, bool] | None]) -> list[list[int]]:
@@ -163,6 +188,16 @@ def check_prompt(spec: str, system: str | None) -> None:
         _own_text(spec.removeprefix("chat:"), spec)
     if system is not None:
         _unescape(system, f"system={system}")
+
+
+def with_texts(tokenizer: Tokenizer, questions: Sequence[Question]) -> list[Question]:
+    """The questions; one that is only the token ids of its prompt gets their text."""
+    return [
+        one
+        if one.question or one.given is None
+        else replace(one, question=tokenizer.decode(one.given.prompt_ids or (), skip_special_tokens=True).strip())
+        for one in questions
+    ]
 
 
 def make_prompt(
@@ -188,17 +223,24 @@ def make_prompt(
         if not has_chat:
             raise BadSetting(f"prompt={spec}: this model has no chat template; use prompt=plain or prompt=few-shot")
         own = _own_text(name.removeprefix("chat:"), spec) if ":" in name else None
-        text = own or (WITH_CONTEXT["chat"] if context else CHAT)
-        marked = _FILLED.sub(lambda found: _MARKS[found[0]], text)
-        text = _chat(tokenizer, [{"role": "user", "content": marked}], system)
-        for placeholder, mark in _MARKS.items():
-            text = text.replace(mark, placeholder)
-        return Prompt("chat", text, _stops(stop, ()), False, part, system, truncate)
+        text = _in_template(tokenizer, own or (WITH_CONTEXT["chat"] if context else CHAT), system)
+        bare = _in_template(tokenizer, CHAT, system) if context and not own else None
+        return Prompt("chat", text, _stops(stop, ()), False, part, system, truncate, bare)
     if system is not None:
         raise BadSetting(f"system={system}: is for chat templates, but prompt={name} is none; use prompt=chat")
     texts = {"plain": WITH_CONTEXT["plain"] if context else PLAIN, "few-shot": FEW_SHOT, **built_in_prompts()}
     text = texts[name] if name in texts else _own_text(name, spec)
-    return Prompt(name if name in texts else "own", text, _stops(stop, ("\n",)), True, part, None, truncate)
+    bare = PLAIN if context and name == "plain" else None
+    return Prompt(name if name in texts else "own", text, _stops(stop, ("\n",)), True, part, None, truncate, bare)
+
+
+def _in_template(tokenizer: Tokenizer, text: str, system: str | None) -> str:
+    """The text in the chat template of the model, with its placeholders."""
+    marked = _FILLED.sub(lambda found: _MARKS[found[0]], text)
+    filled = _chat(tokenizer, [{"role": "user", "content": marked}], system)
+    for placeholder, mark in _MARKS.items():
+        filled = filled.replace(mark, placeholder)
+    return filled
 
 
 def _own_text(spec: str, name: str) -> str:

@@ -19,8 +19,7 @@ from millstream.traces.llm.layouts import COLUMNS, SEMICOLONS, expanded
 from millstream.traces.scores import normalise
 
 T = TypeVar("T")
-_TEXTS = ("question", "prompt", "messages")  # one of them is needed
-_SEMICOLONS = "Correct Answers"  # of the TruthfulQA file: answers separated by semicolons
+_TEXTS = ("question", "prompt", "messages", "prompt_token_ids")  # one of them is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Question:
     """`aliases` are all accepted answers, the main one (`answer`) first; both may be missing."""
 
     id: str
-    question: str
+    question: str  # empty if the prompt is given as token ids only
     answer: str | None = None
     aliases: tuple[str, ...] = ()
     kind: str | None = None  # a relation or category
@@ -127,7 +126,8 @@ def _text_key(question: Question) -> object:
     """What the model sees of a question: equal for repeats."""
     text = normalise(question.question) or question.question.strip()
     messages = json.dumps([dict(message) for message in question.messages or ()])
-    return text, question.context, question.prompt, messages
+    ids = question.given.prompt_ids if question.given is not None and not text else None
+    return text, question.context, question.prompt, messages, ids
 
 
 def read_references(source: str | Path, *, columns: str | None = None) -> dict[str, list[str]]:
@@ -261,8 +261,6 @@ def _question(parse: _Cells, name: str, *, needs_text: bool) -> Question:
     prompt = None if is_chat else parse("prompt", cells.text)
     users = [message["content"] for message in messages or () if message["role"] == "user"]
     text = next((text for text in (cell["question"], prompt, *users[-1:]) if text is not None), None)
-    if needs_text and (not isinstance(text, str) or not text.strip()):
-        raise ValueError("has no question")
     accepted = list(dict.fromkeys([*cells.answers(cell["answer"]), *cells.answers(cell["aliases"])]))
     answer = parse("generated_answer", cells.text)
     ids = parse("token_ids", cells.token_ids)
@@ -272,6 +270,9 @@ def _question(parse: _Cells, name: str, *, needs_text: bool) -> Question:
         prompt_ids=parse("prompt_token_ids", cells.token_ids),
         logprobs=parse("logprobs", cells.logprobs, ids),
     )
+    has_ids = given.prompt_ids is not None and (given.text is not None or ids is not None)
+    if needs_text and not has_ids and (not isinstance(text, str) or not text.strip()):
+        raise ValueError("has no question")
     found = parse("spans", cells.spans, given.text)
     return Question(
         id=str(cell["id"]) if cell["id"] not in (None, "") else name,

@@ -14,7 +14,7 @@ from millstream.traces.llm import transformers
 from millstream.traces.llm.answers import Answer, cut_answer, given_answer
 from millstream.traces.llm.capture import Capture, Padded
 from millstream.traces.llm.decoding import Decoding, Steps, as_lists
-from millstream.traces.llm.fields import Fields, Need, repeated
+from millstream.traces.llm.fields import Fields, Need, plan_batches, repeated
 from millstream.traces.llm.model import LoadedModel, Tokenizer
 from millstream.traces.llm.passes import Passes
 from millstream.traces.llm.prompts import EncodedQuestion, Prompt
@@ -64,6 +64,12 @@ class Tracer:
         context, new = self.loaded.card.context, self.decoding.max_new_tokens
         return self.prompt.encode(self.loaded.tokenizer, questions, context=context, new=new)
 
+    def split(self, encoded: Sequence[EncodedQuestion]) -> list[list[EncodedQuestion]]:
+        """Questions with given answers in batches that fit into memory."""
+        need = self._need(generated=False)
+        plan = plan_batches([self.length(one) for one in encoded], need=need, memory=self._memory)
+        return [[encoded[place] for place in places] for places in plan]
+
     def trace(self, batch: Sequence[EncodedQuestion]) -> list[Record]:
         """The records of each question. A batch that fails or runs out of memory is halved to isolate the cause."""
         problems = [self._problem(encoded) for encoded in batch]
@@ -86,6 +92,9 @@ class Tracer:
             return "the prompt has no tokens"
         if not answer:
             return "the given answer has no tokens"
+        largest, known = max((*encoded.ids, *(encoded.answer_ids or ()))), self.loaded.card.size.vocab
+        if largest >= known:  # on a GPU, looking it up would end the process
+            return f"the given token {largest} is of another model: this one has {known}"
         if context is not None and total > context:
             new = "new tokens" if encoded.answer_ids is None else "of the answer"
             return f"a prompt of {prompt} tokens and {answer} {new} exceed the context of {context} tokens"

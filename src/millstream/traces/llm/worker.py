@@ -3,14 +3,14 @@
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from millstream.core.config import parse_bytes
-from millstream.core.console import MEMORY_S, ignore_message
+from millstream.core.console import MEMORY_S, ignore_message, plural
 from millstream.core.memory import Allowance
 from millstream.errors import BadSetting, BadSource
 from millstream.traces.kind import ExtractSettings
@@ -19,7 +19,7 @@ from millstream.traces.llm.decoding import Decoding
 from millstream.traces.llm.endpoint import Endpoint, Request
 from millstream.traces.llm.fields import Fields, parse_fields
 from millstream.traces.llm.model import ModelCard, ModelSettings, describe_model, load_model
-from millstream.traces.llm.prompts import Prompt, built_in_prompts, make_prompt
+from millstream.traces.llm.prompts import EncodedQuestion, Prompt, built_in_prompts, make_prompt
 from millstream.traces.llm.questions import Given, Question
 from millstream.traces.llm.tracer import Record, Tracer
 from millstream.traces.store.jobs import JobWriter
@@ -43,9 +43,15 @@ class Difference:
     tokens: int = 0
     total: float = 0.0
     largest: float = 0.0
+    others: int = 0  # answers whose text has another number of tokens here
 
     def __add__(self, other: "Difference") -> "Difference":
-        return Difference(self.tokens + other.tokens, self.total + other.total, max(self.largest, other.largest))
+        return Difference(
+            self.tokens + other.tokens,
+            self.total + other.total,
+            max(self.largest, other.largest),
+            self.others + other.others,
+        )
 
     def __str__(self) -> str:
         mean = self.total / self.tokens
@@ -53,18 +59,51 @@ class Difference:
             f"given log-probs differ by {mean:.2g} on average, at most {self.largest:.2g}, over {self.tokens:,} tokens"
         )
 
+    def notes(self) -> list[str]:
+        """What a user should know in the end."""
+        others = (
+            f"given log-probs of {plural(self.others, 'answer')} not compared: the text has another number of tokens "
+            "here. Also give token_ids"
+        )
+        return [*([str(self)] if self.tokens else []), *([others] if self.others else [])]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What records were made, and their size."""
+
+    records: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    bytes: int = 0
+    difference: Difference = Difference()
+
+    @staticmethod
+    def of(record: Record) -> "Counts":
+        size = sum(getattr(value, "nbytes", 0) + FRAMING for value in record.values())
+        if record["status"] != "ok":
+            return Counts(records=1, errors=1, bytes=size)
+        new_tokens = len(_tensor(record["logprobs"]))
+        return Counts(1, 0, _count(record["prompt_len"]), new_tokens, size, _difference(record))
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.records + other.records,
+            self.errors + other.errors,
+            self.prompt_tokens + other.prompt_tokens,
+            self.new_tokens + other.new_tokens,
+            self.bytes + other.bytes,
+            self.difference + other.difference,
+        )
+
 
 @dataclass(frozen=True)
 class Traced:
-    """Counts, sizes and times of a traced batch."""
+    """A traced batch: what was made, by which worker."""
 
-    records: int
-    errors: int
-    prompt_tokens: int
-    new_tokens: int
-    bytes: int
+    counts: Counts
     seconds: float
-    difference: Difference
     worker: tuple[str, int]  # host and process
     worker_bytes: int
     worker_budget: int
@@ -92,47 +131,54 @@ class ExtractWorker:
 
     def do(self, batch: Batch) -> Traced:
         begun = time.perf_counter()
-        records = self._trace(batch)
-        failed = all(record["status"] == "error" for record in records)
-        if failed and not len(self._writer) and not batch.too_long:
-            raise BadSource(f"none of the first {len(records)} questions could be traced: {records[0]['error']}")
-        new = [record for record in records if record["record_id"] not in batch.skip]
-        for record in new:
-            self._writer.append(record)
+        made = Counts()
+        failed: list[Record] = []  # kept back until one is good: if all of the first batch fail, nothing is written
+        may_fail = len(self._writer) > 0 or batch.too_long
+        for records in self._trace(batch):
+            may_fail = may_fail or any(record["status"] == "ok" for record in records)
+            failed += records
+            if may_fail:
+                for record in failed:
+                    if record["record_id"] not in batch.skip:
+                        self._writer.append(record)
+                        made += Counts.of(record)
+                failed = []
+        if failed:
+            raise BadSource(f"none of the first {len(failed)} questions could be traced: {failed[0]['error']}")
         if time.monotonic() - self._measured > MEMORY_S:
             self._usage, self._measured = self._allowance.usage(), time.monotonic()
-        good = [record for record in new if record["status"] == "ok"]
         return Traced(
-            records=len(new),
-            errors=len(new) - len(good),
-            prompt_tokens=sum(_count(record["prompt_len"]) for record in good),
-            new_tokens=sum(len(_tensor(record["logprobs"])) for record in good),
-            bytes=sum(getattr(value, "nbytes", 0) + FRAMING for record in new for value in record.values()),
+            counts=made,
             seconds=time.perf_counter() - begun,
-            difference=sum(map(_difference, good), Difference()),
             worker=(socket.gethostname(), os.getpid()),
             worker_bytes=self._usage[0],
             worker_budget=self._usage[1],
             shard=self._writer.shard_number,
         )
 
-    def _trace(self, batch: Batch) -> list[Record]:
+    def _trace(self, batch: Batch) -> Iterator[list[Record]]:
+        """The records of a batch. What a server is asked for at once may be replayed in several passes."""
+        tracer = self.tracer
         if self._endpoint is None:
-            return self.tracer.trace(self.tracer.encode(batch.questions))
-        questions = [question for question in batch.questions if question.given is not None]
-        asked = [question for question in batch.questions if question.given is None]
-        answered, refused = self._answers(self._endpoint, asked) if asked else ([], [])
-        records = self.tracer.trace(self.tracer.encode([*questions, *answered])) if questions or answered else []
-        return [*records, *refused]
+            yield tracer.trace(tracer.encode(batch.questions))
+            return
+        given = [one for one in batch.questions if one.given is not None and one.record_id not in batch.skip]
+        answered, refused = self._answers(self._endpoint, batch)
+        for part in tracer.split([*tracer.encode(given), *answered]):
+            yield tracer.trace(part)
+        if refused:
+            yield refused
 
-    def _answers(self, endpoint: Endpoint, questions: Sequence[Question]) -> tuple[list[Question], list[Record]]:
+    def _answers(self, endpoint: Endpoint, batch: Batch) -> tuple[list[EncodedQuestion], list[Record]]:
         """The questions with each answer of the server, and records of those that it refuses.
 
         It gets the token ids of the prompt, so that it sees the tokens that are replayed; a server that takes none gets
-        the text.
+        the text. What is in the store is not asked again.
         """
         settings, tracer = self._settings, self.tracer
-        encoded = [answer for one in tracer.encode(questions) for answer in tracer.samples(one)]
+        questions = tracer.encode([question for question in batch.questions if question.given is None])
+        samples = [sample for one in questions for sample in tracer.samples(one)]
+        encoded = [one for one in samples if one.question.record_id not in batch.skip]
 
         def request(number: int, prompt: str | list[int]) -> Request:
             greedy = settings.samples > 0 and not encoded[number].question.sample
@@ -155,7 +201,7 @@ class ExtractWorker:
         texts = [tracer.prompt.text_of(tracer.loaded.tokenizer, one.question) for one in encoded]
         again = [request(n, text[0]) for n, text in enumerate(texts) if found[n].error and text is not None]
         found |= {answer.id: answer for answer in endpoint.complete(again)}
-        answered: list[Question] = []
+        answered: list[tuple[Question, int]] = []
         refused: list[Record] = []
         for number, one in enumerate(encoded):
             answer = found[number]
@@ -171,8 +217,9 @@ class ExtractWorker:
                 finish=choice.finish,
             )
             prompt = text[0] if text is not None else None  # as it is: no space before the answer
-            answered.append(replace(one.question, given=given, prompt=prompt))
-        return answered, refused
+            answered.append((replace(one.question, given=given, prompt=prompt), one.cut))
+        made = tracer.encode([question for question, _ in answered])
+        return [replace(one, cut=cut) for one, (_, cut) in zip(made, answered, strict=True)], refused
 
     def close(self) -> None:
         self._writer.close()
@@ -283,10 +330,13 @@ def store_config(settings: ExtractSettings, card: ModelCard, prompt: Prompt) -> 
 
 def _difference(record: Record) -> Difference:
     given = record["given_logprobs"]
-    if given is None or len(_tensor(given)) != len(_tensor(record["logprobs"])):
+    if given is None:
         return Difference()
-    apart = (_tensor(given) - _tensor(record["logprobs"])).abs().nan_to_num_()
-    return Difference(len(apart), float(apart.sum()), float(apart.max()))
+    if len(_tensor(given)) != len(_tensor(record["logprobs"])):
+        return Difference(others=1)
+    apart = (_tensor(given) - _tensor(record["logprobs"])).abs()
+    apart = apart[apart.isfinite()]  # a token that was ruled out has -inf
+    return Difference(len(apart), float(apart.sum()), float(apart.max())) if len(apart) else Difference()
 
 
 def _tensor(value: object) -> torch.Tensor:
