@@ -343,6 +343,19 @@ def test_a_question_that_is_too_long_becomes_an_error_record(llama: Path, whole:
         assert found[name]["generated_text"] == good[name]["generated_text"]
 
 
+def test_a_question_that_needs_more_than_memory_becomes_an_error_record_and_others_are_traced(
+    llama: Path, tmp_path: Path, capsys: Any
+):
+    questions = [Question(f"q{i}", f"who {i}? " * (14 if i == 1 else 1)) for i in range(3)]
+    done = extract(questions, tmp_path / "s", llama, tier="full", memory="500kB")
+    assert (done.records, done.errors) == (3, 1)
+    assert "more than memory=500.0 kB" in traces_by_id(tmp_path / "s")["q1"]["error"]
+    (total,) = re.findall(r"about ([\d.]+) kB in total", capsys.readouterr().err)
+    assert float(total) < 100  # without the one that is too long
+    with pytest.raises(BadSource, match="none of the first"):
+        extract(questions[1:2], tmp_path / "t", llama, tier="full", memory="500kB")
+
+
 def refuse(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Make these questions fail."""
     real = Tracer._problem  # pyright: ignore[reportPrivateUsage]

@@ -123,18 +123,27 @@ def plan(
     questions: Sequence[Question], lengths: Sequence[tuple[int, int]], settings: ExtractSettings, card: ModelCard
 ) -> Iterator[list[int]]:
     """The indices of the questions of each batch: their answers are all generated here, or none are."""
-    local = [question.given is None and settings.endpoint is None for question in questions]
+    local = [_is_generated(question, settings) for question in questions]
     for generated in (True, False):
         chosen = [index for index, here in enumerate(local) if here == generated]
-        rows = max(settings.num_beams, 1 + settings.samples) if generated else 1
         batches = plan_batches(
             [lengths[index] for index in chosen],
-            need=Need(card.size, kept_fields(settings), rows=rows, generated=generated),
+            need=_need(settings, card, generated=generated),
             memory=parse_bytes(settings.memory),
             window=settings.shard_records,
         )
         for batch in batches:
             yield [chosen[place] for place in batch]
+
+
+def _is_generated(question: Question, settings: ExtractSettings) -> bool:
+    """Whether the answer is generated here: neither given nor by a server."""
+    return question.given is None and settings.endpoint is None
+
+
+def _need(settings: ExtractSettings, card: ModelCard, *, generated: bool) -> Need:
+    rows = max(settings.num_beams, 1 + settings.samples) if generated else 1
+    return Need(card.size, kept_fields(settings), rows=rows, generated=generated)
 
 
 class _Run:
@@ -165,6 +174,7 @@ class _Run:
         if (endpoint := make_endpoint(settings)) is not None:  # without a name, the only model that it has
             settings = replace(settings, endpoint_model=endpoint.model)
         self.settings = settings
+        self.needs = [_need(settings, self.card, generated=generated) for generated in (False, True)]
         self.questions = with_texts(self.card.tokenizer, found.questions)
         self.prompt: Prompt = prompt_for(self.questions, settings, self.card)
         self.config = store_config(settings, self.card, self.prompt)
@@ -255,12 +265,20 @@ class _Run:
             names = [name for question in questions for name in self._record_ids(question)]
             skip = frozenset(name for name in names if name in self.done)
             if len(skip) < len(names):
-                shortest = min(sum(self.lengths[index]) for index in indices)
-                left.append(Batch(questions, skip, too_long=shortest > (self.card.context or 2**62)))
+                left.append(Batch(questions, skip, too_long=all(map(self._is_too_long, indices))))
         left.sort(key=lambda batch: batch.too_long)  # if the first batch fails, all will
         if left and left[0].too_long and not self.done:
             left[0] = replace(left[0], too_long=False)
         return left
+
+    def _is_too_long(self, index: int) -> bool:
+        """Whether a question exceeds the context of the model, or the memory, whatever the others do."""
+        prompt, answer = self.lengths[index]
+        if prompt + answer > min(self.card.context or 2**62, self.fields.longest):
+            return True
+        need = self.needs[_is_generated(self.questions[index], self.settings)]
+        memory = parse_bytes(self.settings.memory)
+        return need.bytes(prompt, answer, memory=memory) > memory
 
     def _asked_at_once(self, batches: Iterable[list[int]]) -> Iterator[list[int]]:
         """Batches joined until a server has enough to do: few answers to long prompts fit into memory together."""
@@ -352,9 +370,9 @@ class _Run:
         trace_bytes = partial(self.fields.trace_bytes, size, answer=round(answer))
         lengths = [
             prompt
-            for question, (prompt, _) in zip(self.questions, self.lengths, strict=True)
+            for index, (question, (prompt, _)) in enumerate(zip(self.questions, self.lengths, strict=True))
             for name in self._record_ids(question)
-            if name not in self.done
+            if name not in self.done and not self._is_too_long(index)
         ]
         measured = first.bytes / (good * trace_bytes(prompt=round(first.prompt_tokens / good)))
         total = int(measured * sum(trace_bytes(prompt=length) for length in lengths))

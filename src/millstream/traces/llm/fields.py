@@ -74,6 +74,11 @@ class Fields:
         """Whether to capture the pass over the prompt too, not only the one over the answer."""
         return not _OF_PROMPT.isdisjoint(self.names)
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a trace: the sources of edges are 16-bit numbers."""
+        return 32_767 if "edges" in self.names else 2**62
+
     def layers_of(self, name: str, size: Size) -> tuple[int, ...]:
         """The layers kept of `hidden` and `answer_hidden` (0 is the embedding) or `attention`."""
         count = size.layers + (name != "attention")

@@ -98,8 +98,8 @@ class Tracer:
         if context is not None and total > context:
             new = "new tokens" if encoded.answer_ids is None else "of the answer"
             return f"a prompt of {prompt} tokens and {answer} {new} exceed the context of {context} tokens"
-        if "edges" in self.fields.names and total > 32_767:
-            return f"{total} tokens exceed the maximum of 32767 for edges"
+        if total > self.fields.longest:
+            return f"{total} tokens exceed the maximum of {self.fields.longest} for edges"
         if (needed := self._bytes([encoded])) > self._memory:
             return (
                 f"{total} tokens need about {format_bytes(needed)}, more than memory={format_bytes(self._memory)}: "

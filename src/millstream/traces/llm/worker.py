@@ -33,7 +33,7 @@ class Batch:
 
     questions: list[Question]
     skip: frozenset[str] = frozenset()
-    too_long: bool = False  # every prompt exceeds the context of the model
+    too_long: bool = False  # every one exceeds the context of the model, or the memory
 
 
 @dataclass(frozen=True)
