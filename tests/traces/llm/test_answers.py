@@ -152,6 +152,22 @@ def test_a_text_without_the_stop_string_of_its_tokens_is_the_answer_that_generat
     assert ends == wanted.offsets
 
 
+@pytest.mark.parametrize("more", ["", "\nQ:"])
+def test_a_text_without_the_reasoning_of_its_tokens_begins_after_it(more: str):
+    ids = ids_of(f" so</think>\n\n Zoë is. A fox{more}")
+    found = given_answer(
+        TOKENIZER, Given(text="Zoë is. A fox", ids=tuple(ids)), ids, eos={EOS}, part=Part(after="</think>")
+    )
+    begin = len(ids_of(" so</think>"))
+    assert (found.text, found.begin, found.length) == ("Zoë is. A fox", begin, len(ids_of("\n\n Zoë is. A fox")))
+    assert found.offsets is not None
+    covered = [found.text[a:b] for a, b in found.offsets[begin:]]
+    assert "".join(covered).replace("ëë", "ë") == found.text
+    sentence = Part(after="</think>", end="sentence")
+    first = given_answer(TOKENIZER, Given(text="Zoë is. A fox", ids=tuple(ids)), ids, eos={EOS}, part=sentence)
+    assert (first.text, first.begin) == ("Zoë is.", begin)
+
+
 def test_an_empty_text_before_a_stop_string_has_no_tokens():
     found = given_answer(TOKENIZER, Given(text="", ids=tuple(ids_of("\n"))), ids_of("\n"), eos={EOS})
     assert (found.text, found.length, found.offsets) == ("", 0, [(0, 0)])

@@ -93,9 +93,15 @@ def given_answer(
     found = _aligned(ranges, decoded, text)
     if found is None and given.text is not None:
         found = _mapped(tokenizer, text, list(ids[:count]))
+    thinking = 0
+    if found is None and part.after is not None:  # servers may return the text without the reasoning in the tokens
+        thinking, after, _ = _chosen(tokenizer, ids[:count], decoded, ranges, len(decoded), part, ended=True)
+        found = _aligned([(first - after, last - after) for first, last in ranges], decoded[after:], text)
+        part = Part(end=part.end)
     if found is None:  # the text is of other tokens: a part of it cannot be found among these
         return Answer(list(ids), count, text, text, given.finish or "given")
     begin, start, cut = _chosen(tokenizer, ids[:count], text, found, len(text), part, ended=True)
+    begin = max(begin, thinking)
     whole = (start, cut) == (0, len(text))
     return Answer(
         ids=list(ids),
