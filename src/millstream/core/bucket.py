@@ -45,6 +45,7 @@ MULTIPART_BYTES = 8 << 20  # of one part of an upload; four at once hold 32 MB
 _MOST_PARTS = 10_000  # of an upload to S3
 _MOST_KNOWN = 1 << 17
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_JITTER = random.Random()  # of its own: what a user's seed gives does not depend on the network
 _DENIED = re.compile(
     r"(?i)expired ?token|invalid ?token|invalidaccesskeyid|signaturedoesnotmatch|accessdenied|forbidden"
 )
@@ -266,7 +267,7 @@ def retried(url: str, once: Callable[[], Result]) -> Result:
                     f"{url}: no complete answer in {patience_s:g} s ({_reason(str(error))}). Check the network and "
                     "the endpoint, and run the same command again"
                 ) from None
-        time.sleep(wait * random.uniform(0.5, 1.5))
+        time.sleep(wait * _JITTER.uniform(0.5, 1.5))
         wait = min(2 * wait, _LONGEST_WAIT_S)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -75,8 +76,10 @@ def test_the_number_of_requests_at_once_is_bounded_and_requests_are_taken_lazily
 def test_passing_failures_are_tried_again(model_server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = Endpoint(model_server.url)
     model_server.broken = [429, 503, 0, 500]
+    state = random.getstate()
     assert endpoint.answer(Request(id=1, prompt="q", max_tokens=1)).choices[0].text == "q!"
     assert len(model_server.seen) == 5
+    assert random.getstate() == state  # a user's random numbers do not depend on the network
     monkeypatch.setenv("MILLSTREAM_PATIENCE", "0")
     model_server.broken = [503]
     with pytest.raises(RemoteError, match=r"503 try again"):
