@@ -71,11 +71,11 @@ class _Handler(Handler):
                 if state.num_now >= state.gate_opens_at:
                     state.gate.set()
                 state.gate.wait(PATIENCE_S)
-            if not self._is_broken(state):
-                self._answer(state, body)
         finally:
             with state.lock:
-                state.num_now -= 1
+                state.num_now -= 1  # before it answers: the next request may be there right after
+        if not self._is_broken(state):
+            self._answer(state, body)
 
     def _is_broken(self, state: ModelServer) -> bool:
         with state.lock:
