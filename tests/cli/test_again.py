@@ -1,18 +1,22 @@
 """Every command run twice: both succeed, and the second finds its work done. What each suggests as the next step."""
 
+import gzip
 import json
 import os
 import pickle
 import shlex
+import shutil
 from collections.abc import Generator
 from contextlib import chdir
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 import millstream as ms
+from millstream.core.files import is_device
 from support.commands import run_here
 from support.docs_world import make_genomes, make_model
 
@@ -160,8 +164,57 @@ def test_a_stale_index_is_rebuilt_with_the_settings_it_had(world: Path):
     code, _, err = run_here(*remedy)
     assert code == 0 and r"lbl\|(?P<class_id>\d+)" in err and "names" in err
     assert ms.open(file).column("class_id").to_pylist() == [7, 8]
-    assert run_here("index", file, "--rebuild", "--names")[0] == 0  # settings given: as given
-    assert "class_id" not in ms.open(file).column_names
+    for more in (["--rebuild", "--unverified"], ["--rebuild", "--names"], ["--salvage"]):  # others are kept
+        assert run_here("index", file, *more)[0] == 0 and ms.open(file).column_names == ["class_id"], more
+    assert run_here("index", file, "--rebuild", "--header-regex", r"lbl\|(?P<other>\d+)")[0] == 0
+    assert ms.open(file).column_names == ["other"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "classify reads reads.fa -o pipe --force",
+        "classify reads reads.fa -o device.tsv --report pipe --force",
+        "pack reads.fa pipe --rebuild",
+        "unpack reads.pack pipe",
+        "simulate genomes -o pipe --reads 10",
+        "report reads --out pipe",
+    ],
+)
+def test_no_command_replaces_a_device_by_a_file(command: str, world: Path):
+    """The same is true of /dev/null, which nobody should have to repair when this fails."""
+    if not Path("pipe").exists():
+        os.mkfifo("pipe")
+    code, _, err = run_here(*command.split())
+    assert code == 1 and err.startswith("millstream: pipe: ") and err.count("\n") == 1, err
+    assert Path("pipe").is_fifo() and not Path("device.tsv").exists()
+
+
+def test_files_in_dev_shm_are_files_and_a_name_of_stdout_is_not(world: Path, tmp_path: Path):
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        file = shutil.copy("one.fq.gz", folder)
+        assert run_here("index", file)[0] == 0 and run_here("pack", file, f"{folder}/one.pack")[0] == 0
+    kept = tmp_path / "out.tsv"
+    kept.touch()
+    assert not is_device(kept) and is_device(Path("/dev/stdout")) and is_device(Path("/proc/self/fd/1"))
+
+
+@pytest.mark.parametrize("folder", [[], ["--index-dir", "kept elsewhere"]])
+def test_the_remedies_of_a_changed_and_damaged_file_lead_to_its_index_with_the_settings_it_had(
+    folder: list[str], world: Path
+):
+    file = Path(f"torn{len(folder)}.fa.gz")
+    members = [gzip.compress(f">lbl|{n} a\nACGT\n".encode()) for n in range(3)]
+    file.write_bytes(b"".join(members))
+    assert run_here("index", file, "--header-regex", r"lbl\|(?P<class_id>\d+)", *folder)[0] == 0
+    file.write_bytes(b"".join(members)[:-9])
+    command = ["index", str(file), *folder]
+    for remedy in ("Rebuild", "To use that", ""):
+        code, _, err = run_here(*command)
+        assert (code == 0) == (not remedy), err
+        command = shlex.split(err.strip().partition(f"{remedy}: millstream ")[2].partition(";")[0])
+    assert Path(f"{file}.millstream").exists() == (not folder)
+    assert ms.open(file, index_dir=folder[1] if folder else None).column("class_id").to_pylist() == [0]
 
 
 def test_default_models_can_be_trained_on_a_default_extraction(world: Path):

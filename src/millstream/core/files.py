@@ -54,6 +54,7 @@ def publishing(file: Path, advice: str = _OLD_KEPT) -> Generator[BinaryIO]:
             f.flush()
             cast(Any, file).put(Path(f.name))
         return
+    check_replaceable(file)
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with no_space(file, advice), open(temporary, "wb") as f:
@@ -74,7 +75,25 @@ def publish_json(file: Path, value: object) -> None:
     publish(file, text.encode(errors="backslashreplace"))  # of a path that is not UTF-8: JSON has the same escapes
 
 
+def is_device(path: Path) -> bool:
+    """Whether this is a device or a pipe, such as /dev/null or /dev/stdin, even one that leads to a file."""
+    if is_url(path):
+        return False
+    parts = Path(os.path.abspath(path)).parts
+    if parts[1:2] in (("dev",), ("proc",)) and parts[2:3] != ("shm",):
+        return True
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def check_replaceable(out: Path) -> None:
+    """Refuse to replace a device by a file: all programs use /dev/null."""
+    if is_device(out):
+        raise already_exists(out)
+
+
 def already_exists(out: Path) -> StoreExists:
+    if is_device(out):
+        return StoreExists(f"{out}: a device or a pipe. Choose a file, or - if the command can write to stdout")
     return StoreExists(f"{out}: already exists. Choose another name, or remove it")
 
 

@@ -30,6 +30,7 @@ from millstream.core.console import quoted, say
 from millstream.core.files import (
     NOTHING_LEFT,
     already_exists,
+    check_replaceable,
     is_same_file,
     locked_folder,
     move_into_place,
@@ -72,6 +73,7 @@ class PartialOutput:
     def __init__(
         self, out: Path, terms: Mapping[str, object], *, rebuild: bool = False, start_over: str | None = None
     ) -> None:
+        check_replaceable(out)
         self.out, self.path = out, partial_folder(out)
         self._terms = cast(dict[str, object], json.loads(json.dumps(terms)))
         self._lock = locked_folder(self.path)

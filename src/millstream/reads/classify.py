@@ -17,7 +17,7 @@ from millstream.core.arguments import checked
 from millstream.core.config import Count, NonNegative, Probability, SizeInBytes, parse_bytes
 from millstream.core.console import Progress, say, silent
 from millstream.core.engine import Engine
-from millstream.core.files import already_exists, publish
+from millstream.core.files import already_exists, check_replaceable, publish
 from millstream.core.outputs import (
     RESUME,
     STDOUT,
@@ -105,6 +105,9 @@ def classify(
     if report is not None and report.absolute() == path.absolute():
         raise BadSetting(f"report={report}: is also the output file. Choose another name for the report")
     is_stdout = str(out) == STDOUT
+    for file in (path, report):
+        if file is not None:
+            check_replaceable(file)
     if not (is_stdout or force or done_file(path).exists()):
         check_new(path)
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)

@@ -172,7 +172,7 @@ def index(
     salvage: Salvage = False,
     unverified: Unverified = False,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Replace existing indexes; without other options, with their settings.")
+        bool, typer.Option("--rebuild", help="Replace existing indexes; they keep settings that are not given.")
     ] = False,
     engine: EngineName = "local",
     address: Address = None,

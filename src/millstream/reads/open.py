@@ -18,6 +18,7 @@ from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, progress, quoted, say, silent
 from millstream.core.engine import Engine
 from millstream.core.features import Feature, fields
+from millstream.core.files import is_device
 from millstream.core.kernels import require_numba
 from millstream.core.memory import Allowance, available_bytes
 from millstream.core.mixture import Concat
@@ -109,7 +110,7 @@ def open_reads(
 ) -> Reads:
     """Open files as one collection, and build the indexes that are missing.
 
-    `rebuild` builds all of them; without `settings`, with those of the existing indexes. On Ray, a worker builds each.
+    `rebuild` builds all of them, with `settings` over those of the existing indexes. On Ray, a worker builds each.
     """
     require_numba()
     if not paths:
@@ -330,7 +331,7 @@ def _check_readable(path: Path) -> None:
         if not path.is_file():
             raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such object'}")
         return
-    if not path.is_file() or Path(os.path.normpath(path)).parts[1:2] in (("dev",), ("proc",)):
+    if is_device(path) or not path.is_file():
         pipe = "is not a file on disk; reads are fetched in any order. Save them first: cat > reads.fa"
         what = "is a folder" if path.is_dir() else pipe if path.exists() else "no such file"
         raise BadSource(f"{path}: {what}")
@@ -350,7 +351,7 @@ def _find_or_plan(
 ) -> Sections | IndexSettings:
     """The index of a file, if it can be used; otherwise the settings to build one with."""
     if rebuild:
-        return _former_settings(path, folder, notify=notify) if settings is None else settings
+        return _former_settings(path, settings or IndexSettings(), folder, notify=notify)
     return _load(path, settings or IndexSettings(), folder, explicit=settings is not None, notify=notify)
 
 
@@ -363,6 +364,7 @@ def _load(
         return wanted
     sections = load_index(path, index)
     made = settings_of(sections)
+    wanted = wanted.over(made)
     if explicit and not made.serves(wanted):
         notify(f"{path}: its index has other settings; rebuilding it")
         return wanted
@@ -372,21 +374,25 @@ def _load(
     return sections
 
 
-def _former_settings(path: Path, folder: Path | None, *, notify: Callable[[str], None]) -> IndexSettings:
-    """The settings of the existing index, which may be stale or damaged."""
+def _former_settings(
+    path: Path, wanted: IndexSettings, folder: Path | None, *, notify: Callable[[str], None]
+) -> IndexSettings:
+    """What is wanted, over the settings of the existing index, which may be stale or damaged."""
     index = find_index(path, folder)
     if index is None:
-        return IndexSettings()
+        return wanted
     try:
         made = settings_of(Sections(index, remedy=""))
     except (MillstreamError, LookupError, TypeError, ValueError):
-        notify(f"{path}: its index is damaged; rebuilding it without a header regex")
-        return IndexSettings()
-    kept = [f"header_regex={made.header_regex}"] if made.header_regex else []
+        notify(
+            f"{path}: its index is damaged; rebuilding it {'with' if wanted.header_regex else 'without'} a header regex"
+        )
+        return wanted
+    kept = [f"header_regex={made.header_regex}"] if made.header_regex and not wanted.header_regex else []
     kept += [name for name in ("names", "salvage", "unverified") if getattr(made, name)]
     if kept:
         notify(f"{path}: rebuilding its index with the settings it had ({', '.join(kept)})")
-    return made
+    return wanted.over(made)
 
 
 def _bare(name: str) -> str:

@@ -20,7 +20,7 @@ from millstream.errors import BadSetting, BadSource, StaleIndex
 from millstream.reads.files.blocks import REQUEST_BYTES
 from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.containers import MAX_FRAME_BYTES
-from millstream.reads.files.index import add_names
+from millstream.reads.files.index import add_names, index_command
 from millstream.reads.files.names import NameTable, name_of, names_in
 from millstream.reads.files.records import Geometry, Locations, Place, write_lines
 from millstream.reads.files.scanner import IRREGULAR
@@ -105,7 +105,7 @@ class ReadFile:
         if file_crc32c(self.path) != known.crc32c:
             yield (
                 f"{self.path}: its CRC-32C has changed since it was indexed. If that is intended: "
-                f"millstream index {quoted(self.path)} --rebuild"
+                f"{index_command(self.path, self.sections.path)}"
             )
 
     def _check_blocks(self) -> None:
@@ -121,7 +121,7 @@ class ReadFile:
         """Raise StaleIndex if the file was replaced or written to since it was opened; takes 2 us."""
         if self._state() != self._stat:
             raise StaleIndex(
-                f"{self.path}: changed while it was open. Rebuild: millstream index {quoted(self.path)} --rebuild"
+                f"{self.path}: changed while it was open. Rebuild: {index_command(self.path, self.sections.path)}"
             )
 
     def _state(self) -> tuple[int, int, int] | None:

@@ -66,6 +66,18 @@ class IndexSettings:
             raise BadSource(f"columns {', '.join(unknown)}: {has}")
         return self if self.columns is not None else replace(self, columns=groups)
 
+    def over(self, made: "IndexSettings") -> "IndexSettings":
+        """These settings, and where they say nothing, those that an index was made with."""
+        regex, salvage = self if self.header_regex else made, self if self.salvage else made
+        return IndexSettings(
+            header_regex=regex.header_regex,
+            columns=regex.columns if self.columns is None else self.columns,
+            on_mismatch=regex.on_mismatch if self.on_mismatch == "error" else self.on_mismatch,
+            names=self.names or made.names,
+            salvage=salvage.salvage,
+            unverified=salvage.unverified,
+        )
+
     def serves(self, wanted: "IndexSettings") -> bool:
         """Whether an index built with these settings, which are complete, has everything that is wanted."""
         columns = wanted.complete().columns or ()
@@ -148,9 +160,15 @@ def _upload_index(index: RemotePath, write: Callable[[Path], None]) -> Path:
     return index
 
 
+def index_command(path: Path, index: Path) -> str:
+    """The command that writes this index of a file, or replaces it with the settings it had."""
+    command = f"millstream index {quoted(path)}" + (" --rebuild" if _is_there(index) else "")
+    return command if index in index_paths(path) else f"{command} --index-dir {quoted(index.parent)}"
+
+
 def load_index(path: Path, index: Path) -> Sections:
     """The index of a file; an error if it is damaged, of another kind, or of another version of the file."""
-    again = f"Rebuild: millstream index {quoted(path)} --rebuild"
+    again = f"Rebuild: {index_command(path, index)}"
     sections = Sections(index, remedy=again)
     if sections.meta.get("what") != _WHAT:
         raise BadIndex(f"{index}: is an {sections.meta.get('what')}, not an {_WHAT}. {again}")
@@ -213,7 +231,14 @@ def _build(
     names = NameTableWriter(index.parent, large=settings.names, small=limits.names, parts=limits.name_parts)
     try:
         with (
-            SourceScan(path, kind, salvage=settings.salvage, unverified=settings.unverified, limits=limits) as source,
+            SourceScan(
+                path,
+                kind,
+                salvage=settings.salvage,
+                unverified=settings.unverified,
+                limits=limits,
+                command=index_command(path, index),
+            ) as source,
             SectionsWriter(index) as sections,
         ):
             meta = _scan(source, settings, limits, sections, names, progress, notify)

@@ -55,6 +55,7 @@ class SourceScan:
         unverified: bool = False,
         points: bool = True,
         limits: ScanLimits | None = None,
+        command: str = "",
     ) -> None:
         limits = limits or ScanLimits()
         self.path = path
@@ -68,6 +69,7 @@ class SourceScan:
         self._checked = sys.maxsize  # bytes of the text that checksums verify, if the file is damaged
         self._num_records = self._num_checked = 0  # records so far, and how many start in these bytes
         self._limits = limits
+        self._command = command or f"millstream index {quoted(path)}"  # which --salvage is added to
         self._buffer_bytes = limits.buffer_bytes
         self._raw = open_raw(path)
         self._before = self._raw.info if isinstance(self._raw, RemoteStream) else os.fstat(self._raw.fileno())
@@ -148,7 +150,7 @@ class SourceScan:
             raise BadSource(
                 f"{self.path}: ends in the middle of record {scanner.records - 1}, which starts at byte "
                 f"{start}{self._of_text()}. To use the {scanner.records - 1} records before it: "
-                f"millstream index {quoted(self.path)} --salvage"
+                f"{self._command} --salvage"
             )
         return found
 
@@ -190,7 +192,7 @@ class SourceScan:
             return
         unverified = damage.plain - damage.verified
         if damage.plain and (not self._salvage or not self.usable):
-            command = f"millstream index {quoted(self.path)}"
+            command = self._command
             if not damage.verified:
                 advice = f"is not verified by a checksum. To use it all the same: {command} --unverified"
             elif not unverified:
