@@ -170,6 +170,14 @@ def test_a_stale_index_is_rebuilt_with_the_settings_it_had(world: Path):
     assert ms.open(file).column_names == ["other"]
 
 
+def test_labels_that_train_cannot_split_do_not_suggest_it(world: Path):
+    rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
+    rows[0]["answer"] = ms.open("traces")[0]["generated_answer"]
+    write_lines("one.jsonl", rows)
+    code, _, err = run_here("label", "traces", "references=one.jsonl")
+    assert code == 0 and "split has" in err and err.endswith("Next: millstream inspect traces\n")
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -159,6 +159,7 @@ def label(
     Writes labels.parquet: right, wrong, ambiguous or refused.
     An answer that cannot be judged has no label.
     """
+    from millstream.traces.examples import missing_in_splits
     from millstream.traces.label import label as write_labels
     from millstream.traces.rules import rule_of
     from millstream.traces.store.traces import Traces
@@ -183,8 +184,10 @@ def label(
             "different verdict. Labels are joined by id: give each a unique record_id"
         )
     labelled = f"{done.path}: {done.records:,} records, rule {done.rule} ({done.label_version})"
-    if done.counts["right"] and done.counts["wrong"]:
-        finish(labelled, "train", f"data={store}")
+    fewest = min(done.counts["right"], done.counts["wrong"])
+    if fewest:
+        missing = missing_in_splits(store) if fewest < 1000 else ""  # with more, all splits have both
+        finish(*((f"{labelled}\n{missing}", "inspect", store) if missing else (labelled, "train", f"data={store}")))
     elif done.counts["right"] or done.counts["wrong"]:
         only = "right" if done.counts["right"] else "wrong"
         finish(f"{labelled}\nno answer but {only} ones; training needs right and wrong answers", "inspect", store)

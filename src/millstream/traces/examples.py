@@ -1,17 +1,21 @@
 """A labelled store -> the records that detectors are trained on, right or wrong, with the fields that they have."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from millstream.core.collection import Collection, Subset, subset
 from millstream.core.console import quoted
-from millstream.core.split import LABEL, Labelled, find_labels, labelled
+from millstream.core.split import LABEL, Labelled, Split, find_labels, labelled, split
 from millstream.core.tables import read_table
-from millstream.errors import BadSetting, BadSource, MissingLabel
+from millstream.errors import BadSetting, BadSource, BadSplit, MillstreamError, MissingLabel
 from millstream.traces.groups import SAMPLE, read_groups, statistics_in
+from millstream.traces.kind import TrainSettings
 from millstream.traces.spans import TOKEN_LABELS, as_token_labels
 from millstream.traces.store.traces import LABELS_FILE, Traces
 
@@ -35,6 +39,50 @@ def open_labelled(path: str, label: str, positive: str | None = None) -> Collect
     if not has_bare_samples(traces):
         return found
     return subset(found, np.flatnonzero(found.column(SAMPLE).to_numpy() == 0))
+
+
+def split_of(collection: Collection, settings: TrainSettings) -> Split:
+    """Train, val and test splits, or with `folds` the test splits of all folds; by question unless set otherwise.
+
+    Each must have right and wrong answers.
+    """
+    if settings.by not in collection.field_names:
+        found = ", ".join(collection.field_names)
+        raise BadSplit(
+            f"{settings.data}: no field {settings.by!r} to split by; choose another: by=NAME, one of {found}"
+        )
+    shares = {"train": settings.train, "val": settings.val, "test": 1 - settings.train - settings.val}
+    if settings.folds is not None:
+        shares = {f"fold {number}": 1 / settings.folds for number in range(1, settings.folds + 1)}
+    parts = split(collection, shares, by=settings.by, salt=settings.salt)
+    for name in shares:
+        check_both(parts[name], name, settings)
+    return parts
+
+
+def check_both(part: Collection, name: str, settings: TrainSettings) -> None:
+    """BadSplit if a split has no right or no wrong answers."""
+    labels = label_values(part)
+    if len(np.unique(labels)) < 2:
+        found = dict(Counter[object](labels.tolist()))
+        raise BadSplit(
+            f"{settings.data}: the {name} split has {len(labels)} records with the labels {found}; "
+            "a detector needs 0 (right) and 1 (wrong) in each split: label or extract more, or choose another salt="
+        )
+
+
+def label_values(part: Collection) -> NDArray[np.float64]:
+    return np.asarray(part.column(LABEL).to_numpy(), np.float64)
+
+
+def missing_in_splits(store: Path) -> str:
+    """Why `train` cannot split a labelled store by itself; nothing if it can."""
+    settings = TrainSettings(data=str(store))
+    try:
+        split_of(open_labelled(settings.data, settings.label), settings)
+    except MillstreamError as error:
+        return str(error)
+    return ""
 
 
 def has_bare_samples(traces: Traces) -> bool:

@@ -22,10 +22,18 @@ from millstream.core.files import publish, publish_json
 from millstream.core.remote import to_path
 from millstream.core.split import LABEL, Split, split
 from millstream.core.tables import publish_table, read_table
-from millstream.errors import BadSource, BadSplit
+from millstream.errors import BadSource
 from millstream.traces.convert import names_of
 from millstream.traces.detectors import DetectorSpec, Scored, detector_specs, is_ours, scores_of, used_by
-from millstream.traces.examples import fields_of, has_bare_samples, labels_of, open_labelled
+from millstream.traces.examples import (
+    check_both,
+    fields_of,
+    has_bare_samples,
+    label_values,
+    labels_of,
+    open_labelled,
+    split_of,
+)
 from millstream.traces.kind import EvaluateSettings, TrainSettings
 from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_lists, as_token_labels
 from millstream.traces.store.traces import Traces
@@ -58,35 +66,6 @@ SEEN = "seen.parquet"  # in a run folder: the questions of the splits that model
 FITTED = ("train", "val")
 
 
-def split_of(collection: Collection, settings: TrainSettings) -> Split:
-    """Train, val and test splits, or with `folds` the test splits of all folds; by question unless set otherwise.
-
-    Each must have right and wrong answers.
-    """
-    if settings.by not in collection.field_names:
-        found = ", ".join(collection.field_names)
-        raise BadSplit(
-            f"{settings.data}: no field {settings.by!r} to split by; choose another: by=NAME, one of {found}"
-        )
-    shares = {"train": settings.train, "val": settings.val, "test": 1 - settings.train - settings.val}
-    if settings.folds is not None:
-        shares = {f"fold {number}": 1 / settings.folds for number in range(1, settings.folds + 1)}
-    parts = split(collection, shares, by=settings.by, salt=settings.salt)
-    for name in shares:
-        _check_both(parts[name], name, settings)
-    return parts
-
-
-def _check_both(part: Collection, name: str, settings: TrainSettings) -> None:
-    labels = _labels(part)
-    if len(np.unique(labels)) < 2:
-        found = dict(Counter[object](labels.tolist()))
-        raise BadSplit(
-            f"{settings.data}: the {name} split has {len(labels)} records with the labels {found}; "
-            "a detector needs 0 (right) and 1 (wrong) in each split: label or extract more, or choose another salt="
-        )
-
-
 def folds_of(parts: Split, settings: TrainSettings) -> list[Fold]:
     """What models train on: the train split, or that of each fold; and before it, those of a learning curve.
 
@@ -103,7 +82,7 @@ def _cross_fold(rest: Collection, test: Collection, number: int, settings: Train
     share = settings.val / (settings.train + settings.val)
     inner = split(rest, {"train": 1 - share, "val": share}, by=settings.by, salt=f"{settings.salt} fold {number}")
     for name in ("train", "val"):
-        _check_both(inner[name], f"{name} (fold {number})", settings)
+        check_both(inner[name], f"{name} (fold {number})", settings)
     return Fold(inner["train"], {"val": inner["val"], "test": test}, number)
 
 
@@ -119,7 +98,7 @@ def _curve(whole: Fold, settings: TrainSettings) -> Iterator[Fold]:
             part.subset(np.flatnonzero(ranks < round(share * len(np.unique(ranks)))))
             for part, ranks in ((whole.train, train), (whole.scored["val"], val))
         ]
-        if all(len(np.unique(_labels(part))) == 2 for part in some):
+        if all(len(np.unique(label_values(part))) == 2 for part in some):
             yield Fold(some[0], {"val": some[1], "test": whole.scored["test"]}, whole.number, labels)
 
 
@@ -128,10 +107,6 @@ def _question_ranks(part: Collection, settings: TrainSettings) -> NDArray[np.int
     codes, values = codes_of(part.column(settings.by))
     keys = [blake2b(f"{settings.salt}/{value}".encode(), digest_size=8).digest() for value in values]
     return np.argsort(np.argsort(np.frombuffer(b"".join(keys), "<u8")))[codes]
-
-
-def _labels(part: Collection) -> NDArray[np.float64]:
-    return np.asarray(part.column(LABEL).to_numpy(), np.float64)
 
 
 def data_card(path: str, collection: Collection, parts: Mapping[str, Collection], how: str) -> dict[str, object]:

@@ -157,7 +157,7 @@ class SourceScan:
     def _invalid(self, error: ScanError) -> BadSource:
         advice = ""
         if self.kind != "plain" and not self._salvage:  # whether its checksum matches is known at the end of a member
-            advice = f". If the file is damaged: millstream index {quoted(self.path)} --salvage"
+            advice = f". If the file is damaged: {self._command} --salvage"
         elif self._checked <= error.at:
             decode = "zstd -dc" if self.kind == "zstd" else "gzip -dc"
             advice = (

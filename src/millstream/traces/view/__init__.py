@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from millstream.core.batches import text_codes_of
 from millstream.core.config import parse_json
+from millstream.core.console import quoted
 from millstream.core.record import Tensor
 from millstream.core.remote import ObjectInfo, RemotePath, to_path
 from millstream.core.tables import read_table
@@ -117,7 +118,7 @@ def read_labels(traces: Traces) -> pa.Table | None:
     try:
         return read_table(file) if file.exists() else None
     except (OSError, pa.ArrowException) as error:
-        raise BadSource(f"{file}: is damaged ({error}). Next: millstream label {traces.path}") from None
+        raise BadSource(f"{file}: is damaged ({error}). Next: millstream label {quoted(traces.path)}") from None
 
 
 @dataclass(frozen=True)
