@@ -170,6 +170,15 @@ def test_a_stale_index_is_rebuilt_with_the_settings_it_had(world: Path):
     assert ms.open(file).column_names == ["other"]
 
 
+def test_a_report_replaces_a_report_only(world: Path):
+    kept = Path("genomes.txt")
+    kept.write_text("562")
+    code, _, err = run_here("report", "reads", "--out", kept)
+    assert code == 1 and err.startswith("millstream: genomes.txt: ") and kept.read_text() == "562"
+    for _ in range(2):
+        assert run_here("report", "reads", "--out", "page.html")[0] == 0
+
+
 def test_labels_that_train_cannot_split_do_not_suggest_it(world: Path):
     rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
     rows[0]["answer"] = ms.open("traces")[0]["generated_answer"]

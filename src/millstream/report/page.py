@@ -9,6 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
+from millstream.core.bucket import is_url
+from millstream.core.files import already_exists
 from millstream.errors import MissingExtra
 from millstream.report import write_files
 from millstream.report.drawing import PALETTE, Drawing
@@ -222,8 +224,18 @@ def write_page(page: Page, out: Path) -> Path:
     ]
     facts = {name: str(value) for name, value in page.facts.items() if value is not None}
     text = environment.get_template("page.html.j2").render(page=page, sections=sections, facts=facts)
+    _check_page(out)
     write_files({out.name: text.encode("utf-8", "replace")}, out.parent)
     return out
+
+
+def _check_page(out: Path) -> None:
+    """Only a page is replaced by a page: `--out reads.fa` must not cost the reads."""
+    if not is_url(out) and out.is_file():
+        with out.open("rb") as file:
+            start = file.read(14).lower()
+        if start not in (b"", b"<!doctype html"):
+            raise already_exists(out)
 
 
 def difference_section(differences: Sequence[Difference], compared: Comparison, *, text: str) -> Section:
