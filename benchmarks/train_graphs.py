@@ -20,6 +20,7 @@ import millstream as ms
 from measuring import Result, clock
 from millstream.core.batches import ColumnBatch
 from millstream.core.features import to_torch
+from millstream.core.memory import Pool
 from millstream.traces.detectors.gnn import GraphLSTM, scatter
 from millstream.traces.detectors.net import LIMIT, match_width
 from millstream.traces.graphs import GraphFeature
@@ -30,6 +31,7 @@ from train_data import Record, normal
 LIMIT_S = 12  # no new round starts after this long
 LEAST_TURNS = 2
 PARAMETERS = TrainSettings().parameters
+POOL = Pool(1 << 30)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def graph_net(num_layers: int, dim: int, width: int | None) -> GraphLSTM:
 
 def build_union(feature: GraphFeature, records: Sequence[Record]) -> Result:
     columns = {name: [record[name] for record in records] for name in feature.fields}
-    made = feature(ColumnBatch(np.arange(len(records)), columns))
+    with POOL.use():  # as in a Loader
+        made = feature(ColumnBatch(np.arange(len(records)), columns))
     return {name: to_torch(value) for name, value in made.items()}
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 import millstream as ms
-from millstream.core.batches import join_columns, pad_bytes
+from millstream.core.batches import as_float32, assign, join_columns, pad_bytes
 from millstream.core.collection import Medium, Numbers
 
 
@@ -113,3 +113,16 @@ def test_a_function_sees_every_field_of_each_record():
 def test_records_of_two_kinds_cannot_share_a_batch(traces: ms.Traces):
     with pytest.raises(ValueError, match="kinds"):
         ms.concat([traces, Songbook(0, 3)]).fetch([0, len(traces)])
+
+
+@pytest.mark.parametrize("shape", [(1 << 16,), (5, 40_000), (7, 3, 11), (0, 4), (4, 0)])
+def test_float16_becomes_the_same_float32_as_by_numpy(shape: tuple[int, ...]):
+    bits = np.arange(int(np.prod(shape)), dtype=np.uint32).astype(np.uint16).reshape(shape)  # with infinities and NaN
+    values = bits.view(np.float16)
+    for given in (values, values[..., ::-2], values[::2]):
+        assert np.array_equal(as_float32(given), given.astype(np.float32), equal_nan=True)
+        target = np.zeros(given.shape, np.float32)
+        fixed = given.copy()
+        fixed.flags.writeable = False  # as what pyarrow gives
+        assign(target, fixed)
+        assert np.array_equal(target, given, equal_nan=True)

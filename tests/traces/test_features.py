@@ -51,6 +51,13 @@ def test_layers_are_the_states_at_the_given_token(traces: ms.Traces, token: Any)
     assert layers == pytest.approx(expected, abs=1e-6)
 
 
+def test_layers_can_keep_the_precision_they_are_stored_in(traces: ms.Traces):
+    kept, whole = (
+        make(ms.features.layers("last", dtype=dtype), traces, NUMBERS)["layers"] for dtype in (None, "float32")
+    )
+    assert kept.dtype == traces.fetch([0], ["hidden"])["hidden"][0].dtype and np.array_equal(kept, whole)
+
+
 def test_layers_can_be_selected_and_have_the_given_dtype(traces: ms.Traces):
     feature = ms.features.layers("last", layers=[-1, 0], dtype="float16")
     layers = make(feature, traces, NUMBERS)["layers"]

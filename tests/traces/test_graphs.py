@@ -243,6 +243,29 @@ def test_a_record_has_the_same_graphs_in_any_batch(make_feature: Any, full: ms.C
         assert [graph[1:] for graph in each_graph(taken)] == [graph[1:] for graph in singles[1]]
 
 
+@pytest.mark.parametrize("make_feature", [ms.features.graphs, stored])
+@pytest.mark.parametrize("tokens", ["all", "answer"])
+def test_records_of_different_models_can_share_a_batch(make_feature: Any, tokens: Any):
+    """With other numbers of layers and tokens."""
+    given_records = [record_of(seed, tokens=6 + seed, prompt=3, answer=2, layers=2 + seed) for seed in range(3)]
+    feature = make_feature(4, tokens=tokens)
+    batch = batch_of(feature, given_records)
+    assert batch["num_layers"].tolist() == [2, 3, 4]
+    found = each_graph(batch)
+    for record in given_records:
+        for nodes, x, edges, _ in slow_graphs(record, 4, 0.0, False, tokens):
+            assert_is(next(found), nodes, x, edges)
+    assert next(found, None) is None
+
+
+def test_states_can_keep_the_precision_they_are_stored_in():
+    record = record_of(0, tokens=6, prompt=3, answer=2)
+    record["nodes"] = record["nodes"].astype(np.float16)
+    kept, whole = (batch_of(stored(dtype=dtype), [record]) for dtype in (None, "float32"))
+    assert kept["x"].dtype == np.float16 and np.array_equal(kept["x"], whole["x"])
+    assert kept["edge_attr"].dtype == whole["edge_attr"].dtype == np.float32
+
+
 def test_an_empty_batch_has_no_graphs():
     batch = batch_of(ms.features.graphs(tokens="answer"), [])
     assert batch["ptr"].tolist() == [0] and batch["edge_index"].shape == (2, 0) and len(batch["answer"]) == 0

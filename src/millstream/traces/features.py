@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.arguments import checked
-from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats, fetch_batch, stack
+from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats, assign, fetch_batch, stack
 from millstream.core.config import Count, parse_bytes, read_settings, without_effect
 from millstream.core.console import Progress, format_bytes, say, silent
 from millstream.core.engine import Engine
@@ -71,7 +71,7 @@ class LayerFeature:
     token: Token
     field: str
     layers: tuple[int, ...] | None
-    dtype: str
+    dtype: str | None
 
     @property
     def fields(self) -> list[str]:
@@ -96,11 +96,11 @@ class LayerFeature:
                 raise ValueError(f"record {number}: {self.field!r} has {found}, expected [layer, token, dim]")
             rows.append(self._row(as_floats(states), int(prompt), int(answer or 0), number))
         if len({row.shape for row in rows}) == 1:
-            out = empty((len(rows), *rows[0].shape), self.dtype)
+            out = empty((len(rows), *rows[0].shape), self.dtype or rows[0].dtype)
             for row, target in zip(rows, out, strict=True):
-                target[...] = row
+                assign(target, row)
             return {"layers": out}
-        whole, mask = stack([row.astype(self.dtype) for row in rows])
+        whole, mask = stack([row.astype(self.dtype or row.dtype) for row in rows])
         return {"layers": whole} if mask is None else {"layers": whole, "layers_mask": mask}
 
     def _row(self, states_LTD: Floats, prompt: int, answer: int, number: int) -> Floats:
@@ -126,12 +126,17 @@ class LayerFeature:
 
 @checked
 def layers(
-    token: Token = "last", *, field: str = "hidden", layers: Sequence[int] | None = None, dtype: str = "float32"
+    token: Token = "last",
+    *,
+    field: str = "hidden",
+    layers: Sequence[int] | None = None,
+    dtype: str | None = "float32",
 ) -> LayerFeature:
     """`layers` [batch, layer, dim]: the hidden states of a trace at one token, or their mean over tokens.
 
     `token` is an index (0, -1, ...), "first", "last" or "mean"; with the field `prompt_len` also "last_prompt",
     "first_answer" or "mean_answer" (over all tokens after the prompt); with `answer_len` also "last_answer".
+    With `dtype=None` they keep the precision they are stored in.
 
     >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.layers(token="last_prompt"))
     >>> [batch["layers"].shape[1:] for batch in loader][0]

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.arguments import checked
-from millstream.core.batches import Batch, ColumnBatch, Floats, as_floats
+from millstream.core.batches import Batch, ColumnBatch, Floats, as_float32, as_floats, assign
 from millstream.core.config import Count, Probability
 from millstream.core.memory import empty
 from millstream.core.order import mix
@@ -25,11 +26,22 @@ SPAN = ("prompt_len", "answer_len")
 THRESHOLD = 0.05  # minimum attention of an edge in some layer or head
 
 
-class _Edges(NamedTuple):
-    """Edges in all layers of one record, from the token `source` to the token `target`."""
+class _Record(NamedTuple):
+    """One record: its states [L, T, D], and the weights (and sources) of the edges of the tokens `first` to `end`."""
 
-    layer: Ints
-    target: Ints
+    number: int
+    states: Floats
+    weights: Floats  # [L, R, T], or [L, R, K] with the sources
+    sources: Ints  # none if edges are made of all attention
+    first: int
+    start: int  # of the answer
+    end: int
+
+
+class _Edges(NamedTuple):
+    """Edges of all graphs, sorted by `row`, the row of the target."""
+
+    row: Ints
     source: Ints
     weight: Floats
 
@@ -49,7 +61,7 @@ class GraphFeature:
     hidden: str
     attention: str
     self_loops: bool
-    dtype: str
+    dtype: str | None
     tokens: Tokens = "all"
     wiring: Wiring = "attention"
 
@@ -61,86 +73,129 @@ class GraphFeature:
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         if not isinstance(batch, ColumnBatch):
             raise ValueError("features.graphs needs the hidden states and attention of traces; these records are reads")
-        parts = [self._record(number, values) for number, values in _records(batch, self.fields)]
-        layers = np.array([len(part.sizes) for part in parts], np.int64)
-        sizes = np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)])
-        ptr = np.zeros(len(sizes) + 1, np.int64)
-        np.cumsum(sizes, out=ptr[1:])
-        x = empty((int(ptr[-1]), parts[0].x.shape[-1] if parts else 0), self.dtype)
-        edge_index: list[Ints] = []
-        node = 0
-        for part in parts:
-            count = int(part.sizes.sum())
-            x[node : node + count] = part.x
-            edge_index.append(part.edge_index + node)
-            node += count
+        records = [self._record(number, values) for number, values in _records(batch, self.fields)]
+        grid = _Grid.of(records)
+        edges = self._rewired(self._edges(records, grid), records, grid)
+        edge_index = cast(Ints, empty((2, len(edges.row)), np.int64))  # of cells
+        np.add(grid.origin_M[edges.row], edges.source, out=edge_index[0])
+        np.take(grid.cell_M, edges.row, out=edge_index[1], mode="clip")
+        nodes, ptr = np.arange(grid.cell_G[-1], dtype=np.int64), grid.cell_G
+        if self.tokens == "answer":  # nodes are the tokens with edges and their sources
+            is_node = np.zeros(len(nodes), np.bool_)
+            is_node[grid.cell_M] = True
+            is_node[edge_index[0]] = True
+            nodes = np.flatnonzero(is_node)
+            ptr = np.searchsorted(nodes, grid.cell_G).astype(np.int64)
+            edge_index = (np.cumsum(is_node) - 1)[edge_index]
         made: dict[str, object] = {
-            "x": x,
-            "edge_index": np.concatenate([np.empty((2, 0), np.int64), *edge_index], axis=1),
-            "edge_attr": np.concatenate([np.empty(0), *(part.weight for part in parts)]).astype(self.dtype)[:, None],
-            "batch": np.repeat(np.arange(len(sizes)), sizes),
+            "x": self._states(records, nodes),
+            "edge_index": edge_index,
+            "edge_attr": edges.weight.astype(self.dtype or np.float32, copy=False)[:, None],
+            "batch": np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)),
             "ptr": ptr,
             "last": ptr[1:] - 1,
-            "num_layers": layers,
+            "num_layers": np.array([len(record.states) for record in records], np.int64),
         }
         if self.tokens == "answer":
-            made["answer"] = np.concatenate([np.empty(0, np.bool_), *(part.answer for part in parts)])
+            made["answer"] = grid.is_answer()[nodes]
         return made
 
-    def _record(self, number: int, values: Mapping[str, Array]) -> "_Part":
+    def _record(self, number: int, values: Mapping[str, Array]) -> _Record:
         states = as_floats(values[self.hidden])
         weights = as_floats(values["edge_weight" if self.attention == STORED else self.attention])
-        mean = weights.mean(axis=1, dtype=np.float32) if weights.ndim == 4 else weights
-        states = self._checked(number, states, mean, weights.shape)
-        start, end = 0, states.shape[1]
-        if self.tokens == "answer":
-            start, end = _answer(values, end)
+        states = self._checked(number, states, weights)
+        start, end = _answer(values, states.shape[1]) if self.tokens == "answer" else (0, states.shape[1])
         rows = slice(max(start - 1, 0), end)  # the tokens that have edges
         if self.attention == STORED:
-            edges = self._stored(np.asarray(values["edge_source"][:, rows], np.int64), mean[:, rows], rows)
-        else:
-            layer, row, source = np.nonzero(self._kept(mean[:, rows].astype(np.float32), rows))
-            edges = _Edges(layer, row + rows.start, source, mean[layer, row + rows.start, source])
-        return _Part.of(states, self._rewired(edges, number), start, end)
+            sources = cast(Ints, np.asarray(values["edge_source"][:, rows]))
+            return _Record(number, states, weights[:, rows], sources, rows.start, start, end)
+        weights = as_float32(weights[..., rows, :])
+        mean = weights.mean(axis=1) if weights.ndim == 4 else weights
+        return _Record(number, states, mean, np.empty(0, np.int64), rows.start, start, end)
 
-    def _rewired(self, edges: _Edges, number: int) -> _Edges:
+    def _states(self, records: Sequence[_Record], nodes: Ints) -> Array:
+        """The states of the nodes; `nodes` are cells of the grid."""
+        like = records[0].states if records else np.empty((0, 0, 0), np.float32)
+        x = empty((len(nodes), like.shape[2]), self.dtype or like.dtype)
+        cell = node = 0
+        for record in records:
+            states = record.states.reshape(-1, x.shape[1])
+            if self.tokens == "answer":
+                end = int(np.searchsorted(nodes, cell + len(states)))
+                cell, states = cell + len(states), states[nodes[node:end] - cell]
+            assign(x[node : node + len(states)], states)
+            node += len(states)
+        return x
+
+    def _edges(self, records: Sequence[_Record], grid: "_Grid") -> _Edges:
+        if self.attention == STORED:
+            return self._stored(records, grid)
+        kept = [self._kept(record) for record in records]
+        ends = [0, *accumulate(int(np.count_nonzero(is_edge)) for is_edge in kept)]
+        row_E, source_E = (cast(Ints, empty(ends[-1], np.int64)) for _ in range(2))
+        edges = _Edges(row_E, source_E, cast(Floats, empty(ends[-1], np.float32)))
+        first_row = 0
+        for record, is_edge, first, end in zip(records, kept, ends[:-1], ends[1:], strict=True):
+            at, size = np.flatnonzero(is_edge), is_edge.shape[2]
+            row, own = at // size, slice(first, end)
+            np.subtract(at, row * size, out=edges.source[own])
+            np.add(row, first_row, out=edges.row[own])
+            np.take(record.weights, at, out=edges.weight[own], mode="clip")  # with "raise", numpy buffers the output
+            first_row += is_edge.shape[0] * is_edge.shape[1]
+        return edges
+
+    def _rewired(self, edges: _Edges, records: Sequence[_Record], grid: "_Grid") -> _Edges:
         """The null graphs: the same number and weights of edges, but from random earlier tokens; or no edges."""
         if self.wiring == "attention":
             return edges
         if self.wiring == "none":
-            return _Edges(edges.layer[:0], edges.target[:0], edges.source[:0], edges.weight[:0])
-        return edges._replace(source=shuffled_sources(edges.layer, edges.target, edges.source, seed=number))
+            return _Edges(edges.row[:0], edges.source[:0], edges.weight[:0])
+        graph, target = grid.graph_M[edges.row], grid.token_M[edges.row]
+        bounds = np.searchsorted(graph, np.cumsum([0, *(len(record.states) for record in records)]))
+        drawn = edges.source.copy()
+        for record, first, end in zip(records, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            own = slice(first, end)
+            drawn[own] = shuffled_sources(graph[own], target[own], edges.source[own], seed=record.number)
+        return edges._replace(source=drawn)
 
-    def _checked(self, number: int, states: Floats, weights: Floats, found: tuple[int, ...]) -> Floats:
+    def _checked(self, number: int, states: Floats, weights: Floats) -> Floats:
         """The states of the layers with attention: without the embedding, which comes first and has none."""
-        whole = states.shape
-        if states.ndim == 3 and weights.ndim == 3 and len(states) == len(weights) + 1:
+        whole, found = states.shape, weights.shape
+        if states.ndim == 3 and len(found) in (3, 4) and len(states) == len(weights) + 1:
             states = states[1:]
-        square = self.attention == STORED or weights.shape[-1] == weights.shape[1]
-        if states.ndim != 3 or weights.ndim != 3 or weights.shape[:2] != states.shape[:2] or not square:
+        square = self.attention == STORED or found[-1] == found[-2]
+        axes = len(found) == 3 or (len(found) == 4 and self.attention != STORED)
+        if states.ndim != 3 or not axes or (found[0], found[-2]) != states.shape[:2] or not square:
             raise ValueError(
                 f"record {number}: {self.hidden!r} {whole} and {self.attention!r} {found} do not "
                 "match; expected [layer, token, dim] and [layer, head, token, token], or stored edges of each token"
             )
         return states
 
-    def _stored(self, source_LRK: Ints, weight_LRK: Floats, rows: slice) -> _Edges:
-        if self.k is not None and self.k < source_LRK.shape[2]:
-            strongest = np.argsort(-weight_LRK, axis=2, kind="stable")[:, :, : self.k]
-            source_LRK = np.take_along_axis(source_LRK, strongest, 2)
-            weight_LRK = np.take_along_axis(weight_LRK, strongest, 2)
-        kept = (source_LRK >= 0) & (weight_LRK > self.threshold)
+    def _stored(self, records: Sequence[_Record], grid: "_Grid") -> _Edges:
+        num = records[0].weights.shape[2] if records else 0
+        none = np.empty((0, num), np.int16), np.empty((0, num), np.float16)
+        source_MK = cast(Ints, np.concatenate([none[0], *(record.sources.reshape(-1, num) for record in records)]))
+        stored_MK = np.concatenate([none[1], *(record.weights.reshape(-1, num) for record in records)])
+        threshold = float(stored_MK.dtype.type(self.threshold))
+        weight_MK = as_float32(stored_MK)
+        if self.k is not None and self.k < num:
+            strongest = np.argsort(-weight_MK, axis=1, kind="stable")[:, : self.k]
+            source_MK = np.take_along_axis(source_MK, strongest, 1)
+            weight_MK = np.take_along_axis(weight_MK, strongest, 1)
+        kept = (source_MK >= 0) & (weight_MK > threshold)
         if not self.self_loops:
-            token_R1 = np.arange(rows.start, rows.stop, dtype=np.int64).reshape(-1, 1)
-            kept &= source_LRK != token_R1
-        layer, row, slot = np.nonzero(kept)
-        return _Edges(layer, row + rows.start, source_LRK[layer, row, slot], weight_LRK[layer, row, slot])
+            kept &= source_MK != grid.token_M[:, None]
+        at = np.flatnonzero(kept)
+        row = at // max(source_MK.shape[1], 1)
+        return _Edges(row, source_MK.reshape(-1)[at].astype(np.int64), weight_MK.reshape(-1)[at])
 
-    def _kept(self, mean_LRT: Floats, rows: slice) -> NDArray[np.bool_]:
+    def _kept(self, record: _Record) -> NDArray[np.bool_]:
         """Which entries are edges: from earlier tokens, above the threshold, the k strongest per token."""
+        mean_LRT = record.weights
         size = mean_LRT.shape[2]
-        causal = np.tri(mean_LRT.shape[1], size, rows.start - (not self.self_loops), np.bool_)
-        kept = causal & (mean_LRT > self.threshold)
+        kept = mean_LRT > self.threshold
+        kept &= np.tri(mean_LRT.shape[1], size, record.first - (not self.self_loops), np.bool_)  # causal
         if self.k is None or self.k >= size:
             return kept
         strength = np.where(kept, mean_LRT, -np.inf)
@@ -160,13 +215,14 @@ def graphs(
     self_loops: bool = False,
     tokens: Tokens = "all",
     wiring: Wiring = "attention",
-    dtype: str = "float32",
+    dtype: str | None = "float32",
 ) -> GraphFeature:
     """The token graph of every layer of every record, as one disjoint union (see GraphFeature for its content).
 
     A token has edges from the `k` earlier tokens it attends to most (mean over heads), or from all with `k=None`, if
     the attention is above `threshold`. `hidden="nodes", attention="edges"` uses what the tier `graph` stores. With
     `tokens="answer"` only the answer tokens and the last prompt token have edges, and unconnected tokens are left out.
+    With `dtype=None`, `x` keeps the precision that states are stored in.
     `wiring` makes null graphs: "shuffled" draws the source of each edge from all earlier tokens, "none" has no edges.
 
     >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.graphs(k=4))
@@ -280,24 +336,36 @@ def shuffled_sources(layer_E: Ints, target_E: Ints, source_E: Ints, *, seed: int
     return drawn
 
 
-class _Part(NamedTuple):
-    """The graphs of one record, their nodes numbered from 0."""
+class _Grid(NamedTuple):
+    """The tokens of all graphs of a batch: a cell for each token, and a row for each token with edges."""
 
-    x: Floats
-    sizes: Ints
-    edge_index: Ints
-    weight: Floats
-    answer: NDArray[np.bool_]
+    cell_G: Ints  # [G + 1], the first cell of each graph
+    start_G: Ints  # the first token of the answer
+    end_G: Ints
+    graph_M: Ints  # of each row
+    token_M: Ints
+    origin_M: Ints  # the first cell of its graph
+    cell_M: Ints
 
     @classmethod
-    def of(cls, states_LTD: Floats, edges: _Edges, start: int, end: int) -> "_Part":
-        """The tokens from `start` to `end`, the one before them, and the sources of their edges."""
-        num_layers, num_tokens, _ = states_LTD.shape
-        used = np.zeros((num_layers, num_tokens), np.bool_)
-        used[:, max(start - 1, 0) : end] = True
-        used[edges.layer, edges.source] = True
-        node = np.cumsum(used).reshape(used.shape) - 1
-        ends = node[edges.layer, edges.source], node[edges.layer, edges.target]
-        in_answer = np.zeros_like(used)
-        in_answer[:, start:end] = True
-        return cls(states_LTD[used], used.sum(axis=1), np.stack(ends), edges.weight, in_answer[used])
+    def of(cls, records: Sequence[_Record]) -> "_Grid":
+        layers = [len(record.states) for record in records]
+        spans = np.array([(r.states.shape[1], r.first, r.start, r.end) for r in records], np.int64).reshape(-1, 4)
+        tokens_G, first_G, start_G, end_G = np.repeat(spans, layers, axis=0).T
+        cell_G = np.concatenate([[0], np.cumsum(tokens_G)])
+        rows_G = end_G - first_G
+        token_M = _ranges(first_G, rows_G)
+        graph_M = np.repeat(np.arange(len(rows_G)), rows_G)
+        origin_M = cell_G[graph_M]
+        return cls(cell_G, start_G, end_G, graph_M, token_M, origin_M, origin_M + token_M)
+
+    def is_answer(self) -> NDArray[np.bool_]:
+        """Of each cell."""
+        marked = np.zeros(self.cell_G[-1], np.bool_)
+        marked[_ranges(self.cell_G[:-1] + self.start_G, self.end_G - self.start_G)] = True
+        return marked
+
+
+def _ranges(start: Ints, count: Ints) -> Ints:
+    """`count[i]` numbers from `start[i]` on, for all i."""
+    return np.arange(int(count.sum()), dtype=np.int64) + np.repeat(start - np.cumsum(count) + count, count)

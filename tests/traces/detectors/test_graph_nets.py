@@ -82,10 +82,11 @@ def random_graph(num_nodes: int, num_edges: int, width: int, edge_dim: int = 1) 
 def test_encoding_all_graphs_at_once_equals_encoding_each_alone(graphs: Batch):
     encoder = net_of("gnn", graphs).encoder
     with torch.inference_mode():
-        together = encoder(graphs["x"], graphs["edge_index"], graphs["edge_attr"])
+        x = graphs["x"].float()
+        together = encoder(x, graphs["edge_index"], graphs["edge_attr"])
         for graph, (first, end) in enumerate(zip(graphs["ptr"][:-1], graphs["ptr"][1:], strict=True)):
             own = graphs["batch"][graphs["edge_index"][1]] == graph
-            alone = encoder(graphs["x"][first:end], graphs["edge_index"][:, own] - first, graphs["edge_attr"][own])
+            alone = encoder(x[first:end], graphs["edge_index"][:, own] - first, graphs["edge_attr"][own])
             assert together[first:end].numpy() == pytest.approx(alone.numpy(), abs=1e-4)
     assert len(graphs["ptr"]) == NUM * LAYERS + 1
 

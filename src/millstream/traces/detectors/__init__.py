@@ -334,9 +334,9 @@ def _layers(names: Sequence[str], recipe: Recipe) -> Feature:
             f"token={recipe.token}: the store has no states of reasoning. Extract with answer_after= and tier=probe"
         )
     if "states" in names:
-        return layers(positions.index(recipe.token), field="states")
+        return layers(positions.index(recipe.token), field="states", dtype=None)
     if "hidden" in names:
-        return layers(cast("Token", recipe.token), field="hidden")
+        return layers(cast("Token", recipe.token), field="hidden", dtype=None)
     for others in imported_fields():
         if imported := others.layer_feature(names):
             return imported
@@ -344,7 +344,7 @@ def _layers(names: Sequence[str], recipe: Recipe) -> Feature:
 
 
 def _graphs(names: Sequence[str], recipe: Recipe, wiring: Wiring) -> Feature:
-    make = partial(graphs, recipe.k, threshold=recipe.threshold, wiring=wiring)
+    make = partial(graphs, recipe.k, threshold=recipe.threshold, wiring=wiring, dtype=None)
     if "nodes" in names and "edge_source" in names:
         return make(hidden="nodes", attention=STORED, tokens="answer")
     if "hidden" in names and "attention" in names:
