@@ -21,8 +21,8 @@ from measuring import Result, clock
 from millstream.core.batches import ColumnBatch
 from millstream.core.features import to_torch
 from millstream.core.memory import Pool
-from millstream.traces.detectors.gnn import GraphLSTM, scatter
-from millstream.traces.detectors.net import LIMIT, match_width
+from millstream.traces.detectors.gnn import GraphLSTM, in_log, scatter
+from millstream.traces.detectors.net import LIMIT, Scale, match_width
 from millstream.traces.graphs import GraphFeature
 from millstream.traces.kind import TrainSettings
 from millstream.training.loop import seed_all
@@ -108,7 +108,7 @@ def graph_net(num_layers: int, dim: int, width: int | None) -> GraphLSTM:
     """The net of `millstream train`, or with the given width; with random input scaling."""
 
     def build(width: int) -> GraphLSTM:
-        return GraphLSTM(width, num_layers=num_layers, dim=dim, num_stats=0, dropout=0.0)
+        return GraphLSTM(width, num_layers=num_layers, dim=dim, edge_dim=1, num_stats=0, dropout=0.0)
 
     wide = width or match_width(build, PARAMETERS)
     seed_all(0)
@@ -167,12 +167,19 @@ def forward_each(net: GraphLSTM, by_layer: Sequence[Batch]) -> torch.Tensor:
     """One call of the graph network per layer, and a scan for the last token of each graph."""
     read: list[torch.Tensor] = []
     for layer, graph in enumerate(by_layer):
-        x_ND = ((graph.x - net.x.mean[layer]) * net.x.factor[layer]).clamp(-LIMIT, LIMIT)
-        nodes_NW = net.encoder(x_ND, graph.edge_index, graph.edge_attr)
+        token, (source, target) = torch.arange(len(graph.x)), graph.edge_index
+        from_last = in_log(graph.ptr[graph.batch + 1] - 1 - token)
+        x_ND = torch.cat([scaled(net.x, graph.x, layer), from_last, torch.zeros_like(from_last)], dim=1)
+        edges_EA = torch.cat([scaled(net.edge_attr, graph.edge_attr, layer), in_log(target - source)], dim=1)
+        nodes_NW = net.encoder(x_ND, graph.edge_index, edges_EA)
         last_BW = torch.stack([nodes_NW[graph.batch == number][-1] for number in range(graph.num_graphs)])
         mean_BW = scatter(nodes_NW, graph.batch, dim=0, dim_size=graph.num_graphs, reduce="mean")
         read.append(torch.cat([last_BW, mean_BW], dim=1))
     return net.reader(torch.stack(read, dim=1), None)
+
+
+def scaled(scale: Scale, rows: torch.Tensor, layer: int) -> torch.Tensor:
+    return ((rows - scale.mean[layer]) * scale.factor[layer]).clamp(-LIMIT, LIMIT)
 
 
 def check_alike(net: GraphLSTM, union: Result, *each: Sequence[Batch]) -> None:
@@ -222,7 +229,7 @@ def show_graphs(found: dict[str, Any], sizes: GraphSizes) -> None:
             )
             print(f"{'':28}{'union':>9}{'each, numpy':>13}{'':>8}{'each, pairs':>13}{'':>8}{'goal':>8}")
             for what, (ours, numpy, loop) in one["rows"].items():
-                goal = ">= 5x" if what.startswith("build, ") else ""
+                goal = ">= 5x" if what == "build" else ""
                 print(
                     f"{what:28}{ours * 1e3:>9.1f}{numpy * 1e3:>13.1f}{numpy / ours:>7.1f}x{loop * 1e3:>13.1f}"
                     f"{loop / ours:>7.1f}x{goal:>8}"

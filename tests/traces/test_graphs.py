@@ -47,6 +47,7 @@ class Graph(NamedTuple):
     edges: list[tuple[int, int, float]]
     answer: list[bool]
     last: int
+    position: list[int]
 
 
 def each_graph(batch: Mapping[str, Any]) -> Iterator[Graph]:
@@ -60,7 +61,8 @@ def each_graph(batch: Mapping[str, Any]) -> Iterator[Graph]:
         weights = batch["edge_attr"][own, 0].tolist()
         ends = zip((source[own] - first).tolist(), (target[own] - first).tolist(), weights, strict=True)
         answer = batch["answer"][first:end].tolist() if "answer" in batch else []
-        yield Graph(batch["x"][first:end], list(ends), answer, int(batch["last"][graph]) - first)
+        last, position = int(batch["last"][graph]) - first, batch["position"][first:end].tolist()
+        yield Graph(batch["x"][first:end], list(ends), answer, last, position)
 
 
 # -- records of chance
@@ -77,14 +79,19 @@ def record_of(seed: int, *, tokens: int, prompt: int, answer: int, layers: int =
         mean = attention[layer, :, i, :i].mean(axis=0)
         strongest = np.argsort(-mean)[:NUM_EDGES]
         source[layer, i, : len(strongest)], weight[layer, i, : len(strongest)] = strongest, mean[strongest]
+    first = max(prompt - 1, 0)
+    of_heads = np.zeros((layers, tokens - first, heads, NUM_EDGES), np.float32)
+    for layer, row, slot in np.argwhere(source[:, first:] >= 0):
+        of_heads[layer, row, :, slot] = attention[layer, :, row + first, source[layer, row + first, slot]]
     states = rng.normal(size=(layers + 1, tokens, 4)).astype(np.float32)
-    own = attention.diagonal(axis1=2, axis2=3)[:, :, max(prompt - 1, 0) :]
+    own = attention.diagonal(axis1=2, axis2=3)[:, :, first:]
     return {
         "hidden": states,
         "nodes": states,
         "attention": attention,
         "edge_source": source,
         "edge_weight": weight,
+        "edge_heads": of_heads,
         "self_attention": own,
         "prompt_len": prompt,
         "answer_len": answer,
@@ -152,7 +159,7 @@ def test_graphs_of_attention_equal_those_made_token_by_token(
         for nodes, x, edges, answer in slow_graphs(record, k, threshold, self_loops, tokens):
             graph = next(found)
             assert_is(graph, nodes, x, edges)
-            assert graph.last == len(nodes) - 1
+            assert graph.last == len(nodes) - 1 and graph.position == nodes
             assert graph.answer == (answer if tokens == "answer" else [])
     assert next(found, None) is None
     assert batch["num_layers"].tolist() == [2] * len(given_records)
@@ -174,6 +181,42 @@ def test_graphs_of_stored_edges_equal_those_of_the_attention(
     for record in given_records:
         for nodes, x, edges, _ in slow_graphs(record, 8 if k is None else k, threshold, False, tokens):
             assert_is(next(found), nodes, x, edges)
+
+
+@FEW
+@given(
+    given_records=st.lists(records(), min_size=1, max_size=3),
+    k=st.sampled_from([1, 3, 8, None]),
+    threshold=st.sampled_from([0.0, 0.1]),
+    wiring=st.sampled_from(["attention", "shuffled", "none"]),
+    from_stored=st.booleans(),
+)
+def test_edges_with_all_heads_are_those_of_the_mean(
+    given_records: list[dict[str, Any]], k: int | None, threshold: float, wiring: Any, from_stored: bool
+):
+    """In the same order, shuffled or not; and they have the attention of each head from the source they had."""
+    kind = stored if from_stored else ms.features.graphs
+    heads, mean = (
+        batch_of(kind(k, threshold=threshold, tokens="answer", wiring=wiring, heads=heads), given_records)
+        for heads in ("all", "mean")
+    )
+    assert heads["edge_attr"].shape == (len(mean["edge_attr"]), 2) and heads["edge_attr"].dtype == np.float32
+    assert heads["edge_attr"].mean(axis=1, keepdims=True) == pytest.approx(mean["edge_attr"], abs=1e-6)
+    assert all(np.array_equal(heads[name], mean[name]) for name in mean if name != "edge_attr")
+    if wiring == "attention":
+        source, target = heads["edge_index"]
+        found = zip(heads["position"][source], heads["position"][target], heads["batch"][target], strict=True)
+        for (j, i, graph), values in zip(found, heads["edge_attr"], strict=True):
+            record, layer = divmod(int(graph), 2)
+            assert np.array_equal(values, given_records[record]["attention"][layer, :, i, j])
+
+
+def test_all_heads_of_stored_edges_are_known_for_answers_only():
+    with pytest.raises(ValueError, match="answer"):
+        stored(heads="all")
+    record = record_of(0, tokens=6, prompt=3, answer=2)
+    with pytest.raises(ValueError, match=r"record 9: 'edge_heads' \(2, 1, 2, 8\)"):
+        batch_of(stored(tokens="answer", heads="all"), [record | {"edge_heads": record["edge_heads"][:, :1]}], [9])
 
 
 @pytest.mark.parametrize("tokens", ["all", "answer"])
@@ -353,21 +396,20 @@ def test_mismatched_stored_edges_are_refused_with_the_record_number():
 # -- one graph a record, with all heads
 
 
-def slow_head_graph(record: Mapping[str, Any], *, from_attention: bool) -> Any:
+def slow_head_graph(record: Mapping[str, Any], kept: str) -> Any:
     """Nodes with their features, edges with their vectors, value by value."""
     prompt, attention = record["prompt_len"], record["attention"]
     layers, heads, count, _ = attention.shape
     answer = list(range(prompt, prompt + record["answer_len"])) or [prompt]
     looking = [prompt - 1, *answer]
-    edges: dict[tuple[int, int], list[float]] = {}
+    edges: dict[tuple[int, int], np.ndarray] = {}
     for i in looking:
         for j in range(i):
-            if from_attention:
-                values = [float(attention[layer, head, i, j]) for layer in range(layers) for head in range(heads)]
-            else:
-                slots = [np.flatnonzero(record["edge_source"][layer, i] == j) for layer in range(layers)]
-                values = [float(record["edge_weight"][layer, i, slot].sum()) for layer, slot in enumerate(slots)]
-            if max(values) > THRESHOLD:
+            values = attention[:, :, i, j].copy()
+            if kept != "attention":  # zeros where it is not one of the strongest
+                values[~(record["edge_source"][:, i] == j).any(axis=1)] = 0
+            values = values.mean(axis=1) if kept == "edges" else values.reshape(-1)
+            if values.max() > THRESHOLD:
                 edges[j, i] = values
     nodes = sorted({*looking, *(source for source, _ in edges)})
     own = [[float(attention[n, h, i, i]) for n in range(layers) for h in range(heads)] for i in range(count)]
@@ -376,27 +418,30 @@ def slow_head_graph(record: Mapping[str, Any], *, from_attention: bool) -> Any:
 
 
 @FEW
-@given(given_records=st.lists(records(), min_size=1, max_size=3), from_attention=st.booleans())
-def test_graphs_over_heads_equal_those_made_value_by_value(given_records: list[dict[str, Any]], from_attention: bool):
-    batch = batch_of(HeadGraphFeature(from_attention), given_records)
+@given(
+    given_records=st.lists(records(), min_size=1, max_size=3),
+    kept=st.sampled_from(["attention", "edges", "edge_heads"]),
+)
+def test_graphs_over_heads_equal_those_made_value_by_value(given_records: list[dict[str, Any]], kept: Any):
+    batch = batch_of(HeadGraphFeature(kept), given_records)
     ptr, (source, target) = batch["ptr"].tolist(), batch["edge_index"]
-    assert batch["edge_attr"].shape == (len(source), 4 if from_attention else 2)
+    assert batch["edge_attr"].shape == (len(source), 2 if kept == "edges" else 4)
     assert batch["batch"].tolist() == [row for row in range(len(given_records)) for _ in range(*ptr[row : row + 2])]
     for row, record in enumerate(given_records):
-        nodes, x, edges = slow_head_graph(record, from_attention=from_attention)
+        nodes, x, edges = slow_head_graph(record, kept)
         assert batch["x"][ptr[row] : ptr[row + 1]] == pytest.approx(np.array(x), abs=1e-6)
         assert batch["answer"][ptr[row] : ptr[row + 1]].tolist() == [features[-1] == 1 for features in x]
         own = np.flatnonzero((target >= ptr[row]) & (target < ptr[row + 1]))
         found = {(nodes[source[e] - ptr[row]], nodes[target[e] - ptr[row]]): batch["edge_attr"][e] for e in own}
         assert len(found) == len(own) and set(found) == set(edges)
         for edge, values in edges.items():
-            assert found[edge] == pytest.approx(np.array(values), abs=1e-6)
+            assert found[edge] == pytest.approx(values, abs=1e-6)
 
 
 def test_graphs_over_heads_can_be_made_from_attention_and_from_edges(full: ms.Collection, probe: ms.Collection):
     """The mean over heads is what edges keep of attention; attention of a token to itself is kept of every head."""
-    whole = make(HeadGraphFeature(from_attention=True), full, range(NUM))
-    kept = make(HeadGraphFeature(from_attention=False), probe, range(NUM))
+    whole = make(HeadGraphFeature("attention"), full, range(NUM))
+    kept = make(HeadGraphFeature("edges"), probe, range(NUM))
     assert whole["x"].shape[1] == kept["x"].shape[1] == LAYERS * 2 + 1
     assert whole["edge_attr"].shape[1] == LAYERS * 2 and kept["edge_attr"].shape[1] == LAYERS
     assert kept["x"][kept["answer"]] == pytest.approx(whole["x"][whole["answer"]], abs=1e-3)
@@ -404,7 +449,7 @@ def test_graphs_over_heads_can_be_made_from_attention_and_from_edges(full: ms.Co
 
 
 def test_a_record_has_the_same_graph_over_heads_in_any_batch(probe: ms.Collection):
-    feature = HeadGraphFeature(from_attention=False)
+    feature = HeadGraphFeature("edges")
     numbers = [7, 31, 2]
     together = make(feature, probe, numbers)
     for row, number in enumerate(numbers):
@@ -419,4 +464,4 @@ def test_a_record_has_the_same_graph_over_heads_in_any_batch(probe: ms.Collectio
 def test_graphs_over_heads_need_all_their_fields():
     record = record_of(0, tokens=6, prompt=3, answer=2)
     with pytest.raises(ValueError, match="record 4 has no 'self_attention'"):
-        batch_of(HeadGraphFeature(from_attention=False), [record | {"self_attention": None}], [4])
+        batch_of(HeadGraphFeature("edges"), [record | {"self_attention": None}], [4])

@@ -186,6 +186,7 @@ class SavedGraphFeature:
         weights = [part.weight[: edges[row].shape[1]] for row, part in enumerate(parts, 1)]
         return {
             "x": x,
+            "position": np.arange(len(x)) - np.repeat(ptr[:-1], sizes),
             "edge_index": np.concatenate(edges, axis=1) + np.repeat(ptr[:-1], counts),
             "edge_attr": np.concatenate([np.empty(0), *weights]).astype(np.float32)[:, None],
             "batch": np.repeat(np.arange(len(sizes)), sizes),

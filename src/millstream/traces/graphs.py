@@ -21,6 +21,7 @@ from millstream.core.record import Array
 Ints = NDArray[np.int64]
 Tokens = Literal["all", "answer"]
 Wiring = Literal["attention", "shuffled", "none"]
+Heads = Literal["mean", "all"]
 STORED = "edges"  # value of `attention`: use the strongest edges stored for each token
 SPAN = ("prompt_len", "answer_len")
 THRESHOLD = 0.05  # minimum attention of an edge in some layer or head
@@ -33,6 +34,7 @@ class _Record(NamedTuple):
     states: Floats
     weights: Floats  # [L, R, T], or [L, R, K] with the sources
     sources: Ints  # none if edges are made of all attention
+    heads: Floats  # their weights in each head, if wanted: [L, R, H, K], or [L, H, R, T] of all attention
     first: int
     start: int  # of the answer
     end: int
@@ -43,7 +45,7 @@ class _Edges(NamedTuple):
 
     row: Ints
     source: Ints
-    weight: Floats
+    weight: Floats  # [E], or [E, H] for all heads
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class GraphFeature:
     """Nodes are tokens; an edge goes from the token attended to (j) to the token that attends (i).
 
     The graphs are in the order record 0 layer 0, record 0 layer 1, ...:
-    `x` [N, D], `edge_index` [2, E], `edge_attr` [E, 1], `batch` [N] (the graph of a node), `ptr` [G + 1] (the first
-    node of each graph), `last` [G] (the node of its last token) and `num_layers` [B]. With tokens="answer" also
-    `answer` [N], whether a node is an answer token; `last` is the last of them. Made by `ms.features.graphs`.
+    `x` [N, D], `position` [N] (the token of a node), `edge_index` [2, E], `edge_attr` [E, 1] or [E, H], `batch` [N]
+    (the graph of a node), `ptr` [G + 1] (the first node of each graph), `last` [G] (the node of its last token) and
+    `num_layers` [B]. With tokens="answer" also `answer` [N], whether a node is an answer token; `last` is the last of
+    them. Made by `ms.features.graphs`.
     """
 
     k: int | None
@@ -64,10 +67,12 @@ class GraphFeature:
     dtype: str | None
     tokens: Tokens = "all"
     wiring: Wiring = "attention"
+    heads: Heads = "mean"
 
     @property
     def fields(self) -> list[str]:
-        weights = ["edge_source", "edge_weight"] if self.attention == STORED else [self.attention]
+        of_heads = ["edge_heads"] if self.heads == "all" else []
+        weights = ["edge_source", "edge_weight", *of_heads] if self.attention == STORED else [self.attention]
         return [self.hidden, *weights, *(SPAN if self.tokens == "answer" else ())]
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
@@ -87,10 +92,12 @@ class GraphFeature:
             nodes = np.flatnonzero(is_node)
             ptr = np.searchsorted(nodes, grid.cell_G).astype(np.int64)
             edge_index = (np.cumsum(is_node) - 1)[edge_index]
+        weights = edges.weight.astype(self.dtype or np.float32, copy=False)
         made: dict[str, object] = {
             "x": self._states(records, nodes),
+            "position": nodes - np.repeat(grid.cell_G[:-1], np.diff(ptr)),
             "edge_index": edge_index,
-            "edge_attr": edges.weight.astype(self.dtype or np.float32, copy=False)[:, None],
+            "edge_attr": weights if weights.ndim == 2 else weights[:, None],
             "batch": np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)),
             "ptr": ptr,
             "last": ptr[1:] - 1,
@@ -108,10 +115,12 @@ class GraphFeature:
         rows = slice(max(start - 1, 0), end)  # the tokens that have edges
         if self.attention == STORED:
             sources = cast(Ints, np.asarray(values["edge_source"][:, rows]))
-            return _Record(number, states, weights[:, rows], sources, rows.start, start, end)
+            heads = _of_heads(number, values, sources) if self.heads == "all" else np.empty(0)
+            return _Record(number, states, weights[:, rows], sources, heads, rows.start, start, end)
         weights = as_float32(weights[..., rows, :])
         mean = weights.mean(axis=1) if weights.ndim == 4 else weights
-        return _Record(number, states, mean, np.empty(0, np.int64), rows.start, start, end)
+        heads = weights if weights.ndim == 4 else weights[:, None]
+        return _Record(number, states, mean, np.empty(0, np.int64), heads, rows.start, start, end)
 
     def _states(self, records: Sequence[_Record], nodes: Ints) -> Array:
         """The states of the nodes; `nodes` are cells of the grid."""
@@ -133,14 +142,19 @@ class GraphFeature:
         kept = [self._kept(record) for record in records]
         ends = [0, *accumulate(int(np.count_nonzero(is_edge)) for is_edge in kept)]
         row_E, source_E = (cast(Ints, empty(ends[-1], np.int64)) for _ in range(2))
-        edges = _Edges(row_E, source_E, cast(Floats, empty(ends[-1], np.float32)))
+        of_heads = (records[0].heads.shape[1],) if self.heads == "all" and records else ()
+        edges = _Edges(row_E, source_E, cast(Floats, empty((ends[-1], *of_heads), np.float32)))
         first_row = 0
         for record, is_edge, first, end in zip(records, kept, ends[:-1], ends[1:], strict=True):
             at, size = np.flatnonzero(is_edge), is_edge.shape[2]
             row, own = at // size, slice(first, end)
             np.subtract(at, row * size, out=edges.source[own])
             np.add(row, first_row, out=edges.row[own])
-            np.take(record.weights, at, out=edges.weight[own], mode="clip")  # with "raise", numpy buffers the output
+            if self.heads == "all":
+                layer, token = np.divmod(row, is_edge.shape[1])
+                edges.weight[own] = record.heads[layer, :, token, at - row * size]
+            else:
+                np.take(record.weights, at, out=edges.weight[own], mode="clip")  # "raise" would buffer the output
             first_row += is_edge.shape[0] * is_edge.shape[1]
         return edges
 
@@ -179,16 +193,19 @@ class GraphFeature:
         stored_MK = np.concatenate([none[1], *(record.weights.reshape(-1, num) for record in records)])
         threshold = float(stored_MK.dtype.type(self.threshold))
         weight_MK = as_float32(stored_MK)
-        if self.k is not None and self.k < num:
-            strongest = np.argsort(-weight_MK, axis=1, kind="stable")[:, : self.k]
-            source_MK = np.take_along_axis(source_MK, strongest, 1)
-            weight_MK = np.take_along_axis(weight_MK, strongest, 1)
         kept = (source_MK >= 0) & (weight_MK > threshold)
         if not self.self_loops:
             kept &= source_MK != grid.token_M[:, None]
         at = np.flatnonzero(kept)
-        row = at // max(source_MK.shape[1], 1)
-        return _Edges(row, source_MK.reshape(-1)[at].astype(np.int64), weight_MK.reshape(-1)[at])
+        if self.k is not None and self.k < num:  # in the order of their weights
+            strongest = np.argsort(-weight_MK, axis=1, kind="stable")[:, : self.k]
+            strongest += np.arange(0, source_MK.size, num)[:, None]
+            at = strongest[kept.reshape(-1)[strongest]]
+        row, source = at // max(num, 1), source_MK.reshape(-1)[at].astype(np.int64)
+        if self.heads == "mean" or not records:
+            return _Edges(row, source, weight_MK.reshape(-1)[at])
+        heads_MHK = np.concatenate([record.heads.reshape(-1, *record.heads.shape[2:]) for record in records])
+        return _Edges(row, source, as_float32(heads_MHK[row, :, at - row * num]))
 
     def _kept(self, record: _Record) -> NDArray[np.bool_]:
         """Which entries are edges: from earlier tokens, above the threshold, the k strongest per token."""
@@ -215,6 +232,7 @@ def graphs(
     self_loops: bool = False,
     tokens: Tokens = "all",
     wiring: Wiring = "attention",
+    heads: Heads = "mean",
     dtype: str | None = "float32",
 ) -> GraphFeature:
     """The token graph of every layer of every record, as one disjoint union (see GraphFeature for its content).
@@ -222,13 +240,16 @@ def graphs(
     A token has edges from the `k` earlier tokens it attends to most (mean over heads), or from all with `k=None`, if
     the attention is above `threshold`. `hidden="nodes", attention="edges"` uses what the tier `graph` stores. With
     `tokens="answer"` only the answer tokens and the last prompt token have edges, and unconnected tokens are left out.
-    With `dtype=None`, `x` keeps the precision that states are stored in.
+    With `heads="all"` an edge has the attention of every head, which a store has in `attention` or `edge_heads`. With
+    `dtype=None`, `x` keeps the precision that states are stored in.
     `wiring` makes null graphs: "shuffled" draws the source of each edge from all earlier tokens, "none" has no edges.
 
     >>> loader = ms.Loader(traces, batch_size=4, features=ms.features.graphs(k=4))
     >>> batch = next(iter(loader))  # x, edge_index, edge_attr, batch, ...
     """
-    return GraphFeature(k, threshold, hidden, attention, self_loops, dtype, tokens, wiring)
+    if heads == "all" and attention == STORED and tokens != "answer":
+        raise ValueError('heads="all": edge_heads are of the tokens of answers; add tokens="answer"')
+    return GraphFeature(k, threshold, hidden, attention, self_loops, dtype, tokens, wiring, heads)
 
 
 @dataclass(frozen=True)
@@ -236,14 +257,16 @@ class HeadGraphFeature:
     """`x` [N, L * H + 1] (self-attention per head, and whether the token is in the answer), `edge_index`,
     `edge_attr` [E, A], `batch` [N], `ptr` [B + 1], `answer` [N].
 
-    From `attention`, with one value per head; or from the stored edges, with one value per layer.
+    From `attention` or `edge_heads`, with a value for each layer and head; or from `edges`, with one for each layer.
     """
 
-    from_attention: bool
+    attention: Literal["attention", "edges", "edge_heads"]
 
     @property
     def fields(self) -> list[str]:
-        return ["attention", *SPAN] if self.from_attention else ["edge_source", "edge_weight", "self_attention", *SPAN]
+        if self.attention == "attention":
+            return ["attention", *SPAN]
+        return ["edge_source", "edge_weight" if self.attention == STORED else self.attention, "self_attention", *SPAN]
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         if not isinstance(batch, ColumnBatch):
@@ -252,20 +275,19 @@ class HeadGraphFeature:
         edges: list[Ints] = [np.empty((2, 0), np.int64)]
         values: list[NDArray[np.float32]] = []
         counts: list[int] = []
-        for _, record in _records(batch, self.fields):
-            own_RA, attended_RTA, first = self._record(record)
-            target, source = np.nonzero((attended_RTA > THRESHOLD).any(axis=2))
-            kept = source != target + first
-            target, source = target[kept], source[kept]
-            used = np.zeros(attended_RTA.shape[1], np.bool_)
+        for number, record in _records(batch, self.fields):
+            own_RA, row, source, value_EA, first, size = self._record(number, record)
+            kept = source != row + first
+            row, source = row[kept], source[kept]
+            used = np.zeros(size, np.bool_)
             used[first : first + len(own_RA)] = True
             used[source] = True
             node = np.cumsum(used) - 1
             nodes = np.zeros((int(used.sum()), own_RA.shape[1] + 1), np.float32)
             nodes[node[first : first + len(own_RA)], :-1] = own_RA
             nodes[node[first + 1 : first + len(own_RA)], -1] = 1
-            edges.append(np.stack([node[source], node[target + first]]) + sum(counts))
-            values.append(attended_RTA[target, source].astype(np.float32))
+            edges.append(np.stack([node[source], node[row + first]]) + sum(counts))
+            values.append(value_EA[kept].astype(np.float32, copy=False))
             x.append(nodes)
             counts.append(len(nodes))
         whole = np.concatenate(x)
@@ -278,22 +300,31 @@ class HeadGraphFeature:
             "answer": whole[:, -1] == 1,
         }
 
-    def _record(self, record: Mapping[str, Array]) -> tuple[Floats, Floats, int]:
-        """Self-attention [R, L * H], attention [R, T, A], and the token of the first row."""
-        num_tokens = record["attention"].shape[-1] if self.from_attention else record["edge_source"].shape[1]
-        start, end = _answer(record, num_tokens, first=1)
-        if self.from_attention:
-            weights = as_floats(record["attention"])[:, :, start - 1 : end]
-            attended = weights.reshape(-1, end - start + 1, num_tokens).transpose(1, 2, 0)
-            rows = np.arange(end - start + 1)
-            return attended[rows, rows + start - 1], attended, start - 1
-        source = np.asarray(record["edge_source"][:, start - 1 : end], np.int64)
-        layer, row, slot = np.nonzero(source >= 0)
-        attended = np.zeros((end - start + 1, num_tokens, len(source)), np.float32)
-        weights = as_floats(record["edge_weight"])[:, start - 1 : end]
-        attended[row, source[layer, row, slot], layer] = weights[layer, row, slot]
-        own = as_floats(record["self_attention"])[:, :, : end - start + 1]
-        return own.reshape(-1, own.shape[2]).T, attended, start - 1
+    def _record(self, number: int, record: Mapping[str, Array]) -> tuple[Floats, Ints, Ints, Floats, int, int]:
+        """Self-attention [R, L * H]; row, source and values [A] of the edges; the first row's token, and the tokens."""
+        size = record["attention"].shape[-1] if self.attention == "attention" else record["edge_source"].shape[1]
+        start, end = _answer(record, size, first=1)
+        first, num_rows = start - 1, end - start + 1
+        if self.attention == "attention":
+            weights = as_floats(record["attention"])[:, :, first:end]
+            attended_RTA = weights.reshape(-1, num_rows, size).transpose(1, 2, 0)
+            row, source = np.nonzero((attended_RTA > THRESHOLD).any(axis=2))
+            rows = np.arange(num_rows)
+            return attended_RTA[rows, rows + first], row, source, attended_RTA[row, source], first, size
+        source_LRK = np.asarray(record["edge_source"][:, first:end], np.int64)
+        if self.attention == "edge_heads":
+            value_LRHK = _of_heads(number, record, source_LRK)
+        else:
+            value_LRHK = as_floats(record["edge_weight"])[:, first:end, None]
+        layer, row, slot = np.nonzero(source_LRK >= 0)
+        pair, value = row * size + source_LRK[layer, row, slot], value_LRHK[layer, row, :, slot]
+        pairs = np.unique(pair[(value > THRESHOLD).any(axis=1)])
+        kept = np.isin(pair, pairs)
+        values = np.zeros((len(pairs), len(source_LRK), value.shape[1]), np.float32)
+        values[np.searchsorted(pairs, pair[kept]), layer[kept]] = value[kept]
+        own = as_floats(record["self_attention"])[:, :, :num_rows]
+        row, source = np.divmod(pairs, size)
+        return own.reshape(-1, num_rows).T, row, source, values.reshape(len(pairs), -1), first, size
 
 
 def _records(batch: ColumnBatch, names: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Array]]]:
@@ -304,6 +335,18 @@ def _records(batch: ColumnBatch, names: Sequence[str]) -> Iterator[tuple[int, Ma
             if value is None:
                 raise ValueError(f"record {number} has no {name!r}")
         yield number, cast("Mapping[str, Array]", values)
+
+
+def _of_heads(number: int, values: Mapping[str, Array], sources_LRK: Ints) -> Floats:
+    """[L, R, H, K]: the attention of every head along the stored edges of the last prompt token and the answer."""
+    layers, rows, num = sources_LRK.shape
+    heads = as_floats(values["edge_heads"])
+    if heads.ndim != 4 or (len(heads), heads.shape[3]) != (layers, num) or heads.shape[1] < rows:
+        raise ValueError(
+            f"record {number}: 'edge_heads' {heads.shape} and 'edge_source' do not match; expected [layer, row, head, "
+            f"edge] with {layers} layers, at least {rows} rows and {num} edges"
+        )
+    return heads[:, :rows]
 
 
 def _answer(values: Mapping[str, Array], num_tokens: int, *, first: int = 0) -> tuple[int, int]:

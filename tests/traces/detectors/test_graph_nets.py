@@ -26,11 +26,13 @@ from millstream.traces.detectors.gnn import (
     GraphEncoder,
     GraphVAE,
     HeadMessages,
+    Messages,
     pool_layers,
 )
 
 RECIPE = Recipe(parameters=2000, dropout=0.0)
 NUM, LAYERS = 12, 3
+FIELDS = ["nodes", "edge_source", "edge_weight", "self_attention", "prompt_len", "answer_len"]
 Batch = dict[str, Tensor]
 
 
@@ -80,27 +82,60 @@ def random_graph(num_nodes: int, num_edges: int, width: int, edge_dim: int = 1) 
 
 
 def test_encoding_all_graphs_at_once_equals_encoding_each_alone(graphs: Batch):
-    encoder = net_of("gnn", graphs).encoder
+    net = net_of("gnn", graphs)
+    width, edge_dim = net.encoder.project.in_features, net.encoder.rounds[0].forth.in_features
+    nodes = torch.randn(len(graphs["x"]), width, generator=torch.Generator().manual_seed(0))
+    edges = torch.rand(len(graphs["edge_attr"]), edge_dim, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        x = graphs["x"].float()
-        together = encoder(x, graphs["edge_index"], graphs["edge_attr"])
+        together = net.encoder(nodes, graphs["edge_index"], edges)
         for graph, (first, end) in enumerate(zip(graphs["ptr"][:-1], graphs["ptr"][1:], strict=True)):
             own = graphs["batch"][graphs["edge_index"][1]] == graph
-            alone = encoder(x[first:end], graphs["edge_index"][:, own] - first, graphs["edge_attr"][own])
+            alone = net.encoder(nodes[first:end], graphs["edge_index"][:, own] - first, edges[own])
             assert together[first:end].numpy() == pytest.approx(alone.numpy(), abs=1e-4)
     assert len(graphs["ptr"]) == NUM * LAYERS + 1
 
 
-def test_messages_flow_from_source_to_target_only():
+def test_messages_flow_in_both_directions_with_weights_of_their_own():
     """Along 0 -> 1 -> 2 -> 3 -> 4, as far as there are rounds."""
     x, index = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
     torch.manual_seed(0)
-    encoder = GraphEncoder(3, 8).eval()
+    encoder = GraphEncoder(3, 8, 1).eval()
+
+    def heard_from(node: int) -> list[int]:
+        changed = x.clone()
+        changed[node] += 1
+        with torch.inference_mode():
+            difference = encoder(changed, index, torch.ones(4, 1)) - encoder(x, index, torch.ones(4, 1))
+        return (difference.abs().amax(dim=1) > 1e-6).nonzero().flatten().tolist()
+
+    assert heard_from(0) == list(range(1 + NUM_ROUNDS)) and heard_from(4) == list(range(4 - NUM_ROUNDS, 5))
     with torch.inference_mode():
-        before = encoder(x, index, torch.ones(4, 1))
-        x[1] += 1
-        heard = (encoder(x, index, torch.ones(4, 1)) - before).abs().amax(dim=1) > 1e-6
-    assert heard.nonzero().flatten().tolist() == list(range(1, 2 + NUM_ROUNDS))
+        forwards, backwards = encoder(x, index, torch.ones(4, 1)), encoder(x, index.flip(0), torch.ones(4, 1))
+    assert (forwards - backwards).abs().max() > 1e-3
+
+
+def test_a_message_is_the_mean_over_the_neighbours_of_one_direction():
+    x, index, values = random_graph(5, 9, 8, edge_dim=4)
+    torch.manual_seed(0)
+    messages = Messages(8, 4)
+    with torch.inference_mode():
+        found = messages(x, index, values)
+        for node in range(5):
+            heard = [x[node]]
+            for hearer, sender, of_edge in ((1, 0, messages.forth), (0, 1, messages.back)):
+                own = (index[hearer] == node).nonzero()[:, 0].tolist()
+                sent = [(x[index[sender, edge]] + of_edge(values[edge])).relu() for edge in own]
+                heard.append(torch.stack(sent).mean(dim=0) if sent else torch.zeros(8))
+            assert found[node].numpy() == pytest.approx(messages.update(torch.cat(heard)).numpy(), abs=1e-5)
+
+
+def test_nets_know_the_distance_of_tokens_and_which_are_of_the_answer(graphs: Batch):
+    net = net_of("gnn", graphs)
+    before = scores(net, graphs)
+    further = {**graphs, "position": graphs["position"] * 2}
+    assert np.abs(scores(net, further) - before).min() > 1e-5
+    moved = {**graphs, "position": graphs["position"] + 100}  # of other prompts: no difference
+    assert scores(net, moved) == pytest.approx(before, abs=1e-5)
 
 
 def test_messages_over_heads_are_the_mean_over_edges():
@@ -163,6 +198,29 @@ def test_a_net_without_edges_ignores_attention(name: str, sees: bool, traces: ms
     net = net_of(name, batch)
     assert np.array_equal(scores(net, batch), scores(net, other)) is not sees
     assert sees or len(batch["edge_attr"]) == 0
+
+
+@pytest.mark.parametrize("name", ["gnn", "gvae_shuffled", "gvae_unwired", "charm"])
+def test_nets_read_all_heads_where_the_store_has_them(name: str, traces: ms.Collection):
+    (without, *_), (found, *_) = (net_features(name, names, RECIPE) for names in (FIELDS, [*FIELDS, "edge_heads"]))
+    assert "edge_heads" in (found.fields or ()) and "edge_heads" not in (without.fields or ())
+
+
+def test_edges_are_scaled_for_each_layer_and_head(traces: ms.Collection):
+    batch = batch_of(traces, "gnn")
+    heads = torch.cat([batch["edge_attr"], 100 * batch["edge_attr"] + 7], dim=1)
+    batch["edge_attr"] = heads * (1 + batch["batch"][batch["edge_index"][1]] % LAYERS)[:, None]
+    net = net_of("gnn", batch)
+    net.prepare([batch])
+    layer = batch["batch"][batch["edge_index"][1]] % LAYERS
+    scaled = net.edge_attr(batch["edge_attr"], layer)
+    for number in range(LAYERS):
+        own = scaled[layer == number]
+        assert own.mean(dim=0).numpy() == pytest.approx(0, abs=0.1) and own[:, 0] == pytest.approx(own[:, 1], abs=1e-3)
+    unwired = batch_of(traces, "gnn_unwired")
+    null = net_of("gnn_unwired", unwired)
+    null.prepare([unwired])
+    assert np.isfinite(scores(null, unwired)).all()
 
 
 def test_null_models_have_the_size_of_the_detector(traces: ms.Collection):

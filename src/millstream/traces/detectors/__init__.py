@@ -170,6 +170,7 @@ def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
             GraphLSTM if family == "gnn" else vae,
             num_layers=num_layers,
             dim=dim,
+            edge_dim=shapes["edge_attr"][1],
             num_stats=num_stats,
             dropout=recipe.dropout,
         )
@@ -346,7 +347,7 @@ def _layers(names: Sequence[str], recipe: Recipe) -> Feature:
 def _graphs(names: Sequence[str], recipe: Recipe, wiring: Wiring) -> Feature:
     make = partial(graphs, recipe.k, threshold=recipe.threshold, wiring=wiring, dtype=None)
     if "nodes" in names and "edge_source" in names:
-        return make(hidden="nodes", attention=STORED, tokens="answer")
+        return make(hidden="nodes", attention=STORED, tokens="answer", heads="all" if "edge_heads" in names else "mean")
     if "hidden" in names and "attention" in names:
         return make(tokens="answer" if "answer_len" in names and "prompt_len" in names else "all")
     for others in imported_fields():
@@ -360,9 +361,9 @@ def _graphs(names: Sequence[str], recipe: Recipe, wiring: Wiring) -> Feature:
 
 def _head_graphs(names: Sequence[str]) -> Feature:
     if "attention" in names:
-        return HeadGraphFeature(from_attention=True)
+        return HeadGraphFeature("attention")
     if "edge_source" in names and "self_attention" in names:
-        return HeadGraphFeature(from_attention=False)
+        return HeadGraphFeature("edge_heads" if "edge_heads" in names else "edges")
     raise NoDetector(
         f"the store has neither edges and heads (tiers graph, probe) nor attention (full), only {', '.join(names)}"
     )

@@ -18,7 +18,6 @@ from millstream.training.task import Batch, Moments
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it still uses torch.jit
-        from torch_geometric.nn import GINEConv as _GINEConv  # pyright: ignore
         from torch_geometric.nn import MessagePassing as _MessagePassing  # pyright: ignore
         from torch_geometric.utils import scatter as _scatter  # pyright: ignore
 except ImportError as error:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 else:
     MessagePassing = _MessagePassing
 
-GINEConv: Any = _GINEConv
 scatter: Any = _scatter
 
 # B batch, L layers, D node features, N nodes, M masked nodes, E edges, G graphs = B * L, W width, Z latent
@@ -44,38 +42,54 @@ LOGVAR_LIMIT = 6.0
 ACTIVE = 0.01  # a latent unit is active if the variance of its mean over nodes is above this (Burda et al.)
 
 
-class GraphEncoder(nn.Module):
-    """Nodes [N, D] -> nodes [N, W]: GINE with attention as edge feature. Graphs are disjoint, so one call takes all."""
+class Messages(nn.Module):
+    """A node gets the mean message of the nodes it attends to, and of those that attend to it, with weights of its own.
 
-    def __init__(self, dim: int, width: int) -> None:
+    A message is relu(node + edge), as in GINE.
+    """
+
+    def __init__(self, width: int, edge_dim: int) -> None:
+        super().__init__()
+        self.forth, self.back = nn.Linear(edge_dim, width), nn.Linear(edge_dim, width)
+        self.update = nn.Sequential(nn.Linear(3 * width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, nodes_NW: Tensor, edge_index_2E: Tensor, edges_EA: Tensor) -> Tensor:
+        source, target = edge_index_2E
+        heard = [
+            scatter((nodes_NW.index_select(0, sender) + of_edge(edges_EA)).relu(), hearer, 0, len(nodes_NW), "mean")
+            for sender, hearer, of_edge in ((source, target, self.forth), (target, source, self.back))
+        ]
+        return self.update(torch.cat([nodes_NW, *heard], dim=1))
+
+
+class GraphEncoder(nn.Module):
+    """Nodes [N, D] and edges [E, A] -> nodes [N, W]. Graphs are disjoint, so one call takes all."""
+
+    def __init__(self, dim: int, width: int, edge_dim: int) -> None:
         super().__init__()
         self.project = nn.Linear(dim, width)
-        self.rounds = nn.ModuleList(
-            GINEConv(
-                nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)), edge_dim=1, aggr="mean"
-            )
-            for _ in range(NUM_ROUNDS)
-        )
+        self.rounds = nn.ModuleList(Messages(width, edge_dim) for _ in range(NUM_ROUNDS))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(NUM_ROUNDS))
         self.last_norm = nn.LayerNorm(width)
 
-    def forward(self, x_ND: Tensor, edge_index_2E: Tensor, edge_attr_E1: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, edge_index_2E: Tensor, edges_EA: Tensor) -> Tensor:
         nodes_NW = self.project(x_ND)
-        for convolve, norm in zip(self.rounds, self.norms, strict=True):
-            nodes_NW = nodes_NW + convolve(norm(nodes_NW).relu(), edge_index_2E, edge_attr_E1)
+        for messages, norm in zip(self.rounds, self.norms, strict=True):
+            nodes_NW = nodes_NW + messages(norm(nodes_NW), edge_index_2E, edges_EA)
         return self.last_norm(nodes_NW)
 
 
 class GraphLSTM(DetectorNet):
     """`gnn`: a graph network over the token graphs of all layers, then an LSTM over the layers.
 
-    Takes the output of `ms.features.graphs` and, if `num_stats`, `stats` [B, S].
+    Takes the output of `ms.features.graphs` and, if `num_stats`, `stats` [B, S]. Beside its features, a node has its
+    distance from the last token and whether it is in the answer; an edge, its length.
     """
 
-    def __init__(self, width: int, *, num_layers: int, dim: int, num_stats: int, dropout: float) -> None:
+    def __init__(self, width: int, *, num_layers: int, dim: int, edge_dim: int, num_stats: int, dropout: float) -> None:
         super().__init__(width, num_stats)
-        self.x = Scale(num_layers, dim)
-        self.encoder = GraphEncoder(dim, width)
+        self.x, self.edge_attr = Scale(num_layers, dim), Scale(num_layers, edge_dim)
+        self.encoder = GraphEncoder(dim + 2, width, edge_dim + 1)
         self.reader = Reader(2 * width, width, num_stats=num_stats, dropout=dropout)
 
     @property
@@ -84,17 +98,35 @@ class GraphLSTM(DetectorNet):
 
     def observe(self, batch: Batch, moments: dict[str, Moments]) -> None:
         super().observe(batch, moments)
-        moments["x"].add(batch["x"], batch["batch"] % self.num_layers, num_groups=self.num_layers)
+        layer_N = batch["batch"] % self.num_layers
+        moments["x"].add(batch["x"], layer_N, num_groups=self.num_layers)
+        layer_E = layer_N[batch["edge_index"][1]]
+        moments["edge_attr"].add(batch["edge_attr"], layer_E, num_groups=self.num_layers)
 
     def scaled_nodes(self, batch: Batch) -> Tensor:
         return self.x(batch["x"], batch["batch"] % self.num_layers)
 
+    def encoded(self, x_ND: Tensor, batch: Batch) -> Tensor:
+        """[N, W] from scaled node features."""
+        (source, target), graph, token = batch["edge_index"], batch["batch"], batch["position"]
+        answer = batch.get("answer")
+        in_answer = torch.zeros_like(token) if answer is None else answer
+        from_last = token[batch["last"]][graph] - token
+        x_ND = torch.cat([x_ND, in_log(from_last), in_answer[:, None].float()], dim=1)
+        weights_EA = self.edge_attr(batch["edge_attr"], graph[target] % self.num_layers)
+        edges_EA = torch.cat([weights_EA, in_log(token[target] - token[source])], dim=1)
+        return self.encoder(x_ND, batch["edge_index"], edges_EA)
+
     def sequence(self, batch: Batch) -> Tensor:
-        nodes_NW = self.encoder(self.scaled_nodes(batch), batch["edge_index"], batch["edge_attr"])
-        return pool_layers(nodes_NW, batch, self.num_layers)
+        return pool_layers(self.encoded(self.scaled_nodes(batch), batch), batch, self.num_layers)
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         return self.reader(self.sequence(batch), self.scaled_stats(batch)), {}
+
+
+def in_log(distance: Tensor) -> Tensor:
+    """A feature [.., 1] of distances in tokens, 1 for 19 of them."""
+    return distance[:, None].abs().float().log1p() / 3
 
 
 def pool_layers(nodes_NW: Tensor, batch: Batch, num_layers: int) -> Tensor:
@@ -122,16 +154,17 @@ class GraphVAE(GraphLSTM):
         *,
         num_layers: int,
         dim: int,
+        edge_dim: int,
         num_stats: int,
         dropout: float,
         kl_weight: float = 0.1,
         free_bits: float = 0.05,
         masked: float = 0.2,
     ) -> None:
-        super().__init__(width, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=dropout)
+        sizes = {"num_layers": num_layers, "dim": dim, "edge_dim": edge_dim, "num_stats": num_stats}
+        super().__init__(width, **sizes, dropout=dropout)
         latent = width // 2
         self.kl_weight, self.free_bits, self.masked = kl_weight, free_bits, masked
-        self.encoder = GraphEncoder(dim, width)
         self.mask = nn.Parameter(torch.zeros(dim))
         self.posterior = nn.Linear(width, 2 * latent)
         self.edge_gain, self.edge_bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
@@ -144,7 +177,7 @@ class GraphVAE(GraphLSTM):
 
     def encode(self, x_ND: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Mean and log-variance of each node's latent."""
-        nodes_NW = self.encoder(x_ND, batch["edge_index"], batch["edge_attr"])
+        nodes_NW = self.encoded(x_ND, batch)
         mu_NZ, logvar_NZ = self.posterior(nodes_NW).chunk(2, dim=1)
         return mu_NZ, logvar_NZ.clamp(-LOGVAR_LIMIT, LOGVAR_LIMIT)
 
