@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,7 +206,7 @@ def _train(job: Job, out: Path, settings: Mapping[str, object]) -> Run:
     """Train the models of a job. An existing run with other settings, data or labels is renamed and kept."""
     memory = format_bytes(cast(int, settings["memory"]))
     say(f"{', '.join(TITLES[model] for model in job.models)}: from {job.store}, memory below {memory}")
-    chosen = {**settings, "model": ",".join(job.models), "out": str(out)}
+    chosen: dict[str, Any] = {**settings, "model": ",".join(job.models), "out": str(out)}
     if _has_other_labels(out, job.store):
         _set_aside(out)
     try:
