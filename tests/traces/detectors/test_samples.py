@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ from millstream.errors import NoDetector
 from millstream.report.measures import auroc
 from millstream.traces.detectors import detector_specs
 from millstream.traces.detectors.baselines import BASELINES
+from millstream.traces.detectors.stack import with_samples
 from millstream.traces.examples import fields_of, open_labelled
 from millstream.traces.kind import TrainSettings
 from millstream.traces.label import label
@@ -82,3 +84,18 @@ def test_they_belong_to_the_baselines_of_stores_with_samples_only(store: Path, t
     assert not set(OF_SAMPLES) & {spec.name for spec in detector_specs(settings, without)}
     with pytest.raises(NoDetector, match="samples"):
         BASELINES["agreement"].make(FitResources(), without)
+
+
+def test_a_stack_reads_all_statistics_of_samples_beside_the_states(store: Path) -> None:
+    examples = open_labelled(str(store), "verdict")
+    greedy = examples.subset(np.flatnonzero(np.array(examples.column("sample").to_pylist()) == 0))
+    train, val, test = (greedy.subset(range(start, NUM, 3)) for start in range(3))
+    detector = with_samples(FitResources(), fields_of(greedy))
+    detector.fit(train, val)
+    assert set(OF_SAMPLES) < set(cast("dict[str, float]", detector.chosen["weights"]))
+    assert auroc(test.column("label").to_numpy(), detector.score(test)) > 0.75
+    again = with_samples(FitResources(memory=1_000_000), fields_of(greedy))
+    again.arrays = detector.arrays
+    np.testing.assert_allclose(again.score(test.subset(range(9, -1, -1))), detector.score(test)[9::-1], rtol=1e-5)
+    with pytest.raises(NoDetector, match="samples"):
+        with_samples(FitResources(), [name for name in fields_of(greedy) if name not in OF_SAMPLES])

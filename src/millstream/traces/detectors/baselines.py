@@ -36,12 +36,12 @@ from millstream.training.task import Arrays, FitResources
 
 
 def logdet(resources: FitResources) -> Logistic:
-    """LLM-Check: mean log self-attention of every layer and head."""
+    """LLM-Check (Sriramanan et al. 2024): mean log self-attention of every layer and head."""
     return Logistic(resources, inputs=Inputs(fields("attention_logdet"), _logdets))
 
 
 def lookback(resources: FitResources) -> Logistic:
-    """Lookback Lens: the share of attention that each head pays to the prompt, averaged over the answer."""
+    """Lookback Lens (Chuang et al. 2024): the share of attention that each head pays to the prompt, over the answer."""
     return Logistic(resources, inputs=Inputs(fields("prompt_attention", "answer_len"), lookback_ratios))
 
 
@@ -123,7 +123,12 @@ def single(resources: FitResources, *, feature: Feature, key: str) -> Single:
 
 
 def of_samples(name: str) -> Single:
-    """A statistic of the sampled answers to the question of each record, from `groups.parquet`."""
+    """A statistic of the sampled answers to the question of each record, from `groups.parquet`.
+
+    Clusters and their entropy: semantic entropy (Kuhn et al. 2023, arXiv 2302.09664; Farquhar et al. 2024); words
+    shared with samples: after SelfCheckGPT (Manakul et al. 2023, 2303.08896); EigenScore: INSIDE (Chen et al. 2024,
+    2402.03744).
+    """
     return Single([QUESTION_ID], name, partial(of_groups, name), partial(of_groups, "sample_tokens"))
 
 

@@ -45,7 +45,7 @@ STRENGTH = 0.01  # C of the probe
 class HaloScope:
     """A probe that learned memberships instead of labels."""
 
-    probabilities = True
+    probabilities = False  # of a membership, not of a wrong answer
 
     def __init__(self, resources: FitResources, field_names: Sequence[str]) -> None:
         self._field = states_field(field_names)
