@@ -9,8 +9,8 @@ import millstream as ms
 from millstream.traces.detectors import DetectorSpec, scores_of
 from millstream.traces.examples import fields_of
 from millstream.traces.kind import TrainSettings
+from millstream.training.devices import make_fabric
 from millstream.training.folder import Log
-from millstream.training.run import make_fabric
 from millstream.training.study import Workplace
 from millstream.training.task import FitResources, Model
 

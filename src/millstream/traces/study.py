@@ -37,6 +37,7 @@ from millstream.traces.examples import (
 from millstream.traces.kind import EvaluateSettings, TrainSettings
 from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_lists, as_token_labels
 from millstream.traces.store.traces import Traces
+from millstream.training.devices import make_fabric
 from millstream.training.folder import (
     CONFIG,
     DATA,
@@ -58,7 +59,7 @@ from millstream.training.folder import (
     read_scores,
 )
 from millstream.training.remote_run import local_run, writing_run
-from millstream.training.run import make_fabric, write_predictions
+from millstream.training.run import write_predictions
 from millstream.training.study import Built, Fold, ModelSpec, Workplace
 from millstream.training.task import FitResources
 
@@ -66,7 +67,7 @@ SEEN = "seen.parquet"  # in a run folder: the questions of the splits that model
 FITTED = ("train", "val")
 
 
-def folds_of(parts: Split, settings: TrainSettings) -> list[Fold]:
+def folds_of(collection: Collection, parts: Split, settings: TrainSettings) -> list[Fold]:
     """What models train on: the train split, or that of each fold; and before it, those of a learning curve.
 
     The validation split of a fold is drawn from the records outside its test split.
@@ -75,7 +76,8 @@ def folds_of(parts: Split, settings: TrainSettings) -> list[Fold]:
         wholes = [Fold(parts["train"], {name: parts[name] for name in ("val", "test")})]
     else:
         wholes = [_cross_fold(*parted, number, settings) for number, parted in enumerate(parts.pairs(), start=1)]
-    return [one for whole in wholes for one in (*_curve(whole, settings), whole)]
+    folds = [one for whole in wholes for one in (*_curve(whole, settings), whole)]
+    return [replace(one, whole=collection) for one in folds] if len(folds) > 1 else folds
 
 
 def _cross_fold(rest: Collection, test: Collection, number: int, settings: TrainSettings) -> Fold:
@@ -162,7 +164,7 @@ class Detection:
         self.settings, self.source = settings, settings.data
         self.collection = open_labelled(settings.data, settings.label, settings.positive)
         self.parts: Split = split_of(self.collection, settings)
-        self.folds = folds_of(self.parts, settings)
+        self.folds = folds_of(self.collection, self.parts, settings)
         specs = detector_specs(settings, fields_of(self.collection))
         self.specs: Sequence[ModelSpec] = specs
         self.libraries: Sequence[str] = sorted({spec.library for spec in specs if spec.library})

@@ -1,7 +1,6 @@
 """`ms.train`: trains every model of a study on the same data, into a run folder. Run again to resume."""
 
 import gc
-import logging
 import os
 import time
 import warnings
@@ -19,20 +18,19 @@ import numpy as np
 import pyarrow as pa
 import torch
 import yaml
-from torch import Tensor
 
 from millstream.core.arguments import checked
 from millstream.core.collection import Collection
 from millstream.core.config import config_diff, parse_bytes
 from millstream.core.console import format_seconds, interruptible, say
-from millstream.core.engine import Engine, available_cores
+from millstream.core.engine import Engine
 from millstream.core.files import publish, publish_json
 from millstream.core.memory import Allowance
 from millstream.core.registry import kinds_with, plug
 from millstream.core.remote import RemotePath, spool_folder, to_path
 from millstream.core.tables import publish_table
-from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingExtra, MissingFields
-from millstream.training import LoopSettings
+from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingFields
+from millstream.training.devices import make_fabric
 from millstream.training.folder import (
     CONFIG,
     DATA,
@@ -52,8 +50,10 @@ from millstream.training.folder import (
     save,
 )
 from millstream.training.remote_run import RemoteRun, writing_run
-from millstream.training.study import Fold, Interrupted, ModelSpec, Study, StudyPlug, Workplace
+from millstream.training.study import Built, Fold, Interrupted, ModelSpec, Study, StudyPlug, Workplace
 from millstream.training.task import FitResources
+
+_SELDOM = 20  # times the time of a write until the next
 
 
 @dataclass(frozen=True)
@@ -94,64 +94,6 @@ def study_of(settings: Mapping[str, object]) -> Study:
     raise BadSetting(f"data={settings.get('data')}: not data of a known kind. See: millstream train --help")
 
 
-def make_fabric(settings: LoopSettings) -> Any:
-    """The Fabric of a run. `launch` starts processes (or joins them, under torchrun): with devices=2, two run this.
-
-    `devices` are those of one machine; torchrun tells how many machines there are.
-    """
-    try:
-        from lightning_fabric import Fabric
-    except ImportError:
-        raise MissingExtra("training needs lightning-fabric: pip install 'millstream[train]'") from None
-    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it logs every process
-    cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
-    precision = ("bf16-mixed" if cuda else "32-true") if settings.precision == "auto" else settings.precision
-    told = dict(os.environ) if "TORCHELASTIC_RUN_ID" in os.environ else dict[str, str]()  # by torchrun
-    num_nodes = int(told.get("WORLD_SIZE", 1)) // int(told.get("LOCAL_WORLD_SIZE", 1))
-    if settings.batch_size % (settings.devices * num_nodes):
-        raise BadSetting(
-            f"batch_size={settings.batch_size}: must be a multiple of devices={settings.devices} times {num_nodes} "
-            "machines"
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about devices that are not used
-        try:
-            fabric = Fabric(
-                accelerator=settings.accelerator if cuda or settings.accelerator != "auto" else "cpu",
-                devices=settings.devices,
-                num_nodes=num_nodes,
-                strategy="ddp" if settings.devices * num_nodes > 1 else "auto",
-                precision=precision,  # pyright: ignore[reportArgumentType]
-            )
-        except (ValueError, RuntimeError) as error:
-            given = f"accelerator={settings.accelerator} devices={settings.devices} precision={settings.precision}"
-            raise BadSetting(f"{given}: {error}") from None
-        fabric.launch()  # pyright: ignore[reportUnknownMemberType]
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    elif not cuda:
-        _leave_a_core(settings.devices)
-    return fabric
-
-
-@dataclass(frozen=True)
-class ScoringDevice:
-    """The part of a Fabric that scoring needs: importing Lightning takes seconds."""
-
-    device: torch.device
-
-    @staticmethod
-    def default() -> "ScoringDevice":
-        is_cuda = torch.cuda.is_available()
-        if not is_cuda:
-            _leave_a_core()
-        return ScoringDevice(torch.device("cuda" if is_cuda else "cpu"))
-
-    def to_device(self, batch: Mapping[str, object]) -> dict[str, Tensor]:
-        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        return {name: value.to(self.device) for name, value in tensors.items()}
-
-
 def write_predictions(run: Path) -> None:
     """predictions.parquet: every score of every finished model, enough to recompute every measure."""
     tables: list[pa.Table] = []
@@ -169,6 +111,14 @@ def write_predictions(run: Path) -> None:
         raise BadSource(f"{run}: the {SCORES} of its models have different columns ({why}); one is damaged") from None
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """A trained model, and how long it took."""
+
+    built: Built
+    seconds: float
+
+
 class TrainingRun:
     """The models of a study, trained into its run folder."""
 
@@ -181,6 +131,7 @@ class TrainingRun:
         self.fabric = make_fabric(self.settings)
         self.memory = parse_bytes(self.settings.memory)
         self._is_stale = False  # whether predictions.parquet may lack scores
+        self._write_after = 0.0
 
     @property
     def is_first(self) -> bool:
@@ -202,7 +153,7 @@ class TrainingRun:
         if self.engine.name == "local":
             self.import_libraries()
         self.allowance = Allowance(self.memory)
-        done: list[str] = []
+        done, is_interrupted = list[str](), False
         with ExitStack() as stack:
             if not gc.get_freeze_count():  # what a caller has frozen stays frozen
                 gc.freeze()  # else collecting over all imports takes 0.25 s after each model
@@ -219,11 +170,12 @@ class TrainingRun:
                 try:
                     finished = self._train_seeds(spec, log, stop)
                 except Interrupted:
-                    return Run(self.out, done, interrupted=True, is_first=self.is_first)
+                    is_interrupted = True
+                    break
                 done += [spec.name] if finished else []
-        if self.is_first and self._is_stale:  # it may have been killed before writing them
+        if self.is_first and self._is_stale and finished_jobs(self.path):
             write_predictions(self.path)
-        return Run(self.out, done, is_first=self.is_first)
+        return Run(self.out, done, interrupted=is_interrupted, is_first=self.is_first)
 
     def import_libraries(self) -> None:
         """Import what models need before the memory is counted: libraries do not count."""
@@ -294,16 +246,18 @@ class TrainingRun:
         """Train a model with every seed. Returns whether the data has what it needs."""
         if spec.by_gradients and self.fabric.world_size > 1:
             stop = partial(self._any, stop)
-        for job, fold in self.jobs(spec):
-            if self._is_finished(job):
-                self._is_stale = True
-                continue
+        left = [(job, fold) for job, fold in self.jobs(spec) if not self._is_finished(job)]
+        self._is_stale = self._is_stale or len(left) < len(list(self.jobs(spec)))
+        fitted: Mapping[JobKey, Fitted] = {}
+        for job, fold in left:
             if stop():
                 raise Interrupted
             try:
-                self.train_one(spec, job, fold, log, stop)
+                if not fitted:
+                    fitted = self._fit_together(spec, left, log, stop)
+                self.train_one(spec, job, fold, log, stop, fitted.get(job))
                 if self.is_first:
-                    write_predictions(self.path)
+                    self._update_predictions()
             except MissingFields as error:
                 if self.is_first:
                     log.write("missing", model=spec.name, why=str(error))
@@ -313,22 +267,65 @@ class TrainingRun:
                 gc.collect()
         return True
 
+    def _update_predictions(self) -> None:
+        """Write predictions.parquet, which has the scores of all models, unless that would take much of the time."""
+        started = time.monotonic()
+        self._is_stale = started < self._write_after
+        if not self._is_stale:
+            write_predictions(self.path)
+            ended = time.monotonic()
+            self._write_after = ended + _SELDOM * (ended - started)
+
     def _any(self, stop: Callable[[], bool]) -> bool:
         """Whether any process should stop: then all stop at the same step, or the others would wait forever."""
         wanted = torch.tensor(float(stop()), device=self.fabric.device)
         return bool(self.fabric.all_reduce(wanted, reduce_op="sum") > 0)
 
-    def train_one(self, spec: ModelSpec, job: JobKey, fold: Fold, log: Log, stop: Callable[[], bool]) -> None:
-        """One model with one seed on one fold: fit it, score the splits, save its weights and scores."""
-        study, folder = self.study, job_folder(self.path, job)
+    def _fit_together(
+        self, spec: ModelSpec, left: Sequence[tuple[JobKey, Fold]], log: Log, stop: Callable[[], bool]
+    ) -> Mapping[JobKey, "Fitted"]:
+        """The models of these folds, fitted in the same passes over the data, if these models can.
+
+        Each is the one that it would be without the others: a run that resumes, or is divided, gives the same models.
+        """
+        whole = left[0][1].whole
+        if whole is None or spec.by_gradients:
+            return {}
+        built = {job: self._build(spec, job, log, stop) for job, _ in left}
+        models = [one.model for one in built.values()]
+        fit = getattr(models[0], "fit_together", None)
+        if fit is None:
+            return {}
+        started = time.perf_counter()
+        fit(models, whole, [(fold.train, fold.scored["val"]) for _, fold in left])
+        seconds = (time.perf_counter() - started) / len(left)
+        return {job: Fitted(one, seconds) for job, one in built.items()}
+
+    def _build(self, spec: ModelSpec, job: JobKey, log: Log, stop: Callable[[], bool]) -> Built:
         share = self.memory * 3 // 8  # the rest is for the model itself and the malloc heap
         resources = FitResources(job.seed, share, threads=self.settings.threads)
-        place = Workplace(self.settings, self.fabric, study.source, log, self.allowance, stop)
-        built = spec.build(resources=resources, place=place, folder=folder)
-        model = built.model
+        place = Workplace(self.settings, self.fabric, self.study.source, log, self.allowance, stop)
+        return spec.build(resources=resources, place=place, folder=job_folder(self.path, job))
+
+    def train_one(
+        self,
+        spec: ModelSpec,
+        job: JobKey,
+        fold: Fold,
+        log: Log,
+        stop: Callable[[], bool],
+        fitted: "Fitted | None" = None,
+    ) -> None:
+        """One model with one seed on one fold: fit it, score the splits, save its weights and scores."""
+        study, folder = self.study, job_folder(self.path, job)
+        fitted = fitted or self._fit_together(spec, [(job, fold)], log, stop).get(job)
+        if fitted is None:
+            built = self._build(spec, job, log, stop)
+            started = time.perf_counter()
+            built.model.fit(built.train or fold.train, fold.scored["val"])
+            fitted = Fitted(built, time.perf_counter() - started)
+        built, model = fitted.built, fitted.built.model
         started = time.perf_counter()
-        model.fit(built.train or fold.train, fold.scored["val"])
-        fitted = time.perf_counter()
         tables = [study.table(built, split, records) for split, records in fold.scored.items()]
         scored = time.perf_counter()
         if not self.is_first:
@@ -340,8 +337,8 @@ class TrainingRun:
             family=built.kind,
             title=built.title,
             parameters=getattr(model, "parameters", None),
-            fit_s=fitted - started,
-            score_s=scored - fitted,
+            fit_s=fitted.seconds,
+            score_s=scored - started,
             num_scored=sum(map(len, fold.scored.values())),
             trace_bytes=_mean_bytes(fold.scored["val"], model.fields),
             extra_forwards=built.extra_forwards,
@@ -350,7 +347,7 @@ class TrainingRun:
             chosen=getattr(model, "chosen", {}),
         )
         publish_table(folder / SCORES, pa.concat_tables(tables))
-        say(f"{job}: done in {format_seconds(scored - started)}")
+        say(f"{job}: done in {format_seconds(fitted.seconds + scored - started)}")
 
 
 @dataclass(frozen=True)
@@ -403,9 +400,3 @@ def _save_arrays(path: Path, arrays: Mapping[str, Any], about: Mapping[str, obje
 def _mean_bytes(collection: Collection, fields: Sequence[str]) -> float:
     some = np.arange(min(64, len(collection)))
     return float(collection.sizes(some, list(fields)).mean()) if len(some) else 0.0
-
-
-def _leave_a_core(num_processes: int = 1) -> None:
-    """Leave a core to the loader: waiting torch threads spin, so two of them are slower than one (measured)."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, available_cores() // num_processes - 1))

@@ -252,6 +252,7 @@ class Fold:
     scored: Mapping[str, Collection]
     number: int = 0
     labels: int = 0
+    whole: Collection | None = None  # the records of all folds, if there are several
 
 
 class Study(Protocol):

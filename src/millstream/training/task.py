@@ -147,7 +147,8 @@ class Model(Protocol):
     """Everything `fit` learned: saved with the run, and restored before it scores other records."""
     chosen: dict[str, object]
     """What was chosen on the validation split, as JSON, for the report."""
-    # Optional: `probabilities = True` if its scores are probabilities, and `parameters`, their number.
+    # Optional: `probabilities = True` if its scores are probabilities, and `parameters`, their number. And a static
+    # method `fit_together(models, whole, folds)`: it fits a model per fold (train, val) of `whole` in the same passes.
 
     def fit(self, train: Collection, val: Collection) -> None: ...
 

@@ -20,18 +20,15 @@ from millstream.core.features import Feature
 from millstream.report.measures import auroc
 from millstream.traces.detectors.logistic import (
     Inputs,
-    Regressions,
     Scores,
     as_tensor,
-    balanced,
     binary_labels,
     check_finite,
-    duration,
-    penalties_of,
     reader,
     score_logistic,
 )
 from millstream.traces.detectors.principal import Components, Principal
+from millstream.traces.detectors.regressions import Regressions, balanced, duration, penalties_of
 from millstream.traces.detectors.states import last_answer, some_layers, states_field
 from millstream.training.task import Arrays, FitResources, Labels, Moments, labels_of
 

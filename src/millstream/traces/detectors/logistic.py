@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from millstream.core.collection import Collection
 from millstream.core.features import Feature, fields
@@ -17,6 +16,7 @@ from millstream.core.loader import Loader
 from millstream.core.split import LABEL
 from millstream.errors import NotFinite
 from millstream.report.measures import auroc
+from millstream.traces.detectors.regressions import STEP_ROWS, Regressions, balanced, duration, penalties_of
 from millstream.training.task import Arrays, FitResources, Labels, Model, Moments, fitting_batch, labels_of
 
 # The detector protocol, and how detectors that are not nets read a collection. Use your own detector with
@@ -79,17 +79,14 @@ def _with_both(labels: Labels, split: str, what: str) -> Labels:
 # B batch, G groups, F features of a group, W weights = F + 1 (the last is the bias), K strengths of the penalty
 # M rows of a step, N records
 
-STEP_ROWS = 32
 _CHUNK = 128  # of the memory: the inputs of parts of records that are standardised at once, which takes several copies
 _HELD = 16  # of the memory: inputs that are held instead of read in every epoch, with several copies too
-_RATE = 0.02
-_RECENT = 8  # weight of recent steps in the mean over all steps
 STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)  # C: smaller values penalise large weights more
-_NUM_STEPS, _FEW_EPOCHS, _MIN_EPOCHS = 1500, 10, 5
 _PATIENCE = 0.3  # fraction of the epochs
 
 
 Rows = tuple[Tensor, Tensor]  # inputs [B, G, F], labels [B]
+Observed = tuple[Moments, int, NDArray[np.int64]]  # of the rows to train on; the number of groups; rows of each label
 
 
 @dataclass(frozen=True)
@@ -131,6 +128,16 @@ class Logistic:
     def fit(self, train: Collection, val: Collection) -> None:
         self.arrays, self.chosen = fit_logistic(train, val, inputs=self._inputs, resources=self._resources)
 
+    @staticmethod
+    def fit_together(
+        models: Sequence["Logistic"], whole: Collection, folds: Sequence[tuple[Collection, Collection]]
+    ) -> None:
+        """Fit a model per fold (train, val) of the same records, with the same passes over them."""
+        first = models[0]
+        found = fit_folds(whole, folds, inputs=first._inputs, resources=first._resources)
+        for model, (arrays, chosen) in zip(models, found, strict=True):
+            model.arrays, model.chosen = arrays, chosen
+
     def score(self, collection: Collection) -> Scores:
         return score_logistic(collection, self.arrays, inputs=self._inputs, resources=self._resources)
 
@@ -154,7 +161,7 @@ def fit_logistic(
         for batch in shuffled:
             yield from inputs.labelled(batch, resources.memory)
 
-    def validated(regressions: "Regressions") -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def validated(regressions: Regressions) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         num_bytes = 4 * regressions.num_outputs * num_val
         every = 1 if inputs.labels is None else ceil(num_bytes / (resources.memory // 8))
         return _validated(in_order, inputs, regressions, every=every, memory=resources.memory)
@@ -181,7 +188,7 @@ def fit_rows(train: Rows, val: Rows, *, inputs: Inputs, seed: int) -> tuple[Arra
     moments = Moments()
     moments.add(rows_NGF.flatten(1))
 
-    def validated(regressions: "Regressions") -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def validated(regressions: Regressions) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         return val[1].numpy(), regressions.logits(val[0]).numpy()
 
     observed = moments, rows_NGF.shape[1], np.bincount(label_N.numpy(), minlength=2)
@@ -190,44 +197,111 @@ def fit_rows(train: Rows, val: Rows, *, inputs: Inputs, seed: int) -> tuple[Arra
 
 def _best(
     rows: Callable[[], Iterator[Rows]],
-    validated: "Callable[[Regressions], tuple[NDArray[np.int64], NDArray[np.float32]]]",
+    validated: Callable[[Regressions], tuple[NDArray[np.int64], NDArray[np.float32]]],
     *,
-    observed: tuple[Moments, int, NDArray[np.int64]],
+    observed: Observed,
     inputs: Inputs,
     seed: int,
 ) -> tuple[Arrays, dict[str, object]]:
-    """The regression whose group, strength and epoch are best on validation, and what was chosen."""
-    moments, num_groups, counts = observed
-    num_rows = int(counts.sum())
-    penalties = penalties_of(STRENGTHS, num_rows)
-    regressions = Regressions(moments, num_groups=num_groups, penalties=penalties, seed=seed)
-    class_weights = balanced(counts)
-    arrays: Arrays = {}
-    chosen: dict[str, object] = {}
-    num_epochs, sweeps = duration(num_rows, inputs.step_rows)
-    best, last_good = 0.0, 0
-    for epoch in range(num_epochs):
+    search = Search(observed, inputs, seed)
+    while not search.is_done:
         for rows_BGF, label_B in rows():
-            weight_B1 = class_weights[label_B][:, None]
-            regressions.learn(rows_BGF, label_B[:, None], weight_B1, sweeps=sweeps, step_rows=inputs.step_rows)
-        val_labels, logits_NGK = validated(regressions)
+            search.learn(rows_BGF, label_B)
+        search.judge(*validated(search.regressions))
+    return search.arrays, search.chosen
+
+
+class Search:
+    """Regressions of one fold, and the best of them so far by group, strength and epoch on validation."""
+
+    def __init__(self, observed: Observed, inputs: Inputs, seed: int) -> None:
+        moments, num_groups, counts = observed
+        num_rows = int(counts.sum())
+        penalties = penalties_of(STRENGTHS, num_rows)
+        self.regressions = Regressions(moments, num_groups=num_groups, penalties=penalties, seed=seed)
+        self.arrays: Arrays = {}
+        self.chosen: dict[str, object] = {}
+        self.is_done = False
+        self._class_weights = balanced(counts)
+        self._num_epochs, self._sweeps = duration(num_rows, inputs.step_rows)
+        self._inputs = inputs
+        self._epoch, self._best, self._last_good = 0, 0.0, 0
+
+    def learn(self, rows_BGF: Tensor, label_B: Tensor) -> None:
+        weight_B1 = self._class_weights[label_B][:, None]
+        self.regressions.learn(
+            rows_BGF, label_B[:, None], weight_B1, sweeps=self._sweeps, step_rows=self._inputs.step_rows
+        )
+
+    def judge(self, val_labels: NDArray[np.int64], logits_NGK: NDArray[np.float32]) -> None:
+        """End an epoch with what the regressions say of the validation split."""
         # Later epochs are closer to the solution: an earlier one must be better by more than this, which is small
         # compared with the noise of the validation split (about 0.5 / sqrt).
         tolerance = 0.1 / len(val_labels) ** 0.5
         auroc_GK = _aurocs(val_labels, logits_NGK)
-        best = max(best, float(auroc_GK.max()))
-        if auroc_GK.max() >= best - tolerance:
-            last_good = epoch
+        self._best = max(self._best, float(auroc_GK.max()))
+        if auroc_GK.max() >= self._best - tolerance:
+            self._last_good = self._epoch
             group, strength = divmod(int(auroc_GK.argmax()), len(STRENGTHS))
-            arrays = _kept(regressions, group, strength)
-            chosen = _described(inputs, auroc_GK, group, strength) | {"epoch": epoch + 1}
-        if epoch - last_good > _PATIENCE * num_epochs:
-            break
-    return arrays, chosen
+            self.arrays = _kept(self.regressions, group, strength)
+            self.chosen = _described(self._inputs, auroc_GK, group, strength) | {"epoch": self._epoch + 1}
+        has_patience = self._epoch - self._last_good <= _PATIENCE * self._num_epochs
+        self._epoch += 1
+        self.is_done = not has_patience or self._epoch == self._num_epochs
+
+
+def fit_folds(
+    whole: Collection, folds: Sequence[tuple[Collection, Collection]], *, inputs: Inputs, resources: FitResources
+) -> list[tuple[Arrays, dict[str, object]]]:
+    """As `fit_logistic` on every fold, but each pass over the data serves all of them."""
+    parts = [[_members(part, whole) for part in fold] for fold in folds]
+    for train, val in folds:
+        binary_labels(train, "training")
+        binary_labels(val, "validation")
+    moments, counts, num_groups = [Moments() for _ in folds], [np.zeros(2, np.int64) for _ in folds], 1
+    for rows_BGF, label_B, number_B in _numbered(reader(whole, inputs.feature, resources, labels=True), inputs):
+        num_groups = rows_BGF.shape[1]
+        for place, (in_train, _) in enumerate(parts):
+            some = in_train[number_B]
+            if some.any():
+                moments[place].add(rows_BGF[some].flatten(1))
+                counts[place] += np.bincount(label_B[some].numpy(), minlength=2)
+    observed = [(one, num_groups, count) for one, count in zip(moments, counts, strict=True)]
+    searches = [Search(one, inputs, resources.seed) for one in observed]
+    shuffled = reader(whole, inputs.feature, resources, shuffle=True, labels=True)
+    in_order = reader(whole, inputs.feature, resources, labels=True)
+    while going := [pair for pair in zip(searches, parts, strict=True) if not pair[0].is_done]:
+        for rows_BGF, label_B, number_B in _numbered(shuffled, inputs):
+            for search, (in_train, _) in going:
+                some = in_train[number_B]
+                if some.any():
+                    search.learn(rows_BGF[some], label_B[some])
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in going]
+        for rows_BGF, label_B, number_B in _numbered(in_order, inputs):
+            for (search, (_, in_val)), judged in zip(going, found, strict=True):
+                some = in_val[number_B]
+                judged.append((label_B[some], search.regressions.logits(rows_BGF[some])))
+        for (search, _), judged in zip(going, found, strict=True):
+            labels, logits = zip(*judged, strict=True)
+            search.judge(torch.cat(labels).numpy(), torch.cat(logits).numpy())
+    return [(search.arrays, search.chosen) for search in searches]
+
+
+def _members(part: Collection, whole: Collection) -> Tensor:
+    """By record number, whether a record of the whole is in a part."""
+    is_in = np.zeros(int(whole.record_numbers(np.arange(len(whole))).max()) + 1, np.bool_)
+    is_in[part.record_numbers(np.arange(len(part)))] = True
+    return as_tensor(is_in)
+
+
+def _numbered(batches: Loader, inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for batch in batches:
+        rows_BGF = check_finite(inputs.groups(batch), batch, inputs.feature)
+        yield rows_BGF, cast(Tensor, batch[LABEL]), torch.as_tensor(batch["numbers"])
 
 
 def _validated(
-    batches: Loader, inputs: Inputs, regressions: "Regressions", *, every: int, memory: int
+    batches: Loader, inputs: Inputs, regressions: Regressions, *, every: int, memory: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The labels of rows, or of every so many that fit in memory, and their logits."""
     labels: list[Tensor] = []
@@ -251,57 +325,6 @@ def score_logistic(collection: Collection, arrays: Arrays, *, inputs: Inputs, re
     return torch.sigmoid(torch.cat([torch.zeros(0), *logits]).double() + float(arrays["bias"])).numpy()
 
 
-class Regressions:
-    """G x K regressions, each on the standardised features of its group; the K of a group differ in their penalty,
-    and may differ in the targets and weights of rows: folds, for example, are weights of 0.
-
-    Adam at a constant rate, without a schedule, so that training may stop after any epoch. `weights_GWK` is the mean
-    over the steps, which converges even if the steps do not.
-    """
-
-    def __init__(self, moments: Moments, *, num_groups: int, penalties: Tensor, seed: int) -> None:
-        self.mean_GF, self.factor_GF = _scaling(moments, num_groups)
-        width = self.mean_GF.shape[1] + 1
-        self._penalty_WK = penalties.repeat(width, 1)
-        self._penalty_WK[-1] = 0  # the bias is not penalised
-        self._random = torch.Generator().manual_seed(seed)
-        self.weights_GWK = torch.zeros(num_groups, width, len(penalties))
-        self._last_GWK = self.weights_GWK.clone()
-        self._adam = torch.optim.Adam([self._last_GWK], lr=_RATE, fused=True)  # a small step takes half the time
-        self._num_steps = 0
-
-    @property
-    def num_outputs(self) -> int:
-        """Logits per row."""
-        return self.weights_GWK.shape[0] * self.weights_GWK.shape[2]
-
-    def learn(
-        self, rows_BGF: Tensor, target_BK: Tensor, weight_BK: Tensor, *, sweeps: int = 1, step_rows: int = STEP_ROWS
-    ) -> None:
-        """Take steps on chunks of one batch; every sweep covers all its rows. Of targets and weights, K may be 1."""
-        x_GBW = self._standardised(rows_BGF)
-        target_BK = target_BK.float()
-        count = ceil(len(target_BK) / step_rows)  # in equal chunks: a step on two rows would be mostly noise
-        for _ in range(sweeps):
-            for row_M in torch.randperm(len(target_BK), generator=self._random).tensor_split(count):
-                self._step(x_GBW[:, row_M], target_BK[row_M], weight_BK[row_M] / len(row_M))
-
-    def logits(self, rows_BGF: Tensor) -> Tensor:
-        """[B, G, K]"""
-        return (self._standardised(rows_BGF) @ self.weights_GWK).transpose(0, 1)
-
-    def _step(self, x_GMW: Tensor, target_MK: Tensor, weight_MK: Tensor) -> None:
-        error_GMK = (torch.sigmoid(x_GMW @ self._last_GWK) - target_MK) * weight_MK
-        self._last_GWK.grad = x_GMW.transpose(1, 2) @ error_GMK + self._last_GWK * self._penalty_WK
-        self._adam.step()  # pyright: ignore[reportUnknownMemberType]
-        self._num_steps += 1
-        self.weights_GWK.lerp_(self._last_GWK, (1 + _RECENT) / (self._num_steps + _RECENT))
-
-    def _standardised(self, rows_BGF: Tensor) -> Tensor:
-        x_GBF = ((rows_BGF - self.mean_GF) * self.factor_GF).transpose(0, 1)
-        return functional.pad(x_GBF, (0, 1), value=1.0)
-
-
 def split_rows(rows: Tensor, sizes: int | list[int]) -> Sequence[Tensor]:
     """Consecutive rows of this many, or of these sizes."""
     return cast("Sequence[Tensor]", torch.split(rows, sizes))  # pyright: ignore[reportUnknownMemberType]
@@ -311,18 +334,6 @@ def as_tensor(array: NDArray[np.generic]) -> Tensor:
     """A tensor that shares the memory, unless it is read-only, as in a mapped file."""
     writeable = array if array.flags.writeable else array.copy()
     return torch.from_numpy(writeable)  # pyright: ignore[reportUnknownMemberType, reportArgumentType]
-
-
-def _scaling(moments: Moments, num_groups: int) -> tuple[Tensor, Tensor]:
-    """The mean to subtract and the factor to multiply by, [G, F].
-
-    Inputs have any scale, so a feature is constant if its deviation is tiny relative to its mean.
-    """
-    assert moments.count is not None and moments.mean is not None and moments.spread is not None, "no rows were added"
-    deviation = (moments.spread / moments.count).sqrt()
-    constant = deviation <= 1e-6 * moments.mean.abs()
-    factor = 1 / deviation.masked_fill(constant, 1.0)
-    return moments.mean.float().view(num_groups, -1), factor.float().view(num_groups, -1)
 
 
 def _observed(train: Collection, inputs: Inputs, resources: FitResources) -> tuple[Moments, int, NDArray[np.int64]]:
@@ -337,16 +348,6 @@ def _observed(train: Collection, inputs: Inputs, resources: FitResources) -> tup
             counts += np.bincount(label_B.numpy(), minlength=2)
     _with_both(np.repeat([0, 1], counts), "training", "rows")
     return moments, num_groups, counts
-
-
-def penalties_of(strengths: Sequence[float], num_rows: int) -> Tensor:
-    """[K]: the weights of the penalty for values of C: sklearn's C is relative to the sum of losses, not the mean."""
-    return 1 / (torch.tensor(strengths) * num_rows)
-
-
-def balanced(counts: NDArray[np.int64]) -> Tensor:
-    """The weights of label 0 and label 1, for which both count the same; 1 on average."""
-    return torch.tensor(0.5 / (counts / counts.sum()), dtype=torch.float32)
 
 
 def check_finite(rows: Tensor, batch: Mapping[str, object], feature: Feature) -> Tensor:
@@ -364,16 +365,6 @@ def check_finite(rows: Tensor, batch: Mapping[str, object], feature: Feature) ->
 def _rows(batches: Loader, inputs: Inputs) -> Iterator[Tensor]:
     for batch in batches:
         yield inputs.groups(batch)
-
-
-def duration(num_rows: int, step_rows: int = STEP_ROWS) -> tuple[int, int]:
-    """The number of epochs, and of sweeps over each batch, for enough steps at any size of the training split.
-
-    A small split gets several sweeps: reading a batch takes longer than learning from it.
-    """
-    per_epoch = ceil(num_rows / step_rows)
-    sweeps = ceil(_NUM_STEPS / _FEW_EPOCHS / per_epoch)
-    return max(ceil(_NUM_STEPS / per_epoch / sweeps), _MIN_EPOCHS), sweeps
 
 
 def _aurocs(labels: NDArray[np.int64], logits_NGK: NDArray[np.float32]) -> NDArray[np.float64]:

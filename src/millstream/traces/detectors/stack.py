@@ -25,17 +25,14 @@ from millstream.report.measures import auroc
 from millstream.traces.detectors.baselines import of_groups
 from millstream.traces.detectors.logistic import (
     Inputs,
-    Regressions,
     Scores,
     as_tensor,
-    balanced,
     binary_labels,
     check_finite,
-    duration,
     fit_rows,
-    penalties_of,
     reader,
 )
+from millstream.traces.detectors.regressions import Regressions, balanced, duration, penalties_of
 from millstream.traces.detectors.states import some_layers, states_field
 from millstream.traces.features import LayerFeature, Token, token_stats
 from millstream.traces.groups import STATISTICS
