@@ -36,7 +36,7 @@ from millstream.features import fields
 from millstream.traces.detectors import DETECTION, DetectorSpec
 from millstream.traces.kind import TrainSettings
 from millstream.traces.study import open_labelled
-from millstream.training.folder import Log
+from millstream.training.log import Log
 from millstream.training.loop import Clock, Job, Training, seed_all, steps_of
 from millstream.training.run import make_fabric
 from millstream.training.study import Workplace

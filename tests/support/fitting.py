@@ -10,7 +10,7 @@ from millstream.traces.detectors import DetectorSpec, scores_of
 from millstream.traces.examples import fields_of
 from millstream.traces.kind import TrainSettings
 from millstream.training.devices import make_fabric
-from millstream.training.folder import Log
+from millstream.training.log import Log
 from millstream.training.study import Workplace
 from millstream.training.task import FitResources, Model
 

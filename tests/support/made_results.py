@@ -8,7 +8,7 @@ import numpy as np
 
 from millstream.report.measures import Curve, Difference, Interval
 from millstream.traces.report.results import Mistake, ModelResult, Results
-from millstream.training.folder import Metrics
+from millstream.training.log import Metrics
 
 HOSTILE = (
     """<script>window.hacked = 1</script>'"><img src=x onerror="window.hacked = 2">{{ 7 * 7 }}{% raw %} 🎉 مرحبا \\"""

@@ -24,7 +24,8 @@ from millstream.traces.detectors import DETECTION
 from millstream.traces.detectors.net import DetectorNet
 from millstream.traces.kind import TrainSettings
 from millstream.training.devices import make_fabric
-from millstream.training.folder import Log, load, read_lines, save
+from millstream.training.folder import load, save
+from millstream.training.log import Log, read_lines
 from millstream.training.loop import learning_share, pack_optimizer, predict, unpack_optimizer
 from support.making_traces import labelled, make_traces
 

@@ -15,7 +15,8 @@ import millstream as ms
 from millstream.core.remote import RemotePath, spool_folder
 from millstream.errors import BadSource, ConfigMismatch, RemoteError, StoreExists
 from millstream.training import run as run_module
-from millstream.training.folder import finished_jobs, load, read_lines
+from millstream.training.folder import finished_jobs, load
+from millstream.training.log import read_lines
 from millstream.training.loop import Training
 from millstream.training.remote_run import RemoteRun, local_run, writing_run
 from support.commands import run_here

@@ -11,7 +11,8 @@ import torch
 
 import millstream as ms
 from millstream.errors import BadSource
-from millstream.training.folder import Log, load, read_lines, save
+from millstream.training.folder import load, save
+from millstream.training.log import Log, read_lines
 from support.commands import run_here
 from support.effort import THOROUGH
 from support.forked_training import Job

@@ -26,17 +26,8 @@ from millstream.reads.mapping import Classes, classes_from_card
 from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, read_files, shared_names
 from millstream.reads.reads import Part
 from millstream.training.devices import ScoringDevice
-from millstream.training.folder import (
-    CONFIG,
-    WEIGHTS,
-    JobKey,
-    card_kind,
-    finished_jobs,
-    job_folder,
-    load,
-    load_run,
-    read_lines,
-)
+from millstream.training.folder import CONFIG, WEIGHTS, JobKey, card_kind, finished_jobs, job_folder, load, load_run
+from millstream.training.log import read_lines
 from millstream.training.remote_run import local_run
 from millstream.training.study import NetModel, Workplace
 from millstream.training.task import FitResources, Net, fitting_batch

@@ -15,17 +15,8 @@ from millstream.core.registry import plug
 from millstream.errors import BadSource
 from millstream.report.measures import Difference
 from millstream.report.tables import Comparison, Table, card_table, counted, difference_table
-from millstream.training.folder import (
-    CONFIG,
-    DATA,
-    ENVIRONMENT,
-    METRICS,
-    PREDICTIONS,
-    Metrics,
-    kind_of,
-    read_mapping,
-    read_metrics,
-)
+from millstream.training.folder import CONFIG, DATA, ENVIRONMENT, METRICS, PREDICTIONS, kind_of, read_mapping
+from millstream.training.log import Metrics, read_metrics
 
 if TYPE_CHECKING:
     from millstream.report.drawing import Drawing

@@ -47,7 +47,6 @@ from millstream.training.folder import (
     SPLIT,
     WEIGHTS,
     JobKey,
-    Log,
     card_kind,
     damaged_file,
     environment,
@@ -55,9 +54,9 @@ from millstream.training.folder import (
     job_folder,
     load,
     load_run,
-    read_lines,
     read_scores,
 )
+from millstream.training.log import Log, read_lines
 from millstream.training.remote_run import local_run, writing_run
 from millstream.training.run import write_predictions
 from millstream.training.study import Built, Fold, ModelSpec, Workplace

@@ -22,7 +22,8 @@ from millstream.core.order import mix
 from millstream.core.split import LABEL
 from millstream.errors import NotFinite
 from millstream.training import LoopSettings
-from millstream.training.folder import BEST, LATEST, JobKey, Log, damaged_checkpoint, load, save
+from millstream.training.folder import BEST, LATEST, JobKey, damaged_checkpoint, load, save
+from millstream.training.log import Log
 from millstream.training.task import Net, Outcome, Task, fitting_batch, labels_of
 
 SCORED_AT_ONCE = 64

@@ -40,15 +40,14 @@ from millstream.training.folder import (
     WEIGHTS,
     JobKey,
     Line,
-    Log,
     environment,
     finished_jobs,
     job_folder,
-    read_lines,
     read_mapping,
     read_scores,
     save,
 )
+from millstream.training.log import Log, read_lines
 from millstream.training.remote_run import RemoteRun, writing_run
 from millstream.training.study import Built, Fold, Interrupted, ModelSpec, Study, StudyPlug, Workplace
 from millstream.training.task import FitResources

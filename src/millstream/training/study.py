@@ -20,7 +20,8 @@ from millstream.core.memory import Allowance
 from millstream.core.split import LABEL
 from millstream.errors import BadSource, NotFinite
 from millstream.training import LoopSettings
-from millstream.training.folder import CHECKPOINTS, JobKey, Log
+from millstream.training.folder import CHECKPOINTS, JobKey
+from millstream.training.log import Log
 from millstream.training.loop import LATEST, SCORED_AT_ONCE, Clock, Job, Training, predict, seed_all
 from millstream.training.task import Arrays, FitResources, Model, Net, Outcome, Task, count_parameters, fitting_batch
 

@@ -22,14 +22,12 @@ from millstream.training.folder import (
     METRICS,
     PREDICTIONS,
     SCORES,
-    Fit,
     JobKey,
-    Metrics,
-    Tail,
     kind_of,
     read_mapping,
     requested_models,
 )
+from millstream.training.log import Fit, Metrics, Tail
 from millstream.view import Query, View
 
 PAGE = "report.html"

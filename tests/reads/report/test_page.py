@@ -16,7 +16,7 @@ from millstream.reads.report.evaluate import read_results
 from millstream.reads.report.figures import draw, split_ids
 from millstream.reads.report.results import ReadResults
 from millstream.report.drawing import Drawing
-from millstream.training.folder import Metrics
+from millstream.training.log import Metrics
 from support.html_page import Page
 from support.making_read_run import EVIL, MODELS, make_read_run
 

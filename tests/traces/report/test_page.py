@@ -16,7 +16,7 @@ from millstream.report.measures import Interval
 from millstream.traces.report import comparison_text, report_on
 from millstream.traces.report.figures import draw
 from millstream.traces.report.results import Results
-from millstream.training.folder import Metrics
+from millstream.training.log import Metrics
 from support.html_page import Page
 from support.made_results import HOSTILE, made_results
 

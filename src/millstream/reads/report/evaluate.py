@@ -22,7 +22,8 @@ from millstream.reads.report.results import (
 from millstream.report import damaged, read_files, unfinished
 from millstream.report.measures import about_seeds, compare, deviation, mean, verdict
 from millstream.report.tables import branch, shown
-from millstream.training.folder import DATA, PREDICTIONS, JobKey, Metrics, requested_models
+from millstream.training.folder import DATA, PREDICTIONS, JobKey, requested_models
+from millstream.training.log import Metrics
 
 MAX_NAMES = 5  # in a sentence
 UNEVEN = 2  # classes are imbalanced if one has this many times the reads of another

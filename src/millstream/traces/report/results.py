@@ -15,7 +15,8 @@ from millstream.report import RunFiles, RunResults, damaged, read_files, train_e
 from millstream.report.measures import Curve, Difference, Floats, Interval, Labels, best_threshold, fit_platt
 from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_token_labels
 from millstream.traces.store.format import id_field
-from millstream.training.folder import CONFIG, PREDICTIONS, Fit, JobKey, read_mapping
+from millstream.training.folder import CONFIG, PREDICTIONS, JobKey, read_mapping
+from millstream.training.log import Fit
 
 _LEAST_SLOPE = 1e-6
 
