@@ -1,12 +1,11 @@
 """The detectors by name: the features each needs, and how it is built."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from millstream.traces.detectors.logistic import Detector, Scores
 from millstream.traces.detectors.net import DetectorNet, LayerLSTM, Net, match_width, score_of
 from millstream.traces.detectors.own import checked_fields, own_detector
 from millstream.traces.detectors.stack import Stack, with_samples
-from millstream.traces.detectors.states import token_field
+from millstream.traces.detectors.states import states_field, token_field
 from millstream.traces.detectors.token_transformer import TokenTransformer
 from millstream.traces.detectors.tokens import (
     TOKEN_DETECTION,
@@ -52,9 +51,25 @@ NULLS = {
     "gnn": ("gnn_shuffled", "gnn_unwired"),
     "gvae": ("gvae_shuffled", "gvae_unwired"),
 }
-LAYER_NETS: Mapping[str, tuple[str, Kind, ModuleType]] = {  # the layer is chosen on validation
-    "mil": ("multiple-instance learning over tokens (HaMI)", "trained", mil),
-    "saplma": ("SAPLMA's net at the last answer token", "baseline", saplma),
+
+
+class LayerKind(NamedTuple):
+    """One kind of net of a single layer, which is chosen on validation."""
+
+    title: str
+    kind: Kind
+    field_of: Callable[[Sequence[str]], str]
+    features: Callable[..., Sequence[Feature]]
+    build: Callable[..., Net]
+
+
+LAYER_NETS = {
+    "mil": LayerKind(
+        "multiple-instance learning over tokens (HaMI)", "trained", token_field, mil.features_of, mil.build
+    ),
+    "saplma": LayerKind(
+        "SAPLMA's net at the last answer token", "baseline", states_field, saplma.features_of, saplma.build
+    ),
 }
 STACKS: Mapping[str, tuple[str, Make]] = {
     "stack": ("probes averaged over layers, token statistics", Stack),
@@ -210,11 +225,12 @@ class DetectorSpec:
                 net = SpacedModel(self.name, self._layers_of(recipe), task=task, most=most, **given)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
         if self.name in LAYER_NETS:
-            title, kind, how = LAYER_NETS[self.name]
-            field = how.field_of(field_names)
-            layers = LayersOf(field, partial(how.features_of, field=field), how.build)
+            layer_net = LAYER_NETS[self.name]
+            field = layer_net.field_of(field_names)
+            layers = LayersOf(field, partial(layer_net.features, field=field), layer_net.build)
             _need(self.name, layers.features([]), field_names)
-            return Built(BestLayerModel(self.name, layers, task=LAYER_DETECTION, **given), title, kind)
+            model = BestLayerModel(self.name, layers, task=LAYER_DETECTION, **given)
+            return Built(model, layer_net.title, layer_net.kind)
         if self.name in STACKS:
             title, make = STACKS[self.name]
             return Built(checked_fields(make(resources, field_names), field_names), title, "trained")

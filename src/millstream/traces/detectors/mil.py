@@ -15,7 +15,6 @@ from torch.nn import functional
 from millstream.core.features import Feature
 from millstream.traces.detectors.layer_nets import LayerLinear, LayerNet
 from millstream.traces.detectors.logistic import split_rows
-from millstream.traces.detectors.states import token_field
 from millstream.traces.detectors.tokens import TokenFeature, observe_tokens, sizes_of
 from millstream.training.task import Batch, Moments
 
@@ -115,9 +114,6 @@ def roughness(scores_BTL: Tensor) -> Tensor:
 
 def features_of(layers: Sequence[int], *, field: str) -> list[Feature]:
     return [TokenFeature(field, tuple(layers) or None, (), is_labelled=False, is_cut=True)]
-
-
-field_of = token_field
 
 
 def build(example: Mapping[str, Tensor], *, layers: Sequence[int]) -> Mil:

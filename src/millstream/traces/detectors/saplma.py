@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from millstream.core.features import Feature
 from millstream.traces.detectors.layer_nets import LayerLinear, LayerNet
-from millstream.traces.detectors.states import last_answer, states_field
+from millstream.traces.detectors.states import last_answer
 from millstream.training.task import Batch, Moments
 
 # B batch, L layers, D hidden
@@ -49,9 +49,6 @@ class Saplma(LayerNet):
 
 def features_of(layers: Sequence[int], *, field: str) -> list[Feature]:
     return [last_answer(layers, field=field)]
-
-
-field_of = states_field
 
 
 def build(example: Mapping[str, Tensor], *, layers: Sequence[int]) -> Saplma:
