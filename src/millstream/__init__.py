@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from millstream.reads.mapping import MappingSource
     from millstream.reads.reads import Reads
     from millstream.tables.rows import Rows
+    from millstream.traces.evaluate import evaluate
     from millstream.traces.extract import extract, replay
     from millstream.traces.features import featurize
     from millstream.traces.label import label
     from millstream.traces.store.traces import Traces
     from millstream.traces.store.writer import TraceWriter
-    from millstream.traces.study import evaluate
     from millstream.training.run import train
 
 __version__ = "0.1.0"
@@ -83,7 +83,7 @@ _HOME = {
     "Traces": "millstream.traces.store.traces",
     "classify": "millstream.reads.classify",
     "concat": "millstream.core.mixture",
-    "evaluate": "millstream.traces.study",
+    "evaluate": "millstream.traces.evaluate",
     "extract": "millstream.traces.extract",
     "replay": "millstream.traces.extract",
     "featurize": "millstream.traces.features",

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +25,7 @@ from millstream.cli.app import (
     show_report,
     with_settings,
 )
+from millstream.core.bucket import is_url
 from millstream.core.config import list_settings, read_settings
 from millstream.core.console import format_bytes, plural, progress, say, show
 from millstream.core.engine import Engine
@@ -267,15 +268,87 @@ def convert(
     _finish_store(written, as_json)
 
 
-def evaluate(run: RunFolder, settings: Settings = None, as_json: Json = False) -> None:
-    """Score traces with the detectors of a run.
+def evaluate(
+    run: RunFolder,
+    stores: Annotated[
+        list[str] | None,
+        typer.Argument(help="Labelled stores, more runs, and settings.", metavar="STORE|RUN|KEY=VALUE"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Score other stores, or the test split again, with the detectors of a run.
 
-    Scores the test split of the run again, or another store (data=STORE).
-    Nothing is fitted.
+    Nothing is fitted. The report of the run compares all stores.
+    With several runs, the best detector of each is shown: trained on (rows),
+    tested on (columns).
+
+    Example: millstream evaluate runs/first other_traces more_traces
     """
-    from millstream.traces.study import evaluate as score
+    from millstream.traces.evaluate import evaluate as score
 
-    show_report(score(run, **asdict(read_settings(EvaluateSettings, settings or []))), as_json)
+    runs, others, settings = _told_apart(run, stores or [])
+    given = asdict(read_settings(EvaluateSettings, settings))
+    data = given.pop("data")
+    others = others or ([data] if data else [])
+    if len(runs) > 1 and not others:
+        raise typer.BadParameter("give the stores to score, too: millstream evaluate RUN RUN STORE STORE")
+    if len(runs) == 1 and len(others) < 2:
+        folder = score(run, *others, **given)
+        if others and not given["out"]:
+            _write_report(run)
+        show_report(folder, as_json)
+        return
+    if given["out"]:
+        raise typer.BadParameter(f"out={given['out']} is the folder of one run and one store")
+    evaluated: dict[Path, list[str]] = {}
+    for one in runs:
+        folders = [folder for folder in score(one, others, **given) if folder != one]
+        for folder in (*folders, one):
+            _write_report(folder)
+        evaluated[one] = [folder.name for folder in folders]
+    _show_transfer(evaluated, given["model"], as_json)
+
+
+def _told_apart(run: Path, given: Sequence[str]) -> tuple[list[Path], list[str], list[str]]:
+    """Runs, stores and settings."""
+    from millstream.training.folder import CONFIG
+
+    runs, stores, settings = [run], list[str](), list[str]()
+    for text in given:
+        is_pair = "=" in text and not is_url(text) and not Path(text).exists()
+        if is_pair or text.endswith((".yaml", ".yml")):
+            settings.append(text)
+        elif ((path := parse_path(text)) / CONFIG).is_file():
+            runs.append(path)
+        else:
+            stores.append(text)
+    return list(dict.fromkeys(runs)), list(dict.fromkeys(stores)), settings
+
+
+def _write_report(run: Path) -> None:
+    """The page of a run, without showing it."""
+    from millstream.errors import BadSource
+    from millstream.report import report_of
+    from millstream.training.remote_run import writing_run
+
+    with writing_run(run) as folder:
+        try:
+            report_of(folder).write(folder / "report.html")
+        except BadSource as error:  # of an evaluation: answers of one kind only; others can still be compared
+            say(str(error))
+
+
+def _show_transfer(evaluated: Mapping[Path, Sequence[str]], models: str | None, as_json: bool) -> None:
+    """Print the detectors of one run, or the chosen ones of several, on the stores that were evaluated."""
+    from millstream.traces.report.transfer import matrix_text, transfer_of_runs
+
+    found = transfer_of_runs(evaluated, models=models)
+    if as_json:
+        print_json(found.json)
+    else:
+        show(matrix_text(found))
+    first = next(iter(evaluated))
+    finish(f"{first}: {plural(len(found.stores), 'store')} compared. Open {first / 'report.html'}", "view", first)
 
 
 def repair(path: Store, as_json: Json = False) -> None:

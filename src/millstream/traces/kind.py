@@ -218,11 +218,13 @@ class TrainSettings(LoopSettings):
 class EvaluateSettings:
     """Settings of `millstream evaluate`."""
 
-    data: Annotated[str | None, "another labelled store; default: the test split of the run"] = None
+    data: Annotated[str | None, "one labelled store, instead of an argument; default: the test split of the run"] = None
     model: Annotated[str | None, "detectors of the run, separated by commas; default: all"] = None
     include_seen: Annotated[bool, "also score questions that the run was trained or validated on"] = False
     memory: Annotated[SizeInBytes, "memory budget of the loader and the working data of a model"] = "2GB"
-    out: Annotated[str | None, "folder to write; default: evaluated/ in the run, and the name of the data"] = None
+    out: Annotated[
+        str | None, "folder to write, of one store; default: evaluated/ in the run, and the name of the store"
+    ] = None
 
 
 def check_positive(positive: str | None) -> None:

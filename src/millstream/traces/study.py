@@ -1,30 +1,23 @@
-"""Detectors of wrong answers, compared on one split of a labelled store; `ms.evaluate` scores with a finished run."""
+"""Detectors of wrong answers, compared on the same splits of a labelled store."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import yaml
 from numpy.typing import NDArray
 
-from millstream.core.arguments import checked
 from millstream.core.batches import codes_of
 from millstream.core.collection import Collection
-from millstream.core.config import parse_bytes, read_settings, without_effect
-from millstream.core.console import quoted, say
-from millstream.core.files import publish, publish_json
+from millstream.core.config import read_settings, without_effect
 from millstream.core.remote import to_path
 from millstream.core.split import LABEL, Split, split
-from millstream.core.tables import publish_table, read_table
-from millstream.errors import BadSource
+from millstream.core.tables import publish_table
 from millstream.traces.convert import names_of
-from millstream.traces.detectors import DetectorSpec, Scored, detector_specs, is_ours, scores_of, used_by
+from millstream.traces.detectors import Scored, detector_specs, scores_of, used_by
 from millstream.traces.examples import (
     check_both,
     fields_of,
@@ -34,33 +27,11 @@ from millstream.traces.examples import (
     open_labelled,
     split_of,
 )
-from millstream.traces.kind import EvaluateSettings, TrainSettings
+from millstream.traces.kind import TrainSettings
 from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_lists, as_token_labels
 from millstream.traces.store.traces import Traces
-from millstream.training.devices import make_fabric
-from millstream.training.folder import (
-    CONFIG,
-    DATA,
-    ENVIRONMENT,
-    METRICS,
-    SCORES,
-    SPLIT,
-    WEIGHTS,
-    JobKey,
-    card_kind,
-    damaged_file,
-    environment,
-    finished_jobs,
-    job_folder,
-    load,
-    load_run,
-    read_scores,
-)
-from millstream.training.log import Log, read_lines
-from millstream.training.remote_run import local_run, writing_run
-from millstream.training.run import write_predictions
-from millstream.training.study import Built, Fold, ModelSpec, Workplace
-from millstream.training.task import FitResources
+from millstream.training.folder import SPLIT
+from millstream.training.study import Built, Fold, ModelSpec
 
 SEEN = "seen.parquet"  # in a run folder: the questions of the splits that models were fitted to
 FITTED = ("train", "val")
@@ -135,7 +106,7 @@ def data_card(path: str, collection: Collection, parts: Mapping[str, Collection]
         "store": str(to_path(path).resolve()),
         "fingerprint": traces.fingerprint,
         "records": len(traces),
-        "label_digest": _digest(collection),
+        "label_digest": digest_of(collection),
         "used": len(collection),
         "verdicts": dict(verdicts),
         "parts": {name: _counts(part) for name, part in parts.items()},
@@ -173,10 +144,10 @@ class Detection:
         rule = self.parts.rule
         parts = {name: self.parts[name] for name in rule.shares}
         card = data_card(self.source, self.collection, parts, f"by a hash of {rule.by}, salt {rule.salt!r}")
-        seen = np.concatenate([_seen_in(one.scored["test"], _fitted(one)) for one in self.folds if not one.labels])
+        seen = np.concatenate([seen_in(one.scored["test"], _fitted(one)) for one in self.folds if not one.labels])
         questions = [len(set(_fitted(one).column("question_id").to_pylist())) for one in self.folds if not one.labels]
         labelled = round(sum(questions) / len(questions))  # of each model
-        return {**card, "labelled": labelled, "seen": _seen_card(seen, left_out=False)}
+        return {**card, "labelled": labelled, "seen": seen_card(seen, left_out=False)}
 
     def keep(self, run: Path) -> None:
         self.parts.save(run / SPLIT)
@@ -256,7 +227,7 @@ def _text_hash(text: object) -> int | None:
     )
 
 
-def _seen_in(collection: Collection, seen: pa.Table) -> NDArray[np.str_]:
+def seen_in(collection: Collection, seen: pa.Table) -> NDArray[np.str_]:
     """The split of `seen` that contains the question of each record, or "". Ids count only if a text is missing."""
     by_text: dict[int, str] = {}
     by_id: dict[str, tuple[str, bool]] = {}
@@ -272,11 +243,11 @@ def _seen_in(collection: Collection, seen: pa.Table) -> NDArray[np.str_]:
     return np.array(found, np.str_)
 
 
-def _seen_card(seen: NDArray[np.str_], *, left_out: bool) -> dict[str, object]:
+def seen_card(seen: NDArray[np.str_], *, left_out: bool) -> dict[str, object]:
     return {**{name: int((seen == name).sum()) for name in FITTED}, "left_out": left_out}
 
 
-def _digest(collection: Collection) -> str:
+def digest_of(collection: Collection) -> str:
     """Changes when a label changes, of a record or of a token, or the set of labelled records."""
     numbers = collection.record_numbers(np.arange(len(collection)))
     labels = np.asarray(collection.column(LABEL).to_numpy(), np.float64)
@@ -293,148 +264,3 @@ def _counts(part: Collection) -> dict[str, int]:
     wrong = int(np.asarray(part.column(LABEL).to_numpy(), np.int64).sum())
     num_questions = len(part) if questions is None else len(set(questions.to_pylist()))
     return {"records": len(part), "questions": num_questions, "wrong": wrong}
-
-
-@checked
-def evaluate(run: str | Path, **settings: object) -> Path:
-    """Score records with the detectors of a run. Returns the folder of the predictions, laid out like a run.
-
-    The labelled records of another store are its test split, without the questions that the run was trained or
-    validated on (`include_seen=True` scores these too, and the report says so). Thresholds and calibration stay as
-    chosen on the validation split of the run. Without `data`, the test split of the run is scored again.
-
-    >>> folder = ms.evaluate("runs/first", data="other_traces/")
-    """
-    given = read_settings(EvaluateSettings, settings)
-    if given.out:
-        with writing_run(given.out) as out:
-            _evaluate(local_run(run), out, given)
-        return to_path(given.out)
-    place = Path("evaluated") / (Path(given.data).resolve().name if given.data else "test")
-    with writing_run(run) as path:
-        _evaluate(path, path / place, given)
-    return to_path(run) / place
-
-
-def _evaluate(path: Path, out: Path, given: EvaluateSettings) -> None:
-    trained, before = load_detector_run(path)
-    collection, card = _records(path, trained, before, given)
-    jobs = _jobs(path, given.model)
-    out.mkdir(parents=True, exist_ok=True)
-    publish_json(out / DATA, card)
-    publish_json(out / ENVIRONMENT, environment())
-    publish(out / CONFIG, yaml.safe_dump({**asdict(trained), "evaluates": str(path)}, sort_keys=False).encode())
-    (out / METRICS).unlink(missing_ok=True)
-    log = Log(out)
-    fits = {JobKey.of_line(line): line for line in read_lines(path) if line["kind"] == "fit"}
-    fabric = make_fabric(replace(trained, devices=1))
-    for job in jobs:
-        name, folder, records = job.model, job_folder(path, job), collection
-        if job.fold and given.data is None:
-            records = split_of(collection, trained)[f"fold {job.fold}"]
-        resources = FitResources(job.seed, parse_bytes(given.memory) // 2)
-        spec = DetectorSpec(name, fields_of(collection))
-        built = spec.build(resources=resources, place=Workplace(trained, fabric, str(given.data or trained.data)))
-        tensors, _ = load(folder / WEIGHTS)
-        built.model.arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
-        begun = time.perf_counter()
-        scores = scores_of(built.model, records)
-        fit = {key: value for key, value in fits.get(job, {}).items() if key not in ("kind", "time_s")}
-        log.write("fit", **{**fit, "score_s": time.perf_counter() - begun, "num_scored": len(records)})
-        scored = read_scores(path, job)
-        validation = scored.filter(pa.array([part == "val" for part in scored.column("part").to_pylist()]))
-        target = job_folder(out, job)
-        target.mkdir(parents=True, exist_ok=True)
-        tables = [validation, scores_table("test", records, scores)]
-        publish_table(target / SCORES, pa.concat_tables(tables, promote_options="default"))
-        say(f"{job}: {len(records)} records scored")
-    write_predictions(out)
-
-
-def load_detector_run(run: Path) -> tuple[TrainSettings, Mapping[str, Any]]:
-    """The settings and the data card of a run of detectors."""
-    found, card = load_run(run, remedy="Next: millstream train data=STORE")
-    if card_kind(card) != "traces":
-        raise BadSource(
-            f"{run}: this run contains read classifiers, not detectors. "
-            f"Next: millstream classify {quoted(run)} READS -o calls.tsv"
-        )
-    missing = [name for name in ("store", "split", "language_model") if name not in card]
-    if missing:
-        raise damaged_file(run / DATA, f"it has no {', '.join(missing)}")
-    return read_settings(TrainSettings, found), card
-
-
-def _records(
-    run: Path, trained: TrainSettings, before: Mapping[str, Any], given: EvaluateSettings
-) -> tuple[Collection, dict[str, object]]:
-    """The records to score, and their data card; `before` is the data card of the run."""
-    data = given.data
-    if data is None:
-        store = trained.data if to_path(trained.data).exists() else str(before["store"])
-        whole = open_labelled(store, trained.label, trained.positive)
-        test: Collection = whole if trained.folds else Split.load(run / SPLIT, whole)["test"]
-        how, seen = str(before["split"]), before.get("seen")
-    else:
-        store, whole = data, open_labelled(data, trained.label, trained.positive)
-        test, seen = _unseen(run, whole, given)
-        how = "all records are the test split"
-    card = data_card(store, test, {"test": test}, how)
-    if card["language_model"] != before["language_model"]:
-        raise BadSource(
-            f"{store}: contains traces of {card['language_model']!r}, but the detectors of {run} were trained on "
-            f"those of {before['language_model']!r}. Extract the questions with that model"
-        )
-    is_relabelled = card["fingerprint"] == before.get("fingerprint") and _digest(whole) != before.get("label_digest")
-    has_other_rule = trained.label in ("verdict", LABEL) and card["label_version"] != before.get("label_version")
-    if is_relabelled or has_other_rule:
-        card["trained_label_rule"] = before.get("label_rule") or "unknown"
-    return test, {**card, "seen": seen}
-
-
-def _unseen(run: Path, collection: Collection, given: EvaluateSettings) -> tuple[Collection, Mapping[str, object]]:
-    """The records whose questions the run was not fitted to, and how many others there are; all with `include_seen`."""
-    try:
-        seen = _seen_in(collection, read_table(run / SEEN))
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise BadSource(
-            f"{run / SEEN}: the list of questions that the run was trained on is missing or damaged "
-            f"({type(error).__name__}). Run the same millstream train command again to write it"
-        ) from None
-    counted = _seen_card(seen, left_out=not given.include_seen)
-    if given.include_seen or not (seen != "").any():
-        return collection, counted
-    unseen = np.flatnonzero(seen == "")
-    if not len(unseen):
-        raise BadSource(
-            f"{given.data}: all {len(seen)} labelled records have questions that {run} was trained or validated on. "
-            "Extract other questions, or score these anyway: include_seen=true"
-        )
-    say(
-        f"{len(seen) - len(unseen)} of {len(seen)} records left out: the run was trained ({counted['train']}) or "
-        f"validated ({counted['val']}) on their questions. To score these too: include_seen=true"
-    )
-    return collection.subset(unseen), counted
-
-
-def _jobs(run: Path, names: str | None) -> list[JobKey]:
-    """The trained models of a run, or those named; of a learning curve, those of all labels.
-
-    A run folder names no code: a detector of one's own is imported only if it is among `names`.
-    """
-    finished = [job for job in finished_jobs(run) if not job.labels]
-    wanted = None if names is None else {name.strip() for name in names.split(",") if name.strip()}
-    unknown = sorted((wanted or set[str]()) - {job.model for job in finished})
-    if unknown:
-        found = ", ".join(dict.fromkeys(job.model for job in finished)) or "none"
-        raise BadSource(f"{run}: contains no trained detector {', '.join(unknown)}; trained are: {found}")
-    if wanted is not None:
-        return [job for job in finished if job.model in wanted]
-    ours = [job for job in finished if is_ours(job.model)]
-    others = ",".join(dict.fromkeys(job.model for job in finished if not is_ours(job.model)))
-    if not ours:
-        remedy = f". Name those of your own to import them: model={others}" if others else ""
-        raise BadSource(f"{run}: contains no trained detector of millstream{remedy}")
-    if others:
-        say(f"{others}: left out; detectors of your own are imported only if you name them: model={others}")
-    return ours

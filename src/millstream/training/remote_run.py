@@ -19,13 +19,13 @@ from millstream.core.files import lock, locked, publish_json
 from millstream.core.remote import RemotePath, spool_folder, to_path
 from millstream.core.transfer import fetch
 from millstream.errors import BadSource, MillstreamError, RemoteError, StoreExists
-from millstream.training.folder import LATEST, METRICS, PREDICTIONS, SCORES, WEIGHTS
+from millstream.training.folder import EVALUATED, LATEST, METRICS, PREDICTIONS, SCORES, WEIGHTS
 
 UPLOAD_S = "20"  # between uploads while a run trains; $MILLSTREAM_UPLOAD_S
 # Uploaded in this order, all other files of a run first and what is made of it last. A checkpoint follows the lines of
 # the log and the best weights that belong to it; scores mark a model as finished.
 _ORDER = (METRICS, LATEST, WEIGHTS, SCORES, PREDICTIONS)
-_DERIVED = ("report.html", "figures/", "tables/", "evaluated/")
+_DERIVED = ("report.html", "figures/", "tables/", f"{EVALUATED}/")
 Stamp = list[int]  # size and modification time of a local file
 
 

@@ -24,6 +24,14 @@ from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.figures import draw
 from millstream.traces.report.results import Mistake, ModelResult, Results
 from millstream.traces.report.tokens import token_lines, token_section, token_tables
+from millstream.traces.report.transfer import (
+    Matrix,
+    draw_transfer,
+    matrix_text,
+    transfer_of,
+    transfer_section,
+    transfer_tables,
+)
 
 TRAIN_SETTINGS = "data=STORE"
 COMPARISON = Comparison("detector", "auroc", "AUROC")
@@ -52,7 +60,7 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
             Column("f1", "F1", "of wrong answers, at the threshold chosen on validation", lambda m: m.f1),
             Column("precision", "precision", "at the threshold chosen on validation", lambda m: m.precision),
             Column("recall", "recall", "at the threshold chosen on validation", lambda m: m.recall),
-            Column("threshold", "threshold", "chosen on validation, first seed", lambda m: m.threshold, ".3g"),
+            Column("threshold", "threshold", "chosen on validation, first seed and fold", lambda m: m.threshold, ".3g"),
         ),
         "calibration": (
             Column("brier", "Brier", "mean squared error of the probability; lower is better", lambda m: m.brier),
@@ -76,7 +84,7 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
             Column("prr", "PRR", "prediction rejection ratio: 0 is chance, 1 is perfect", lambda m: m.prr),
         ),
         "cost": (
-            Column("fit_s", "fit, s", "seconds to fit", lambda m: m.fit_s, ",.1f"),
+            Column("fit_s", "fit, s", "seconds to fit, all folds together", lambda m: m.fit_s, ",.1f"),
             Column("score_ms", "s per 1,000", "seconds to score 1,000 answers", lambda m: m.score_ms, ",.2f"),
             Column("trace_kb", "kB per trace", "data read from the store per trace", lambda m: m.trace_kb, ",.1f"),
             Column(
@@ -95,7 +103,15 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
             ),
             Column("parameters", "parameters", "number of fitted parameters", lambda m: m.parameters, ",d"),
         ),
-        "": (Column("chosen", "chosen", "hyperparameters chosen on validation", lambda m: chosen_text(m.chosen), ""),),
+        "": (
+            Column(
+                "chosen",
+                "chosen",
+                "hyperparameters chosen on validation, first seed and fold",
+                lambda m: chosen_text(m.chosen),
+                "",
+            ),
+        ),
     }
 )
 _PAPER = ("auroc", "auroc_sd", "aupr", "aupr_right", "fpr_at_95_tpr", "f1", "brier_platt", "ece_platt", "aurc", "fit_s")
@@ -110,11 +126,13 @@ _TERMINAL = {
 
 def report(run: Path) -> Report:
     """The report on the detectors of a run."""
-    return report_on(read_results(run))
+    results = read_results(run)
+    transfer = transfer_of(results)
+    return report_on(results, transfer if transfer.has_others else None)
 
 
-def report_on(results: Results) -> Report:
-    """The report on results.
+def report_on(results: Results, transfer: Matrix | None = None) -> Report:
+    """The report on results, and on those on other stores.
 
     >>> report_on(read_results("run")).write(Path("run/report.html"))  # doctest: +SKIP
     """
@@ -124,35 +142,40 @@ def report_on(results: Results) -> Report:
         results=results,
         comparison=COMPARISON,
         num_models=len(results.models),
-        text=comparison_text(results),
+        text="\n".join([comparison_text(results), *([] if transfer is None else [matrix_text(transfer)])]),
         json={
             "num_test": results.num_test,
             "num_wrong": results.num_wrong,
             "models": [asdict(model) for model in results.models],
             **({} if results.tokens is None else {"tokens": asdict(results.tokens)}),
+            **({} if transfer is None else {"transfer": transfer.json}),
         },
         models=models,
         paper=models.only("name", "kind", *_PAPER),
         card=results.data,
-        more_tables=partial(token_tables, results.tokens),
+        more_tables=lambda: {**token_tables(results.tokens), **transfer_tables(transfer)},
         title=Path(str(store)).name if store else results.path.name,
         facts={
             "store": store,
             "language model": results.data.get("language_model"),
-            "questions": f"{records:,} in total, {results.num_test:,} in test{_folds(results)}"
-            if isinstance(records, int)
-            else results.num_test,
+            "trained on": results.data.get("trained_on"),
+            "questions": f"{f'{records:,} in total, ' if isinstance(records, int) else ''}{scored(results)}",
             "run": results.path,
             "date": results.environment.get("time"),
         },
-        draw=partial(draw, results),
-        sections=partial(_sections, results),
+        draw=lambda: [*draw(results), *draw_transfer(transfer)],
+        sections=partial(_sections, results, transfer),
     )
 
 
-def _folds(results: Results) -> str:
-    folds = results.config.get("folds")
-    return f", each scored by models that did not see it ({folds} folds)" if folds else ""
+def scored(results: Results) -> str:
+    """What was scored, and by which models."""
+    num, folds = f"{results.num_test:,}", results.config.get("folds")
+    if not folds:
+        return f"{num} in the test split"
+    if "trained_on" in results.data:
+        return f"{num} scored, each by the models of all {folds} folds"
+    return f"{num} scored out of fold, each by models that did not see its question ({folds} folds)"
 
 
 def comparison_text(results: Results, *, width: int = 100) -> str:
@@ -160,7 +183,7 @@ def comparison_text(results: Results, *, width: int = 100) -> str:
     table = _comparison(results).only("name", "auroc", "auroc_sd", "aupr", "f1", "ece_platt", "fit_s")
     lines = Table(titled(table.columns, _TERMINAL), table.rows).text(width=width, full=["auroc"])
     lines.append(
-        f"{results.num_test} test questions, {results.num_wrong} wrong: prevalence {shown(results.prevalence)}. "
+        f"{scored(results)}; {results.num_wrong:,} wrong: prevalence {shown(results.prevalence)}. "
         "ECE after Platt scaling."
     )
     if results.tokens is not None:
@@ -172,7 +195,9 @@ def _comparison(results: Results) -> Table[ModelResult]:
     return Table((*_ABOUT, *_MEASURES), results.models)
 
 
-def _sections(results: Results, drawings: Sequence[Drawing]) -> list[Section]:
+def _sections(results: Results, transfer: Matrix | None, drawings: Sequence[Drawing]) -> list[Section]:
+    heat_maps = [drawing for drawing in drawings if drawing.name == "transfer"]
+    is_evaluation = "evaluates" in results.config  # its run has the section
     return [
         _comparison_section(results),
         *([] if results.tokens is None else [token_section(results.tokens)]),
@@ -181,8 +206,9 @@ def _sections(results: Results, drawings: Sequence[Drawing]) -> list[Section]:
             COMPARISON,
             text="AUROC of the first detector minus AUROC of the second, on the same questions",
         ),
+        *([] if is_evaluation else [transfer_section(transfer, heat_maps)]),
         figure_section(
-            drawings,
+            [drawing for drawing in drawings if drawing not in heat_maps],
             text="In colour: the trained detectors (solid) and the three best baselines on validation (dashed). Curves "
             "show the first seed.",
         ),
@@ -194,7 +220,7 @@ def _sections(results: Results, drawings: Sequence[Drawing]) -> list[Section]:
 def _comparison_section(results: Results) -> Section:
     models = results.models
     text = (
-        f"{results.num_wrong:,} of {results.num_test:,} test answers are wrong: a prevalence of "
+        f"Answers: {scored(results)}. {results.num_wrong:,} of {results.num_test:,} are wrong: a prevalence of "
         f"{shown(results.prevalence)}, which is the AUPR of a random detector. Small numbers are 95 % intervals "
         "over questions. Click a heading to sort."
     )
@@ -216,13 +242,13 @@ def _comparison_section(results: Results) -> Section:
     words = [{model.name: model.title for model in models}, {one.title: one.hint for one in _MEASURES}]
     explained = WordsBlock("What the detectors and the columns mean", words)
     blocks = [TextBlock(text), KeyBlock(marks), block, explained] if models else []
-    return Section("comparison", "Comparison", blocks, "Left out: no detector was scored on the test split.")
+    return Section("comparison", "Comparison", blocks, "Left out: no detector has scores.")
 
 
 def _mistake_section(mistakes: Sequence[Mistake]) -> Section:
     if not mistakes:
         return Section("mistakes", "Most confident mistakes", [], "Left out: no detector made a mistake.", "Mistakes")
-    text = f"Test questions on which {mistakes[0].detector} was most confident and wrong."
+    text = f"Questions on which {mistakes[0].detector} was most confident and wrong."
     cards = [
         (
             _guess(mistake),

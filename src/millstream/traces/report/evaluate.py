@@ -29,7 +29,7 @@ from millstream.report.measures import (
     equal_bins,
     verdict,
 )
-from millstream.report.tables import shown
+from millstream.report.tables import branch, shown
 from millstream.traces.label import references_of
 from millstream.traces.report.results import Mistake, ModelResult, Results, Run, Split, Trial, read_run
 from millstream.traces.report.tokens import token_findings, token_results
@@ -58,7 +58,7 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
     read = read_run(run)
     test = read.test
     detectors = {name: _Detector(name, trials, read) for name, trials in read.trials.items()}
-    questions = np.unique(test.question_ids.astype(str), return_inverse=True)[1]
+    questions = test.questions
     wanted = {name: detector.measure(test.labels) for name, detector in detectors.items()}
     drawn = bootstrap(wanted, test.labels, groups=questions, resamples=resamples)
     found = {name: dict(zip(MEASURES, numbers, strict=True)) for name, numbers in drawn.items()}
@@ -187,7 +187,7 @@ def _numbers(labels: Labels, one: Trial, order: NDArray[np.int64], counts_RN: Co
 def _learning(run: Run, questions: NDArray[np.int64]) -> dict[str, list[tuple[int, Interval]]]:
     """The AUROC of each detector by the number of labelled questions."""
     points = {(name, point.labels): point.trials for name, curve in run.curves.items() for point in curve}
-    wanted = {key: _areas(trials, run.test.labels) for key, trials in points.items()}
+    wanted = {key: mean_area(trials, run.test.labels) for key, trials in points.items()}
     drawn = bootstrap(wanted, run.test.labels, groups=questions, resamples=CURVE_RESAMPLES) if wanted else {}
     found: dict[str, list[tuple[int, Interval]]] = {name: [] for name in run.trials}
     for name, labels in sorted(points):
@@ -195,7 +195,9 @@ def _learning(run: Run, questions: NDArray[np.int64]) -> dict[str, list[tuple[in
     return found
 
 
-def _areas(trials: Sequence[Trial], labels: Labels) -> Measure:
+def mean_area(trials: Sequence[Trial], labels: Labels) -> Measure:
+    """A function that computes the AUROC of a detector, the mean over its seeds, on resampled records."""
+
     def area(counts_RN: Counts) -> Floats:
         return np.mean([aurocs(labels, trial.test, counts_RN) for trial in trials], axis=0)[None]
 
@@ -358,7 +360,7 @@ def findings(
     for name in sorted((model.name for model in models if model.kind == TRAINED), key=lambda name: name != "gnn"):
         sentences += sentences_on.structure(name)
     if best.detector is not None:
-        sentences += [*_length(by_name), *_size(by_name[best.detector], num_test)]
+        sentences += [*_length(by_name), *_size(by_name[best.detector], data, num_test)]
     sentences += [*_excluded(data), *_seen(data, num_test), *_relabelled(data)]
     if best.trained is not None:
         trained = by_name[best.trained]
@@ -426,10 +428,11 @@ def _length(models: Mapping[str, ModelResult]) -> Iterator[str]:
         )
 
 
-def _size(model: ModelResult, num_test: int) -> Iterator[str]:
+def _size(model: ModelResult, data: Mapping[str, object], num_test: int) -> Iterator[str]:
     half = (model.auroc.high - model.auroc.low) / 2
     if half > NARROW:
-        yield f"The test split is small: {num_test} records determine the AUROC of {model.name} only to ±{half:.3f}."
+        what = "data set" if any(name.startswith("fold ") for name in branch(data.get("parts"))) else "test split"
+        yield f"The {what} is small: {num_test} records determine the AUROC of {model.name} only to ±{half:.3f}."
 
 
 def _excluded(data: Mapping[str, object]) -> Iterator[str]:

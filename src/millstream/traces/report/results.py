@@ -130,6 +130,11 @@ class Split:
     question_ids: NDArray[np.object_]
     labels: Labels
 
+    @property
+    def questions(self) -> NDArray[np.int64]:
+        """The question of each record, as a number from 0."""
+        return np.unique(self.question_ids.astype(str), return_inverse=True)[1]
+
 
 @dataclass(frozen=True)
 class Trial:

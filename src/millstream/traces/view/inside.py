@@ -188,7 +188,7 @@ def _restore_nets(run: Path, traces: Traces) -> Mapping[str, Sequence[NetModel]]
         return {}
     # These import torch, which takes seconds: only a run with nets should wait for it.
     from millstream.traces.detectors import NETS, DetectorSpec
-    from millstream.traces.study import load_detector_run
+    from millstream.traces.evaluate import load_detector_run
     from millstream.training.devices import ScoringDevice
     from millstream.training.folder import load
     from millstream.training.study import NetModel, Workplace
