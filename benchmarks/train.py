@@ -36,6 +36,7 @@ from millstream.features import fields
 from millstream.traces.detectors import DETECTION, DetectorSpec
 from millstream.traces.kind import TrainSettings
 from millstream.traces.study import open_labelled
+from millstream.training.folder import JobKey
 from millstream.training.log import Log
 from millstream.training.loop import Clock, Job, Training, seed_all, steps_of
 from millstream.training.run import make_fabric
@@ -133,7 +134,7 @@ def make_store(folder: Path, sizes: Sizes) -> Path:
 def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int, threads: int) -> Result:
     """Seconds of streaming epochs and of epochs over the same batches in RAM, interleaved; and of one from disk."""
     settings = TrainSettings(data=str(store), memory=MEMORY, epochs=sizes.epochs + 2)
-    traces = open_labelled(settings.data, settings.label)
+    traces = open_labelled(settings.data, settings.label, positive="wrong")
     part = traces.subset(range(min(num_records, len(traces))))
     fabric = make_fabric(settings)
     torch.set_num_threads(threads)
@@ -142,7 +143,8 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
     detector = spec.build(resources=resources, place=Workplace(settings, fabric, str(store))).model
     seed_all(0)
     net = detector.build(part)
-    detector.prepare(net, part)
+    key = JobKey(name, 0)
+    detector.prepare(net, part, key)
     loader = ms.Loader(
         part,
         batch_size=max(s for s in range(1, detector.at_once + 1) if settings.batch_size % s == 0),
@@ -150,9 +152,9 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
         memory=resources.memory,
         notify=ignore_message,
     )
-    kept = [{key: value.clone() for key, value in batch.items()} for batch in loader]
+    kept = [{entry: value.clone() for entry, value in batch.items()} for batch in loader]
     seen = detector.kit.features
-    job = Job(name, 0, folder, settings, DETECTION, seen, seen, resources.memory, str(store), detector.at_once)
+    job = Job(key, folder, settings, DETECTION, seen, seen, resources.memory, str(store), detector.at_once)
 
     def training() -> Training:
         return Training(job, fabric, deepcopy(net), log=Log(folder), progress=silent, stop=lambda: False)

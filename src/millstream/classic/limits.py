@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import BinaryIO, cast
 
 from millstream.core.console import format_bytes
-from millstream.core.memory import Heap, available_bytes, resident_bytes
+from millstream.core.memory import available_bytes, resident_bytes, trim_malloc
 from millstream.errors import BadSource
 
 MAX_FACTOR = 100  # a file decodes to at most so many times its size,
@@ -47,14 +47,13 @@ class MemoryLimit:
     def __init__(self, path: str, num_bytes: int | None = None) -> None:
         self._path = path
         self._num_bytes = available_bytes() // 2 if num_bytes is None else num_bytes
-        self._heap = Heap(-1)  # trims whenever it is asked to
-        self._heap.trim_malloc()  # free memory of earlier work would hide new growth
+        trim_malloc()  # free memory of earlier work would hide new growth
         self._base = resident_bytes()
 
     def check(self, more: int = 0) -> None:
         """BadSource if the process has grown too much, or would by allocating `more` bytes."""
         if self._is_over(more):
-            self._heap.trim_malloc()  # of the traces before
+            trim_malloc()  # of the traces before
             if self._is_over(more):
                 raise BadSource(
                     f"{self._path}: decoding a trace takes more than {format_bytes(self._num_bytes)}. "

@@ -363,7 +363,7 @@ def _layers(names: Sequence[str], recipe: Recipe) -> Feature:
 def _graphs(names: Sequence[str], recipe: Recipe, wiring: Wiring) -> Feature:
     make = partial(graphs, recipe.k, threshold=recipe.threshold, wiring=wiring, dtype=None)
     if "nodes" in names and "edge_source" in names:
-        return make(hidden="nodes", attention=STORED, tokens="answer", heads="all" if "edge_heads" in names else "mean")
+        return make(hidden="nodes", attention=STORED, tokens="answer")
     if "hidden" in names and "attention" in names:
         return make(tokens="answer" if "answer_len" in names and "prompt_len" in names else "all")
     for others in imported_fields():
