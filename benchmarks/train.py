@@ -166,7 +166,7 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
     waiting: list[float] = []
     firsts: list[float] = []
 
-    def run(side: str) -> tuple[float, float, float]:
+    def run(side: str) -> tuple[float, float, float, float]:
         loader.set_epoch(0)  # the same batches each time
         return one_epoch(sides[side], loader if side == "stream" else kept, weight_2, len(part))
 
@@ -175,11 +175,10 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
         if turn > LEAST_TURNS and time.perf_counter() - start > EPOCHS_S:
             break
         for side in ("stream", "ram") if turn % 2 else ("ram", "stream"):
-            before = time.process_time()
-            took, waited, first = run(side)
+            took, waited, first, cpu_s = run(side)
             if turn:
                 seconds[side].append(took)
-                cpu[side].append(time.process_time() - before)
+                cpu[side].append(cpu_s)
                 if side == "stream":
                     waiting.append(waited / took)
                     firsts.append(first)
@@ -189,7 +188,7 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
             pass
         seconds["loader alone"].append(time.perf_counter() - started)
     drop_cache(store)
-    cold, waited, _ = run("stream")
+    cold, waited, *_ = run("stream")
     batch_bytes = sum(value.nbytes for batch in kept for value in batch.values()) / len(kept)
     return {
         "model": name,
@@ -210,17 +209,17 @@ def epochs(name: str, store: Path, folder: Path, sizes: Sizes, num_records: int,
 
 def one_epoch(
     training: Training, batches: Iterable[Any], weight_2: torch.Tensor, num_records: int
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float, float]:
     """Like `Training.run`, without validation and checkpoints.
 
-    Returns the total seconds, those spent waiting for batches, and those until the first batch.
+    Returns the total seconds, those spent waiting, those until the first batch, and CPU seconds of all threads.
     """
     given, at = training.job.settings, training.at
     steps = math.ceil(num_records / given.batch_size)
     at.sums = {}
     training.bare.train()
     gc.collect()
-    clock = Clock()
+    clock, cpu = Clock(), time.process_time()
     first = 0.0
     count = next(given.batch_size // s for s in range(training.job.at_once, 0, -1) if given.batch_size % s == 0)
     for parts in steps_of(clock.watch(batches), -(-num_records * count // given.batch_size), count):
@@ -229,7 +228,7 @@ def one_epoch(
         if isinstance(batches, ms.Loader):
             at.loader = batches.state_dict()
         training._show(clock, num_records, steps)
-    return clock.seconds, clock.waited, first
+    return clock.seconds, clock.waited, first, time.process_time() - cpu
 
 
 def same_losses(one: Training, other: Training) -> bool:
