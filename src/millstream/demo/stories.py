@@ -28,7 +28,7 @@ from millstream.traces.store.manifest import list_shards
 from millstream.traces.store.repair import verify
 from millstream.traces.store.traces import LABELS_FILE, Traces
 
-ALL = "model=lstm,gnn,gvae,baselines"
+DETECTORS = "model=stack,lstm,gnn,baselines"
 EXPOSURES = ("often", "sometimes", "rarely", "never", "popular", "obscure")
 
 
@@ -51,7 +51,7 @@ FACTS = Story(
     questions="facts",
     extract=("tier=probe", "max_new_tokens=12", "shard_bytes=32MB", "memory=256MB"),
     rule="em",
-    train=(ALL, "seeds=1", "epochs=6", "batch_size=64", "parameters=30000", "memory=500MB"),
+    train=(DETECTORS, "seeds=1", "epochs=6", "batch_size=64", "parameters=30000", "memory=500MB"),
 )
 WORLD = Story(
     intro="SmolLM2, a real language model of 135 M parameters, and questions about countries, cities and elements.",
@@ -68,7 +68,7 @@ WORLD = Story(
         "--shuffle-seed=0",
     ),
     rule="default",
-    train=(ALL, "seeds=1", "epochs=6", "parameters=50000", "memory=1GB"),
+    train=(DETECTORS, "seeds=1", "epochs=6", "parameters=50000", "memory=1GB"),
     num_questions=1500,
 )
 Run = Callable[[list[str]], object]

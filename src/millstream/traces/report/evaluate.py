@@ -91,7 +91,7 @@ def read_results(run: str | Path, *, resamples: int = RESAMPLES) -> Results:
         mistakes=[] if mistaken is None else texts.mistakes(mistaken.name, mistaken.probabilities()),
         tokens=tokens,
         findings=[
-            *findings(models, differences, best=best, data=read.data, num_test=len(test.labels), resamples=resamples),
+            *findings(models, differences, best=best, data=read.data, labels=test.labels, resamples=resamples),
             *token_findings(tokens),
         ],
         missing=read.missing,
@@ -349,7 +349,7 @@ def findings(
     *,
     best: Best,
     data: Mapping[str, object],
-    num_test: int,
+    labels: Labels,
     resamples: int,
 ) -> list[str]:
     """What a reader should know, including negative results."""
@@ -357,11 +357,17 @@ def findings(
     least = 2 * len(differences) / (resamples + 1)  # no corrected p can be smaller with this many resamples
     sentences_on = _Comparisons(by_name, {(found.a, found.b): found for found in differences}, least_p=least)
     sentences = [*sentences_on.best_trained(best), *sentences_on.best_probe(best)]
+    if best.detector is not None:
+        kept = by_name[best.detector].accuracy_kept
+        sentences.append(
+            f"When the {1 - KEPT:.0%} of answers that are most suspicious to {best.detector} are withheld, a share of "
+            f"{kept} of the others is right; of all answers {1 - labels.mean():.3f}."
+        )
     for name in sorted((model.name for model in models if model.kind == TRAINED), key=lambda name: name != "gnn"):
         sentences += sentences_on.structure(name)
     if best.detector is not None:
-        sentences += [*_length(by_name), *_size(by_name[best.detector], data, num_test)]
-    sentences += [*_excluded(data), *_seen(data, num_test), *_relabelled(data)]
+        sentences += [*_length(by_name), *_size(by_name[best.detector], data, len(labels))]
+    sentences += [*_excluded(data), *_seen(data, len(labels)), *_relabelled(data)]
     if best.trained is not None:
         trained = by_name[best.trained]
         sentences.append(about_seeds(trained.name, "AUROC", trained.seeds, shown(trained.auroc_sd)))
