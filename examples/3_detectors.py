@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     models = "lstm,length,mean_logprob,probe_last_answer,3_detectors:Doubt"  # run again with more models to add them
     settings = {"seeds": 1, "epochs": 8, "parameters": 20_000, "token": "first_answer", "memory": "200MB"}
     run = ms.train(folder / "traces", model=models, out=str(folder / "run"), **settings)
-    scored = ms.evaluate(run.path, model="lstm")  # the test split again; or data=OTHER_STORE of the same model
+    scored = ms.evaluate(run.path, model="lstm")  # the test split again; or another store of the same model
     print(f"{scored / 'predictions.parquet'} has the scores of lstm only")
     report = report_of(run.path)
     print(report.lines())

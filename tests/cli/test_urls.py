@@ -50,7 +50,7 @@ CASES = {  # for every path: a command in which that path begins with @
     ("featurize", "settings"): "featurize traces other @features.yaml",
     ("convert", "paths"): "convert old.pkl @new/converted",
     ("evaluate", "run"): "evaluate @run",
-    ("evaluate", "settings"): "evaluate run data=@traces out=evaluated",
+    ("evaluate", "stores"): "evaluate run @traces out=evaluated",
     ("repair", "path"): "repair @traces",
     ("merge", "paths"): "merge @traces merged",
     ("subset", "path"): "subset @traces some --shards 0",

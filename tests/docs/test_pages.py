@@ -3,11 +3,12 @@
 - Languages are `python`, `sh`, `yaml`, `json` and `text` (output and drawings, not run). A block without a language or
   with another one, and indented code, are failures. So are admonitions (`!!!`): pages are plain CommonMark.
 - A page runs in its own copy of a small folder (support/docs_world.py): `Qwen/Qwen3-4B` (a tiny model),
-  `triviaqa.jsonl`, `traces/` and `other_traces/` (labelled, tier probe), `full/` (12 traces of tier full), `runs/first`
-  (detectors), `genomes/` and `genomes/strains/` (*.fna.gz), `species.tsv`, `train.fa.gz`, `val.fa`, `known.fa`,
-  `strains.fa`, `reads.fa.gz`, `sample.fq.gz`, `reads_1.fq.gz`, `reads_2.fq.gz`, `runs/reads` (classifiers), and
-  `configs/` with few epochs. From the old scripts: `old/*.pkl`, `preprocessed_data/`, `ground_truth_scores.csv`.
-  `traces/`, `runs/first` and `runs/reads` were made with commands of the README, so the same commands resume them.
+  `triviaqa.jsonl`, `traces/`, `other_traces/` and `more_traces/` (labelled, tier probe, other questions), `full/` (12
+  traces of tier full), `runs/first` (detectors), `genomes/` and `genomes/strains/` (*.fna.gz), `species.tsv`,
+  `train.fa.gz`, `val.fa`, `known.fa`, `strains.fa`, `reads.fa.gz`, `sample.fq.gz`, `reads_1.fq.gz`, `reads_2.fq.gz`,
+  `runs/reads` (classifiers), and `configs/` with few epochs. From the old scripts: `old/*.pkl`, `preprocessed_data/`,
+  `ground_truth_scores.csv`. `traces/`, `runs/first` and `runs/reads` were made with commands of the README, so the
+  same commands resume them.
 - python: the blocks of a page share one namespace. A block that begins with `# name.py` is also written to that file.
 - sh: every command exits with 0, or with N if its line says `# exit N`. Plain `millstream` and `python` lines run in
   this process; a block with pipes, variables, `&` and so on runs as a whole in `bash -e`. `--reads N` is reduced.
@@ -51,6 +52,7 @@ for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotli
 
 # Page and reason of every block that is not run: adding one is a decision.
 NOT_RUN = {
+    ("docs/how-to/compare.md", "needs a Ray cluster"),
     ("docs/how-to/many-gpus.md", "needs four GPUs"),
     ("docs/how-to/many-gpus.md", "needs several machines"),
     ("docs/how-to/many-gpus.md", "needs a Ray cluster"),

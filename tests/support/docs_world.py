@@ -112,11 +112,20 @@ def _make_traces(num_questions: int) -> None:
     _write_rows([{**row, "answer": answers[place] if place % 4 < 2 else "Aare"} for place, row in enumerate(rows)])
     run(*command)
     run("label", "traces/")
-    shutil.copytree("traces", "other_traces")
+    for name in ("other", "more"):
+        _copy_with_other_questions(Path("traces"), Path(f"{name}_traces"), name)
     run("extract", "triviaqa.jsonl", "full/", f"model={MODEL}", "tier=full", "max_new_tokens=8", "num_samples=12")
     run("label", "full/")
     models = "model=lstm,gnn,gvae,baselines"
     run("train", "configs/detector.yaml", "data=traces/", models, "out=runs/first", "memory=500MB")
+
+
+def _copy_with_other_questions(store: Path, copy: Path, name: str) -> None:
+    traces = ms.open(store)
+    with ms.TraceWriter(copy, schema=traces.fields, config=dict(traces.config)) as writer:
+        for record in traces:
+            writer.append({**record, "question": f"{record['question']} ({name})"})
+    shutil.copy(store / "labels.parquet", copy)
 
 
 def _make_reads() -> None:

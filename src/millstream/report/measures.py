@@ -393,7 +393,7 @@ def verdict(found: Difference, other: str, *, least_p: float = 0.0) -> str:
 def about_seeds(name: str, measure: str, num_seeds: int, deviations: str) -> str:
     """How many seeds the numbers of a model are averaged over, and how much they vary."""
     if num_seeds == 1:
-        return f"{name} was trained once, so how much its {measure} depends on the seed is unknown."
+        return f"{name} was trained with one seed, so how much its {measure} depends on the seed is unknown."
     few = "" if num_seeds >= MANY_SEEDS else f"; {MANY_SEEDS} or more seeds would give a better estimate"
     return (
         f"Numbers of {name} are means over {num_seeds} seeds; the standard deviation of its {measure} between seeds is "

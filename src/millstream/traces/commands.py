@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,7 +29,11 @@ from millstream.core.bucket import is_url
 from millstream.core.config import list_settings, read_settings
 from millstream.core.console import format_bytes, plural, progress, say, show
 from millstream.core.engine import Engine
+from millstream.errors import BadSource
 from millstream.traces.kind import EvaluateSettings, ExtractSettings, FeaturizeSettings, LabelSettings
+
+if TYPE_CHECKING:
+    from millstream.traces.report.transfer import Matrix
 
 PANEL = "Language models: from questions to labelled traces"
 
@@ -300,13 +304,8 @@ def evaluate(
         return
     if given["out"]:
         raise typer.BadParameter(f"out={given['out']} is the folder of one run and one store")
-    evaluated: dict[Path, list[str]] = {}
-    for one in runs:
-        folders = [folder for folder in score(one, others, **given) if folder != one]
-        for folder in (*folders, one):
-            _write_report(folder)
-        evaluated[one] = [folder.name for folder in folders]
-    _show_transfer(evaluated, given["model"], as_json)
+    matrices = {one: _evaluate_stores(one, others, given) for one in runs}
+    _show_transfer(matrices, given["model"], as_json)
 
 
 def _told_apart(run: Path, given: Sequence[str]) -> tuple[list[Path], list[str], list[str]]:
@@ -325,9 +324,26 @@ def _told_apart(run: Path, given: Sequence[str]) -> tuple[list[Path], list[str],
     return list(dict.fromkeys(runs)), list(dict.fromkeys(stores)), settings
 
 
+def _evaluate_stores(run: Path, stores: Sequence[str], given: Mapping[str, Any]) -> "Matrix":
+    """Score stores and write the pages of all evaluations and of the run. Returns how its detectors transfer."""
+    from millstream.traces.evaluate import evaluate as score
+    from millstream.traces.report import report_on
+    from millstream.traces.report.evaluate import read_results
+    from millstream.traces.report.transfer import transfer_of
+    from millstream.training.remote_run import writing_run
+
+    folders = [folder for folder in score(run, stores, **given) if folder != run]
+    for folder in folders:
+        _write_report(folder)
+    with writing_run(run) as place:
+        results = read_results(place)
+        found = transfer_of(results)
+        report_on(results, found).write(place / "report.html")
+    return found.only([folder.name for folder in folders])
+
+
 def _write_report(run: Path) -> None:
     """The page of a run, without showing it."""
-    from millstream.errors import BadSource
     from millstream.report import report_of
     from millstream.training.remote_run import writing_run
 
@@ -338,16 +354,15 @@ def _write_report(run: Path) -> None:
             say(str(error))
 
 
-def _show_transfer(evaluated: Mapping[Path, Sequence[str]], models: str | None, as_json: bool) -> None:
-    """Print the detectors of one run, or the chosen ones of several, on the stores that were evaluated."""
-    from millstream.traces.report.transfer import matrix_text, transfer_of_runs
+def _show_transfer(matrices: Mapping[Path, "Matrix"], models: str | None, as_json: bool) -> None:
+    from millstream.traces.report.transfer import joined, matrix_text
 
-    found = transfer_of_runs(evaluated, models=models)
+    found = joined(matrices, models=models)
     if as_json:
         print_json(found.json)
     else:
         show(matrix_text(found))
-    first = next(iter(evaluated))
+    first = next(iter(matrices))
     finish(f"{first}: {plural(len(found.stores), 'store')} compared. Open {first / 'report.html'}", "view", first)
 
 

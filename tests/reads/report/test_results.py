@@ -241,7 +241,7 @@ def test_one_model_without_ranks_is_enough(tmp_path: Path):
     found = read(make_read_run(tmp_path, models={"cnn": MODELS["cnn"]}, ranks=()))
     assert found.findings[0].startswith("The only classifier")
     assert not found.ranks and not found.models[0].splits["val"].ranks and not found.differences
-    assert not finding(found, "genus") and finding(found, "trained once")
+    assert not finding(found, "genus") and finding(found, "trained with one seed")
 
 
 def test_a_model_that_is_never_precise_enough_has_no_threshold(tmp_path: Path):

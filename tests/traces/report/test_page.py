@@ -20,7 +20,17 @@ from millstream.training.log import Metrics
 from support.html_page import Page
 from support.made_results import HOSTILE, made_results
 
-SECTIONS = ["comparison", "differences", "figures", "mistakes", "data", "settings", "environment", "not-run"]
+SECTIONS = [
+    "comparison",
+    "differences",
+    "transfer",
+    "figures",
+    "mistakes",
+    "data",
+    "settings",
+    "environment",
+    "not-run",
+]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +97,7 @@ def test_missing_numbers_are_dashes(results: Results, tmp_path: Path):
 def test_a_section_without_data_gives_its_reason(results: Results, tmp_path: Path):
     text = report_on(nothing(results)).write_page(tmp_path / "report.html").read_text()
     assert [name for name in SECTIONS if f'<section id="{name}"' not in text] == []
-    assert text.count('class="missing"') == 20  # findings, seven sections, twelve figures
+    assert text.count('class="missing"') == 21  # findings, eight sections, twelve figures
     assert "<figure" not in text and "<table" not in text
 
 
@@ -120,7 +130,7 @@ def test_the_comparison_for_a_terminal_has_a_line_per_model(results: Results):
     lines = comparison_text(results).splitlines()
     assert len(lines) == len(results.models) + 2
     assert lines[1].split()[:5] == ["gnn", "0.871", "[0.850,", "0.890]", "0.004"]
-    assert {"1500", "512", "0.341."} <= set(lines[-1].split())
+    assert {"1,500", "512", "0.341."} <= set(lines[-1].split())
     assert max(map(len, lines)) <= 100
     long = replace(results, models=[replace(results.models[0], name="a.package.of.mine:" + "Detector" * 9)])
     assert max(map(len, comparison_text(long, width=80).splitlines())) <= 80

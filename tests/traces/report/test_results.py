@@ -291,7 +291,7 @@ def test_small_tests_few_resamples_and_single_seeds_are_findings(tmp_path: Path)
     found = read(make_run(tmp_path, models=FEW, num_test=30, seeds=1), 20)
     interval = model(found, "gnn").auroc
     assert f"±{(interval.high - interval.low) / 2:.3f}" in sentence_with(found, "small")
-    assert "0.19" in sentence_with(found, "resamples") and sentence_with(found, "trained once")
+    assert "0.19" in sentence_with(found, "resamples") and sentence_with(found, "trained with one seed")
 
 
 def test_uninformative_length_is_not_a_confound(few: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from millstream.report import Report
 from millstream.report.drawing import Drawing
+from millstream.report.measures import Interval
 from millstream.report.page import (
     CardsBlock,
     KeyBlock,
@@ -89,14 +90,14 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
             Column("trace_kb", "kB per trace", "data read from the store per trace", lambda m: m.trace_kb, ",.1f"),
             Column(
                 "extra_forwards",
-                "forwards",
+                "extra forwards",
                 "additional forward passes of the language model per question",
                 lambda m: m.extra_forwards,
                 "d",
             ),
             Column(
                 "extra_tokens",
-                "tokens",
+                "extra tokens",
                 "tokens generated for samples, in addition to the answer, per question",
                 lambda m: m.extra_tokens,
                 ",.0f",
@@ -127,8 +128,7 @@ _TERMINAL = {
 def report(run: Path) -> Report:
     """The report on the detectors of a run."""
     results = read_results(run)
-    transfer = transfer_of(results)
-    return report_on(results, transfer if transfer.has_others else None)
+    return report_on(results, transfer_of(results))
 
 
 def report_on(results: Results, transfer: Matrix | None = None) -> Report:
@@ -137,6 +137,7 @@ def report_on(results: Results, transfer: Matrix | None = None) -> Report:
     >>> report_on(read_results("run")).write(Path("run/report.html"))  # doctest: +SKIP
     """
     store, records = results.data.get("store"), results.data.get("records")
+    transfer = transfer if transfer and transfer.has_others else None
     models = _comparison(results)
     return Report(
         results=results,
@@ -153,7 +154,11 @@ def report_on(results: Results, transfer: Matrix | None = None) -> Report:
         models=models,
         paper=models.only("name", "kind", *_PAPER),
         card=results.data,
-        more_tables=lambda: {**token_tables(results.tokens), **transfer_tables(transfer)},
+        more_tables=lambda: {
+            **token_tables(results.tokens),
+            **transfer_tables(transfer),
+            **_learning_tables(results.models),
+        },
         title=Path(str(store)).name if store else results.path.name,
         facts={
             "store": store,
@@ -193,6 +198,16 @@ def comparison_text(results: Results, *, width: int = 100) -> str:
 
 def _comparison(results: Results) -> Table[ModelResult]:
     return Table((*_ABOUT, *_MEASURES), results.models)
+
+
+def _learning_tables(models: Sequence[ModelResult]) -> dict[str, str]:
+    rows = [(model.name, *point) for model in models for point in model.learning]
+    columns: list[Column[tuple[str, int, Interval]]] = [
+        Column("name", "detector", "", lambda row: row[0], ""),
+        Column("labels", "labelled questions", "for training and validation", lambda row: row[1], ",d"),
+        Column("auroc", "AUROC", "on the same questions", lambda row: row[2]),
+    ]
+    return {"learning.csv": Table(columns, rows).csv()} if rows else {}
 
 
 def _sections(results: Results, transfer: Matrix | None, drawings: Sequence[Drawing]) -> list[Section]:

@@ -16,10 +16,9 @@ from millstream.report.drawing import INK, LINES, Drawing, new_axes, style
 from millstream.report.measures import Interval, bootstrap
 from millstream.report.page import FiguresBlock, Section, TableBlock, TextBlock
 from millstream.report.tables import Column, Table, branch, clipped, shown
-from millstream.traces.report.evaluate import RESAMPLES, Contender, best_of, mean_area, read_results
+from millstream.traces.report.evaluate import RESAMPLES, Contender, best_of, mean_area
 from millstream.traces.report.results import ModelResult, Results, read_run
 from millstream.training.folder import DATA, EVALUATED, OWN_TEST, PREDICTIONS, read_mapping
-from millstream.training.remote_run import local_run
 
 _DEEPEST = 0.6  # opacity of a cell: numbers on it stay readable
 _WIDEST = 24  # characters of the name of a store above a column
@@ -27,7 +26,7 @@ _MAX_NAME = 40
 
 
 @dataclass(frozen=True)
-class Tested:
+class Scored:
     """A detector on the answers of a store."""
 
     auroc: Interval
@@ -55,7 +54,7 @@ class Row:
     detector: str
     kind: str
     auroc_val: float
-    cells: Mapping[Store, Tested]
+    cells: Mapping[Store, Scored]
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,13 @@ class Matrix:
     rows: Sequence[Row]
     folds: int | None = None  # of the run, if its own scores are out of fold
     missing: Mapping[str, str] = field(default_factory=dict[str, str])  # evaluations that cannot be compared, and why
+    folders: Mapping[str, Store] = field(default_factory=dict[str, Store])  # in evaluated/ of the run
+
+    def only(self, folders: Sequence[str]) -> "Matrix":
+        """The test split of the run, and what is in these folders of evaluations."""
+        stores = [self.stores[0], *(self.folders[name] for name in folders if name in self.folders)]
+        missing = {name: why for name, why in self.missing.items() if name in folders}
+        return replace(self, stores=list(dict.fromkeys(stores)), missing=missing)
 
     @property
     def has_others(self) -> bool:
@@ -87,7 +93,7 @@ class Matrix:
             names[store] = name if number == 1 else f"{name} ({number})"
         return names
 
-    def tested(self, store: Store) -> list[Tested]:
+    def tested(self, store: Store) -> list[Scored]:
         """The cells of a column."""
         return [row.cells[store] for row in self.rows if store in row.cells]
 
@@ -111,50 +117,44 @@ class Matrix:
         }
 
 
-def transfer_of(results: Results, names: Sequence[str] | None = None, *, resamples: int = RESAMPLES) -> Matrix:
-    """All detectors of a run on its own test split and on the stores it has evaluated, or those of these folders."""
-    folder = results.path / EVALUATED
-    if names is None:
-        names = [file.parent.name for file in sorted(folder.glob(f"*/{PREDICTIONS}")) if file.parent.name != OWN_TEST]
+def transfer_of(results: Results, *, resamples: int = RESAMPLES) -> Matrix:
+    """All detectors of a run on its own test split and on the stores it has evaluated."""
     own = _store(results.data)
     cells = {model.name: {own: _own(model, results)} for model in results.models}
+    stores: dict[str, Store] = {}
     missing: dict[str, str] = {}
-    stores = [own]
-    for name in names:
+    for file in sorted((results.path / EVALUATED).glob(f"*/{PREDICTIONS}")):
+        folder, name = file.parent, file.parent.name
+        if name == OWN_TEST:
+            continue
         try:
-            found = _read(folder / name, resamples)
+            card = read_mapping(folder / DATA)
+            store = _store(card)
+            if store == own and card.get("trained_label_rule"):
+                store = replace(store, version=f"{store.version} relabelled")
+            if store != own:  # else it is the test split once more
+                for detector, scored in _read(folder, resamples).items():
+                    cells.get(detector, {})[store] = scored
+            stores[name] = store
         except BadSource as error:
             missing[name] = str(error)
-            continue
-        store = _store(read_mapping(folder / name / DATA))
-        if store not in stores:  # else it is the test split once more
-            stores.append(store)
-            for detector, tested in found.items():
-                cells.get(detector, {})[store] = tested
     rows = [
         Row(results.path, own, model.name, model.kind, model.auroc_val, cells[model.name]) for model in results.models
     ]
     folds = results.config.get("folds")
-    return Matrix(stores, rows, folds if isinstance(folds, int) else None, missing)
+    columns = list(dict.fromkeys([own, *stores.values()]))
+    return Matrix(columns, rows, folds if isinstance(folds, int) else None, missing, stores)
 
 
-def transfer_of_runs(
-    evaluated: Mapping[Path, Sequence[str]], *, models: str | None = None, resamples: int = RESAMPLES
-) -> Matrix:
-    """The detectors of runs on their own stores and on those of these folders.
-
-    Of several runs, the best detector on validation of each; or those of `models`.
-
-    >>> transfer_of_runs({Path("runs/a"): ["b"], Path("runs/b"): ["a"]}).names  # doctest: +SKIP
-    """
-    stores: dict[Store, None] = {}
-    rows: list[Row] = []
-    missing: dict[str, str] = {}
-    for run, names in evaluated.items():
-        found = transfer_of(read_results(local_run(run), resamples=resamples), names, resamples=resamples)
-        stores |= dict.fromkeys(found.stores)
-        missing |= {f"{run}: {name}": why for name, why in found.missing.items()}
-        rows += [replace(row, run=run) for row in _chosen(found.rows, models, all_of=len(evaluated) == 1)]
+def joined(matrices: Mapping[Path, Matrix], *, models: str | None = None) -> Matrix:
+    """The detectors of several runs: of each the best on validation, or those of `models`; of one run, all."""
+    rows = [
+        replace(row, run=run)
+        for run, matrix in matrices.items()
+        for row in _chosen(matrix.rows, models, all_of=len(matrices) == 1)
+    ]
+    stores = dict.fromkeys(store for matrix in matrices.values() for store in matrix.stores)
+    missing = {f"{run}: {name}": why for run, matrix in matrices.items() for name, why in matrix.missing.items()}
     return Matrix(list(stores), rows, missing=missing)
 
 
@@ -166,12 +166,12 @@ def _chosen(rows: Sequence[Row], models: str | None, *, all_of: bool) -> list[Ro
     return [row for row in rows if all_of or row.detector == best]
 
 
-def _own(model: ModelResult, results: Results) -> Tested:
+def _own(model: ModelResult, results: Results) -> Scored:
     counts = results.num_test - results.num_wrong, results.num_wrong
-    return Tested(model.auroc, *counts, *_fitted(results.data), is_own=True)
+    return Scored(model.auroc, *counts, *_fitted(results.data), is_own=True)
 
 
-def _read(folder: Path, resamples: int) -> dict[str, Tested]:
+def _read(folder: Path, resamples: int) -> dict[str, Scored]:
     """The detectors on the records of an evaluation."""
     run = read_run(folder)
     labels = run.test.labels
@@ -179,7 +179,7 @@ def _read(folder: Path, resamples: int) -> dict[str, Tested]:
     drawn = bootstrap(wanted, labels, groups=run.test.questions, resamples=resamples)
     num_wrong = int(labels.sum())
     counts = len(labels) - num_wrong, num_wrong
-    return {name: Tested(one.interval, *counts, *_fitted(run.data), is_own=False) for name, (one,) in drawn.items()}
+    return {name: Scored(one.interval, *counts, *_fitted(run.data), is_own=False) for name, (one,) in drawn.items()}
 
 
 def _fitted(card: Mapping[str, object]) -> tuple[int, int]:
@@ -217,7 +217,7 @@ def matrix_table(matrix: Matrix) -> Table[Row]:
     return Table(columns, matrix.rows)
 
 
-def about(cells: Sequence[Tested]) -> str:
+def about(cells: Sequence[Scored]) -> str:
     """The size of a column: `120 right, 80 wrong`; a range if runs were scored on different records."""
     counts = {"right": {one.num_right for one in cells}, "wrong": {one.num_wrong for one in cells}}
     return ", ".join(f"{_range(some)} {name}" for name, some in counts.items()) if cells else "not scored"
@@ -228,7 +228,7 @@ def _range(numbers: set[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def matrix_text(matrix: Matrix, *, width: int = 100) -> str:
+def matrix_text(matrix: Matrix, *, width: int = 120) -> str:
     """The matrix for a terminal, with intervals if they fit, and the size of every column."""
     table, names = matrix_table(matrix), matrix.names
     table = replace(table, columns=[replace(one, title=clipped(one.title, _WIDEST)) for one in table.columns])
@@ -238,6 +238,7 @@ def matrix_text(matrix: Matrix, *, width: int = 100) -> str:
     lines = [f"AUROC{' [95 %]' if has_room else ''}: trained on (rows), tested on (columns)"]
     lines += table.text(width=width, full=keys if has_room else ())
     lines += [f"{names[store]}: {about(matrix.tested(store))}" for store in matrix.stores]
+    lines += [] if has_room else ["Intervals: --json, and tables/transfer.csv in each run."]
     lines += _remarks(matrix)
     return "\n".join(lines) + "\n"
 
@@ -317,11 +318,12 @@ def draw_transfer(matrix: Matrix | None) -> list[Drawing]:
         axes.set_yticks(range(len(matrix.rows)), [row.detector for row in matrix.rows])
         axes.tick_params(length=0, labelsize=8)
         axes.grid(visible=False)
-    caption = f"AUROC of each detector. No colour: chance or below; deepest: {shown(best)}. Framed: its own test split."
+    own = "its own test split" if matrix.folds is None else "out-of-fold scores"
+    caption = f"AUROC of each detector. No colour: chance or below; deepest: {shown(best)}. Framed: {own}."
     return [Drawing("transfer", "Transfer to other stores", caption, figure)]
 
 
-def _shade(axes: Any, cells: Sequence[tuple[int, int, Tested]], best: float) -> None:
+def _shade(axes: Any, cells: Sequence[tuple[int, int, Scored]], best: float) -> None:
     """One colour with varying opacity, which the page replaces on a dark background; it stays ordered in grey."""
     span = max(best - 0.5, 1e-9)
     depths = [_DEEPEST * float(np.clip((cell.auroc.value - 0.5) / span, 0, 1)) for _, _, cell in cells]
