@@ -29,7 +29,7 @@ def die_at(model, number):
     step = Training._step
     def dying(self, *given):
         step(self, *given)
-        if (self.job.name, self.at.step) == (model, number):
+        if (self.job.key.model, self.at.step) == (model, number):
             os.kill(os.getpid(), signal.SIGKILL)
     Training._step = dying
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -36,6 +37,7 @@ from millstream.training.folder import (
     SPLIT,
     WEIGHTS,
     JobKey,
+    Line,
     card_kind,
     damaged_file,
     environment,
@@ -46,7 +48,7 @@ from millstream.training.folder import (
     read_mapping,
     read_scores,
 )
-from millstream.training.log import Log, read_lines
+from millstream.training.log import DAMAGED_LINE, Log, read_lines
 from millstream.training.remote_run import local_run, writing_run
 from millstream.training.run import write_predictions
 from millstream.training.study import Workplace
@@ -152,7 +154,7 @@ class _Evaluation:
         publish(out / CONFIG, yaml.safe_dump({**asdict(trained), "evaluates": str(run)}, sort_keys=False).encode())
         (out / METRICS).unlink(missing_ok=True)
         log = Log(out)
-        fits = {JobKey.of_line(line): line for line in read_lines(run) if line["kind"] == "fit"}
+        fits = _fit_lines(run)
         fabric = make_fabric(replace(trained, devices=1))
         for job in self._jobs:
             name, folder, records = job.model, job_folder(run, job), collection
@@ -175,6 +177,16 @@ class _Evaluation:
             publish_table(target / SCORES, pa.concat_tables(tables, promote_options="default"))
             say(f"{job}: {len(records)} records scored")
         write_predictions(out)
+
+
+def _fit_lines(run: Path) -> dict[JobKey, Line]:
+    """What the log says of every training; damaged lines are left out."""
+    found: dict[JobKey, Line] = {}
+    for line in read_lines(run):
+        with suppress(*DAMAGED_LINE):
+            if line["kind"] == "fit":
+                found[JobKey.of_line(line)] = line
+    return found
 
 
 def _store_of(folder: Path) -> object:
