@@ -44,7 +44,7 @@ def token_results(run: Run, *, resamples: int) -> TokenResults | None:
         return None
     test = first[0].test
     has_wrong = _has_wrong(test, run.test)
-    groups = np.unique(run.test.question_ids.astype(str), return_inverse=True)[1]
+    groups = run.test.questions
     detectors = {name: _Detector(trials, len(run.test.records)) for name, trials in found.items()}
     wanted: dict[str, Measure] = {name: detector.measure for name, detector in detectors.items()}
     drawn = bootstrap(wanted, has_wrong, groups=groups, resamples=resamples)
