@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import millstream as ms
@@ -14,8 +15,12 @@ from millstream.traces.detectors import OURS, DetectorSpec
 from millstream.traces.kind import TrainSettings
 from millstream.training.study import Workplace
 from millstream.training.task import FitResources, Model
+from support.commands import run_here
 from support.fitting import Parts, fitted, restored, scored
 from support.making_traces import labelled, make_traces
+from support.training import SHORT
+
+pytestmark = pytest.mark.usefixtures("unrendered_figures")
 
 OF_TOKENS = ["mil", "attention_pool", "token_transformer"]
 NAMES = ["stack", "wepr", "toha", "saplma", *OF_TOKENS]  # icr and haloscope have signals of their own: test_formulas.py
@@ -115,3 +120,16 @@ def test_an_answer_of_no_tokens_is_scored(
     assert found[0] == pytest.approx(scored(models[name], stores[name][2])[0], rel=1e-4)
     if name == "mil":
         assert found[2] == 0.5
+
+
+def test_train_keeps_what_they_learn_and_evaluate_repeats_their_scores(tmp_path: Path):
+    store = make_traces(tmp_path / "s", num=90, tier="full")
+    names = ",".join([*NAMES, "icr", "haloscope"])
+    settings = [f"{key}={value}" for key, value in {**SHORT, "epochs": 1}.items()]
+    code, _, errors = run_here("train", f"data={store}", f"out={tmp_path / 'run'}", f"model={names}", *settings)
+    assert code == 0, errors
+    rows = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
+    assert {row["model"] for row in rows} == {*names.split(",")}
+    again = pq.read_table(ms.evaluate(tmp_path / "run") / "predictions.parquet").to_pylist()
+    for one, other in zip(rows, again, strict=True):
+        assert one["record"] == other["record"] and one["score"] == pytest.approx(other["score"], rel=1e-4, abs=1e-6)

@@ -1,10 +1,13 @@
 """Streaming regressions find what scikit-learn finds, and choose on validation alone."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
+from torch import Tensor
 
 import millstream as ms
 from millstream.report.measures import auroc
@@ -161,3 +164,32 @@ def test_a_split_with_one_class_and_nan_inputs_are_refused(tmp_path: Path):
 
 def _labels(collection: ms.Collection) -> np.ndarray:
     return collection.column("label").to_numpy()
+
+
+def test_folds_fitted_together_are_those_fitted_alone(small: tuple[ms.Collection, ms.Collection, Part]):
+    train = small[0]
+    folds = [
+        (train.subset(range(160)), train.subset(range(160, 240))),
+        (train.subset(range(60, 240)), train.subset(range(60))),
+    ]
+    together, alone = [detector(), detector()], [detector(), detector()]
+    Logistic.fit_together(together, train, folds)
+    for one, other, fold in zip(together, alone, folds, strict=True):
+        other.fit(*fold)
+        assert one.chosen == other.chosen
+        assert all(np.array_equal(one.arrays[name], other.arrays[name]) for name in other.arrays)
+
+
+def test_inputs_that_fit_into_memory_are_computed_once(small: tuple[ms.Collection, ms.Collection, Part]):
+    calls: list[int] = []
+
+    def groups(batch: Mapping[str, object]) -> Tensor:
+        calls.append(1)
+        return cast(Tensor, batch["x"])
+
+    for memory, most in ((100_000_000, 4), (100_000, 10_000)):  # a first record, and all of each split
+        calls.clear()
+        found = Logistic(FitResources(memory=memory), inputs=Inputs(ms.features.fields("x"), groups))
+        found.fit(small[0], small[1])
+        assert 4 <= len(calls) <= most and (memory > 10**6) == (len(calls) == 4)
+        assert auroc(_labels(small[1]), found.score(small[1])) > 0.7

@@ -62,16 +62,17 @@ def test_a_statistic_of_samples_separates_wrong_from_right_and_tells_its_cost(st
 
 
 def test_train_compares_them_and_the_report_has_their_cost_in_tokens(store: Path, tmp_path: Path) -> None:
-    names = ",".join([*OF_SAMPLES, "probe_last_answer"])
+    of_samples = [*OF_SAMPLES, "stack_samples"]
+    names = ",".join([*of_samples, "probe_last_answer"])
     code, _, err = run_here("train", f"data={store}", f"model={names}", f"out={tmp_path / 'run'}")
     assert code == 0, err
     code, out, err = run_here("report", tmp_path / "run", "--json")
     assert code == 0, err
     tokens = {model["name"]: model["extra_tokens"] for model in json.loads(out)["models"]}
-    assert tokens == {**dict.fromkeys(OF_SAMPLES, DRAWN * TOKENS), "probe_last_answer": 0}
+    assert tokens == {**dict.fromkeys(of_samples, DRAWN * TOKENS), "probe_last_answer": 0}
     assert "tokens generated for samples" in (tmp_path / "run" / "report.html").read_text()
     predictions = pq.read_table(tmp_path / "run" / "predictions.parquet")
-    assert set(predictions.column("model").to_pylist()) == {*OF_SAMPLES, "probe_last_answer"}
+    assert set(predictions.column("model").to_pylist()) == {*of_samples, "probe_last_answer"}
     code, _, err = run_here("evaluate", tmp_path / "run")
     assert code == 0, err
 

@@ -79,18 +79,18 @@ Read = Callable[[Collection], Scores]
 class Single:
     """A number per record, by `read`, with the sign for which higher means wrong on `train`.
 
-    A record without the number gets the mean over the training split. `read_tokens`: what samples cost.
+    A record without the number gets the mean over the training split.
     """
 
     probabilities = False
 
-    def __init__(self, fields: Sequence[str], name: str, read: Read, read_tokens: Read | None = None) -> None:
+    def __init__(self, fields: Sequence[str], name: str, read: Read, *, is_of_samples: bool = False) -> None:
         self.fields = fields
         self.arrays: Arrays = {}
         self.chosen: dict[str, object] = {}
         self.extra_tokens: float | None = 0.0
         self._name = name
-        self._read, self._read_tokens = read, read_tokens
+        self._read, self._is_of_samples = read, is_of_samples
 
     def fit(self, train: Collection, val: Collection) -> None:
         labels = binary_labels(train, "training")
@@ -102,9 +102,8 @@ class Single:
         direction = -1 if found < 0.5 else 1
         self.arrays = {"direction": np.array(direction), "mean": np.array(values[known].mean())}
         self.chosen = {"direction": direction, "train_auroc": max(found, 1 - found)}
-        if self._read_tokens is not None:
-            tokens = self._read_tokens(train)
-            self.extra_tokens = None if np.isnan(tokens).all() else float(np.nanmean(tokens))
+        if self._is_of_samples:
+            self.extra_tokens = tokens_of_samples(train)
 
     def score(self, collection: Collection) -> Scores:
         values = self._read(collection)
@@ -129,7 +128,13 @@ def of_samples(name: str) -> Single:
     shared with samples: after SelfCheckGPT (Manakul et al. 2023, 2303.08896); EigenScore: INSIDE (Chen et al. 2024,
     2402.03744).
     """
-    return Single([QUESTION_ID], name, partial(of_groups, name), partial(of_groups, "sample_tokens"))
+    return Single([QUESTION_ID], name, partial(of_groups, name), is_of_samples=True)
+
+
+def tokens_of_samples(collection: Collection) -> float | None:
+    """What the samples of a question cost on average; None if it is unknown."""
+    tokens = of_groups("sample_tokens", collection)
+    return None if np.isnan(tokens).all() else float(np.nanmean(tokens))
 
 
 def of_groups(name: str, collection: Collection) -> Scores:

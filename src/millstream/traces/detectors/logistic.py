@@ -258,6 +258,10 @@ def fit_folds(
     for train, val in folds:
         binary_labels(train, "training")
         binary_labels(val, "validation")
+    if (held := _held(whole, inputs, resources)) is not None:
+        numbers = torch.as_tensor(whole.record_numbers(np.arange(len(whole))))
+        of_folds = [[(held[0][is_in[numbers]], held[1][is_in[numbers]]) for is_in in fold] for fold in parts]
+        return [fit_rows(train, val, inputs=inputs, seed=resources.seed) for train, val in of_folds]
     moments, counts, num_groups = [Moments() for _ in folds], [np.zeros(2, np.int64) for _ in folds], 1
     for rows_BGF, label_B, number_B in _numbered(reader(whole, inputs.feature, resources, labels=True), inputs):
         num_groups = rows_BGF.shape[1]

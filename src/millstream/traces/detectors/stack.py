@@ -22,7 +22,7 @@ from millstream.core.record import Array
 from millstream.core.split import LABEL
 from millstream.errors import NoDetector
 from millstream.report.measures import auroc
-from millstream.traces.detectors.baselines import of_groups
+from millstream.traces.detectors.baselines import of_groups, tokens_of_samples
 from millstream.traces.detectors.logistic import (
     Inputs,
     Scores,
@@ -101,6 +101,7 @@ class Stack:
         self.fields: Sequence[str] = _fields_of(self._features(()))
         self.arrays: Arrays = {}
         self.chosen: dict[str, object] = {}
+        self.extra_tokens: float | None = 0.0
         self._resources = resources
 
     def fit(self, train: Collection, val: Collection) -> None:
@@ -114,11 +115,10 @@ class Stack:
         auroc_C = [auroc(labels, one_NP.mean(1).numpy()) for one_NP in averages_NPC.unbind(2)]
         best = int(np.argmax(auroc_C))
         samples_NQ = samples_of(train, self._samples)
-        known_Q = np.where(np.isnan(samples_NQ).all(0), 0, 1)
-        fill_Q = np.nansum(samples_NQ, 0) / np.maximum((~np.isnan(samples_NQ)).sum(0), 1) * known_Q
+        fill_Q = np.nansum(samples_NQ, 0) / np.maximum((~np.isnan(samples_NQ)).sum(0), 1)  # 0 if none is known
         self.arrays = {
             "layers": np.array(layers, np.int64),
-            "fill": fill_Q.astype(np.float32),
+            **({"fill": fill_Q.astype(np.float32)} if self._samples else {}),
             **_averaging(regressions, scale, best),
         }
         rows_NF = torch.cat([averages_NPC[:, :, best], stats_NS, self._filled(samples_NQ)], dim=1)
@@ -129,6 +129,8 @@ class Stack:
             seed=self._resources.seed,
         )
         self.arrays |= {f"last_{name}": array for name, array in last.items()}
+        if self._samples:
+            self.extra_tokens = tokens_of_samples(train)
         self.parameters = self.arrays["weights"].size + len(last["weights"]) + 1
         names = [*_names(averages_NPC.shape[1]), *(STATS if self._stats else ()), *self._samples]
         weights = dict(zip(names, last["weights"].tolist(), strict=True))
@@ -213,7 +215,8 @@ class Stack:
 
     def _filled(self, samples_NQ: NDArray[np.float64]) -> Tensor:
         """A statistic that a question lacks is the mean over the training split."""
-        return as_tensor(np.where(np.isnan(samples_NQ), self.arrays["fill"], samples_NQ)).float()
+        fill_Q = self.arrays["fill"] if self._samples else np.zeros(0)
+        return as_tensor(np.where(np.isnan(samples_NQ), fill_Q, samples_NQ)).float()
 
 
 def samples_of(collection: Collection, names: Sequence[str]) -> NDArray[np.float64]:
