@@ -215,7 +215,8 @@ def family_of(name: str) -> Any:
 @pytest.mark.parametrize("dim", [16, 768, 4096])
 @pytest.mark.parametrize("name", ["lstm", "gnn", "gvae"])
 def test_nets_have_the_requested_number_of_parameters_within_a_tenth(name: str, dim: int):
-    build = partial(family_of(name), num_layers=33, dim=dim, num_stats=20, dropout=0.2)
+    edges = {} if name == "lstm" else {"edge_dim": 1}
+    build = partial(family_of(name), num_layers=33, dim=dim, num_stats=20, dropout=0.2, **edges)
     with torch.device("meta"):
         found = count_parameters(build(match_width(build, 100_000)))
     assert found == pytest.approx(100_000, rel=0.1)
