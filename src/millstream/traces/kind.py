@@ -164,7 +164,7 @@ class TrainSettings(LoopSettings):
     """One split and one recipe for all detectors of a run."""
 
     model: Annotated[str, "detectors to train and compare, separated by commas; your own: package.module:Class"] = (
-        "lstm,gnn,gvae,baselines"
+        "stack,lstm,gnn,gvae,baselines"
     )
     data: Annotated[str, "labelled trace store"] = ""
     label: Annotated[str, "verdict (right or wrong), or a column with 0 and 1, such as em"] = "verdict"

@@ -260,10 +260,11 @@ class DetectorSpec:
 def detector_specs(settings: TrainSettings, field_names: Sequence[str]) -> list[DetectorSpec]:
     """The detectors that `model=` names."""
     named = [name.strip() for name in settings.model.split(",") if name.strip()]
-    # Of the group, baselines that cost forward passes or samples are for stores that were extracted with them.
+    # Of the group, baselines that need more than a tier keeps are for stores that were extracted with it.
     costly = {name for name, baseline in BASELINES.items() if baseline.extra_forwards or baseline.needs_samples}
-    too_costly = costly - {*named, *field_names}
-    found = [name for name in expanded(named) if name not in too_costly]
+    beyond = {name for name, one in BASELINES.items() if one.beyond_tiers and one.beyond_tiers not in field_names}
+    left_out = ((costly - {*field_names}) | beyond) - {*named}
+    found = [name for name in expanded(named) if name not in left_out]
     if GROUP in named and TOKEN_LABELS in field_names:
         found = list(dict.fromkeys([*found, *TOKEN_STATISTICS]))
     for name in found:

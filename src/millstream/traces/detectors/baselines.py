@@ -171,6 +171,8 @@ class Baseline(NamedTuple):
     extra_forwards: int = 0
     """Forward passes of the language model in addition to those of the trace."""
     needs_samples: bool = False
+    beyond_tiers: str = ""
+    """A field it reads that no tier keeps."""
 
 
 def _means(column: object) -> NDArray[np.float64]:
@@ -245,7 +247,7 @@ BASELINES: Mapping[str, Baseline] = {
     "wepr": _same_for_all("regression on entropy by rank", wepr),
     "haloscope": Baseline("probe of HaloScope's memberships", HaloScope),
     "icr": Baseline("regression on ICR scores of layers", icr),
-    "toha": _same_for_all("topological divergence of a few heads", Toha),
+    "toha": _same_for_all("topological divergence of a few heads", Toha)._replace(beyond_tiers="topology"),
     "probe_last_prompt": _probe("probe at the last prompt token", "last_prompt"),
     "probe_first_answer": _probe("probe at the first answer token", "first_answer"),
     "probe_last_answer": _probe("probe at the last answer token", "last_answer"),
