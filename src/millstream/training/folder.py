@@ -119,6 +119,10 @@ class JobKey(NamedTuple):
         """The name of its folder, such as lstm-0, or lstm-0.fold2."""
         return "".join([f"{self.model}-{self.seed}", *(f".{name}{number}" for name, number in self._more.items())])
 
+    def is_first(self, seed: int) -> bool:
+        """Whether it is of the first seed, and of the first fold with all labels."""
+        return self.seed == seed and self.fold <= 1 and not self.labels
+
     @property
     def about(self) -> dict[str, str | int]:
         """Its entries in a line of the log."""

@@ -122,7 +122,7 @@ class Training:
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
             pin_memory=self.fabric.device.type == "cuda",
-            notify=say if job.key.seed == given.seed and job.key.fold <= 1 else ignore_message,
+            notify=say if job.key.is_first(given.seed) else ignore_message,
         )
         if (job.folder / LATEST).exists():
             self._resume(loader)
