@@ -19,7 +19,7 @@ from millstream.report.drawing import (
 )
 from millstream.report.measures import Curve
 from millstream.report.tables import shown
-from millstream.traces.report.evaluate import BASELINE, TRAINED
+from millstream.traces.report.findings import BASELINE, TRAINED
 from millstream.traces.report.results import ModelResult, Results
 
 _HISTORY = {

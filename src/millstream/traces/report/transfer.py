@@ -16,7 +16,8 @@ from millstream.report.drawing import INK, LINES, Drawing, new_axes, style
 from millstream.report.measures import Interval, bootstrap
 from millstream.report.page import FiguresBlock, Section, TableBlock, TextBlock
 from millstream.report.tables import Column, Table, branch, clipped, shown
-from millstream.traces.report.evaluate import RESAMPLES, Contender, best_of, mean_area
+from millstream.traces.report.evaluate import RESAMPLES, mean_area
+from millstream.traces.report.findings import Contender, best_of
 from millstream.traces.report.results import ModelResult, Results, read_run
 from millstream.training.folder import DATA, EVALUATED, OWN_TEST, PREDICTIONS, read_mapping
 
