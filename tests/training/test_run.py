@@ -42,10 +42,12 @@ def run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_baselines_stand_for_all_baselines_and_the_nulls_of_the_given_models():
     settings = TrainSettings(data="x", model="gnn,baselines")
     of_samples = [name for name, baseline in BASELINES.items() if baseline.needs_samples]
-    names = [spec.name for spec in detector_specs(settings, ["p_true", *of_samples])]
+    names = [spec.name for spec in detector_specs(settings, ["p_true", "topology", *of_samples])]
     assert names[0] == "gnn" and {"length", "p_true", "lookback", "charm", "gnn_shuffled", "gnn_unwired"} <= set(names)
     assert len(names) == len(set(names)) == 1 + len(BASELINES) + 3 and "gvae_unwired" not in names
-    assert "p_true" not in [spec.name for spec in detector_specs(settings, [])]  # costs more passes at extraction
+    bare = [spec.name for spec in detector_specs(settings, [])]
+    assert "p_true" not in bare  # costs more passes at extraction
+    assert "toha" not in bare  # reads what no tier keeps
 
 
 def test_settings_without_effect_on_the_chosen_detectors_are_named(store: Path, tmp_path: Path):
