@@ -290,13 +290,14 @@ class TrainingRun:
         whole = left[0][1].whole
         if whole is None or spec.by_gradients:
             return {}
-        built = {job: self._build(spec, job, log, stop) for job, _ in left}
-        models = [one.model for one in built.values()]
-        fit = getattr(models[0], "fit_together", None)
+        (first, _), *others = left
+        built = {first: self._build(spec, first, log, stop)}
+        fit = getattr(built[first].model, "fit_together", None)
         if fit is None:
             return {}
+        built |= {job: self._build(spec, job, log, stop) for job, _ in others}
         started = time.perf_counter()
-        fit(models, whole, [(fold.train, fold.scored["val"]) for _, fold in left])
+        fit([one.model for one in built.values()], whole, [(fold.train, fold.scored["val"]) for _, fold in left])
         seconds = (time.perf_counter() - started) / len(left)
         return {job: Fitted(one, seconds) for job, one in built.items()}
 
