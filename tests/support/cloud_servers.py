@@ -78,7 +78,7 @@ def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ge
     """A container of Azure or a bucket of Google of its own for each test."""
     for name in [name for name in os.environ if name.startswith(("AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
-    name = f"tests-{os.getpid()}-{next(NUMBERS)}"
+    name = f"clouds-{os.getpid()}-{next(NUMBERS)}"  # Google shares its server with the buckets of S3
     if request.param == "az":
         address = request.getfixturevalue("azure_address")
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
