@@ -55,11 +55,11 @@ def compare(name: str, data: Path, out: Path, given: dict[str, str], *, is_sampl
     run = out / "runs" / store.name
     model = "facts" if name == "facts" else given.get("model", "smollm2")
     extract: list[object] = [questions_of(name, data, out), store, f"model={model}", f"fields={FIELDS}"]
-    extract += ["max_new_tokens=12", "memory=1GB", f"num_samples={given.get('num', 10_000)}"]
+    num = NUM_SAMPLED if is_sampled else given.get("num", 10_000)
+    extract += ["max_new_tokens=12", "memory=1GB", f"num_samples={num}"]
     if name != "facts":
         extract.append(f"prompt={PROMPT}")
     if is_sampled:
-        extract[-2 if name != "facts" else -1] = f"num_samples={NUM_SAMPLED}"
         extract += [f"samples={given['samples']}", "temperature=1.0"]
     train = [f"data={store}", f"out={run}", f"model={given.get('detectors', MODELS)}", f"folds={given.get('folds', 5)}"]
     train += [f"seeds={given.get('seeds', 3)}", f"memory={given.get('memory', '2GB')}", "epochs=8", "patience=3"]

@@ -156,10 +156,10 @@ class _Evaluation:
         log = Log(out)
         fits = _fit_lines(run)
         fabric = make_fabric(replace(trained, devices=1))
+        folds = split_of(collection, trained) if trained.folds and data is None else None
         for job in self._jobs:
-            name, folder, records = job.model, job_folder(run, job), collection
-            if job.fold and data is None:
-                records = split_of(collection, trained)[f"fold {job.fold}"]
+            name, folder = job.model, job_folder(run, job)
+            records = collection if folds is None else folds[f"fold {job.fold}"]
             resources = FitResources(job.seed, parse_bytes(work.given.memory) // 2)
             spec = DetectorSpec(name, fields_of(collection))
             built = spec.build(resources=resources, place=Workplace(trained, fabric, str(data or trained.data)))

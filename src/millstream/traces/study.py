@@ -138,21 +138,22 @@ class Detection:
         specs = detector_specs(settings, fields_of(self.collection))
         self.specs: Sequence[ModelSpec] = specs
         self.libraries: Sequence[str] = sorted({spec.library for spec in specs if spec.library})
+        self._fitted = [_fitted(one) for one in self.folds if not one.labels]
         self.card = self._card()
 
     def _card(self) -> Mapping[str, object]:
         rule = self.parts.rule
         parts = {name: self.parts[name] for name in rule.shares}
         card = data_card(self.source, self.collection, parts, f"by a hash of {rule.by}, salt {rule.salt!r}")
-        seen = np.concatenate([seen_in(one.scored["test"], _fitted(one)) for one in self.folds if not one.labels])
-        questions = [len(set(_fitted(one).column("question_id").to_pylist())) for one in self.folds if not one.labels]
+        tested = [one.scored["test"] for one in self.folds if not one.labels]
+        seen = np.concatenate([seen_in(test, fitted) for test, fitted in zip(tested, self._fitted, strict=True)])
+        questions = [len(set(fitted.column("question_id").to_pylist())) for fitted in self._fitted]
         labelled = round(sum(questions) / len(questions))  # of each model
         return {**card, "labelled": labelled, "seen": seen_card(seen, left_out=False)}
 
     def keep(self, run: Path) -> None:
         self.parts.save(run / SPLIT)
-        tables = [_fitted(one) for one in self.folds if not one.labels]
-        publish_table(run / SEEN, pa.concat_tables(tables))
+        publish_table(run / SEEN, pa.concat_tables(self._fitted))
 
     def summary(self) -> str:
         used = f"{self.source}: {len(self.collection)} of {self.card['records']} records are right or wrong"

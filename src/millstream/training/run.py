@@ -190,7 +190,7 @@ class TrainingRun:
         make = partial(TrainWorker, asdict(self.settings), os.getcwd())
         for done in self.engine.run(make, wanted) if left else ():  # for nothing, no cluster is started
             for line in done.lines:
-                log.write(**{name: value for name, value in cast(Any, line).items() if name != "time_s"})
+                log.write(**cast(Any, line))
             if done.missing:
                 missing[done.job.model] = done.missing
                 say(f"{done.job.model}: left out, {done.missing.partition(', only ')[0]}")
@@ -245,15 +245,16 @@ class TrainingRun:
         """Train a model with every seed. Returns whether the data has what it needs."""
         if spec.by_gradients and self.fabric.world_size > 1:
             stop = partial(self._any, stop)
-        left = [(job, fold) for job, fold in self.jobs(spec) if not self._is_finished(job)]
-        self._is_stale = self._is_stale or len(left) < len(list(self.jobs(spec)))
-        fitted: Mapping[JobKey, Fitted] = {}
+        jobs = list(self.jobs(spec))
+        left = [(job, fold) for job, fold in jobs if not self._is_finished(job)]
+        self._is_stale = self._is_stale or len(left) < len(jobs)
+        fitted: Mapping[JobKey, Fitted] | None = None
         for job, fold in left:
             if stop():
                 raise Interrupted
             try:
-                if not fitted:
-                    fitted = self._fit_together(spec, left, log, stop)
+                if fitted is None:
+                    fitted = self.fit_together(spec, left, log, stop)
                 self.train_one(spec, job, fold, log, stop, fitted.get(job))
                 if self.is_first:
                     self._update_predictions()
@@ -280,7 +281,7 @@ class TrainingRun:
         wanted = torch.tensor(float(stop()), device=self.fabric.device)
         return bool(self.fabric.all_reduce(wanted, reduce_op="sum") > 0)
 
-    def _fit_together(
+    def fit_together(
         self, spec: ModelSpec, left: Sequence[tuple[JobKey, Fold]], log: Log, stop: Callable[[], bool]
     ) -> Mapping[JobKey, "Fitted"]:
         """The models of these folds, fitted in the same passes over the data, if these models can.
@@ -314,11 +315,10 @@ class TrainingRun:
         fold: Fold,
         log: Log,
         stop: Callable[[], bool],
-        fitted: "Fitted | None" = None,
+        fitted: "Fitted | None",
     ) -> None:
-        """One model with one seed on one fold: fit it, score the splits, save its weights and scores."""
+        """One model with one seed on one fold: fit it, unless it is, score the splits, save its weights and scores."""
         study, folder = self.study, job_folder(self.path, job)
-        fitted = fitted or self._fit_together(spec, [(job, fold)], log, stop).get(job)
         if fitted is None:
             built = self._build(spec, job, log, stop)
             started = time.perf_counter()
@@ -378,7 +378,8 @@ class TrainWorker:
             training.allowance = Allowance(training.memory)
             log, missing = Log(training.path), ""
             try:
-                training.train_one(spec, job, fold, log, lambda: False)
+                fitted = training.fit_together(spec, [(job, fold)], log, _never)
+                training.train_one(spec, job, fold, log, _never, fitted.get(job))
             except MissingFields as error:
                 missing = str(error)
                 log.write("missing", model=spec.name, why=missing)
@@ -391,6 +392,10 @@ class TrainWorker:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+def _never() -> bool:
+    return False
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, Any], about: Mapping[str, object]) -> None:

@@ -263,7 +263,8 @@ def fit_folds(
         of_folds = [[(held[0][is_in[numbers]], held[1][is_in[numbers]]) for is_in in fold] for fold in parts]
         return [fit_rows(train, val, inputs=inputs, seed=resources.seed) for train, val in of_folds]
     moments, counts, num_groups = [Moments() for _ in folds], [np.zeros(2, np.int64) for _ in folds], 1
-    for rows_BGF, label_B, number_B in _numbered(reader(whole, inputs.feature, resources, labels=True), inputs):
+    in_order = reader(whole, inputs.feature, resources, labels=True)
+    for rows_BGF, label_B, number_B in _numbered(in_order, inputs, checks=True):
         num_groups = rows_BGF.shape[1]
         for place, (in_train, _) in enumerate(parts):
             some = in_train[number_B]
@@ -273,7 +274,6 @@ def fit_folds(
     observed = [(one, num_groups, count) for one, count in zip(moments, counts, strict=True)]
     searches = [Search(one, inputs, resources.seed) for one in observed]
     shuffled = reader(whole, inputs.feature, resources, shuffle=True, labels=True)
-    in_order = reader(whole, inputs.feature, resources, labels=True)
     while going := [pair for pair in zip(searches, parts, strict=True) if not pair[0].is_done]:
         for rows_BGF, label_B, number_B in _numbered(shuffled, inputs):
             for search, (in_train, _) in going:
@@ -298,9 +298,12 @@ def _members(part: Collection, whole: Collection) -> Tensor:
     return as_tensor(is_in)
 
 
-def _numbered(batches: Loader, inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _numbered(batches: Loader, inputs: Inputs, *, checks: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Inputs, labels and record numbers; the first pass checks that the inputs are finite."""
     for batch in batches:
-        rows_BGF = check_finite(inputs.groups(batch), batch, inputs.feature)
+        rows_BGF = inputs.groups(batch)
+        if checks:
+            check_finite(rows_BGF, batch, inputs.feature)
         yield rows_BGF, cast(Tensor, batch[LABEL]), torch.as_tensor(batch["numbers"])
 
 
