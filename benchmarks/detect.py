@@ -1,11 +1,13 @@
-"""Detectors on a real model: SmolLM2-135M on four question sets and a fictional world; writes docs/results.md.
+"""Detectors on a real model: SmolLM2-135M on four question sets and two fictional ones; writes docs/results.md.
 
     python benchmarks/detect.py DATA [sets=triviaqa,nq_open,popqa_1k,truthfulqa,world,facts] [num=10000] [out=FOLDER]
-        [model=smollm2] [detectors=...] [folds=5] [seeds=3] [samples=0] [memory=2GB]
+        [model=smollm2] [detectors=...] [folds=5] [seeds=3] [samples=0] [graph_sets=...] [graph_seeds=1] [memory=2GB]
 
 DATA has a folder per set with .jsonl files of questions (id, question, answer, aliases). Run it again to resume: it
-calls the millstream commands extract, label, train with cross-validation, and evaluate for the transfer between sets.
-`samples=5` also draws five answers to 2,000 questions, in a store of their own. `make demo-llm` installs the model.
+calls the millstream commands extract, label and train with cross-validation, then evaluate for the transfer between
+sets. `samples=5` also draws five answers to 2,000 questions of the first set, in a store of their own. `graph_sets=`
+names the sets on which the nets over graphs are compared with their null models; they train for hours. `make demo-llm`
+installs the model.
 """
 
 import shlex
@@ -19,13 +21,17 @@ from measuring import PAGE, update_page
 from millstream.report.measures import Difference
 from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.results import ModelResult, Results
+from millstream.traces.report.transfer import Matrix, transfer_of
 
 MARK = "<!-- made by benchmarks/detect.py -->"
 SETS = "triviaqa,nq_open,popqa_1k,truthfulqa,world,facts"
 PROMPT = "Q: Which planet is known as the Red Planet?\nA: Mars\nQ: Who painted the Mona Lisa?\nA: Leonardo da Vinci\n"
 PROMPT += "Q: {question}\nA:"
 FIELDS = "heads,laplacian,topology,nodes,edges,edge_heads,states,answer_hidden[2,6,10,14,18,22,26,30]"
-MODELS = "stack,lstm,gnn,gvae,baselines"
+MODELS = "stack,attention_pool,lstm,token_transformer,mil,saplma,baselines"
+SAMPLED_MODELS = "stack,stack_samples,baselines"
+GRAPHS = ("gnn", "gvae")
+NULLS = {"shuffled": "edges from random earlier tokens", "unwired": "no edges"}
 NUM_SAMPLED = 2000
 WANTED = {  # of the goal
     "mean_logprob": "the mean log-probability",
@@ -38,21 +44,43 @@ RESAMPLES = 12_000  # with fewer, no p is below 0.01 after correcting for some f
 def main(data: str, *settings: str) -> None:
     given = dict(setting.split("=", 1) for setting in settings)
     out = Path(given.get("out", "detect"))
-    found: dict[str, Results] = {}
-    for name in given.get("sets", SETS).split(","):
-        found[name] = read_results(compare(name, Path(data), out, given), resamples=RESAMPLES)
-        if int(given.get("samples", 0)) and name == "triviaqa":
-            found[f"{name} with samples"] = read_results(
-                compare(name, Path(data), out, given, is_sampled=True), resamples=RESAMPLES
-            )
-    update_page(MARK, lines_of(found, given))
+    names = given.get("sets", SETS).split(",")
+    stores = {name: extracted(name, Path(data), out, given) for name in names}
+    runs = {name: trained(store, out / "runs" / name, given) for name, store in stores.items()}
+    if int(given.get("samples", 0)):
+        name = f"{names[0]}-sampled"
+        stores[name] = extracted(names[0], Path(data), out, given, is_sampled=True)
+        runs[name] = trained(stores[name], out / "runs" / name, given | {"detectors": SAMPLED_MODELS})
+    wired: dict[tuple[str, str], Path] = {}
+    for name in filter(None, given.get("graph_sets", "").split(",")):
+        for graph in GRAPHS:
+            models = {"detectors": ",".join([graph, *(f"{graph}_{null}" for null in NULLS)])}
+            run = out / "runs" / f"{name}-{graph}"
+            wired[graph, name] = trained(stores[name], run, given | models | {"seeds": given.get("graph_seeds", "1")})
+    alike = [name for name in names if name != "facts"]  # of one language model
+    if len(alike) > 1:
+        millstream("evaluate", *(runs[name] for name in alike), *(stores[name] for name in alike))
+    found = {name: read_results(run, resamples=RESAMPLES) for name, run in runs.items()}
+    lines = lines_of(found, given)
+    if wired:
+        lines += structure({key: read_results(run, resamples=RESAMPLES) for key, run in wired.items()})
+    if len(alike) > 1:
+        lines += transfer({name: transfer_of(found[name]) for name in alike})
+    update_page(MARK, lines[:-1])
     print(f"{PAGE}: table updated")
 
 
-def compare(name: str, data: Path, out: Path, given: dict[str, str], *, is_sampled: bool = False) -> Path:
-    """The run on a set: extracted, labelled, trained."""
+def trained(store: Path, run: Path, given: dict[str, str]) -> Path:
+    """The run on a store."""
+    train = [f"data={store}", f"out={run}", f"model={given.get('detectors', MODELS)}", f"folds={given.get('folds', 5)}"]
+    train += [f"seeds={given.get('seeds', 3)}", f"memory={given.get('memory', '2GB')}", "epochs=8", "patience=3"]
+    millstream("train", *train)
+    return run
+
+
+def extracted(name: str, data: Path, out: Path, given: dict[str, str], *, is_sampled: bool = False) -> Path:
+    """The labelled store of a set."""
     store = out / (f"{name}-sampled" if is_sampled else name)
-    run = out / "runs" / store.name
     model = "facts" if name == "facts" else given.get("model", "smollm2")
     extract: list[object] = [questions_of(name, data, out), store, f"model={model}", f"fields={FIELDS}"]
     num = NUM_SAMPLED if is_sampled else given.get("num", 10_000)
@@ -61,11 +89,9 @@ def compare(name: str, data: Path, out: Path, given: dict[str, str], *, is_sampl
         extract.append(f"prompt={PROMPT}")
     if is_sampled:
         extract += [f"samples={given['samples']}", "temperature=1.0"]
-    train = [f"data={store}", f"out={run}", f"model={given.get('detectors', MODELS)}", f"folds={given.get('folds', 5)}"]
-    train += [f"seeds={given.get('seeds', 3)}", f"memory={given.get('memory', '2GB')}", "epochs=8", "patience=3"]
-    for command in (["extract", *extract], ["label", store], ["train", *train]):
-        millstream(*command)
-    return run
+    millstream("extract", *extract)
+    millstream("label", store)
+    return store
 
 
 def questions_of(name: str, data: Path, out: Path) -> str:
@@ -92,11 +118,12 @@ def millstream(*command: object) -> None:
 def lines_of(found: dict[str, Results], given: dict[str, str]) -> list[str]:
     """Whether the goal is reached, then a table for each set."""
     lines = [goal_of(found[name], name) for name in list(found)[:1]]
+    lines += [with_samples(results) for name, results in found.items() if name.endswith("-sampled")]
     words = " ".join(f"{name}={value}" for name, value in given.items() if name not in ("out", "model"))
     lines += ["", f"Measured on {time.strftime('%Y-%m-%d')} with `python benchmarks/detect.py DATA {words}`.", ""]
     for name, results in found.items():
         lines += [f"### {name}", "", *table_of(results), ""]
-    return lines[:-1]
+    return lines
 
 
 def goal_of(results: Results, name: str) -> str:
@@ -122,6 +149,18 @@ def goal_of(results: Results, name: str) -> str:
         f"{start} on {name}: the best detector without extra samples (on validation), {best.name}, has AUROC "
         f"{best.auroc} (half-width {half:.3f}, goal {HALF}): {'; '.join(clauses)}."
     )
+
+
+def with_samples(results: Results) -> str:
+    """What samples add to the best detector."""
+    by_name = {model.name: model for model in results.models}
+    more, less = by_name["stack_samples"], by_name["stack"]
+    found = between(results, more.name, less.name) or between(results, less.name, more.name)
+    text = "they were not compared"
+    if found:
+        sign = 1 if found.a == more.name else -1
+        text = f"a difference of {sign * found.value.value:+.3f} (p = {found.p_holm:.3f} after Holm)"
+    return f"With samples, {more.name} has {more.auroc}; {less.name} on the same questions {less.auroc}: {text}."
 
 
 def between(results: Results, a: str, b: str) -> Difference | None:
@@ -158,6 +197,34 @@ def row_of(model: ModelResult) -> str:
         "–" if model.extra_tokens is None else f"{model.extra_tokens:.0f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def structure(found: dict[tuple[str, str], Results]) -> list[str]:
+    """The lines on what graphs add: nets over graphs, minus the same nets without the structure."""
+    lines = ["### Does the structure of graphs help?", ""]
+    lines += [f"| net | questions | right | AUROC [95 %] |{''.join(f' minus: {text} |' for text in NULLS.values())}"]
+    lines += [f"|---|---|---|---|{'---|' * len(NULLS)}"]
+    for (graph, name), results in found.items():
+        differences = [between(results, graph, f"{graph}_{null}") for null in NULLS]
+        whole = next(model.auroc for model in results.models if model.name == graph)
+        cells = [f"{one.value:+.3f} (p = {one.p_holm:.3f})" if one else "" for one in differences]
+        right = results.num_test - results.num_wrong
+        lines += [f"| {' | '.join([graph, name, f'{right:,} of {results.num_test:,}', f'{whole}', *cells])} |"]
+    return [*lines, "", "p after Holm, of the comparisons in a run.", ""]
+
+
+def transfer(matrices: dict[str, Matrix]) -> list[str]:
+    """The lines on other sets: the best detector of each run on validation, and the mean log-probability."""
+    paths = {name: store.path for name, matrix in matrices.items() for store in matrix.stores[:1]}
+    lines = ["### Transfer", "", "Trained on (rows), tested on (columns); a run's own set is scored out of fold.", ""]
+    lines += [f"| detector |{''.join(f' {name} |' for name in paths)}", f"|---|{'---|' * len(paths)}"]
+    for wanted in ("", "mean_logprob"):
+        for name, matrix in matrices.items():
+            row = max((row for row in matrix.rows if row.detector.startswith(wanted)), key=lambda row: row.auroc_val)
+            cells = {store.path: f"{cell.auroc}" for store, cell in row.cells.items()}
+            words = [f"trained on {name}: {row.detector}", *(cells.get(path, "") for path in paths.values())]
+            lines += [f"| {' | '.join(words)} |"]
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

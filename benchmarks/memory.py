@@ -151,10 +151,7 @@ class Data:
         path.write_text("class_id\ttax_id\n" + "".join(f"{n}\t{n + 10}\n" for n in range(100)))
 
     def _questions(self, path: Path) -> None:
-        """Short questions; a full trace of the model `facts`, which is trained now if need be, takes about 1 MB."""
-        from millstream.demo.facts import facts_model
-
-        facts_model(notify=print)
+        """Short questions; a full trace of the model `facts` takes about 1 MB."""
         asked = [{"id": f"q{n}", "question": f"Where was number {n} born?"} for n in range(self.size // 1_000_000)]
         path.with_suffix(".jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
         path.symlink_to(path.with_suffix(".jsonl"))

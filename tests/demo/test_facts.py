@@ -1,11 +1,8 @@
-"""Questions about the fictional world do not reveal exposure; its model is trained once and loads like any other."""
+"""Questions about the fictional world do not reveal exposure; its model is in the package."""
 
 import json
-import os
-import shutil
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,16 +10,14 @@ import pytest
 from millstream.demo.facts import (
     FACTS_PROMPT,
     TIMES_SEEN,
-    Training,
     World,
     answer_text,
-    cached_model,
     draw_facts,
+    facts_model,
     facts_questions,
-    learn_tokenizer,
-    questions_of,
     training_facts,
 )
+from millstream.demo.train_facts import Training, learn_tokenizer, train_facts
 from millstream.errors import MissingExtra
 from support.extras import need
 
@@ -33,18 +28,10 @@ BRIEF = Training(num_tokens=400, hidden=32, layers=2, heads=2, inner=32, check_e
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def small_model(messages: list[str] | None = None) -> Path:
-    return cached_model(SMALL, BRIEF, seed=0, notify=(messages if messages is not None else []).append)
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    train_facts(draw_facts(SMALL, seed=0), folder, training=BRIEF, seed=0, notify=print)
+    return folder
 
 
 def test_the_world_depends_only_on_the_seed() -> None:
@@ -122,72 +109,25 @@ def test_facts_with_exposure_never_are_not_in_the_training_text() -> None:
         assert any(fact.value in line for line in lines[fact.person]) == (fact.exposure != "never")
 
 
-def test_a_model_is_trained_once_and_its_accuracy_is_always_reported() -> None:
-    first, second = list[str](), list[str]()
-    folder = small_model(first)
-    weights = (folder / "model.safetensors").stat()
-    assert small_model(second) == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == weights.st_mtime_ns
-    assert "training" in first[0] and second == first[-1:]
-    assert all(name in second[0] for name in TIMES_SEEN)
-    report = json.loads((folder / "facts.json").read_text())
+def test_the_same_seed_trains_the_same_model(small_model: Path, tmp_path: Path) -> None:
+    train_facts(draw_facts(SMALL, seed=0), tmp_path, training=BRIEF, seed=0, notify=print)
+    for name in ("model.safetensors", "facts.json"):
+        assert (tmp_path / name).read_bytes() == (small_model / name).read_bytes()
+    report = json.loads((tmp_path / "facts.json").read_text())
     assert set(report["accuracy_by_exposure"]) == set(TIMES_SEEN) and report["questions"] == 24 * 5
-    assert report["steps"] == 10 and report["parameters"] > 0 and report["seconds"] >= 0
+    assert report["steps"] == 10 and report["parameters"] > 0
 
 
-def test_the_same_seed_trains_the_same_model() -> None:
-    folder = small_model()
-    weights = (folder / "model.safetensors").read_bytes()
-    shutil.rmtree(folder)
-    assert (small_model() / "model.safetensors").read_bytes() == weights
-
-
-@pytest.mark.parametrize("damage", ["no report", "no weights", "short weights", "broken report"])
-def test_an_incomplete_model_folder_is_trained_again(damage: str) -> None:
-    folder = small_model()
-    if damage == "no report":
-        (folder / "facts.json").unlink()
-    elif damage == "no weights":
-        (folder / "model.safetensors").unlink()
-    elif damage == "short weights":
-        os.truncate(folder / "model.safetensors", 1000)
-    else:
-        (folder / "facts.json").write_text("[]")
-    messages: list[str] = []
-    assert small_model(messages) == folder and "training" in messages[0]
-    again: list[str] = []
-    small_model(again)
-    assert len(again) == 1
-
-
-def test_the_remains_of_a_killed_training_are_removed() -> None:
-    folder = small_model()
-    part = folder.with_name(f".{folder.name}.partial")
-    folder.rename(part)
-    (part / "millstream.json").unlink()
-    messages: list[str] = []
-    assert small_model(messages) == folder and "training" in messages[0] and not part.exists()
-
-
-def test_two_concurrent_callers_train_one_model() -> None:
-    shutil.rmtree(small_model())
-    messages: list[str] = []
-    with ThreadPoolExecutor(2) as pool:  # each opens its own lock file, like two processes
-        folders = {run.result() for run in [pool.submit(small_model, messages) for _ in range(2)]}
-    assert folders == {small_model()}
-    assert sum("training a tiny model" in line for line in messages) == 1
-
-
-def test_without_transformers_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtra, match=r"pip install 'millstream\[llm\]'"):
-        cached_model(SMALL, BRIEF, seed=7, notify=print)
+        train_facts(draw_facts(SMALL, seed=0), tmp_path, training=BRIEF, seed=7, notify=print)
 
 
-def test_the_tokenizer_round_trips_and_splits_text_where_the_answer_starts() -> None:
+def test_the_tokenizer_round_trips_and_splits_text_where_the_answer_starts(small_model: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(small_model())
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
     for fact in draw_facts(SMALL, seed=0):
         tokens = tokenizer(answer_text(fact))["input_ids"]
@@ -205,22 +145,27 @@ def test_the_number_of_tokens_of_a_name_does_not_depend_on_exposure() -> None:
     assert max(means) - min(means) < 0.15
 
 
-def test_the_reported_accuracy_equals_that_of_generation() -> None:
+def test_the_model_in_the_package_is_as_accurate_as_its_report_says() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    training = Training(num_tokens=500, hidden=64, layers=2, inner=128, check_facts=120, most_steps=300)
-    folder = cached_model(SMALL, training, seed=1, notify=print)
+    messages: list[str] = []
+    folder = facts_model(notify=messages.append)
     report = json.loads((folder / "facts.json").read_text())
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    questions = questions_of(draw_facts(SMALL, seed=1))
-    right: Counter[str] = Counter()
-    for start in range(0, len(questions), 32):
-        batch = questions[start : start + 32]
+    assert all(name in messages[0] for name in TIMES_SEEN)
+    assert report["accuracy_by_exposure"]["often"] > 0.8 and report["accuracy_by_exposure"]["never"] < 0.05
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    questions = facts_questions()
+    assert report["questions"] == len(questions)
+    right: dict[str, list[bool]] = {name: [] for name in TIMES_SEEN}
+    for start in range(0, 640, 64):
+        batch = questions[start : start + 64]
         prompts = tokenizer(
             [FACTS_PROMPT.format(question=q.question) for q in batch], return_tensors="pt", padding=True
         )
         output = model.generate(**prompts, do_sample=False, max_new_tokens=16)
         answers = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-        right.update(q.exposure for q, answer in zip(batch, answers, strict=True) if answer == f" {q.answer}\n")
-    assert report["accuracy"] == round(right.total() / len(questions), 4) and report["accuracy"] >= 0.45
-    assert report["accuracy_by_exposure"]["often"] > report["accuracy_by_exposure"]["never"]
+        for question, answer in zip(batch, answers, strict=True):
+            right[question.exposure].append(answer == f" {question.answer}\n")
+    for name, found in right.items():  # 4 standard errors of a share of some 160 questions
+        assert abs(sum(found) / len(found) - report["accuracy_by_exposure"][name]) < 0.16
