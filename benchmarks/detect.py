@@ -27,11 +27,11 @@ MARK = "<!-- made by benchmarks/detect.py -->"
 SETS = "triviaqa,nq_open,popqa_1k,truthfulqa,world,facts"
 PROMPT = "Q: Which planet is known as the Red Planet?\nA: Mars\nQ: Who painted the Mona Lisa?\nA: Leonardo da Vinci\n"
 PROMPT += "Q: {question}\nA:"
-FIELDS = "heads,laplacian,topology,nodes,edges,edge_heads,states,answer_hidden[2,6,10,14,18,22,26,30]"
+FIELDS = "heads,laplacian,topology,nodes,edges,edge_heads,states,answer_hidden"
+LAYERS = "[2,6,10,14,18,22,26,30]"  # of answer_hidden; all of the tiny model
 MODELS = "stack,attention_pool,lstm,token_transformer,mil,saplma,baselines"
 SAMPLED_MODELS = "stack,stack_samples,baselines"
-GRAPHS = ("gnn", "gvae")
-NULLS = {"shuffled": "edges from random earlier tokens", "unwired": "no edges"}
+GRAPHS = "gnn,gnn_shuffled,gnn_unwired,gvae,gvae_shuffled,gvae_unwired"
 NUM_SAMPLED = 2000
 WANTED = {  # of the goal
     "mean_logprob": "the mean log-probability",
@@ -51,19 +51,13 @@ def main(data: str, *settings: str) -> None:
         name = f"{names[0]}-sampled"
         stores[name] = extracted(names[0], Path(data), out, given, is_sampled=True)
         runs[name] = trained(stores[name], out / "runs" / name, given | {"detectors": SAMPLED_MODELS})
-    wired: dict[tuple[str, str], Path] = {}
-    for name in filter(None, given.get("graph_sets", "").split(",")):
-        for graph in GRAPHS:
-            models = {"detectors": ",".join([graph, *(f"{graph}_{null}" for null in NULLS)])}
-            run = out / "runs" / f"{name}-{graph}"
-            wired[graph, name] = trained(stores[name], run, given | models | {"seeds": given.get("graph_seeds", "1")})
+    for name in filter(None, given.get("graph_sets", "").split(",")):  # more models, in the same run
+        trained(stores[name], runs[name], given | {"detectors": GRAPHS, "seeds": given.get("graph_seeds", "1")})
     alike = [name for name in names if name != "facts"]  # of one language model
     if len(alike) > 1:
         millstream("evaluate", *(runs[name] for name in alike), *(stores[name] for name in alike))
     found = {name: read_results(run, resamples=RESAMPLES) for name, run in runs.items()}
     lines = lines_of(found, given)
-    if wired:
-        lines += structure({key: read_results(run, resamples=RESAMPLES) for key, run in wired.items()})
     if len(alike) > 1:
         lines += transfer({name: transfer_of(found[name]) for name in alike})
     update_page(MARK, lines[:-1])
@@ -82,7 +76,8 @@ def extracted(name: str, data: Path, out: Path, given: dict[str, str], *, is_sam
     """The labelled store of a set."""
     store = out / (f"{name}-sampled" if is_sampled else name)
     model = "facts" if name == "facts" else given.get("model", "smollm2")
-    extract: list[object] = [questions_of(name, data, out), store, f"model={model}", f"fields={FIELDS}"]
+    kept = FIELDS if name == "facts" else FIELDS + LAYERS
+    extract: list[object] = [questions_of(name, data, out), store, f"model={model}", f"fields={kept}"]
     num = NUM_SAMPLED if is_sampled else given.get("num", 10_000)
     extract += ["max_new_tokens=12", "memory=1GB", f"num_samples={num}"]
     if name != "facts":
@@ -197,20 +192,6 @@ def row_of(model: ModelResult) -> str:
         "–" if model.extra_tokens is None else f"{model.extra_tokens:.0f}",
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def structure(found: dict[tuple[str, str], Results]) -> list[str]:
-    """The lines on what graphs add: nets over graphs, minus the same nets without the structure."""
-    lines = ["### Does the structure of graphs help?", ""]
-    lines += [f"| net | questions | right | AUROC [95 %] |{''.join(f' minus: {text} |' for text in NULLS.values())}"]
-    lines += [f"|---|---|---|---|{'---|' * len(NULLS)}"]
-    for (graph, name), results in found.items():
-        differences = [between(results, graph, f"{graph}_{null}") for null in NULLS]
-        whole = next(model.auroc for model in results.models if model.name == graph)
-        cells = [f"{one.value:+.3f} (p = {one.p_holm:.3f})" if one else "" for one in differences]
-        right = results.num_test - results.num_wrong
-        lines += [f"| {' | '.join([graph, name, f'{right:,} of {results.num_test:,}', f'{whole}', *cells])} |"]
-    return [*lines, "", "p after Holm, of the comparisons in a run.", ""]
 
 
 def transfer(matrices: dict[str, Matrix]) -> list[str]:
