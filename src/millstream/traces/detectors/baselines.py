@@ -188,7 +188,7 @@ def _layers(batch: Mapping[str, object]) -> Tensor:
 
 def _states(batch: Mapping[str, object], *, index: int) -> Tensor:
     states_BLPD = cast(Tensor, batch["states"])
-    return states_BLPD[:, :, index].float()
+    return states_BLPD[:, :, index]
 
 
 def _stats(batch: Mapping[str, object]) -> Tensor:

@@ -64,7 +64,7 @@ class HaloScope:
         logits_NQ = self._logits(val, layer, regressions)
         auroc_by_threshold = [auroc(labels_of(val), column) for column in logits_NQ.T]
         threshold = int(np.argmax(auroc_by_threshold))
-        weights_W = regressions.weights_GWK[0, :, threshold]
+        weights_W = regressions.weights_GKW[0, threshold]
         kept = {"mean": regressions.mean_GF[0], "factor": regressions.factor_GF[0]}
         kept |= {"weights": weights_W[:-1], "bias": weights_W[-1]}
         self.arrays = {name: value.numpy().copy() for name, value in kept.items()}

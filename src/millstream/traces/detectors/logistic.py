@@ -227,10 +227,11 @@ class Search:
         self._inputs = inputs
         self._epoch, self._best, self._last_good = 0, 0.0, 0
 
-    def learn(self, rows_BGF: Tensor, label_B: Tensor) -> None:
-        weight_B1 = self._class_weights[label_B][:, None]
+    def learn(self, rows_BGF: Tensor, label_B: Tensor, among: Tensor | None = None) -> None:
+        """Learn from a batch, or from rows among it."""
+        weight_B1, step_rows = self._class_weights[label_B][:, None], self._inputs.step_rows
         self.regressions.learn(
-            rows_BGF, label_B[:, None], weight_B1, sweeps=self._sweeps, step_rows=self._inputs.step_rows
+            rows_BGF, label_B[:, None], weight_B1, among=among, sweeps=self._sweeps, step_rows=step_rows
         )
 
     def judge(self, val_labels: NDArray[np.int64], logits_NGK: NDArray[np.float32]) -> None:
@@ -277,9 +278,9 @@ def fit_folds(
     while going := [pair for pair in zip(searches, parts, strict=True) if not pair[0].is_done]:
         for rows_BGF, label_B, number_B in _numbered(shuffled, inputs):
             for search, (in_train, _) in going:
-                some = in_train[number_B]
-                if some.any():
-                    search.learn(rows_BGF[some], label_B[some])
+                some = in_train[number_B].nonzero()[:, 0]
+                if len(some):
+                    search.learn(rows_BGF, label_B, some)
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in going]
         for rows_BGF, label_B, number_B in _numbered(in_order, inputs):
             for (search, (_, in_val)), judged in zip(going, found, strict=True):
@@ -380,7 +381,7 @@ def _aurocs(labels: NDArray[np.int64], logits_NGK: NDArray[np.float32]) -> NDArr
 
 
 def _kept(regressions: Regressions, group: int, strength: int) -> Arrays:
-    weights_W = regressions.weights_GWK[group, :, strength]
+    weights_W = regressions.weights_GKW[group, strength]
     kept = {
         "mean": regressions.mean_GF[group],
         "factor": regressions.factor_GF[group],

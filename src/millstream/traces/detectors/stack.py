@@ -76,7 +76,7 @@ class Positions:
         assert isinstance(batch, ColumnBatch)
         if self.field == "states":
             states = cast("Sequence[Array]", batch.columns["states"])
-            x = np.stack([as_floats(one).astype(np.float32) for one in states])
+            x = np.stack([as_floats(one) for one in states])
         else:
             x = np.stack([cast("Array", feature(batch)["layers"]) for feature in self._of_hidden], axis=2)
         keys = batch.columns[QUESTION_ID] if self.by_question else batch.numbers
@@ -239,7 +239,7 @@ class Scale:
 def _averaging(regressions: Regressions, scale: Scale, strength: int) -> dict[str, NDArray[np.generic]]:
     """The weighted mean over layers of the logits of the probes of all folds, as one linear map."""
     mean_LP, factor_LP = scale.mean_LPC[:, :, strength], scale.factor_LPC[:, :, strength]
-    weights_LPW = regressions.weights_GWK[:, :, strength * (FOLDS + 1) + FOLDS].reshape(*mean_LP.shape, -1)
+    weights_LPW = regressions.weights_GKW[:, strength * (FOLDS + 1) + FOLDS].reshape(*mean_LP.shape, -1)
     shape = *mean_LP.shape, -1
     weights_LPF = weights_LPW[..., :-1] * regressions.factor_GF.reshape(shape) * factor_LP[..., None]
     bias_P = ((weights_LPW[..., -1] - mean_LP) * factor_LP).sum(0)
