@@ -14,7 +14,6 @@ from millstream.report.measures import (
     Interval,
     Measure,
     Resampled,
-    aurocs,
     bootstrap,
     compare,
     draw,
@@ -22,6 +21,7 @@ from millstream.report.measures import (
     p_value,
     verdict,
 )
+from millstream.report.ranking import Ranking
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int8]
@@ -39,7 +39,7 @@ def cases() -> Iterator[tuple[Labels, Floats]]:
 
 
 def average_precision(labels: Labels, scores: Floats) -> float:
-    return float(measures.average_precisions(labels, scores, np.ones((1, len(labels))))[0])
+    return float(Ranking(labels, scores).tally().average_precisions()[0])
 
 
 CASES = pytest.mark.parametrize(("labels", "scores"), list(cases()))
@@ -58,14 +58,17 @@ def test_average_precision_equals_scikit_learn(labels: Labels, scores: Floats):
 def test_a_record_drawn_twice_counts_as_two_records_in_every_measure(labels: Labels, scores: Floats):
     counts = np.random.default_rng(5).integers(0, 4, (3, len(labels)))
     counts[:, :2] += 1  # both classes
-    for row in counts:
+    tally = Ranking(labels, scores).tally(counts)
+    for place, row in enumerate(counts):
         many = np.repeat(labels, row), np.repeat(scores, row)
-        one = row[None]
-        assert measures.average_precisions(labels, scores, one)[0] == pytest.approx(average_precision(*many))
-        assert measures.aurcs(labels, scores, one)[0] == pytest.approx(measures.aurc(*many))
-        assert measures.f1_scores(labels, scores, 0.7, one)[0] == pytest.approx(measures.f1_score(*many, 0.7))
-    together = measures.aurcs(labels, scores, counts)
-    assert together == pytest.approx([measures.aurcs(labels, scores, row[None])[0] for row in counts])
+        assert tally.aurocs()[place] == pytest.approx(metrics.roc_auc_score(*many))
+        assert tally.average_precisions()[place] == pytest.approx(average_precision(*many))
+        assert tally.average_precisions_of_zeros()[place] == pytest.approx(average_precision(1 - many[0], -many[1]))
+        assert tally.aurcs()[place] == pytest.approx(measures.aurc(*many))
+        kept = Ranking(*many).tally().risks(0.8)[0]
+        assert tally.risks(0.8)[place] == pytest.approx(kept)
+        f1 = measures.f1_scores(labels, scores, 0.7, row[None])[0]
+        assert f1 == pytest.approx(measures.f1_score(*many, 0.7))
 
 
 def slow_f1(labels: Labels, called: NDArray[np.bool_]) -> float:
@@ -221,7 +224,7 @@ def test_platt_scaling_of_uninformative_scores_is_the_base_rate_and_of_reversed_
 
 
 def area(labels: Labels, scores: Floats) -> Measure:
-    return lambda counts: aurocs(labels, scores, counts)[None]
+    return lambda counts: Ranking(labels, scores).tally(counts).aurocs()[None]
 
 
 def drawn(labels: Labels, questions: NDArray[np.int64], **settings: int) -> NDArray[np.int32]:
@@ -300,7 +303,12 @@ def test_draws_of_a_large_test_split_use_little_memory():
     labels = rng.integers(0, 2, 30_000).astype(np.int8)
     scores = rng.random(30_000)
     tracemalloc.start()
-    measure: Measure = lambda counts: np.stack([aurocs(labels, scores, counts), measures.aurcs(labels, scores, counts)])  # noqa: E731
+    ranking = Ranking(labels, scores)
+
+    def measure(counts: NDArray[np.generic]) -> Floats:
+        tally = ranking.tally(counts)
+        return np.stack([tally.aurocs(), tally.aurcs()])
+
     bootstrap({"a": measure}, labels, groups=np.arange(30_000), resamples=40)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -1,7 +1,7 @@
 """Measures of scores against labels, in plain numpy, and their confidence intervals by a paired bootstrap.
 
-Of two classes, label 1 is the one to find. Functions ending in `s` compute one number for each of R sets of counts (how
-often each of N records was drawn) and sort the scores only once.
+Of two classes, label 1 is the one to find. `f1_scores` and what is measured of a `Ranking` are one number for each of R
+sets of counts (how often each of N records was drawn).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.report.ranking import Counts, Floats, Ranking
+
 # R sets of counts, N records, G groups of records with equal scores, C classes
 
-Floats = NDArray[np.float64]
 Labels = NDArray[np.int8]
-Counts = NDArray[np.generic]
 
 MAX_POINTS = 500  # per curve: more would not be visible
 NUM_BINS = 15
@@ -35,22 +35,7 @@ class Curve:
 
 def auroc(labels: Counts, scores: Counts) -> float:
     """The probability that a record of label 1 scores above one of label 0; ties count half. NaN with one class."""
-    return float(aurocs(labels, scores, _once(labels))[0])
-
-
-def aurocs(labels: Counts, scores: Counts, counts_RN: Counts) -> Floats:
-    found_RG, total_RG = _tally(labels, scores, counts_RN)
-    below_RG = total_RG - found_RG
-    ones_RG, zeros_RG = np.diff(found_RG, axis=1, prepend=0), np.diff(below_RG, axis=1, prepend=0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (ones_RG * (below_RG - zeros_RG / 2)).sum(axis=1) / (ones_RG.sum(axis=1) * zeros_RG.sum(axis=1))
-
-
-def average_precisions(labels: Labels, scores: Floats, counts_RN: Counts) -> Floats:
-    """The area under the precision-recall curve, as a step function (AUPR)."""
-    found_RG, total_RG = _tally(labels, -scores, counts_RN)
-    precision_RG = found_RG / np.maximum(total_RG, 1)
-    return (np.diff(found_RG, axis=1, prepend=0) * precision_RG).sum(axis=1) / found_RG[:, -1]
+    return float(Ranking(labels, scores).tally().aurocs()[0])
 
 
 def fpr_at_tpr(labels: Labels, scores: Floats, tpr: float = 0.95) -> float:
@@ -93,7 +78,7 @@ def precision_recall(labels: Labels, scores: Floats, threshold: float) -> tuple[
 
 
 def f1_score(labels: Labels, scores: Floats, threshold: float) -> float:
-    return float(f1_scores(labels, scores, threshold, _once(labels))[0])
+    return float(f1_scores(labels, scores, threshold, np.ones((1, len(labels))))[0])
 
 
 def f1_scores(labels: Labels, scores: Floats, threshold: float, counts_RN: Counts) -> Floats:
@@ -108,31 +93,7 @@ def f1_scores(labels: Labels, scores: Floats, threshold: float, counts_RN: Count
 
 def aurc(labels: Labels, scores: Floats) -> float:
     """The mean share of label 1 among the k lowest scores, over all k. Ties: the mean over all their orders."""
-    return float(aurcs(labels, scores, _once(labels))[0])
-
-
-def aurcs(labels: Labels, scores: Floats, counts_RN: Counts) -> Floats:
-    found_RG, total_RG = _tally(labels, scores, counts_RN)
-    size_RG, found_in_RG = np.diff(total_RG, axis=1, prepend=0), np.diff(found_RG, axis=1, prepend=0)
-    rate_RG = found_in_RG / np.maximum(size_RG, 1)
-    # In a group, k runs from s + 1 to e, and the share is (w + (k - s) rate) / k = rate + (w - s rate) / k:
-    # its sum needs harmonic numbers instead of a loop over k. With w and s at the end of the group it is the same.
-    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(total_RG.max()) + 1))])
-    of_k_RG = np.diff(harmonic[total_RG.astype(np.int64)], axis=1, prepend=0)
-    sums = found_RG[:, -1] + ((found_RG - total_RG * rate_RG) * of_k_RG).sum(axis=1)
-    return sums / total_RG[:, -1]
-
-
-def risks(labels: Labels, scores: Floats, counts_RN: Counts, coverage: float) -> Floats:
-    """The share of label 1 among this share of records with the lowest scores. Ties: the mean over all their orders."""
-    found_RG, total_RG = _tally(labels, scores, counts_RN)
-    wanted_R = coverage * total_RG[:, -1]
-    end_R = (total_RG < wanted_R[:, None]).sum(axis=1)
-    rows = np.arange(len(total_RG))
-    size_R = np.diff(total_RG, axis=1, prepend=0)[rows, end_R]
-    share_R = (wanted_R - (total_RG[rows, end_R] - size_R)) / np.maximum(size_R, 1)
-    in_group_R = np.diff(found_RG, axis=1, prepend=0)[rows, end_R]
-    return (found_RG[rows, end_R] - in_group_R * (1 - share_R)) / wanted_R
+    return float(Ranking(labels, scores).tally().aurcs()[0])
 
 
 def prr(labels: Labels, scores: Floats) -> float:
@@ -143,8 +104,8 @@ def prr(labels: Labels, scores: Floats) -> float:
 
 def risk_coverage(labels: Labels, scores: Floats) -> Curve:
     """The share of records kept, lowest scores first, and the share of label 1 among them."""
-    found_RG, total_RG = _tally(labels, scores, _once(labels))
-    return _curve(total_RG[0] / len(labels), found_RG[0] / total_RG[0])
+    tally = Ranking(labels, scores).tally()
+    return _curve(tally.total_RG[0] / len(labels), tally.found_RG[0] / tally.total_RG[0])
 
 
 # -- calibration
@@ -259,30 +220,11 @@ def deviation(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
-def _once(labels: Counts) -> Counts:
-    return np.ones((1, len(labels)), np.int64)
-
-
-def _tally(labels: Counts, scores: Counts, counts_RN: Counts) -> tuple[Floats, Floats]:
-    """Records of label 1, and all records, up to and including each group of equal scores, lowest score first."""
-    order, last = _groups(scores)
-    counts = np.asarray(counts_RN)[:, order].astype(np.float64)
-    ends = slice(None) if len(last) == len(scores) else last  # without ties, all positions
-    total_RG = np.cumsum(counts, axis=1)[:, ends]
-    counts *= np.asarray(labels, np.float64)[order]
-    return np.cumsum(counts, axis=1)[:, ends], total_RG
-
-
 def _sweep(labels: Labels, scores: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """The same from the highest score down, each record once; and the position of the last record of each group."""
-    found_RG, total_RG = _tally(labels, -scores, _once(labels))
-    return found_RG[0], total_RG[0], _groups(-scores)[1]
-
-
-def _groups(scores: Counts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    order = np.argsort(scores, kind="stable")
-    ranked = scores[order]
-    return order, np.flatnonzero(np.append(ranked[1:] != ranked[:-1], len(ranked) > 0))
+    """Of records at or above each score, from the highest down: those of label 1, all, and the place of the last."""
+    ranking = Ranking(labels, -scores)
+    tally = ranking.tally()
+    return tally.found_RG[0], tally.total_RG[0], ranking.last
 
 
 def _curve(x: Floats, y: Floats) -> Curve:

@@ -18,11 +18,11 @@ from millstream.report.measures import (
     Measure,
     Resampled,
     auroc,
-    aurocs,
     bootstrap,
     compare,
     equal_bins,
 )
+from millstream.report.ranking import Ranking
 from millstream.traces.label import references_of
 from millstream.traces.report.findings import KEPT, PROBE, TEST, Contender, best_of, findings, pairs_of
 from millstream.traces.report.results import Mistake, ModelResult, Results, Run, Split, Trial, read_run
@@ -93,12 +93,10 @@ class _Detector:
 
     def measure(self, labels: Labels) -> Measure:
         """A function that computes MEASURES on resampled records."""
-        # Sort once here: on sorted scores the measures need no sort per resample.
-        ranked = [(one, np.argsort(one.test, kind="stable")) for one in self._seeds]
+        ranked = [(Ranking(labels, one.test), one.flags) for one in self._seeds]
 
         def numbers(counts_RN: Counts) -> Floats:
-            seeds = [_numbers(labels[order], one, order, counts_RN[:, order]) for one, order in ranked]
-            return np.mean(seeds, axis=0)
+            return np.mean([_numbers(ranking, labels, flags, counts_RN) for ranking, flags in ranked], axis=0)
 
         return numbers
 
@@ -157,15 +155,15 @@ class _Detector:
         )
 
 
-def _numbers(labels: Labels, one: Trial, order: NDArray[np.int64], counts_RN: Counts) -> Floats:
-    scores = one.test[order]
+def _numbers(ranking: Ranking, labels: Labels, flags: Floats, counts_RN: Counts) -> Floats:
+    tally = ranking.tally(counts_RN)
     found = {
-        "auroc": aurocs(labels, scores, counts_RN),
-        "aupr": measures.average_precisions(labels, scores, counts_RN),
-        "aupr_right": measures.average_precisions(1 - labels, -scores, counts_RN),
-        "f1": measures.f1_scores(labels, one.flags[order], 1, counts_RN),
-        "aurc": measures.aurcs(labels, scores, counts_RN),
-        "accuracy_kept": 1 - measures.risks(labels, scores, counts_RN, KEPT),
+        "auroc": tally.aurocs(),
+        "aupr": tally.average_precisions(),
+        "aupr_right": tally.average_precisions_of_zeros(),
+        "f1": measures.f1_scores(labels, flags, 1, counts_RN),
+        "aurc": tally.aurcs(),
+        "accuracy_kept": 1 - tally.risks(KEPT),
     }
     return np.stack([found[name] for name in MEASURES])
 
@@ -184,8 +182,10 @@ def _learning(run: Run, questions: NDArray[np.int64]) -> dict[str, list[tuple[in
 def mean_area(trials: Sequence[Trial], labels: Labels) -> Measure:
     """A function that computes the AUROC of a detector, the mean over its seeds, on resampled records."""
 
+    ranked = [Ranking(labels, trial.test) for trial in trials]
+
     def area(counts_RN: Counts) -> Floats:
-        return np.mean([aurocs(labels, trial.test, counts_RN) for trial in trials], axis=0)[None]
+        return np.mean([ranking.tally(counts_RN).aurocs() for ranking in ranked], axis=0)[None]
 
     return area
 

@@ -25,6 +25,7 @@ from millstream.report.measures import (
     verdict,
 )
 from millstream.report.page import Scale, Section, TableBlock, TextBlock
+from millstream.report.ranking import Ranking
 from millstream.report.tables import Column, Comparison, Table, difference_table, grouped, shown, titled
 from millstream.traces.report.results import Run, Split, TokenResult, TokenResults, Tokens, TokenTrial
 
@@ -195,9 +196,9 @@ class _Counted:
         return np.stack([area, ratio(precision, found_RG[:, -1]), *self._f1s(counts_RN)])
 
     def exact(self) -> Floats:
-        tokens, once = self._tokens, np.ones((1, len(self._tokens.labels)))
+        tokens = self._tokens
         f1s = self._f1s(np.ones((1, self.spans.shape[1]), np.float32))
-        precision = measures.average_precisions(tokens.labels, tokens.scores, once)
+        precision = Ranking(tokens.labels, tokens.scores).tally().average_precisions()
         return np.concatenate([[auroc(tokens.labels, tokens.scores)], precision, *f1s])
 
     def _f1s(self, counts_RN: NDArray[np.float32]) -> Iterator[Floats]:
