@@ -7,7 +7,9 @@ log-probs; `stack_samples` also reads the statistics of the samples of a questio
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
+from math import prod
 from typing import cast
 
 import numpy as np
@@ -19,7 +21,6 @@ from millstream.core.batches import Batch, ColumnBatch, as_floats
 from millstream.core.collection import Collection
 from millstream.core.features import Feature
 from millstream.core.record import Array
-from millstream.core.split import LABEL
 from millstream.errors import NoDetector
 from millstream.report.measures import auroc
 from millstream.traces.detectors.baselines import of_groups, tokens_of_samples
@@ -105,13 +106,27 @@ class Stack:
         self._resources = resources
 
     def fit(self, train: Collection, val: Collection) -> None:
-        labels, val_labels = binary_labels(train, "training"), binary_labels(val, "validation")
-        layers = some_layers(train, self._source)
+        self.fit_together([self], train, [(train, val)])
+
+    @staticmethod
+    def fit_together(
+        models: Sequence["Stack"], whole: Collection, folds: Sequence[tuple[Collection, Collection]]
+    ) -> None:
+        """Fit a model per fold (train, val) of the same records, with the same passes over them."""
+        first, trains = models[0], [train for train, _ in folds]
+        val_labels = [binary_labels(val, "validation") for _, val in folds]
+        layers = some_layers(whole, first._source)
+        probes = fit_probes(whole, trains, features=first._features(layers), resources=first._resources)
+        for model, one, (train, val), labels in zip(models, probes, folds, val_labels, strict=True):
+            model._complete(layers, one, train, val, labels)
+
+    def _complete(
+        self, layers: Sequence[int], probes: "Probes", train: Collection, val: Collection, val_labels: NDArray[np.int64]
+    ) -> None:
+        """Keep the best strength, and fit the last regression."""
         features = self._features(layers)
         self.fields = _fields_of(features)
-        regressions = self._fitted(train, features, labels)
-        scale = self._scale(train, features, regressions)
-        averages_NPC, stats_NS = self._out_of_fold(train, features, regressions, scale)
+        averages_NPC, labels = probes.averages_NPC, probes.labels
         auroc_C = [auroc(labels, one_NP.mean(1).numpy()) for one_NP in averages_NPC.unbind(2)]
         best = int(np.argmax(auroc_C))
         samples_NQ = samples_of(train, self._samples)
@@ -119,9 +134,9 @@ class Stack:
         self.arrays = {
             "layers": np.array(layers, np.int64),
             **({"fill": fill_Q.astype(np.float32)} if self._samples else {}),
-            **_averaging(regressions, scale, best),
+            **_averaging(probes.regressions, probes.scale, best),
         }
-        rows_NF = torch.cat([averages_NPC[:, :, best], stats_NS, self._filled(samples_NQ)], dim=1)
+        rows_NF = torch.cat([averages_NPC[:, :, best], probes.stats_NS, self._filled(samples_NQ)], dim=1)
         last, chosen = fit_rows(  # a few numbers per record
             (rows_NF[:, None], as_tensor(labels)),
             (self._rows(val)[:, None], as_tensor(val_labels)),
@@ -134,8 +149,8 @@ class Stack:
         self.parameters = self.arrays["weights"].size + len(last["weights"]) + 1
         names = [*_names(averages_NPC.shape[1]), *(STATS if self._stats else ()), *self._samples]
         weights = dict(zip(names, last["weights"].tolist(), strict=True))
-        probes = {"C": STRENGTHS[best], "out_of_fold_auroc": auroc_C[best], "layers": list(layers)}
-        self.chosen = {**probes, "val_auroc": chosen["val_auroc"], "weights": weights}
+        chosen_probes = {"C": STRENGTHS[best], "out_of_fold_auroc": auroc_C[best], "layers": list(layers)}
+        self.chosen = {**chosen_probes, "val_auroc": chosen["val_auroc"], "weights": weights}
 
     def score(self, collection: Collection) -> Scores:
         last = {name.removeprefix("last_"): array for name, array in self.arrays.items() if name.startswith("last_")}
@@ -146,60 +161,6 @@ class Stack:
     def _features(self, layers: Sequence[int]) -> list[Feature]:
         positions = Positions(self._source, tuple(layers), self._by_question)
         return [positions, *([] if self._stats is None else [self._stats])]
-
-    def _fitted(self, train: Collection, features: list[Feature], labels: NDArray[np.int64]) -> Regressions:
-        """All probes; column c * (FOLDS + 1) + f has strength c and leaves out fold f, the last leaves out none."""
-        moments, num_groups = Moments(), 1
-        for batch in reader(train, features, self._resources):
-            rows_BGF = _rows_of(batch)
-            check_finite(rows_BGF, batch, features[0])
-            moments.add(rows_BGF.flatten(1))
-            num_groups = rows_BGF.shape[1]
-        penalty_C = penalties_of(STRENGTHS, len(train))
-        penalty_K = penalty_C.repeat_interleave(FOLDS + 1)
-        seed = self._resources.seed
-        regressions = Regressions(moments, num_groups=num_groups, penalties=penalty_K, seed=seed)
-        class_weights = balanced(np.bincount(labels, minlength=2))
-        num_epochs, sweeps = duration(len(train))
-        shuffled = reader(train, features, self._resources, shuffle=True, labels=True)
-        for _ in range(num_epochs):
-            for batch in shuffled:
-                label_B = cast(Tensor, batch[LABEL])
-                is_in_BF = cast(Tensor, batch["fold"])[:, None] != torch.arange(FOLDS + 1)
-                share_BF = is_in_BF / torch.tensor([*[1 - 1 / FOLDS] * FOLDS, 1.0])  # a fold has fewer rows
-                weight_BK = class_weights[label_B][:, None] * share_BF.repeat(1, len(STRENGTHS))
-                regressions.learn(_rows_of(batch), label_B[:, None], weight_BK, sweeps=sweeps)
-        return regressions
-
-    def _scale(self, train: Collection, features: list[Feature], regressions: Regressions) -> "Scale":
-        """What standardises the out-of-fold logits of each probe, and its weight in the mean over layers."""
-        whole, by_label = Moments(), Moments()
-        num_layers = 1
-        for batch in reader(train, features, self._resources, labels=True):
-            rows_BF = _held_out(regressions, batch).flatten(1)
-            whole.add(rows_BF)
-            by_label.add(rows_BF, cast(Tensor, batch[LABEL]), num_groups=2)
-            num_layers = cast(Tensor, batch["x"]).shape[1]
-        mean_1F, factor_1F = whole.scaling()
-        assert by_label.mean is not None
-        gap_1F = (by_label.mean[1:] - by_label.mean[:1]).float() * factor_1F
-        shape = num_layers, -1, len(STRENGTHS)
-        gap_LPC = gap_1F.reshape(shape).clamp(min=1e-6)
-        return Scale(mean_1F.reshape(shape), factor_1F.reshape(shape) * gap_LPC / gap_LPC.sum(0))
-
-    def _out_of_fold(
-        self, train: Collection, features: list[Feature], regressions: Regressions, scale: "Scale"
-    ) -> tuple[Tensor, Tensor]:
-        """Averages over layers [N, P, C] of the logits of probes that did not see the question, and statistics."""
-        averages: list[Tensor] = []
-        stats: list[Tensor] = []
-        for batch in reader(train, features, self._resources):
-            logits_BGC = _held_out(regressions, batch)
-            averages.append(
-                ((logits_BGC.reshape(-1, *scale.mean_LPC.shape) - scale.mean_LPC) * scale.factor_LPC).sum(1)
-            )
-            stats.append(_stats_of(batch))
-        return torch.cat(averages), torch.cat(stats)
 
     def _rows(self, collection: Collection) -> Tensor:
         """[N, F]: the inputs of the last regression."""
@@ -217,6 +178,109 @@ class Stack:
         """A statistic that a question lacks is the mean over the training split."""
         fill_Q = self.arrays["fill"] if self._samples else np.zeros(0)
         return as_tensor(np.where(np.isnan(samples_NQ), fill_Q, samples_NQ)).float()
+
+
+def fit_probes(
+    whole: Collection, trains: Sequence[Collection], *, features: Sequence[Feature], resources: FitResources
+) -> list["Probes"]:
+    """The probes of each training split, fitted with the same passes over the records of all."""
+    probes, positions = [Probes(train, resources.seed) for train in trains], features[0]
+    for batch in reader(whole, positions, resources):
+        check_finite(_rows_of(batch), batch, positions)
+        for one in probes:
+            one.observe(batch)
+    shuffled = reader(whole, positions, resources, shuffle=True)
+    for epoch in range(max(one.num_epochs for one in probes)):
+        for batch in shuffled:
+            for one in probes:
+                if epoch < one.num_epochs:
+                    one.learn(batch)
+    for batch in reader(whole, positions, resources):
+        for one in probes:
+            one.observe_logits(batch)
+    for batch in reader(whole, features, resources):
+        for one in probes:
+            one.average(batch)
+    return probes
+
+
+class Probes:
+    """All probes of a training split, and their averages for its records, by probes that did not see the question.
+
+    Column c * (FOLDS + 1) + f of the regressions has strength c and leaves out fold f, the last leaves out none.
+    """
+
+    def __init__(self, train: Collection, seed: int) -> None:
+        self.labels = binary_labels(train, "training")
+        self.num_epochs, self._sweeps = duration(len(train))
+        self.averages_NPC = self.stats_NS = torch.empty(0)
+        self._seed, self._label_N = seed, as_tensor(self.labels)
+        self._class_weights = balanced(np.bincount(self.labels, minlength=2))
+        numbers = train.record_numbers(np.arange(len(train)))
+        self._places = torch.full((int(numbers.max()) + 1,), -1)  # of records by number
+        self._places[as_tensor(numbers)] = torch.arange(len(train))
+        self._moments, self._logits, self._by_label = Moments(), Moments(), Moments()
+
+    def observe(self, batch: Mapping[str, object]) -> None:
+        some, _ = self._among(batch)
+        self._shape = cast(Tensor, batch["x"]).shape[1:3]
+        if len(some):
+            self._moments.add(_rows_of(batch)[some].flatten(1))
+
+    @cached_property
+    def regressions(self) -> Regressions:
+        penalty_K = penalties_of(STRENGTHS, len(self.labels)).repeat_interleave(FOLDS + 1)
+        return Regressions(self._moments, num_groups=prod(self._shape), penalties=penalty_K, seed=self._seed)
+
+    def learn(self, batch: Mapping[str, object]) -> None:
+        some, place_B = self._among(batch)
+        if not len(some):
+            return
+        label_B = self._label_N[place_B]
+        is_in_BF = cast(Tensor, batch["fold"])[:, None] != torch.arange(FOLDS + 1)
+        share_BF = is_in_BF / torch.tensor([*[1 - 1 / FOLDS] * FOLDS, 1.0])  # a fold has fewer rows
+        weight_BK = self._class_weights[label_B][:, None] * share_BF.repeat(1, len(STRENGTHS))
+        self.regressions.learn(_rows_of(batch), label_B[:, None], weight_BK, among=some, sweeps=self._sweeps)
+
+    def observe_logits(self, batch: Mapping[str, object]) -> None:
+        some, place_B = self._among(batch)
+        if len(some):
+            rows_MF = self._held_out(batch, some).flatten(1)
+            self._logits.add(rows_MF)
+            self._by_label.add(rows_MF, self._label_N[place_B[some]], num_groups=2)
+
+    @cached_property
+    def scale(self) -> "Scale":
+        """What standardises the out-of-fold logits of each probe, and its weight in the mean over layers."""
+        mean_1F, factor_1F = self._logits.scaling()
+        assert self._by_label.mean is not None
+        gap_1F = (self._by_label.mean[1:] - self._by_label.mean[:1]).float() * factor_1F
+        shape = *self._shape, len(STRENGTHS)
+        gap_LPC = gap_1F.reshape(shape).clamp(min=1e-6)
+        return Scale(mean_1F.reshape(shape), factor_1F.reshape(shape) * gap_LPC / gap_LPC.sum(0))
+
+    def average(self, batch: Mapping[str, object]) -> None:
+        """Over layers: of the out-of-fold logits; and keep the token statistics."""
+        some, place_B = self._among(batch)
+        scale, stats_BS = self.scale, _stats_of(batch)
+        if not len(self.averages_NPC):
+            self.averages_NPC = torch.zeros(len(self.labels), *scale.mean_LPC.shape[1:])
+            self.stats_NS = torch.zeros(len(self.labels), stats_BS.shape[1])
+        logits_MLPC = self._held_out(batch, some).reshape(-1, *scale.mean_LPC.shape)
+        self.averages_NPC[place_B[some]] = ((logits_MLPC - scale.mean_LPC) * scale.factor_LPC).sum(1)
+        self.stats_NS[place_B[some]] = stats_BS[some]
+
+    def _among(self, batch: Mapping[str, object]) -> tuple[Tensor, Tensor]:
+        """The rows of a batch that are of the split; and the place in it of every row, -1 for the others."""
+        number_B = torch.as_tensor(batch["numbers"])
+        place_B = torch.where(number_B < len(self._places), self._places[number_B.clamp(max=len(self._places) - 1)], -1)
+        return (place_B >= 0).nonzero()[:, 0], place_B
+
+    def _held_out(self, batch: Mapping[str, object], some: Tensor) -> Tensor:
+        """[M, G, C]: the logits of the probes that left out the fold of each record."""
+        logits_MGK, fold_M = self.regressions.logits(_rows_of(batch)[some]), cast(Tensor, batch["fold"])[some]
+        logits_MGCF = logits_MGK.reshape(*logits_MGK.shape[:2], len(STRENGTHS), FOLDS + 1)
+        return logits_MGCF[torch.arange(len(fold_M)), :, :, fold_M]
 
 
 def samples_of(collection: Collection, names: Sequence[str]) -> NDArray[np.float64]:
@@ -245,13 +309,6 @@ def _averaging(regressions: Regressions, scale: Scale, strength: int) -> dict[st
     bias_P = ((weights_LPW[..., -1] - mean_LP) * factor_LP).sum(0)
     mean_LPF = regressions.mean_GF.reshape(shape)
     return {name: one.numpy().copy() for name, one in (("mean", mean_LPF), ("weights", weights_LPF), ("bias", bias_P))}
-
-
-def _held_out(regressions: Regressions, batch: Mapping[str, object]) -> Tensor:
-    """[B, G, C]: the logits of the probes that left out the fold of each record."""
-    logits_BGK, fold_B = regressions.logits(_rows_of(batch)), cast(Tensor, batch["fold"])
-    logits_BGCF = logits_BGK.reshape(*logits_BGK.shape[:2], len(STRENGTHS), FOLDS + 1)
-    return logits_BGCF[torch.arange(len(fold_B)), :, :, fold_B]
 
 
 def _rows_of(batch: Mapping[str, object]) -> Tensor:
