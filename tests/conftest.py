@@ -2,9 +2,11 @@
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,12 +20,14 @@ from support.forked_training import processes
 from support.http_server import web
 from support.model_server import model_server
 from support.s3_server import s3, s3_address
+from support.temporary import disk, use_memory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # with a test process on every core, more threads only wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Every process of a run imports all tests, whose assertions pytest rewrites: 8 s each without cached bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+IN_MEMORY = use_memory()
 
 __all__ = [
     "azure_address",
@@ -91,11 +95,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if IN_MEMORY is not None:
+        shutil.rmtree(IN_MEMORY, ignore_errors=True)
+
+
 def pytest_collection_finish() -> None:
+    freeze_modules()
+    gc.set_threshold(10_000, 20, 20)  # tests make objects by the million, and few cycles
+
+
+_frozen = 0  # modules
+
+
+def freeze_modules() -> None:
     """Imported modules stay: without freezing, each garbage collection would look through them for half a second."""
+    global _frozen
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # tests make objects by the million, and few cycles
+    gc.get_freeze_count = lambda: 1  # `train` asks whether there are any; counting a million takes 35 ms
+    _frozen = len(sys.modules)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    if len(sys.modules) > _frozen + 10:
+        freeze_modules()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The folder of a test: in memory, unless it is marked `on_disk`."""
+    if request.node.get_closest_marker("on_disk") is None:
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir=disk()) as folder:
+        yield Path(folder).resolve()
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +155,21 @@ def unrendered_figures() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", savefig)
+        yield
+
+
+@pytest.fixture(scope="module")
+def roughly_measured_memory() -> Iterator[None]:
+    """The memory of this process is what is resident: looking at each page takes a fifth of the time of training.
+
+    tests/core/test_memory.py and tests/core/test_memory_budget.py measure it as users do.
+    """
+    from millstream.core import memory
+    from millstream.training import loop
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (memory, loop):
+            patch.setattr(place, "tree_bytes", lambda pid=None: memory.resident_bytes())
         yield
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from support.extras import need
 
+pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
+
 need("transformers", "tokenizers", "lightning_fabric", "sklearn", "jinja2", "numba", "matplotlib")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

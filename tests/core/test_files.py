@@ -26,6 +26,8 @@ from millstream.core.files import (
 from millstream.core.outputs import PartialOutput, TextOutput, check_new, partial_folder, publishing_text
 from millstream.errors import BadSetting, ConfigMismatch, StoreExists, StoreFull
 
+pytestmark = pytest.mark.on_disk
+
 
 def start(code: str, *arguments: object) -> "subprocess.Popen[str]":
     """Another process, which runs this code and is talked to by lines."""

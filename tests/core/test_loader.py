@@ -35,6 +35,8 @@ from support.loading import (
 )
 from support.making import flip, place_of
 
+pytestmark = pytest.mark.on_disk
+
 LABEL = ms.features.fields("label")
 # With both given, nothing is printed.
 QUIET = {"order": "exact", "threads": 2}

@@ -15,6 +15,8 @@ import torch
 
 from millstream.core.memory import SMALL_BYTES, Map, OwnBlock, PageLimit, Pool, empty, file_bytes
 
+pytestmark = pytest.mark.on_disk
+
 MB = 1 << 20
 
 

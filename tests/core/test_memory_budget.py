@@ -47,7 +47,10 @@ libc.malloc_info(0, file), libc.fclose(file)
 print(text.value.count(b"<heap nr="))
 """
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is measured in /proc")
+pytestmark = [
+    pytest.mark.on_disk,
+    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is measured in /proc"),
+]
 
 
 class Measured:

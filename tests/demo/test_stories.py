@@ -11,7 +11,7 @@ from support.commands import run_here
 from support.extras import need
 
 need("transformers")
-pytestmark = pytest.mark.usefixtures("unrendered_figures")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 
 def run_in_this_process(command: list[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, unrendered_figures: None) -> Path:
+def world(tmp_path_factory: pytest.TempPathFactory, unrendered_figures: None, roughly_measured_memory: None) -> Path:
     from support.docs_world import make_world
 
     return make_world(tmp_path_factory.mktemp("docs") / "world")

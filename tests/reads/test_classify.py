@@ -32,6 +32,8 @@ from millstream.reads.simulate import SimulateSettings, simulate
 from support.commands import run_here
 from support.effort import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
+
 TAXA = {  # class id: tax id, species, genus and its tax id
     3: (562, "Escherichia coli", "Escherichia", 561),
     5: (564, "Escherichia fergusonii", "Escherichia", 561),

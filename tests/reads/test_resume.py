@@ -19,6 +19,8 @@ from millstream.training.folder import load
 from support.forked_training import Job
 from support.training import lines_of, losses_of, weights_of
 
+pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
+
 MODELS = ("kmer-linear", "cnn")
 NUM_STEPS = 10  # of an epoch
 

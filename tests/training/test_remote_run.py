@@ -30,7 +30,7 @@ from support.training import SHORT, losses_of, scores_of, weights_of
 
 ASKED = {**SHORT, "model": "lstm", "checkpoint_steps": 2}
 UPLOAD_S = "MILLSTREAM_UPLOAD_S"
-pytestmark = pytest.mark.usefixtures("unrendered_figures")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 
 @pytest.fixture

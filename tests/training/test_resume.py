@@ -20,7 +20,7 @@ from support.making import flip
 from support.training import SHORT, losses_of, scores_of, weights_of
 
 ASKED = {**SHORT, "model": "lstm,gvae", "checkpoint_steps": 2}
-pytestmark = pytest.mark.usefixtures("unrendered_figures")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 
 @pytest.fixture(scope="module")

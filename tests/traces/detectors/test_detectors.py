@@ -21,7 +21,7 @@ from support.fitting import Parts, fitted, restored, scored
 from support.making_traces import labelled, make_traces
 from support.training import SHORT
 
-pytestmark = pytest.mark.usefixtures("unrendered_figures")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 OF_TOKENS = ["mil", "attention_pool", "token_transformer"]
 NAMES = ["stack", "wepr", "toha", "saplma", *OF_TOKENS]  # icr and haloscope have signals of their own: test_formulas.py

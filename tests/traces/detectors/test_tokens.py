@@ -24,7 +24,7 @@ from support.commands import run_here
 from support.making_spans import DIM, LAYERS, PROMPT, write_spans
 from support.training import SHORT
 
-pytestmark = pytest.mark.usefixtures("unrendered_figures")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 MODELS = "token-probe,token-lstm,token-logprob,token-entropy"
 

@@ -83,6 +83,8 @@ from support.making import (
     write_open,
 )
 
+pytestmark = pytest.mark.on_disk
+
 KEYS = [(7, number) for number in range(6)]
 SHARD_RECORDS = 2
 CONFIG = {"model": "Mühle", "rate": 1e-05}

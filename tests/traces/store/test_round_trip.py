@@ -20,6 +20,8 @@ from millstream.traces.store.manifest import shard_name, sidecar_name
 from support.effort import num_examples
 from support.making import record, same, write
 
+pytestmark = pytest.mark.on_disk
+
 COMPRESSIONS = ["none", "lz4", "zstd"]
 RAM = "/dev/shm" if Path("/dev/shm").is_dir() else None  # hundreds of little stores: spare the disk its fsyncs
 

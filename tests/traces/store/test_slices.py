@@ -16,6 +16,8 @@ from millstream.core.record import crc32c
 from millstream.traces.store.manifest import shard_name
 from support.effort import THOROUGH
 
+pytestmark = pytest.mark.on_disk
+
 DTYPES = ("uint8", "float16", "float32", "float64", "complex128")
 
 SHAPES = {  # of 2-byte values -> number of slices

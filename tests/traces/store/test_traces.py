@@ -19,6 +19,8 @@ from millstream.errors import CorruptRecord, CorruptShard
 from millstream.traces.store.manifest import shard_name
 from support.making import flip, place_of, record, same, write
 
+pytestmark = pytest.mark.on_disk
+
 COUNT = 7
 
 
