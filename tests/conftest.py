@@ -28,6 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 IN_MEMORY = use_memory()
+gc.disable()  # until all tests are imported: what that makes stays
 
 __all__ = [
     "azure_address",
@@ -102,6 +103,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     freeze_modules()
+    gc.enable()
     gc.set_threshold(10_000, 20, 20)  # tests make objects by the million, and few cycles
 
 

@@ -20,6 +20,7 @@ from millstream.traces.store.manifest import list_shards
 from support.classifying import make_run, write_genomes
 from support.clusters import Cluster
 from support.commands import run_here as run
+from support.effort import THOROUGH
 from support.extracting import (
     SETTINGS,
     as_arguments,
@@ -155,14 +156,12 @@ def test_featurize_gives_the_records_of_one_process_even_if_a_worker_dies(outcom
 
 
 @pytest.mark.parametrize(("command", "folder"), [("index", "indexes"), ("pack", "packs")])
-def test_files_are_indexed_and_packed_to_the_bytes_of_one_process_even_if_a_worker_dies(
-    outcome: Outcome, command: str, folder: str
-):
+def test_files_are_indexed_and_packed_to_the_bytes_of_one_process(outcome: Outcome, command: str, folder: str):
     here, there = files_in(outcome.here / folder), files_in(outcome.there / folder)
     assert len(here) == 3 and here == there
     times = {job.split()[1]: count for job, count in outcome.jobs.items() if job.startswith(f"{command} ")}
     assert sorted(times) == sorted(file.name for file in outcome.files)
-    assert sorted(times.values()) == [1, 1, 2], "only the job of the worker that died is done again"
+    assert sorted(times.values()) == [1, 1, 2 if THOROUGH else 1], "only the job of the worker that died is done again"
 
 
 def test_files_are_packed_into_one_to_the_bytes_of_one_process_even_if_a_worker_dies(outcome: Outcome):

@@ -24,6 +24,7 @@ from millstream.classic.preprocessed_folder import SOURCES
 from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, MissingLabel, StoreExists
 from millstream.traces.convert import convert, expand
+from support.commands import lean_environment
 from support.effort import PATIENCE_S
 from support.old_files import Data, old_torch_geometric
 
@@ -201,7 +202,8 @@ def test_workers_send_more_tensors_than_a_process_may_open_files(tmp_path):
         for number in range(200):
             writer.append({"question_id": f"q{number}", "label": 1, "hidden": hidden, "attention": attention})
     command = [sys.executable, "-c", FEW_FILES, str(tmp_path / "store"), str(PATIENCE_S)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    lean = lean_environment("torchmetrics", "sklearn", "transformers")
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **lean})
     assert done.stdout.split() == ["200", "200"], done.stderr
 
 

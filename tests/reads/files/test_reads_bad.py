@@ -387,7 +387,7 @@ def test_a_salvaged_record_is_a_record_of_the_undamaged_file(wrapper: str, forma
     data, file = {**WRAPPERS, "one gzip": gzip.compress}[wrapper](text), tmp_path / "reads.fa"
     num_salvaged = 0
     for at in range(20, len(data), len(data) // 60 * (1 if THOROUGH else 3)):
-        for bit in (0, 3, 6):
+        for bit in (0, 3, 6) if THOROUGH else (at % 3 * 3,):
             file.write_bytes(data)
             flip(file, at, 1 << bit)
             try:

@@ -87,7 +87,8 @@ def test_every_slice_is_read_alone_and_has_the_checksum_of_its_stored_bytes(
         assert [google_crc32c.value(data[at : at + size]) for at, size in spans] == list(place.crc32c)
         if compression == "none":
             assert b"".join(data[at : at + size] for at, size in spans) == value.tobytes()
-        for layer in range(value.shape[0] if value.ndim else 0):
+        count = value.shape[0] if value.ndim else 0
+        for layer in sorted({*range(0, count, max(count // 40, 1)), *range(count)[-1:]}):
             assert traces.fetch([0], [name], layers=layer)[name][0].tobytes() == value[layer].tobytes()
         assert traces.fetch([0], [name])[name][0].tobytes() == value.tobytes()
 
