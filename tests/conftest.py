@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Every process of a run imports all tests, whose assertions pytest rewrites: 8 s each without cached bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-IN_MEMORY = use_memory()
+use_memory()
 gc.disable()  # until all tests are imported: what that makes stays
 
 __all__ = [
@@ -94,11 +93,6 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if IN_MEMORY is not None:
-        shutil.rmtree(IN_MEMORY, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

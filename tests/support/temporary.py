@@ -8,6 +8,7 @@ tested on one: such tests are marked `on_disk`.
 import os
 import shutil
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 ROOM = 4 << 30  # free in memory and in the folder; a run takes less than a fourth of it
@@ -16,16 +17,19 @@ _NAME = "millstream-tests-"
 _DISK = "MILLSTREAM_TESTS_DISK"  # for the other processes of this run
 
 
-def use_memory() -> Path | None:
-    """Let this process and those it starts have temporary files in memory; their folder, which is to be removed."""
+def use_memory() -> None:
+    """Let this process and those it starts have temporary files in memory, which go when it ends.
+
+    A TMPDIR that is set stays.
+    """
     if {"TMPDIR", _DISK} & os.environ.keys() or not _has_room():
-        return None
+        return
     _remove_left()
     folder = _SHARED / f"{_NAME}{os.getpid()}"
     folder.mkdir(mode=0o700)
     os.environ[_DISK], os.environ["TMPDIR"] = tempfile.gettempdir(), str(folder)
     tempfile.tempdir = None
-    return folder
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-1000)  # after the folders of multiprocessing
 
 
 def disk() -> Path:
