@@ -25,7 +25,7 @@ WORDS = "Answer the question concisely . Q : A ? Which river flows through town 
 L, T, H, D = 3, 12, 2, 8  # layers, tokens, heads and dimensions of old traces
 SPECIES = ("562_Escherichia_coli", "1280_Staphylococcus_aureus", "210_Helicobacter_pylori")
 # Settings that shorten a run; all others keep their defaults.
-SHORT = {"epochs": 1, "seeds": 1, "parameters": 2_000}
+SHORT = {"epochs": 1, "seeds": 1, "parameters": 2_000, "model": "stack,lstm,probe_last_answer,mean_logprob"}
 SHORT_READS = {"epochs": 1, "width": 8, "layers": 1, "val_reads": 200, "bits": 12}
 
 
