@@ -30,7 +30,7 @@ PROMPT += "Q: {question}\nA:"
 FIELDS = "heads,laplacian,topology,nodes,edges,edge_heads,states,answer_hidden"
 LAYERS = "[2,6,10,14,18,22,26,30]"  # of answer_hidden; all of the tiny model
 MODELS = "stack,attention_pool,lstm,token_transformer,mil,saplma,baselines"
-SAMPLED_MODELS = "stack,stack_samples,baselines"
+SAMPLED_MODELS = "stack,stack_samples,baselines"  # by the states of all answers, which EigenScore reads
 GRAPHS = "gnn,gnn_shuffled,gnn_unwired,gvae,gvae_shuffled,gvae_unwired"
 NUM_SAMPLED = 2000
 WANTED = {  # of the goal
@@ -76,14 +76,14 @@ def extracted(name: str, data: Path, out: Path, given: dict[str, str], *, is_sam
     """The labelled store of a set."""
     store = out / (f"{name}-sampled" if is_sampled else name)
     model = "facts" if name == "facts" else given.get("model", "smollm2")
-    kept = FIELDS if name == "facts" else FIELDS + LAYERS
+    kept = "states" if is_sampled else FIELDS if name == "facts" else FIELDS + LAYERS
     extract: list[object] = [questions_of(name, data, out), store, f"model={model}", f"fields={kept}"]
     num = NUM_SAMPLED if is_sampled else given.get("num", 10_000)
     extract += ["max_new_tokens=12", "memory=1GB", f"num_samples={num}"]
     if name != "facts":
         extract.append(f"prompt={PROMPT}")
     if is_sampled:
-        extract += [f"samples={given['samples']}", "temperature=1.0"]
+        extract += [f"samples={given['samples']}", "temperature=0.5", "sample_fields=all"]
     millstream("extract", *extract)
     millstream("label", store)
     return store

@@ -51,9 +51,9 @@ def test_only_baselines_that_see_the_signal_separate_wrong_from_right(fitted: Ma
     found = {name: auroc(labels_of(test), detector.score(test)) for name, detector in fitted.items()}
     probes = [f"probe_{position}" for position in ("last_prompt", "first_answer", "last_answer", "mean_answer")]
     assert all(found[name] > 0.85 for name in probes), found
-    assert all(found[name] > 0.75 for name in ("mean_logprob", "entropy", "margin", "token_stats", "lookback")), found
+    assert all(found[name] > 0.75 for name in ("mean_logprob", "entropy", "token_stats", "lookback")), found
     assert found["p_true"] > 0.65, found
-    assert all(0.25 < found[name] < 0.75 for name in ("length", "words")), found
+    assert 0.25 < found["length"] < 0.75, found
 
 
 def test_a_baseline_lists_its_fields_and_has_a_short_title(traces: ms.Collection, fitted: Mapping[str, Detector]):
@@ -90,7 +90,7 @@ def test_regressions_give_probabilities_and_single_numbers_do_not(fitted: Mappin
 
 
 def test_the_direction_is_chosen_on_the_training_split(parts: Parts):
-    directions = {"mean_logprob": -1, "entropy": 1, "margin": -1, "p_true": -1}
+    directions = {"mean_logprob": -1, "entropy": 1, "p_true": -1}
     for name, direction in directions.items():
         detector = BASELINES[name].make(FitResources(), [])
         detector.fit(parts[0], flipped(parts[1]))
@@ -121,7 +121,7 @@ def test_a_single_number_is_the_statistic_itself(traces: ms.Collection, fitted: 
         "min_logprob": trace["logprobs"][:count].min(),
         "entropy": trace["entropy"][:count].mean(),
     }
-    expected |= {"p_true": trace["p_true"], "logdet_mean": trace["attention_logdet"].mean()}
+    expected["p_true"] = trace["p_true"]
     for name, value in expected.items():
         assert abs(fitted[name].score(parts[2])[0]) == pytest.approx(abs(value), rel=1e-5), name
 

@@ -24,7 +24,7 @@ from support.training import SHORT
 pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 OF_TOKENS = ["mil", "attention_pool", "token_transformer"]
-NAMES = ["stack", "wepr", "toha", "saplma", *OF_TOKENS]  # icr and haloscope have signals of their own: test_formulas.py
+NAMES = ["stack", "wepr", "toha", "saplma", *OF_TOKENS]  # icr has a signal of its own: test_formulas.py
 IN_PASSES = ["stack", "wepr", "toha"]  # those that depend on the memory in the order of their steps only
 TINY = 2_000_000  # a few records at a time
 
@@ -107,7 +107,7 @@ def test_it_reads_only_fields_that_it_lists_and_few_layers(
         assert states.endswith(f"[{models[name].chosen['layer']}]")
 
 
-@pytest.mark.parametrize("name", [*NAMES, "icr", "haloscope"])
+@pytest.mark.parametrize("name", [*NAMES, "icr"])
 def test_a_store_without_its_fields_is_told_in_one_line(name: str):
     with pytest.raises(NoDetector) as caught:
         place = Workplace(TrainSettings(data="x"), None)
@@ -143,7 +143,7 @@ def test_an_answer_of_no_tokens_is_scored(
 
 def test_train_keeps_what_they_learn_and_evaluate_repeats_their_scores(tmp_path: Path):
     store = make_traces(tmp_path / "s", num=90, tier="full")
-    names = ",".join([*NAMES, "icr", "haloscope"])
+    names = ",".join([*NAMES, "icr"])
     settings = [f"{key}={value}" for key, value in {**SHORT, "epochs": 1}.items()]
     code, _, errors = run_here("train", f"data={store}", f"out={tmp_path / 'run'}", f"model={names}", *settings)
     assert code == 0, errors

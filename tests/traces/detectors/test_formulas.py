@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
@@ -11,10 +10,8 @@ import millstream as ms
 from millstream.core.batches import fetch_batch
 from millstream.report.measures import auroc
 from millstream.traces.detectors.attention_pool import softmax_within
-from millstream.traces.detectors.haloscope import HaloScope, memberships
 from millstream.traces.detectors.icr import IcrFeature, icr
 from millstream.traces.detectors.mil import bag_scores, roughness
-from millstream.traces.detectors.principal import Principal
 from millstream.traces.detectors.toha import Toha
 from millstream.traces.detectors.token_transformer import MAX_TOKENS, chosen_tokens
 from millstream.traces.detectors.wepr import EntropyByRank
@@ -142,47 +139,3 @@ def test_attention_within_records_is_softmax_and_long_answers_are_read_at_even_s
     assert rows.shape == (3, MAX_TOKENS) and is_token.sum(1).tolist() == [3, 0, MAX_TOKENS]
     assert rows[0, :3].tolist() == [0, 1, 2]
     assert rows[2].tolist() == (3 + np.round(np.linspace(0, 99, MAX_TOKENS))).tolist()
-
-
-def write_outliers(path: Path, num: int) -> ms.Collection:
-    """The states of wrong answers, a third, lie far away in one direction in layer 1."""
-    rng = np.random.default_rng(0)
-    way = rng.normal(size=16)
-    with ms.TraceWriter(path, schema={"states": "float32[layer,position,dim]"}) as writer:
-        for number in range(num):
-            wrong = int(rng.random() < 0.33)
-            states = rng.normal(size=(3, 4, 16))
-            states[1, :] += 2 * wrong * way
-            writer.append({"question_id": str(number), "states": states.astype(np.float32), "label": wrong})
-    return ms.open(path)
-
-
-def test_haloscope_learns_without_labels_of_the_training_split(tmp_path: Path):
-    records = write_outliers(tmp_path / "s", 300)
-    val, test = records.subset(range(180, 220)), records.subset(range(220, 300))
-    truth = test.column("label").to_numpy()
-    other = ms.labelled(records, pa.table({"question_id": [str(n) for n in range(300)], "label": [0, 1] * 150}))
-    scores = []
-    for memory in (100_000_000, 100_000):
-        detector = HaloScope(FitResources(memory=memory), records.field_names)
-        detector.fit(other.subset(range(180)), val)  # whatever its labels are
-        scores.append(detector.score(test))
-        assert detector.chosen["layer"] == 1 and auroc(truth, scores[-1]) > 0.95
-        assert detector.fields == ["states[1]"]
-    assert np.corrcoef(scores)[0, 1] > 0.98
-    again = HaloScope(FitResources(memory=50_000), records.field_names)
-    again.arrays = detector.arrays  # pyright: ignore
-    np.testing.assert_allclose(again.score(test.subset(range(79, -1, -1)))[::-1], scores[-1], rtol=1e-5)
-
-
-def test_a_membership_is_the_mean_of_singular_value_times_squared_projection():
-    rng = np.random.default_rng(0)
-    rows = torch.from_numpy(rng.normal(size=(50, 6)).astype(np.float32))
-    principal = Principal(3, needed_by="a test")
-    principal.add(rows)
-    found = principal.found()
-    centred = rows.double().numpy() - rows.double().numpy().mean(0)
-    _, strengths, ways = np.linalg.svd(centred, full_matrices=False)
-    np.testing.assert_allclose(found.strengths, strengths[:3], rtol=1e-4)
-    terms = strengths[:3] / strengths[0] * (centred @ ways[:3].T) ** 2
-    np.testing.assert_allclose(memberships(rows, found), terms.cumsum(1) / [1, 2, 3], rtol=1e-3)

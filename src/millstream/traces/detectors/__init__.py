@@ -209,7 +209,7 @@ class DetectorSpec:
         """A large library that only this detector imports."""
         if self.name in NETS and NETS[self.name].family in ("gnn", "gvae", "charm"):
             return "torch_geometric.nn"
-        return "sklearn.decomposition" if self.name in ("lapeigvals", "haloscope") else None
+        return "sklearn.decomposition" if self.name == "lapeigvals" else None
 
     def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:
         field_names = self.field_names

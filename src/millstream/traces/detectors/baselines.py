@@ -13,7 +13,6 @@ from millstream.core.collection import Collection
 from millstream.core.features import Feature, fields
 from millstream.errors import NoDetector
 from millstream.report.measures import auroc
-from millstream.traces.detectors.haloscope import HaloScope
 from millstream.traces.detectors.icr import icr
 from millstream.traces.detectors.lapeigvals import LapEigvals
 from millstream.traces.detectors.logistic import (
@@ -215,7 +214,8 @@ def _field(title: str, name: str, *, extra_forwards: int = 0) -> Baseline:
 def _of_samples(title: str, name: str) -> Baseline:
     def make_for(resources: FitResources, field_names: Sequence[str]) -> Detector:
         if name not in field_names:
-            raise NoDetector(f"{name} needs a store with samples, labelled by millstream label")
+            kept = ", which keep their states (sample_fields=all)" if name == "eigenscore" else ""
+            raise NoDetector(f"{name} needs a store with samples{kept}, labelled by millstream label")
         return of_samples(name)
 
     return Baseline(title, make_for, needs_samples=True)
@@ -227,14 +227,11 @@ def _probe(title: str, position: Position) -> Baseline:
 
 BASELINES: Mapping[str, Baseline] = {
     "length": _stat("number of answer tokens", "num_tokens"),
-    "words": _stat("number of answer words", "num_words"),
     "sequence_logprob": _stat("log-prob of the answer", "sum_logprob"),
     "mean_logprob": _stat("mean log-prob (perplexity)", "mean_logprob"),
     "min_logprob": _stat("lowest log-prob", "min_logprob"),
     "entropy": _stat("mean token entropy", "mean_entropy"),
-    "margin": _stat("mean top-1 minus top-2 probability", "mean_margin"),
     "p_true": _field("the model's own P(True)", "p_true", extra_forwards=2),
-    "logdet_mean": _field("mean attention log-determinant", "attention_logdet"),
     "agreement": _of_samples("agreement of samples with the answer", "agreement"),
     "num_clusters": _of_samples("number of clusters of samples", "num_clusters"),
     "semantic_entropy": _of_samples("semantic entropy of samples", "semantic_entropy"),
@@ -245,7 +242,6 @@ BASELINES: Mapping[str, Baseline] = {
     "lookback": _same_for_all("regression on attention to the prompt", lookback),
     "lapeigvals": _same_for_all("regression on Laplacian eigenvalues", LapEigvals),
     "wepr": _same_for_all("regression on entropy by rank", wepr),
-    "haloscope": Baseline("probe of HaloScope's memberships", HaloScope),
     "icr": Baseline("regression on ICR scores of layers", icr),
     "toha": _same_for_all("topological divergence of a few heads", Toha)._replace(beyond_tiers="topology"),
     "probe_last_prompt": _probe("probe at the last prompt token", "last_prompt"),

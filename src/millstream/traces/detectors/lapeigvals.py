@@ -5,7 +5,7 @@ LapEigvals (arXiv 2502.17598): the attention of every head as a graph. Reads `la
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from millstream.core.collection import Collection
 from millstream.core.features import fields
+from millstream.errors import MissingExtra
 from millstream.traces.detectors.logistic import (
     Inputs,
     Scores,
@@ -25,7 +26,6 @@ from millstream.traces.detectors.logistic import (
     reader,
     score_logistic,
 )
-from millstream.traces.detectors.principal import Principal
 from millstream.training.task import Arrays, FitResources
 
 # B batch, L layers, H heads, E eigenvalues, F = L * H * E features, C components
@@ -95,15 +95,37 @@ class _Projection:
 
 def _principal(train: Collection, top: int, resources: FitResources) -> _Principal:
     """Fit in one pass."""
-    principal: Principal | None = None
+    pca: _PCA | None = None
+    waiting: list[Tensor] = []  # scikit-learn needs at least as many rows at once as components
     for batch in reader(train, fields("laplacian"), resources):
         rows_BF = check_finite(_eigenvalues(batch, top), batch, fields("laplacian"))
         num_components = max(min(_COMPONENTS, rows_BF.shape[1], len(train) // 2), 1)
-        principal = principal or Principal(num_components, needed_by="lapeigvals")
-        principal.add(rows_BF)
-    assert principal is not None, "half of the records are enough for the first chunk"
-    found = principal.found()
-    return _Principal(top, found.mean, found.components)
+        pca = pca or _pca(num_components)
+        waiting.append(rows_BF)
+        if sum(map(len, waiting)) >= num_components:
+            pca.partial_fit(torch.cat(waiting).numpy())
+            waiting = []
+    assert pca is not None, "half of the records are enough for the first chunk"
+    if waiting:
+        pca.partial_fit(torch.cat(waiting).numpy())
+    return _Principal(top, pca.mean_.astype(np.float32), pca.components_.astype(np.float32))
+
+
+class _PCA(Protocol):
+    """The interface used of scikit-learn's IncrementalPCA, which has no types."""
+
+    mean_: NDArray[np.float64]
+    components_: NDArray[np.float64]
+
+    def partial_fit(self, X: NDArray[np.float32]) -> object: ...
+
+
+def _pca(num_components: int) -> _PCA:
+    try:
+        from sklearn.decomposition import IncrementalPCA  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError:
+        raise MissingExtra("lapeigvals needs scikit-learn: pip install 'millstream[train]'") from None
+    return cast(_PCA, IncrementalPCA(num_components))
 
 
 def _eigenvalues(batch: Mapping[str, object], top: int) -> Tensor:
