@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from measuring import save
 from millstream.core.record import Bytes, RawTensor, as_tensor, crc32c
-from millstream.traces.store.format import Slices, decompress, num_slices, to_slices
+from millstream.traces.store.slices import Slices, decompress, num_slices, to_slices
 
 NUM_TRACES, NEW_TOKENS, ROUNDS = 24, 48, 10
 ITEMSIZE = 2  # fp16 and bf16
@@ -108,7 +108,7 @@ def one_round(name: str, raws: Sequence[RawTensor], outs: Sequence[Bytes]) -> di
 
 def as_millstream(option: str) -> Way:
     return (
-        lambda raw: to_slices(raw.data, raw.shape, ITEMSIZE, option),
+        lambda raw: to_slices(raw.data, num_slices(raw.kind, raw.shape), ITEMSIZE, option),
         np.copyto
         if option == "none"
         else lambda out, packed: decompress(packed, out, ITEMSIZE, option),  # a copy, like `read`
@@ -120,7 +120,7 @@ def whole_slice(codec: pa.Codec, *, shuffle: bool = False) -> Way:
 
     def pack(raw: RawTensor) -> Slices:
         packed: list[bytes] = []
-        for part in raw.data.reshape(num_slices(raw.shape, ITEMSIZE), -1):
+        for part in raw.data.reshape(num_slices(raw.kind, raw.shape), -1):
             small = codec.compress(pa.py_buffer(part.reshape(-1, ITEMSIZE).T.copy() if shuffle else part))
             packed.append(small.to_pybytes() if small.size < part.size else part.tobytes())
         return Slices(np.frombuffer(b"".join(packed), np.uint8), tuple(map(crc32c, packed)), tuple(map(len, packed)))

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     flip(*place_of(tmp_path / "damaged", 2, "hidden"))
     shutil.copytree(tmp_path / "traces", tmp_path / "newer")
     manifest = tmp_path / "newer" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99'))
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 99'))
     shutil.copytree(tmp_path / "traces", tmp_path / "labelled")
     verdicts = {"question_id": [f"q{number}" for number in range(100)], "verdict": ["right", "wrong"] * 50}
     publish_table(tmp_path / "labelled" / "labels.parquet", pa.table(verdicts))

@@ -185,8 +185,8 @@ def _group(features: Sequence[Feature]) -> list[tuple[list[str] | None, list[Fea
 
 
 def _plain(name: str) -> str:
-    """`hidden[8,-1]` -> `hidden`."""
-    return re.sub(r"\[[-\d,\s]*\]$", "", name)
+    """`hidden[8,-1]` -> `hidden`, `states[[8,-1], 2]` -> `states`."""
+    return re.sub(r"\[[-\d,\s:\[\]]*\]$", "", name)
 
 
 def _check_fields(collection: Collection, names: Sequence[str] | None) -> None:
@@ -205,9 +205,12 @@ def _narrowed(batch: Batch, names: Sequence[str] | None) -> Batch:
 def _span(batch: Batch) -> tuple[tuple[int, int], int]:
     """The address range of the arrays of a fetched batch, and their size in bytes."""
     arrays = batch.arrays()
-    starts = [array.ctypes.data for array in arrays if array.nbytes]
-    ends = [array.ctypes.data + array.nbytes for array in arrays if array.nbytes]
-    return (min(starts, default=0), max(ends, default=0)), sum(array.nbytes for array in arrays)
+    # Of many small arrays; `array.ctypes.data` would take as long as reading them.
+    sizes = [array.nbytes for array in arrays]
+    starts = [cast(int, array.__array_interface__["data"][0]) for array in arrays]
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    some = [place for place, size in enumerate(sizes) if size]
+    return (min((starts[p] for p in some), default=0), max((ends[p] for p in some), default=0)), sum(sizes)
 
 
 def _bytes_of(value: object, span: tuple[int, int]) -> tuple[int, bool]:

@@ -5,7 +5,7 @@ A schema is a dict from field name to its kind: a `Tensor` (dtype and axis names
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, cast
@@ -31,10 +31,14 @@ _POLYNOMIAL = 0x82F63B78  # of CRC-32C, lowest bit first
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor field: its dtype by name and its axes by name, such as `float16[layer, token, dim]`."""
+    """A tensor field: its dtype by name and its axes by name, such as `float16[layer, token, dim]`.
+
+    `sliced` names the axes along which it is stored in slices, the outermost first, if not along the first axis.
+    """
 
     dtype: str
     axes: tuple[str, ...]
+    sliced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(self.axes)}]"
@@ -42,6 +46,17 @@ class Tensor:
     @property
     def itemsize(self) -> int:
         return bits_dtype(self.dtype).itemsize
+
+    @property
+    def order(self) -> list[int]:
+        """The axes by number in the order in which they are stored."""
+        first = [self.axes.index(name) for name in self.sliced]
+        return [*first, *(axis for axis in range(len(self.axes)) if axis not in first)]
+
+    def without(self, dropped: Container[int]) -> "Tensor":
+        """The kind of this tensor at one index of some axes."""
+        axes = tuple(name for axis, name in enumerate(self.axes) if axis not in dropped)
+        return Tensor(self.dtype, axes, tuple(name for name in self.sliced if name in axes))
 
 
 Kind = Tensor | pa.DataType
@@ -57,6 +72,7 @@ class RawTensor:
     data: Bytes
 
 
+@cache
 def bits_dtype(dtype: str) -> "np.dtype[np.generic]":
     """The numpy dtype that holds the bits of `dtype`."""
     return np.dtype(TORCH_ONLY.get(dtype, dtype))
@@ -92,7 +108,7 @@ def infer_kind(name: str, value: object) -> Kind:
 
 def refine(old: Kind, new: Kind) -> Kind | None:
     """`old` with its unknown (null) types filled in from `new`, or None if they are incompatible."""
-    if old == new or (isinstance(new, pa.DataType) and pa.types.is_null(new)):
+    if are_alike(old, new) or (isinstance(new, pa.DataType) and pa.types.is_null(new)):
         return old
     if isinstance(old, Tensor) or isinstance(new, Tensor):
         unknown = isinstance(old, pa.DataType) and pa.types.is_null(old)
@@ -107,6 +123,13 @@ def refine(old: Kind, new: Kind) -> Kind | None:
         if all(isinstance(kind, pa.DataType) for kind in kinds):
             return pa.struct([(f.name, cast(pa.DataType, kind)) for f, kind in zip(old, kinds, strict=True)])
     return None
+
+
+def are_alike(one: Kind | None, other: Kind) -> bool:
+    """Whether values of one kind are values of the other; tensors may be stored in different slices."""
+    return one == other or (
+        isinstance(one, Tensor) and isinstance(other, Tensor) and (one.dtype, one.axes) == (other.dtype, other.axes)
+    )
 
 
 def as_tensor(name: str, value: object) -> RawTensor | None:
@@ -143,13 +166,31 @@ def as_tensor(name: str, value: object) -> RawTensor | None:
 
 
 def from_bytes(kind: Tensor, shape: Sequence[int], data: Bytes) -> "Array | torch.Tensor":
-    """The tensor over these bytes, without a copy: a numpy array, or a torch tensor for a dtype numpy lacks."""
-    array = data.view(bits_dtype(kind.dtype)).reshape(shape)
+    """The tensor over these bytes, without a copy: a numpy array, or a torch tensor for a dtype numpy lacks.
+
+    `shape` may have more axes than the kind, before its own.
+    """
+    array = data.view(bits_dtype(kind.dtype))
+    if kind.sliced:
+        more = len(shape) - len(kind.axes)
+        order = [*range(more), *(more + axis for axis in kind.order)]
+        array = array.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+    else:
+        array = array.reshape(shape)
     if kind.dtype not in TORCH_ONLY:
         return array
     import torch
 
     return torch.from_numpy(array).view(getattr(torch, kind.dtype))  # pyright: ignore[reportUnknownMemberType]
+
+
+def in_order(value: object, order: Sequence[int]) -> object:
+    """A numpy array or torch tensor with its axes in this order, without a copy; another value as it is."""
+    if isinstance(value, np.ndarray):
+        array = cast(Array, value)
+        return array.transpose(order) if array.ndim == len(order) else array
+    tensor = cast("torch.Tensor", value)
+    return tensor.permute(*order) if hasattr(value, "__torch_function__") and tensor.ndim == len(order) else value
 
 
 def plain(value: object) -> object:

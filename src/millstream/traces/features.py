@@ -75,7 +75,11 @@ class LayerFeature:
 
     @property
     def fields(self) -> list[str]:
-        picked = self.field if self.layers is None else f"{self.field}[{','.join(map(str, self.layers))}]"
+        layers = None if self.layers is None else ",".join(map(str, self.layers))
+        place = layers
+        if isinstance(self.token, int):
+            place = f"{':' if layers is None else f'[{layers}]'}, {self.token}"
+        picked = self.field if place is None else f"{self.field}[{place}]"
         return [picked, *([PROMPT] if self.token in _OF_ANSWER else []), *([ANSWER] if self._to_end else [])]
 
     @property
@@ -88,13 +92,23 @@ class LayerFeature:
             raise ValueError("features.layers needs the hidden states of traces; these records are reads")
         prompts = cast("Sequence[int]", batch.columns[PROMPT]) if self.token in _OF_ANSWER else [0] * len(batch)
         answers = cast("Sequence[int | None]", batch.columns[ANSWER]) if self._to_end else [0] * len(batch)
-        hidden = cast("Sequence[Array | None]", batch.columns[self.field])
+        hidden = cast("Array | Sequence[Array | None]", batch.columns[self.field])
+        is_picked = isinstance(self.token, int)  # no other token was fetched
+        if (
+            is_picked
+            and isinstance(hidden, np.ndarray)
+            and hidden.ndim == 3
+            and (self.dtype is None or hidden.dtype == self.dtype)
+        ):
+            return {"layers": hidden}
         rows: list[Array] = []
         for number, states, prompt, answer in zip(batch.numbers.tolist(), hidden, prompts, answers, strict=True):
-            if states is None or states.ndim != 3:
-                found = "None" if states is None else f"{states.ndim} axes"
+            num_axes = 0 if states is None else states.ndim + is_picked
+            if states is None or num_axes != 3:
+                found = "None" if states is None else f"{num_axes} axes"
                 raise ValueError(f"record {number}: {self.field!r} has {found}, expected [layer, token, dim]")
-            rows.append(self._row(as_floats(states), int(prompt), int(answer or 0), number))
+            floats = as_floats(states)
+            rows.append(floats if is_picked else self._row(floats, int(prompt), int(answer or 0), number))
         if len({row.shape for row in rows}) == 1:
             out = empty((len(rows), *rows[0].shape), self.dtype or rows[0].dtype)
             for row, target in zip(rows, out, strict=True):
@@ -116,8 +130,8 @@ class LayerFeature:
             # For an empty answer: its stop token.
             "last_answer": prompt + answer - 1 if answer else max(count - 1, prompt),
         }
-        position = named.get(str(self.token), self.token)
-        if isinstance(position, str) or not -count <= position < count:
+        position = named.get(str(self.token), count)
+        if not -count <= position < count:
             raise ValueError(
                 f"record {number}: no token {self.token!r} in its {count} tokens ({prompt} of them in the prompt)"
             )

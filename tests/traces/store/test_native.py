@@ -96,7 +96,7 @@ def test_a_sidecar_is_trusted_by_its_own_checksum_when_seal_and_manifest_are_dam
         ('"sidecar_crc32c": ', '"sidecar_crc32c": -'),
         ('"config": {}', '"config": ' + '{"a":' * 5000 + "1" + "}" * 5000),
         ('"config": {}', '"config": ' + "9" * 5000),
-        ('"version": 1', '"version": "one"'),
+        ('"version": 2', '"version": "one"'),
     ],
     ids=lambda text: text[:40],
 )

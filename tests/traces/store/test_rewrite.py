@@ -11,7 +11,7 @@ import pytest
 
 import millstream as ms
 from millstream.errors import ConfigMismatch, SchemaMismatch, StoreError, StoreExists
-from millstream.traces.store import format as layout
+from millstream.traces.store import slices as layout
 from millstream.traces.store.labels import read_labels
 from millstream.traces.store.manifest import shard_name, sidecar_name
 from millstream.traces.store.repair import verify

@@ -1,4 +1,4 @@
-"""Tensors are stored in slices of their first axis, each verified and compressed on its own."""
+"""Tensors are stored in slices along an axis or two, each verified and compressed on its own."""
 
 from math import prod
 from pathlib import Path
@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import millstream as ms
-from millstream.core.record import crc32c
-from millstream.traces.store.manifest import shard_name
+from millstream.core.record import Tensor, crc32c
+from millstream.errors import CorruptRecord
+from millstream.traces.store.inspect import compare
+from millstream.traces.store.manifest import Manifest, new_schema, shard_name, write_manifest
+from millstream.traces.store.rewrite import merge, subset_records
+from millstream.traces.store.shard_writer import ShardWriter
 from support.effort import THOROUGH
 
 pytestmark = pytest.mark.on_disk
@@ -146,3 +150,107 @@ def test_the_sidecar_has_the_checksum_of_every_layer(tmp_path: Path) -> None:
     assert tensors["hidden"] is not None and tensors["tokens"] is not None
     assert list(tensors["hidden"].crc32c) == [google_crc32c.value(layer.tobytes()) for layer in hidden]
     assert list(tensors["tokens"].crc32c) == [google_crc32c.value(np.arange(5000).tobytes())]
+
+
+# -- along two axes
+
+POSITIONS = {"states": "float16[layer, position, dim]"}
+WIDTHS = {2048: 20, 700: 4, 300: 1}  # of 4 layers at 5 positions -> number of slices
+
+
+def states_of(number: int, width: int) -> dict[str, Any]:
+    rng = np.random.default_rng((number, width))
+    return {"question_id": f"q{number}", "states": rng.normal(size=(5, 4, width)).astype(np.float16)}
+
+
+def old_store(path: Path, records: list[dict[str, Any]]) -> Path:
+    """As older versions wrote them: every tensor in slices along its first axis."""
+    schema = new_schema(
+        {"question_id": pa.string(), "states": Tensor("float16", ("layer", "position", "dim"))},
+        compression="none",
+        config={},
+    )
+    path.mkdir()
+    shard = ShardWriter.create(path, first=0, schema=schema)
+    for record in records:
+        shard.append(record)
+    write_manifest(path, Manifest({}, "none", schema, (shard.seal(),)))
+    return path
+
+
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_states_are_read_by_layer_and_by_position(compression: Any, width: int, mapped: bool, tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store", schema=POSITIONS, compression=compression) as writer:
+        for number in range(6):
+            writer.append({**states_of(number, width), **({"states": None} if number == 3 else {})})
+    traces = ms.open(tmp_path / "store") if mapped else ms.open(tmp_path / "store").within(1 << 20)
+    place = traces.row(0).tensors["states"]
+    assert place is not None and (place.shape, len(place.crc32c)) == ((5, 4, width), WIDTHS[width])
+    picks = {"": ..., "[1]": [1], "[3,-1]": [3, 4], "[:, 2]": np.s_[:, 2], "[[4,0], -1]": np.s_[[4, 0], 3]}
+    for name, index in picks.items():
+        found: Any = traces.fetch([5, 0, 3], [f"states{name}"])["states"]
+        assert found[2] is None and np.array_equal(found[0], states_of(5, width)["states"][index])
+        assert np.array_equal(found[1], states_of(0, width)["states"][index])
+        assert np.array_equal(
+            traces.fetch([1, 2], [f"states{name}"])["states"][1], states_of(2, width)["states"][index]
+        )
+    assert np.array_equal(traces.fetch([1, 2], ["states"], layers=2)["states"][0], states_of(1, width)["states"][2])
+    assert np.array_equal(traces[4]["states"], states_of(4, width)["states"])
+    sizes = traces.sizes(np.array([0, 3]), ["states[[4,0], 1]"]) - traces.sizes(np.array([0, 3]), ["question_id"])
+    assert sizes.tolist() == [2 * 2 * width, 0]
+
+
+def test_states_at_one_position_are_next_to_each_other_and_only_they_are_verified(tmp_path: Path) -> None:
+    record = states_of(0, 2048)
+    with ms.TraceWriter(tmp_path / "store", schema=POSITIONS) as writer:
+        writer.append(record)
+    file = tmp_path / "store" / shard_name(0)
+    data = bytearray(file.read_bytes())
+    at = data.index(record["states"][:, 2].tobytes())
+    data[at + 5000] ^= 1
+    file.write_bytes(data)
+    traces = ms.open(tmp_path / "store").within(1 << 20)
+    for position in (0, 1, 3):
+        found = traces.fetch([0], [f"states[:, {position}]"])["states"][0]
+        assert np.array_equal(found, record["states"][:, position])
+    for damaged in ("states[:, 2]", "states[1]", "states"):
+        with pytest.raises(CorruptRecord, match=r"states.*the slice at byte"):
+            traces.fetch([0], [damaged])
+    assert np.array_equal(traces.fetch([0], ["states[[0,2], 2]"])["states"][0], record["states"][[0, 2], 2])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_older_stores_are_read_continued_merged_and_compared(width: int, tmp_path: Path) -> None:
+    records = [states_of(number, width) for number in range(6)]
+    old = old_store(tmp_path / "old", records[:3])
+    with ms.TraceWriter(tmp_path / "new", schema=POSITIONS) as writer:
+        for record in records[3:]:
+            writer.append(record)
+    merge([old, tmp_path / "new"], tmp_path / "merged")
+    merge([tmp_path / "new", old], tmp_path / "turned")
+    mixed = ms.open(tmp_path / "merged").subset([4, 0, 3, 1, 2, 5])
+    assert isinstance(mixed, ms.Collection)
+    subset_records(ms.open(tmp_path / "merged"), tmp_path / "picked", [4, 0, 5, 1])
+    with ms.TraceWriter(old, schema=POSITIONS) as writer:
+        for record in records[3:]:
+            writer.append(record)
+    for path in (old, tmp_path / "merged", tmp_path / "turned", tmp_path / "picked"):
+        for traces in (ms.open(path), ms.open(path).within(1 << 20)):
+            wanted = np.stack([records[int(str(key)[1:])]["states"] for key in traces.ids])
+            for name, index in {"": ..., "[:, 2]": np.s_[:, :, 2], "[[4,0], -1]": np.s_[:, [4, 0], 3]}.items():
+                found = traces.fetch(range(len(traces)), [f"states{name}"])["states"]
+                assert np.array_equal(np.stack(found), wanted[index])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    differ = compare(old, tmp_path / "merged")
+    assert not differ.differing_fields and not differ.only_a and not differ.only_b
+
+
+def test_an_index_that_a_tensor_does_not_have_and_an_axis_that_it_does_not_have_are_refused(tmp_path: Path) -> None:
+    with ms.TraceWriter(tmp_path / "store", schema=POSITIONS) as writer:
+        writer.append({**states_of(0, 8), "vector": np.zeros(3)})
+    traces = ms.open(tmp_path / "store")
+    with pytest.raises(IndexError, match="record 0 has 4 positions of 'states', requested 4"):
+        traces.fetch([0], ["states[:, 4]"])
+    with pytest.raises(ValueError, match=r"vector.*no second axis"):
+        traces.fetch([0], ["vector[:, 1]"])

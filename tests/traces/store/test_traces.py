@@ -477,7 +477,7 @@ def test_a_store_without_its_manifest_still_knows_fields_configuration_and_compr
 
 def test_the_manifest_is_readable_json(store: Path) -> None:
     manifest = json.loads((store / "manifest.json").read_text())
-    assert manifest["format"] == "millstream.traces" and manifest["version"] == 1
+    assert manifest["format"] == "millstream.traces" and manifest["version"] == 2
     assert manifest["fields"]["hidden"] == "float16[layer, axis1, axis2]" and manifest["fields"]["score"] == "double"
     assert manifest["config"] == {"model": "gpt2"}
     assert [shard["name"] for shard in manifest["shards"]] == [shard_name(number) for number in range(3)]

@@ -115,9 +115,7 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.0, progress: Progress = si
         alike, records = False, _file_fingerprints(a, keep=bool(tolerance))
     else:
         mine = Traces(a)
-        alike = (
-            len({load_sidecar(t.path, shard, t.fields).compression for t in (mine, other) for shard in t.shards}) < 2
-        )
+        alike = _are_stored_alike(mine, other)
         records = _store_fingerprints(mine, alike, keep=bool(tolerance))
     result = Comparison()
     for seen, (key, fingerprints, values) in enumerate(records, start=1):
@@ -263,6 +261,13 @@ def _example(
 ) -> dict[str, object]:
     shapes = {name: list(tensor.shape) if tensor else None for name, tensor in tensors.items()}
     return {**values, **shapes, "number": number, "shard": file}
+
+
+def _are_stored_alike(one: Traces, other: Traces) -> bool:
+    """Whether equal tensors have equal checksums: compressed and cut into slices in the same way."""
+    sidecars = [load_sidecar(traces.path, shard, traces.fields) for traces in (one, other) for shard in traces.shards]
+    sliced = {(name, k.sliced) for sidecar in sidecars for name, k in sidecar.schema.items() if isinstance(k, Tensor)}
+    return len({sidecar.compression for sidecar in sidecars}) < 2 and len(sliced) == len({name for name, _ in sliced})
 
 
 Fingerprinted = tuple[object, dict[str, object], Mapping[str, object]]  # id, fingerprints, values if they are kept

@@ -42,7 +42,7 @@ from millstream.traces.store.format import (
 )
 
 FORMAT = "millstream.traces"
-VERSION = 1
+VERSION = 2  # 1: every tensor is cut along its first axis
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"  # folder for files that repair sets aside
 IDS = "ids.arrow"  # the id index

@@ -1,7 +1,6 @@
 """One sealed shard in an object store: exact ranges, requested for many records at once, verified as they arrive."""
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,10 +8,12 @@ import numpy as np
 
 from millstream.core.record import Array, Bytes, Schema, Tensor, crc32c, from_bytes
 from millstream.core.remote import RemoteFile, RemotePath, Wanted, read_all
-from millstream.traces.store.format import decompress, is_frame_intact
+from millstream.traces.store.format import is_frame_intact
 from millstream.traces.store.manifest import ShardInfo
-from millstream.traces.store.shard_reader import Plan, RangeReader, ShardReader
+from millstream.traces.store.plan import Plan
+from millstream.traces.store.shard_reader import RangeReader, ShardReader
 from millstream.traces.store.sidecar import Span
+from millstream.traces.store.slices import decompress
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ class RemoteShard(ShardReader):
         """The same."""
 
     def tensor(self, plan: Plan) -> "Array | torch.Tensor":
-        data = np.empty(prod(plan.shape) * plan.kind.itemsize, np.uint8)
+        data = np.empty(plan.num_bytes, np.uint8)
         self.copy(plan, data)
         return from_bytes(plan.kind, plan.shape, data)
 
@@ -69,7 +70,7 @@ class RemoteShard(ShardReader):
                 continue
             end = max(span[0] + span[1] for span in plan.spans)
             shard._check_end(plan.row, f"field {plan.name!r}", end)
-            is_direct = plan.rows is None and not shard._is_compressed
+            is_direct = plan.taken is None and not shard._is_compressed
             stored = out if is_direct else np.empty(sum(span[1] for span in plan.spans), np.uint8)
             parts.append((shard, plan, out, stored))
             ranges += shard._ranges(plan, stored)
@@ -100,18 +101,16 @@ class RemoteShard(ShardReader):
             return
         whole = stored
         if self._is_compressed:
-            count, picks = plan.rows or (1, [0])
-            whole = out if plan.rows is None else np.empty(out.size // len(picks) * count, np.uint8)
+            whole = out if plan.taken is None else np.empty(plan.taken.read_bytes(out.size), np.uint8)
             at = 0
             for part, (_, size, _) in zip(whole.reshape(len(plan.spans), -1), plan.spans, strict=True):
                 decompress(stored[at : at + size], part, plan.kind.itemsize, self.sidecar.compression)
                 at += size
-        if plan.rows is not None:
-            count, picks = plan.rows
-            out[:] = whole.reshape(count, -1)[picks].reshape(-1)
+        if plan.taken is not None:
+            out[:] = plan.taken.of(whole)
 
     def _tensor(self, plan: Plan, stored: Bytes) -> "Array | torch.Tensor":
-        out = np.empty(prod(plan.shape) * plan.kind.itemsize, np.uint8) if self._is_compressed else stored
+        out = np.empty(plan.num_bytes, np.uint8) if self._is_compressed else stored
         self._finish(plan, stored, out)
         return from_bytes(plan.kind, plan.shape, out)
 

@@ -3,41 +3,28 @@
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.console import quoted
+from millstream.core.console import plural, quoted
 from millstream.core.memory import Map
 from millstream.core.record import Array, Bytes, Schema, Tensor, crc32c, from_bytes
 from millstream.errors import CorruptRecord, CorruptShard
-from millstream.traces.store.format import decompress, id_field, is_frame_intact
+from millstream.traces.store.format import id_field, is_frame_intact
 from millstream.traces.store.manifest import ShardInfo, shard_name
+from millstream.traces.store.plan import WHOLE, Pick, Plan, plan_of
 from millstream.traces.store.sidecar import Span, load_sidecar
+from millstream.traces.store.slices import decompress
 
 if TYPE_CHECKING:
     import torch
 
-Layers = int | np.integer | Sequence[int] | NDArray[np.integer] | None
 MAX_FILES = 16  # open files of a RangeReader, for any number of shards
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to read for one tensor, or some of its layers."""
-
-    row: int
-    name: str
-    kind: Tensor
-    shape: tuple[int, ...]  # of the result
-    spans: list[Span]
-    rows: tuple[int, list[int]] | None  # (number of rows, rows to take) of one span that contains all rows
 
 
 class ShardReader:
@@ -105,36 +92,27 @@ class ShardReader:
         for offset, size, _ in plan.spans:
             self._map.will_need(offset, size)
 
-    def plan(self, row: int, name: str, layers: Layers = None) -> Plan | None:
-        """How to read a tensor, or some of its layers; None if the tensor is None."""
-        column, kind = self.sidecar.tensor(name), self.sidecar.schema[name]
-        shape = column.shape(row) if column else None
-        if column is None or shape is None or not isinstance(kind, Tensor):
-            return None
-        if layers is None or kind.axes[:1] != ("layer",):
-            return Plan(row, name, kind, shape, column.whole(row), None)
-        count = shape[0]
-        one = isinstance(layers, int | np.integer)
-        picks = [int(layers)] if isinstance(layers, int | np.integer) else [int(pick) for pick in layers]
-        if any(not -count <= pick < count for pick in picks):
+    def plan(self, row: int, name: str, pick: Pick = WHOLE) -> Plan | None:
+        """How to read a tensor, or some of it; None if the tensor is None."""
+        column = self.sidecar.tensor(name)
+        try:
+            return plan_of(column, row, name, pick) if column else None
+        except IndexError as error:
+            axis, size, index = cast(tuple[int, int, int], error.args)
+            found = cast(Tensor, self.sidecar.schema[name]).axes[axis]
+            what = plural(size, found) if found in ("layer", "position", "token") else f"{size} indices in axis {axis}"
             raise IndexError(
-                f"{self._path}: record {self._first + row} has {count} layers in {name!r}, requested {picks}"
-            )
-        picks = [pick % count for pick in picks]
-        result = shape[1:] if one else (len(picks), *shape[1:])
-        if column.num_slices(row) == 1 and count > 1:  # too small to be sliced: taken from the whole tensor
-            return Plan(row, name, kind, result, column.whole(row), (count, picks))
-        return Plan(row, name, kind, result, column.spans(row, picks), None)
+                f"{self._path}: record {self._first + row} has {what} of {name!r}, requested {index}"
+            ) from None
 
     def tensor(self, plan: Plan) -> "Array | torch.Tensor":
         """The tensor of a plan: a view of the mapped file if the bytes are contiguous."""
         if not self._is_compressed and _are_contiguous(plan.spans):
             data = self._stored(plan, plan.spans)
-            if plan.rows is not None:
-                count, picks = plan.rows
-                data = data.reshape(count, -1)[picks].reshape(-1)
+            if plan.taken is not None:
+                data = plan.taken.of(data)
         else:
-            data = np.empty(prod(plan.shape) * plan.kind.itemsize, np.uint8)
+            data = np.empty(plan.num_bytes, np.uint8)
             self.copy(plan, data)
         return from_bytes(plan.kind, plan.shape, data)
 
@@ -142,11 +120,10 @@ class ShardReader:
         """Copy the raw bytes of a plan into `out`, verified; from the mapped file, or read by `reader`."""
         if not out.size:
             return
-        if plan.rows is not None:
-            count, picks = plan.rows
-            whole = np.empty(out.size // len(picks) * count, np.uint8)
+        if plan.taken is not None:
+            whole = np.empty(plan.taken.read_bytes(out.size), np.uint8)
             self._copy_spans(plan, whole, reader)
-            out[:] = whole.reshape(count, -1)[picks].reshape(-1)
+            out[:] = plan.taken.of(whole)
         else:
             self._copy_spans(plan, out, reader)
 
@@ -158,6 +135,13 @@ class ShardReader:
                 shard.copy(plan, out, reader)
 
     def _copy_spans(self, plan: Plan, out: Bytes, reader: "RangeReader | None") -> None:
+        if len(plan.spans) == 1 and reader is not None and not self._is_compressed:  # most often, and many per batch
+            offset, _, crc = plan.spans[0]
+            if not reader.read(self, offset, out):
+                self._check_end(plan.row, f"field {plan.name!r}", offset + out.size)
+            if self._verify and crc32c(out) != crc:
+                out[:] = self._stored(plan, plan.spans)  # raises if the file is damaged
+            return
         parts = out.reshape(len(plan.spans), -1)
         if self._is_compressed:
             for part, span in zip(parts, plan.spans, strict=True):
@@ -185,14 +169,13 @@ class ShardReader:
             self._check_end(plan.row, f"field {plan.name!r}", offset + size)
         return stored if not self._verify or crc32c(stored) == crc else self._stored(plan, [span])
 
-    def sizes(self, rows: NDArray[np.int64], fields: Mapping[str, Sequence[int] | None]) -> NDArray[np.int64]:
-        """Bytes per row of the tensors among these fields, or of some of their layers."""
+    def sizes(self, rows: NDArray[np.int64], fields: Mapping[str, Pick]) -> NDArray[np.int64]:
+        """Bytes per row of the tensors among these fields, or of what is wanted of them."""
         total = np.zeros(len(rows), np.int64)
-        for name, picks in fields.items():
+        for name, pick in fields.items():
             column = self.sidecar.tensor(name) if name in self.sidecar.schema else None
             if column is not None:
-                sizes = column.num_bytes[rows]
-                total += sizes if picks is None else sizes * len(picks) // np.maximum(column.first_axis[rows], 1)
+                total += (column.num_bytes[rows] * pick.share(column, rows)).astype(np.int64)
         return total
 
     def _stored(self, plan: Plan, spans: Sequence[Span]) -> Bytes:
@@ -242,7 +225,7 @@ class RangeReader:
     def __init__(self, wanted: "Sequence[tuple[ShardReader, Plan]]") -> None:
         self._wanted = wanted
         self._requested = False
-        self._files: dict[Path, int] = {}  # in the order of opening
+        self._files: dict[ShardReader, int] = {}  # in the order of opening
 
     def __enter__(self) -> Self:
         return self
@@ -281,11 +264,11 @@ class RangeReader:
                 os.posix_fadvise(fd, first[0], last[0] + last[1] - first[0], os.POSIX_FADV_WILLNEED)
 
     def _open(self, shard: "ShardReader") -> int:
-        if shard.file not in self._files:
+        if shard not in self._files:
             if len(self._files) == MAX_FILES:
                 os.close(self._files.pop(next(iter(self._files))))
-            self._files[shard.file] = shard.open()
-        return self._files[shard.file]
+            self._files[shard] = shard.open()
+        return self._files[shard]
 
 
 def _are_contiguous(spans: Sequence[Span]) -> bool:

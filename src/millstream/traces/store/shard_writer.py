@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.core.files import is_same_file, lock, no_space, publish, sync_path
-from millstream.core.record import Bytes, RawTensor, Schema, Tensor, as_tensor, crc32c, plain
+from millstream.core.record import Bytes, RawTensor, Schema, Tensor, as_tensor, crc32c, in_order, plain
 from millstream.errors import SchemaMismatch
 from millstream.traces.store.format import (
     CRCS,
@@ -26,10 +26,10 @@ from millstream.traces.store.format import (
     header,
     record_schema,
     tail,
-    to_slices,
 )
 from millstream.traces.store.manifest import APPEND_AGAIN, ShardInfo, number_of, open_file, shard_name, sidecar_name
 from millstream.traces.store.sidecar import largest_record, to_parquet
+from millstream.traces.store.slices import num_slices, to_slices
 
 _IOV_MAX = 1024
 
@@ -178,7 +178,7 @@ class Encoder:
                     tensors[name] = None
                     arrays.append(pa.nulls(1, self._types[name]))
                     continue
-                slices = to_slices(raw.data, raw.shape, kind.itemsize, self._compression)
+                slices = to_slices(raw.data, num_slices(kind, raw.shape), kind.itemsize, self._compression)
                 data = pa.py_buffer(slices.data)
                 row = TensorRow(offset, raw.shape, slices.crc32c, slices.sizes)
                 tensors[name] = row
@@ -239,15 +239,17 @@ def _rest(queue: list[memoryview], written: int) -> list[memoryview]:
 
 
 def _check_tensor(name: str, kind: Tensor, value: object) -> RawTensor | None:
-    """The value as a tensor of this kind; None stays None."""
+    """The value as a tensor of this kind, its bytes in the order in which they are stored; None stays None."""
     if value is None:
         return None
-    raw = as_tensor(name, value)
+    raw = as_tensor(name, in_order(value, kind.order) if kind.sliced else value)
     if raw is None:
         raise SchemaMismatch(f"field {name!r}: expected {kind}, found {type(value).__name__}")
     if raw.kind.dtype != kind.dtype or len(raw.shape) != len(kind.axes):
         raise SchemaMismatch(f"field {name!r}: expected {kind}, found {raw.kind.dtype} of shape {list(raw.shape)}")
-    return raw
+    if not kind.sliced:
+        return raw
+    return replace(raw, shape=tuple(raw.shape[kind.order.index(axis)] for axis in range(len(raw.shape))))
 
 
 def _check_scalar(name: str, kind: pa.DataType, value: object) -> pa.Array:

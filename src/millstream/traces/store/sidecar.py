@@ -7,7 +7,7 @@ a tensor.
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -196,8 +196,8 @@ class Sidecar:
             if not isinstance(kind, Tensor):
                 return None
             try:
-                column = TensorColumn.of(self._read(name), kind.itemsize)
-                column.check(*self._extents[:2], axes=len(kind.axes))
+                column = TensorColumn.of(self._read(name), kind)
+                column.check(*self._extents[:2])
             except (ValueError, AssertionError) as error:
                 raise self._wrong(f"field {name!r}: {error}") from None
             self._tensors[name] = column
@@ -270,10 +270,11 @@ class TensorColumn:
     shapes: tuple[Ints, Ints]  # list bounds, values
     crc32c: tuple[Ints, Ints]
     sizes: tuple[Ints, Ints] | None
-    itemsize: int
+    kind: Tensor
+    _axes: dict[int, Ints] = field(default_factory=dict[int, Ints])
 
     @staticmethod
-    def of(column: pa.Array, itemsize: int) -> "TensorColumn":
+    def of(column: pa.Array, kind: Tensor) -> "TensorColumn":
         assert isinstance(column, pa.StructArray)
         members = {field.name: column.field(field.name) for field in column.type}
         offsets = members["offset"]
@@ -283,21 +284,23 @@ class TensorColumn:
         else:
             at = _numbers_of(offsets).astype(np.int64)
         sizes = _lists(members["sizes"]) if "sizes" in members else None
-        return TensorColumn(at, _lists(members["shape"]), _lists(members["crc32c"]), sizes, itemsize)
+        return TensorColumn(at, _lists(members["shape"]), _lists(members["crc32c"]), sizes, kind)
 
-    def check(self, starts: Ints, sizes: Ints, *, axes: int) -> None:
-        """ValueError unless every tensor has `axes` axes and lies in its record, given by offset and bytes."""
-        given = self.offsets >= 0
+    def check(self, starts: Ints, sizes: Ints) -> None:
+        """ValueError unless every tensor has its axes and lies in its record, given by offset and bytes."""
+        given, axes = self.offsets >= 0, len(self.kind.axes)
         counts, ranks = np.diff(self.crc32c[0]), np.diff(self.shapes[0])
         if (ranks != np.where(given, axes, 0)).any() or len(self.shapes[1]) != axes * int(given.sum()):
             raise ValueError(f"its tensors do not have {axes} axes")
         shapes = self.all_shapes()
         if (shapes < 0).any():
             raise ValueError("a shape is negative")
-        slices = shapes[:, 0] if axes and len(shapes) else np.ones(len(shapes), np.int64)
-        if (counts[~given] != 0).any() or not ((counts[given] == 1) | (counts[given] == slices)).all():
+        depth = max(len(self.kind.sliced), 1) if len(shapes) else 0
+        possible = np.cumprod(shapes[:, self.kind.order[:depth]], axis=1) if axes else shapes
+        alike = (counts[given] == 1) | (counts[given][:, None] == possible).any(axis=1)
+        if (counts[~given] != 0).any() or not alike.all():
             raise ValueError("the checksums do not match the shapes")
-        num_bytes = shapes.astype(np.float64).prod(axis=1) * self.itemsize
+        num_bytes = shapes.astype(np.float64).prod(axis=1) * self.kind.itemsize
         stored = num_bytes
         if self.sizes is not None:
             if (np.diff(self.sizes[0]) != counts).any() or (self.sizes[1] < 0).any():
@@ -321,16 +324,16 @@ class TensorColumn:
         """Bytes of every tensor; 0 for None."""
         counts = np.zeros(len(self.offsets), np.int64)
         counts[self.offsets >= 0] = self.all_shapes().prod(axis=1)
-        return counts * self.itemsize
+        return counts * self.kind.itemsize
 
-    @cached_property
-    def first_axis(self) -> Ints:
-        """The size of every tensor's first axis; 0 for None."""
-        sizes = np.zeros(len(self.offsets), np.int64)
-        shapes = self.all_shapes()
-        if shapes.shape[1]:
-            sizes[self.offsets >= 0] = shapes[:, 0]
-        return sizes
+    def axis(self, axis: int) -> Ints:
+        """The size of an axis of every tensor; 0 for None."""
+        if axis not in self._axes:
+            self._axes[axis] = np.zeros(len(self.offsets), np.int64)
+            shapes = self.all_shapes()
+            if axis < shapes.shape[1]:
+                self._axes[axis][self.offsets >= 0] = shapes[:, axis]
+        return self._axes[axis]
 
     def shape(self, number: int) -> tuple[int, ...] | None:
         """The shape of one tensor; None if the tensor is None."""
@@ -341,29 +344,54 @@ class TensorColumn:
         return int(bounds[number + 1] - bounds[number])
 
     @cached_property
-    def _whole_crc32c(self) -> Ints:
-        """The CRC-32C of every tensor as a whole."""
+    def _whole_crc32c(self) -> tuple[Ints, Ints]:
+        """The CRC-32C of every tensor as a whole: list bounds, values."""
+        return self._joined_crc32c(np.minimum(np.diff(self.crc32c[0]), 1))
+
+    @cached_property
+    def _outer_crc32c(self) -> tuple[Ints, Ints]:
+        """The CRC-32C of every index of the outermost axis of tensors that are cut along two: list bounds, values."""
+        return self._joined_crc32c(self.axis(self.kind.order[0]))
+
+    def _joined_crc32c(self, num: Ints) -> tuple[Ints, Ints]:
+        """The slices of each tensor joined into so many: list bounds, values."""
         bounds, values = self.crc32c
         counts = np.diff(bounds)
-        out = np.zeros(len(counts), np.int64)
-        for count in set(counts.tolist()) - {0}:  # np.unique would import numpy.ma, 20 ms
-            (rows,) = np.nonzero(counts == count)
-            follow = (self.num_bytes[rows] // count)[:, None] * np.arange(count - 1, -1, -1, dtype=np.int64)
-            crcs = values[bounds[rows][:, None] + np.arange(count)].astype(np.uint32)
-            out[rows] = joined_crc32c(crcs, follow)
-        return out
+        ends = np.cumsum(num)
+        out = np.zeros(int(num.sum()), np.int64)
+        # np.unique would import numpy.ma, 20 ms
+        for count, parts in set(zip(counts.tolist(), num.tolist(), strict=True)):
+            if not count or not parts or count % parts:
+                continue
+            (rows,) = np.nonzero((counts == count) & (num == parts))
+            each = count // parts
+            follow = (self.num_bytes[rows] // count)[:, None] * np.arange(each - 1, -1, -1, dtype=np.int64)
+            crcs = values[bounds[rows][:, None] + np.arange(count)].astype(np.uint32).reshape(-1, each)
+            joined = joined_crc32c(crcs, np.repeat(follow, parts, axis=0))
+            out[(ends[rows] - parts)[:, None] + np.arange(parts)] = joined.reshape(-1, parts)
+        return np.concatenate([np.zeros(1, np.int64), ends]), out
 
     def whole(self, number: int) -> list[Span]:
         """One tensor as a single span; as its slices if they are compressed."""
         if self.sizes is not None:
             return self.spans(number)
-        return [(int(self.offsets[number]), int(self.num_bytes[number]), int(self._whole_crc32c[number]))]
+        (crc,) = _item(self._whole_crc32c, number)
+        return [(int(self.offsets[number]), int(self.num_bytes[number]), crc)]
+
+    def outer(self, number: int, picks: Sequence[int]) -> list[Span]:
+        """Some indices of the outermost axis of a tensor that is cut along two, each as a span if not compressed."""
+        if self.sizes is not None:
+            each = self.num_slices(number) // int(self.axis(self.kind.order[0])[number])
+            return self.spans(number, [pick * each + inner for pick in picks for inner in range(each)])
+        offset, crcs = int(self.offsets[number]), _item(self._outer_crc32c, number)
+        size = int(self.num_bytes[number]) // len(crcs)
+        return [(offset + pick * size, size, crcs[pick]) for pick in picks]
 
     def spans(self, number: int, picks: Sequence[int] | None = None) -> list[Span]:
         """Offset, stored bytes and CRC-32C of each slice of one tensor, or of some of them."""
         offset, crcs = int(self.offsets[number]), _item(self.crc32c, number)
         if self.sizes is None:
-            size = prod(_item(self.shapes, number)) * self.itemsize // len(crcs)
+            size = int(self.num_bytes[number]) // len(crcs)
             return [(offset + i * size, size, crcs[i]) for i in (range(len(crcs)) if picks is None else picks)]
         sizes = _item(self.sizes, number)
         spans = list(zip(accumulate(sizes, initial=offset), sizes, crcs, strict=False))

@@ -1,6 +1,5 @@
 """A trace store as a collection: records by number and by id, and fields of many records (`fetch`)."""
 
-import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, cast, overload
 
@@ -27,8 +25,9 @@ from millstream.errors import BadSetting
 from millstream.traces.store.format import QUESTION_ID, Row, id_field
 from millstream.traces.store.ids import IdIndex, open_index
 from millstream.traces.store.manifest import LABELS, ShardInfo, list_shards, read_manifest
+from millstream.traces.store.plan import WHOLE, Layers, Pick, Plan
 from millstream.traces.store.remote_shard import RemoteShard
-from millstream.traces.store.shard_reader import Layers, Plan, ShardReader
+from millstream.traces.store.shard_reader import ShardReader
 from millstream.traces.store.sidecar import read_table
 
 if TYPE_CHECKING:
@@ -115,7 +114,8 @@ class Traces(Collection):
         """Columns of many records. Tensors of equal shape are stacked, others are a list of views.
 
         `layers` selects layers of the fields whose first axis is `layer`: an int drops the axis, a list keeps it.
-        `fields=["hidden[8,-1]"]` does so for one field. Only the selected data is read.
+        `fields=["hidden[8,-1]"]` does so for one field; `states[:, 2]` and `states[[8, -1], 2]` select one index of the
+        second axis, which drops it. Only the selected data is read.
         """
         picks = self._fields(fields)
         names = list(picks)
@@ -128,7 +128,8 @@ class Traces(Collection):
         wanted = [name for name in names if isinstance(self.fields[name], Tensor)]
         self._open_all(shards)
         located = [(self._open(shard), row) for shard, row in zip(shards, rows, strict=True)] if wanted else []
-        chosen = {name: layers if picks[name] is None else picks[name] for name in wanted}
+        every = WHOLE if layers is None else Pick(layers)
+        chosen = {name: every if picks[name] is WHOLE else picks[name] for name in wanted}
         plans = {name: [(shard, shard.plan(row, name, chosen[name])) for shard, row in located] for name in wanted}
         tensors = self._views(plans) if self._mapped else self._copies(plans)
         return {name: tensors[name] if name in tensors else self._scalar_column(name, shards, rows) for name in names}
@@ -277,19 +278,21 @@ class Traces(Collection):
             raise IndexError(f"record {number} of {len(self)} in {self.path}")
         return number % len(self)
 
-    def _fields(self, fields: Sequence[str] | None) -> dict[str, list[int] | None]:
-        """Field names and their selected layers: `hidden[8,-1]` is {"hidden": [8, -1]}."""
+    def _fields(self, fields: Sequence[str] | None) -> dict[str, Pick]:
+        """Field names and what is wanted of them: `hidden[8,-1]` is {"hidden": Pick([8, -1])}."""
         if isinstance(fields, str):
             raise ValueError(f"fields must be a list of names, as in fields=[{fields!r}]")
-        wanted: dict[str, list[int] | None] = {}
+        wanted: dict[str, Pick] = {}
         for name in self.fields if fields is None else fields:
-            picked = re.fullmatch(r"(.+)\[\s*(-?\d+(?:\s*,\s*-?\d+)*)\s*\]", name) if name not in self.fields else None
-            plain = picked[1] if picked else name
+            plain, pick = (None if name in self.fields else Pick.parse(name)) or (name, WHOLE)
             if plain not in self.fields:
                 raise ValueError(f"{self.path}: no field {plain!r}; it has {', '.join(self.fields)}")
-            if picked and not self._has_layers(plain):
+            if pick.layers is not None and not self._has_layers(plain):
                 raise ValueError(f"{self.path}: {name!r}: the first axis of {plain!r} is not named 'layer'")
-            wanted[plain] = [int(pick) for pick in picked[2].split(",")] if picked else None
+            kind = self.fields[plain]
+            if pick.second is not None and not (isinstance(kind, Tensor) and len(kind.axes) > 1):
+                raise ValueError(f"{self.path}: {name!r}: {plain!r} is {kind}, which has no second axis")
+            wanted[plain] = pick
         return wanted
 
     def _has_layers(self, name: str) -> bool:
@@ -352,38 +355,33 @@ class Traces(Collection):
             for (shard, plan), part in zip(column, out, strict=True):
                 assert plan is not None
                 shard.copy(plan, part)
-            columns[name] = self._stacked(name, column, out.reshape(-1))
+            columns[name] = _stacked(column, out.reshape(-1))
         return columns
 
     def _copies(self, plans: Plans) -> "dict[str, Array | torch.Tensor | list[object]]":
         """The same, read into one block of memory; tensors that cannot be stacked are aligned to 64 bytes."""
         starts: dict[str, list[int]] = {}
         total = 0
+        alike = {name: _are_alike(column) for name, column in plans.items()}
         for name, column in plans.items():
-            gap = 1 if _are_alike(column) else 64
+            gap = 1 if alike[name] else 64
             starts[name] = list(accumulate((-(-_num_bytes(plan) // gap) * gap for _, plan in column), initial=total))
             total = -(-starts[name][-1] // 64) * 64
         memory = cast(Bytes, empty(total, np.uint8))
         columns: dict[str, Array | torch.Tensor | list[object]] = {}
         parts: list[tuple[ShardReader, Plan, Bytes]] = []
         for name, column in plans.items():
-            kind = cast(Tensor, self.fields[name])
             tensors: list[object] = []
             for (shard, plan), at in zip(column, starts[name], strict=False):
                 part = memory[at : at + _num_bytes(plan)]
                 if plan is not None:
                     parts.append((shard, plan, part))
-                if not _are_alike(column):
-                    tensors.append(plan and from_bytes(kind, plan.shape, part))
+                if not alike[name]:
+                    tensors.append(plan and from_bytes(plan.kind, plan.shape, part))
             whole = memory[starts[name][0] : starts[name][-1]]
-            columns[name] = self._stacked(name, column, whole) if _are_alike(column) else tensors
+            columns[name] = _stacked(column, whole) if alike[name] else tensors
         self._reader.copy_all(parts)
         return columns
-
-    def _stacked(self, name: str, column: Sequence[Planned], data: Bytes) -> "Array | torch.Tensor":
-        plan = column[0][1]
-        assert plan is not None
-        return from_bytes(cast(Tensor, self.fields[name]), (len(column), *plan.shape), data)
 
     def _scalar_column(self, name: str, shards: Sequence[int], rows: Sequence[int]) -> "Array | list[object]":
         """Numbers as an array; texts, lists and columns with None as a list."""
@@ -398,13 +396,21 @@ class Traces(Collection):
 
 
 def _are_alike(column: Sequence[Planned]) -> bool:
-    """Whether all tensors have the same shape, so that they can be stacked."""
-    shapes = {plan and plan.shape for _, plan in column}
-    return len(shapes) == 1 and None not in shapes
+    """Whether all tensors have the same shape and order of bytes, so that they can be stacked."""
+    first = column[0][1] if column else None
+    return first is not None and all(
+        plan is not None and plan.shape == first.shape and plan.kind.sliced == first.kind.sliced for _, plan in column
+    )
+
+
+def _stacked(column: Sequence[Planned], data: Bytes) -> "Array | torch.Tensor":
+    plan = column[0][1]
+    assert plan is not None
+    return from_bytes(plan.kind, (len(column), *plan.shape), data)
 
 
 def _num_bytes(plan: Plan | None) -> int:
-    return 0 if plan is None else prod(plan.shape) * plan.kind.itemsize
+    return 0 if plan is None else plan.num_bytes
 
 
 def _reopen(path: str, verify: Literal["always", "never"], open_shards: int, shards: bytes, mapped: bool) -> Traces:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -11,7 +12,17 @@ import pyarrow as pa
 from millstream.core.arguments import checked
 from millstream.core.config import Count, SizeInBytes, config_diff, config_hash, parse_bytes, shown
 from millstream.core.files import sync_path
-from millstream.core.record import Kind, Schema, Tensor, infer_kind, infer_schema, parse_schema, plain, refine
+from millstream.core.record import (
+    Kind,
+    Schema,
+    Tensor,
+    are_alike,
+    infer_kind,
+    infer_schema,
+    parse_schema,
+    plain,
+    refine,
+)
 from millstream.core.remote import RemotePath, spool_folder, to_path
 from millstream.errors import (
     BadSetting,
@@ -111,7 +122,8 @@ class TraceWriter:
         self._schema: Schema | None = manifest.fields if manifest.arrow_schema else None
         if self._schema is not None:
             for name, kind in self._given.items():
-                if (found := self._schema.get(name, "no such field")) != kind:
+                if not are_alike(found := self._schema.get(name), kind):
+                    found = "no such field" if found is None else found
                     raise SchemaMismatch(f"field {name!r}: {kind} in the given schema, {found} in {self.path}")
         self._num_sealed = sum(shard.records for shard in manifest.shards)
         if lost := [record for recovery in self.recovered for record in recovery.lost]:
@@ -288,7 +300,7 @@ class TraceWriter:
     def _fit(self, record: Mapping[str, object]) -> Schema:
         """The schema for this record: that of the store, with types for fields that were None so far."""
         if self._schema is None:
-            schema = infer_schema(record, self._given)
+            schema = {name: _sliced(kind) for name, kind in infer_schema(record, self._given).items()}
             check_storable(schema, self._compression)
             return schema
         if record.keys() != self._schema.keys():
@@ -343,6 +355,13 @@ def _create(path: Path, config: Mapping[str, object] | None, compression: str | 
     elif config is not None and not (found := read_manifest(path)).shards:
         # Left by a run that failed before its first record: its settings do not matter.
         write_manifest(path, Manifest(config, compression or found.compression))
+
+
+def _sliced(kind: Kind) -> Kind:
+    """How a new store keeps a tensor: states at positions of all layers together, because most models read one."""
+    if isinstance(kind, Tensor) and kind.axes[:2] == ("layer", "position"):
+        return replace(kind, sliced=("position", "layer"))
+    return kind
 
 
 def _refined(name: str, kind: Kind, value: object) -> Kind:
