@@ -378,12 +378,12 @@ def test_a_small_file_that_decodes_to_far_more_is_refused(tmp_path, name):
 
 
 LARGE: dict[str, Callable[[], bytes]] = {
-    "empty dicts": lambda: b"\x80\x04]}\x8c\x01x](" + b"}" * 1_000_000 + b"esa.",
-    "bytes": lambda: pickle.dumps([{"x": bytes(120_000_000)}], 5),
-    "many texts": lambda: pickle.dumps([{"x": [f"{number:060000}" for number in range(2000)]}]),
-    "torch": lambda: torch_bytes([{"x": torch.zeros(30_000_000)}]),
-    "torch legacy": lambda: torch_bytes([{"x": torch.zeros(30_000_000)}], legacy=True),
-    "gzip": lambda: gzip.compress(pickle.dumps([{"x": np.random.default_rng(0).bytes(4_000_000) * 30}], 5), 1),
+    "empty dicts": lambda: b"\x80\x04]}\x8c\x01x](" + b"}" * 400_000 + b"esa.",
+    "bytes": lambda: pickle.dumps([{"x": bytes(48_000_000)}], 5),
+    "many texts": lambda: pickle.dumps([{"x": [f"{number:060000}" for number in range(800)]}]),
+    "torch": lambda: torch_bytes([{"x": torch.zeros(12_000_000)}]),
+    "torch legacy": lambda: torch_bytes([{"x": torch.zeros(12_000_000)}], legacy=True),
+    "gzip": lambda: gzip.compress(pickle.dumps([{"x": np.random.default_rng(0).bytes(4_000_000) * 12}], 5), 1),
 }
 
 
@@ -392,9 +392,9 @@ def test_a_trace_larger_than_the_memory_is_refused_and_a_smaller_one_is_kept(tmp
     path = write(tmp_path, LARGE[name]())
     tracemalloc.start()  # torch's memory is not traced
     try:
-        with pytest.raises(BadSource, match=r"more than 50\.0 MB.*--memory"):
-            list(read_traces(path, memory=50_000_000))
-        assert tracemalloc.get_traced_memory()[1] < 80e6
+        with pytest.raises(BadSource, match=r"more than 20\.0 MB.*--memory"):
+            list(read_traces(path, memory=20_000_000))
+        assert tracemalloc.get_traced_memory()[1] < 32e6
     finally:
         tracemalloc.stop()
     assert len(list(read_traces(path, memory=2_000_000_000))) == 1
