@@ -56,7 +56,7 @@ class GraphFeature:
     `x` [N, D], `position` [N] (the token of a node), `edge_index` [2, E], `edge_attr` [E, 1] or [E, H], `batch` [N]
     (the graph of a node), `ptr` [G + 1] (the first node of each graph), `last` [G] (the node of its last token) and
     `num_layers` [B]. With tokens="answer" also `answer` [N], whether a node is an answer token; `last` is the last of
-    them. Made by `ms.features.graphs`.
+    them. Made by `ms.features.graphs`. `layers` are those to make graphs of, counted from the last, -1; None: all.
     """
 
     k: int | None
@@ -68,17 +68,28 @@ class GraphFeature:
     tokens: Tokens = "all"
     wiring: Wiring = "attention"
     heads: Heads = "mean"
+    layers: tuple[int, ...] | None = None
 
     @property
     def fields(self) -> list[str]:
+        picked = "" if self.layers is None else f"[{','.join(map(str, self.layers))}]"
+        return [*(f"{name}{picked}" for name in self._by_layer), *self._scalars]
+
+    @property
+    def _by_layer(self) -> list[str]:
         of_heads = ["edge_heads"] if self.heads == "all" else []
         weights = ["edge_source", "edge_weight", *of_heads] if self.attention == STORED else [self.attention]
-        return [self.hidden, *weights, *(SPAN if self.tokens == "answer" else ())]
+        return [self.hidden, *weights]
+
+    @property
+    def _scalars(self) -> Sequence[str]:
+        return SPAN if self.tokens == "answer" else ()
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         if not isinstance(batch, ColumnBatch):
             raise ValueError("features.graphs needs the hidden states and attention of traces; these records are reads")
-        records = [self._record(number, values) for number, values in _records(batch, self.fields)]
+        names = [*self._by_layer, *self._scalars]
+        records = [self._record(number, values) for number, values in _records(batch, names)]
         grid = _Grid.of(records)
         edges = self._rewired(self._edges(records, grid), records, grid)
         edge_index = cast(Ints, empty((2, len(edges.row)), np.int64))  # of cells

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,13 @@ from torch import Tensor
 
 import millstream as ms
 from millstream.core.batches import ColumnBatch, fetch_batch
-from millstream.traces.detectors import Recipe, build_net, net_features
+from millstream.traces.detectors import DetectorSpec, Recipe, build_net, net_features
+from millstream.traces.detectors.layer_nets import SpacedModel
 from millstream.traces.detectors.net import DetectorNet
+from millstream.traces.kind import TrainSettings
+from millstream.training.devices import ScoringDevice
+from millstream.training.study import Workplace
+from millstream.training.task import FitResources
 from support.making_traces import labelled, make_traces
 
 pytest.importorskip("torch_geometric")
@@ -51,6 +57,31 @@ def batch_of(
         assert isinstance(fetched, ColumnBatch)
         made |= feature(change(fetched))
     return {key: torch.as_tensor(value) for key, value in made.items()}
+
+
+@pytest.mark.parametrize("tier", ["probe", "full"])
+def test_of_many_layers_eight_are_read_at_even_steps(tier: str, tmp_path: Path):
+    deep = labelled(make_traces(tmp_path / "traces", num=3, layers=12, dim=8, tier=tier))
+    place = Workplace(TrainSettings(data="x", parameters=2000), ScoringDevice.default())
+    model = DetectorSpec("gnn", deep.field_names).build(resources=FitResources(), place=place).model
+    assert isinstance(model, SpacedModel)
+    net = model.build(deep)
+    assert model.num_layers == 12 and net.num_layers == len(model.layers) == 8  # pyright: ignore
+    assert model.layers[-1] == -1 and set(np.diff(model.layers)) <= {1, 2}
+    feature = model.kit.features[0]
+    assert {field.split("[")[1] for field in feature.fields or () if "[" in field} == {
+        ",".join(map(str, model.layers)) + "]"
+    }
+    few = next(iter(model.batches(deep)))
+    whole = batch_of(deep, "gnn")
+    graphs = [12 * record + 12 + layer for record in range(3) for layer in model.layers]
+    for place, graph in enumerate(graphs):
+        (a, b), (c, d) = few["ptr"][place : place + 2].tolist(), whole["ptr"][graph : graph + 2].tolist()
+        torch.testing.assert_close(few["x"][a:b].float(), whole["x"][c:d].float())
+        mine = (few["edge_index"][1] >= a) & (few["edge_index"][1] < b)
+        theirs = (whole["edge_index"][1] >= c) & (whole["edge_index"][1] < d)
+        torch.testing.assert_close(few["edge_index"][:, mine] - a, whole["edge_index"][:, theirs] - c)
+        torch.testing.assert_close(few["edge_attr"][mine].float(), whole["edge_attr"][theirs].float())
 
 
 def net_of(name: str, batch: Batch, recipe: Recipe = RECIPE) -> Any:

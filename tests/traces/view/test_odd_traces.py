@@ -220,4 +220,4 @@ def test_a_failed_record_reports_its_missing_field_and_others_have_scores_by_lay
     query = querying(tmp_path / "with", run=run)
     with pytest.raises(ValueError, match="record 0"):
         query("evolution", number=0)
-    assert len(query("evolution", number=1)["scores"]["lstm"]) == 4
+    assert len(query("evolution", number=1)["scores"]["lstm"]["scores"]) == 4

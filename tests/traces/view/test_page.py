@@ -164,10 +164,12 @@ def test_the_score_after_the_last_layer_is_the_final_score(probe: Path, tmp_path
     number = next(row["record"] for row in table if row["part"] == "test")
     course = querying(probe, run=tmp_path / "run")("evolution", number=number)["scores"]
     assert set(course) == {"lstm", "gnn", "gvae"}
-    for model, scores in course.items():
+    for model, found in course.items():
+        scores = found["scores"]
         notes = [row["score"] for row in table if row["model"] == model and row["record"] == number]
         assert len(notes) == 2 and scores[-1] == pytest.approx(np.mean(notes), abs=1e-5)
-        assert len(scores) == len(ms.open(probe)[number]["states"]) - (model != "lstm")
+        num_layers = len(ms.open(probe)[number]["states"])
+        assert list(found["layers"]) == list(range(model != "lstm", num_layers)) and len(scores) == len(found["layers"])
         assert len({round(score, 6) for score in scores}) > 1
 
 

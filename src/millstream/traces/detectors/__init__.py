@@ -39,7 +39,7 @@ from millstream.traces.detectors.tokens import (
     states_feature,
 )
 from millstream.traces.features import Token, layers, token_stats
-from millstream.traces.graphs import STORED, HeadGraphFeature, Wiring, graphs
+from millstream.traces.graphs import STORED, GraphFeature, HeadGraphFeature, Wiring, graphs
 from millstream.traces.kind import POSITIONS, THINKING, TrainSettings
 from millstream.traces.spans import TOKEN_LABELS
 from millstream.training.study import Built, Kit, NetModel, Workplace
@@ -123,7 +123,11 @@ NETS = {
 }
 
 
-MOST_LAYERS = {"attention_pool": 8, "token_transformer": 4}  # read, unless the settings name some
+OF_TOKENS = {
+    "attention_pool": 8,
+    "token_transformer": 4,
+}  # the most layers that are read, unless the settings name some
+OF_GRAPHS = {"gnn": 8, "gvae": 8}  # all 30 of SmolLM2 take four times as long, and gain nothing
 OURS = tuple(dict.fromkeys([*STACKS, *NETS, *LAYER_NETS, *TOKEN_DETECTORS, *BASELINES]))
 
 
@@ -133,7 +137,7 @@ def net_features(name: str, field_names: Sequence[str], recipe: Recipe) -> list[
     made: list[Feature] = []
     if net.family == "token-lstm":
         return [states_feature(field_names, recipe.layers, stats=recipe.token_stats)]
-    if net.family in MOST_LAYERS:
+    if net.family in OF_TOKENS:
         states = states_feature(field_names, recipe.layers, stats=False)
         made.append(replace(states, is_labelled=False, is_cut=True))
     elif net.family == "lstm":
@@ -167,7 +171,7 @@ def build_net(name: str, example: Mapping[str, object], recipe: Recipe) -> Net:
     elif family == "token-lstm":
         _, num_layers, dim = shapes["x"]
         build = partial(TokenLSTM, num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
-    elif family in MOST_LAYERS:
+    elif family in OF_TOKENS:
         _, num_layers, dim = shapes["x"]
         if family == "attention_pool":  # its size is that of its input
             return AttentionPool(num_layers=num_layers, dim=dim, num_stats=num_stats, dropout=recipe.dropout)
@@ -221,8 +225,11 @@ class DetectorSpec:
             kit = Kit(net_features(self.name, field_names, recipe), partial(build_net, self.name, recipe=recipe))
             task = TOKEN_DETECTION if self.name in TOKEN_DETECTORS else DETECTION
             net = NetModel(self.name, kit, task=task, **given)
-            if recipe.layers is None and (most := MOST_LAYERS.get(NETS[self.name].family)):
-                net = SpacedModel(self.name, self._layers_of(recipe), task=task, most=most, **given)
+            family = NETS[self.name].family
+            if recipe.layers is None and family in OF_TOKENS:
+                net = SpacedModel(self.name, self._of_tokens(recipe), task=task, most=OF_TOKENS[family], **given)
+            elif family in OF_GRAPHS and isinstance(kit.features[0], GraphFeature):
+                net = SpacedModel(self.name, self._of_graphs(kit), task=task, most=OF_GRAPHS[family], **given)
             return Built(net, NETS[self.name].title, NETS[self.name].kind)
         if self.name in LAYER_NETS:
             layer_net = LAYER_NETS[self.name]
@@ -248,7 +255,17 @@ class DetectorSpec:
         detector = checked_fields(baseline.make(resources, field_names), field_names)
         return Built(detector, baseline.title, "baseline", baseline.extra_forwards)
 
-    def _layers_of(self, recipe: Recipe) -> "LayersOf":
+    def _of_graphs(self, kit: Kit) -> LayersOf:
+        """How a net over graphs reads layers of its own choice."""
+        graph, *others = kit.features
+        assert isinstance(graph, GraphFeature)
+
+        def features(layers: Sequence[int]) -> list[Feature]:
+            return [replace(graph, layers=tuple(layers) or None), *others]
+
+        return LayersOf("edge_weight" if graph.attention == STORED else graph.attention, features, kit.build)
+
+    def _of_tokens(self, recipe: Recipe) -> LayersOf:
         """How a net over tokens reads layers of its own choice."""
 
         def features(layers: Sequence[int]) -> list[Feature]:
@@ -333,7 +350,7 @@ def used_by() -> Mapping[str, Sequence[str]]:
         "parameters": [name for name in NETS if name != "attention_pool"],
         "token": [name for name, net in NETS.items() if net.family == "lstm"],
         "token_stats": [name for name, net in NETS.items() if net.sees_stats],
-        "layers": (*MOST_LAYERS, *TOKEN_DETECTORS[:2]),
+        "layers": (*OF_TOKENS, *TOKEN_DETECTORS[:2]),
         **dict.fromkeys(("k", "threshold"), tuple(wired)),
         **dict.fromkeys(("kl_weight", "free_bits"), tuple(gvae)),
     }

@@ -99,14 +99,19 @@ class LayersModel(NetModel):
 
 
 class SpacedModel(LayersModel):
-    """A net that reads a few layers at even steps."""
+    """A net that reads a few layers at even steps: `layers`, counted from the last, -1, of all `num_layers`."""
+
+    layers: Sequence[int] = ()
+    num_layers = 0
 
     def __init__(self, name: str, layers: LayersOf, *, task: Task, most: int, **given: Unpack[Given]) -> None:
         super().__init__(name, layers, task=task, **given)
         self._most = most
 
     def build(self, collection: Collection) -> Net:
-        self._read(some_layers(collection, self._layers.field, self._most), self._layers.build)
+        self.num_layers = stored_layers(collection, self._layers.field)
+        self.layers = [layer - self.num_layers for layer in some_layers(self.num_layers, self._most)]
+        self._read(self.layers, self._layers.build)
         return super().build(collection)
 
 

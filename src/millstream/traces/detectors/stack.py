@@ -34,7 +34,7 @@ from millstream.traces.detectors.logistic import (
     reader,
 )
 from millstream.traces.detectors.regressions import Regressions, balanced, duration, penalties_of
-from millstream.traces.detectors.states import some_layers, states_field
+from millstream.traces.detectors.states import some_layers, states_field, stored_layers
 from millstream.traces.features import LayerFeature, Token, token_stats
 from millstream.traces.groups import STATISTICS
 from millstream.traces.kind import POSITIONS, THINKING
@@ -115,7 +115,7 @@ class Stack:
         """Fit a model per fold (train, val) of the same records, with the same passes over them."""
         first, trains = models[0], [train for train, _ in folds]
         val_labels = [binary_labels(val, "validation") for _, val in folds]
-        layers = some_layers(whole, first._source)
+        layers = some_layers(stored_layers(whole, first._source))
         probes = fit_probes(whole, trains, features=first._features(layers), resources=first._resources)
         for model, one, (train, val), labels in zip(models, probes, folds, val_labels, strict=True):
             model._complete(layers, one, train, val, labels)

@@ -43,9 +43,8 @@ def stored_layers(collection: Collection, field: str) -> int:
     return len(cast("Sequence[Array]", first)[0])
 
 
-def some_layers(collection: Collection, field: str, most: int = MAX_LAYERS) -> tuple[int, ...]:
-    """Some stored layers of a field at even steps; of many, without the first, which is the embedding."""
-    count = stored_layers(collection, field)
+def some_layers(count: int, most: int = MAX_LAYERS) -> tuple[int, ...]:
+    """Some of the stored layers at even steps; of many, without the first, which is the embedding."""
     return tuple((spaced(count, most + 1)[1:] if count > most else np.arange(count)).tolist())
 
 

@@ -167,7 +167,7 @@ class LayerScores:
                 self.of(0)
 
     def of(self, number: int) -> dict[str, Any]:
-        """By detector: the score after every layer; the last one is the final score."""
+        """By detector: `layers`, 0 is the embedding, and the score after each; the last one is the final score."""
         record = self._traces.subset([number])
         found: dict[str, Any] = {}
         from millstream.traces.detectors import scores_by_layer
@@ -177,8 +177,17 @@ class LayerScores:
                 scores = [scores_by_layer(model, record) for model in models]
                 known = [rows[0] for rows in scores if rows is not None]
                 if known:
-                    found[name] = np.mean(known, axis=0)
-        return found
+                    found[name] = {"layers": _read_layers(models[0], len(known[0])), "scores": np.mean(known, axis=0)}
+        last = max((-one["layers"][0] for one in found.values()), default=0)
+        last = max([last, *(getattr(models[0], "num_layers", 0) + 1 for models in self._models.values())])
+        return {name: {**one, "layers": [layer + last for layer in one["layers"]]} for name, one in found.items()}
+
+
+def _read_layers(model: NetModel, count: int) -> Sequence[int]:
+    """The layers that a net reads, counted from the last, -1: graphs have no embedding."""
+    from millstream.traces.detectors.layer_nets import SpacedModel
+
+    return model.layers if isinstance(model, SpacedModel) else range(-count, 0)
 
 
 def _restore_nets(run: Path, traces: Traces) -> Mapping[str, Sequence[NetModel]]:

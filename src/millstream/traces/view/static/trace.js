@@ -238,10 +238,9 @@ function evolutionPanel(trace, isCurrent) {
     const plain = (name) => !name.includes("_");
     label.hidden = names.every(plain);
     let mark = kept.layer === null ? null : kept.layer + 1;
-    const last = Math.max(...names.map((name) => found.scores[name].length)) - 1; // graphs have no embedding layer
     const draw = () => {
       const lines = names.filter((name) => kept.nulls || plain(name) || names.every((one) => !plain(one)))
-        .map((name) => ({ name: `${name} ${found.scores[name].at(-1).toFixed(3)}`, x: found.scores[name].map((_, at) => last + 1 - found.scores[name].length + at), y: found.scores[name], dash: plain(name) ? null : "4 3" }));
+        .map((name) => ({ name: `${name} ${found.scores[name].scores.at(-1).toFixed(3)}`, x: found.scores[name].layers, y: found.scores[name].scores, dash: plain(name) ? null : "4 3" }));
       box.replaceChildren(legend(lines), lineChart({ lines, label: "Probability of a wrong answer after each layer", xLabel: "layer (0: embedding)", yMin: 0, yMax: 1, height: 210, mark, points: true, whole: true }));
     };
     nulls.addEventListener("change", () => { kept.nulls = nulls.checked; draw(); });
