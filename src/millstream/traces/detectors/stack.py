@@ -69,15 +69,15 @@ class Positions:
         if self.field == "states":
             return []
         return [
-            LayerFeature(position, self.field, self.layers or None, "float32")
+            LayerFeature(position, self.field, self.layers or None, None)
             for position in cast("Sequence[Token]", POSITIONS)
         ]
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         assert isinstance(batch, ColumnBatch)
         if self.field == "states":
-            states = cast("Sequence[Array]", batch.columns["states"])
-            x = np.stack([as_floats(one) for one in states])
+            states = cast("Array | Sequence[Array]", batch.columns["states"])
+            x = states if isinstance(states, np.ndarray) else np.stack([as_floats(one) for one in states])
         else:
             x = np.stack([cast("Array", feature(batch)["layers"]) for feature in self._of_hidden], axis=2)
         keys = batch.columns[QUESTION_ID] if self.by_question else batch.numbers
