@@ -22,6 +22,7 @@ from millstream.traces.report import report
 from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.results import Results
 from millstream.traces.report.tokens import runs_of, span_hits
+from millstream.traces.store.traces import Traces
 from support.commands import run_here
 from support.making_spans import write_spans
 from support.training import SHORT
@@ -79,6 +80,25 @@ def test_numbers_equal_those_of_scikit_learn(run: Path, results: Results):
     labels, _, _ = tokens_of(run, "token-probe", "test")
     assert (results.tokens.num_tokens, results.tokens.num_wrong) == (len(labels), labels.sum())
     assert found["token-probe"].auroc.value > 0.9 and found["token-probe"].span_f1.value > 0.4
+
+
+def test_tokens_of_all_folds_are_pooled(tmp_path: Path):
+    write_spans(tmp_path / "s", 60)
+    label(tmp_path / "s", rule="spans")
+    settings = {**SHORT, "seeds": 1, "folds": 3, "model": "token-probe,token-logprob"}
+    code, _, errors = run_here(
+        *("train", f"data={tmp_path / 's'}", f"out={tmp_path / 'run'}"),
+        *(f"{name}={value}" for name, value in settings.items()),
+    )
+    assert code == 0, errors
+    found = read_results(tmp_path / "run", resamples=100).tokens
+    labels, _, each = tokens_of(tmp_path / "run", "token-probe", "test")
+    assert len(each) == len(Traces(tmp_path / "s"))  # every record is in the test split of one fold
+    assert found is not None and (found.num_tokens, found.num_wrong) == (len(labels), labels.sum())
+    assert found.num_spans == sum(int((np.diff(one == 1, prepend=False) & (one == 1)).sum()) for one in each)
+    best = max(found.models, key=lambda model: model.auroc.value)
+    assert best.name == "token-probe" and best.auroc.value > 0.9 and best.span_f1.value > 0.4
+    assert best.auroc.low < best.auroc.value < best.auroc.high
 
 
 def test_intervals_of_levels_of_scores_are_those_of_scores(run: Path, results: Results):

@@ -719,9 +719,9 @@ def test_a_newer_format_is_rejected_and_nothing_is_changed(manifest: bool, seale
 def test_a_newer_version_in_the_manifest_is_reported_before_its_checksum_is_verified(tmp_path: Path) -> None:
     path = write(tmp_path / "store", KEYS[:2])
     content = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**content, "version": 2}))
+    (path / MANIFEST).write_text(json.dumps({**content, "version": 3}))
     for opener in (ms_open, TraceWriter, repair):
-        with pytest.raises(NewerFormat, match=r"\b2\b"):
+        with pytest.raises(NewerFormat, match=r"\b3\b"):
             opener(path)
 
 

@@ -274,6 +274,7 @@ def fit_folds(
                 counts[place] += np.bincount(label_B[some].numpy(), minlength=2)
     observed = [(one, num_groups, count) for one, count in zip(moments, counts, strict=True)]
     searches = [Search(one, inputs, resources.seed) for one in observed]
+    numbers = torch.as_tensor(whole.record_numbers(np.arange(len(whole))))
     shuffled = reader(whole, inputs.feature, resources, shuffle=True, labels=True)
     while going := [pair for pair in zip(searches, parts, strict=True) if not pair[0].is_done]:
         for rows_BGF, label_B, number_B in _numbered(shuffled, inputs):
@@ -282,7 +283,9 @@ def fit_folds(
                 if len(some):
                     search.learn(rows_BGF, label_B, some)
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in going]
-        for rows_BGF, label_B, number_B in _numbered(in_order, inputs):
+        judged_by = torch.stack([in_val for _, (_, in_val) in going]).any(0)[numbers]  # about half of the records
+        to_judge = reader(whole.subset(judged_by.nonzero()[:, 0].numpy()), inputs.feature, resources, labels=True)
+        for rows_BGF, label_B, number_B in _numbered(to_judge, inputs):
             for (search, (_, in_val)), judged in zip(going, found, strict=True):
                 some = in_val[number_B]
                 judged.append((label_B[some], search.regressions.logits(rows_BGF[some])))

@@ -221,9 +221,8 @@ def read_run(path: str | Path) -> Run:
             continue
         fit = merged([fits[job] for job in jobs])
         trials.setdefault((model, labels), []).append(table.trial(jobs, fit, None if labels else val, test))
-        found = [table.tokens(name, jobs[0]) for name in ("val", "test")] if num_folds == 1 else [None, None]
-        if not labels and found[0] is not None and found[1] is not None:
-            tokens.setdefault(model, []).append(TokenTrial(found[0], found[1]))
+        if not labels and (of_tokens := table.token_trial(jobs, test)) is not None:
+            tokens.setdefault(model, []).append(of_tokens)
     kept = {model: some for (model, labels), some in trials.items() if model not in missing and not labels}
     curves = {
         name: [CurvePoint(labels, some) for (model, labels), some in sorted(trials.items()) if model == name and labels]
@@ -325,8 +324,31 @@ class _Predictions:
     def _differs(self, name: str, job: JobKey) -> BadSource:
         return self._damaged(f"{job.model}, seed {job.seed}, was scored on different {name} records than {self._first}")
 
-    def tokens(self, name: str, key: JobKey) -> Tokens | None:
-        """The labelled tokens of a split; None if the detector did not score tokens."""
+    def token_trial(self, jobs: Sequence[JobKey], test: Split) -> TokenTrial | None:
+        """The labelled tokens of the folds of a detector together; None if it did not score tokens.
+
+        Several folds have probabilities in place of scores, which are comparable between them.
+        """
+        pools: dict[str, list[Tokens]] = {"val": [], "test": []}
+        for job in jobs:
+            val, own = (self._tokens_of(name, job) for name in pools)
+            if val is None or own is None:
+                return None
+            own = replace(
+                own, records=np.searchsorted(test.records, self._records[self._rows("test", job)][own.records])
+            )
+            if len(jobs) > 1:
+                if len(np.unique(val.labels)) < 2:
+                    return None
+                platt = fit_platt(val.labels, val.scores)
+                platt = replace(platt, slope=max(platt.slope, _LEAST_SLOPE))
+                val, own = (replace(one, scores=platt(one.scores)) for one in (val, own))
+            pools["val"].append(val)
+            pools["test"].append(own)
+        return TokenTrial(*map(_joined, pools.values()))
+
+    def _tokens_of(self, name: str, key: JobKey) -> Tokens | None:
+        """The labelled tokens of a split of one fold; None if the detector did not score tokens."""
         if self._tokens is None:
             return None
         table = self._tokens.take(self._rows(name, key))
@@ -342,11 +364,7 @@ class _Predictions:
                 raise self._damaged(f"token scores of {key.model} that do not match the token labels")
             known = own >= 0
             parts.append(Tokens(own[known], found[known], np.full(int(known.sum()), place)))
-        if not parts:
-            return None
-        return Tokens(
-            *(np.concatenate([getattr(one, name) for one in parts]) for name in ("labels", "scores", "records"))
-        )
+        return _joined(parts) if parts else None
 
     def _rows(self, name: str, job: JobKey) -> NDArray[np.int64]:
         model, split = self._model_names.index(job.model), _index_of(self._split_names, name)
@@ -356,6 +374,10 @@ class _Predictions:
 
     def _damaged(self, what: str) -> BadSource:
         return damaged(self._file, what)
+
+
+def _joined(parts: Sequence[Tokens]) -> Tokens:
+    return Tokens(*(np.concatenate([getattr(one, name) for one in parts]) for name in ("labels", "scores", "records")))
 
 
 class _Pool:
