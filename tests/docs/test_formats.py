@@ -114,6 +114,16 @@ def test_types_that_numpy_lacks_and_missing_tensors_are_read(reader, tmp_path, c
     assert set(empty.values()) == {"q1", None}
 
 
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
+def test_tensors_that_are_cut_along_two_axes_are_read(reader, tmp_path, compression):
+    states = np.random.default_rng(0).normal(size=(3, 4, 2048)).astype(np.float16)
+    schema = {"states": "float16[layer, position, dim]"}
+    with ms.TraceWriter(tmp_path / "traces", compression=compression, schema=schema) as writer:
+        writer.extend({"question_id": f"q{dim}", "states": states[..., :dim]} for dim in (2048, 600, 9))
+    for found, dim in zip(read_store(reader, tmp_path / "traces"), (2048, 600, 9), strict=True):
+        assert np.array_equal(found["states"], states[..., :dim])
+
+
 def test_a_flipped_bit_anywhere_in_a_shard_is_detected(reader, tmp_path):
     store = write(tmp_path / "traces", [(3, number) for number in range(2)], plain)
     shard = store / "shard-00000.arrow"
