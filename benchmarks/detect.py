@@ -58,7 +58,7 @@ def main(data: str, *settings: str) -> None:
     if len(alike) > 1:
         folders = [runs[name] for name in alike] + [stores[name] for name in alike]
         millstream("evaluate", *folders, f"model={','.join(MOVED)}")
-    found = {name: read_results(run, resamples=RESAMPLES) for name, run in runs.items()}
+    found = {name: read_results(run, resamples=RESAMPLES if name == names[0] else 6000) for name, run in runs.items()}
     lines = lines_of(found, given)
     if len(alike) > 1:
         lines += transfer({name: transfer_of(found[name]) for name in alike})
