@@ -75,6 +75,7 @@ class Model:
 
 MODELS = (
     Model("kmer-linear", "deep.fa.gz", ["epochs=1"], "speed.fa"),
+    Model("kmer-exact", "deep.fa.gz", ["epochs=1"], "speed.fa"),
     Model("cnn", "few.fa.gz", ["epochs=2", "batch_size=256"]),
     Model("lstm", "few.fa.gz", ["epochs=1", "batch_size=256"]),
     Model("transformer", "few.fa.gz", ["epochs=1", "batch_size=256"]),

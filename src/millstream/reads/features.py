@@ -344,13 +344,13 @@ def _fill(
             kept[count] = kmer  # overwritten by the next one unless it is kept: no branch to mispredict
             count += (((kmer ^ (kmer >> 31)) & LOW_31_BITS) * STIR & LOW_31_BITS <= most) & (known >= k)
         for i in range(count):
-            buckets[at + i] = _hash(kept[i], k) & mask
+            buckets[at + i] = hash_kmer(kept[i], k) & mask
         at += count
     return at
 
 
 @kernel
-def _hash(kmer: int, k: int) -> int:
+def hash_kmer(kmer: int, k: int) -> int:
     """A 62-bit hash: two rounds over both halves of the number, each mixed into the other."""
     low, high = kmer & LOW_31_BITS, (kmer >> 31) + k
     for _ in range(2):

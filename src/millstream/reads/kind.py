@@ -131,7 +131,7 @@ class ReadSettings(LoopSettings):
     data: ReadData = field(default_factory=ReadData)
     mapping: Annotated[str, "TSV, CSV or Parquet with class_id, and names, tax_id, genus and other ranks"] = ""
     taxonomy: Annotated[str | None, "folder with nodes.dmp and names.dmp of NCBI, for the ranks above tax_id"] = None
-    model: Annotated[str, "classifiers to train and compare: kmer-linear, cnn, lstm, transformer, hf"] = (
+    model: Annotated[str, "classifiers to train and compare: kmer-linear, kmer-exact, cnn, lstm, transformer, hf"] = (
         "kmer-linear,cnn"
     )
     epochs: int = 3

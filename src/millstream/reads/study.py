@@ -16,7 +16,7 @@ from millstream.core.mixture import Concat, Drawn, Mixture
 from millstream.core.order import Permutation, mix_words
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.classifiers import CLASSIFIERS, KMER_LINEAR, ClassifierSpec
+from millstream.reads.classifiers import CLASSIFIERS, COUNTED, ClassifierSpec
 from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.index import IndexSettings
 from millstream.reads.kind import ReadSettings
@@ -63,7 +63,7 @@ class Classification:
         self.train = splits.train
         if settings.balance == "sampling":
             self.train = sample_evenly(splits.train, len(splits.classes), seed=settings.seed, memory=memory)
-            once = {KMER_LINEAR: splits.train}  # k-mer counting must see every read once
+            once = dict.fromkeys(COUNTED, splits.train)  # k-mer counting must see every read once
             specs = [replace(spec, reads=once.get(spec.name)) for spec in specs]
         for spec in specs:
             spec.kit()  # raises BadSetting before anything is written

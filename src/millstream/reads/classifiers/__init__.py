@@ -14,6 +14,7 @@ from millstream.core.collection import Collection
 from millstream.core.config import parse_bytes
 from millstream.core.console import format_bytes, format_seconds, say
 from millstream.errors import BadSetting
+from millstream.reads.classifiers.exact import KmerExact
 from millstream.reads.classifiers.nets import (
     CLASS,
     PROBABILITY,
@@ -29,6 +30,7 @@ from millstream.reads.classifiers.nets import (
 from millstream.reads.features import BothStrands, KmerBag, tokens
 from millstream.reads.kind import ReadSettings
 from millstream.reads.mapping import Classes
+from millstream.reads.syncmers import Syncmers
 from millstream.reads.tokenizers import blank_ids
 from millstream.reads.tokenizers.kmers import LARGEST_K
 from millstream.report import measures
@@ -37,15 +39,18 @@ from millstream.training.loop import LATEST, weights_of
 from millstream.training.study import Built, Kit, NetModel, Workplace
 from millstream.training.task import FitResources, Labels, Net, Outcome, Task
 
-KMER_LINEAR = "kmer-linear"
+KMER_LINEAR, KMER_EXACT = "kmer-linear", "kmer-exact"
+COUNTED: Sequence[str] = (KMER_LINEAR, KMER_EXACT)  # count k-mers in one pass, and fit few parameters
 CLASSIFIERS = {
     KMER_LINEAR: "linear over hashed k-mers",
+    KMER_EXACT: "exact k-mers and the classes they were seen in",
     "cnn": "residual convolutions over bases",
     "lstm": "k-mer embedding + BiLSTM + attention pooling",
     "transformer": "small transformer over tokens",
     "hf": "pretrained Hugging Face model",
 }
 TOKENIZERS = {"cnn": "base", "lstm": "kmer(8)", "transformer": "kmer(6, stride=3)"}  # defaults
+SYNCMERS = Syncmers(k=21, s=17)  # two in five k-mers
 KS = {14: 4, 16: 8}  # k, and one in how many k-mers is kept: longer ones are more specific, but take more memory
 LEAST_BITS, MOST_BITS = 12, 24
 COPIES = 4  # of an example batch, to time a net
@@ -77,7 +82,7 @@ class ClassifierSpec:
         task = replace(task, is_balanced=task.is_balanced or self.reads is not None)
         kit = self._resumed(folder).kit()
         is_first = folder is not None and not (folder / LATEST).exists() and place.fabric.global_rank == 0
-        if is_first and self.name != KMER_LINEAR and place.fabric.device.type == "cpu":
+        if is_first and self.name not in COUNTED and place.fabric.device.type == "cpu":
             kit = replace(kit, build=partial(self._announced, kit.build))
         model = NetModel(self.name, kit, task=task, resources=resources, place=place, folder=folder)
         return Built(model, CLASSIFIERS[self.name], "trained", train=self.reads)
@@ -104,6 +109,9 @@ def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_b
     """Features and net of the classifier of this name; `num_bases` is the size of all training reads, if known."""
     if name == KMER_LINEAR:
         return _kmer_linear_kit(settings, num_classes, num_bases)
+    if name == KMER_EXACT:
+        memory = parse_bytes(settings.memory) // 2
+        return Kit([SYNCMERS], lambda _: KmerExact(SYNCMERS, num_classes, memory, num_bases))
     spec = _tokenizer(name, settings)
     both = settings.reverse_complement
     seen = tokens(spec, max_length=settings.max_length, reverse_complement=0.5 if both else 0.0, dtype=np.int32)

@@ -32,7 +32,7 @@ HEAD_WIDTH = 16  # minimum width of an attention head
 
 
 class ReadNet(Net):
-    """`logits` [B, C] of the classes."""
+    """`logits` [B, C] of the classes; one more, the last, if it knows reads of no class."""
 
     at_most = 4096
     loss_name = "cross_entropy"
@@ -97,7 +97,8 @@ def probabilities(net: Net, batch: Batch) -> tuple[Tensor, Tensor]:
     """[B, C]: the mean over both strands, where the batch has them. [B]: whether each read can be classified."""
     assert isinstance(net, ReadNet)
     logits_BC = net.logits(batch)[0].float()
-    found_BC, is_supported_B = logits_BC.softmax(dim=1), net.is_supported(batch, logits_BC)
+    found_BC = logits_BC.softmax(dim=1)[:, : net.num_classes]
+    is_supported_B = net.is_supported(batch, logits_BC)
     other = {name.removeprefix(OTHER): value for name, value in batch.items() if name.startswith(OTHER)}
     if other:
         found_BC = (found_BC + net.logits(other)[0].float().softmax(dim=1)) / 2
