@@ -177,12 +177,18 @@ def _look(
     hits, alone, covered = np.zeros(num_classes), np.zeros(num_classes), np.zeros(num_classes)
     weight, end = np.zeros(num_classes), np.zeros(num_classes, np.int64)
     touched = np.empty(num_classes, np.int64)
+    most = kmers.size - read_starts[-1] if read_starts.size else 0
+    if read_starts.size > 1:
+        most = max(most, np.diff(read_starts).max())
+    entries = np.empty(most, np.int32)
     for read in range(read_starts.size):
         last = read_starts[read + 1] if read + 1 < read_starts.size else kmers.size
         begin, stop = begins[read], begins[read] + lengths[read]
         mutates = gaps[read] < np.inf
         key, mutated = keys[read], begin - 1  # the first mutated base that is not passed
         num_touched = total = known = 0
+        for i in range(read_starts[read], last):  # nothing depends on what is loaded, so that loads overlap
+            entries[i - read_starts[read]] = table[slot_of(kmers[i], table.size)]
         for i in range(read_starts[read], last):
             kmer, place = kmers[i], places[i]
             if place < begin or place + k > stop or kmer & (every - 1):
@@ -195,7 +201,7 @@ def _look(
                 if mutated < place + k:
                     continue
             tag, slot = tag_of(kmer, bits), slot_of(kmer, table.size)
-            entry = table[slot]
+            entry = entries[i - read_starts[read]]
             while entry != 0 and entry >> bits != tag:
                 slot += 1
                 if slot == table.size:

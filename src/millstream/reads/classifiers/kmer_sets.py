@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from millstream.core.kernels import inlined, kernel
 from millstream.core.order import mix_words
+from millstream.errors import BadSetting
 
 Numbers = NDArray[np.int64]
 Small = NDArray[np.int32]
@@ -65,6 +66,8 @@ class KmerCounts:
             done += more
             if self._used >= most:
                 self._shrink()
+            if self._used >= most:
+                raise BadSetting(f"kmer-exact: {self._used:,} k-mers do not fit. Set more memory=")
 
     def finish(self) -> KmerSets:
         """The table of all k-mers seen often enough in a class; it counts no more after that."""
