@@ -173,6 +173,18 @@ def test_the_score_after_the_last_layer_is_the_final_score(probe: Path, tmp_path
         assert len({round(score, 6) for score in scores}) > 1
 
 
+def test_nets_that_do_not_read_layer_by_layer_move_no_layer(tmp_path: Path):
+    pytest.importorskip("lightning_fabric")
+    store = make_traces(tmp_path / "store", num=40, tier="full")
+    ms.train(
+        data=str(store), out=str(tmp_path / "run"), model="lstm,attention_pool", epochs=1, parameters=2000,
+        memory="100MB",
+    )  # fmt: skip
+    course = querying(store, run=tmp_path / "run")("evolution", number=0)["scores"]
+    assert list(course) == ["lstm"]
+    assert list(course["lstm"]["layers"]) == list(range(len(ms.open(store)[0]["hidden"])))
+
+
 def test_without_a_run_there_are_no_scores(probe: Path):
     query = querying(probe)
     assert query("evolution", number=0)["scores"] == {} and query("trace", number=0)["scores"] == {}

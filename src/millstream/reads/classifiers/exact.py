@@ -144,9 +144,8 @@ class KmerExact(ReadNet):
 
     def _scores(self, classes_BM: Tensor, features_BMF: Tensor, size: int) -> Tensor:
         score_BM = self.outer(functional.gelu(self.inner(features_BMF)))[:, :, 0]
-        logits_BC = score_BM.new_full(
-            (size, self.num_classes + 2), NEVER
-        )  # the last but one: no class; the last: no candidate
+        # The last column but one is no class; the last takes the places without a candidate.
+        logits_BC = score_BM.new_full((size, self.num_classes + 2), NEVER)
         logits_BC[:, self.num_classes] = 0.0
         place_BM = torch.where(classes_BM < 0, self.num_classes + 1, classes_BM)
         return logits_BC.scatter(1, place_BM, score_BM)[:, : self.num_classes + 1]

@@ -123,10 +123,8 @@ NETS = {
 }
 
 
-OF_TOKENS = {
-    "attention_pool": 8,
-    "token_transformer": 4,
-}  # the most layers that are read, unless the settings name some
+# The most layers that nets read, unless the settings name some.
+OF_TOKENS = {"attention_pool": 8, "token_transformer": 4}
 OF_GRAPHS = {"gnn": 8, "gvae": 8}  # all 30 of SmolLM2 take four times as long, and gain nothing
 OURS = tuple(dict.fromkeys([*STACKS, *NETS, *LAYER_NETS, *TOKEN_DETECTORS, *BASELINES]))
 

@@ -169,7 +169,7 @@ class LayerScores:
     def of(self, number: int) -> dict[str, Any]:
         """By detector: `layers`, 0 is the embedding, and the score after each; the last one is the final score."""
         record = self._traces.subset([number])
-        found: dict[str, Any] = {}
+        found: dict[str, NDArray[np.float64]] = {}
         from millstream.traces.detectors import scores_by_layer
 
         with self._lock:
@@ -177,17 +177,22 @@ class LayerScores:
                 scores = [scores_by_layer(model, record) for model in models]
                 known = [rows[0] for rows in scores if rows is not None]
                 if known:
-                    found[name] = {"layers": _read_layers(models[0], len(known[0])), "scores": np.mean(known, axis=0)}
-        last = max((-one["layers"][0] for one in found.values()), default=0)
-        last = max([last, *(getattr(models[0], "num_layers", 0) + 1 for models in self._models.values())])
-        return {name: {**one, "layers": [layer + last for layer in one["layers"]]} for name, one in found.items()}
+                    found[name] = np.mean(known, axis=0)
+        read = {name: _read_layers(self._models[name][0], len(scores)) for name, scores in found.items()}
+        count = max((count for _, count in read.values()), default=0)
+        return {
+            name: {"layers": [layer + count for layer in layers], "scores": found[name]}
+            for name, (layers, _) in read.items()
+        }
 
 
-def _read_layers(model: NetModel, count: int) -> Sequence[int]:
-    """The layers that a net reads, counted from the last, -1: graphs have no embedding."""
+def _read_layers(model: NetModel, num_scores: int) -> tuple[Sequence[int], int]:
+    """The layers that a net reads, counted from the last, -1, and how many there are: graphs have no embedding."""
     from millstream.traces.detectors.layer_nets import SpacedModel
 
-    return model.layers if isinstance(model, SpacedModel) else range(-count, 0)
+    if isinstance(model, SpacedModel):
+        return model.layers, model.num_layers + 1
+    return range(-num_scores, 0), num_scores
 
 
 def _restore_nets(run: Path, traces: Traces) -> Mapping[str, Sequence[NetModel]]:
