@@ -12,7 +12,7 @@ from millstream.core.batches import text_codes_of
 from millstream.core.tables import read_table
 from millstream.errors import BadSource
 from millstream.report import RunFiles, RunResults, damaged, read_files, train_elsewhere, unfinished
-from millstream.report.measures import Curve, Difference, Floats, Interval, Labels, best_threshold, fit_platt
+from millstream.report.measures import Curve, Difference, Floats, Interval, Labels, Platt, best_threshold, fit_platt
 from millstream.traces.spans import TOKEN_LABELS, TOKEN_SCORES, as_token_labels
 from millstream.traces.store.format import id_field
 from millstream.training.folder import CONFIG, PREDICTIONS, JobKey, read_mapping
@@ -297,9 +297,7 @@ class _Predictions:
         for job in jobs:
             rows = self._rows("val", job)
             labels, scores = self._labels[rows], self._scores[rows]
-            platt = fit_platt(labels, scores)
-            if len(jobs) > 1:  # a curve that falls would turn the order of the scores around
-                platt = replace(platt, slope=max(platt.slope, _LEAST_SLOPE))
+            platt = (fit_platt if len(jobs) == 1 else _fit_rising)(labels, scores)
             thresholds.append(best_threshold(labels, scores))
             for name, pool in pools.items():
                 rows = self._rows(name, job)
@@ -340,8 +338,7 @@ class _Predictions:
             if len(jobs) > 1:
                 if len(np.unique(val.labels)) < 2:
                     return None
-                platt = fit_platt(val.labels, val.scores)
-                platt = replace(platt, slope=max(platt.slope, _LEAST_SLOPE))
+                platt = _fit_rising(val.labels, val.scores)
                 val, own = (replace(one, scores=platt(one.scores)) for one in (val, own))
             pools["val"].append(val)
             pools["test"].append(own)
@@ -374,6 +371,12 @@ class _Predictions:
 
     def _damaged(self, what: str) -> BadSource:
         return damaged(self._file, what)
+
+
+def _fit_rising(labels: Labels, scores: Floats) -> Platt:
+    """What makes scores of folds comparable: a curve that falls would turn their order around."""
+    platt = fit_platt(labels, scores)
+    return replace(platt, slope=max(platt.slope, _LEAST_SLOPE))
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
