@@ -15,11 +15,11 @@ from millstream.core.config import parse_bytes
 from millstream.core.console import format_bytes, format_seconds, say
 from millstream.errors import BadSetting
 from millstream.reads.classifiers.exact import KmerExact
+from millstream.reads.classifiers.hf import Pretrained
 from millstream.reads.classifiers.nets import (
     CLASS,
     PROBABILITY,
     KmerLinear,
-    Pretrained,
     ReadCNN,
     ReadLSTM,
     ReadNet,

@@ -1,8 +1,8 @@
 """Nets that classify reads: what they share, `kmer-linear` over k-mers, `cnn` over bases, the others over tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from millstream.core.split import LABEL
-from millstream.errors import BadSetting, MissingExtra
 from millstream.reads.features import OTHER, KmerBag
 from millstream.reads.mapping import prediction_column
 from millstream.training.task import Batch, Moments, Net
@@ -355,75 +354,12 @@ class ReadTransformer(TokenNet):
         ids_BT, seen_BT = (found[:, : len(self.place)] for found in seen_tokens(batch))  # longer reads are truncated
         x_BTW = self.embed(ids_BT) + self.place[: ids_BT.shape[1]]
         x_BTW = self.encoder(x_BTW, src_key_padding_mask=~seen_BT)
-        return self.head(_mean(x_BTW, seen_BT)), {}
+        return self.head(mean_over_tokens(x_BTW, seen_BT)), {}
 
     def num_rows(self, batch: Batch) -> int:
         return 4 * batch["input_ids"].numel()
 
 
-class Pretrained(TokenNet):
-    """A Hugging Face model, frozen or with LoRA adapters, and a linear head over the mean of its last hidden states.
-
-    Only trained weights are parameters of this net, so checkpoints contain the head and the adapters, not the model.
-    """
-
-    lr = 1e-3
-    at_most = 64
-
-    def __init__(self, name: str, *, num_classes: int, lora: int, dropout: float) -> None:
-        model = _load(name, lora)
-        super().__init__(int(model.config.hidden_size), num_classes)
-        self._held = (model,)  # not a submodule
-        self.adapters = nn.ParameterList([weight for weight in model.parameters() if weight.requires_grad])
-        self.is_frozen = not len(self.adapters)
-        self.head = nn.Sequential(nn.LayerNorm(self.width), nn.Dropout(dropout), nn.Linear(self.width, num_classes))
-
-    def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        (model,) = self._held
-        most = getattr(model.config, "max_position_embeddings", None)
-        ids_BT, seen_BT = (found[:, :most] for found in seen_tokens(batch))  # longer reads are truncated
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
-            found = model(input_ids=ids_BT, attention_mask=seen_BT.long())
-        return self.head(_mean(cast(Tensor, found.last_hidden_state).float(), seen_BT)), {}
-
-    def num_rows(self, batch: Batch) -> int:
-        return 8 * batch["input_ids"].numel()
-
-    def train(self, mode: bool = True) -> Self:
-        self._held[0].train(mode and not self.is_frozen)
-        return super().train(mode)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._held[0]._apply(fn)  # moves the model along with this net
-        return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _load(name: str, lora: int) -> Any:
-    try:
-        from safetensors import SafetensorError
-        from transformers import AutoModel
-    except ImportError:
-        raise MissingExtra("model=hf needs transformers: pip install 'millstream[llm]'") from None
-    try:
-        loaded: Any = AutoModel.from_pretrained(name, use_safetensors=True, trust_remote_code=False)  # pyright: ignore
-    except (OSError, ValueError, SafetensorError) as error:  # the last: cut off or damaged
-        reason = str(error).strip().partition("\n")[0]
-        raise BadSetting(f"hf={name}: transformers cannot load it with safetensors ({reason})") from None
-    model = cast(Any, loaded)
-    for weight in model.parameters():
-        weight.requires_grad = False
-    if not lora:
-        return model
-    try:
-        from peft import (
-            LoraConfig,  # pyright: ignore
-            get_peft_model,  # pyright: ignore
-        )
-    except ImportError:
-        raise MissingExtra("lora= needs peft: pip install 'millstream[lora]'") from None
-    return get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
-
-
-def _mean(x_BTW: Tensor, seen_BT: Tensor) -> Tensor:
+def mean_over_tokens(x_BTW: Tensor, seen_BT: Tensor) -> Tensor:
     weight_BT1 = seen_BT[:, :, None].to(x_BTW.dtype)
     return (x_BTW * weight_BT1).sum(1) / weight_BT1.sum(1)
