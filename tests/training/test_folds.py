@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import millstream as ms
 from millstream.errors import BadSetting, BadSplit
 from millstream.report.measures import auroc, fit_platt
 from millstream.traces.report.evaluate import read_results
-from millstream.traces.report.results import read_run
+from millstream.traces.report.results import Percentile, read_run
 from millstream.traces.study import make_study
 from support.making_traces import make_traces
 from support.training import SHORT
@@ -55,25 +57,39 @@ def test_fewer_labels_are_among_those_of_more(store: Path):
     assert questions[0] < questions[1] < questions[2]
 
 
-def test_the_report_pools_scores_by_the_calibration_of_each_fold(run: Path):
+def test_the_report_pools_percentiles_among_the_validation_scores_of_each_fold(run: Path):
     results, read = read_results(run, resamples=50), read_run(run)
     assert results.num_test == 160
     table = pq.read_table(run / "predictions.parquet").to_pylist()
     mine = [row for row in table if row["model"] == "mean_logprob" and not row["labels"]]
-    probabilities = np.zeros(160)
+    percentiles, probabilities = np.zeros(160), np.zeros(160)
     for fold in (1, 2, 3):
-        val = [row for row in mine if row["fold"] == fold and row["part"] == "val"]
-        test = [row for row in mine if row["fold"] == fold and row["part"] == "test"]
-        platt = fit_platt(np.array([row["label"] for row in val]), np.array([row["score"] for row in val]))
-        probabilities[[row["record"] for row in test]] = platt(np.array([row["score"] for row in test]))
+        val, test = ([row for row in mine if (row["fold"], row["part"]) == (fold, part)] for part in ("val", "test"))
+        known, scores = (np.array([row["score"] for row in rows]) for rows in (val, test))
+        places = [row["record"] for row in test]
+        percentiles[places] = [(np.mean(known < score) + np.mean(known <= score)) / 2 for score in scores]
+        probabilities[places] = fit_platt(np.array([row["label"] for row in val]), known)(scores)
     (trial,) = read.trials["mean_logprob"]
-    assert np.allclose(trial.test, probabilities)
+    assert np.allclose(trial.test, percentiles, atol=1e-5)
+    assert np.allclose(trial.probabilities, probabilities)
     found = next(model for model in results.models if model.name == "mean_logprob")
-    assert found.auroc.value == pytest.approx(auroc(read.test.labels, probabilities))
-    kept = np.argsort(probabilities, kind="stable")[:128]
+    assert found.auroc.value == pytest.approx(auroc(read.test.labels, trial.test))
+    kept = np.argsort(trial.test, kind="stable")[:128]
     assert found.accuracy_kept.value == pytest.approx(1 - read.test.labels[kept].mean(), abs=1e-6)
     assert [labels for labels, _ in found.learning] == [20, 60, results.data["labelled"]]
     assert found.learning[-1][1] == found.auroc
+
+
+@given(
+    scores=st.lists(st.integers(-5, 5), min_size=2, max_size=40),
+    factor=st.floats(0.1, 10),
+    offset=st.floats(-100, 100),
+)
+def test_percentiles_keep_the_order_and_forget_the_scale_of_a_fold(scores: list[int], factor: float, offset: float):
+    seen, other = np.array(scores[:20], float), np.arange(-7.0, 8.0)
+    found = Percentile.of(seen)(other)
+    assert (np.diff(found) > 0).all()
+    assert np.allclose(Percentile.of(seen * factor + offset)(other * factor + offset), found, atol=1e-5)
 
 
 def test_a_stopped_cross_validation_is_resumed_and_nothing_is_trained_twice(run: Path, store: Path):

@@ -113,6 +113,7 @@ class _Detector:
     ) -> ModelResult:
         labels, seeds, first = test.labels, self._seeds, self._seeds[0]
         fits, scores = [one.fit for one in seeds], [one.test for one in seeds]
+        given = [one.scores for one in seeds]
         platt = [one.probabilities for one in seeds]
         at_threshold = [measures.precision_recall(labels, one.flags, 1) for one in seeds]
         areas = [auroc(labels, some) for some in scores]
@@ -133,9 +134,9 @@ class _Detector:
             precision=_mean([precision for precision, _ in at_threshold]),
             recall=_mean([recall for _, recall in at_threshold]),
             fpr_at_95_tpr=_mean([measures.fpr_at_tpr(labels, some) for some in scores]),
-            brier=_mean([measures.brier(labels, some) for some in scores]) if are_probabilities else None,
+            brier=_mean([measures.brier(labels, some) for some in given]) if are_probabilities else None,
             brier_platt=_mean([measures.brier(labels, some) for some in platt]),
-            ece=_mean([measures.ece(labels, some) for some in scores]) if are_probabilities else None,
+            ece=_mean([measures.ece(labels, some) for some in given]) if are_probabilities else None,
             ece_platt=_mean([measures.ece(labels, some) for some in platt]),
             aurc=found["aurc"].interval,
             accuracy_kept=found["accuracy_kept"].interval,
