@@ -7,17 +7,22 @@ DATA has a folder per set with .jsonl files of questions (id, question, answer, 
 calls the millstream commands extract, label and train with cross-validation, then evaluate for the transfer between
 sets. `samples=5` also draws five answers to 2,000 questions of the first set, in a store of their own. `graph_sets=`
 names the sets on which the nets over graphs are compared with their null models; they train for hours. `make demo-llm`
-installs the model.
+installs the model. On the first set, all detectors are first trained with one seed, which is measured; the learning
+curves of four detectors come last.
 """
 
+import json
+import os
+import resource
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from measuring import PAGE, update_page
+from measuring import PAGE, peak_pss, update_page
 from millstream.report.measures import Difference
 from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.results import ModelResult, Results
@@ -32,6 +37,8 @@ LAYERS = "[2,6,10,14,18,22,26,30]"  # of answer_hidden; all of the tiny model
 MODELS = "stack,attention_pool,lstm,token_transformer,mil,saplma,baselines"
 SAMPLED_MODELS = "stack,stack_samples,baselines"  # by the states of all answers, which EigenScore reads
 MOVED = ("stack", "mean_logprob")  # tested on the other sets
+LEARNING = "stack,lstm,probe_mean_answer,mean_logprob"
+CURVE = "100,300,1000,3000"
 GRAPHS = "gnn,gnn_shuffled,gnn_unwired,gvae,gvae_shuffled,gvae_unwired"
 NUM_SAMPLED = 2000
 WANTED = {  # of the goal
@@ -47,7 +54,10 @@ def main(data: str, *settings: str) -> None:
     out = Path(given.get("out", "detect"))
     names = given.get("sets", SETS).split(",")
     stores = {name: extracted(name, Path(data), out, given) for name in names}
+    every = f"{given.get('detectors', MODELS)},gnn,gvae"
+    cost = measured(stores[names[0]], out / "runs" / names[0], given | {"detectors": every, "seeds": "1"})
     runs = {name: trained(store, out / "runs" / name, given) for name, store in stores.items()}
+    curves = trained(stores[names[0]], out / "runs" / "curves", given | {"detectors": LEARNING, "seeds": "1"}, CURVE)
     if int(given.get("samples", 0)):
         name = f"{names[0]}-sampled"
         stores[name] = extracted(names[0], Path(data), out, given, is_sampled=True)
@@ -59,16 +69,31 @@ def main(data: str, *settings: str) -> None:
         folders = [runs[name] for name in alike] + [stores[name] for name in alike]
         millstream("evaluate", *folders, f"model={','.join(MOVED)}")
     found = {name: read_results(run, resamples=RESAMPLES if name == names[0] else 6000) for name, run in runs.items()}
-    lines = lines_of(found, given)
+    lines = [*lines_of(found, given), *learning(read_results(curves)), cost_of(cost)]
     if len(alike) > 1:
         lines += transfer({name: transfer_of(found[name]) for name in alike})
     update_page(MARK, lines[:-1])
     print(f"{PAGE}: table updated")
 
 
-def trained(store: Path, run: Path, given: dict[str, str]) -> Path:
+def measured(store: Path, run: Path, given: dict[str, str]) -> dict[str, Any]:
+    """What it costs to train and score these detectors, which is kept for when this script is resumed."""
+    file, is_new = run / "cost.json", not run.exists()
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with peak_pss() as memory:
+        trained(store, run, given)
+    after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - started
+    if is_new:
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        cost = {"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": memory.peak_bytes, "models": given["detectors"]}
+        file.write_text(json.dumps({**cost, "memory": given.get("memory", "2GB"), "load": os.getloadavg()[2]}))
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def trained(store: Path, run: Path, given: dict[str, str], curve: str = "") -> Path:
     """The run on a store."""
     train = [f"data={store}", f"out={run}", f"model={given.get('detectors', MODELS)}", f"folds={given.get('folds', 5)}"]
+    train += [f"curve={curve}"] if curve else []
     train += [f"seeds={given.get('seeds', 3)}", f"memory={given.get('memory', '2GB')}", "epochs=8", "patience=3"]
     millstream("train", *train)
     return run
@@ -194,6 +219,28 @@ def row_of(model: ModelResult) -> str:
         "–" if model.extra_tokens is None else f"{model.extra_tokens:.0f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def learning(results: Results) -> list[str]:
+    """The AUROC of some detectors by the number of labelled questions."""
+    sizes = sorted({labels for model in results.models for labels, _ in model.learning})
+    lines = ["### Labels", "", "AUROC on the first set by labelled questions, train and val together.", ""]
+    lines += [f"| detector |{''.join(f' {labels:,} |' for labels in sizes)}", f"|---|{'---|' * len(sizes)}"]
+    for model in results.models:
+        areas = {labels: f"{area}" for labels, area in model.learning}
+        lines += [f"| {' | '.join([model.name, *(areas.get(labels, '') for labels in sizes)])} |"]
+    return [*lines, ""]
+
+
+def cost_of(cost: dict[str, Any]) -> str:
+    if not cost:
+        return "The cost of the whole comparison was not measured: its run had begun before.\n"
+    minutes, cpu_minutes, peak = cost["seconds"] / 60, cost["cpu_s"] / 60, cost["peak_bytes"] / 1e9
+    return (
+        f"The whole comparison of {cost['models'].replace(',', ', ')}, five folds, one seed: {minutes:.0f} minutes, "
+        f"{cpu_minutes:.0f} minutes of CPU time (two cores, load {cost['load']:.0f}), at most {peak:.2f} GB over all "
+        f"processes with memory={cost['memory']}.\n"
+    )
 
 
 def transfer(matrices: dict[str, Matrix]) -> list[str]:
