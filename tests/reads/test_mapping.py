@@ -16,11 +16,11 @@ from millstream.errors import BadSource
 from millstream.reads.mapping import (
     Classes,
     LabelMapping,
-    Taxon,
     classes_from_card,
     load_classes,
     load_mapping,
 )
+from millstream.reads.taxonomy import Taxon
 
 COLUMNS = {"class_id": [7, 3, 5], "species": ["coli", "sapiens", "NA"], "genus": ["Escherichia", "Homo", None]}
 

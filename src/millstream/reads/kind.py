@@ -129,8 +129,10 @@ class ReadSettings(LoopSettings):
     """The same files, mapping and augmentation for all classifiers of a run."""
 
     data: ReadData = field(default_factory=ReadData)
-    mapping: Annotated[str, "TSV, CSV or Parquet with class_id, and names, tax_id, genus and other ranks"] = ""
-    taxonomy: Annotated[str | None, "folder with nodes.dmp and names.dmp of NCBI, for the ranks above tax_id"] = None
+    mapping: Annotated[str, "TSV, CSV or Parquet with class_id, and names, tax_id, ranks (genus, ...) or lineage"] = ""
+    taxonomy: Annotated[
+        str | None, "folder with nodes.dmp, names.dmp and merged.dmp of NCBI, for the ranks above tax_id"
+    ] = None
     model: Annotated[str, "classifiers to train and compare: kmer-linear, kmer-exact, cnn, lstm, transformer, hf"] = (
         "kmer-linear,cnn"
     )

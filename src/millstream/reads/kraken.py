@@ -11,7 +11,8 @@ from torch import Tensor
 
 from millstream.errors import BadSource
 from millstream.reads.classifiers.nets import CLASS, PROBABILITY
-from millstream.reads.mapping import RANKS, ROOT, Classes, Taxon, prediction_column
+from millstream.reads.mapping import Classes, prediction_column
+from millstream.reads.taxonomy import RANKS, ROOT, Taxon
 
 SPECIES, NO_RANK = "species", "no rank"
 UNCLASSIFIED = Taxon("unclassified", 0)

@@ -1,8 +1,8 @@
-"""Class ids -> labels and taxa: the mapping a user keeps beside the reads, and the ranks above, from it or NCBI."""
+"""Class ids -> labels and taxa: the mapping a user keeps beside the reads, and the classes with the taxa above them."""
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +16,10 @@ from millstream.core.config import first_few
 from millstream.core.remote import to_path
 from millstream.core.tables import read_parquet
 from millstream.errors import BadSource
+from millstream.reads.taxonomy import LINEAGES, RANKS, Lineage, Taxon, lineages_of, load_lineages
 
 KEY = "class_id"
-RANKS = ("species", "genus", "family", "order", "class", "phylum", "kingdom", "domain")  # from the lowest
-ROOT = 1
 _NAMES = ("species", "name", "label", "organism", "strain")  # columns that name a class, the best first
-_ALIASES = {"superkingdom": "domain", "acellular root": "domain"}
 _NULLS = ("", "NA", "N/A", "#N/A", "null", "NULL", "NaN", "nan")  # in a column of numbers
 _TAX_ID = ("tax_id", "taxid", "taxon_id")
 
@@ -228,14 +226,6 @@ def _sorted(table: pa.Table, key: str, *, name: str) -> pa.Table:
 
 
 @dataclass(frozen=True)
-class Taxon:
-    """A taxon; `tax_id` is 0 if it is not known."""
-
-    name: str
-    tax_id: int
-
-
-@dataclass(frozen=True)
 class Rank:
     """The taxa of one rank; `of_class[label]` is the number of a class's taxon among them, -1 if it has none."""
 
@@ -273,19 +263,25 @@ class Classes:
 
 
 def load_classes(mapping: LabelMapping, taxonomy: Path | None = None) -> Classes:
-    """Classes with the ranks that the mapping has columns for (`genus`, ...), or all ranks of a taxonomy dump.
+    """Classes with the ranks that the mapping has columns or lineages for, or those of an NCBI taxonomy dump.
 
     >>> load_classes(load_mapping("species.tsv")).ranks[1].taxa[0].name
     """
-    tax_ids = _tax_ids(mapping)
-    names = _class_names(mapping)
+    taxa = [Taxon(*one) for one in zip(_class_names(mapping), _tax_ids(mapping), strict=True)]
     if taxonomy is None:
-        lineages = [_row_lineage(row) for row in mapping.table.to_pylist()]
+        lineages = lineages_of(mapping.table.to_pylist(), taxa, where=mapping.source)
+        found = [
+            next((Taxon(lineage[rank].name, one.tax_id) for rank in RANKS if rank in lineage), one)
+            for one, lineage in zip(taxa, lineages, strict=True)
+        ]
     else:
-        if not any(tax_ids):
+        if not any(one.tax_id for one in taxa):
             raise BadSource(f"{mapping.source}: has no column tax_id to look up in the taxonomy")
-        lineages = load_lineages(taxonomy, tax_ids, where=mapping.source)
-    taxa = [Taxon(name, tax_id) for name, tax_id in zip(names, tax_ids, strict=True)]
+        found, lineages = load_lineages(taxonomy, [one.tax_id for one in taxa], where=mapping.source)
+    taxa = [
+        Taxon(one.name or taxon.name or f"class {class_id}", taxon.tax_id)
+        for one, taxon, class_id in zip(taxa, found, mapping.ids.tolist(), strict=True)
+    ]
     return Classes(mapping, taxa, [rank for name in RANKS if (rank := _rank(name, lineages))])
 
 
@@ -309,45 +305,12 @@ def prediction_column(rank: str) -> str:
     return "rank_class" if rank == "class" else rank
 
 
-def load_lineages(folder: Path, tax_ids: Sequence[int], *, where: str) -> list[dict[str, Taxon]]:
-    """For each tax id, the taxon at its own and every higher rank, from nodes.dmp and names.dmp in a folder."""
-    parents, ranks = _load_nodes(folder / "nodes.dmp")
-    lineages: list[dict[str, int]] = []
-    for tax_id in tax_ids:
-        if tax_id == 0:  # not known
-            lineages.append({})
-            continue
-        if tax_id not in parents:
-            raise BadSource(
-                f"{where}: tax id {tax_id} is not in {folder / 'nodes.dmp'}. Use a newer dump, or correct the tax id"
-            )
-        lineage: dict[str, int] = {}
-        at = tax_id
-        while at != ROOT and at in parents:
-            lineage.setdefault(ranks[at], at)
-            at = parents[at]
-        lineages.append(lineage)
-    names = _load_names(folder / "names.dmp", {at for lineage in lineages for at in lineage.values()})
-    return [{rank: Taxon(names.get(at, str(at)), at) for rank, at in lineage.items()} for lineage in lineages]
-
-
-def _rank(name: str, lineages: Sequence[dict[str, Taxon]]) -> Rank | None:
+def _rank(name: str, lineages: Sequence[Lineage]) -> Rank | None:
     of = [lineage.get(name) for lineage in lineages]
     taxa = list(dict.fromkeys(taxon for taxon in of if taxon is not None))
     place = {taxon: number for number, taxon in enumerate(taxa)}
     numbers = [-1 if taxon is None else place[taxon] for taxon in of]
     return Rank(name, taxa, np.array(numbers, np.int64)) if taxa else None
-
-
-def _row_lineage(row: dict[str, object]) -> dict[str, Taxon]:
-    """From columns named like ranks; their tax ids, if any, are in columns such as `genus_tax_id`."""
-    own = next((row[name] for name in _TAX_ID if isinstance(row.get(name), int)), 0)
-    lineage: dict[str, Taxon] = {}
-    for rank in RANKS:
-        if row.get(rank) not in (None, ""):
-            tax_id = row.get(f"{rank}_tax_id", own if rank == RANKS[0] else 0)
-            lineage[rank] = Taxon(str(row[rank]), tax_id if isinstance(tax_id, int) else 0)
-    return lineage
 
 
 def _tax_ids(mapping: LabelMapping) -> list[int]:
@@ -361,40 +324,9 @@ def _tax_ids(mapping: LabelMapping) -> list[int]:
 
 
 def _class_names(mapping: LabelMapping) -> list[str]:
+    """From the best column of texts that tells the classes apart, else from the best; empty where it has none."""
     texts = [name for name in mapping.labels if pa.types.is_string(mapping.table.schema.field(name).type)]
-    name = next((name for name in (*_NAMES, *texts) if name in texts), None)
-    ids = mapping.ids.tolist()
-    values = [None] * len(ids) if name is None else mapping.column(name).to_pylist()
-    return [str(value) if value else f"class {own}" for value, own in zip(values, ids, strict=True)]
-
-
-def _load_nodes(path: Path) -> tuple[dict[int, int], dict[int, str]]:
-    parents: dict[int, int] = {}
-    ranks: dict[int, str] = {}
-    kept: dict[str, str] = {}  # one string for each rank, not one for each of millions of nodes
-    for own, parent, rank, *_ in _rows(path):
-        parents[int(own)] = int(parent)
-        ranks[int(own)] = kept.setdefault(rank, _ALIASES.get(rank, rank))
-    return parents, ranks
-
-
-def _load_names(path: Path, wanted: set[int]) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for own, name, _, kind, *_ in _rows(path):
-        if kind == "scientific name" and int(own) in wanted:
-            names[int(own)] = name
-    return names
-
-
-def _rows(path: Path) -> Iterator[list[str]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                cells = [cell.strip() for cell in line.rstrip("\n").removesuffix("|").split("|")]
-                if len(cells) < 4 or not cells[0].isdigit():
-                    raise BadSource(
-                        f"{path}: line {number} is not in the format of the NCBI taxonomy dump: {line.strip()[:60]!r}"
-                    )
-                yield cells
-    except (FileNotFoundError, NotADirectoryError):
-        raise BadSource(f"{path}: no such file; taxonomy= must be the folder of an NCBI taxonomy dump") from None
+    usable = [name for name in (*_NAMES, *texts) if name in texts and name not in LINEAGES]
+    columns = [["" if value is None else str(value) for value in mapping.column(name).to_pylist()] for name in usable]
+    full = [column for column in columns if len({*column}) == len(column)]
+    return next(iter([*full, *columns]), [""] * mapping.num_classes)
