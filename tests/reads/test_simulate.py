@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from millstream.errors import BadSetting, BadSource, StoreExists
-from millstream.reads.simulate import ABUNDANCES, CHUNK, ROOM, Simulated, SimulateSettings, simulate
+from millstream.reads.profiles import ROOM
+from millstream.reads.simulate import ABUNDANCES, CHUNK, Simulated, SimulateSettings, simulate
 from support.commands import run_here
 
 HEADER = re.compile(r"lbl\|(\d+)\|(\d+)\|(\d+)\|r(\d+)_(.+)_(\d+)([+-])/([12])")

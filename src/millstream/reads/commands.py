@@ -97,9 +97,32 @@ def simulate(
         ),
     ],
     reads: Annotated[int, typer.Option(help="Number of reads; a read pair counts as two.", metavar="N")] = 100_000,
-    length: Annotated[int, typer.Option(help="Read length, in bases.", metavar="N")] = 150,
-    error: Annotated[float, typer.Option(help="Per-base substitution rate.", metavar="RATE")] = 0.01,
-    indel: Annotated[float, typer.Option(help="Per-base insertion and deletion rate.", metavar="RATE")] = 0.0,
+    profile: Annotated[
+        Literal["uniform", "illumina", "hifi", "ont"],
+        typer.Option(
+            help="Lengths, errors and base qualities: uniform (no qualities), illumina, hifi, or ont.", metavar="NAME"
+        ),
+    ] = "uniform",
+    length: Annotated[
+        int | None,
+        typer.Option(help="Mean read length, in bases.", show_default="150; hifi 15000, ont 10000", metavar="N"),
+    ] = None,
+    error: Annotated[
+        float | None,
+        typer.Option(
+            help="Per-base substitution rate.",
+            show_default="0.01; illumina 0.003, hifi 0.0005, ont 0.03",
+            metavar="RATE",
+        ),
+    ] = None,
+    indel: Annotated[
+        float | None,
+        typer.Option(
+            help="Per-base insertion and deletion rate.",
+            show_default="0; illumina 0.0001, hifi 0.0015, ont 0.04",
+            metavar="RATE",
+        ),
+    ] = None,
     insert: Annotated[
         int | None, typer.Option(help="Simulate read pairs, with this mean fragment length.", metavar="N")
     ] = None,
@@ -132,7 +155,7 @@ def simulate(
     from millstream.reads.simulate import SimulateSettings
     from millstream.reads.simulate import simulate as sample
 
-    settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed)
+    settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed, profile=profile)
     settings.check()
     out = [to_path(path) for path in out]
     files = [file for place in genomes for file in expand(place)]

@@ -1,38 +1,32 @@
 """Genomes -> labelled reads. Order, positions and errors of all reads are a function of the seed."""
 
-import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.config import Between, Count, Natural, NonNegative, Rate, check_settings, config_hash, parse_bytes
-from millstream.core.console import Progress, format_bytes, say, silent
-from millstream.core.files import already_exists, publish
+from millstream.core.console import Progress, silent
+from millstream.core.files import already_exists
 from millstream.core.order import Permutation, mix
 from millstream.core.outputs import STDOUT, find_finished, publishing_text, remember_finished
 from millstream.core.record import crc32c
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.features import BASES, COMPLEMENT, UPPER
-from millstream.reads.mapping import load_mapping
-from millstream.reads.open import open_reads
-from millstream.reads.reads import Reads
+from millstream.reads.genomes import Genome, load_genomes
+from millstream.reads.profiles import PHRED, PROFILES, UNIFORM, Profile, Sequenced, draw_lengths, sequence
 from millstream.reads.tokenizers.kmers import Bases, Numbers
 
-CHUNK = 1 << 14  # fragments drawn at a time; another number gives other reads
-PIECE = 16 << 20  # bases read at a time
-READING = 256 << 20  # memory budget of one genome while it is read
+CHUNK = 1 << 14  # fragments drawn at a time, fewer if they are long; another number gives other reads
+CHUNK_BASES = CHUNK * 150
 MEMORY = "4GB"
-SPECIES = "species"
-BINOMIAL = re.compile(r"[A-Z][a-z]+_[a-z]+")
 SPREAD = 1.5  # standard deviation of log abundances
-ROOM = 32  # extra bases per read, to make up for deletions
+CONSTANT = "I"  # the quality of all bases of a profile without qualities
 ABUNDANCES = ("length", "equal", "lognormal")
 
 
@@ -41,19 +35,25 @@ class SimulateSettings:
     """How reads are sampled from genomes, and their sequencing errors."""
 
     reads: Count = 100_000  # a read pair counts as two
-    length: Count = 150  # of a read, in bases
-    error: Rate = 0.01  # per-base substitution rate
-    indel: Annotated[float, Between(0, 0.1)] = 0.0  # per-base insertion and deletion rate
+    length: Count | None = None  # of a read, in bases, on average; this and the rates: None is that of the profile
+    error: Rate | None = None  # per-base substitution rate
+    indel: Annotated[float, Between(0, 0.1)] | None = None  # per-base insertion and deletion rate
     insert: Count | None = None  # simulate read pairs, with this mean fragment length
     insert_sd: NonNegative = 30.0  # standard deviation of the fragment length
     abundance: str = "length"  # length (equal coverage), equal (reads per class), or lognormal
     seed: Natural = 0
+    profile: str = UNIFORM  # of the sequencer
 
     def check(self) -> None:
         """Raise BadSetting before any file is read."""
         check_settings(self)
-        if self.insert is not None and self.insert < self.length:
-            raise BadSetting(f"insert={self.insert}: a fragment must be at least as long as a read, {self.length}")
+        if self.profile not in PROFILES:
+            raise BadSetting(f"profile={self.profile}: must be one of {', '.join(PROFILES)}")
+        length = self.sequencer.length
+        if self.insert is not None and self.sequencer.length_spread:
+            raise BadSetting(f"insert={self.insert}: reads of profile={self.profile} have no mates")
+        if self.insert is not None and self.insert < length:
+            raise BadSetting(f"insert={self.insert}: a fragment must be at least as long as a read, {length}")
         if self.insert is not None and self.reads % 2:
             raise BadSetting(f"reads={self.reads}: must be even for read pairs")
         if self.abundance not in ABUNDANCES:
@@ -63,21 +63,21 @@ class SimulateSettings:
     def mates(self) -> int:
         return 1 if self.insert is None else 2
 
+    @property
+    def sequencer(self) -> Profile:
+        """The profile, with the length and the rates of these settings."""
+        given = {name: getattr(self, name) for name in ("length", "error", "indel")}
+        return replace(PROFILES[self.profile], **{name: value for name, value in given.items() if value is not None})
 
-@dataclass(frozen=True)
-class Genome:
-    """One file: its class, and where its sequences are among the bases of all genomes."""
-
-    path: Path
-    class_id: int
-    tax_id: int  # 0 if it is not known
-    names: Sequence[str]
-    starts: Numbers
-    lengths: Numbers
-
-    def places(self, length: int) -> Numbers:
-        """The number of positions in each sequence where a fragment of this length fits."""
-        return np.maximum(self.lengths - length + 1, 0)
+    def terms(self) -> dict[str, object]:
+        """What the reads depend on; of a uniform profile, as before there were others."""
+        used = asdict(self.sequencer) if self.profile != UNIFORM else {}
+        found = {
+            **asdict(self),
+            **{name: getattr(self.sequencer, name) for name in ("length", "error", "indel")},
+            **used,
+        }
+        return found if used else {name: value for name, value in found.items() if name != "profile"}
 
 
 @dataclass(frozen=True)
@@ -113,15 +113,14 @@ def simulate(
         raise BadSetting(f"{len(out)} output files: two are only for read pairs, which need insert=")
     if len(set(out)) < len(out):
         raise BadSetting(f"{out[0]}: given twice; give it once for both mates in one file, or two different files")
-    bases, found = _load_genomes(genomes, mapping, index_dir, parse_bytes(memory))
+    bases, found = load_genomes(genomes, mapping, index_dir, parse_bytes(memory))
     made = _Fragments(bases, found, settings)
-    done = Simulated(settings.reads, settings.reads * settings.length, made.coverage())
     about = [[genome.path.name, genome.class_id, genome.tax_id, genome.names] for genome in found]
-    terms = {**asdict(settings), "genomes": config_hash({"bases": crc32c(bases), "about": about})}
+    terms = {**settings.terms(), "genomes": config_hash({"bases": crc32c(bases), "about": about})}
     files = [path for path in out if str(path) != STDOUT]
     known = [find_finished(path, terms) for path in files]
     if files and all(known):
-        return done
+        return made.summary(known[0])
     if any(known):
         raise already_exists(next(path for path, is_known in zip(files, known, strict=True) if is_known))
     is_fastq = [path.name.removesuffix(".gz").endswith((".fq", ".fastq")) for path in out]
@@ -130,14 +129,15 @@ def simulate(
             stack.enter_context(publishing_text(path)) if path in files else sys.stdout.buffer.write for path in out
         ]
         progress(0)
-        for first in range(0, made.num_fragments, CHUNK):
+        for first in range(0, made.num_fragments, made.chunk):
             texts = made.texts(first, fastq=is_fastq)
             for write, text in zip(writers, texts, strict=True):
                 write(text)
-            progress(min(first + CHUNK, made.num_fragments) * settings.mates)
+            progress(min(first + made.chunk, made.num_fragments) * settings.mates)
+    state = made.num_bases.tolist()
     for path in files:
-        remember_finished(path, terms)
-    return done
+        remember_finished(path, terms, state)
+    return made.summary(state)
 
 
 class _Fragments:
@@ -145,8 +145,12 @@ class _Fragments:
 
     def __init__(self, bases: Bases, genomes: Sequence[Genome], settings: SimulateSettings) -> None:
         self.bases, self.genomes, self.settings = bases, genomes, settings
+        self.profile = profile = settings.sequencer
         self.num_fragments = settings.reads // settings.mates
-        self.longest = settings.length + (ROOM if settings.indel else 0)
+        self.longest = profile.span
+        self.chunk = CHUNK
+        if not profile.is_uniform:
+            self.chunk = 1 << int(np.clip(CHUNK_BASES // profile.length, 1, CHUNK)).bit_length() - 1
         if settings.insert is not None:
             self.longest = max(self.longest, round(settings.insert + 4 * settings.insert_sd))
         short = [genome.path.name for genome in genomes if not genome.places(self.longest).any()]
@@ -155,37 +159,46 @@ class _Fragments:
                 f"{short[0]}: has no sequence of at least {self.longest} bases, the longest possible fragment"
             )
         self.ends = np.cumsum(_apportioned(self.num_fragments, self._weights()))
+        self.num_bases = np.zeros(len(genomes), np.int64)  # written, of each genome
         self.order = Permutation(self.num_fragments, mix(settings.seed, 1))
 
-    def coverage(self) -> dict[str, float]:
-        """Mean coverage of each genome."""
-        counts = np.diff(self.ends, prepend=0) * self.settings.mates * self.settings.length
+    def summary(self, state: Any) -> Simulated:
+        """What was written, from the bases of each genome; an older version did not record them, but all reads
+        had the same length."""
+        counts = np.diff(self.ends, prepend=0) * self.settings.mates * self.profile.length if state is True else state
         names = Counter(path.name for path in {genome.path for genome in self.genomes})
         found: dict[str, float] = {}
-        for genome, count in zip(self.genomes, counts.tolist(), strict=True):
+        for genome, count in zip(self.genomes, map(int, counts), strict=True):
             key = genome.path.name if names[genome.path.name] == 1 else str(genome.path)
             found[key] = found.get(key, 0.0) + count / int(genome.lengths.sum())  # a file may be given twice
-        return found
+        return Simulated(self.settings.reads, sum(map(int, counts)), found)
 
     def texts(self, first: int, *, fastq: Sequence[bool]) -> list[bytes]:
         """The text of a chunk of fragments from `first` on, for each file."""
         settings = self.settings
-        numbers = np.arange(first, min(first + CHUNK, self.num_fragments), dtype=np.int64)
-        rng = np.random.default_rng([settings.seed, first // CHUNK])
+        numbers = np.arange(first, min(first + self.chunk, self.num_fragments), dtype=np.int64)
+        rng = np.random.default_rng([settings.seed, first // self.chunk])
         owner = np.searchsorted(self.ends, self.order(numbers), side="right")
-        start, sequence = self._places(owner, rng)
+        start, which = self._places(owner, rng)
         is_reverse = rng.random(numbers.size) < 0.5
         length = np.full(numbers.size, self.longest)
         if settings.insert is not None:
             drawn = np.rint(rng.normal(settings.insert, settings.insert_sd, numbers.size)).astype(np.int64)
-            length = np.clip(drawn, settings.length + (ROOM if settings.indel else 0), self.longest)
-        mates = [self._bases(start, length, is_reverse, rng)]
-        if settings.mates == 2:
-            mates.append(self._bases(start, length, ~is_reverse, rng))
-        headers = [self._headers(numbers, owner, sequence, start, is_reverse, mate) for mate in range(settings.mates)]
+            length = np.clip(drawn, self.profile.span, self.longest)
+        if self.profile.length_spread:
+            start, length = self._fitted(owner, which, start, draw_lengths(self.profile, numbers.size, rng))
+        strands = (is_reverse, ~is_reverse)[: settings.mates]
+        mates = [sequence(self.bases, start, length, strand, self.profile, rng) for strand in strands]
+        for one in mates:
+            np.add.at(self.num_bases, owner, one.lengths)
+        names = self._names(numbers, owner, which, start, is_reverse)
+        heads = [f"lbl|{genome.class_id}|{genome.tax_id}|" for genome in self.genomes]
+        before = [heads[own] for own in map(int, owner)]
         if len(fastq) == 2:
-            return [_text([headers[mate]], [mates[mate]], fastq=fastq[mate]) for mate in range(2)]
-        return [_text(headers, mates, fastq=fastq[0])]
+            return [
+                _text([one], before, names, first_mate=mate + 1, fastq=fastq[mate]) for mate, one in enumerate(mates)
+            ]
+        return [_text(mates, before, names, first_mate=1, fastq=fastq[0])]
 
     def _weights(self) -> NDArray[np.float64]:
         """The relative number of fragments of each genome."""
@@ -211,163 +224,48 @@ class _Fragments:
             starts[mine] = genome.starts[which] + place - (ends[which] - genome.places(self.longest)[which])
         return starts, sequences
 
-    def _bases(self, start: Numbers, length: Numbers, is_reverse: NDArray[np.bool_], rng: np.random.Generator) -> Bases:
-        """[fragment, base]: the left end, or the right end of the other strand, with sequencing errors."""
-        settings = self.settings
-        shape = (start.size, settings.length)
-        places = np.broadcast_to(np.arange(settings.length), shape)
-        inserted = np.zeros(shape, bool)
-        if settings.indel:
-            drawn = rng.random(shape, np.float32)
-            inserted = drawn < settings.indel / 2
-            deleted = (drawn >= settings.indel / 2) & (drawn < settings.indel)
-            places = np.clip(
-                places + np.cumsum(deleted.astype(np.int64) - inserted, axis=1), 0, settings.length + ROOM - 1
+    def _fitted(self, owner: Numbers, which: Numbers, start: Numbers, length: Numbers) -> tuple[Numbers, Numbers]:
+        """Start and length of each fragment, shortened to its sequence, and moved evenly so that it lies within it."""
+        sizes, firsts = np.empty_like(start), np.empty_like(start)
+        for index in map(int, np.unique(owner)):
+            mine = np.flatnonzero(owner == index)
+            sizes[mine], firsts[mine] = (
+                of[which[mine]] for of in (self.genomes[index].lengths, self.genomes[index].starts)
             )
-        first, step = np.where(is_reverse, start + length - 1, start), np.where(is_reverse, -1, 1)
-        bases = self.bases[first[:, None] + places * step[:, None]]
-        bases[is_reverse] = COMPLEMENT[bases[is_reverse]]
-        if settings.error or settings.indel:
-            wrong = rng.random(shape, np.float32) < settings.error
-            _randomise(bases, np.flatnonzero((wrong & ~inserted).reshape(-1)), rng, other=True)
-            _randomise(bases, np.flatnonzero(inserted.reshape(-1)), rng, other=False)
-        return bases
+        length = np.minimum(length, sizes)
+        return firsts + (start - firsts) * (sizes - length + 1) // sizes, length
 
-    def _headers(
-        self,
-        numbers: Numbers,
-        owner: Numbers,
-        sequence: Numbers,
-        start: Numbers,
-        is_reverse: NDArray[np.bool_],
-        mate: int,
+    def _names(
+        self, numbers: Numbers, owner: Numbers, which: Numbers, start: Numbers, is_reverse: NDArray[np.bool_]
     ) -> list[str]:
-        """`lbl|class|tax|len|name/mate`; the name has the position of the fragment."""
-        tails = (f"+/{mate + 1}", f"-/{mate + 1}")
-        heads = [f"lbl|{genome.class_id}|{genome.tax_id}|{self.settings.length}|r" for genome in self.genomes]
-        rows = zip(
-            numbers.tolist(), owner.tolist(), sequence.tolist(), start.tolist(), is_reverse.tolist(), strict=True
-        )
+        """The name of each fragment: its number, sequence, position and strand."""
+        rows = zip(numbers.tolist(), owner.tolist(), which.tolist(), start.tolist(), is_reverse.tolist(), strict=True)
         firsts: list[list[int]] = [genome.starts.tolist() for genome in self.genomes]
         names = [genome.names for genome in self.genomes]
         return [
-            f"{heads[own]}{number}_{names[own][where]}_{place - firsts[own][where]}{tails[back]}"
+            f"|r{number}_{names[own][where]}_{place - firsts[own][where]}{'-' if back else '+'}/"
             for number, own, where, place, back in rows
         ]
 
 
-def _randomise(bases: Bases, at: Numbers, rng: np.random.Generator, *, other: bool) -> None:
-    """Put random bases at these positions; with `other`, always different ones."""
-    flat = bases.reshape(-1)
-    if not other:
-        flat[at] = BASES[rng.integers(0, 4, at.size)]
-        return
-    code = np.searchsorted(BASES, flat[at])  # N and other codes become any base
-    flat[at] = BASES[(code + rng.integers(1, 4, at.size)) % 4]
-
-
-def _text(headers: Sequence[list[str]], mates: Sequence[Bases], *, fastq: bool) -> bytes:
-    """FASTA or FASTQ, the mates of a fragment one after the other."""
-    size = mates[0].shape[1]
-    flats = [bases.tobytes().decode("latin-1") for bases in mates]
-    quality = f"\n+\n{'I' * size}" if fastq else ""
+def _text(
+    mates: Sequence[Sequenced], heads: Sequence[str], names: Sequence[str], *, first_mate: int, fastq: bool
+) -> bytes:
+    """FASTA or FASTQ with headers `lbl|class|tax|len|name/mate`, the mates of a fragment one after the other."""
     mark = "@" if fastq else ">"
-    lines = [
-        f"{mark}{names[row]}\n{flat[row * size : (row + 1) * size]}{quality}\n"
-        for row in range(len(mates[0]))
-        for names, flat in zip(headers, flats, strict=True)
-    ]
-    return "".join(lines).encode("latin-1")
-
-
-def _load_genomes(
-    paths: Sequence[Path], mapping: Path | None, index_dir: Path | None, memory: int
-) -> tuple[Bases, list[Genome]]:
-    """The bases of all genomes, in upper case, and the genomes."""
-    opened = [open_reads([path], index_dir=index_dir, memory=READING) for path in paths]
-    total = sum(reads.num_bases for reads in opened)
-    if total > memory:
-        largest = max(opened, key=lambda reads: reads.num_bases)
-        raise BadSetting(
-            f"{largest.paths[0]}: {largest.num_bases:,} of the {total:,} bases of all genomes, too many for the memory "
-            f"budget of {format_bytes(memory)}. Raise memory to {format_bytes(total * 1.05)}, or give fewer genomes"
+    made: list[list[str]] = []
+    for mate, one in enumerate(mates, first_mate):
+        flat = one.bases.tobytes().decode("latin-1")
+        quality = "" if one.phred is None else (one.phred + PHRED).tobytes().decode("latin-1")
+        edges = zip(one.starts.tolist(), one.lengths.tolist(), strict=True)
+        made.append(
+            [
+                f"{mark}{head}{size}{name}{mate}\n{flat[at : at + size]}\n"
+                + (f"+\n{quality[at : at + size] or CONSTANT * size}\n" if fastq else "")
+                for head, name, (at, size) in zip(heads, names, edges, strict=True)
+            ]
         )
-    bases = np.empty(total, np.uint8)
-    genomes: list[Genome] = []
-    at = 0
-    for path in paths:
-        reads = opened.pop(0)  # decoded blocks are not kept
-        numbers = np.arange(len(reads))
-        lengths = reads.lengths(numbers)
-        first = at
-        for piece in _pieces(reads, lengths):
-            bases[at : at + piece.size] = UPPER[piece]
-            if bad := np.flatnonzero(COMPLEMENT[bases[at : at + piece.size]] == 0)[:1].tolist():
-                found = chr(bases[at + bad[0]])
-                raise BadSource(f"{path}: {found!r} is not a nucleotide; reads can only be simulated from DNA")
-            at += piece.size
-        names = [str(name) for name in reads.fetch(numbers, ["name"]).columns["name"]]
-        ascii_names = [re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII) for name in names]
-        starts = first + np.cumsum(lengths) - lengths
-        genomes.append(Genome(path, 0, _taxon(path, names), ascii_names, starts, lengths))
-    class_ids = _class_ids(genomes, mapping)
-    return bases, [replace(g, class_id=own) for g, own in zip(genomes, class_ids, strict=True)]
-
-
-def _pieces(reads: Reads, lengths: Numbers) -> Iterator[Bases]:
-    """The bases of all sequences in order, some megabytes at a time however long a sequence is."""
-    counts = np.maximum(-(-lengths // PIECE), 1)
-    numbers = np.repeat(np.arange(len(lengths)), counts)
-    starts = (np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE
-    ends = np.minimum(starts + PIECE, lengths[numbers])
-    edges = np.flatnonzero(np.diff(np.cumsum(ends - starts) // PIECE)) + 1
-    for some in np.split(np.arange(len(numbers)), edges):
-        yield reads.regions(numbers[some], starts[some], ends[some]).flat
-
-
-def _taxon(path: Path, names: Sequence[str]) -> int:
-    match = re.match(r"(\d+)[_.]", path.name) or re.search(r"kraken:taxid\|(\d+)", names[0] if names else "")
-    return int(match[1]) if match else 0
-
-
-def _species(path: Path) -> str:
-    """The species in the name of a file, as in `562_Escherichia_coli_K12.fna`; otherwise the whole name."""
-    stem = re.sub(r"^\d+[_.]", "", path.name.split(".")[0])
-    return " ".join(stem.split("_")[:2]) if BINOMIAL.match(stem) else stem or path.name
-
-
-def _class_ids(genomes: Sequence[Genome], mapping: Path | None) -> list[int]:
-    """The class of each genome: from the mapping, or one per taxon, which are written to it if it does not exist."""
-    if mapping is not None and mapping.exists():
-        known = load_mapping(mapping)
-        if "tax_id" not in known.labels:
-            raise BadSource(f"{mapping}: has no column tax_id to look up the genomes by")
-        ids = known.ids.tolist()
-        of_taxon = dict(zip(known.column("tax_id").to_pylist(), ids, strict=True))
-        of_species = dict(zip(known.column(SPECIES).to_pylist(), ids, strict=True)) if SPECIES in known.labels else {}
-        found = [of_taxon.get(g.tax_id) if g.tax_id else of_species.get(_species(g.path)) for g in genomes]
-        unknown = [genome.path.name for genome, own in zip(genomes, found, strict=True) if own is None]
-        if unknown:
-            raise BadSource(
-                f"{unknown[0]}: its taxon is not in {mapping}. Add it, or start the file name with its taxon: 562_..."
-            )
-        return [own for own in found if own is not None]
-    keys = [genome.tax_id or -1 - place for place, genome in enumerate(genomes)]  # without a taxon, one class each
-    classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    if mapping is not None:
-        _write_mapping(mapping, {classes[key]: genome for key, genome in zip(keys, genomes, strict=True)})
-    return [classes[key] for key in keys]
-
-
-def _write_mapping(out: Path, genomes: dict[int, Genome]) -> None:
-    """`class_id tax_id species genus`, from the names of the files."""
-    lines = [f"class_id\ttax_id\t{SPECIES}\tgenus"]
-    for class_id, genome in genomes.items():
-        name = _species(genome.path)
-        genus = name.split()[0] if " " in name else ""
-        lines.append(f"{class_id}\t{genome.tax_id}\t{name}\t{genus}")
-    publish(out, ("\n".join(lines) + "\n").encode())
-    say(f"{out}: {len(genomes)} classes")
+    return "".join(text for texts in zip(*made, strict=True) for text in texts).encode("latin-1")
 
 
 def _apportioned(count: int, weights: NDArray[np.float64]) -> Numbers:
